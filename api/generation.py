@@ -6,14 +6,18 @@ from functools import partial
 
 from api.auth.client import Client
 from api.requests import validation
-from api.requests.answer import FinalChunk, OutputChunk, ResponseBuilder, ResponseOptions
-from api.requests.deadline import DeadlineScope
-from api.requests.generate_params import GenerateParams
-from api.requests.job import TokenizedRequest
-from api.requests.limiter import RequestLimiter, new_request_id
-from api.requests.priorities import PriorityLimits
+from api.requests.answer import (
+    FinalChunk,
+    OutputChunk,
+    ResponseBuilder,
+    ResponseOptions,
+    Spell,
+    told,
+    told_prompt,
+)
+from api.requests.generate_params import GenerateParams, TokenizedRequest
+from api.requests.limiter import DeadlineScope, PriorityLimits, RequestLimiter, new_request_id
 from api.requests.served_model import ServedModel
-from api.requests.token_reports import Spell, told, told_prompt
 from api.text.detokenizer import Detokenizer
 from router.cluster.cluster import Cluster
 from router.generation import Generation

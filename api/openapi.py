@@ -9,20 +9,23 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from api.admin.adapters import LoadFields, UnloadFields
-from api.admin.engines import COMMANDS
-from api.anthropic.count_tokens import TokenCount
+from api.admin.engines import COMMANDS, LoadFields, UnloadFields
 from api.anthropic.fields import CountTokensFields, MessagesFields
-from api.native.generate import NativeFields, NativeResponse
-from api.native.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
-from api.openai.chat import ChatFields
-from api.openai.chat_voice import ChatChoice, ChunkChoice
+from api.anthropic.messages import TokenCount
+from api.native.generate import (
+    Detokenized,
+    DetokenizeFields,
+    NativeFields,
+    NativeResponse,
+    Tokenized,
+    TokenizeFields,
+)
+from api.openai.chat import ChatChoice, ChatFields, ChunkChoice
 from api.openai.completions import CompletionChoice, CompletionFields
 from api.openai.replies import OpenAiUsage
 from api.openai.responses import ResponseFields
-from api.pooling.embeddings import EmbeddingFields, EmbeddingList
-from api.pooling.rerank import RerankFields, RerankResponse
-from api.pooling.scores import ScoreFields, ScoreList
+from api.pooling.endpoint import EmbeddingFields, EmbeddingList
+from api.pooling.scores import RerankFields, RerankResponse, ScoreFields, ScoreList
 
 Schema = dict[str, Any]
 Record: TypeAlias = type[msgspec.Struct]

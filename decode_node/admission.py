@@ -20,9 +20,9 @@ from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
-from node.claims import Claim
 from node.control.engine_control import EngineControl
 from node.messages import Placement, SubmitRequest
+from node.request_state import Claim
 from node.timings import RequestTimings
 
 # Multiple of the queue limits for replayed requests, whose clients have tokens already: another

@@ -30,7 +30,7 @@ from common.request import Remaining, RequestSpec
 from common.requests.namespace import NAMESPACE_BYTES
 from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
-from decode_node.counts import DecodeCounters
+from decode_node.active_requests import DecodeCounters
 from engine.batch.request import FinishReason
 from kvtransfer.ports import NodeEvent, ProducerDown, ProducerUp
 from node.messages import Placement, RequestEnded, StepTokens, SubmitRequest

@@ -4,33 +4,27 @@ from collections.abc import Callable
 
 from common.config import DecodeConfig, EngineConfig
 from common.errors import ConfigError
-from decode_node.active_requests import ActiveRequests
+from decode_node.active_requests import ActiveRequests, DecodeCounters
 from decode_node.admission import PrefixLocations, RequestAdmission
 from decode_node.canary import STREAM, Canary
-from decode_node.counts import DecodeCounters
 from decode_node.handoffs import HandoffLimits, IncomingHandoffs
 from decode_node.outgoing_migrations import OutgoingMigrations
-from decode_node.page_reservations import PageReservations
 from decode_node.placement import PrefillPlacement
 from decode_node.queues import DecodeQueues, FetchQueue, PausedQueue, UnpairedQueue
 from decode_node.role import DecodeRole
-from decode_node.state import DecodeState
+from decode_node.state import DecodeState, PageReservations
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
 from engine.build import Engine
-from node.claims import Claim
 from node.control.outbox import TokenOutbox
 from node.engine_process import EngineStart
-from node.queues.adapter_queue import AdapterQueue
-from node.queues.grammar_queue import GrammarQueue
-from node.queues.preparations import PreparationStages
-from node.queues.scheduler_queue import SchedulerQueue
-from node.queues.tier_load_queue import TierLoadQueue
-from node.request_history import RequestHistory
+from node.preparations import AdapterQueue, GrammarQueue, PreparationStages, TierLoadQueue
+from node.queues import SchedulerQueue
+from node.request_state import Claim
 from node.runtime import NodeRuntime, RoleRuntime
 from node.sharing.prefixes import PrefixSharing
-from node.timings import RequestTimings
+from node.timings import RequestHistory, RequestTimings
 
 
 def wants(config: EngineConfig) -> EngineConfig:

@@ -29,9 +29,8 @@ from common.logs.throttle import Throttle, ThrottledLog
 from common.queueing.waiting_line import QueueEntry
 from common.request import Remaining
 from decode_node.active_requests import ActiveRequests
-from decode_node.page_reservations import PageReservations
 from decode_node.queues import PreallocQueue, TransferQueue
-from decode_node.state import DecodeState, HandoffAttempt
+from decode_node.state import DecodeState, HandoffAttempt, PageReservations
 from engine.batch.request import Ints, Request
 from kvtransfer.messages import HandoffId, Live, Prompt, Source
 from kvtransfer.ports import (
@@ -46,9 +45,8 @@ from kvtransfer.ports import (
     QueuedEvent,
     ReadsEndedEvent,
 )
-from node.claims import Claim
-from node.queues.scheduler_queue import SchedulerQueue
-from node.request_state import Stage
+from node.queues import SchedulerQueue
+from node.request_state import Claim, Stage
 from node.timings import HandoffTimings
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,7 @@ from kvtransfer.ports import (
     ProducerCommands,
     PublishCommand,
 )
-from node.claims import Claim
-from node.request_state import Stage
+from node.request_state import Claim, Stage
 
 log = logging.getLogger(__name__)
 

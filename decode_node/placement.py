@@ -22,16 +22,16 @@ from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull, ServingE
 from common.queueing.waiting_line import QueueEntry
 from common.requests.quarantine import GUILTY, MAX_DEATHS
 from decode_node import canary
+from decode_node.active_requests import DecodeCounters
 from decode_node.canary import Canary
-from decode_node.counts import DecodeCounters
 from decode_node.handoffs import MOVE_WAIT_S, FailedHandoff, IncomingHandoffs
 from decode_node.queues import DecodeQueues
 from decode_node.state import DecodeState
 from engine.batch.request import FinishReason, RequestEnd, out_of_time
 from engine.kv_cache.radix import PrefixCache
 from kvtransfer.ports import ProducerUp
-from node.claims import Claim
 from node.messages import MigrateFrom
+from node.request_state import Claim
 from node.sharing.prefixes import PrefixSharing
 
 

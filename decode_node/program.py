@@ -10,7 +10,7 @@ from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.named_owners import NamedProducers
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
-from node.frontend.parts import NodeFrontend, RoleProgram, RoleServices
+from node.frontend.engine_link import NodeFrontend, RoleProgram, RoleServices
 
 
 def program(config: DecodeConfig) -> RoleProgram:

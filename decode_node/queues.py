@@ -18,12 +18,10 @@ from decode_node.state import DecodeState
 from engine.batch.request import out_of_time, waited_too_long
 from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageClaim, is_overdue
 from kvtransfer.ports import ProducerDown, ProducerUp
-from node.claims import Claim
-from node.control.inside import PausableScheduler
-from node.queues.keyed_queue import KeyedQueue, RequestQueues
-from node.queues.preparations import PreparationStages
-from node.queues.scheduler_queue import SchedulerQueue
-from node.request_state import Ending, Stage, as_request_end
+from node.control.pauses import PausableScheduler
+from node.preparations import PreparationStages
+from node.queues import KeyedQueue, RequestQueues, SchedulerQueue
+from node.request_state import Claim, Ending, Stage, as_request_end
 from node.sharing.fetches import PrefixFetches
 
 DEADLINE_CHECK_S = 0.1

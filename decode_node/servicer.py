@@ -40,8 +40,7 @@ from common.rpc.streams import OutgoingStream
 from common.tracing.context import TraceContext, checked, log_fields
 from common.tracing.tracer import Tracer
 from node.frontend import spans
-from node.frontend.engine_link import EngineLink
-from node.frontend.supervision import EngineSupervisor
+from node.frontend.engine_link import EngineLink, EngineSupervisor
 from node.messages import (
     CancelSubmitted,
     EngineStats,

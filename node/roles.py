@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from common import settings
 from common.config import DecodeConfig, NodeConfig, PrefillConfig
 from common.errors import ConfigError, FailedPrecondition
+from node.frontend.engine_link import RoleProgram
 from node.frontend.frontend import run_node
-from node.frontend.parts import RoleProgram
 from node.metrics import Role
 
 CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}

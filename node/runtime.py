@@ -3,20 +3,26 @@
 They are a transfer thread to other nodes, a control interface for the front, and prefix sharing.
 """
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import triton
 
-from common.config import NodeConfig
+from common.config import EngineConfig, NodeConfig
 from common.process.ipc import FrameSocket, PeerGone
 from engine.build import Engine
 from engine.kv_cache.cache_events import CacheEvents
+from engine.loop import stall_report
 from engine.loop.clock import Lateness, StepClock
+from engine.loop.loop import EngineRole, EventLoop
+from engine.loop.stall_report import StalledEngine
+from engine.loop.watchdog import Watchdog
 from engine.memory_release import MemoryOccupation
 from engine.meters import AdapterMeter, TierMeter, VisionMetrics
 from engine.runner.profiler import Profiler
+from engine.scheduler.scheduler import Scheduler
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool, TransferBackend
 from kvtransfer.front_messages import PairInput
@@ -27,10 +33,68 @@ from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
 from node.control.engine_control import EngineControl, FrontendChannel, RoleEnded
 from node.control.operations import EngineOperations
-from node.drive import DrivenRole, drive, introduce
 from node.engine_process import EngineStart
+from node.messages import EngineReady
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.weights import WeightSharing
+
+
+class DrivenRole(EngineRole, StalledEngine, Protocol):
+    """A role, as the event loop and the stall report need it."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+
+def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) -> None:
+    """Report to the front that requests may come."""
+    channel.post(
+        EngineReady(
+            model=config.model,
+            fingerprint=engine.fingerprint,
+            tokenizer_hash=engine.tokenizer_hash,
+            context_length=engine.shape.context_length,
+            num_pages=engine.shape.num_pages,
+            page_size=engine.shape.layout.page_size,
+        )
+    )
+
+
+def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClock) -> None:
+    """Run the loop until the front releases this process (PeerGone) or gives it another role
+    (RoleEnded), or a part fails. If the loop stalls for too long, the process ends.
+    """
+    loop = EventLoop(
+        role,
+        engine.runner,
+        overlap=config.scheduler.overlap_schedule,
+        overlap_prefills=config.scheduler.overlap_prefills,
+        clock=clock,
+    )
+
+    def end(still_s: float) -> None:
+        try:
+            stall_report.report(still_s, role)
+        finally:
+            stall_report.end_process()
+
+    watchdog = Watchdog(
+        clock,
+        limit_s=config.scheduler.watchdog_timeout_s,
+        has_work=lambda: role.scheduler.awaits_steps,
+        on_stuck=end,
+    )
+    # All objects made until now stay, and collecting them again would only delay steps. This
+    # happens before the watchdog starts, since a slow collection is no stall of the loop.
+    gc.collect()
+    gc.freeze()
+    watchdog.start()
+    try:
+        loop.run()
+    finally:
+        watchdog.stop()
+        gc.unfreeze()  # otherwise the libraries' own leak checks report frozen objects at exit
+
 
 TRANSFER_END_S = 3.0
 

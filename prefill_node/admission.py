@@ -1,4 +1,7 @@
-"""Admission checks for hand-offs, the cheapest first. All checks come before any work."""
+"""The record and queues of a hand-off, and its admission checks, the cheapest first.
+
+All checks come before any work.
+"""
 
 import math
 from collections.abc import Mapping
@@ -19,15 +22,65 @@ from common.queueing.drain import QueueEstimator, may_wait_s
 from common.queueing.waiting_line import QueueEntry
 from common.request import Remaining, RequestSpec
 from engine.adapters.adapters import AdapterManager
+from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
 from kvtransfer.messages import Prompt
 from kvtransfer.ports import OpenedEvent
-from node.claims import Claim
 from node.control.engine_control import EngineControl
-from node.control.inside import PausableScheduler
-from prefill_node.queues import PrefillState
+from node.control.pauses import PausableScheduler
+from node.preparations import PreparationStages
+from node.queues import KeyedQueue, RequestQueues, SchedulerQueue
+from node.request_state import Claim, RequestState, Stage
+from node.timings import ProducerTimings
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefillState(RequestState):
+    """A hand-off whose consumer wants its KV. Its key is the serial of the hand-off.
+
+    Attributes:
+        prefix_tokens: tokens that the consumer has.
+        published: token ranges up to here are published.
+        holding: pages of the whole prompt, from admission to the scheduler on.
+    """
+
+    timings: ProducerTimings
+    prefix_tokens: int = 0
+    published: int = 0
+    holding: PageHolding | None = None
+
+
+class BootstrapQueue(KeyedQueue[PrefillState]):
+    """Hand-offs that wait for their Grant."""
+
+    stage = Stage.BOOTSTRAP
+
+
+class InflightQueue(KeyedQueue[PrefillState]):
+    """Computed hand-offs, whose pages the consumer reads."""
+
+    stage = Stage.INFLIGHT
+
+    @property
+    def num_waiting(self) -> int:
+        return 0
+
+
+class PrefillQueues(RequestQueues):
+    """The queues of a prefill node. Pooling prompts are in `scheduled` only."""
+
+    def __init__(
+        self,
+        preparing: PreparationStages[PrefillState],
+        scheduled: SchedulerQueue[RequestState],
+    ) -> None:
+        self.bootstrap = BootstrapQueue()
+        self.preparing = preparing
+        self.scheduled = scheduled
+        self.inflight = InflightQueue()
+        super().__init__(scheduled, preparing, self.bootstrap, self.inflight)
 
 
 class NodeDraining(NodeUnavailable):

@@ -8,19 +8,14 @@ from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
 from engine.build import Engine
 from node.engine_process import EngineStart
-from node.queues.adapter_queue import AdapterQueue
-from node.queues.grammar_queue import GrammarQueue
-from node.queues.preparations import PreparationStages
-from node.queues.scheduler_queue import SchedulerQueue
-from node.queues.tier_load_queue import TierLoadQueue
+from node.preparations import AdapterQueue, GrammarQueue, PreparationStages, TierLoadQueue
+from node.queues import SchedulerQueue
 from node.request_state import RequestState
 from node.runtime import NodeRuntime, RoleRuntime
-from node.sharing.fetch_queue import PrefixFetchQueue
-from prefill_node.admission import HandoffAdmission
-from prefill_node.handoff_history import HandoffHistory
-from prefill_node.handoffs import OutgoingHandoffs
+from node.sharing.fetches import PrefixFetchQueue
+from prefill_node.admission import HandoffAdmission, PrefillQueues, PrefillState
+from prefill_node.handoffs import HandoffHistory, OutgoingHandoffs
 from prefill_node.pooling import PoolingCalls
-from prefill_node.queues import PrefillQueues, PrefillState
 from prefill_node.role import PrefillRole
 
 CHUNK_TOKENS = 8192  # no decode rows wait for a chunk here, and large chunks are efficient

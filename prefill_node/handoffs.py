@@ -8,14 +8,18 @@ expired. Its pages are held for publication from admission until then, whatever 
 request.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from common.errors import ServingError
+from common.logs.throttle import Throttle, ThrottledLog
 from common.page_tables import PageTables
 from common.queueing.waiting_line import QueueEntry
+from common.request import RequestSpec
 from common.requests.request_trace import RequestTrace, RequestTraces
+from common.tracing.context import is_sampled, log_fields
 from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, Ints, Request, RequestEnd
 from engine.kv_cache.pages import PageAllocator, PageHolder
@@ -30,12 +34,74 @@ from kvtransfer.ports import (
     PublishCommand,
     QueuedCommand,
 )
-from node.claims import Claim
-from node.request_state import Ending, Stage
+from node.messages import HandoffSpan
+from node.request_state import Claim, Ending, Stage
 from node.sharing.prefixes import PrefixSharing
-from prefill_node.admission import COUNTS, HandoffAdmission, refusal_of
-from prefill_node.handoff_history import HandoffHistory
-from prefill_node.queues import PrefillQueues, PrefillState
+from node.timings import ProducerTimings, RequestHistory, of_handoff
+from prefill_node.admission import COUNTS, HandoffAdmission, PrefillQueues, PrefillState, refusal_of
+
+log = logging.getLogger(__name__)
+
+
+class HandoffHistory:
+    """Records by serial, from OpenedEvent to ClosedEvent, and the last ended ones by request.
+
+    Engine thread only. The watchdog reads it when that thread is stalled.
+
+    Args:
+        tell: sends hand-offs of traced requests to the front.
+    """
+
+    def __init__(self, tell: Callable[[HandoffSpan], None]) -> None:
+        self._log = ThrottledLog(log, Throttle(most=100))
+        self._tell = tell
+        self._open: dict[int, ProducerTimings] = {}
+        self._ended = RequestHistory(ProducerTimings)
+
+    def open(self, event: OpenedEvent, spec: RequestSpec, now: float) -> ProducerTimings:
+        """Start the timings of a hand-off."""
+        timings = ProducerTimings(
+            spec.request_id,
+            spec.num_prompt,
+            spec.traceparent,
+            now,
+            attempt=event.id.attempt,
+        )
+        self._open[event.serial] = timings
+        return timings
+
+    def close(self, event: ClosedEvent) -> None:
+        stamps = self._open.pop(event.serial)
+        if not event.held:
+            self._log.info(
+                "hand-off dropped",
+                request_id=stamps.request_id,
+                **log_fields(stamps.traceparent),
+                id=tuple(event.id),
+                reason=event.reason,
+            )
+        stamps.dropped, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
+        self._ended.record(stamps, failed=not event.held)
+        if is_sampled(stamps.traceparent):
+            self._tell(HandoffSpan(stamps))
+
+    def explain(self, request_id: str) -> RequestTraces:
+        """Return the traces of the hand-offs of a client's request."""
+        found = [
+            *self._ended.find(request_id),
+            *(each for each in tuple(self._open.values()) if each.request_id == request_id),
+        ]
+        now = time.monotonic()
+        return RequestTraces(tuple(of_handoff(each, now) for each in found), len(self._ended))
+
+    def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
+        """Return request ids and traces of the last ended hand-offs and of all open ones."""
+        now = time.monotonic()
+        return [
+            (stamps.request_id, of_handoff(stamps, now))
+            for stamps in (*self._ended.last(num_ended), *tuple(self._open.values()))
+        ]
+
 
 # Names of queues in the report about hand-offs. All other stages are "prefilling".
 _QUEUES: Mapping[Stage, str] = {Stage.BOOTSTRAP: "bootstrap", Stage.INFLIGHT: "inflight"}

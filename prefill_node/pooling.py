@@ -23,11 +23,10 @@ from engine.batch.limits import RequestLimits
 from engine.batch.request import FinishReason, Ints, Request, RequestEnd
 from engine.batch.token_budget import TokenBudget
 from engine.scheduler.scheduler import ChunkDone
-from node.claims import Claim
 from node.control.engine_control import EngineControl
 from node.messages import PoolingDone, SubmitPooling
-from node.queues.scheduler_queue import SchedulerQueue
-from node.request_state import Ending, RequestState, as_request_end
+from node.queues import SchedulerQueue
+from node.request_state import Claim, Ending, RequestState, as_request_end
 
 _NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # no token is sampled
 _LEFT = RequestEnd(FinishReason.ABORT, "the caller has disconnected")

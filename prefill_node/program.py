@@ -1,17 +1,214 @@
-"""Services of a prefill node's process."""
+"""Services of a prefill node's process, with those for embeddings and scores."""
 
+import asyncio
+import itertools
+import math
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
+from typing import Any
 
+import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
+
+from common import rpc
 from common.config import PrefillConfig
-from common.errors import FailedPrecondition, ServingError
+from common.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    QueueFull,
+    RequestAborted,
+    RequestFailed,
+    ServingError,
+)
+from common.identity.guard import CallAuthenticator
+from common.requests import pooling
+from common.requests.namespace import check_namespace
+from common.requests.pooling import PoolingMode, PoolingParams
+from common.requests.quarantine import MAX_DEATHS
+from common.requests.sampling import MAX_TOKEN_ID
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.named_owners import NamedProducers
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
 from node.frontend import spans
-from node.frontend.parts import NodeFrontend, RoleProgram, RoleServices
-from prefill_node.pooling_service import PoolingServicer
+from node.frontend.engine_link import EngineLink, NodeFrontend, RoleProgram, RoleServices
+from node.messages import CancelPooling, PoolingDone, SubmitPooling
+from protos import pooling_pb2, pooling_pb2_grpc
+
+MAX_PROMPTS = 256  # per call
+MAX_TOKENS = 1 << 20
+MAX_CALLS = 1024  # waiting calls
+MAX_BUDGET_S = 7 * 24 * 3600.0
+MAX_REQUEST_ID = 256  # characters
+_POOLS = frozenset(map(int, PoolingMode))
+_PATIENCE_S = 5.0  # after the budget, within which the engine ends late calls
+
+_ERRORS: dict[int, type[ServingError]] = {
+    error.status.value[0]: error
+    for error in (InvalidRequest, Overloaded, DeadlineExceeded, NodeUnavailable, RequestAborted)
+}
+
+
+# The Pooling service: router calls on one side, the engine thread on the other.
+#
+# The service checks sizes, forwards calls, and finishes vectors from the engine's sums. The engine
+# owns the state of prompts. The service knows only which calls are waiting.
+class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
+    """The Pooling service. Event loop only.
+
+    Args:
+        check_length: raises InvalidRequest for a prompt that is too long to be served.
+    """
+
+    def __init__(self, engine: EngineLink, check_length: Callable[[int], None]) -> None:
+        self._engine = engine
+        self._check_length = check_length
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[PoolingDone]] = {}
+        self._draining = False
+
+    def register(
+        self, server: grpc.aio.Server, guard: CallAuthenticator | None = None
+    ) -> tuple[str, ...]:
+        """Add the service to a server. Returns its name."""
+        add = pooling_pb2_grpc.add_PoolingServicer_to_server
+        return rpc.add_service(server, add, self, guard)
+
+    async def Pool(
+        self, request: pooling_pb2.PoolRequest, context: Any
+    ) -> pooling_pb2.PoolResponse:
+        """Return the vectors of the prompts.
+
+        UNAVAILABLE: the model is loading, the node is draining, or its engine has ended.
+        """
+        self._engine.check_ready()
+        if self._draining:
+            raise NodeUnavailable("this prefill node is draining")
+        if len(self._calls) >= MAX_CALLS:
+            raise Overloaded(f"{MAX_CALLS} calls wait here already")
+        try:
+            pooled = await self._pooled(self._parsed(request), request.budget_s)
+        except QueueFull as late:
+            context.set_trailing_metadata((("retry-after", str(ceil(late.retry_after_s))),))
+            raise
+        lengths = [len(prompt.ids) for prompt in request.prompts]
+        return pooling_pb2.PoolResponse(
+            vectors=[
+                _finished(np.frombuffer(vector, "<f4"), length, request).tobytes()
+                for vector, length in zip(pooled.vectors, lengths, strict=True)
+            ],
+            cached_tokens=pooled.cached_tokens,
+        )
+
+    def pooled(self, message: PoolingDone) -> None:
+        """Complete a call with the engine's response."""
+        call = self._calls.get(message.number)
+        if call is not None and not call.done():
+            call.set_result(message)
+
+    def drain(self) -> None:
+        """Reject new calls. Waiting calls are still completed."""
+        self._draining = True
+
+    def resume(self) -> None:
+        """Accept new calls again."""
+        self._draining = False
+
+    def end(self, error: ServingError) -> None:
+        """End all calls with this error."""
+        self._draining = True
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+
+    async def _pooled(self, message: SubmitPooling, budget_s: float) -> PoolingDone:
+        """Wait for the engine's response. Raises ServingError if it has no vectors."""
+        answer = asyncio.get_running_loop().create_future()
+        self._calls[message.number] = answer
+        try:
+            self._engine.submit(message, self._engine.lane())
+            async with asyncio.timeout(budget_s + _PATIENCE_S):
+                pooled: PoolingDone = await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer within the budget of {budget_s:g} s") from None
+        finally:
+            del self._calls[message.number]
+            if not answer.done() or answer.cancelled() or answer.exception() is not None:
+                self._engine.send(CancelPooling(message.number))
+        if not pooled.error_code:
+            return pooled
+        if pooled.retry_after_s:
+            raise QueueFull(pooled.error, pooled.retry_after_s)
+        raise _ERRORS.get(pooled.error_code, RequestFailed)(pooled.error)
+
+    def _parsed(self, request: pooling_pb2.PoolRequest) -> SubmitPooling:
+        """Check sizes, then return the engine's message. Raises InvalidRequest."""
+        if not 1 <= len(request.prompts) <= MAX_PROMPTS:
+            raise InvalidRequest(f"prompts has {len(request.prompts)}, 1 to {MAX_PROMPTS} allowed")
+        lengths = [len(prompt.ids) for prompt in request.prompts]
+        if sum(lengths) > MAX_TOKENS:
+            raise InvalidRequest(f"prompts has {sum(lengths)} tokens, {MAX_TOKENS} allowed")
+        for length in lengths:
+            self._check_length(length)
+        if not 0.0 < request.budget_s <= MAX_BUDGET_S:  # rejects NaN too
+            raise InvalidRequest(f"budget_s must be in (0, {MAX_BUDGET_S:g}]")
+        if request.HasField("queue_s") and not 0.0 <= request.queue_s <= MAX_BUDGET_S:
+            raise InvalidRequest(f"queue_s must be in [0, {MAX_BUDGET_S:g}]")
+        if len(request.request_id) > MAX_REQUEST_ID:
+            raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID} characters")
+        return SubmitPooling(
+            number=next(self._numbers),
+            request_id=request.request_id,
+            prompts=tuple(_token_ids(prompt.ids) for prompt in request.prompts),
+            pooling=_pooling(request),
+            budget_s=request.budget_s,
+            queue_s=request.queue_s if request.HasField("queue_s") else math.inf,
+            namespace=check_namespace(request.namespace),
+            engine_deaths=min(request.engine_deaths, MAX_DEATHS),
+        )
+
+
+def _pooling(request: pooling_pb2.PoolRequest) -> PoolingParams:
+    if request.pool not in _POOLS:
+        raise InvalidRequest(f"pool is {request.pool}, which is none that there is")
+    some = request.label_token_ids[: pooling.MAX_TOLD_TOKENS + 1]
+    wanted = PoolingParams(PoolingMode(request.pool), tuple(some))
+    pooling.check(wanted)
+    return wanted
+
+
+def _token_ids(ids: Sequence[int]) -> bytes:
+    tokens = np.fromiter(ids, np.int64, len(ids))
+    if len(tokens) and tokens.max() > MAX_TOKEN_ID:
+        raise InvalidRequest(f"prompts has {tokens.max()}, {MAX_TOKEN_ID} is the largest id")
+    return tokens.astype("<i4").tobytes()
+
+
+def _finished(
+    vector: NDArray[np.float32], num_tokens: int, request: pooling_pb2.PoolRequest
+) -> NDArray[np.float32]:
+    """Finish the engine's vector: mean, truncation and normalisation, in float64.
+
+    Raises:
+        RequestFailed: the vector contains NaN or Inf.
+        InvalidRequest: more dimensions are requested than the model has.
+    """
+    if request.dimensions > len(vector):
+        raise InvalidRequest(f"dimensions is {request.dimensions}, the model has {len(vector)}")
+    found = vector[: request.dimensions or None].astype(np.float64)
+    if request.pool == pooling_pb2.POOL_MEAN:
+        found /= num_tokens
+    if not np.isfinite(found).all():
+        raise RequestFailed("the model's hidden states were not finite")
+    if request.normalize:
+        found /= max(float(np.linalg.norm(found)), 1e-12)
+    return found.astype("<f4")
 
 
 def program(config: PrefillConfig) -> RoleProgram:

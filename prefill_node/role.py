@@ -33,9 +33,9 @@ from node.control.pauses import PAUSED
 from node.messages import CancelPooling, FrontMessage, SubmitPooling
 from node.request_state import Stage
 from node.sharing.prefixes import PrefixSharing
+from prefill_node.admission import PrefillQueues
 from prefill_node.handoffs import OutgoingHandoffs
 from prefill_node.pooling import PoolingCalls
-from prefill_node.queues import PrefillQueues
 
 _GIVEN_UP = "this prefill node is paused"
 

@@ -18,10 +18,9 @@ from common.request import RequestSpec
 from common.requests.weights import made_with
 from router.attempt import Attempt, AttemptLosses, TokenSink, submit
 from router.cluster.cluster import Cluster, Placed
-from router.cluster.migratable import MigrationOutcome
-from router.cluster.node_ends import may_have_crashed
+from router.cluster.node_ends import MigrationOutcome, may_have_crashed
 from router.policy.backlogs import WHENEVER, RequestDue
-from router.policy.choices import PlacementKey
+from router.policy.load import PlacementKey
 from router.record import RequestRecord
 from router.timelines import AttemptTimings
 

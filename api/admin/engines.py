@@ -1,20 +1,69 @@
-"""Engine commands for operators, compatible with SGLang.
+"""Engine and LoRA adapter commands for operators over HTTP, compatible with SGLang and vLLM.
 
 /pause_generation, /continue_generation, /update_weights_from_disk, /release_memory_occupation,
 /resume_memory_occupation, /start_profile, /stop_profile, /flush_cache, and in addition
 /update_weights_from_node.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
+from aiohttp import web
 
-from api.admin.command import OperatorCommand
+from api.dialect import problems
+from api.dialect.bodies import BodyReader, take_json
 from api.dialect.ignored_fields import IgnoredFields, only
-from api.http.request import Handler
+from api.dialect.problems import ApiError
+from api.http.messages import Handler, HttpRequest, whole
+from common.errors import FailedPrecondition, ServingError
 from protos import router_pb2
-from router.cluster.engine_calls import EngineCalls
+from router.cluster.engine_calls import AdapterCalls, EngineCalls
+
+F = TypeVar("F", bound=msgspec.Struct)
+
+
+class OperatorCommand(Generic[F]):
+    """HTTP handler of one command."""
+
+    def __init__(
+        self,
+        fields: type[F],
+        run: Callable[[F], Awaitable[Mapping[str, Any] | str]],
+        unsupported: Mapping[str, IgnoredFields],
+    ) -> None:
+        """
+        Args:
+            run: runs the command. Returns the JSON object or the text of the response.
+            unsupported: see BodyReader.
+        """
+        self._reader = BodyReader(fields, unsupported, ignore_unknown=False)
+        self._run = run
+
+    async def __call__(self, request: HttpRequest) -> web.Response:
+        try:
+            done = await self._run(self._reader.read(_json(request)))
+        except ApiError as refusal:
+            return refusal.response()
+        except FailedPrecondition as error:
+            return ApiError(409, str(error)).response()
+        except ServingError as error:
+            return problems.of_error(error, self._reader.names).response()
+        if isinstance(done, str):
+            return whole(200, done.encode(), "text/plain; charset=utf-8")
+        return whole(200, msgspec.json.encode(done))
+
+
+def _json(request: HttpRequest) -> bytes:
+    """Return the request's JSON body.
+
+    An empty body counts as {} unless a web page may have sent it.
+    """
+    if not request.body and not request.header("origin"):
+        request.take_body()
+        return b"{}"
+    return take_json(request)
+
 
 PAUSE_PATH, CONTINUE_PATH = "/pause_generation", "/continue_generation"
 FLUSH_PATH = "/flush_cache"
@@ -151,3 +200,40 @@ def _traces(status: str, told: router_pb2.ProfilesResponse) -> Mapping[str, Any]
         {"role": each.role, "address": each.address, "path": each.path} for each in told.profiles
     ]
     return {"status": status, "profiles": profiles}
+
+
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+_UNSUPPORTED: dict[str, IgnoredFields] = {"load_inplace": only(False), "lora_int_id": only()}
+
+
+class LoadFields(msgspec.Struct, kw_only=True):
+    lora_name: _Text
+    lora_path: _Text
+
+
+class UnloadFields(msgspec.Struct, kw_only=True):
+    lora_name: _Text
+
+
+class AdaptersEndpoint:
+    """HTTP handlers that load and unload LoRA adapters."""
+
+    def __init__(self, calls: AdapterCalls) -> None:
+        self._calls = calls
+
+    def routes(self) -> dict[str, dict[str, Handler]]:
+        """Return the handlers by path and HTTP method."""
+        return {
+            LOAD_PATH: {"POST": OperatorCommand(LoadFields, self._load, _UNSUPPORTED)},
+            UNLOAD_PATH: {"POST": OperatorCommand(UnloadFields, self._unload, _UNSUPPORTED)},
+        }
+
+    async def _load(self, fields: LoadFields) -> str:
+        await self._calls.load(fields.lora_name, fields.lora_path)
+        return f"Success: LoRA adapter '{fields.lora_name}' added successfully."
+
+    async def _unload(self, fields: UnloadFields) -> str:
+        await self._calls.unload(fields.lora_name)
+        return f"Success: LoRA adapter '{fields.lora_name}' removed successfully."

@@ -1,9 +1,11 @@
-"""GET /requests, GET /requests/ID and GET /requests/ID/events: timelines and histories as JSON.
+"""GET /requests, /requests/ID and /requests/ID/events: timelines and histories of requests.
 
 A client's own label for a request works like its id and finds the newest request with that label.
 Each process of a router keeps its own requests and asks the other processes for theirs.
 """
 
+import time
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 from urllib.parse import unquote
@@ -11,16 +13,230 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from api.admin.cluster_report import plain
-from api.admin.explain import Explainer
-from api.admin.request_json import details, summary
+from api.admin.router_state import plain
 from api.dialect.problems import ApiError
-from api.http.answers import whole
-from api.http.request import HttpRequest
+from api.http.messages import HttpRequest, whole
+from api.requests.events import EventHistory, told
 from api.requests.validation import MAX_LABEL_CHARACTERS
-from common.errors import NodeUnavailable, NotFound
-from router.timelines import TimelineRecorder
-from router.workers.asking import SiblingProcesses, SiblingQuery, as_json
+from common.errors import InvalidRequest, NodeUnavailable, NotFound
+from common.requests.request_trace import event_to_proto
+from common.requests.timeline import HandoffSummary, Interval, TtftPhase
+from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
+from router.cluster.cluster_state import DescribeResult, NodeDescriber
+from router.timelines import AttemptTimings, RequestTimeline, TimelineRecorder
+from router.workers import SiblingProcesses, SiblingQuery, as_json
+
+
+# A request's timeline as JSON: a summary for lists, and the details.
+#
+# Times are seconds since the request arrived at its router process. Neither prompt nor response
+# text is included. docs/tracing.md defines the phases.
+def summary(timeline: RequestTimeline) -> dict[str, Any]:
+    last = timeline.submissions[-1] if timeline.submissions else None
+    used = _used(last) if last else None
+    return {
+        "id": timeline.request_id,
+        "label": timeline.label or None,
+        "outcome": timeline.outcome,
+        "arrived": timeline.arrived_unix,
+        "seconds": (timeline.ended or time.monotonic()) - timeline.arrived,
+        "ttft_s": timeline.first_token - timeline.arrived if timeline.first_token else None,
+        "last_token_s": timeline.last_token - timeline.arrived if timeline.last_token else None,
+        "prompt_tokens": timeline.prompt_tokens,
+        "cached_tokens": timeline.cached_tokens,
+        "completion_tokens": timeline.completion_tokens,
+        "decode": last.decode if last else None,
+        "prefill": used.prefill if used else None,
+        "path": used.path if used else None,
+        "replays": timeline.num_replays,
+        "moves": timeline.num_moves,
+        "trace_id": timeline.trace.trace_id or None,
+    }
+
+
+def details(timeline: RequestTimeline) -> dict[str, Any]:
+    phases = [
+        _phase("router", "", name, 0, start - timeline.arrived, end - timeline.arrived)
+        for name, start, end in timeline.router_phases()
+    ]
+    marks = []
+    attempts: list[dict[str, Any]] = []
+    if timeline.first_token:
+        marks.append(_mark("router", timeline.first_token - timeline.arrived))
+    for submission in timeline.submissions:
+        told = submission.timeline
+        zero = submission.begin(told, timeline.first_token) - timeline.arrived
+        phases += [_of_node(row, submission, told.attempts, zero) for row in told.intervals]
+        attempts += [
+            _attempt(number, one, submission) for number, one in enumerate(told.attempts, 1)
+        ]
+        if told.first_token is not None:
+            marks.append(_mark("decode", zero + told.first_token))
+    parts = timeline.split() or ()
+    return {
+        "error": timeline.error,
+        "ttft": [
+            {"phase": phase.label, "seconds": seconds}
+            for phase, seconds in zip(TtftPhase, parts, strict=False)
+            if seconds
+        ],
+        "phases": sorted(phases, key=lambda phase: (phase["start_s"], phase["end_s"])),
+        "attempts": attempts,
+        "marks": marks,
+    }
+
+
+def _used(submission: AttemptTimings) -> HandoffSummary | None:
+    """Return the completed hand-off whose KV the request used."""
+    held = [one for one in submission.timeline.attempts if one.outcome == "completed"]
+    return held[-1] if held else None
+
+
+def _of_node(
+    row: Interval, submission: AttemptTimings, attempts: tuple[HandoffSummary, ...], zero: float
+) -> dict[str, Any]:
+    where, node = "decode", submission.decode
+    if row.phase.on_prefill_node and row.attempt:
+        where, node = "prefill", attempts[row.attempt - 1].prefill
+    name = row.phase.name.lower()
+    return _phase(where, node, name, row.attempt, zero + row.start, zero + row.end)
+
+
+def _phase(
+    where: str, node: str, name: str, attempt: int, start_s: float, end_s: float
+) -> dict[str, Any]:
+    return {
+        "where": where,
+        "node": node,
+        "phase": name,
+        "attempt": attempt,
+        "start_s": start_s,
+        "end_s": end_s,
+    }
+
+
+def _mark(where: str, at_s: float) -> dict[str, Any]:
+    return {"where": where, "mark": "first_token", "at_s": at_s}
+
+
+def _attempt(number: int, attempt: HandoffSummary, submission: AttemptTimings) -> dict[str, Any]:
+    return {
+        "number": number,
+        "node": submission.decode,
+        "prefill": attempt.prefill,
+        "path": attempt.path,
+        "outcome": attempt.outcome,
+        "reason": attempt.reason,
+        "pages": attempt.num_pages,
+        "bytes": attempt.num_bytes,
+        "chunks": attempt.num_chunks,
+    }
+
+
+_TOLD = "/told"  # path between worker processes
+
+
+# The history of one request, from its router process and every node.
+#
+# Clocks of different hosts are never compared. A node reports how long ago an event was, so its
+# times are late by the network delay of its response.
+class Explainer:
+    """Collector of request histories from all processes and nodes. For one event loop."""
+
+    def __init__(
+        self, timelines: TimelineRecorder, siblings: SiblingProcesses, nodes: NodeDescriber
+    ) -> None:
+        self._timelines = timelines
+        self._nodes = nodes
+        self._query: SiblingQuery[EventHistory | None] = SiblingQuery(
+            siblings, _TOLD, self._own, as_json(EventHistory | None)
+        )
+
+    async def explain(self, name: str) -> ExplainResponse:
+        """Collect the history of one request, within 4 s.
+
+        Args:
+            name: a request id, or the client's own label. A label finds the newest request that has
+                it.
+
+        Raises:
+            InvalidRequest: no request can have that name.
+            NotFound: no process or node knows the request, or its history has been dropped.
+            NodeUnavailable: the request is unknown, but a process of this router did not respond.
+        """
+        if not 0 < len(name) <= MAX_LABEL_CHARACTERS:
+            raise InvalidRequest(
+                f"name has {len(name)} characters, 1 to {MAX_LABEL_CHARACTERS} can be"
+            )
+        known, num_silent = await self._find(name)
+        said = await self._nodes.ask(known.request_id if known else name)
+        if known is None and not any(one.flights.flights for one in said):
+            raise (NodeUnavailable if num_silent else NotFound)(_sentence(name, said, num_silent))
+        return _together(name, known, said)
+
+    async def _find(self, name: str) -> tuple[EventHistory | None, int]:
+        """Return the history, and the number of processes that did not respond."""
+        own = self._own(name)
+        if own is not None and own.request_id == name:
+            return own, 0
+        others = await self._query.ask(name=name)
+        found = [one for one in (own, *others.answers) if one is not None]
+        best = max(found, key=lambda one: (one.request_id == name, one.arrived), default=None)
+        return best, others.num_silent
+
+    def _own(self, name: str) -> EventHistory | None:
+        timeline = self._timelines.find(name)
+        return None if timeline is None else told(timeline)
+
+
+def _together(
+    name: str, known: EventHistory | None, said: Sequence[DescribeResult]
+) -> ExplainResponse:
+    began = [one.at - flight.began_ago_s for one in said for flight in one.flights.flights]
+    zero = known.arrived if known else min(began)
+    own = known.events if known else ()
+    moments = [(event.at, "router", "", event) for event in own]
+    for one in said:
+        for flight in one.flights.flights:
+            offset = one.at - flight.began_ago_s - zero
+            moments += [
+                (offset + event.at, one.role, one.address, event) for event in flight.events
+            ]
+    answer = ExplainResponse(
+        request_id=known.request_id if known else name,
+        events=[
+            ExplainedEvent(at_s=at, where=where, node=node, event=event_to_proto(event))
+            for at, where, node, event in sorted(moments, key=lambda moment: moment[0])
+        ],
+        nodes=[
+            ExplainingNode(
+                role=one.role,
+                address=one.address,
+                parts=len(one.flights.flights),
+                kept=one.flights.num_kept,
+                problem=one.problem,
+            )
+            for one in said
+        ],
+    )
+    if known is not None:
+        answer.label, answer.outcome, answer.error = known.label, known.outcome, known.error
+        answer.seconds = (known.ended or time.monotonic()) - known.arrived
+        answer.prompt_tokens, answer.cached_tokens = known.prompt_tokens, known.cached_tokens
+        answer.completion_tokens = known.completion_tokens
+    return answer
+
+
+def _sentence(name: str, said: Sequence[DescribeResult], num_silent: int) -> str:
+    kept = ", ".join(
+        f"{one.role} {one.address} {one.problem or f'its last {one.flights.num_kept}'}"
+        for one in said
+    )
+    sentence = f"request {name!r} is unknown or no longer stored"
+    if num_silent:
+        sentence += f"; {num_silent} processes of this router have not answered"
+    return f"{sentence}; kept are the last that ended: {kept or 'no node is there'}"
+
 
 PATH = "/requests"
 _ALL, _ONE = "/requests", "/request"  # paths between worker processes

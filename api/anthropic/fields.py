@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from api.dialect.fields import Budget, Int32, ModelName
-from api.dialect.guides import JsonSchema, ResponseFormat
+from api.dialect.bodies import Ignored, Nothing
+from api.dialect.fields import Budget, Int32, JsonSchema, ModelName, ResponseFormat
 from api.dialect.messages import ToolDefinition, ToolFunction
 from api.dialect.problems import ApiError
-from api.dialect.unknown_fields import Ignored, Nothing
 from api.images.picture import ImageInput
 from api.parsers.model_format import ModelFormat
 from api.requests.generate_params import ChatTurn, PastToolCall

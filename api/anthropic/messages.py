@@ -1,25 +1,93 @@
-"""The /v1/messages dialect, and the builder of its responses."""
+"""/v1/messages and /v1/messages/count_tokens, and the builder of their responses."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+from aiohttp import web
 
 from api.anthropic import fields as asked_for
-from api.anthropic.blocks import ContentBlocks
-from api.anthropic.fields import MessagesFields
+from api.anthropic.fields import CountTokensFields, MessagesFields
+from api.auth.client import Client
 from api.dialect.bodies import BodyReader
-from api.dialect.endpoint_call import EndpointCall, EndpointReply
-from api.dialect.event_reply import Event, reply_of
+from api.dialect.events import EndpointCall, EndpointReply, Event, RequestOrigin, reply_of
 from api.dialect.fields import GenerationFields, check_multiplied, choices, samplings
-from api.dialect.ignored_fields import OF_MESSAGES
-from api.dialect.origin import RequestOrigin
+from api.dialect.generation_endpoint import PromptEndpoint
+from api.dialect.ignored_fields import OF_COUNTED, OF_MESSAGES
 from api.dialect.problems import ANTHROPIC, ApiError, fields_of
 from api.dialect.tools import guided, listening, offered
-from api.http.answers import Headers
-from api.http.request import HttpRequest
+from api.http.messages import Headers, HttpRequest
 from api.openai.chat import Shown
-from api.parsers.listener import StreamParser
+from api.parsers.events import ParsedText, StreamParser
 from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import ChatPrompt, SharedPrompt
+from api.requests.served_model import ServedModel
+
+Block = dict[str, Any]
+
+
+class ContentBlocks:
+    """Content blocks of one response. Iterators that the methods return must be exhausted."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._said: list[str] = []  # parts of the open block: its text, or the tool's input as JSON
+        self._is_open = False
+
+    def add(self, heard: ParsedText) -> Iterator[Event]:
+        if heard.reasoning:
+            yield from self._ensure({"type": "thinking", "thinking": "", "signature": ""})
+            self._said.append(heard.reasoning)
+            yield self._delta(type="thinking_delta", thinking=heard.reasoning)
+        if heard.content:
+            yield from self._ensure({"type": "text", "text": ""})
+            self._said.append(heard.content)
+            yield self._delta(type="text_delta", text=heard.content)
+        for part in heard.calls:
+            if part.id:
+                block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+                yield from self._begin(block)
+            if part.arguments:
+                self._said.append(part.arguments)
+                yield self._delta(type="input_json_delta", partial_json=part.arguments)
+
+    def close(self) -> Iterator[Event]:
+        """End the open block."""
+        if self._is_open:
+            self._is_open = False
+            said, self._said = "".join(self._said), []
+            match block := self.all[-1]:
+                case {"type": "tool_use"}:
+                    block["input"] = _decoded(said) if said else {}
+                case {"type": kind}:
+                    block[kind] = said
+            yield {"type": "content_block_stop", "index": len(self.all) - 1}
+
+    def _ensure(self, block: Block) -> Iterator[Event]:
+        if not self._is_open or self.all[-1]["type"] != block["type"]:
+            yield from self._begin(block)
+
+    def _begin(self, block: Block) -> Iterator[Event]:
+        yield from self.close()
+        self.all.append(block)
+        self._is_open = True
+        index = len(self.all) - 1
+        yield {"type": "content_block_start", "index": index, "content_block": dict(block)}
+
+    def _delta(self, **fields: Any) -> Event:
+        return {"type": "content_block_delta", "index": len(self.all) - 1, "delta": fields}
+
+
+def _decoded(text: str) -> Any:
+    """Decode a tool's input.
+
+    Return {} for text that is not valid JSON, because models may write that.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        return {}
 
 
 class MessagesEndpoint:
@@ -159,3 +227,32 @@ class _Message:
 def _stop_sequence(last: FinalChunk) -> str | None:
     """Return the stop sequence that ended a response."""
     return last.stop_reason if isinstance(last.stop_reason, str) else None
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+class CountTokens:
+    """HTTP handler for /v1/messages/count_tokens."""
+
+    def __init__(
+        self, model: ServedModel, endpoint: PromptEndpoint, *, ignore_unknown: bool
+    ) -> None:
+        """
+        Args:
+            ignore_unknown: see BodyReader.
+        """
+        self._model = model
+        self._endpoint = endpoint
+        self._reader = BodyReader(CountTokensFields, OF_COUNTED, ignore_unknown=ignore_unknown)
+
+    async def __call__(self, request: HttpRequest) -> web.Response:
+        return await self._endpoint.answered(request, self._reader, self._count, ANTHROPIC)
+
+    async def _count(self, fields: CountTokensFields, client: Client) -> TokenCount:
+        choice, named = asked_for.chosen(fields)
+        tools = asked_for.tools(fields)
+        offer = offered(tools, choice, named, self._model.speech, parallel=None)
+        prompt = ChatPrompt(asked_for.turns(fields), offer.shown)
+        return TokenCount(len(await self._model.prompts.encode(prompt, client)))

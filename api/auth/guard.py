@@ -1,23 +1,126 @@
-"""Authentication and authorization of callers, for every protocol.
+"""Authentication of clients by API key, and of operators over HTTP."""
 
-There are four kinds of callers: anyone (health), clients, operators that read and operators that
-command. With a file of API keys, clients need a key and operators an operator's key. The cluster's
-own operator key is always valid. Without the file, clients are identified by their address.
-Operators then need the cluster's key if other hosts can reach the router. To command, they need it
-whenever the cluster has one.
-"""
-
+import asyncio
+import hmac
 import logging
-from collections.abc import Callable, Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
 
-from api.auth.api_keys import KeyLimits
-from api.auth.client import Client, by_address
-from api.auth.keyring import ApiKeys
-from api.auth.usage import KeyUsage
-from common.errors import Forbidden, InvalidRequest, RateLimited, ServingError, Unauthenticated
+from api.auth import api_keys
+from api.auth.api_keys import KeyEntry, KeyLimits
+from api.auth.client import Client, KeyUsage, by_address
+from common.errors import (
+    ConfigError,
+    Forbidden,
+    InvalidRequest,
+    RateLimited,
+    ServingError,
+    Unauthenticated,
+)
+from common.identity import tokens
+from common.identity.refusals import AuthRejection
+from common.identity.secret import SecretStore, operator_keys
 from common.logs.throttle import Throttle, ThrottledLog
-from router.metrics import RouterMetrics, Stranger
+from common.watched_files import WatchedFiles
+from router.metrics import ApiKeyMetrics, RouterMetrics, Stranger
+
+LOOK_EVERY_S = 1.0
+
+
+class ActiveKey(NamedTuple):
+    """The client of one key, and the key's expiry."""
+
+    client: Client
+    expires: datetime | None
+
+    @property
+    def expired(self) -> bool:
+        return self.expires is not None and datetime.now(UTC) >= self.expires
+
+
+class ApiKeys:
+    """Clients by API key. For one event loop.
+
+    A key that is removed from the file is rejected from then on. Its running requests continue.
+    """
+
+    def __init__(self, file: Path, *, salt_by_key: bool = False) -> None:
+        """
+        Args:
+            salt_by_key: whether each key has namespaces of its own.
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        self._files = WatchedFiles([file], lambda: _read(file), what="API keys", knob="--api-keys")
+        self._salt_by_key = salt_by_key
+        self._entries: Sequence[KeyEntry] = ()
+        self._by_hash: Mapping[str, ActiveKey] = {}
+        self._usages: Mapping[str, KeyUsage] = {}
+        self._take(self._files.current())
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    async def watch(self) -> None:
+        """Reload the file when it changes.
+
+        Never returns. Parsing thousands of keys runs in a thread.
+        """
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self._take(await asyncio.to_thread(self._files.current))
+
+    def find(self, key: str) -> ActiveKey | None:
+        """Return the client of a key, or None if there is no such key.
+
+        The lookup time can reveal parts of a key's hash at most, and a key cannot be derived from a
+        hash.
+        """
+        return self._by_hash.get(api_keys.hashed(key))
+
+    def usage(self) -> Mapping[str, ApiKeyMetrics]:
+        """Return the metrics of each key, by its name. Safe to call from any thread."""
+        return {
+            name: ApiKeyMetrics(
+                usage.num_requests,
+                usage.num_refused,
+                usage.num_prompt_tokens,
+                usage.num_generated_tokens,
+            )
+            for name, usage in self._usages.items()
+        }
+
+    def _take(self, entries: Sequence[KeyEntry]) -> None:
+        if entries is self._entries:
+            return
+        self._entries = entries
+        usages: dict[str, KeyUsage] = {}
+        by_hash: dict[str, ActiveKey] = {}
+        for entry in entries:
+            usage = self._usages.get(entry.name) or KeyUsage(entry.limits)
+            usage.limit(entry.limits)
+            usages[entry.name] = usage
+            client = Client(
+                entry.name,
+                usage,
+                entry.limits,
+                entry.weight,
+                operator=entry.role == "operator",
+                namespaces_of=entry.name if self._salt_by_key else "",
+                priority=entry.priority,
+            )
+            by_hash[entry.sha256] = ActiveKey(client, entry.expires)
+        self._usages, self._by_hash = usages, by_hash
+
+
+def _read(file: Path) -> Sequence[KeyEntry]:
+    try:
+        return api_keys.read(file)
+    except ConfigError as error:
+        raise ConfigError(f"--api-keys: {error}") from error
+
 
 log = logging.getLogger(__name__)
 
@@ -140,3 +243,41 @@ class ApiKeyGuard:
         self._metrics.stranger(reason)
         self._log.info("client rejected", peer=address, reason=error)
         return error
+
+
+AUDIENCE = "http"  # of operators' tokens
+
+
+class OperatorCheck:
+    """Check of operators' credentials. For any thread.
+
+    `Authorization: Bearer ...` may contain an operator's key, as printed by `baton cluster-secret
+    --operator`, or a token of role operator for AUDIENCE. Such a token may be reused until it
+    expires.
+    """
+
+    def __init__(self, keyrings: SecretStore) -> None:
+        self._keyrings = keyrings
+
+    def check(self, authorization: str | None) -> None:
+        """Verify an operator's credentials.
+
+        Args:
+            authorization: value of the header. None: it is missing.
+        Raises:
+            AuthRejection: the caller is no operator. `error` has the status and the message.
+        """
+        shown = authorization or ""
+        if shown[: len(_BEARER)].lower() != _BEARER:
+            raise AuthRejection(
+                "missing", "an operator's key is missing: Authorization: Bearer KEY"
+            )
+        word = shown[len(_BEARER) :].strip()
+        keyring = self._keyrings.current()
+        if any(hmac.compare_digest(word.encode(), key.encode()) for key in operator_keys(keyring)):
+            return
+        if word.count(".") != 2:
+            raise AuthRejection("secret", "this is no operator's key of this cluster")
+        token = tokens.verify(keyring, word, AUDIENCE)
+        if token.role != "operator":
+            raise AuthRejection("role", f"the token is of role {token.role}, not of an operator")

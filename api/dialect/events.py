@@ -1,13 +1,16 @@
 """Replies to a request: one whole body, or server-sent events, and their handling of errors."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, Self, TypeAlias
 
+import msgspec
 from aiohttp import web
 
-from api.dialect.problems import ApiError
-from api.http.answers import EVENT_STREAM, Headers, HttpStream, whole
-from api.http.request import HttpRequest
+from api.dialect.problems import ApiError, Fields, Words
+from api.http.messages import EVENT_STREAM, Headers, HttpRequest, HttpStream, whole
 from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.generate_params import GenerateParams
 
 DONE = b"data: [DONE]\n\n"
 
@@ -137,3 +140,118 @@ class StreamedReply:
 
     def failed(self, why: ApiError) -> web.StreamResponse:
         return self._stream.failed(why, self._failure(why))
+
+
+class RequestOrigin(msgspec.Struct, frozen=True):
+    id: str
+    model: str
+    created: int  # seconds since 1970
+
+    @classmethod
+    def now(cls, answer_id: str, model: str) -> Self:
+        return cls(answer_id, model, int(time.time()))
+
+
+class EndpointReply(Protocol):
+    """Writer of the response to one request, with all of its choices."""
+
+    def response(self) -> web.StreamResponse:
+        """Return the HTTP response, after all choices have ended."""
+        ...
+
+    def failed(self, why: ApiError) -> web.StreamResponse:
+        """Return the HTTP response after an error."""
+        ...
+
+    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
+        """Write output of choice `index`.
+
+        After the last piece of every choice the response is complete.
+        """
+        ...
+
+    def offer(self, index: int, piece: OutputChunk) -> bool:
+        """Write output of choice `index` that is not its last, unless the client is slow.
+
+        Returns whether the piece was written.
+        """
+        ...
+
+
+BeginReply: TypeAlias = Callable[[RequestOrigin, HttpRequest, Headers], EndpointReply]
+
+
+class EndpointCall(msgspec.Struct, frozen=True):
+    model: str | None  # None: the served model
+    requests: Sequence[GenerateParams]  # one per choice, in the order of their indices, without ids
+    session_id: str  # "": no session
+    reply: BeginReply
+    lora_path: str | None = None  # an adapter in addition to `model`
+    form: str = ""  # the field that asks for a response format
+    ignored: Sequence[str] = ()  # fields that do not affect the response
+
+
+class ApiDialect(Protocol):
+    """The differences between the endpoints."""
+
+    id_prefix: str
+    field_names: Fields
+    words: Words  # error vocabulary
+
+    def read(self, body: bytes) -> EndpointCall:
+        """Parse a body. Raise ApiError if it is invalid."""
+        ...
+
+
+Event = dict[str, Any]  # has a "type", which determines its other fields
+_encode = msgspec.json.Encoder().encode
+
+
+# Replies of endpoints that stream named events: the stream, or the whole response at the end.
+#
+# Independent of the response format of an endpoint.
+class EventReply(Protocol):
+    """One response in its endpoint's format.
+
+    Attributes:
+        last: the whole response, after it has ended.
+    """
+
+    last: Event
+
+    def add(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
+        """Yield the events of this piece. The iterator must be exhausted, event by event.
+
+        An event is valid only at the moment when it is yielded, because later events change its
+        content.
+        """
+        ...
+
+    def failed(self, why: ApiError) -> Event:
+        """Return the event that ends a response after part of it has been sent."""
+        ...
+
+
+def reply_of(
+    telling: EventReply, stream: bool, request: HttpRequest, headers: Headers
+) -> EndpointReply:
+    def events(index: int, piece: OutputChunk) -> bytes:
+        return b"".join(map(_line, telling.add(piece)))
+
+    def add(index: int, piece: OutputChunk) -> None:
+        for _ in telling.add(piece):
+            pass
+
+    if not stream:
+        return WholeReply(add, lambda: _encode(telling.last), headers)
+    return StreamedReply(
+        events,
+        lambda: b"",
+        1,
+        EventStream(request, headers),
+        failure=lambda why: _line(telling.failed(why)),
+    )
+
+
+def _line(event: Event) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))

@@ -1,28 +1,84 @@
-"""One HTTP generation request, from its body to the end of its response."""
+"""HTTP requests with a prompt, from the body to the end of the response, and their model names."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
 from api.auth.client import Client
 from api.dialect import problems
-from api.dialect.bodies import name_ignored, take_json
-from api.dialect.endpoint_call import ApiDialect, EndpointCall, EndpointReply
-from api.dialect.model_names import ModelNames
-from api.dialect.origin import RequestOrigin
-from api.dialect.problems import ApiError
-from api.http.request import HttpRequest
+from api.dialect.bodies import BodyReader, name_ignored, take_json
+from api.dialect.events import ApiDialect, EndpointCall, EndpointReply, RequestOrigin
+from api.dialect.problems import OPENAI, ApiError, Words
+from api.http.messages import HttpRequest, whole
 from api.requests.generate_params import GenerateParams
 from api.requests.idempotency import IdempotencyCache, IdempotentRetry
-from api.requests.limiter import new_request_id
+from api.requests.limiter import DeadlineScope, new_request_id
 from common.errors import ServingError
 from common.logs.throttle import Throttle, ThrottledLog
 from router.metrics import RouterMetrics
+
+_MOST_NAMED = 8  # in an error
+
+
+class ModelNames:
+    """Names of the served model and its adapters.
+
+    Attributes:
+        served: name of the model itself.
+
+    Args:
+        adapters: returns the adapters that requests may use now, by name.
+    """
+
+    def __init__(self, served: str, adapters: Callable[[], Mapping[str, object]]) -> None:
+        self.served = served
+        self._adapters = adapters
+
+    @property
+    def adapters(self) -> list[str]:
+        """Return the adapter names, without one that equals the model's name."""
+        return sorted(name for name in self._adapters() if name != self.served)
+
+    def adapter(self, model: str | None, lora_path: str | None = None) -> str:
+        """Return the adapter of a request with these fields, "" for none.
+
+        Raises:
+            ApiError: there is no such model or adapter, or the fields name two adapters.
+        """
+        adapter = "" if model in (None, self.served) else self._known(model or "", "model")
+        if not lora_path:
+            return adapter
+        if adapter not in ("", lora_path):
+            sentence = f"lora_path {lora_path!r} and model {model!r} are two adapters"
+            raise ApiError(400, sentence, param="lora_path")
+        return self._known(lora_path, "lora_path")
+
+    def check_served(self, model: str | None) -> None:
+        """Raise ApiError if `model` is an adapter or does not exist."""
+        if self.adapter(model):
+            raise ApiError(
+                400, f"model {model!r} is a LoRA adapter, and of text alone", param="model"
+            )
+
+    def _known(self, name: str, param: str) -> str:
+        known = self.adapters
+        if name in known:
+            return name
+        others = [repr(each) for each in (self.served, *known[:_MOST_NAMED])]
+        are = "are" if known else "is"
+        raise ApiError(
+            404,
+            f"there is no model {name!r} here; {', '.join(others)} {are} served",
+            param=param,
+            code="model_not_found",
+        )
+
 
 log = logging.getLogger(__name__)
 
@@ -148,3 +204,47 @@ def _session_id(request: HttpRequest, asked: EndpointCall) -> str:
     """Return the session id. Headers take precedence, because proxies can set them."""
     named = request.header("x-session-id") or request.header("x-smg-routing-key")
     return named or asked.session_id
+
+
+F = TypeVar("F", bound=msgspec.Struct)
+
+
+class PromptEndpoint:
+    """The shared part of such handlers."""
+
+    def __init__(self, begin: Begin, names: ModelNames, budget_s: float) -> None:
+        """
+        Args:
+            begin, names: see GenerationEndpoint.
+            budget_s: time limit of a request, in seconds.
+        """
+        self._begin = begin
+        self._names = names
+        self._budget_s = budget_s
+
+    async def answered(
+        self,
+        request: HttpRequest,
+        reader: BodyReader[F],
+        answer: Callable[[F, Client], Awaitable[msgspec.Struct]],
+        words: Words = OPENAI,
+    ) -> web.Response:
+        """Run a handler within the limits and return its response.
+
+        Args:
+            reader: of the body, whose record has a `model`.
+            answer: called with the fields and the client. Raises ApiError or ServingError.
+            words: error vocabulary.
+        """
+        try:
+            client = self._begin(request, 1)
+            with DeadlineScope(self._budget_s):
+                ignored: list[str] = []
+                fields: Any = reader.read(take_json(request), ignored)
+                name_ignored(request, ignored)
+                self._names.adapter(fields.model)
+                return whole(200, msgspec.json.encode(await answer(fields, client)))
+        except ApiError as refusal:
+            return refusal.in_words(words).response()
+        except ServingError as error:
+            return problems.of_error(error, reader.names).in_words(words).response()

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
+from api.dialect.bodies import Ignored, Nothing
 from api.dialect.problems import ApiError
-from api.dialect.unknown_fields import Ignored, Nothing
 from api.images.picture import ImageInput
 from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, PromptEnding
 from api.text.limits import MAX_MESSAGES, MAX_TOOLS

@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 from grpc import StatusCode
 
-from api.http.answers import Headers, whole
+from api.http.messages import Headers, whole
 from common.errors import Overloaded, RateLimited, ServingError, cut
 from common.requests.guide import KINDS
 

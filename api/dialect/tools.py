@@ -1,4 +1,4 @@
-"""Tools that a chat offers, independent of its API, and the parsing of tool calls."""
+"""Tools that a chat offers, independent of its API, forced calls, and the parsing of calls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,15 +6,78 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from api.dialect.forced import guide_of_calls
 from api.dialect.messages import ToolDefinition, ToolFunction, shown
 from api.dialect.problems import ApiError
+from api.parsers.events import StreamParser
 from api.parsers.harmony import can_call
-from api.parsers.listener import StreamParser
 from api.parsers.model_format import FREE, NONE, SCHEMA, ModelFormat, Tools
 from api.requests.generate_params import SharedPrompt
 from common.requests.guide import MAX_GUIDE_CHARACTERS, GuidedDecoding, as_form, tag
 from common.requests.sampling import SamplingParams
+
+_ANY_OBJECT = {"type": "object"}
+# Keywords whose values are data, and keywords that map names to schemas, where a name may equal a
+# keyword.
+_VALUES = frozenset({"const", "default", "enum", "example", "examples"})
+_BY_NAME = frozenset(
+    {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+)
+
+
+# Forced tool calls: the JSON schema of a response that consists of calls only.
+#
+# Any model can write JSON under a grammar. Such a response is therefore a JSON list of calls,
+# whatever tool call format its model has.
+def guide_of_calls(tools: Sequence[ToolDefinition], *, parallel: bool) -> GuidedDecoding:
+    """Return the guide of a response that consists of tool calls.
+
+    Args:
+        tools: at least one of them is called.
+        parallel: whether more than one call may be made.
+
+    Raises:
+        RecursionError: parameters are nested too deeply.
+    """
+    places = [f"#/items/anyOf/{n}/properties/parameters" for n in range(len(tools))]
+    calls = [_call(*each) for each in zip(tools, places, strict=True)]
+    schema = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": calls},
+        **({} if parallel else {"maxItems": 1}),
+    }
+    return GuidedDecoding("json_schema", msgspec.json.encode(schema).decode())
+
+
+def _call(tool: ToolDefinition, place: str) -> dict[str, Any]:
+    parameters = _moved(tool.function.parameters or _ANY_OBJECT, place)
+    return {
+        "type": "object",
+        "properties": {"name": {"enum": [tool.function.name]}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema that has been moved to `place`, with its references adjusted."""
+    match schema:
+        case Mapping():
+            return {word: _moved_word(word, value, place) for word, value in schema.items()}
+        case [*schemas]:
+            return [_moved(each, place) for each in schemas]
+        case _:
+            return schema
+
+
+def _moved_word(word: str, value: Any, place: str) -> Any:
+    if word in _VALUES:
+        return value
+    if word in _BY_NAME and isinstance(value, Mapping):
+        return {name: _moved(each, place) for name, each in value.items()}
+    if word == "$ref" and isinstance(value, str) and value.startswith("#"):
+        return place + value[1:]
+    return _moved(value, place)
 
 
 class ToolOffer(msgspec.Struct, frozen=True):

@@ -7,23 +7,21 @@ from typing import Annotated, cast
 import msgspec
 
 from api.dialect.bodies import BodyReader
-from api.dialect.endpoint_call import EndpointCall
+from api.dialect.events import EndpointCall
 from api.dialect.fields import (
     GenerationFields,
     TokenId,
     check_multiplied,
     choices,
+    form_field,
     includes_usage,
     samplings,
 )
-from api.dialect.guides import form_field
 from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.dialect.problems import OPENAI, ApiError
-from api.openai.likelihoods import TextLogprobs, TextTokens
-from api.openai.replies import ChoiceCollector, StopReason, stop_reason
-from api.requests.answer import FinalChunk, OutputChunk
+from api.openai.replies import ChoiceCollector, StopReason, TextLogprobs, TextTokens, stop_reason
+from api.requests.answer import FinalChunk, OutputChunk, TokenReport
 from api.requests.generate_params import TextPrompt, TokenIdsPrompt
-from api.requests.token_reports import TokenReport
 from api.text.limits import MAX_CHOICES
 from common.requests.sampling import MAX_LOGPROBS
 

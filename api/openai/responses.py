@@ -8,30 +8,27 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from api.dialect.bodies import BodyReader
-from api.dialect.endpoint_call import EndpointCall, EndpointReply
-from api.dialect.event_reply import reply_of
+from api.dialect.bodies import BodyReader, Ignored, Nothing
+from api.dialect.events import EndpointCall, EndpointReply, RequestOrigin, reply_of
 from api.dialect.fields import (
     Budget,
     GenerationFields,
     Int32,
+    JsonSchema,
     ModelName,
+    ResponseFormat,
     check_multiplied,
     choices,
     samplings,
 )
-from api.dialect.guides import JsonSchema, ResponseFormat
 from api.dialect.ignored_fields import OF_RESPONSES
 from api.dialect.messages import ToolDefinition, ToolFunction
-from api.dialect.origin import RequestOrigin
 from api.dialect.problems import OPENAI, ApiError, fields_of
 from api.dialect.tools import guided, listening, offered
-from api.dialect.unknown_fields import Ignored, Nothing
-from api.http.answers import Headers
-from api.http.request import HttpRequest
+from api.http.messages import Headers, HttpRequest
 from api.images.picture import ImageInput
 from api.openai.chat import Shown
-from api.openai.response_reply import ResponsesObject
+from api.openai.response_items import ResponsesObject
 from api.parsers.model_format import ModelFormat
 from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall
 from api.text.limits import MAX_MESSAGES, MAX_TOOLS

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from api.http.answers import whole
-from api.http.request import Handler, HttpRequest
+from api.http.messages import Handler, HttpRequest, whole
 
 DIRECTORY = Path(__file__).parent
 KINDS = {

@@ -1,5 +1,7 @@
-"""The parts of a response's text, and the protocol of the parsers that find them."""
+"""The parts of a response's text, the protocol of their parsers, and their listener."""
 
+import random
+import string
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
@@ -47,3 +49,84 @@ class OutputParser(Protocol):
     def finish(self) -> Sequence[Said]:
         """Return the remaining parts after the end of the text."""
         ...
+
+
+_CHARACTERS = string.ascii_letters + string.digits
+_ID_CHARACTERS = 9  # Mistral's templates accept only this many letters and digits
+
+
+class CallPart(msgspec.Struct, frozen=True):
+    """An addition to one tool call. The first addition has its id and name."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+class ParsedText(msgspec.Struct, frozen=True):
+    content: str
+    reasoning: str
+    calls: Sequence[CallPart]  # at most one part of each call, in order
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class StreamParser:
+    """The reader of one response."""
+
+    def __init__(self, parser: OutputParser, *, parallel: bool = True) -> None:
+        """
+        Args:
+            parallel: False: only the first call is returned.
+        """
+        self._parser = parser
+        self._parallel = parallel
+        self._num_calls = 0
+
+    @property
+    def has_called(self) -> bool:
+        return self._num_calls > 0
+
+    def hear(self, text: str, marks: Sequence[int] = (), *, last: bool) -> ParsedText:
+        """Return what more text adds to the response.
+
+        Args:
+            marks: see OutputParser.push.
+            last: whether the text is complete.
+        """
+        said = [*self._parser.push(text, marks)]
+        if last:
+            said += self._parser.finish()
+        return self._together(said)
+
+    def _together(self, said: Sequence[Said]) -> ParsedText:
+        content: list[str] = []
+        reasoning: list[str] = []
+        begun: dict[int, CallPart] = {}
+        arguments: dict[int, list[str]] = {}
+        for each in said:
+            match each:
+                case ContentEvent(text):
+                    content.append(text)
+                case ReasoningEvent(text):
+                    reasoning.append(text)
+                case ToolCallEvent(name):
+                    begun[self._num_calls] = CallPart(self._num_calls, _new_id(), name, "")
+                    arguments[self._num_calls] = []
+                    self._num_calls += 1
+                case ArgumentsEvent(text):
+                    arguments.setdefault(self._num_calls - 1, []).append(text)
+        calls = [
+            CallPart(index, begun[index].id, begun[index].name, "".join(parts))
+            if index in begun
+            else CallPart(index, "", "", "".join(parts))
+            for index, parts in arguments.items()
+            if self._parallel or index == 0
+        ]
+        return ParsedText("".join(content), "".join(reasoning), calls)
+
+
+def _new_id() -> str:
+    return "".join(random.choices(_CHARACTERS, k=_ID_CHARACTERS))

@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 
 from api.parsers import formats, harmony, marked, tags, think
-from api.parsers.channels import Channels
 from api.parsers.events import OutputParser
-from api.parsers.formats import Grammar
-from api.parsers.forms import one_of
+from api.parsers.formats import Grammar, one_of
+from api.parsers.harmony import Channels
 from api.parsers.source import GrammarParser, ParserSource, PlainParser, Steps
 
 # The JSON schema of their arguments, by name.

@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
-from api.parsers.formats import DEEPSEEK, HERMES, MISTRAL
-from api.parsers.forms import (
+from api.parsers.formats import (
     ANYTHING,
+    DEEPSEEK,
+    HERMES,
+    MISTRAL,
     SPACE,
     Format,
     Forms,

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 
-from api.dialect.generation_endpoint import Begin
+from api.dialect.generation_endpoint import Begin, ModelNames
 from api.dialect.ignored_fields import IgnoredFields, only
-from api.dialect.model_names import ModelNames
-from api.http.request import Handler
-from api.pooling.embeddings import EmbeddingFields, EmbeddingsEndpoint
-from api.pooling.endpoint import F, PoolingAnswer, PoolingEndpoint
-from api.pooling.rerank import RerankEndpoint, RerankFields
-from api.pooling.scores import ScoreFields, ScoreResponses
+from api.http.messages import Handler
+from api.pooling.endpoint import (
+    EmbeddingFields,
+    EmbeddingsEndpoint,
+    F,
+    PoolingAnswer,
+    PoolingEndpoint,
+)
+from api.pooling.scores import RerankEndpoint, RerankFields, ScoreFields, ScoreResponses
 from api.pooling.vectors import PoolingService
 from router.metrics import RouterMetrics
 

@@ -8,18 +8,18 @@ import time
 from collections.abc import Sequence
 
 from api.auth.client import Client
-from api.requests import namespaces, validation
-from api.requests.deadline import DeadlineScope
-from api.requests.limiter import RequestLimiter, new_request_id
-from api.requests.pooled import MAX_TOKENS, PoolingRequest, PoolingResult
+from api.requests import validation
+from api.requests.generate_params import MAX_TOKENS, PoolingRequest, PoolingResult
+from api.requests.limiter import DeadlineScope, RequestLimiter, new_request_id
 from api.requests.served_model import ServedModel
+from api.requests.validation import decide_namespace
 from api.text.limits import check_vocabulary
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, Overloaded
 from common.requests import pooling
 from protos import pooling_pb2
 from router.cluster.pooling_nodes import PoolingNodes
 from router.policy.backlogs import RequestDue
-from router.policy.choices import PlacementKey
+from router.policy.load import PlacementKey
 from router.record import RequestRecords
 
 # Limits of one call to a node. The prompts of one request may be computed on several nodes.
@@ -107,7 +107,7 @@ class Pooler:
         due: RequestDue,
         client: Client,
     ) -> PoolingResult:
-        namespace = namespaces.decide(wanted.cache_salt, client.namespaces_of)
+        namespace = decide_namespace(wanted.cache_salt, client.namespaces_of)
         base = pooling_pb2.PoolRequest(
             request_id=request_id,
             pool=pooling_pb2.Pool.Name(wanted.pooling.pool),

@@ -1,17 +1,16 @@
-"""/v1/score in two forms: vLLM's similarity of texts, and SGLang's next-token likelihood."""
+"""/v1/rerank, and /v1/score as vLLM's similarity or SGLang's next-token likelihood."""
 
 from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 
+from api.dialect.events import RequestOrigin
 from api.dialect.fields import TokenId
-from api.dialect.origin import RequestOrigin
 from api.dialect.problems import ApiError
 from api.pooling.endpoint import PoolingFields, PoolingUsage, Texts
 from api.pooling.vectors import PoolingCaller, PoolingService
-from api.requests.generate_params import TextPrompt, TokenIdsPrompt
-from api.requests.pooled import MAX_PROMPTS, PooledPrompt
+from api.requests.generate_params import MAX_PROMPTS, PooledPrompt, TextPrompt, TokenIdsPrompt
 from common.requests.pooling import MAX_TOLD_TOKENS
 
 _Ids = list[TokenId]
@@ -131,3 +130,57 @@ def _items(fields: ScoreFields) -> Sequence[PooledPrompt]:
                     400, "query and items are both texts, or both token ids", param="items"
                 )
     return prompts
+
+
+# /rerank and /v1/rerank: documents by relevance to a query.
+#
+# Compatible with Jina, Cohere and vLLM.
+class Document(msgspec.Struct):
+    text: str
+
+
+class RerankFields(PoolingFields, kw_only=True):
+    query: str
+    documents: Annotated[list[str | Document], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
+    instruct: str | None = None
+    top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    return_documents: bool | None = None
+
+
+class RankedDocument(msgspec.Struct, omit_defaults=True):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class RerankResponse(msgspec.Struct):
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: Sequence[RankedDocument]
+
+
+class RerankEndpoint:
+    """The responses of /v1/rerank."""
+
+    def __init__(self, vectors: PoolingService) -> None:
+        self._vectors = vectors
+
+    async def answer(
+        self, fields: RerankFields, asker: PoolingCaller, origin: RequestOrigin
+    ) -> bytes:
+        documents = [each if isinstance(each, str) else each.text for each in fields.documents]
+        scored = await self._vectors.score(
+            [(fields.query, text) for text in documents], asker, fields.instruct
+        )
+        # The sort is stable: equal scores keep the order of the documents.
+        order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
+        told = fields.return_documents is not False
+        results = [
+            RankedDocument(
+                index, scored.scores[index], Document(documents[index]) if told else None
+            )
+            for index in order[: fields.top_n or None]
+        ]
+        usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
+        return msgspec.json.encode(RerankResponse(origin.id, origin.model, usage, results))

@@ -3,29 +3,29 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from api.admin import metrics_endpoint, requests_endpoint
-from api.admin.adapters import AdaptersEndpoint
-from api.admin.cluster_report import ClusterEndpoint, ClusterReport
-from api.admin.engines import EnginesEndpoint
-from api.admin.explain import Explainer
-from api.admin.metrics_endpoint import MergedMetricsEndpoint, MetricsEndpoint
-from api.admin.moves import MigrationService
-from api.admin.plans import Plans
-from api.admin.requests_endpoint import RequestsEndpoint
-from api.admin.router_state import MergedState
-from api.dialect.model_names import ModelNames
-from api.grpc.admin import AdminService
-from api.http.request import Handler
+from api.admin import requests_endpoint
+from api.admin.engines import AdaptersEndpoint, EnginesEndpoint
+from api.admin.moves import MigrationService, Plans
+from api.admin.requests_endpoint import Explainer, RequestsEndpoint
+from api.admin.router_state import (
+    METRICS_PATH,
+    ClusterEndpoint,
+    ClusterReport,
+    MergedMetricsEndpoint,
+    MergedState,
+    MetricsEndpoint,
+    tell_metrics,
+)
+from api.dialect.generation_endpoint import ModelNames
+from api.grpc.service import AdminService
+from api.http.messages import Handler
 from api.program.nodes import RouterNodes
 from common.version import VERSION
 from protos import router_pb2
-from router.cluster.adapter_calls import AdapterCalls
 from router.cluster.cluster_state import NodeDescriber
-from router.cluster.engine_calls import EngineCalls
-from router.recent_requests import RecentRequests
-from router.workers.asking import SiblingProcesses
-from router.workers.ends import LocalEnd, SharedEnd
-from router.workers.place import ProcessSlot
+from router.cluster.engine_calls import AdapterCalls, EngineCalls
+from router.metrics import RecentRequests
+from router.workers import LocalEnd, ProcessSlot, SharedEnd, SiblingProcesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def make_admin(
     adapters = AdapterCalls(nodes.state, cluster, names.served)
     engines = EngineCalls(nodes.state)
     metrics = MergedMetricsEndpoint(keeper) if shared else MetricsEndpoint(registry)
-    others.tells.update(metrics_endpoint.telling(registry))
+    others.tells.update(tell_metrics(registry))
     return AdminParts(
         AdminService(
             report,
@@ -93,7 +93,7 @@ def make_admin(
             **EnginesEndpoint(engines).routes(),
             "/cluster": {"GET": ClusterEndpoint(report)},
             requests_endpoint.PATH: {"GET": listed.all},
-            metrics_endpoint.PATH: {"GET": metrics},
+            METRICS_PATH: {"GET": metrics},
         },
         {f"{requests_endpoint.PATH}/": {"GET": listed.below}},
         state.recent,

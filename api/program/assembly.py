@@ -1,4 +1,6 @@
-"""Construction of a router. It runs the parts and stops them in an order that protects clients."""
+"""Construction of a router, its requests' parts and its ports for clients.
+
+It runs the parts and stops them in an order that protects clients."""
 
 import asyncio
 import logging
@@ -7,13 +9,25 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from api.http.server import HttpServer
-from api.program.admin import make_admin
-from api.program.base import RouterBase, make_base
-from api.program.nodes import RouterNodes, make_nodes
-from api.program.ports import GrpcServer, make_grpc, make_http
-from api.program.requests import make_requests
-from api.requests.limiter import RequestLimiter
+import grpc.aio
+
+from api import paths
+from api.dialect import problems
+from api.dialect.generation_endpoint import ModelNames
+from api.generation import Dispatcher
+from api.grpc.inference import InferenceService
+from api.grpc.service import AdminService, CallerResolver, add_router_service
+from api.http.service import HttpServer, HttpService
+from api.http.shared import HttpContext, HttpLimits
+from api.http_checks import HttpChecks, check_paths
+from api.page import files as page
+from api.pooling.pooler import Pooler
+from api.pooling.vectors import PoolingService, qwen3
+from api.program.admin import AdminParts, make_admin
+from api.program.nodes import RouterBase, RouterNodes, make_base, make_nodes
+from api.requests.idempotency import IdempotencyCache
+from api.requests.limiter import PriorityLimits, RequestLimiter
+from api.text.limits import MAX_FIELDS
 from api.text.model_files import ModelFiles
 from common import rpc, tls
 from common.config import RouterConfig
@@ -22,9 +36,136 @@ from common.metrics.serving import served as served_metrics
 from common.process import allocator
 from router.cluster.cluster import Cluster
 from router.metrics import RouterMetrics
-from router.workers.asking import siblings
-from router.workers.place import ProcessSlot, alone
-from router.workers.telling import told
+from router.record import RequestRecords
+from router.workers import ProcessSlot, alone, siblings, told
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParts:
+    """The parts of a router that serve requests.
+
+    Attributes:
+        names: model names that clients may use.
+    """
+
+    answers: IdempotencyCache
+    vectors: PoolingService
+    names: ModelNames
+
+
+def make_requests(nodes: RouterNodes) -> RequestParts:
+    """Make these parts.
+
+    Raises:
+        ConfigError: the model cannot make the configured vectors or scores.
+    """
+    base = nodes.base
+    config, model = base.config, base.model
+    records = RequestRecords(base.metrics, base.timelines)
+    limits = {"budget_s": config.request_timeout_s, "queue_share": config.max_queue_fraction}
+    generator = Dispatcher(
+        model,
+        nodes.cluster,
+        base.admission,
+        records,
+        **limits,
+        priorities=PriorityLimits(
+            config.clients.priority,
+            low_values_first=config.clients.low_priority_values_first,
+        ),
+        tells_cached_tokens=not config.hide_cached_tokens,
+    )
+    vectors = PoolingService(
+        Pooler(model, nodes.pooling, base.admission, records, **limits),
+        model.files.pooling,
+        way=config.pooling_type,
+        reranker=qwen3(model.tokenizer) if config.reranker == "qwen3" else None,
+        has_nodes=bool(config.prefill),
+    )
+    name = config.served_model_name or model.files.name
+    names = ModelNames(name, nodes.cluster.adapters.by_name)
+    return RequestParts(
+        IdempotencyCache(generator, keep_s=config.idempotency_ttl_s), vectors, names
+    )
+
+
+# Idle HTTP connections and probes. Each live request has one more.
+_SPARE_CONNECTIONS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcServer:
+    """A gRPC server that is bound to its port and not started.
+
+    Attributes:
+        shares_port: whether other processes of this router listen on the same port.
+    """
+
+    server: grpc.aio.Server
+    health: rpc.Health
+    port: int
+    shares_port: bool
+
+
+def make_grpc(
+    base: RouterBase, requests: RequestParts, admin: AdminService, *, shares_port: bool
+) -> GrpcServer:
+    """Make the gRPC server.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    config, model, guard = base.config, base.model, base.clients.guard
+    callers = CallerResolver(guard)
+    server = rpc.make_server(shares_port=shares_port, max_message_bytes=model.limits.message_bytes)
+    inference = InferenceService(
+        guard, requests.answers, requests.vectors, model, budget_s=config.request_timeout_s
+    )
+    names = add_router_service(server, inference, admin, callers, max_fields=MAX_FIELDS)
+    health = rpc.add_health_and_reflection(server, names, callers)
+    port = rpc.bind(
+        server, config.server.host, config.server.port, base.certificates, shares_port=shares_port
+    )
+    return GrpcServer(server, health, port, shares_port)
+
+
+def make_http(nodes: RouterNodes, requests: RequestParts, admin: AdminParts) -> HttpServer:
+    """Make the HTTP server.
+
+    Raises:
+        KeyError: a path has no access rule.
+    """
+    base = nodes.base
+    config, clients, metrics = base.config, base.clients, base.metrics
+    checks = HttpChecks(clients.guard, clients.hosts, clients.cors, metrics)
+    parts = paths.EndpointParts(
+        base.model,
+        requests.names,
+        metrics,
+        checks.begin,
+        budget_s=config.request_timeout_s,
+        ignore_unknown=config.ignore_unknown_fields,
+    )
+    routes = paths.routes(
+        parts,
+        requests.answers,
+        requests.vectors,
+        nodes.why_not_ready,
+        others={**page.routes(), **admin.paths},
+        others_below=admin.paths_below,
+    )
+    check_paths(routes.paths)
+    limits = HttpLimits(
+        max_connections=config.max_concurrent_requests + _SPARE_CONNECTIONS,
+        max_body_bytes=base.model.limits.body_bytes,
+        unread_s=config.slow_client_timeout_s,
+    )
+    contexts = (
+        None if base.certificates is None else tls.server_contexts(base.certificates, "http/1.1")
+    )
+    shared = HttpContext(limits, problems.error_body, metrics)
+    return HttpServer(shared, HttpService(shared, routes, checks), contexts)
+
 
 log = logging.getLogger(__name__)
 

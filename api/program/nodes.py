@@ -1,25 +1,115 @@
-"""Construction of the parts of a router that know its nodes, and its readiness."""
+"""Construction of a router's metrics, model files and nodes, and its readiness."""
 
 import asyncio
 import logging
+import secrets
+import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
-from api.program.base import RouterBase
-from common import rpc
+import grpc.aio
+
+from api.auth.assembly import Clients, make_clients
+from api.requests.limiter import RequestLimiter
+from api.requests.served_model import ServedModel, served_model
+from api.text.model_files import ModelFiles
+from common import rpc, tls
+from common.config import RouterConfig
+from common.identity import exposure
+from common.identity.program import identity_of
 from common.logs import kv
-from router.cluster.cache_watch import CacheWatch
+from common.metrics.trust import TrustMetrics
+from common.tracing import export
 from router.cluster.cluster import NOT_READY, SHUTTING_DOWN, Cluster
 from router.cluster.cluster_state import ClusterState, NodeReport
-from router.cluster.discovery import Discovery
-from router.cluster.engine_pulse import LivenessLimits
-from router.cluster.membership import Membership
+from router.cluster.membership import CacheWatch, Membership
+from router.cluster.node_ends import LivenessLimits
 from router.cluster.pooling_nodes import NO_PREFILL_NODE, PoolingNodes
+from router.cluster.sources import Discovery
+from router.metrics import RouterMetrics
 from router.policy import HEED_PREFIXES, make_policy
-from router.policy.hints import PrefixHints
 from router.policy.load import NodeLoad
-from router.policy.prefix_index import PrefixIndex
+from router.policy.prefix_index import PrefixHints, PrefixIndex
+from router.timelines import TimelineRecorder
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBase:
+    """The parts of a router that know no nodes.
+
+    Attributes:
+        certificates: of the ports for clients. None: no TLS.
+        make_channel: opens a channel to the node at an address.
+    """
+
+    config: RouterConfig
+    model: ServedModel
+    metrics: RouterMetrics
+    timelines: TimelineRecorder
+    clients: Clients
+    admission: RequestLimiter
+    certificates: tls.Certificates | None
+    make_channel: Callable[[str], grpc.aio.Channel]
+
+
+def make_base(config: RouterConfig, files: ModelFiles, resources: ExitStack) -> RouterBase:
+    """Make these parts.
+
+    Args:
+        resources: closes them.
+    Raises:
+        ConfigError: the tokenizer, chat template, secret, keys or certificates cannot be used.
+    """
+    metrics = RouterMetrics()
+    model = served_model(
+        files,
+        config.reasoning_parser,
+        config.tool_parser,
+        config.images,
+        config.tool_arguments,
+    )
+    resources.callback(model.prompts.close)
+    certificates = tls.certificates(config.server.tls, "--server.tls")
+    for_nodes = tls.certificates(config.tls_to_nodes, "--node-tls")
+    _report_expiry(metrics.trust, certificates, for_nodes)
+    name = f"router-{secrets.token_hex(4)}@{socket.gethostname()}"  # in the logs of nodes
+    identity = identity_of("router", name, config.server.secret_file, metrics.trust.refused)
+    asked = identity is not None or config.server.tls.mutual or config.tls_to_nodes.mutual
+    exposure.check(config.server.host, asked=asked, insecure=config.server.insecure)
+    clients = make_clients(config, metrics)
+    admission = RequestLimiter(
+        config.max_concurrent_requests, longest_wait_s=config.clients.max_queue_wait_s
+    )
+    metrics.waiting_from(lambda: admission.num_waiting)
+    tracer = export.start(config.server, "baton-router", ratio=config.trace_sample_ratio)
+    if tracer is not None:
+        resources.callback(tracer.close)
+    return RouterBase(
+        config,
+        model,
+        metrics,
+        TimelineRecorder(metrics, tracer),
+        clients,
+        admission,
+        certificates,
+        partial(rpc.make_channel, certificates=for_nodes, identity=identity),
+    )
+
+
+def _report_expiry(
+    trust: TrustMetrics, shown: tls.Certificates | None, to_nodes: tls.Certificates | None
+) -> None:
+    """Export the expiry of certificates as metrics."""
+    if shown is not None:
+        trust.certificate_ends("shown", partial(tls.shown_end, shown))
+        trust.certificate_ends("authority", partial(tls.authority_end, shown))
+    if to_nodes is not None:
+        trust.certificate_ends("shown_to_nodes", partial(tls.shown_end, to_nodes))
+        trust.certificate_ends("authority_of_nodes", partial(tls.authority_end, to_nodes))
+
 
 log = logging.getLogger(__name__)
 

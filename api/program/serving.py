@@ -10,7 +10,7 @@ from api.program.assembly import run_router
 from api.text import model_files
 from common.config import RouterConfig
 from common.process import allocator
-from router.workers.place import ProcessSlot
+from router.workers import ProcessSlot
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from common import logs
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.settings import wrong
-from router.workers.place import ProcessSlot
+from router.workers import ProcessSlot
 
 
 def main(up: str, place_json: str, config_json: str) -> None:

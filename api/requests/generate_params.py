@@ -1,10 +1,12 @@
-"""Parameters of client requests, independent of the protocol.
+"""Parameters of client requests, independent of the protocol, and the jobs made from them.
 
 Only types are checked, and the length of lists that would have to be copied.
 """
 
 import asyncio
 import random
+import sys
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
@@ -12,10 +14,43 @@ from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 import msgspec
 
 from api.images.picture import ImageInput
-from api.requests.job import Terms, TokenizedRequest
+from api.text.stops import StopRules
 from common.errors import ServingError
+from common.request import RequestSpec
 from common.requests.images import Image
+from common.requests.namespace import Namespace
+from common.requests.pooling import PoolingParams
 from common.requests.sampling import SamplingParams
+
+
+class TokenizedRequest(msgspec.Struct, frozen=True):
+    """A tokenised request, ready for a decode node.
+
+    Attributes:
+        shown: special tokens that the text keeps.
+        echo: text of the prompt, with which the response begins.
+        silent: see Wanted.
+    """
+
+    spec: RequestSpec
+    stops: StopRules
+    session_id: str = ""
+    shown: frozenset[int] = frozenset()
+    echo: str | None = None
+    silent: bool = False
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """Checked parameters that all responses of a request share, independent of their prompts.
+
+    Attributes:
+        sampling: its seed belongs to one of the responses.
+    """
+
+    sampling: SamplingParams
+    stops: StopRules
+    namespace: Namespace
+
 
 UNLIMITED = 2**31 - 1  # max_tokens of a request that may fill the context
 
@@ -214,3 +249,37 @@ def any_seed() -> int:
     A continuation must sample with the same seed.
     """
     return random.getrandbits(64)
+
+
+MAX_PROMPTS = 2048
+MAX_TOKENS = 1 << 20  # of all prompts of one request
+
+PooledPrompt: TypeAlias = TextPrompt | TextPairPrompt | TokenIdsPrompt
+
+
+class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    prompts: Sequence[PooledPrompt]
+    pooling: PoolingParams
+    dimensions: int = 0  # number of leading dimensions to keep. 0: all
+    normalize: bool = False
+    request_id: str = ""  # see Wanted
+    label: str = ""
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+
+
+class PoolingResult(msgspec.Struct, frozen=True):
+    """Vectors and token counts in the order of the prompts."""
+
+    vectors: Sequence[bytes]  # little-endian float32
+    num_tokens: Sequence[int]
+    cached_tokens: int
+
+
+def floats(vector: bytes) -> "array[float]":
+    """Return a vector's numbers. Raise ValueError if the bytes are not float32."""
+    found = array("f")
+    found.frombytes(vector)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found

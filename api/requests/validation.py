@@ -12,18 +12,15 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from api.auth.client import Client
-from api.requests import namespaces
-from api.requests.generate_params import GenerateParams, Prompt
-from api.requests.job import Terms, TokenizedRequest
+from api.requests.generate_params import GenerateParams, Prompt, Terms, TokenizedRequest
 from api.requests.prompts import PromptEncoder
-from api.text import expressions
-from api.text.expressions import Automaton
 from api.text.limits import ModelLimits, check_vocabulary
-from api.text.stops import StopRules
+from api.text.stops import Automaton, StopRules, check_characters
 from common.errors import InvalidRequest
 from common.request import RequestSpec
 from common.requests import sampling
 from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 
@@ -77,7 +74,7 @@ async def _terms(
     check_stop_regex(wanted.stop_regex)
     check_bad_words(wanted.bad_words)
     check_session_id(wanted.session_id)
-    namespace = namespaces.decide(wanted.cache_salt, client.namespaces_of)
+    namespace = decide_namespace(wanted.cache_salt, client.namespaces_of)
     check_tokens(params, limits)
     check_thinking(params, prompts, wanted.prompt.prompt)
     if wanted.bad_words:
@@ -224,7 +221,7 @@ def check_stop_regex(texts: Sequence[str]) -> None:
     """Raise InvalidRequest for too many expressions, or for one that is too long to compile."""
     sampling.check_counts((), texts, "stop_regex")
     try:
-        expressions.check_characters(texts)
+        check_characters(texts)
     except InvalidRequest as error:
         raise InvalidRequest(f"sampling.stop_regex{error}") from None
 
@@ -270,3 +267,27 @@ def budget_s(timeout_s: float | None, longest_s: float) -> float:
     if not math.isfinite(timeout_s) or timeout_s <= 0:
         raise InvalidRequest(f"timeout_s must be a positive number, got {timeout_s}")
     return min(timeout_s, longest_s)
+
+
+MAX_SALT_CHARACTERS = 512
+
+
+def decide_namespace(salt: str | None, owner: str) -> Namespace:
+    """Return the namespace of a salt. Requests of one owner without a salt share a namespace.
+
+    Args:
+        owner: owner of the namespaces. The salts of other owners cannot reach them. "": shared by
+            all clients.
+
+    Raises:
+        InvalidRequest: the salt is too long, or empty, which would silently isolate nothing.
+    """
+    if salt == "":
+        raise InvalidRequest("cache_salt is empty; leave it out to share what is cached")
+    if salt is not None and len(salt) > MAX_SALT_CHARACTERS:
+        raise InvalidRequest(
+            f"cache_salt has {len(salt)} characters, {MAX_SALT_CHARACTERS} allowed"
+        )
+    if salt is None and not owner:
+        return SHARED
+    return namespace_of(salt or "", owner)

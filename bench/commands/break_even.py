@@ -25,11 +25,10 @@ from bench.commands.pair import (
     warm_up,
 )
 from bench.errors import InvalidInput, UnusableRun
-from bench.objectives import Objectives
 from bench.session import Session
-from bench.traffic.lengths import Lengths
+from bench.summary import Objectives
 from bench.traffic.load import LoadGenerator, poisson, until
-from bench.traffic.workload import Workload
+from bench.traffic.workload import Lengths, Workload
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 MOST = 1 << 30  # more tokens than any prompt has

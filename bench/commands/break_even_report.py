@@ -14,7 +14,7 @@ from bench.report.page import ReportPage, ReportTable
 from bench.session import MeasuredRun, Session
 from bench.statistics import Confidence, Crossing, confidence, crossing, distribution
 from bench.systems import ComparedSystem
-from bench.traffic.outcome import RequestOutcome
+from bench.traffic.load import RequestOutcome
 
 FLAG = "--local-prefill-max-tokens"
 LOCAL = "local"

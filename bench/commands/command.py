@@ -17,10 +17,9 @@ from typing import Any, Protocol
 
 from bench.errors import InvalidInput, UnusableRun
 from bench.facts import machine
-from bench.objectives import Objectives
-from bench.progress import ProgressView
 from bench.report.page import ReportPage, write
-from bench.session import Session
+from bench.session import ProgressView, Session
+from bench.summary import Objectives
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 _BUSY_SHARE = 0.5  # of the cores, in use by other processes

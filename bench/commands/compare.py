@@ -21,12 +21,10 @@ from bench.commands.pair import (
     seed_of,
     warm_up,
 )
-from bench.objectives import Objectives
 from bench.session import Session
-from bench.summary import latencies
-from bench.traffic.lengths import HELP, Lengths
+from bench.summary import Objectives, latencies
 from bench.traffic.load import LoadGenerator, LoadRun, poisson, until
-from bench.traffic.workload import Workload
+from bench.traffic.workload import HELP, Lengths, Workload
 
 SHARES = (0.3, 0.6, 0.9)  # of the colocated system's throughput in a closed loop
 STREAMS_PER_NODE = 8  # in that closed loop

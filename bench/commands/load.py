@@ -19,12 +19,11 @@ from bench.commands.command import (
 )
 from bench.commands.load_report import findings
 from bench.errors import InvalidInput
-from bench.objectives import Objectives
 from bench.session import Session
-from bench.traffic.lengths import HELP, Lengths
+from bench.summary import Objectives
 from bench.traffic.load import LoadGenerator, poisson, until
 from bench.traffic.openai_client import SENDS, OpenAiClient, base_url
-from bench.traffic.workload import Workload, WorkloadRequest, WorkloadTrace
+from bench.traffic.workload import HELP, Lengths, Workload, WorkloadRequest, WorkloadTrace
 
 DEFAULT_REQUESTS = 100
 WARM_UP_STREAMS = 4

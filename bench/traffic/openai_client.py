@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from bench.errors import InvalidInput, UnusableRun
-from bench.traffic.outcome import RequestOutcome
+from bench.traffic.load import RequestOutcome
 from bench.traffic.workload import WorkloadRequest
 
 Send = Literal["ids", "text", "chat"]

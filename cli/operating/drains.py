@@ -1,20 +1,108 @@
-"""Commands that drain processes: `baton nodes drain`, `nodes set-role` and `rollout`."""
+"""Commands that drain processes in a safe order: `nodes drain`, `nodes set-role`, `rollout`."""
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cli import client
 from cli.client import UnfinishedRestart
 from cli.local import plan
-from cli.operating import command, restart_steps
+from cli.operating import command
 from cli.operating.command import Operation, Result, report
 from cli.operating.fleet import Fleet, paired
-from cli.operating.restart_steps import RestartStep
 from common.settings import ConfigArgumentParser
-from protos.router_pb2 import GetClusterResponse, RouterState
+from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
+
+NODES = ("prefill", "decode")
+ROLES = (*NODES, "router")  # in this order
+
+
+@dataclass(frozen=True, slots=True)
+class RestartStep:
+    """One process that ends, and returns before the next one ends."""
+
+    role: str
+    address: str
+    remark: str  # effect on its requests
+    node: ClusterNode | None = None  # None: it is a router
+    processes: int = 1  # worker processes of a router, which end one after the other
+
+    @property
+    def reachable(self) -> bool:
+        return self.node is None or self.node.state != "unreachable"
+
+    @property
+    def sentence(self) -> str:
+        in_turn = f", {self.processes} processes, one at a time" if self.processes > 1 else ""
+        return f"{self.role} {self.address}: {self.remark}{in_turn}"
+
+
+def turns(cluster: GetClusterResponse, routers: Mapping[str, RouterState]) -> list[RestartStep]:
+    """Return the turns of all processes.
+
+    Args:
+        routers: by address.
+    """
+    nodes = sorted(cluster.nodes, key=lambda node: (ROLES.index(node.role), node.address))
+    found = [RestartStep(node.role, node.address, _of_node(node, cluster), node) for node in nodes]
+    for address, state in routers.items():
+        found.append(
+            RestartStep("router", address, _of_router(state), processes=max(1, state.processes))
+        )
+    return found
+
+
+def find_objections(
+    all_turns: list[RestartStep],
+    wanted: list[RestartStep],
+    routers: Mapping[str, RouterState],
+) -> Iterator[str]:
+    """Return one sentence for each reason why requests would fail.
+
+    Args:
+        all_turns: turns of every process; `wanted` are the ones to drain.
+    """
+    for turn in all_turns:
+        state = turn.node.state if turn.node is not None else routers[turn.address].state
+        if state != "ready":
+            yield f"{turn.role} {turn.address} is {state or 'silent'}"
+    for role in dict.fromkeys(turn.role for turn in wanted):
+        alike = [turn for turn in all_turns if turn.role == role]
+        if len(alike) == 1 and alike[0].processes == 1:
+            yield f"{role} {alike[0].address} is the only one: requests fail while it is away"
+
+
+def objections_to_switch(nodes: list[RestartStep], turn: RestartStep) -> Iterator[str]:
+    """Return one sentence for each reason why requests would fail if the node changed its role."""
+    for each in nodes:
+        if each.node is not None and each.node.state != "ready":
+            yield f"{each.role} {each.address} is {each.node.state or 'silent'}"
+    if not any(each.role == turn.role and each is not turn for each in nodes):
+        yield f"{turn.role} {turn.address} is the only one: no {turn.role} node would be left"
+
+
+def _of_node(node: ClusterNode, cluster: GetClusterResponse) -> str:
+    count = sum(node.queues.values())
+    requests = f"{count} request{'' if count == 1 else 's'}"
+    others = [
+        each
+        for each in cluster.nodes
+        if each.role == node.role and each.state == "ready" and each.address != node.address
+    ]
+    if node.role == "prefill" or not others:
+        return f"{requests} to finish here"
+    held = node.pages.get("request", 0)
+    room = sum(each.pages.get("free", 0) + each.pages.get("cache", 0) for each in others)
+    if held <= room:
+        return f"{requests} to continue elsewhere"
+    return f"{requests}, whose {held} pages exceed the {room} elsewhere: some are recomputed"
+
+
+def _of_router(state: RouterState) -> str:
+    count = state.live_requests
+    return f"{count} request{'' if count == 1 else 's'} to finish here"
 
 
 def _add_drain(parser: ConfigArgumentParser) -> None:
@@ -30,9 +118,7 @@ def _add_drain(parser: ConfigArgumentParser) -> None:
 
 def _add_set_role(parser: ConfigArgumentParser) -> None:
     _add_drain(parser)
-    parser.add_argument(
-        "role", choices=restart_steps.NODES, metavar="ROLE", help="prefill or decode"
-    )
+    parser.add_argument("role", choices=NODES, metavar="ROLE", help="prefill or decode")
 
 
 def _add_rollout(parser: ConfigArgumentParser) -> None:
@@ -47,7 +133,7 @@ def _add_rollout(parser: ConfigArgumentParser) -> None:
     parser.add_argument(
         "--only",
         action="append",
-        choices=restart_steps.ROLES,
+        choices=ROLES,
         help="processes of this role. May be repeated (all roles)",
     )
     command.add_drain_flags(parser)
@@ -57,10 +143,10 @@ async def _drain(options: argparse.Namespace, fleet: Fleet) -> Result:
     look = await fleet.look(options.router)
     routers = {options.router: look.router}
     # A router with several worker processes ends as a whole.
-    every = [replace(step, processes=1) for step in restart_steps.turns(look, routers)]
+    every = [replace(step, processes=1) for step in turns(look, routers)]
     step = _at(options.address, every)
     report(options, step.sentence)
-    objections = restart_steps.objections(every, [step], routers)
+    objections = find_objections(every, [step], routers)
     found = command.check_objections(objections, options)
     if options.dry_run:
         return _planned([step], found)
@@ -78,13 +164,13 @@ async def _drain(options: argparse.Namespace, fleet: Fleet) -> Result:
 
 async def _set_role(options: argparse.Namespace, fleet: Fleet) -> Result:
     look = await fleet.look(options.router)
-    nodes = restart_steps.turns(look, {})
+    nodes = turns(look, {})
     step = _at(options.address, nodes)
     assert step.node is not None
     if step.role == options.role:
         raise UnfinishedRestart(f"{step.address} already is a {step.role} node")
     report(options, step.sentence)
-    objections = restart_steps.objections_to_switch(nodes, step)
+    objections = objections_to_switch(nodes, step)
     found = command.check_objections(objections, options, "the role is not changed")
     if options.dry_run:
         return _planned([step], found)
@@ -101,11 +187,11 @@ async def _rollout(options: argparse.Namespace, fleet: Fleet) -> Result:
     looks = {router: await fleet.look(router) for router in addresses}
     cluster = looks[addresses[0]]
     routers: Mapping[str, RouterState] = {router: look.router for router, look in looks.items()}
-    every = restart_steps.turns(cluster, routers)
-    wanted = [step for step in every if step.role in (options.only or restart_steps.ROLES)]
+    every = turns(cluster, routers)
+    wanted = [step for step in every if step.role in (options.only or ROLES)]
     for step in wanted:
         report(options, step.sentence)
-    objections = restart_steps.objections(every, wanted, routers)
+    objections = find_objections(every, wanted, routers)
     found = command.check_objections(objections, options)
     if options.dry_run:
         return _planned(wanted, found)

@@ -1,18 +1,23 @@
 """The processes that a router knows, as an operator calls them: list, drain, change role, and wait
 for their end or return."""
 
+import argparse
 import asyncio
+import json
+import os
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import grpc.aio
 
 from cli import client
 from cli.client import UnfinishedRestart
-from cli.operating import http_api
+from cli.local import plan
 from common import tls
 from common.identity.identity import Identity
 from common.rpc import make_channel, raise_if_cancelled
@@ -105,9 +110,7 @@ class Fleet:
 
         Raises UnfinishedRestart if it does not respond in time or refuses.
         """
-        return await http_api.get(
-            url, path, self._metadata, self._certificates, self._sources.to_routers
-        )
+        return await get(url, path, self._metadata, self._certificates, self._sources.to_routers)
 
     async def switch_node(self, address: str, role: str, longest_s: float) -> None:
         """Wait until the node has accepted the new role.
@@ -285,3 +288,59 @@ async def _answer(address: str, call: Any, source: str, flag: str = "--router") 
     except grpc.aio.AioRpcError as error:
         raise_if_cancelled()
         raise UnfinishedRestart(client.failure(error, address, source, flag)) from None
+
+
+_FLAG = "--url"
+
+
+def add_url_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        _FLAG,
+        default=f"http://{plan.HOST}:{plan.HTTP_PORT}",
+        metavar="URL",
+        help="HTTP port of the router (%(default)s)",
+    )
+
+
+async def get(
+    url: str,
+    path: str,
+    metadata: client.Metadata,
+    certificates: tls.Certificates | None,
+    key_source: str,
+) -> Any:
+    """Return the JSON of a path. Raises UnfinishedRestart if the router does not send any."""
+    config = None if certificates is None else certificates.config
+    context = ssl.create_default_context(cafile=config.ca if config else None)
+    if config and config.cert:
+        context.load_cert_chain(config.cert, config.key)
+    name = config.server_name if config else None
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout, headers=dict(metadata)) as session:
+            async with session.get(
+                url.rstrip("/") + path, ssl=context, server_hostname=name, allow_redirects=False
+            ) as response:
+                text = await response.text()
+    except aiohttp.InvalidURL:
+        sentence = f"{_FLAG}: {url!r} is invalid, expected http(s)://HOST:PORT"
+        raise UnfinishedRestart(sentence) from None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        number = getattr(error, "errno", None) or 0  # negative: of the resolver
+        reason = os.strerror(number) if number > 0 else str(error) or "timed out"
+        raise UnfinishedRestart(client.unreachable(url, reason, _FLAG)) from None
+    if response.status != 200:
+        source = f" ({key_source})" if response.status == 401 else ""
+        raise UnfinishedRestart(f"{url}: {response.status}: {_message(text)}{source}")
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise UnfinishedRestart(f"{url}{path} is not JSON: {_FLAG} must name a router") from None
+
+
+def _message(text: str) -> str:
+    """Return the message of an error body."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200]

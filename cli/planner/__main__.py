@@ -17,20 +17,22 @@ from cli.operating.command import Result
 from cli.operating.fleet import Fleet
 from cli.planner.account import DecisionLog
 from cli.planner.decide import (
+    ROLES,
     AddNodeAction,
+    ClusterSnapshot,
     Decision,
     NoAction,
     PlannerRules,
+    PressureThresholds,
     RemoveNodeAction,
     ShiftCapacityAction,
     SwitchRoleAction,
     WaitAction,
     decide,
+    look_of,
     pressures,
 )
-from cli.planner.looks import ROLES, ClusterSnapshot, look_of
 from cli.planner.metrics import Decided, PlannerMetrics
-from cli.planner.pressure import PressureThresholds
 from common import logs, settings
 from common.logs import kv
 from common.metrics.serving import served

@@ -1,4 +1,4 @@
-"""Planner decisions as a pure function of the observed cluster.
+"""Planner decisions as a pure function of the observed cluster and its load.
 
 A role is *pressed* if its recent mean pressure is 1.0 or more. It can *spare* a node if the
 remaining nodes would have had a pressure well below that during the whole window. The gap between
@@ -15,9 +15,189 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeAlias
 
-from cli.planner.balance import uneven
-from cli.planner.looks import ROLES, ClusterSnapshot, NodeFigures
-from cli.planner.pressure import PressureThresholds, of_decode, pressure
+from protos.router_pb2 import ClusterNode, GetClusterResponse
+
+ROLES = ("prefill", "decode")
+_WAITING = ("prealloc", "waiting", "retracted")  # decode queues for requests without pages
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFigures:
+    """The figures that a node reports.
+
+    Attributes:
+        instance: changes when the node starts or changes its role.
+        queued_s: seconds until the queued prompts are computed.
+        token_s: seconds for each prompt token; 0.0: no request has waited long enough to measure
+            it.
+        prompt_tokens: prompt tokens accepted since the instance began.
+        occupied: share of its pages that requests hold.
+        running, coming, waiting: requests of a decode node that are computed, that are in hand-off,
+            and that have no pages.
+    """
+
+    address: str
+    role: str
+    instance: int
+    state: str
+    queued_s: float = 0.0
+    token_s: float = 0.0
+    prompt_tokens: int = 0
+    occupied: float = 0.0
+    running: int = 0
+    coming: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSnapshot:
+    """The nodes of a cluster at one moment.
+
+    Attributes:
+        at: seconds, by one clock for all looks.
+        nodes: by address.
+    """
+
+    at: float
+    nodes: tuple[NodeFigures, ...]
+
+    @property
+    def roster(self) -> tuple[tuple[str, str, int, str], ...]:
+        """Return a value that changes with every change of the cluster's nodes."""
+        return tuple((node.address, node.role, node.instance, node.state) for node in self.nodes)
+
+    def of(self, role: str) -> list[NodeFigures]:
+        """Return the ready nodes of a role."""
+        return [node for node in self.nodes if node.role == role and node.state == "ready"]
+
+
+def look_of(cluster: GetClusterResponse, at: float) -> ClusterSnapshot:
+    """Return a look from a router's description of its cluster."""
+    nodes = sorted(cluster.nodes, key=lambda node: node.address)
+    return ClusterSnapshot(at, tuple(_figures(node) for node in nodes))
+
+
+def _figures(node: ClusterNode) -> NodeFigures:
+    total = sum(node.pages.values())
+    free = node.pages.get("free", 0) + node.pages.get("cache", 0)
+    return NodeFigures(
+        address=node.address,
+        role=node.role,
+        instance=node.instance_id,
+        state=node.state,
+        queued_s=node.prompts.queued_s,
+        token_s=node.prompts.token_s,
+        prompt_tokens=node.counters.get("prompt_tokens", 0),
+        occupied=(total - free) / total if total else 0.0,
+        running=node.queues.get("on_device", 0),
+        coming=node.queues.get("transfer", 0),
+        waiting=sum(node.queues.get(queue, 0) for queue in _WAITING),
+    )
+
+
+_MOSTLY = 0.5
+_FULL = 0.9  # a slot may be free for a moment between two requests
+_ALL_BUSY = 0.99  # a node without idle time is at capacity, and above it if requests wait
+
+
+# Load of a role relative to its capacity. At 1.0 it has as much as it should have. Pure functions.
+@dataclass(frozen=True, slots=True)
+class PressureThresholds:
+    """The load of a node at a pressure of 1.0.
+
+    Attributes:
+        queued_s: of a prefill node, queueing time of prompts.
+        occupied: of a decode node, the share of its pages that requests hold.
+        running: of a decode node, requests at once; 0: as many as it has pages for.
+    """
+
+    queued_s: float = 1.0
+    occupied: float = 0.9
+    running: int = 0
+
+
+def pressure(role: str, looks: Sequence[ClusterSnapshot], limits: PressureThresholds) -> float:
+    """Return the mean pressure of a role's nodes at the last of these looks.
+
+    All looks must have the same nodes. Counters are compared between the first and the last look.
+    The nodes share the load, so their mean counts.
+    """
+    first, last = looks[0], looks[-1]
+    nodes = last.of(role)
+    if not nodes:
+        return 0.0
+    if role == "decode":
+        return sum(of_decode(node, limits) for node in nodes) / len(nodes)
+    before = {node.address: node for node in first.of(role)}
+    seconds = last.at - first.at
+    return sum(_of_prefill(n, before[n.address], seconds, limits) for n in nodes) / len(nodes)
+
+
+def _of_prefill(
+    node: NodeFigures, before: NodeFigures, seconds: float, limits: PressureThresholds
+) -> float:
+    busy_s = (node.prompt_tokens - before.prompt_tokens) * node.token_s
+    busy = min(_ALL_BUSY, busy_s / seconds) if seconds > 0 else 0.0
+    return max(busy, node.queued_s / limits.queued_s)
+
+
+def of_decode(node: NodeFigures, limits: PressureThresholds) -> float:
+    """Return the pressure of one decode node."""
+    # Requests in hand-off hold pages while they wait for prefill nodes. They count only if this
+    # node runs as many requests as it may.
+    share = node.running / max(1, node.running + node.coming)
+    by_pages = node.occupied * share / limits.occupied
+    if node.waiting and share >= _MOSTLY:  # as if the running requests were that many more
+        by_pages = max(by_pages, (node.running + node.waiting) / node.running)
+    if not limits.running:
+        return by_pages
+    full = node.running >= _FULL * limits.running
+    demand = node.running + (node.coming + node.waiting if full else 0)
+    return max(by_pages, demand / limits.running)
+
+
+_FEWER = 2  # minimum difference in requests: with less, the two would only change places
+
+
+# Choice of the decode nodes between which a request should migrate: one overloaded, one with
+# capacity. Pure functions.
+#
+# Requests stay where they were placed, so an even placement need not stay even: a node that has
+# changed its role starts empty, and long responses collect at random. Requests migrate one at a
+# time, and never to a node that would then be as overloaded.
+def uneven(
+    looks: Sequence[ClusterSnapshot], limits: PressureThresholds, spare: float
+) -> tuple[NodeFigures, NodeFigures] | None:
+    """Return the node that should give a request away, and the one that should receive it.
+
+    Both must match in the mean of all of these looks.
+
+    Args:
+        looks: looks that contain the same nodes.
+        spare: maximum pressure of a node with capacity.
+    """
+    nodes = looks[-1].of("decode")
+    if len(nodes) < 2:
+        return None
+    now = {node.address: of_decode(node, limits) for node in nodes}
+    lately = {
+        address: fmean(
+            of_decode(node, limits)
+            for look in looks
+            for node in look.nodes
+            if node.address == address
+        )
+        for address in now
+    }
+    by_need = sorted(nodes, key=lambda node: (now[node.address], node.address))
+    target, source = by_need[0], by_need[-1]
+    too_much = min(now[source.address], lately[source.address]) >= 1.0
+    has_room = max(now[target.address], lately[target.address]) <= spare
+    if not (too_much and has_room and source.running >= target.running + _FEWER):
+        return None
+    of_one = now[source.address] / source.running
+    return (source, target) if now[target.address] + of_one < 1.0 else None
+
 
 _MOST = 2.0
 _GONE = ("unreachable", "unhealthy")  # not a change in progress: other nodes work without these

@@ -22,7 +22,7 @@ from rich.text import Text
 from cli import client
 from cli.operating.command import json_text
 from cli.top import frame as top_frame
-from cli.top.rates import Rates
+from cli.top.frame import Rates
 from common import rpc, settings, tls
 from common.errors import ConfigError
 from common.process.standard_output import say

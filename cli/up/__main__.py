@@ -17,8 +17,7 @@ import grpc.aio
 from cli.local import plan
 from cli.local.system import LocalSystem
 from cli.up import options as up_options
-from cli.up.first_answer import FirstAnswer, Key, Sample
-from cli.up.first_vector import VectorSample
+from cli.up.first_answer import FirstAnswer, Key, Sample, VectorSample
 from cli.up.screen import Screen
 from common import settings, tls
 from common.errors import ConfigError

@@ -1,9 +1,13 @@
-"""Operators' commands to an engine, answered when they are done."""
+"""Operators' commands to an engine about weights, memory and profiles."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from common.errors import FailedPrecondition
-from common.requests.weights import WeightsId
+from common.errors import FailedPrecondition, ServingError
+from common.memory_tags import MEMORY_TAGS, WEIGHTS
+from common.requests.weights import UNNAMED, WeightsId
 from node.commands import (
     Command,
     ContinueGeneration,
@@ -16,12 +20,321 @@ from node.commands import (
     StopProfile,
     TakeWeights,
 )
-from node.control.inside import ControlledRole
-from node.control.memory_calls import MemoryCalls, ReleasableMemory
-from node.control.pauses import Pauses
-from node.control.profile_calls import ProfileCalls, ProfilerSession
-from node.control.weight_calls import UpdatableWeights, WeightCalls, WeightSources
+from node.control.pauses import ControlledRole, Pauses
 from node.messages import NodeCallResult
+
+
+class ProfilerSession(Protocol):
+    """The profiler. See engine/runner/profiler.py."""
+
+    def start(self, num_steps: int) -> str: ...
+
+    def poll(self) -> None: ...
+
+    def stop(self) -> Future[str]: ...
+
+
+class ProfileCalls:
+    """Operators' calls about profiles. Engine thread only."""
+
+    def __init__(self, profiler: ProfilerSession) -> None:
+        self._profiler = profiler
+        self._awaited: list[tuple[int, Future[str]]] = []  # numbers of questions
+
+    def start(self, num_steps: int) -> str:
+        """Start a profile. Returns the path of its trace. Raises ServingError if it cannot."""
+        return self._profiler.start(num_steps)
+
+    def stop(self, number: int) -> None:
+        """Stop the profile. `done` sends the response. Raises ServingError if no profile runs."""
+        self._awaited.append((number, self._profiler.stop()))
+
+    def done(self) -> Iterator[NodeCallResult]:
+        """Yield the answers that are ready. Called in each turn of the loop."""
+        self._profiler.poll()
+        for number, written in [each for each in self._awaited if each[1].done()]:
+            self._awaited.remove((number, written))
+            error = written.exception()
+            if error is None:
+                yield NodeCallResult(number, path=written.result())
+            else:
+                yield NodeCallResult(number, error=str(error))
+
+
+# Release and resume of a node's memory, as requested by an operator.
+#
+#     here --release--> paused, no page is held --done--> away --resume--> here
+#
+# While any memory is away the node stays paused. An idle node that was not paused before continues
+# by itself when all of it is here again. Memory implements the release itself.
+class ReleasableMemory(Protocol):
+    """The memory itself. See engine/memory_release.py."""
+
+    @property
+    def unused(self) -> bool: ...
+
+    def check(self, tags: Collection[str]) -> None: ...
+
+    def give_back(self, tag: str) -> Future[Any]: ...
+
+    def take_again(self, tag: str) -> Future[Any]: ...
+
+
+_Step = Callable[[str], Future[Any]]  # releases or resumes the memory of a tag
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    number: int
+    step: _Step
+    tag: str
+    left: tuple[str, ...]  # tags to process after it
+    future: Future[Any]
+
+
+class MemoryCalls:
+    """Operators' calls about memory. Engine thread only."""
+
+    def __init__(self, memory: ReleasableMemory) -> None:
+        self._memory = memory
+        # To be released as soon as no request has KV.
+        self._wanted: tuple[int, ReleaseMemory] | None = None
+        self._under_way: _UnderWay | None = None
+        self._away: set[str] = set()
+        self._paused_here = False
+
+    @property
+    def why_paused(self) -> str:
+        """Return why the node must stay paused. Empty if it need not."""
+        if self._wanted is not None or self._under_way is not None:
+            return "its memory is being given back, or taken again"
+        return "its memory is given back: have it taken again" if self._away else ""
+
+    def pause(self) -> None:
+        """Record an operator's pause, which only an operator ends."""
+        self._paused_here = False
+
+    @property
+    def why_no_weights(self) -> str:
+        """Return why weights cannot be replaced. Empty if they can."""
+        busy = self._wanted is not None or self._under_way is not None
+        return self.why_paused if busy or WEIGHTS in self._away else ""
+
+    def gauges(self) -> dict[str, float]:
+        return {f"away_{tag}": float(tag in self._away) for tag in MEMORY_TAGS}
+
+    def release(self, number: int, command: ReleaseMemory, role: ControlledRole) -> None:
+        """Release memory, with an answer from `done`.
+
+        Raises:
+            ServingError: that cannot begin, with the reason.
+        """
+        if self._wanted is not None or self._under_way is not None:
+            raise FailedPrecondition(self.why_paused)
+        if role.busy and not role.scheduler.paused:
+            raise FailedPrecondition("requests are here: pause the node first")
+        self._memory.check(command.tags)
+        self._paused_here |= not role.scheduler.paused
+        role.scheduler.paused = True
+        self._wanted = number, command
+
+    def resume(
+        self, number: int, command: ResumeMemory, role: ControlledRole
+    ) -> Iterator[NodeCallResult]:
+        """Resume memory, with answers like `release`. Tags that are not away are no error."""
+        if self._wanted is not None or self._under_way is not None:
+            raise FailedPrecondition(self.why_paused)
+        away = tuple(tag for tag in command.tags if tag in self._away)
+        yield from self._go_on(number, self._memory.take_again, away, role)
+
+    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
+        """Yield the answers that are ready. Called in each turn of the loop."""
+        if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
+            role.scheduler.clear_cache()
+            if self._memory.unused:  # another node may still read exported pages
+                (number, command), self._wanted = self._wanted, None
+                here = tuple(tag for tag in command.tags if tag not in self._away)
+                yield from self._go_on(number, self._memory.give_back, here, role)
+        if self._under_way is not None and self._under_way.future.done():
+            done, self._under_way = self._under_way, None
+            error = done.future.exception()
+            if isinstance(error, ServingError):
+                yield NodeCallResult(done.number, error=str(error))
+                return
+            if error is not None:
+                raise error
+            self._away ^= {done.tag}
+            yield from self._go_on(done.number, done.step, done.left, role)
+
+    def _go_on(
+        self, number: int, step: _Step, tags: tuple[str, ...], role: ControlledRole
+    ) -> Iterator[NodeCallResult]:
+        """Process the first of these tags, or answer if there is none."""
+        if tags:
+            try:
+                self._under_way = _UnderWay(number, step, tags[0], tags[1:], step(tags[0]))
+            except ServingError as error:
+                yield NodeCallResult(number, error=str(error))
+            return
+        if self._paused_here and not self._away:
+            self._paused_here = role.scheduler.paused = False
+        yield NodeCallResult(number)
+
+
+# Replacement of weights, as requested by an operator.
+#
+# First the weights are checked, which takes as long as reading them and delays no request. Then
+# they are put in place during a pause that has released all KV. Weights of another node are read
+# during that pause too:
+#
+#     wanted --at rest, no KV--> reading (from a node) --complete and correct--> putting --> done
+#
+# Weights and WeightSources implement the access to files, tensors and other nodes.
+class UpdatableWeights(Protocol):
+    """The weights themselves. See engine/update.py."""
+
+    id: WeightsId
+    whole: bool
+
+    def prepare(self, path: str) -> Future[WeightsId]: ...
+
+    def put(self, weights: WeightsId) -> Future[None]: ...
+
+
+class WeightSources(Protocol):
+    """The reader of other nodes' weights. See node/sharing/weights.py."""
+
+    def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
+        """Read the weights of the node at `address`. `UpdatableWeights.put` may follow. Fails with
+        a ServingError, and then nothing has changed.
+        """
+        ...
+
+    def poll(self) -> None:
+        """Do what is due. Called in each turn of the loop."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    number: int
+    weights: WeightsId
+    future: Future[Any]
+
+
+class WeightCalls:
+    """Operators' calls about weights. Engine thread only."""
+
+    def __init__(self, weights: UpdatableWeights, lenders: WeightSources) -> None:
+        self._weights = weights
+        self._lenders = lenders
+        self._preparing: list[_Asked] = []
+        # To be put in place as soon as no request has KV.
+        self._wanted: tuple[int, PutWeights | TakeWeights] | None = None
+        self._reading: _Asked | None = None
+        self._putting: _Asked | None = None
+        self._computed_with = self._paired_as = weights.id  # the versions that the role knows
+        self._num_updates = 0
+
+    @property
+    def id(self) -> WeightsId:
+        """Return the weight version in use."""
+        return self._weights.id
+
+    def counters(self) -> dict[str, int]:
+        return {"weight_updates": self._num_updates}
+
+    @property
+    def why_busy(self) -> str:
+        """Return why no other change of weights may start. Empty if it may."""
+        steps = (self._wanted, self._reading, self._putting)
+        return "its weights are being changed" if any(steps) else ""
+
+    @property
+    def why_paused(self) -> str:
+        """Return why the node must stay paused. Empty if it need not."""
+        return self.why_busy or ("" if self._weights.whole else "its weights are incomplete")
+
+    def prepare(self, number: int, path: str) -> None:
+        """Check weights, with an answer from `done`. Raises ServingError if that cannot begin."""
+        self._preparing.append(_Asked(number, UNNAMED, self._weights.prepare(path)))
+
+    def begin(
+        self, number: int, command: PutWeights | TakeWeights, role: ControlledRole
+    ) -> Iterator[NodeCallResult]:
+        """Put weights in place, those of another node for TakeWeights. `done` yields the answer,
+        unless that node's weights are in use already.
+
+        Raises:
+            FailedPrecondition: that cannot begin now.
+        """
+        has_them = command.weights == self._weights.id and self._weights.whole
+        if isinstance(command, TakeWeights) and has_them and not self.why_busy:
+            yield NodeCallResult(number, weights=command.weights)
+        elif not role.scheduler.paused:
+            raise FailedPrecondition("this node is not paused")
+        elif self.why_busy:
+            raise FailedPrecondition("its weights are being changed already")
+        else:
+            self._wanted = number, command
+
+    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
+        """Yield the answers that are ready. Called in each turn of the loop."""
+        self._lenders.poll()
+        for asked in [each for each in self._preparing if each.future.done()]:
+            self._preparing.remove(asked)
+            yield _answer(asked)
+        if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
+            (number, command), self._wanted = self._wanted, None
+            role.scheduler.clear_cache()
+            if isinstance(command, TakeWeights):
+                self._read(number, command, role)
+            else:
+                yield from self._put(number, command.weights)
+        if self._reading is not None and self._reading.future.done():
+            asked, self._reading = self._reading, None
+            if asked.future.exception() is None:
+                yield from self._put(asked.number, asked.weights)
+            else:
+                yield _answer(asked)
+        if self._putting is not None and self._putting.future.done():
+            asked, self._putting = self._putting, None
+            self._num_updates += asked.future.exception() is None
+            yield _answer(asked)
+        if self._weights.id != self._computed_with:
+            self._computed_with = self._weights.id
+            role.update_waiting_requests()
+        if not self.why_busy:
+            self._pair_as(self._weights.id, role)
+
+    def _read(self, number: int, command: TakeWeights, role: ControlledRole) -> None:
+        """Start to read weights from another node. That node pairs only with nodes of the same
+        version, so this node claims to have it until the read ends. It computes nothing meanwhile,
+        and has no KV.
+        """
+        weights = command.weights
+        self._pair_as(weights, role)
+        self._reading = _Asked(number, weights, self._lenders.read(weights, command.address))
+
+    def _put(self, number: int, weights: WeightsId) -> Iterator[NodeCallResult]:
+        try:
+            self._putting = _Asked(number, weights, self._weights.put(weights))
+        except ServingError as error:
+            yield NodeCallResult(number, error=str(error))
+
+    def _pair_as(self, weights: WeightsId, role: ControlledRole) -> None:
+        if weights != self._paired_as:
+            self._paired_as = weights
+            role.set_weight_version(weights)
+
+
+def _answer(asked: _Asked) -> NodeCallResult:
+    error = asked.future.exception()
+    if error is None:
+        return NodeCallResult(asked.number, weights=asked.future.result() or asked.weights)
+    if not isinstance(error, ServingError):
+        raise error
+    return NodeCallResult(asked.number, error=str(error))
 
 
 class EngineOperations:

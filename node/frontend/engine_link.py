@@ -1,4 +1,6 @@
-"""The front's link to its engine thread: one-way messages, and questions with deadlines.
+"""The server process's link to its engine thread, the engine's health, and the parts of a role.
+
+The link has one-way messages, and questions with deadlines.
 
 Knows the messages (messages.py), not gRPC streams or the meaning of answers.
 """
@@ -6,13 +8,26 @@ Knows the messages (messages.py), not gRPC streams or the meaning of answers.
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from common.errors import DeadlineExceeded, FailedPrecondition, NodeUnavailable, Overloaded
+import grpc.aio
+
+from common.config import NodeConfig
+from common.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    ServingError,
+)
+from common.identity.guard import CallAuthenticator
 from common.process.ipc import Backlogged, FrameConnection, PeerGone
 from common.process.lanes import CallLane
+from common.tracing.tracer import Tracer
 from node.commands import Command
 from node.messages import (
     CacheEventBatch,
@@ -32,6 +47,7 @@ from node.messages import (
     SubmitPooling,
     SubmitRequest,
 )
+from node.metrics import NodeMetrics, Role
 
 # Beyond this much unread, new work is rejected. The rest of the backlog is for cancels.
 _MAX_UNREAD_BYTES = 16 << 20
@@ -192,3 +208,123 @@ class EngineLink:
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(NodeUnavailable("the engine of this node has ended"))
+
+
+SILENCE_S = 3.0
+SERVES = ("ready", "paused")  # states in which requests are accepted, even if they only wait
+
+
+# The health of a node, derived from its engine's heartbeats and queried by health probes.
+#
+# Knows no sockets and no processes. The time is passed in.
+class EngineSupervisor:
+    """The node's state: "starting" -> "ready" <-> "paused"; both <-> "unhealthy"; any ->
+    "draining".
+
+    The engine's heartbeats, which continue during a long step, and its reports count as progress.
+    """
+
+    def __init__(self, silence_s: float = SILENCE_S) -> None:
+        self._silence_s = silence_s
+        self._moved_at = 0.0
+        self._moving: EngineStats | None = None
+        self.ready: EngineReady | None = None
+        self.draining = False
+
+    @property
+    def moving(self) -> EngineStats | None:
+        """Return the engine's last report, or None."""
+        return self._moving
+
+    def started(self, ready: EngineReady, now: float) -> None:
+        self.ready = ready
+        self._moved_at = now
+
+    def check_length(self, num_tokens: int, field: str = "token_ids") -> None:
+        """Raise InvalidRequest, with the sentence of the engine's own check, if so many tokens can
+        never be served. For a front, before it reads any token. Does nothing before `started`.
+        """
+        if self.ready is not None and num_tokens >= self.ready.context_length:
+            raise InvalidRequest(
+                f"{field}: {num_tokens} tokens leave no room in a context of "
+                f"{self.ready.context_length}"
+            )
+
+    def moved(self, moving: EngineStats, now: float) -> None:
+        self._moving = moving
+        self._moved_at = now
+
+    def beat(self, now: float, late_s: float) -> None:
+        """Record a heartbeat of an engine that is late by `late_s` seconds."""
+        self._moved_at = max(self._moved_at, now - late_s)
+
+    def moves(self, now: float) -> bool:
+        """Return whether the engine has sent a heartbeat or report recently."""
+        return now - self._moved_at < self._silence_s
+
+    def liveness(self, now: float) -> tuple[str, float]:
+        """Return the state, and the seconds since the engine's last progress. 0 before its first
+        report.
+        """
+        return self.state(now), now - self._moved_at if self._moving else 0.0
+
+    def state(self, now: float) -> str:
+        if self.draining:
+            return "draining"
+        if self.ready is None:
+            return "starting"
+        if not self.moves(now):
+            return "unhealthy"
+        return "paused" if self._moving and self._moving.state == "paused" else "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFrontend:
+    """The values from which a program makes its parts."""
+
+    instance: int
+    address: str
+    engine: EngineLink
+    metrics: NodeMetrics
+    supervision: EngineSupervisor
+    make_channel: Callable[[str], grpc.aio.Channel]  # to other nodes
+    tracer: Tracer | None
+    transfer_socket: socket.socket  # to the transfer thread; owned by the part that opens it
+
+
+def _nothing(*_: object) -> None:
+    """Ignore a notice, for parts that do not use it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleServices:
+    """The parts of one role. The callables run on the event loop and do not block."""
+
+    # Each registers itself with the given guard and returns its names.
+    services: Sequence[Callable[[grpc.aio.Server, CallAuthenticator | None], tuple[str, ...]]]
+    background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()  # until cancelled
+    step: Callable[[StepTokens], None] = _nothing
+    on_trial: Callable[[QuarantineStarted], None] = _nothing
+    moved: Callable[[EngineStats], None] = _nothing
+    handoff: Callable[[HandoffSpan], None] = _nothing
+    pooled: Callable[[PoolingDone], None] = _nothing
+    # The address of a node; raises FailedPrecondition if it cannot.
+    pair_with: Callable[[str], None] = _nothing
+    drain: Callable[[], None] = _nothing  # accept no new work from now on
+    resume: Callable[[], None] = _nothing  # accept new work again
+    end: Callable[[ServingError], None] = _nothing  # end every stream with this error
+
+
+@dataclass(frozen=True, slots=True)
+class RoleProgram:
+    """A node in one role.
+
+    Attributes:
+        mode: shown by Describe.
+        parts: called each time the node enters the role.
+    """
+
+    role: Role
+    config: NodeConfig
+    parts: Callable[[NodeFrontend], RoleServices]
+    mode: str = ""

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from common.errors import DeadlineExceeded, FailedPrecondition, NodeUnavailable, ServingError
 from common.logs import kv
 from node.commands import PrepareRole
-from node.frontend.engine_link import EngineLink
-from node.frontend.parts import RoleProgram
+from node.frontend.engine_link import EngineLink, RoleProgram
 
 log = logging.getLogger(__name__)
 

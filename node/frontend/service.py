@@ -34,8 +34,7 @@ from node.commands import (
     UnloadAdapter,
 )
 from node.frontend.cache_feed import CacheFeed
-from node.frontend.engine_link import EngineLink
-from node.frontend.supervision import EngineSupervisor
+from node.frontend.engine_link import EngineLink, EngineSupervisor
 from protos import node_pb2, node_pb2_grpc, router_pb2
 
 MAX_PATH_CHARACTERS = 1024

@@ -26,6 +26,7 @@ from common.requests.prefix_hint import PrefixHint
 from common.requests.weights import UNNAMED
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
+from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from kvtransfer.messages import HandoffId, Prefix
@@ -363,3 +364,33 @@ class PrefixFetches:
             del self._waits[key]
         self._over += fetch.waiting
         return fetch
+
+
+class PrefixFetchQueue:
+    """The queue for fetches. Engine thread only."""
+
+    name = "fetching"
+
+    def __init__(self, fetches: PrefixFetches) -> None:
+        self._fetches = fetches
+        self._waiting: dict[int, Request] = {}  # by key
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def needed_by(self, request: Request) -> bool:
+        """Return whether the request waits for a fetch in progress."""
+        return self._fetches.waits(request.key)
+
+    def put(self, request: Request) -> None:
+        self._waiting[request.key] = request
+
+    def remove(self, request: Request) -> bool:
+        return self._waiting.pop(request.key, None) is not None
+
+    def ready(self, now: float) -> Iterator[tuple[Request, None]]:
+        """Yield and remove the requests whose fetch has ended, successful or not."""
+        for key in self._fetches.take_over():
+            request = self._waiting.pop(key, None)
+            if request is not None:
+                yield request, None

@@ -1,25 +1,123 @@
-"""Both ends of prefix sharing at one node: its exports, and its fetches for prompts to compute."""
+"""Both ends of prefix sharing at one node, the sources of prompts' KV, and corrupt prefixes."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from common.config import PrefixSharingConfig
 from common.page_tables import PageTables
+from common.queueing.drain import QueueEstimator
+from common.queueing.waiting_line import QueueEntry
 from common.requests.prefix_hint import PrefixHint
 from engine.batch.batch import Ints
 from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
+from engine.scheduler.residents import CorruptPrefix
 from kvtransfer.messages import Prefix
-from kvtransfer.ports import InvalidateEvent, NodeEvent, OwnerRate
-from node.sharing.corrupt_prefixes import CorruptPrefixes
-from node.sharing.ends import take
+from kvtransfer.ports import (
+    ConsumerCommands,
+    InvalidateCommand,
+    InvalidateEvent,
+    NodeEvent,
+    OwnerRate,
+)
 from node.sharing.exports import PrefixExports
 from node.sharing.fetches import PrefixFetches
-from node.sharing.prefix_sources import PrefixSources
-from node.sharing.weights import WeightSharing
+from node.sharing.weights import WeightSharing, take
+
+MOST = 32
+EVERY_S = 1.0
+
+
+# Invalidation of corrupt KV (NaN or Inf logits) between nodes. This node asks the node that gave
+# the KV to forget it too, and forgets prefixes when asked.
+#
+# Each node forgets prefixes that gave its own requests NaN or Inf. But an owner would give them
+# again, if it computes from its own KV in another way, or exports KV that it never computes from.
+# A request records the nodes from which its KV was read.
+#
+# A node cannot verify such a report. So it honours at most MOST at once and one in EVERY_S after
+# that, from all nodes together. Each costs it a prefix of one namespace, which must be recomputed.
+class CorruptPrefixes:
+    """Invalidation of corrupt prefixes. Engine thread only."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        port: ConsumerCommands,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._port = port
+        self._clock = clock
+        self._next_due = 0.0  # if one were honoured in EVERY_S from the first on
+        self._counts = dict.fromkeys(("own", "asked", "limited"), 0)
+
+    def counters(self) -> dict[str, int]:
+        return {f"forgotten_prefixes/{cause}": number for cause, number in self._counts.items()}
+
+    def found(self, spoilt: CorruptPrefix) -> None:
+        """Report corrupt KV, which this node has forgotten, to the nodes that gave it."""
+        self._counts["own"] += 1
+        for owner in dict.fromkeys(spoilt.given_by):
+            self._port.post(InvalidateCommand(owner, spoilt.token_ids, spoilt.namespace))
+
+    def asked(self, event: InvalidateEvent) -> None:
+        now = self._clock()
+        due = max(self._next_due, now)
+        if due > now + (MOST - 1) * EVERY_S:
+            self._counts["limited"] += 1
+            return
+        self._next_due = due + EVERY_S
+        self._counts["asked"] += 1
+        self._cache.forget(event.token_ids, event.namespace)
+
+
+# The sources of the KV of prompts that this node is to compute: its own cache, another node's, or
+# computation. Also the time of a computed token.
+class PrefixSources:
+    """Counters by source. Engine thread only."""
+
+    def __init__(self) -> None:
+        self._computing = QueueEstimator()  # admitted requests, by tokens that no cache had
+        self._tokens = dict.fromkeys(("own", "fetched", "computed"), 0)
+
+    @property
+    def token_s(self) -> float:
+        """Return the seconds that a computed token takes. 0.0: unknown."""
+        return self._computing.unit_s
+
+    def counters(self) -> dict[str, int]:
+        return {f"prompt_token_ways/{way}": number for way, number in self._tokens.items()}
+
+    def admitted(self, request: Request, fetched_tokens: int, now: float) -> None:
+        """Record an admitted request.
+
+        Args:
+            fetched_tokens: read for it. Only those that are still cached count.
+        """
+        cached = request.cached_tokens
+        fetched, computed = min(fetched_tokens, cached), len(request.token_ids) - cached
+        self._tokens["own"] += cached - fetched
+        self._tokens["fetched"] += fetched
+        self._tokens["computed"] += computed
+        self._computing.leave(request.key)
+        self._computing.join(request.key, QueueEntry(-math.inf, computed), now)
+
+    def computed(self, key: int, num_left: int) -> None:
+        """Record a finished chunk of a request, with num_left tokens remaining."""
+        self._computing.serve(key, num_left)
+
+    def tick(self, now: float) -> None:
+        """Update the service time of tokens computed since the last call."""
+        self._computing.tick(now)
+
+    def ended(self, key: int) -> None:
+        """Remove an ended request. Harmless if it was never admitted."""
+        self._computing.leave(key)
 
 
 class PrefixSharing:

@@ -8,20 +8,23 @@ until all pieces are here and are the expected ones.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from common.errors import FailedPrecondition, Overloaded, ServingError
+from common.errors import ConfigError, FailedPrecondition, Overloaded, ServingError
 from common.request import Remaining
 from common.requests.weights import WeightsId
 from engine.batch.batch import Ints
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.models.one_file import ReceivedFile
+from engine.sizing import free_bytes
 from kvtransfer.messages import HandoffId, Weights
 from kvtransfer.ports import (
     CancelCommand,
@@ -35,8 +38,147 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 from node.sharing.exports import SHARE
-from node.sharing.pieces import WeightPieces, WeightWindow
-from node.sharing.weight_copies import WeightCopies
+
+
+# The next pieces of a file to request, when its length is unknown until its beginning arrives.
+# Knows neither the nodes that are asked nor the data.
+@dataclass(frozen=True, slots=True)
+class WeightWindow:
+    """Pieces [first, past)."""
+
+    first: int
+    past: int
+
+
+class WeightPieces:
+    """The pieces of one file, numbered from 0.
+
+    Attributes:
+        num_bytes: of the file, once it is known.
+    Args:
+        piece_bytes: of each piece except the last one.
+        most: pieces of one window.
+    """
+
+    def __init__(self, piece_bytes: int, most: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._most = most
+        self._num_asked = 0  # from the first one on
+        self._again: deque[WeightWindow] = deque()
+        self._again_at = 0.0
+        self._past: int | None = None  # its number of pieces, once known
+        self.num_bytes: int | None = None
+
+    @property
+    def all_asked(self) -> bool:
+        """Return whether no piece is left to request, if the requested ones arrive."""
+        return self._past is not None and self._num_asked >= self._past and not self._again
+
+    def next(self, now: float) -> WeightWindow | None:
+        """Return the next window, or None. The caller requests it, or gives it back with
+        `not_asked` or `lost`.
+        """
+        if self._again:
+            return self._again.popleft() if now >= self._again_at else None
+        first, past = self._num_asked, self._num_asked + self._most
+        if self._past is not None:
+            past = min(past, self._past)
+        if past <= first:
+            return None
+        self._num_asked = past
+        return WeightWindow(first, past)
+
+    def not_asked(self, window: WeightWindow) -> None:
+        """Put a window back, to be the next one."""
+        self._again.appendleft(window)
+
+    def lost(self, window: WeightWindow, again_at: float = 0.0) -> None:
+        """Put a lost window back. No lost window is requested again before `again_at`."""
+        self._again.append(window)
+        self._again_at = max(self._again_at, again_at)
+
+    def ends_at(self, num_bytes: int) -> None:
+        """Set the length of the file. Lost pieces beyond it are not requested again."""
+        self.num_bytes, self._past = num_bytes, -(-num_bytes // self._piece_bytes)
+        clipped = [WeightWindow(each.first, min(each.past, self._past)) for each in self._again]
+        self._again = deque(each for each in clipped if each.first < each.past)
+
+
+_HOST = torch.device("cpu")
+
+
+# Copies of another node's weights, from the pages in which the pieces arrived to a file in this
+# node's memory.
+class WeightCopies:
+    """The copies of arrived pieces. One thread does them in order.
+
+    Args:
+        pool: memory of the pages, uint8 [num_pages, page_bytes].
+        tell: called by that thread when something is done.
+    """
+
+    def __init__(self, pool: Tensor, tell: Callable[[], None]) -> None:
+        self._pool = pool
+        self._page_bytes = pool.shape[1]
+        self._tell = tell
+        self._worker = ThreadPoolExecutor(1, "weight reads")
+
+    def copy(
+        self, file: ReceivedFile, first: int, pages: Ints, num_bytes: int | None, lender: str
+    ) -> Future[int | None]:
+        """Copy the pieces from `first` on out of these pages, which must not change until it is
+        done. The Future has the number of bytes of the whole file, once that can be known, else
+        None.
+
+        Args:
+            num_bytes: of the file, if known.
+            lender: its address.
+        Fails with:
+            FailedPrecondition: there is no room for it, or it is not a file of weights.
+        """
+        copying = self._worker.submit(self._copy, file, first, pages, num_bytes, lender)
+        copying.add_done_callback(lambda _: self._tell())
+        return copying
+
+    def drop(self, file: ReceivedFile) -> None:
+        """Close the file after the copies to it in progress."""
+        self._worker.submit(file.close)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _copy(
+        self, file: ReceivedFile, first: int, pages: Ints, num_bytes: int | None, lender: str
+    ) -> int | None:
+        start = first * self._page_bytes
+        rows = self._pool[torch.from_numpy(pages).long()].to(_HOST)
+        data = rows.numpy().data.cast("B")
+        try:
+            file.write(start, data if num_bytes is None else data[: num_bytes - start])
+            if num_bytes is not None:
+                return num_bytes
+            expected = file.expected_bytes()
+            if expected is not None:
+                _check_room(expected)
+                file.set_bytes(expected)
+            return expected
+        except ConfigError as error:
+            reason = str(error).replace(f"{file.directory}/", "")
+            raise FailedPrecondition(f"{lender}: {reason}") from error
+        except OSError as error:
+            raise FailedPrecondition(
+                f"weights: there is no place for them here: {error}"
+            ) from error
+
+
+def _check_room(wanted: int) -> None:
+    left = free_bytes(_HOST, 1.0)
+    if wanted > left:
+        raise FailedPrecondition(
+            f"weights: {wanted / 2**30:.2f} GiB are wanted beside the present ones, "
+            f"{left / 2**30:.2f} GiB are left"
+        )
+
 
 # Between the counters of this node's other hand-offs and those of prefix fetches.
 FIRST_NUMBER, PAST_NUMBER = 1 << 62, 1 << 63
@@ -137,7 +279,7 @@ class WeightReads:
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
         """Read the weights of the node at `address`. See Lenders, in
-        node/control/weight_calls.py.
+        node/control/operations.py.
         """
         future: Future[WeightsId] = Future()
         if self.busy:

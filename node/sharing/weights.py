@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -11,11 +11,87 @@ from common.requests.weights import WeightsId
 from engine.batch.batch import Ints
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
-from kvtransfer.messages import Weights
-from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
-from node.sharing.ends import take
-from node.sharing.weight_exports import ExportableWeights, WeightExports
+from kvtransfer.messages import HandoffId, Prefix, Weights
+from kvtransfer.ports import (
+    ClosedEvent,
+    CompletedEvent,
+    FailedEvent,
+    GrantedEvent,
+    NodeCommand,
+    NodeEvent,
+    OpenedEvent,
+    ProducerDown,
+    ProducerUp,
+    ReadsEndedEvent,
+    TransferPort,
+)
+from node.sharing.exports import ExportableWeights, WeightExports
 from node.sharing.weight_reads import ReceivingWeights, WeightReads
+
+S = TypeVar("S", Prefix, Weights, contravariant=True)
+
+
+# The two ends of reads between nodes that are no hand-offs of requests: reading and lending.
+# Dispatches events of the transfer thread to them.
+class ConsumerShare(Protocol):
+    """The reading end. Hand-offs by their ids."""
+
+    def __contains__(self, handoff_id: HandoffId) -> bool: ...
+
+    def owner_up(self, event: ProducerUp) -> None: ...
+
+    def owner_down(self, event: ProducerDown) -> None: ...
+
+    def held(self, event: CompletedEvent) -> None: ...
+
+    def lost(self, event: FailedEvent) -> None: ...
+
+    def reads_ended(self, event: ReadsEndedEvent) -> None: ...
+
+
+class ProducerShare(Protocol[S]):
+    """The lending end. Hand-offs by their serials."""
+
+    def __contains__(self, serial: int) -> bool: ...
+
+    def opened(self, event: OpenedEvent, source: S) -> None: ...
+
+    def granted(self, event: GrantedEvent) -> None: ...
+
+    def dropped(self, event: ClosedEvent) -> None: ...
+
+
+def take(
+    event: NodeEvent, kind: type[S], reading: ConsumerShare, lending: ProducerShare[S]
+) -> bool:
+    """Pass an event to the end that it is for. Returns False if it belongs to another hand-off, or
+    if other parts need it too.
+
+    Args:
+        kind: of the source of all hand-offs of these ends.
+    """
+    match event:
+        case ProducerUp():
+            reading.owner_up(event)
+            return False
+        case ProducerDown():
+            reading.owner_down(event)
+            return False
+        case CompletedEvent() if event.id in reading:
+            reading.held(event)
+        case FailedEvent() if event.id in reading:
+            reading.lost(event)
+        case ReadsEndedEvent() if event.id in reading:
+            reading.reads_ended(event)
+        case OpenedEvent(source=source) if isinstance(source, kind):
+            lending.opened(event, source)
+        case GrantedEvent() if event.serial in lending:
+            lending.granted(event)
+        case ClosedEvent() if event.serial in lending:
+            lending.dropped(event)
+        case _:
+            return False
+    return True
 
 
 class SharableWeights(ExportableWeights, ReceivingWeights, Protocol):
@@ -82,7 +158,7 @@ class WeightSharing:
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
         """Read the weights of the node at `address`. See Lenders, in
-        node/control/weight_calls.py.
+        node/control/operations.py.
         """
         return self._reads.read(weights, address)
 

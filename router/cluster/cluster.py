@@ -1,28 +1,85 @@
-"""Nodes that a request can go to now, and the short wait for one if there is none."""
+"""Nodes that a request can go to now, the adapters that they have, and the wait for a node."""
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
-from common.errors import NodeUnavailable
-from common.requests.adapter import AdapterId
+from common.errors import NodeUnavailable, NotFound
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.prefix_hint import PrefixHint
 from common.requests.weights import UNNAMED, WeightsId
 from protos import decode_pb2
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.cluster.decode_client import DecodeClient
-from router.cluster.known_adapters import KnownAdapters
-from router.cluster.migratable import MigratableRequest
+from router.cluster.node_ends import MigratableRequest
 from router.policy import RoutingPolicy
 from router.policy.backlogs import WHENEVER, NodeBacklogs, RequestDue
-from router.policy.choices import DecodeChoice, PlacementKey, PrefillChoice
-from router.policy.hints import PrefixHints
-from router.policy.load import LoadReservation, NodeLoad
+from router.policy.load import DecodeChoice, LoadReservation, NodeLoad, PlacementKey, PrefillChoice
+from router.policy.prefix_index import PrefixHints
+
+
+class KnownAdapters:
+    """Adapters of all decode nodes. For one event loop.
+
+    Args:
+        clients: the decode nodes by address, kept up to date by the caller.
+    """
+
+    def __init__(self, clients: Mapping[str, DecodeClient]) -> None:
+        self._clients = clients
+        self._news = asyncio.Event()  # set when a node has reported something
+
+    def by_name(self) -> Mapping[str, AdapterId]:
+        """Return the adapters of all nodes.
+
+        If one name has several, the first node's adapter counts.
+        """
+        found: dict[str, AdapterId] = {}
+        for _, client in sorted(self._clients.items()):
+            for name, adapter in client.adapters.items():
+                found.setdefault(name, adapter)
+        return found
+
+    def of(self, name: str) -> AdapterId:
+        """Return the id of an adapter.
+
+        Args:
+            name: "" is no adapter.
+        Raises:
+            NotFound: no node has it.
+        """
+        if not name:
+            return NO_ADAPTER
+        adapter = self.by_name().get(name)
+        if adapter is None:
+            raise NotFound(f"adapter: no {name!r} is loaded")
+        return adapter
+
+    def told(self) -> None:
+        """Note that a node has reported something."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def until(self, name: str, adapter: AdapterId | None, longest_s: float) -> None:
+        """Wait until all nodes with a Status have this adapter by that name, at most `longest_s`.
+
+        `adapter` None: until none of them has an adapter by that name.
+        """
+
+        def says(client: DecodeClient) -> bool:
+            return client.status is None or client.adapters.get(name) == adapter
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                while not all(says(client) for client in self._clients.values()):
+                    await self._news.wait()
+
 
 SHUTTING_DOWN = "the router is shutting down"
 NOT_READY = "no decode node with a usable prefill node is ready"

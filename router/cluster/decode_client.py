@@ -28,9 +28,14 @@ from common.rpc import prefix_hints as hints
 from common.rpc import stream_status
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
-from router.cluster.engine_pulse import EngineLiveness, LivenessLimits
-from router.cluster.migratable import MigratableRequest
-from router.cluster.node_ends import LossCause, NodeLost, end_of
+from router.cluster.node_ends import (
+    EngineLiveness,
+    LivenessLimits,
+    LossCause,
+    MigratableRequest,
+    NodeLost,
+    end_of,
+)
 from router.cluster.unsent import OutgoingBatch
 from router.token_buffer import TokenBuffer
 

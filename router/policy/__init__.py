@@ -1,8 +1,7 @@
 """Routing policies: one policy per file and one table of names. Policies open no connections."""
 
-from router.policy.choices import DecodeChoice, PlacementDecision, PlacementKey, PrefillChoice
-from router.policy.contract import RoutingPolicy
-from router.policy.table import HEED_PREFIXES, make_policy
+from router.policy.load import DecodeChoice, PlacementDecision, PlacementKey, PrefillChoice
+from router.policy.policies import HEED_PREFIXES, RoutingPolicy, make_policy
 
 __all__ = [
     "HEED_PREFIXES",

@@ -21,8 +21,7 @@ from msgspec.structs import replace
 from common.errors import QueueFull
 from common.queueing.drain import may_wait_s
 from common.queueing.waiting_line import QueueEntry
-from router.policy.choices import DecodeChoice
-from router.policy.load import NodeLoad
+from router.policy.load import DecodeChoice, NodeLoad
 
 _MOST_S = 1e6  # upper limit of reported values
 

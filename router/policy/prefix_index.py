@@ -15,6 +15,8 @@ from xxhash import xxh3_64_intdigest
 from common.errors import ProtocolViolation
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_hash import BYTES_PER_TOKEN, PrefixHasher, as_bytes
+from common.requests.prefix_hint import MAX_HINTS, PrefixHint
+from router.policy.load import PlacementDecision, PlacementKey
 
 MAX_PAGES = 1 << 18  # per node, from events: 4 Mi tokens in pages of 16, about 25 MB
 MAX_PAGE_SIZE = 1 << 12  # tokens
@@ -198,3 +200,30 @@ class _Node:
                 high = middle
             middle = (low + high) // 2
         return low * size
+
+
+LEAST_TOKENS = 64  # minimum advantage over the computing node; a shorter fetch is not worthwhile
+MOST = MAX_HINTS - 1  # a decode node adds itself
+
+
+# Prefix hints: other nodes that hold more of a prompt than the node that will compute it.
+#
+# Hints come from the nodes' cache events. The computing node may fetch the prefix there. A wrong
+# or late hint costs it one request at most.
+class PrefixHints:
+    """Prefix hints from the prefix index. For one event loop."""
+
+    def __init__(self, prefixes: PrefixIndex) -> None:
+        self._prefixes = prefixes
+
+    def of(self, key: PlacementKey, placement: PlacementDecision) -> tuple[PrefixHint, ...]:
+        """Return the hints, longest prefix first."""
+        computes = placement.prefill[0] if placement.prefill else placement.decode
+        known = self._prefixes.telling() - {computes, placement.decode}
+        if not known:
+            return ()
+        prompt = PromptPrefixes(key.token_ids, key.namespace)
+        least = self._prefixes.told_tokens(prompt, computes) + LEAST_TOKENS
+        told = ((self._prefixes.told_tokens(prompt, address), address) for address in known)
+        most = sorted(((has, address) for has, address in told if has >= least), reverse=True)
+        return tuple(PrefixHint(address, has) for has, address in most[:MOST])

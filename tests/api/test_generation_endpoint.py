@@ -6,8 +6,7 @@ from typing import cast
 import msgspec
 
 from api.auth.client import Client, by_address
-from api.dialect.generation_endpoint import GenerationEndpoint
-from api.dialect.model_names import ModelNames
+from api.dialect.generation_endpoint import GenerationEndpoint, ModelNames
 from api.generation import Dispatcher, Write
 from api.openai.completions import CompletionsEndpoint
 from api.requests.answer import FinalChunk, TokenUsage

@@ -10,8 +10,7 @@ import grpc
 import pytest
 
 from api.auth.api_keys import KeyLimits
-from api.auth.client import Client, by_address
-from api.auth.usage import KeyUsage
+from api.auth.client import Client, KeyUsage, by_address
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.answer import TokenUsage as AnswerUsage
 from api.requests.generate_params import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.admin.cluster_report import ClusterEndpoint, plain
+from api.admin.router_state import ClusterEndpoint, plain
 from api.page import files
 from protos.router_pb2 import GetClusterRequest, GetClusterResponse
 from tests.api.openai.openai_rig import api_for

@@ -8,9 +8,8 @@ import pytest
 
 from api.auth.client import Client as CallingClient
 from api.auth.guard import ApiKeyGuard
-from api.grpc.admin import AdminService
 from api.grpc.inference import InferenceService
-from api.grpc.service import CallerResolver, add_router_service
+from api.grpc.service import AdminService, CallerResolver, add_router_service
 from api.parsers.model_format import ModelFormat
 from api.pooling.vectors import PoolingService
 from api.requests.generate_params import Prompt

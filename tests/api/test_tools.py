@@ -10,10 +10,9 @@ import pytest
 from grpc import StatusCode
 from jsonschema import Draft202012Validator
 
-from api.dialect.forced import guide_of_calls
 from api.dialect.messages import ToolDefinition, ToolFunction
 from api.dialect.problems import ApiError
-from api.dialect.tools import ToolOffer, guided, optional
+from api.dialect.tools import ToolOffer, guide_of_calls, guided, optional
 from api.parsers.model_format import ModelFormat
 from common.requests.sampling import SamplingParams
 from engine.grammar.schemas.enforced import enforced

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.dialect.endpoint_call import ApiDialect, EndpointCall
+from api.dialect.events import ApiDialect, EndpointCall
 from api.dialect.problems import ApiError
 from api.openai.chat import ChatEndpoint
 from api.openai.completions import CompletionsEndpoint

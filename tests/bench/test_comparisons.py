@@ -4,13 +4,11 @@ import pytest
 
 from bench.commands import break_even_report, compare_report
 from bench.commands.command import CommandInfo
-from bench.objectives import Objectives
-from bench.progress import ProgressView
 from bench.report.page import write
-from bench.session import MeasuredRun, Session
+from bench.session import MeasuredRun, ProgressView, Session
+from bench.summary import Objectives
 from bench.systems import ComparedSystem
-from bench.traffic.load import LoadRun
-from bench.traffic.outcome import RequestOutcome
+from bench.traffic.load import LoadRun, RequestOutcome
 from tests.bench.pages import Page
 
 ABOUT = CommandInfo({"seed": 1}, {"cpu": "test"}, "now")

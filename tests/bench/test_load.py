@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 
 from bench.errors import InvalidInput
-from bench.objectives import Objectives
 from bench.statistics import distribution, nearest_rank
-from bench.summary import gaps_during, summary, warnings
-from bench.traffic.lengths import Lengths
-from bench.traffic.load import LoadGenerator, LoadRun, poisson, until
-from bench.traffic.outcome import RequestOutcome
-from bench.traffic.workload import Workload, WorkloadRequest, WorkloadTrace
+from bench.summary import Objectives, gaps_during, summary, warnings
+from bench.traffic.load import LoadGenerator, LoadRun, RequestOutcome, poisson, until
+from bench.traffic.workload import Lengths, Workload, WorkloadRequest, WorkloadTrace
 from tests.support.stub_openai import until as until_time
 
 JOBS = [WorkloadRequest((number,), 1) for number in range(1, 100)]

@@ -14,18 +14,20 @@ from cli.client import UnfinishedRestart
 from cli.planner.__main__ import Planner, parse, rules_of
 from cli.planner.decide import (
     AddNodeAction,
+    ClusterSnapshot,
     Decision,
     NoAction,
+    NodeFigures,
     PlannerRules,
+    PressureThresholds,
     RemoveNodeAction,
     ShiftCapacityAction,
     SwitchRoleAction,
     WaitAction,
     decide,
+    look_of,
 )
-from cli.planner.looks import ClusterSnapshot, NodeFigures, look_of
 from cli.planner.metrics import PlannerMetrics
-from cli.planner.pressure import PressureThresholds
 from protos.router_pb2 import (
     Backlog,
     ClusterNode,

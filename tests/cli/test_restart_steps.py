@@ -2,8 +2,8 @@
 
 import pytest
 
+from cli.operating.drains import RestartStep, find_objections, turns
 from cli.operating.fleet import of_address, paired
-from cli.operating.restart_steps import RestartStep, objections, turns
 from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
 
 ROUTER = "127.0.0.1:50050"
@@ -33,7 +33,7 @@ def routers(processes: int = 2, state: str = "ready") -> dict[str, RouterState]:
 def against(look: GetClusterResponse, known: dict[str, RouterState], *roles: str) -> list[str]:
     every = turns(look, known)
     wanted = [turn for turn in every if not roles or turn.role in roles]
-    return list(objections(every, wanted, known))
+    return list(find_objections(every, wanted, known))
 
 
 def test_prefill_nodes_come_first_and_the_router_last():

@@ -5,7 +5,7 @@ import signal
 import time
 from contextlib import suppress
 
-from cli.local.restarts import RestartTimes, keep_running
+from cli.local.system import RestartTimes, keep_running
 from common.process.children import ChildProcess
 
 

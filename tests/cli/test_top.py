@@ -16,7 +16,7 @@ from rich.console import Console
 
 from cli.top import __main__ as top
 from cli.top import frame as top_frame
-from cli.top.rates import Rates
+from cli.top.frame import Rates
 from protos.router_pb2 import (
     ClusterNode,
     GetClusterResponse,

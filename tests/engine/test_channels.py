@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import xgrammar
 
-from api.parsers.channels import Channels
-from api.parsers.listener import StreamParser
+from api.parsers.events import StreamParser
+from api.parsers.harmony import Channels
 from api.parsers.model_format import ModelFormat
 from common.requests.guide import GuidedDecoding, as_form, tag
 from engine.grammar.compilers import GrammarCompilers, prepared

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from common import logs
 from common.config import EngineConfig, SchedulerConfig
 from engine.loop.clock import StepClock
-from node.drive import drive
+from node.runtime import drive
 from common.requests.request_trace import RequestTrace, TimelineEvent
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import xgrammar
 
-from api.parsers.listener import StreamParser
+from api.parsers.events import StreamParser
 from api.parsers.model_format import ModelFormat
 from common.errors import InvalidRequest
 from common.requests.guide import GuidedDecoding, as_form, tag

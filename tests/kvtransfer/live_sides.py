@@ -42,8 +42,7 @@ from kvtransfer.ports import (
     OpenCommand,
     OpenedEvent,
 )
-from node.claims import Claims
-from node.request_state import Ending, Stage
+from node.request_state import Claims, Ending, Stage
 from node.sharing.exports import PrefixExports
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.prefix_sides import NO_TIERS

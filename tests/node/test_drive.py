@@ -13,7 +13,7 @@ from engine.build import build
 from engine.loop import stall_report
 from engine.loop.clock import StepClock
 from engine.scheduler.scheduler import Scheduler
-from node.drive import drive
+from node.runtime import drive
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_rig import Rig
 

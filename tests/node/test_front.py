@@ -117,7 +117,7 @@ def _front_that_imports(environment):
     """A front whose engine is never done with its imports. It prints the engine's process id."""
     code = (
         "import asyncio\n"
-        "from node.frontend.process import EngineProcess\n"
+        "from node.frontend.frontend import EngineProcess\n"
         "async def main():\n"
         "    print(EngineProcess('tests.support.slow_import').pid, flush=True)\n"
         "    await asyncio.sleep(600)\n"

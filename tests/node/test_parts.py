@@ -9,8 +9,8 @@ from common.errors import NodeUnavailable, Overloaded, ProtocolViolation, Servin
 from common.logs import kv
 from common.rpc import stream_status as words
 from common.rpc.streams import OutgoingStream
-from node.frontend.ending import ProcessExit
-from node.frontend.supervision import EngineSupervisor
+from node.frontend.engine_link import EngineSupervisor
+from node.frontend.tenure import ProcessExit
 from node.messages import EngineReady, EngineStats
 from protos import decode_pb2
 

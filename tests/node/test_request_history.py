@@ -1,7 +1,6 @@
 """The history of ended requests that a node keeps, and its size."""
 
-from node.request_history import RequestHistory
-from node.timings import ProducerTimings
+from node.timings import ProducerTimings, RequestHistory
 
 
 def stamps(name: str, reason: str = "") -> ProducerTimings:

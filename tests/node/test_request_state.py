@@ -4,8 +4,7 @@ import pytest
 
 from common.errors import EngineFault, NodeUnavailable
 from engine.batch.request import FinishReason, RequestEnd
-from node.claims import Claim, Claims
-from node.request_state import RequestState, Stage, as_request_end
+from node.request_state import Claim, Claims, RequestState, Stage, as_request_end
 from tests.support.specs import make_request
 
 END = RequestEnd(FinishReason.ABORT, "cancelled")

@@ -12,8 +12,7 @@ import pytest
 from common import limits, rpc
 from common.process.ipc import FrameConnection, socket_pair
 from decode_node.servicer import DecodeAbilities, DecodeService
-from node.frontend.engine_link import EngineLink
-from node.frontend.supervision import EngineSupervisor
+from node.frontend.engine_link import EngineLink, EngineSupervisor
 from node.messages import CancelSubmitted, EngineReady, FrontMessage, StartRole
 from node.metrics import NodeMetrics
 from protos import decode_pb2, decode_pb2_grpc

@@ -8,8 +8,7 @@ import pytest
 from grpc import StatusCode
 from tokenizers import Tokenizer
 
-from api.parsers.channels import Channels
-from api.parsers.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
+from api.parsers.harmony import CHANNEL, CONSTRAIN, MESSAGE, START, Channels
 from api.parsers.harmony import END as END_MARKER
 from common.requests.guide import JSON_OBJECT, GuidedDecoding, as_form, tag
 from common.requests.reasoning import ReasoningTokens

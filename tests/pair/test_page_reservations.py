@@ -3,7 +3,7 @@
 import numpy as np
 
 from common.requests.namespace import SHARED
-from decode_node.page_reservations import PageReservations
+from decode_node.state import PageReservations
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import HandoffId
 from tests.support.engine_rig import Rig, ints

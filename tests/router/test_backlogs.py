@@ -7,8 +7,7 @@ import pytest
 
 from common.errors import QueueFull
 from router.policy.backlogs import LASTING_S, WHENEVER, NodeBacklogs, RequestDue
-from router.policy.choices import DecodeChoice, PlacementDecision, PrefillChoice
-from router.policy.load import NodeLoad
+from router.policy.load import DecodeChoice, NodeLoad, PlacementDecision, PrefillChoice
 from tests.support.fake_clock import FakeClock
 
 TOKEN_S = 0.01

@@ -12,8 +12,8 @@ from common.requests.namespace import namespace_of
 from common.requests.prefix_hash import page_names
 from protos.decode_pb2 import FINISH_REASON_STOP as STOP
 from protos.router_pb2 import GetClusterRequest, TokenIds
-from router.cluster import cache_watch
-from router.cluster.cache_watch import CacheWatch
+from router.cluster import membership
+from router.cluster.membership import CacheWatch
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 from tests.api.rig import collect, eventually, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
@@ -48,7 +48,7 @@ async def test_the_index_follows_what_a_node_tells() -> None:
 async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache_watch, "_MIN_BACKOFF_S", 0.01)
+    monkeypatch.setattr(membership, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
         node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES)
         await eventually(lambda: index.num_pages(node.address) == 2)
@@ -72,7 +72,7 @@ async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_a
 async def test_nonsense_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, nonsense: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(cache_watch, "_MIN_BACKOFF_S", 0.01)
+    monkeypatch.setattr(membership, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
         told = node.watchers[0]
         node.tell_cache(**nonsense)

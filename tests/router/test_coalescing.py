@@ -16,17 +16,15 @@ from common.errors import NodeUnavailable
 from protos.decode_pb2 import FINISH_REASON_LENGTH
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
-from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import Cluster
 from router.cluster.cluster_state import ClusterState
-from router.cluster.discovery import Discovery
-from router.cluster.membership import Membership
+from router.cluster.membership import CacheWatch, Membership
 from router.cluster.pooling_nodes import PoolingNodes
+from router.cluster.sources import Discovery
 from router.metrics import RouterMetrics
-from router.policy.basic import RoundRobin
-from router.policy.hints import PrefixHints
 from router.policy.load import NodeLoad
-from router.policy.prefix_index import PrefixIndex
+from router.policy.policies import RoundRobin
+from router.policy.prefix_index import PrefixHints, PrefixIndex
 from router.record import RequestRecords
 from router.timelines import TimelineRecorder
 from router.token_buffer import NodeOutput, StreamEnd, TokenBuffer

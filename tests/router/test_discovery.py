@@ -13,8 +13,14 @@ import pytest
 
 from common.errors import ConfigError
 from router.cluster import sources
-from router.cluster.discovery import DiscoveredNodes, Discovery
-from router.cluster.sources import MAX_ADDRESSES, Addresses, RefreshTimes, resolve
+from router.cluster.sources import (
+    MAX_ADDRESSES,
+    Addresses,
+    DiscoveredNodes,
+    Discovery,
+    RefreshTimes,
+    resolve,
+)
 
 D0, D1 = "10.0.0.1:50200", "10.0.0.2:50200"
 P0, P1 = "10.0.1.1:50100", "10.0.1.2:50100"

@@ -3,9 +3,8 @@
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import page_names
 from common.requests.prefix_hint import PrefixHint
-from router.policy.choices import PlacementDecision, PlacementKey
-from router.policy.hints import PrefixHints
-from router.policy.prefix_index import PrefixIndex, PromptPrefixes
+from router.policy.load import PlacementDecision, PlacementKey
+from router.policy.prefix_index import PrefixHints, PrefixIndex, PromptPrefixes
 
 SIZE = 16
 PROMPT = [(7 * n + n * n) % 250 for n in range(330)]

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.choices import PlacementDecision
-from router.policy.load import NodeLoad
+from router.policy.load import NodeLoad, PlacementDecision
 
 
 def test_a_charge_is_the_prefill_nodes_until_the_first_token() -> None:

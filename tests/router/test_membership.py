@@ -12,7 +12,7 @@ from grpc import StatusCode
 from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.router_pb2 import GetClusterRequest
 from protos.sampling_pb2 import Sampling
-from router.cluster import discovery, membership, sources
+from router.cluster import membership, sources
 from router.cluster.decode_client import DecodeClient
 from tests.api.rig import Client, collect, eventually, failure, router_for
 from tests.support.stub_decode_node import Metronome, StubDecodeNode, StubNode, links_to
@@ -21,7 +21,7 @@ from tests.support.stub_decode_node import Metronome, StubDecodeNode, StubNode, 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     times = sources.RefreshTimes(dns_s=0.02, file_s=0.02, settled_s=0.005)
-    monkeypatch.setattr(discovery, "RefreshTimes", lambda: times)
+    monkeypatch.setattr(sources, "RefreshTimes", lambda: times)
 
 
 class Roster:

@@ -19,9 +19,8 @@ from router.policy import (
     make_policy,
 )
 from router.policy.load import NodeLoad
-from router.policy.prefix_aware import NEAR_TOKENS
+from router.policy.policies import NAMES, NEAR_TOKENS
 from router.policy.prefix_index import PrefixIndex
-from router.policy.table import NAMES
 
 PAGE_SIZE = 16
 

@@ -4,9 +4,8 @@ import pytest
 
 from api.admin.router_state import MergedState, together
 from protos.router_pb2 import RouterState
-from router.metrics import LATENCY_S, RouterMetrics
-from router.recent_requests import SAMPLE_S, WINDOW_S, RecentRequests
-from router.workers.asking import SiblingProcesses
+from router.metrics import LATENCY_S, SAMPLE_S, WINDOW_S, RecentRequests, RouterMetrics
+from router.workers import SiblingProcesses
 
 
 class Worker:

@@ -13,7 +13,7 @@ from common.config import RouterConfig
 from common.process.standstill import StallMonitor
 from protos.decode_pb2 import FINISH_REASON_STOP
 from router.cluster import cluster
-from router.cluster.engine_pulse import EngineLiveness, LivenessLimits
+from router.cluster.node_ends import EngineLiveness, LivenessLimits
 from tests.api.rig import collect, eventually, failure, router_for, submitted_or_over
 from tests.router.test_replay import PROMPT, ask, two_nodes
 from tests.support.stub_decode_node import StubDecodeNode

@@ -347,7 +347,7 @@ def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
 
 def _fork_engine() -> None:
     """Fork the engine process of the front that this process becomes, while it has one thread."""
-    from node.frontend import process
+    from node.frontend import frontend
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     front = os.getpid()
@@ -373,7 +373,7 @@ def _fork_engine() -> None:
             socket.send_fds(ours, [json.dumps(request).encode()], how["pass_fds"])
         return _Forked(pid)
 
-    process.subprocess = _subprocess_with(start)  # type: ignore[assignment]
+    frontend.subprocess = _subprocess_with(start)  # type: ignore[assignment]
 
 
 def _run_engine(requests: socket.socket) -> NoReturn:

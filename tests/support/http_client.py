@@ -16,7 +16,7 @@ from aiohttp.http_parser import RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from api.http.request import HttpRequest
+from api.http.messages import HttpRequest
 
 WAIT_S = 180.0  # for an answer of many megabytes, on a machine with other things to do
 _LITTLE_ROOM = 64 << 10

@@ -30,7 +30,7 @@ from node.commands import (
     PrepareRole,
     ResumeNode,
 )
-from node.control.cache_reports import CacheReports
+from node.control.engine_control import CacheReports
 from node.engine_process import Begin, EngineChannel, EngineStart, run_engine
 from node.messages import (
     CancelSubmitted,

@@ -8,8 +8,8 @@ import time
 from common.config import DecodeConfig
 from decode_node.servicer import DecodeAbilities, DecodeService
 from kvtransfer.pairs.streams import PairStreams
+from node.frontend.engine_link import NodeFrontend, RoleProgram, RoleServices
 from node.frontend.frontend import run_node
-from node.frontend.parts import NodeFrontend, RoleProgram, RoleServices
 
 
 def parts(front: NodeFrontend) -> RoleServices:

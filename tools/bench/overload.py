@@ -31,10 +31,8 @@ import grpc.aio
 import numpy as np
 import uvloop
 
-from bench.traffic.lengths import Lengths
-from bench.traffic.load import LoadGenerator
-from bench.traffic.outcome import RequestOutcome
-from bench.traffic.workload import Workload, WorkloadRequest
+from bench.traffic.load import LoadGenerator, RequestOutcome
+from bench.traffic.workload import Lengths, Workload, WorkloadRequest
 from common.rpc import make_channel
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.router_pb2_grpc import RouterStub

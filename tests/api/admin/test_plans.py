@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from grpc import StatusCode
 
-from api.admin.plans import MOST_EVENTS, NUM_KEPT, Plans, together
+from api.admin.moves import MOST_EVENTS, NUM_KEPT, Plans, together
 from common.errors import InvalidRequest
 from protos.router_pb2 import GetClusterRequest, Plan, PlanEvent, TellPlanRequest
-from router.workers.asking import SiblingProcesses
+from router.workers import SiblingProcesses
 from tests.api.rig import failure, router_for
 from tests.support.fake_clock import FakeClock
 from tests.support.http_client import get

@@ -11,7 +11,7 @@ from api.admin.moves import MigrationResult, MigrationService
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_MOVED
 from protos.router_pb2 import MoveRequest, MoveResponse
 from router.cluster.cluster import Cluster
-from router.workers.asking import SiblingProcesses, SiblingReply, Tell
+from router.workers import SiblingProcesses, SiblingReply, Tell
 from tests.api.rig import Client, collect, failure
 from tests.router.test_replay import ask, two_nodes
 from tests.support.stub_decode_node import StubDecodeNode

@@ -6,10 +6,10 @@ from typing import Any, get_args
 import pytest
 
 from api import paths
-from api.access import METHODS, PATHS, PATHS_BELOW
 from api.auth.assembly import make_clients
 from api.auth.guard import Access, ApiKeyGuard
 from api.grpc.service import CallerResolver
+from api.http_checks import METHODS, PATHS, PATHS_BELOW
 from common.config import ClientsConfig, RouterConfig, ServerConfig
 from common.errors import Unauthenticated
 from common.identity.roles import MAY_CALL

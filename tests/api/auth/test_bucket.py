@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.auth.usage import TokenBucket
+from api.auth.client import TokenBucket
 from tests.support.fake_clock import FakeClock
 
 SECOND = 10**9

@@ -6,10 +6,8 @@ from itertools import count
 import pytest
 
 from api.auth.api_keys import KeyLimits
-from api.auth.client import Client, by_address
-from api.auth.fair_slots import FairShareLimiter
-from api.auth.shares import FairShares
-from api.auth.usage import KeyUsage
+from api.auth.client import Client, KeyUsage, by_address
+from api.auth.fair_slots import FairShareLimiter, FairShares
 from common.errors import NodeUnavailable, Overloaded
 
 LONG_S = 30.0  # for what must not be waited out

@@ -12,7 +12,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from api.auth import keyring
+from api.auth import guard
 from api.grpc.service import address
 from api.program.assembly import RunningRouter
 from common import rpc
@@ -216,7 +216,7 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(keyring, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(guard, "LOOK_EVERY_S", 0.01)
     file = write(tmp_path / "keys.yaml", entry("alice"))
     clients = ClientsConfig(api_keys=file)
     async with router_for(model, decode=NOBODY, clients=clients) as (client, router):

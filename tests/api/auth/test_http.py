@@ -8,8 +8,7 @@ import openai
 import pytest
 
 from api.auth.api_keys import KeyLimits
-from api.auth.client import Client
-from api.auth.usage import KeyUsage
+from api.auth.client import Client, KeyUsage
 from api.http.shared import HttpPeer
 from api.http_checks import KeyConnections
 from common.config import ClientsConfig

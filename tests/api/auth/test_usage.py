@@ -3,7 +3,7 @@
 import pytest
 
 from api.auth.api_keys import KeyLimits
-from api.auth.usage import KeyUsage
+from api.auth.client import KeyUsage
 from common.errors import InvalidRequest, RateLimited
 from tests.support.fake_clock import FakeClock
 

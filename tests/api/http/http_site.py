@@ -8,10 +8,8 @@ from typing import Any
 from aiohttp import web
 
 from api.dialect import problems
-from api.http.answers import Headers, HttpStream, whole
-from api.http.request import Check, HttpRequest
-from api.http.server import HttpServer
-from api.http.service import HttpService
+from api.http.messages import Check, Headers, HttpRequest, HttpStream, whole
+from api.http.service import HttpServer, HttpService
 from api.http.shared import HttpContext, HttpLimits, HttpPeer
 from api.paths import HttpRoutes
 from router.metrics import RouterMetrics

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from api.dialect.problems import ApiError
-from api.http.request import HttpRequest
+from api.http.messages import HttpRequest
 from tests.api.http.http_site import site
 from tests.api.rig import eventually
 from tests.support.http_client import WAIT_S, connected, get, not_reading, post, request

@@ -11,10 +11,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from aiohttp import web
 
-from api.http.answers import whole
-from api.http.request import HttpRequest
-from api.http.server import HttpServer
-from api.http.service import HttpService
+from api.http.messages import HttpRequest, whole
+from api.http.service import HttpServer, HttpService
 from api.http.shared import HttpContext, HttpLimits
 from common import tls
 from router.metrics import RouterMetrics

@@ -17,9 +17,9 @@ from PIL import Image as Pillow
 
 from api.auth.client import Client, by_address
 from api.images import decoder
-from api.images.decoding import CPU_S, LANES, MAX_WAITING, Decoding
-from api.images.jobs import Decoded, ImageJob, Outcome, Refused
-from api.images.pixels import FORMATS, MAX_PIXELS
+from api.images.decoder import FORMATS, MAX_PIXELS
+from api.images.picture import Decoded, ImageJob, Outcome, Refused
+from api.images.pictures import CPU_S, LANES, MAX_WAITING, Decoding
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded
 from common.process.helper import ANSWERED, CRASHED, NO_MEMORY, Answer, Helper, Question
 from tests.api.images.test_images import drawn, encoded

@@ -23,8 +23,7 @@ import torch
 from PIL import Image as Pillow
 
 from api.images.decoder import tokens_of
-from api.images.fetching import Address, HttpFetch, is_public
-from api.images.pictures import MAX_ENCODED_BYTES
+from api.images.pictures import MAX_ENCODED_BYTES, Address, HttpFetch, is_public
 from common import rpc
 from common.config import ImagesConfig
 from common.errors import InvalidRequest

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 from grpc import StatusCode
 
-from api.dialect.origin import RequestOrigin
+from api.dialect.events import RequestOrigin
 from api.native import generate
 from api.native.generate import NativeEndpoint
 from api.requests.answer import FinalChunk, OutputChunk, TokenUsage

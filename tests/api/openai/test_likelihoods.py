@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from api.openai.likelihoods import TextTokens
-from api.requests.token_reports import PromptReport, TokenReport
+from api.openai.replies import TextTokens
+from api.requests.answer import PromptReport, TokenReport
 
 
 def _tokens(*spelt: bytes) -> Sequence[TokenReport]:

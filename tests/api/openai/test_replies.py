@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from api.dialect.endpoint_call import EndpointReply
-from api.dialect.origin import RequestOrigin
+from api.dialect.events import EndpointReply, RequestOrigin
 from api.openai.completions import CompletionsEndpoint
 from api.requests.answer import OutputChunk
 from tests.support.http_client import Client

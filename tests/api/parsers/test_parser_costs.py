@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from api.parsers import formats, harmony, marked, think
-from api.parsers.events import ArgumentsEvent, ContentEvent, Said, ToolCallEvent
-from api.parsers.listener import StreamParser
+from api.parsers.events import ArgumentsEvent, ContentEvent, Said, StreamParser, ToolCallEvent
 from api.parsers.source import GrammarParser, ParserSource, Steps
 
 TOOLS: Mapping[str, Any] = {"f": {"type": "object", "properties": {"a": {"type": "string"}}}}

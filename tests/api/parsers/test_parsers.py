@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from api.parsers.events import StreamParser
 from api.parsers.formats import DEEPSEEK
-from api.parsers.listener import StreamParser
 from api.parsers.model_format import NONE, ModelFormat, speech_of
 
 TOOLS: dict[str, Any] = {

@@ -23,8 +23,8 @@ from protos.pooling_pb2 import POOL_FIRST, POOL_LABELS, POOL_LAST, POOL_MEAN, PO
 from protos.router_pb2 import GetClusterRequest
 from router.policy import DecodeChoice, PlacementKey, PrefillChoice, make_policy
 from router.policy.load import NodeLoad
+from router.policy.policies import NAMES
 from router.policy.prefix_index import PrefixIndex
-from router.policy.table import NAMES
 from tests.api.openai.openai_rig import ids
 from tests.api.rig import (
     CONTEXT_LENGTH,

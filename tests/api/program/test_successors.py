@@ -10,7 +10,7 @@ from api.program import assembly
 from api.program.assembly import run_router
 from api.text import model_files
 from common.config import RouterConfig
-from router.workers.place import ProcessSlot
+from router.workers import ProcessSlot
 from tests.api.rig import ON_ANY_PORT
 from tests.support.stub_decode_node import StubDecodeNode
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from api.requests import conversation
 from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, PromptEnding
+from api.requests.prompts import check_conversation, render_conversation
 from api.text.chat_template import ChatTemplate
 from api.text.limits import MAX_SETTINGS_BYTES, MAX_VALUES
 from common.errors import InvalidRequest
@@ -25,8 +25,8 @@ CALLING = (
 def prompt(source: str, *turns: ChatTurn, **fields: Any) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>"})
     messages = ChatPrompt(turns or (USER,), **fields)
-    conversation.check(messages, template, MAX)
-    return conversation.rendered(messages, template, MAX)
+    check_conversation(messages, template, MAX)
+    return render_conversation(messages, template, MAX)
 
 
 def called(arguments: str = '{"a": 1}') -> ChatTurn:
@@ -78,7 +78,7 @@ def test_arguments_that_are_no_object_reach_the_template_as_they_were_written(
         + "{{ a | tojson }}|{{ a }}|{{ '' + a }}|{% for k, v in a|items %}{{ v }}{% endfor %}",
         {},
     )
-    told = conversation.rendered(ChatPrompt([called(arguments)]), template, 10 * len(arguments))
+    told = render_conversation(ChatPrompt([called(arguments)]), template, 10 * len(arguments))
     assert told.split("|") == [arguments] * 4
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from api.requests.namespaces import MAX_SALT_CHARACTERS
+from api.requests.validation import MAX_SALT_CHARACTERS
 from common.requests.namespace import NAMESPACE_BYTES, namespace_of
 from protos.decode_pb2 import FINISH_REASON_STOP
 from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids

@@ -7,9 +7,8 @@ import pytest
 from grpc import StatusCode
 
 from api.auth.api_keys import KeyLimits
-from api.auth.client import Client
-from api.auth.usage import KeyUsage
-from api.requests.priorities import PriorityLimits
+from api.auth.client import Client, KeyUsage
+from api.requests.limiter import PriorityLimits
 from common.config import ClientsConfig
 from common.errors import InvalidRequest
 from protos.decode_pb2 import FINISH_REASON_STOP

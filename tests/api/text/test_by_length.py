@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from api.text.by_length import LengthBatcher
+from api.text.tokenizer import LengthBatcher
 from common.errors import Overloaded
 
 

@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.text import stops as stops_module
-from api.text.expressions import Automaton
 from api.text.positions import MAX_POSITIONS
-from api.text.stops import MAX_HELD_CHARACTERS, MAX_MATCH_CHARACTERS, StopConditions, StopRules
+from api.text.stops import (
+    MAX_HELD_CHARACTERS,
+    MAX_MATCH_CHARACTERS,
+    Automaton,
+    StopConditions,
+    StopRules,
+)
 from common.errors import InvalidRequest
 
 words = st.text("ab", max_size=12)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from api.auth.operator import AUDIENCE, OperatorCheck
+from api.auth.guard import AUDIENCE, OperatorCheck
 from common.errors import ConfigError
 from common.identity import exposure, secret, tokens
 from common.identity.refusals import AuthRejection

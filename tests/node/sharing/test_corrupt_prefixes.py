@@ -6,7 +6,7 @@ import pytest
 from common.page_tables import PageTables
 from engine.scheduler.residents import CorruptPrefix
 from kvtransfer.ports import InvalidateCommand, InvalidateEvent
-from node.sharing.corrupt_prefixes import EVERY_S, MOST, CorruptPrefixes
+from node.sharing.prefixes import EVERY_S, MOST, CorruptPrefixes
 from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 

@@ -12,8 +12,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from bench.traffic.load import LoadGenerator, poisson
-from bench.traffic.outcome import RequestOutcome
+from bench.traffic.load import LoadGenerator, RequestOutcome, poisson
 from bench.traffic.workload import WorkloadRequest
 from common.rpc import make_channel
 from protos.router_pb2 import GenerateRequest, GenerateResponse, TokenIds

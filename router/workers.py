@@ -1,22 +1,21 @@
-"""Queries to all processes of this router, in parallel and with a time limit.
-
-A SiblingQuery answers for this process, and collects the answers of the others.
-
-A process that does not answer in time is silent: its part is missing from the result, which says
-how many are missing.
-"""
+"""Server at this process's socket that answers the other processes of this router."""
 
 import asyncio
 import inspect
+import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import aiohttp
 import msgspec
+from aiohttp import web
 from google.protobuf.message import Message
 from yarl import URL
+
+from common.errors import ConfigError, FailedPrecondition, NodeUnavailable
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -27,6 +26,12 @@ LONGEST_S = 2.0  # as long as nodes have for Describe
 _CONNECTIONS = 8  # to each process; further calls are queued
 
 
+# Queries to all processes of this router, in parallel and with a time limit.
+#
+# A SiblingQuery answers for this process, and collects the answers of the others.
+#
+# A process that does not answer in time is silent: its part is missing from the result, which says
+# how many are missing.
 @dataclass(frozen=True, slots=True)
 class SiblingReply:
     """Responses of the other processes.
@@ -153,3 +158,125 @@ async def _body(session: aiohttp.ClientSession, url: URL, longest_s: float) -> b
             return await answer.read() if answer.ok else None
     except (aiohttp.ClientError, TimeoutError, OSError):
         return None
+
+
+# Position of this process in its router, and the sockets of all processes.
+#
+# The sockets are in a directory that only their user can open. Access to it is the only
+# authentication.
+class ProcessSlot(msgspec.Struct, frozen=True):
+    """Position of one process in its router.
+
+    Attributes:
+        number: of this process, from 0. The keeper has the number `of`.
+        of: number of serving processes.
+        directory: of the sockets. Empty for a router with one process.
+        began: start of the router, by time.monotonic(), which all processes of a host share.
+        again: whether this process replaces one that has ended.
+    """
+
+    number: int
+    of: int
+    directory: str
+    began: float
+    again: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """True if there are several processes."""
+        return self.of > 1
+
+    @property
+    def socket(self) -> str:
+        """Socket of this process."""
+        return self._socket(self.number)
+
+    @property
+    def others(self) -> dict[int, str]:
+        """Sockets of the other serving processes, by number."""
+        if not self.is_shared:
+            return {}
+        return {number: self._socket(number) for number in range(self.of) if number != self.number}
+
+    @property
+    def keeper(self) -> dict[int, str]:
+        """Socket of the keeper, by its number."""
+        return {self.of: self._socket(self.of)} if self.is_shared else {}
+
+    def _socket(self, number: int) -> str:
+        return os.path.join(self.directory, f"{number}.sock")
+
+
+def alone() -> ProcessSlot:
+    """Return the position of the only process of a router."""
+    return ProcessSlot(0, 1, "", time.monotonic())
+
+
+@asynccontextmanager
+async def told(place: ProcessSlot, tells: Mapping[str, Tell]) -> AsyncIterator[None]:
+    """Answer calls while inside the context. Does nothing in a router with one process.
+
+    Args:
+        tells: handlers by path.
+    Raises:
+        ConfigError: it cannot listen at the socket.
+    """
+    if not place.is_shared:
+        yield
+        return
+    app = web.Application()
+    for path, tell in tells.items():
+        app.router.add_get(path, _handler(tell))
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+    await runner.setup()
+    try:
+        try:
+            await web.UnixSite(runner, place.socket).start()
+        except OSError as error:
+            raise ConfigError(
+                f"--processes: no socket for the router's processes at {place.socket}: {error}; "
+                "TMPDIR can name another directory"
+            ) from error
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def _handler(tell: Tell) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=await tell(request.query))
+
+    return answer
+
+
+PATH = "/drain"  # path of the call to the keeper
+IN_TURN = "in_turn"  # query parameter, "yes" or "no"
+
+
+class OperatorEnds(Protocol):
+    async def drain(self, *, in_turn: bool) -> None:
+        """Begin the shutdown. `in_turn`: as in DrainRouterRequest. Raises ServingError."""
+
+
+class LocalEnd:
+    """Shutdown of a router with one process."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+
+    async def drain(self, *, in_turn: bool) -> None:
+        if in_turn:
+            raise FailedPrecondition("this router is one process: there is no turn to take")
+        self._begin()
+
+
+class SharedEnd:
+    """Shutdown of a router with several processes, through their keeper."""
+
+    def __init__(self, keeper: SiblingProcesses) -> None:
+        self._keeper = keeper
+
+    async def drain(self, *, in_turn: bool) -> None:
+        told = await self._keeper.ask(PATH, **{IN_TURN: "yes" if in_turn else "no"})
+        if told.num_silent:
+            raise NodeUnavailable("the process that keeps this one does not answer")

@@ -1,0 +1,329 @@
+"""Routing policies by name, and how they choose decode nodes."""
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+from common.requests.prefix_hash import as_bytes
+from router.policy.load import (
+    DecodeChoice,
+    NodeLoad,
+    PlacementDecision,
+    PlacementKey,
+    PrefillChoice,
+)
+from router.policy.prefix_index import PrefixIndex, PromptPrefixes
+
+# A link half as fast counts as this share of the pages, for at most five halvings.
+_SHARE_PER_HALVING = 0.05
+_MOST_HALVINGS = 5
+# Assumed speeds of links that are not measured.
+_USUAL_GIB_PER_S = {"nvlink": 200.0, "cuda_ipc": 50.0, "rdma": 20.0, "cma": 8.0, "tcp": 2.0}
+_MOST_GIB_PER_S = 1e6
+_MAX_KNOWN = 1024  # nodes
+
+T = TypeVar("T")
+
+
+# Default choice of the decode node, for policies without a rule for it.
+#
+# A decode node is as full as its KV pages: those in use, and those of requests placed by this
+# router that no Status includes yet. Among nodes about equally full, the one with faster links
+# goes first.
+class RotatingOrder:
+    """Rotation among nodes that are otherwise equal."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def rotated(self, items: list[T]) -> list[T]:
+        """Return the items, rotated to another first one at each call."""
+        if len(items) < 2:
+            return items
+        self._turn += 1
+        first = self._turn % len(items)
+        return items[first:] + items[:first]
+
+
+class LeastLoadedDecode:
+    """Choice of the least full decode node. Equal nodes take turns."""
+
+    def __init__(self, load: NodeLoad) -> None:
+        self._load = load
+        self._turn = 0
+        # By address. Recomputed when the node's links change.
+        self._speeds: dict[str, tuple[tuple[PrefillChoice, ...], float]] = {}
+
+    def pick(self, choices: Sequence[DecodeChoice]) -> DecodeChoice:
+        """Return one of `choices`, which is not empty."""
+        if len(choices) == 1:
+            return choices[0]
+        speeds = [self._speed(choice) for choice in choices]
+        fastest = max(speeds)
+        self._turn += 1
+        first = self._turn % len(choices)
+        best, best_key = choices[first], (math.inf, 0)
+        for offset in range(len(choices)):
+            at = (first + offset) % len(choices)
+            # Whole halvings: measurements of one kind of link differ by less.
+            halvings = min(_MOST_HALVINGS, int(fastest - speeds[at]))
+            fullness = self._fullness(choices[at]) + _SHARE_PER_HALVING * halvings
+            key = fullness, self._load.decode.requests(choices[at].address)
+            if key < best_key:
+                best, best_key = choices[at], key
+        return best
+
+    def _fullness(self, choice: DecodeChoice) -> float:
+        """Return the share of its pages in use or reserved. 0 if they are not known."""
+        if not choice.pages_total:
+            return 0.0
+        used = max(0, choice.pages_total - choice.pages_free)
+        placed = self._load.decode.tokens(choice.address) / max(1, choice.page_size)
+        return (used + placed) / choice.pages_total
+
+    def _speed(self, choice: DecodeChoice) -> float:
+        """Return the mean speed of its links, as log2 of GiB/s."""
+        known = self._speeds.get(choice.address)
+        if known is not None and known[0] is choice.prefill:
+            return known[1]
+        if len(self._speeds) >= _MAX_KNOWN:
+            self._speeds.clear()
+        logs = [_log2_speed(link) for link in choice.prefill]
+        speed = sum(logs) / len(logs) if logs else 0.0
+        self._speeds[choice.address] = choice.prefill, speed
+        return speed
+
+
+def _log2_speed(link: PrefillChoice) -> float:
+    """Return the log2 speed of a link. It is finite for any reported value."""
+    if link.gib_per_s > 0:  # rejects NaN too
+        return math.log2(min(link.gib_per_s, _MOST_GIB_PER_S))
+    return math.log2(_USUAL_GIB_PER_S.get(link.path, 1.0))
+
+
+class LeastTokens:
+    """Least-loaded policy: the prefill node with the fewest tokens to compute.
+
+    Equal nodes take turns.
+    """
+
+    def __init__(self, load: NodeLoad) -> None:
+        self._load = load
+        self._decode = LeastLoadedDecode(load)
+        self._turns = RotatingOrder()
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        decode = self._decode.pick(choices)
+        nodes = self._turns.rotated([node.address for node in decode.prefill])
+        nodes.sort(key=self._load.prefill.tokens)
+        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
+
+
+class PowerOfTwo:
+    """Power-of-two-choices policy: of two random nodes, the one with less work.
+
+    It balances almost as well as the least-loaded policy, and independent routers do not all choose
+    the same node.
+
+    Args:
+        load: of the nodes.
+        rng: source of randomness.
+    """
+
+    def __init__(self, load: NodeLoad, rng: random.Random) -> None:
+        self._load = load
+        self._rng = rng
+        self._decode = LeastLoadedDecode(load)
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        decode = self._decode.pick(self._rng.sample(choices, min(2, len(choices))))
+        nodes = [node.address for node in decode.prefill]
+        self._rng.shuffle(nodes)
+        nodes[:2] = sorted(nodes[:2], key=self._load.prefill.tokens)
+        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
+
+
+class RandomPolicy:
+    """Random policy: any node, with equal probability.
+
+    Args:
+        rng: source of randomness.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        decode = self._rng.choice(choices)
+        nodes = self._rng.sample(decode.prefill, len(decode.prefill))
+        return PlacementDecision(
+            decode.address, tuple(node.address for node in nodes), len(key.token_ids)
+        )
+
+
+class RoundRobin:
+    """Round-robin policy: nodes take turns, and so do pairs of nodes."""
+
+    def __init__(self) -> None:
+        self._num_picked = 0
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        turn = self._num_picked
+        self._num_picked += 1
+        decode = choices[turn % len(choices)]
+        nodes = [choice.address for choice in decode.prefill]
+        if nodes:
+            # With equal numbers of both roles, plain rotations would always give the same pairs.
+            first = (turn + turn // math.lcm(len(nodes), len(choices))) % len(nodes)
+            nodes = nodes[first:] + nodes[:first]
+        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
+
+
+MAX_SESSIONS = 1 << 16  # beyond that, the least recently used session is dropped
+
+
+# Session-affinity policy: a session stays on its nodes, which have its KV cached on both sides.
+#
+# Requests without a session, and the first one of a session, go to the least-loaded nodes.
+class SessionAffinity:
+    def __init__(self, load: NodeLoad) -> None:
+        self._least = LeastTokens(load)
+        self._homes: OrderedDict[str, tuple[str, str]] = OrderedDict()  # decode, prefill
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        decode, prefill = self._homes.get(key.session_id, ("", ""))
+        at_home = [choice for choice in choices if choice.address == decode]
+        placement = self._least.pick(key, at_home or choices)
+        if prefill in placement.prefill:
+            others = (node for node in placement.prefill if node != prefill)
+            placement = PlacementDecision(
+                placement.decode, (prefill, *others), placement.uncached_tokens
+            )
+        if key.session_id:
+            home = placement.decode, placement.prefill[0] if placement.prefill else ""
+            self._homes[key.session_id] = home
+            self._homes.move_to_end(key.session_id)
+            if len(self._homes) > MAX_SESSIONS:
+                self._homes.popitem(last=False)
+        return placement
+
+
+KEY_TOKENS = 256  # of the prompt: requests of one application often share them
+MOST_OVER_MEAN = 1.25
+
+
+# Consistent hashing: equal keys go to one prefill node, and routers agree without communication.
+#
+# The key is the session, or else the namespace and the beginning of the prompt. Each node gets a
+# score from the key and its address, and the highest score goes first (rendezvous hashing, Thaler
+# and Ravishankar 1996). If a node leaves, only its keys move. A new node takes its share from each
+# other one. A node is passed over if its queue is a quarter longer than the mean, plus one prompt
+# (consistent hashing with bounded loads, Mirrokni et al. 2018). Otherwise one key could overload
+# it.
+class ConsistentHash:
+    def __init__(self, load: NodeLoad) -> None:
+        self._load = load
+        self._decode = LeastLoadedDecode(load)
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        decode = self._decode.pick(choices)
+        num_tokens = len(key.token_ids)
+        name = xxh3_64_intdigest(
+            key.session_id.encode() or key.namespace + as_bytes(key.token_ids[:KEY_TOKENS])
+        )
+        queued = {node.address: self._load.prefill.tokens(node.address) for node in decode.prefill}
+        bound = MOST_OVER_MEAN * sum(queued.values()) / max(1, len(queued)) + num_tokens
+        nodes = sorted(
+            queued,
+            key=lambda node: (queued[node] > bound, -xxh3_64_intdigest(node.encode(), name)),
+        )
+        return PlacementDecision(decode.address, tuple(nodes), num_tokens)
+
+
+# Added to the lowest cost. This value was best in simulations (docs/benchmarks/routing.md). A
+# higher value keeps more prefixes in place but lengthens queues where one prefix dominates.
+NEAR_TOKENS = 512
+
+
+# Prefix-aware policy: the prefill node with the longest cached prefix, unless it is too busy.
+#
+# The cost of a node is its queued uncached tokens plus those of this prompt. Among the nodes whose
+# cost is near the lowest, the one with the longest prefix goes first. So a prompt is queued behind
+# others only if that takes hardly longer than recomputation elsewhere. A popular prefix does not
+# overload one node: when its queue is longer than the prefix, the next prompt goes to another
+# node, which then has the prefix too.
+class PrefixAware:
+    """The prefix-aware policy. Equal nodes take turns."""
+
+    def __init__(self, load: NodeLoad, prefixes: PrefixIndex) -> None:
+        self._load = load
+        self._prefixes = prefixes
+        self._decode = LeastLoadedDecode(load)
+        self._turns = RotatingOrder()
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        decode = self._decode.pick(choices)
+        num_tokens = len(key.token_ids)
+        nodes = self._turns.rotated([node.address for node in decode.prefill])
+        if len(nodes) < 2:
+            return PlacementDecision(decode.address, tuple(nodes), num_tokens)
+        prefixes = PromptPrefixes(key.token_ids, key.namespace)
+        # The last token is always computed, for its logits.
+        cached = [
+            min(self._prefixes.cached_tokens(prefixes, node), num_tokens - 1) for node in nodes
+        ]
+        costs = [
+            self._load.prefill.tokens(node) - has for node, has in zip(nodes, cached, strict=True)
+        ]
+        near = min(costs) + NEAR_TOKENS
+        order = sorted(
+            range(len(nodes)),
+            key=lambda i: (0, -cached[i], costs[i]) if costs[i] <= near else (1, costs[i], 0),
+        )
+        first = order[0]
+        self._prefixes.placed(prefixes, nodes[first])
+        return PlacementDecision(
+            decode.address, tuple(nodes[i] for i in order), num_tokens - cached[first]
+        )
+
+
+class RoutingPolicy(Protocol):
+    """A routing policy, called once per request on the router's event loop. Must not block.
+
+    The choices may differ at each call, because nodes join and leave.
+    """
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        """Choose one of `choices`, which is never empty, and an order of its prefill nodes."""
+        ...
+
+
+_POLICIES: dict[str, Callable[[NodeLoad, PrefixIndex, random.Random], RoutingPolicy]] = {
+    "round_robin": lambda load, prefixes, rng: RoundRobin(),
+    "random": lambda load, prefixes, rng: RandomPolicy(rng),
+    "power_of_two": lambda load, prefixes, rng: PowerOfTwo(load, rng),
+    "least_tokens": lambda load, prefixes, rng: LeastTokens(load),
+    "prefix_aware": lambda load, prefixes, rng: PrefixAware(load, prefixes),
+    "session_affinity": lambda load, prefixes, rng: SessionAffinity(load),
+    "consistent_hash": lambda load, prefixes, rng: ConsistentHash(load),
+}
+NAMES = tuple(_POLICIES)
+HEED_PREFIXES = frozenset({"prefix_aware"})  # policies that use the prefix index
+
+
+def make_policy(
+    name: str, load: NodeLoad, prefixes: PrefixIndex, rng: random.Random | None = None
+) -> RoutingPolicy:
+    """Create a policy.
+
+    Args:
+        name: one of NAMES.
+        load: that the caller charges with the placements.
+        prefixes: index of the nodes' caches.
+        rng: source of randomness.
+    """
+    return _POLICIES[name](load, prefixes, rng or random.Random())

@@ -1,1 +1,0 @@
-"""The worker processes of one router: their addresses, and calls between them."""
