@@ -18,10 +18,10 @@ from api.requests.answer import (
 from api.requests.generate_params import GenerateParams, TokenizedRequest
 from api.requests.limiter import DeadlineScope, PriorityLimits, RequestLimiter, new_request_id
 from api.requests.served_model import ServedModel
-from api.text.detokenizer import Detokenizer
+from api.text.tokenizer import Detokenizer
 from router.cluster.cluster import Cluster
 from router.generation import Generation
-from router.policy.backlogs import RequestDue
+from router.policy.load import RequestDue
 from router.record import RequestRecord, RequestRecords
 from router.token_buffer import NodeOutput
 

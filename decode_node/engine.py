@@ -19,8 +19,7 @@ from engine.batch.token_budget import TokenBudget
 from engine.build import Engine
 from node.control.outbox import TokenOutbox
 from node.engine_process import EngineStart
-from node.preparations import AdapterQueue, GrammarQueue, PreparationStages, TierLoadQueue
-from node.queues import SchedulerQueue
+from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
 from node.request_state import Claim
 from node.runtime import NodeRuntime, RoleRuntime
 from node.sharing.prefixes import PrefixSharing

@@ -19,8 +19,7 @@ from engine.batch.request import out_of_time, waited_too_long
 from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageClaim, is_overdue
 from kvtransfer.ports import ProducerDown, ProducerUp
 from node.control.pauses import PausableScheduler
-from node.preparations import PreparationStages
-from node.queues import KeyedQueue, RequestQueues, SchedulerQueue
+from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
 from node.request_state import Claim, Ending, Stage, as_request_end
 from node.sharing.fetches import PrefixFetches
 

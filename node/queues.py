@@ -1,11 +1,21 @@
-"""A queue in order of arrival, the scheduler as a queue, and all queues of a role."""
+"""Queues of a role: in order of arrival, the scheduler, and those of preparation."""
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Generic
+from concurrent.futures import Future
+from typing import Any, ClassVar, Generic, Protocol
 
+from common.errors import InvalidRequest, ServingError
 from common.queueing.drain import QueueEstimator
+from engine.adapters.adapters import AdapterManager
 from engine.batch.holding import PageHolding
-from engine.batch.request import Request
+from engine.batch.request import Ints, Request, RequestEnd, out_of_time, waited_too_long
+from engine.grammar.guides import GrammarCache
+from engine.grammar.matching import CompiledGuide
+from engine.offload.cache_tiers import CacheTiers
+from engine.offload.tier_matches import TierMatch
+from engine.scheduler.arrivals import PriorityQueue, is_overdue
 from engine.scheduler.scheduler import Scheduler
 from node.request_state import Ending, RequestQueue, RequestState, S, Stage, as_request_end
 
@@ -106,3 +116,279 @@ class SchedulerQueue(Generic[S]):
             state = self.find(finished.request)
             if state is not None:
                 yield state, finished.finish
+
+
+# Resources that a request needs before scheduling: it passes through one queue after another.
+#
+#     put -> guide compiled -> adapter in a slot -> ... -> prepared
+#
+# A request enters only the queues whose resource it needs, and holds nothing that others wait for.
+# A further resource is one more queue. This module knows which requests wait in them and their
+# deadlines.
+class PreparationQueue(Protocol):
+    """A queue of requests for the same kind of resource. Engine thread only."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the queue."""
+        ...
+
+    def needed_by(self, request: Request) -> bool: ...
+
+    def put(self, request: Request) -> None:
+        """Add a request.
+
+        Raises:
+            ServingError: it cannot have the resource.
+        """
+        ...
+
+    def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
+        """Remove and yield the requests that have the resource, or cannot have it, with the
+        reason.
+        """
+        ...
+
+    def remove(self, request: Request) -> bool:
+        """Remove a request. Returns False if it is not here."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class PreparationStages(Generic[S]):
+    """The queues that a request passes through. Engine thread only.
+
+    Args:
+        backlog: prompts to be computed, whose delay requests over their queue limit are told.
+    """
+
+    def __init__(self, backlog: QueueEstimator, *queues: PreparationQueue) -> None:
+        self._backlog = backlog
+        self._queues = queues
+        self._states: dict[int, S] = {}  # by key
+        self._prepared: deque[Request] = deque()  # and not yielded yet
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._states)
+
+    def lengths(self) -> Mapping[str, int]:
+        return {queue.name: len(queue) for queue in self._queues}
+
+    def put(self, state: S) -> None:
+        state.move(Stage.PREPARING, self)
+        if self._is_prepared(state.request, self._queues):
+            self._prepared.append(state.request)
+        self._states[state.key] = state
+
+    def remove(self, state: S, ending: Ending) -> bool:
+        del self._states[state.key]
+        if not any(queue.remove(state.request) for queue in self._queues):
+            self._prepared.remove(state.request)
+        return True
+
+    def expired(self, now: float) -> Iterator[tuple[S, Ending]]:
+        for state in tuple(self._states.values()):
+            end = _late(state.request, now, self._backlog)
+            if end is not None:
+                self.remove(state, end)
+                yield state, end
+
+    def ready(self, now: float) -> Iterator[tuple[S, ServingError | None]]:
+        """Remove and yield the requests that have all resources, or cannot have one, with the
+        reason.
+        """
+        num_left = -1
+        # A yielded request may end at once and free resources.
+        while num_left != len(self._states):
+            num_left = len(self._states)
+            while self._prepared:
+                yield self._states.pop(self._prepared.popleft().key), None
+            for place, queue in enumerate(self._queues, 1):
+                for request, refusal in queue.ready(now):
+                    try:
+                        if refusal is not None:
+                            raise refusal
+                        if not self._is_prepared(request, self._queues[place:]):
+                            continue
+                    except ServingError as error:
+                        refusal = error
+                    yield self._states.pop(request.key), refusal
+
+    def _is_prepared(self, request: Request, queues: tuple[PreparationQueue, ...]) -> bool:
+        """Return whether the request needs none of these queues. Otherwise add it to the first one
+        that it needs.
+        """
+        queue = next((queue for queue in queues if queue.needed_by(request)), None)
+        if queue is not None:
+            queue.put(request)
+        return queue is None
+
+
+def _late(request: Request, now: float, backlog: QueueEstimator) -> RequestEnd | None:
+    if request.deadline < now:
+        return out_of_time()
+    return waited_too_long(backlog.queued_s) if request.start_by < now else None
+
+
+# Requests whose adapter has no slot on the device yet. They hold nothing else. Only requests of
+# adapters without a slot wait for them.
+#
+# They are served in queue order. Requests whose adapter has a slot no longer overtake one that has
+# waited too long. So the running requests end, and a slot becomes free.
+class AdapterQueue:
+    """The queue for adapter slots. Engine thread only."""
+
+    name = "adapter"
+
+    def __init__(self, adapters: AdapterManager) -> None:
+        self._adapters = adapters
+        self._waiting: PriorityQueue[int, Request] = PriorityQueue()
+        self._tried = (-1, -1)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def needed_by(self, request: Request) -> bool:
+        return bool(request.spec.adapter)
+
+    def put(self, request: Request) -> None:
+        """Add a request that holds an adapter."""
+        self._waiting.put(request.key, request)
+
+    def remove(self, request: Request) -> bool:
+        return self._waiting.take(request.key) is not None
+
+    def ready(self, now: float) -> Iterator[tuple[Request, None]]:
+        """Yield and remove the requests that have a slot now."""
+        while self._tried != self._changes:  # a request that gets a slot may end at once
+            self._tried = self._changes
+            for request in list(self._waiting):
+                if self._adapters.take_slot(request):
+                    self._waiting.take(request.key)
+                    yield request, None
+                elif is_overdue(request.arrived, now):
+                    break
+
+    @property
+    def _changes(self) -> tuple[int, int]:
+        return self._waiting.num_changes, self._adapters.num_changes
+
+
+# Requests whose guide is being compiled or whose first mask is being made. They hold nothing, and
+# no other request waits for them.
+class GrammarQueue:
+    """The queue for guide compilation. Engine thread only."""
+
+    name = "grammar"
+
+    def __init__(self, guides: GrammarCache) -> None:
+        self._guides = guides
+        self._waiting: dict[int, tuple[Request, Future[CompiledGuide]]] = {}  # by key
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def needed_by(self, request: Request) -> bool:
+        return request.sampling.guide is not None
+
+    def put(self, request: Request) -> None:
+        """Add a request with a guide.
+
+        Raises:
+            Overloaded: too many guides wait.
+        """
+        guide = request.sampling.guide
+        assert guide is not None
+        self._waiting[request.key] = request, self._guides.compiled(guide)
+
+    def remove(self, request: Request) -> bool:
+        return self._waiting.pop(request.key, None) is not None
+
+    def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
+        """Yield and remove the requests that have their `match` now, or cannot have one, with the
+        reason.
+        """
+        for key, (request, compiled) in list(self._waiting.items()):
+            if not compiled.done():
+                continue
+            error = compiled.exception() or self._error_of_match(request, compiled.result())
+            if error is None and (request.match is None or not request.match.ready):
+                continue
+            del self._waiting[key]
+            if error is not None and not isinstance(error, ServingError):
+                raise error
+            yield request, error
+
+    def _error_of_match(self, request: Request, compiled: CompiledGuide) -> InvalidRequest | None:
+        """Start the request's match, or poll it."""
+        match = request.match
+        if match is None:
+            request.match = self._guides.match(compiled, request)
+            return None
+        if match.busy:
+            match.look()
+        return InvalidRequest(match.fault) if match.fault else None
+
+
+# Requests whose prefix is loaded from an offload tier into the prefix cache.
+#
+# They hold nothing, the copy holds the pages. When the copy ends, successful or not, the request
+# continues with what the tree has.
+class TierLoadQueue:
+    """The queue for loads from offload tiers. Engine thread only.
+
+    Args:
+        room: returns how many pages may be used now.
+    """
+
+    name = "offload_load"
+
+    def __init__(self, tiers: CacheTiers, room: Callable[[], int]) -> None:
+        self._tiers = tiers
+        self._room = room
+        self._waiting: dict[int, Request] = {}  # by key
+        self._ways: dict[int, TierMatch] = {}  # by key, of requests that will be put next
+        self._over: list[int] = []  # keys, to be yielded
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def needed_by(self, request: Request) -> bool:
+        """Return whether a sufficient part of its prefix is in an offload tier."""
+        way = self._tiers.way(_wanted(request), request.namespace)
+        if way is not None:
+            self._ways[request.key] = way
+        return way is not None
+
+    def put(self, request: Request) -> None:
+        """Add a request, right after `needed_by` has returned True."""
+        key = request.key
+        self._waiting[key] = request
+
+        def over() -> None:
+            self._over.append(key)
+
+        if self._tiers.bring(self._ways.pop(key), self._room(), over):
+            request.bringing.append(time.monotonic())
+        else:
+            over()
+
+    def remove(self, request: Request) -> bool:
+        return self._waiting.pop(request.key, None) is not None
+
+    def ready(self, now: float) -> Iterator[tuple[Request, None]]:
+        """Yield and remove the requests whose load has ended."""
+        self._tiers.poll()
+        over, self._over = self._over, []
+        for key in over:
+            request = self._waiting.pop(key, None)
+            if request is not None:
+                request.note_brought(time.monotonic())
+                yield request, None
+
+
+def _wanted(request: Request) -> Ints:
+    """Return the tokens whose KV may come from a cache. The last one must be computed."""
+    return request.token_ids[: 0 if request.computed_whole else -1]

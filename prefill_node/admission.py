@@ -30,8 +30,7 @@ from kvtransfer.messages import Prompt
 from kvtransfer.ports import OpenedEvent
 from node.control.engine_control import EngineControl
 from node.control.pauses import PausableScheduler
-from node.preparations import PreparationStages
-from node.queues import KeyedQueue, RequestQueues, SchedulerQueue
+from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
 from node.request_state import Claim, RequestState, Stage
 from node.timings import ProducerTimings
 

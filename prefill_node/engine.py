@@ -1,22 +1,199 @@
-"""Engine process of a prefill node."""
+"""Engine process of a prefill node: its role, and the assembly of the role from an engine."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 from common.config import EngineConfig, PrefillConfig
+from common.distribution import HistogramCounts
+from common.priority import PriorityClass
+from common.queueing.drain import QueueBacklog
+from common.requests.request_trace import RequestTrace, RequestTraces
+from common.requests.weights import WeightsId
+from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
 from engine.build import Engine
+from engine.kv_cache.pages import PageHolder
+from kvtransfer.ports import (
+    ClosedEvent,
+    GrantedEvent,
+    OpenedEvent,
+    OwnerRate,
+    ProducerDown,
+    ProducerUp,
+    SetWeightVersion,
+    TransferPort,
+)
+from node.control.engine_control import EngineControl
+from node.control.pauses import PAUSED
 from node.engine_process import EngineStart
-from node.preparations import AdapterQueue, GrammarQueue, PreparationStages, TierLoadQueue
-from node.queues import SchedulerQueue
-from node.request_state import RequestState
+from node.messages import CancelPooling, FrontMessage, SubmitPooling
+from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
+from node.request_state import RequestState, Stage
 from node.runtime import NodeRuntime, RoleRuntime
 from node.sharing.fetches import PrefixFetchQueue
+from node.sharing.prefixes import PrefixSharing
 from prefill_node.admission import HandoffAdmission, PrefillQueues, PrefillState
 from prefill_node.handoffs import HandoffHistory, OutgoingHandoffs
 from prefill_node.pooling import PoolingCalls
-from prefill_node.role import PrefillRole
+
+_GIVEN_UP = "this prefill node is paused"
+
+
+# The prefill node's role: one scheduler for hand-offs and pooling prompts.
+#
+# A hand-off arrives from the transfer thread and passes through this node (handoffs.py). If
+# another node has a prefix of its prompt and a fetch is cheaper than recomputation, the prefix is
+# fetched (node/sharing/). The prompt enters the scheduler when the fetch has ended, successfully
+# or not. Pooling prompts, which need a vector and no KV, use the same scheduler (pooling.py).
+#
+# This module knows nothing of streams and sockets: the transfer thread is behind a TransferPort.
+class PrefillRole:
+    """A prefill node. Engine thread only."""
+
+    def __init__(
+        self,
+        queues: PrefillQueues,
+        *,
+        handoffs: OutgoingHandoffs,
+        pooling: PoolingCalls,
+        sharing: PrefixSharing,
+        control: EngineControl,
+        port: TransferPort,
+    ) -> None:
+        self.scheduler = queues.scheduled.scheduler
+        self._queues = queues
+        self._handoffs = handoffs
+        self._pooling = pooling
+        self._sharing = sharing
+        self._control = control
+        self._port = port
+
+    # Role ---------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        for event in self._port.take():
+            if self._sharing.take(event):
+                continue
+            match event:
+                case ProducerUp():
+                    self._control.links[event.address] = (event.path, event.gib_per_s)
+                case OwnerRate():
+                    self._control.link_measured(event.address, event.gib_per_s)
+                case ProducerDown():
+                    self._control.links.pop(event.address, None)
+                case OpenedEvent():
+                    self._handoffs.open(event)
+                case GrantedEvent():
+                    self._handoffs.grant(event)
+                case ClosedEvent():
+                    self._handoffs.dropped(event)
+        now = time.monotonic()
+        self._handoffs.schedule_prepared(now)
+        for state, ending in self._queues.expired(now):
+            state.close(ending)
+        self._control.poll(self, self._take)
+
+    def next_batch(self) -> ScheduleBatch | None:
+        return self.scheduler.next_batch()
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        outcome = self.scheduler.finish(batch, result)
+        for chunk in outcome.chunks:
+            owner = self._handoffs if chunk.request.pooling is None else self._pooling
+            owner.computed(chunk)
+        now = time.monotonic()
+        self._queues.scheduled.backlog.tick(now)
+        self._sharing.ways.tick(now)
+        for finished in outcome.finished:
+            if finished.spoilt is not None:
+                self._sharing.spoilt.found(finished.spoilt)
+            state = self._queues.scheduled.find(finished.request)
+            # A hand-off in another stage ended with its first token.
+            if state is not None and state.stage is Stage.SCHEDULED:
+                state.close(finished.finish)
+
+    def idle(self) -> None:
+        self._control.wait_for_work(self, self.check_leaks)
+
+    def check_leaks(self) -> None:
+        """Raise EngineFault if a page or slot has no live owner."""
+        lent = [*self._handoffs.lent, *self._sharing.lent()]
+        reads = self._sharing.reads()
+        self.scheduler.check_idle({PageHolder.PUBLICATION: lent, PageHolder.READ: reads})
+
+    # Calls of the control interface ---------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._handoffs.busy or self._pooling or self._sharing.busy)
+
+    def queues(self) -> dict[str, int]:
+        return {**self._queues.lengths(), "pooled": len(self._pooling)}
+
+    def waiting_by_class(self) -> Mapping[PriorityClass, int]:
+        return self.scheduler.waiting_by_class()
+
+    def handoffs(self) -> list[dict[str, object]]:
+        return self._handoffs.describe()
+
+    def counters(self) -> dict[str, int]:
+        return {
+            **self.scheduler.counters(),
+            **self._handoffs.counters(),
+            **self._sharing.counters(),
+            "pooled_prompts": self._pooling.num_pooled,
+        }
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
+
+    def backlogs(self) -> dict[str, QueueBacklog]:
+        return {"prompts": self._queues.scheduled.backlog.backlog}
+
+    def explain(self, request_id: str) -> RequestTraces:
+        return self._handoffs.explain(request_id)
+
+    def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
+        return self._handoffs.flights(num_ended)
+
+    def abort(self, request_id: str) -> int:
+        return self._handoffs.abort(request_id) + self._pooling.abort(request_id)
+
+    def abort_all(self) -> int:
+        """Abort all pooling calls and fail hand-offs. Returns the number of aborted prompts.
+
+        Decode nodes decide whether the requests of failed hand-offs end.
+        """
+        self._handoffs.fail_all(_GIVEN_UP)
+        return self._pooling.abort_all(PAUSED)
+
+    def release_kv(self) -> bool:
+        """Fail hand-offs and release KV.
+
+        Computed pages are read to the end. Returns whether all is released.
+        """
+        self._handoffs.fail_all(_GIVEN_UP)
+        self.scheduler.requeue_all()
+        return not (self._handoffs.lent or self._sharing.fetches.busy)
+
+    def update_waiting_requests(self) -> None:
+        self._pooling.update_waiting_requests()
+
+    def set_weight_version(self, weights: WeightsId) -> None:
+        self._port.post(SetWeightVersion(weights))
+        self._control.links.clear()
+
+    # --------------------------------------------------------------------------------------------
+
+    def _take(self, message: FrontMessage) -> None:
+        match message:
+            case SubmitPooling():
+                self._pooling.submit(message)
+            case CancelPooling(number=number):
+                self._pooling.cancel(number)
+
 
 CHUNK_TOKENS = 8192  # no decode rows wait for a chunk here, and large chunks are efficient
 

@@ -18,8 +18,7 @@ from common.errors import EngineDied, InvalidRequest, NodeUnavailable, Overloade
 from common.requests import pooling
 from protos import pooling_pb2
 from router.cluster.pooling_nodes import PoolingNodes
-from router.policy.backlogs import RequestDue
-from router.policy.load import PlacementKey
+from router.policy.load import PlacementKey, RequestDue
 from router.record import RequestRecords
 
 # Limits of one call to a node. The prompts of one request may be computed on several nodes.

@@ -6,8 +6,8 @@ from typing import TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from api.text.detokenizer import Detokenizer
 from api.text.stops import StopConditions
+from api.text.tokenizer import Detokenizer
 from common.requests.logprobs import TokenLogprobs
 from common.requests.prediction import NOTHING, PredictionUsage
 from router.token_buffer import NodeOutput, StreamEnd

@@ -17,29 +17,27 @@ from common.logs import kv
 from common.priority import CLASSES
 from common.requests.adapter import AdapterId
 from common.requests.weights import WeightsId
-from node.commands import (
-    AbortRequests,
-    Command,
-    DescribeNode,
-    DrainNode,
-    ExplainRequests,
-    FlushCache,
-    LoadAdapter,
-    PrepareRole,
-    ResumeNode,
-    UnloadAdapter,
-)
 from node.control.operations import EngineOperations
 from node.control.pauses import ControlledRole
 from node.messages import (
+    AbortRequests,
     CacheEventBatch,
+    Command,
+    DescribeNode,
     Drained,
+    DrainNode,
     EngineMessage,
     EngineStats,
+    ExplainRequests,
+    FlushCache,
     FrontMessage,
+    LoadAdapter,
     NodeCall,
     NodeCallResult,
+    PrepareRole,
+    ResumeNode,
     StartRole,
+    UnloadAdapter,
     WatchCache,
 )
 

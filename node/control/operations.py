@@ -8,9 +8,11 @@ from typing import Any, Protocol
 from common.errors import FailedPrecondition, ServingError
 from common.memory_tags import MEMORY_TAGS, WEIGHTS
 from common.requests.weights import UNNAMED, WeightsId
-from node.commands import (
+from node.control.pauses import ControlledRole, Pauses
+from node.messages import (
     Command,
     ContinueGeneration,
+    NodeCallResult,
     PauseGeneration,
     PrepareWeights,
     PutWeights,
@@ -20,8 +22,6 @@ from node.commands import (
     StopProfile,
     TakeWeights,
 )
-from node.control.pauses import ControlledRole, Pauses
-from node.messages import NodeCallResult
 
 
 class ProfilerSession(Protocol):

@@ -28,9 +28,9 @@ from common.identity.guard import CallAuthenticator
 from common.process.ipc import Backlogged, FrameConnection, PeerGone
 from common.process.lanes import CallLane
 from common.tracing.tracer import Tracer
-from node.commands import Command
 from node.messages import (
     CacheEventBatch,
+    Command,
     Drained,
     EngineFailed,
     EngineMessage,

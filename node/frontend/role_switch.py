@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from common.errors import DeadlineExceeded, FailedPrecondition, NodeUnavailable, ServingError
 from common.logs import kv
-from node.commands import PrepareRole
 from node.frontend.engine_link import EngineLink, RoleProgram
+from node.messages import PrepareRole
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,6 @@ from common.identity.program import guard_of, identity_of
 from common.logs import kv
 from common.metrics.trust import TrustMetrics
 from common.tracing import export
-from node.commands import DrainNode, ResumeNode
-from node.frontend.cache_feed import CacheFeed
 from node.frontend.engine_link import (
     SERVES,
     EngineLink,
@@ -38,10 +36,11 @@ from node.frontend.engine_link import (
     RoleServices,
 )
 from node.frontend.role_switch import RoleSwitch
-from node.frontend.service import NodeIdentity, NodeService
+from node.frontend.service import CacheFeed, NodeIdentity, NodeService
 from node.messages import (
     CacheEventBatch,
     Drained,
+    DrainNode,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -49,6 +48,7 @@ from node.messages import (
     NodeCall,
     PoolingDone,
     QuarantineStarted,
+    ResumeNode,
     StartRole,
     StepTokens,
 )

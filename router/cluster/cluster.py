@@ -19,8 +19,16 @@ from router.cluster.cluster_state import ClusterState, NodeReport
 from router.cluster.decode_client import DecodeClient
 from router.cluster.node_ends import MigratableRequest
 from router.policy import RoutingPolicy
-from router.policy.backlogs import WHENEVER, NodeBacklogs, RequestDue
-from router.policy.load import DecodeChoice, LoadReservation, NodeLoad, PlacementKey, PrefillChoice
+from router.policy.load import (
+    WHENEVER,
+    DecodeChoice,
+    LoadReservation,
+    NodeBacklogs,
+    NodeLoad,
+    PlacementKey,
+    PrefillChoice,
+    RequestDue,
+)
 from router.policy.prefix_index import PrefixHints
 
 

@@ -36,8 +36,7 @@ from router.cluster.node_ends import (
     NodeLost,
     end_of,
 )
-from router.cluster.unsent import OutgoingBatch
-from router.token_buffer import TokenBuffer
+from router.token_buffer import OutgoingBatch, TokenBuffer
 
 log = logging.getLogger(__name__)
 

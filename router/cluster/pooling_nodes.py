@@ -29,8 +29,7 @@ from common.errors import (
 from protos import pooling_pb2, pooling_pb2_grpc
 from router.cluster.sources import Role
 from router.policy import DecodeChoice, PlacementKey, PrefillChoice, RoutingPolicy
-from router.policy.backlogs import NodeBacklogs, RequestDue
-from router.policy.load import LoadReservation, NodeLoad
+from router.policy.load import LoadReservation, NodeBacklogs, NodeLoad, RequestDue
 
 NO_PREFILL_NODE = "no prefill node is ready, and only those make vectors and scores"
 _MAX_CALLS = 32  # per node, from this router; a node accepts 64 at once per connection

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.requests.answer import FinalChunk, ResponseBuilder, ResponseOptions
-from api.text.detokenizer import Detokenizer
 from api.text.stops import StopRules
+from api.text.tokenizer import Detokenizer
 from router.token_buffer import NodeOutput, StreamEnd
 from tests.api.rig import VOCABULARY_SIZE, byte_level_tokenizer
 from tests.api.text.test_detokenizer import BYTE_LEVEL

@@ -29,7 +29,7 @@ NODES = ("prefill", "decode")
 # A node names its queues here, except those that are named like a stage.
 SCHEDULER = "engine/scheduler/scheduler.py"
 QUEUE_SOURCES = {
-    "prefill": ("prefill_node/role.py", SCHEDULER),
+    "prefill": ("prefill_node/engine.py", SCHEDULER),
     "decode": ("decode_node/role.py", SCHEDULER),
 }
 

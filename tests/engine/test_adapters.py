@@ -28,7 +28,7 @@ from engine.batch.table import SlotTable
 from engine.models import load
 from engine.models.open_files import OpenFiles
 from engine.scheduler.arrivals import SKIP_AHEAD_S
-from node.preparations import AdapterQueue
+from node.queues import AdapterQueue
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.engine_rig import Rig

@@ -15,7 +15,7 @@ from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import page_names
 from engine.kv_cache.cache_events import CacheChange
 from node.control.engine_control import CacheReports
-from node.frontend.cache_feed import CacheFeed
+from node.frontend.service import CacheFeed
 from node.messages import CacheEventBatch, WatchCache
 from protos import node_pb2, node_pb2_grpc, router_pb2
 from tests.node.conftest import StartNode, describe, eventually

@@ -8,7 +8,7 @@ import pytest
 from common.config import LoraConfig
 from engine.batch.request import FinishReason
 from kvtransfer.messages import HandoffFailed, OpenHandoff
-from node.commands import LoadAdapter, UnloadAdapter
+from node.messages import LoadAdapter, UnloadAdapter
 from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import (
     ARCHITECTURES,

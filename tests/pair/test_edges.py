@@ -15,7 +15,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.pairs import codec
 from kvtransfer.transfer import link as link_module
-from node.commands import DrainNode
+from node.messages import DrainNode
 from protos import kvtransfer_pb2
 from tests.support.checkpoints import make_checkpoint
 from tests.support.pair_node import Loaded, Size

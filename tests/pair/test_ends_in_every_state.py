@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from engine.batch.request import FinishReason
-from node.commands import AbortRequests
+from node.messages import AbortRequests
 from tests.support.pair_node import Asked
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import AT_THE_OWNER, EVERYWHERE, being_read

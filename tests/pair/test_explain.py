@@ -2,7 +2,7 @@
 
 from common.requests.request_trace import RequestTrace
 from kvtransfer.messages import GrantHandoff
-from node.commands import ExplainRequests
+from node.messages import ExplainRequests
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import LONG, OTHER

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import TransferConfig
 from kvtransfer.messages import Heartbeat, PagesReleased, ReadsDone
-from node.commands import AbortRequests
+from node.messages import AbortRequests
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PATIENT, PairRig
 from tests.support.pair_states import AT_THE_OWNER, EVERYWHERE, LONG, OTHER, between_chunks

@@ -1,6 +1,6 @@
 """Refusals at a full queue, and the requests that are never refused."""
 
-from node.commands import AbortRequests
+from node.messages import AbortRequests
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from node.commands import PrepareWeights, ReleaseMemory, ResumeMemory, TakeWeights
+from node.messages import PrepareWeights, ReleaseMemory, ResumeMemory, TakeWeights
 
 pytest.importorskip("PIL")
 

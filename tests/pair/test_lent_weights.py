@@ -9,7 +9,7 @@ import pytest
 from common.config import PrefixSharingConfig
 from engine.models.one_file import ReceivedFile
 from kvtransfer.messages import OpenHandoff, PagesReleased, ReadsDone, Weights
-from node.commands import (
+from node.messages import (
     ContinueGeneration,
     PrepareWeights,
     PutWeights,

@@ -8,7 +8,7 @@ import pytest
 from common.pause_mode import PauseMode
 from common.requests.prefix_hint import PrefixHint
 from kvtransfer.messages import ReadsDone
-from node.commands import (
+from node.messages import (
     ContinueGeneration,
     PauseGeneration,
     PutWeights,

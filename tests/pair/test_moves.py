@@ -13,8 +13,7 @@ from engine.batch.batch import ScheduleBatch
 from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import GrantHandoff, PagesReady
-from node.commands import DrainNode
-from node.messages import MigrateFrom
+from node.messages import DrainNode, MigrateFrom
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PATIENT, PairRig

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.scheduler import arrivals
-from node.commands import AbortRequests
+from node.messages import AbortRequests
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
 

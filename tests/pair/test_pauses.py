@@ -10,8 +10,7 @@ from common.pause_mode import PauseMode
 from common.requests.pooling import PoolingMode, PoolingParams
 from engine.batch.request import FinishReason
 from engine.scheduler.scheduler import DEADLINE_CHECK_S
-from node.commands import Command, ContinueGeneration, PauseGeneration
-from node.messages import SubmitPooling
+from node.messages import Command, ContinueGeneration, PauseGeneration, SubmitPooling
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig
 

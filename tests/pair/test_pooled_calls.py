@@ -10,8 +10,7 @@ from transformers import AutoModel
 
 from common.requests.pooling import PoolingMode, PoolingParams
 from engine.scheduler.scheduler import DEADLINE_CHECK_S
-from node.commands import AbortRequests, DrainNode
-from node.messages import CancelPooling, PoolingDone, SubmitPooling
+from node.messages import AbortRequests, CancelPooling, DrainNode, PoolingDone, SubmitPooling
 from tests.support.checkpoints import VOCABULARY_SIZE
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig

@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import DeadlineExceeded
-from node.commands import AbortRequests
+from node.messages import AbortRequests
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import LONG, OTHER

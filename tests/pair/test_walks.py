@@ -20,7 +20,7 @@ from kvtransfer.messages import (
     PagesReleased,
     ReadsDone,
 )
-from node.commands import AbortRequests, ContinueGeneration, FlushCache, PauseGeneration
+from node.messages import AbortRequests, ContinueGeneration, FlushCache, PauseGeneration
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
 from tests.support.timeline_laws import check

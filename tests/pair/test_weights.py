@@ -5,7 +5,7 @@ import pytest
 from common.pause_mode import PauseMode
 from engine.batch.request import FinishReason
 from kvtransfer.messages import OpenHandoff
-from node.commands import ContinueGeneration, PauseGeneration, PrepareWeights, PutWeights
+from node.messages import ContinueGeneration, PauseGeneration, PrepareWeights, PutWeights
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.pair_node import Loaded, Size

@@ -6,8 +6,16 @@ import math
 import pytest
 
 from common.errors import QueueFull
-from router.policy.backlogs import LASTING_S, WHENEVER, NodeBacklogs, RequestDue
-from router.policy.load import DecodeChoice, NodeLoad, PlacementDecision, PrefillChoice
+from router.policy.load import (
+    LASTING_S,
+    WHENEVER,
+    DecodeChoice,
+    NodeBacklogs,
+    NodeLoad,
+    PlacementDecision,
+    PrefillChoice,
+    RequestDue,
+)
 from tests.support.fake_clock import FakeClock
 
 TOKEN_S = 0.01

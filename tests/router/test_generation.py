@@ -17,8 +17,7 @@ from router.cluster.cluster import Cluster, Placed
 from router.cluster.node_ends import LossCause, NodeLost
 from router.generation import Generation
 from router.metrics import RouterMetrics
-from router.policy.backlogs import WHENEVER
-from router.policy.load import LoadReservation
+from router.policy.load import WHENEVER, LoadReservation
 from router.record import RequestRecord, RequestRecords
 from router.timelines import TimelineRecorder
 from router.token_buffer import NodeOutput, StreamEnd, TokenBuffer

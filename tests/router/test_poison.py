@@ -12,7 +12,7 @@ from common.requests.quarantine import GUILTY, TRIAL_TOKENS
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from protos.router_pb2 import TokenIds
 from protos.sampling_pb2 import Sampling
-from router.attempt import MAX_ENGINE_DEATHS, MAX_REPLAYS
+from router.generation import MAX_ENGINE_DEATHS, MAX_REPLAYS
 from tests.api.rig import Client, collect, eventually, failure, router_for
 from tests.support.stub_decode_node import StubDecodeNode, Submission
 

@@ -13,7 +13,7 @@ from api.program.assembly import RunningRouter
 from common.errors import QueueFull
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from protos.router_pb2 import Backlog
-from router.policy.backlogs import RequestDue
+from router.policy.load import RequestDue
 from tests.api.rig import collect, eventually, failure, router_for
 from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode, StubNode

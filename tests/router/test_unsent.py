@@ -7,7 +7,7 @@ import pytest
 from common.rpc import MAX_MESSAGE_BYTES
 from protos.decode_pb2 import Submit, ToNode
 from protos.sampling_pb2 import Sampling
-from router.cluster.unsent import OutgoingBatch
+from router.token_buffer import OutgoingBatch
 
 LARGEST_ID = 2**31 - 1
 

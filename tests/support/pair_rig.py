@@ -32,9 +32,9 @@ from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.front_messages import PairInput
 from kvtransfer.messages import GrantHandoff
 from kvtransfer.transfer.thread import WakeUp
-from node.commands import Command
 from node.messages import (
     CancelSubmitted,
+    Command,
     MigrateFrom,
     NodeCall,
     Placement,

@@ -22,25 +22,23 @@ from engine.kv_cache.cache_events import CacheEvents
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from kvtransfer.front_messages import EngineHeartbeat, PairInput
-from node.commands import (
-    AbortRequests,
-    DescribeNode,
-    DrainNode,
-    FlushCache,
-    PrepareRole,
-    ResumeNode,
-)
 from node.control.engine_control import CacheReports
 from node.engine_process import Begin, EngineChannel, EngineStart, run_engine
 from node.messages import (
+    AbortRequests,
     CancelSubmitted,
+    DescribeNode,
     Drained,
+    DrainNode,
     EngineReady,
     EngineStats,
+    FlushCache,
     NodeCall,
     NodeCallResult,
+    PrepareRole,
     QuarantineStarted,
     RequestEnded,
+    ResumeNode,
     RouterStreamClosed,
     StartRole,
     StepTokens,

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.text.detokenizer import Detokenizer
-from api.text.tokenizer import RouterTokenizer
+from api.text.tokenizer import Detokenizer, RouterTokenizer
 from tests.api.rig import VOCABULARY_SIZE, byte_level_tokenizer, sentencepiece_like_tokenizer
 
 BYTE_LEVEL = RouterTokenizer(byte_level_tokenizer().to_str().encode())

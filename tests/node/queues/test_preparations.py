@@ -5,7 +5,7 @@ import pytest
 from common.errors import InvalidRequest
 from common.queueing.drain import QueueEstimator
 from engine.batch.request import FinishReason, RequestEnd
-from node.preparations import PreparationStages
+from node.queues import PreparationStages
 from node.request_state import RequestState, Stage
 from tests.support.specs import make_request
 

@@ -67,7 +67,7 @@ from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, Su
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.weights import WeightSharing
 from prefill_node import engine as prefill_engine
-from prefill_node.role import PrefillRole
+from prefill_node.engine import PrefillRole
 from tools.bench.support.record import percentiles
 
 PAGE_SIZE = 16
