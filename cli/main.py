@@ -4,16 +4,14 @@ This module imports none of the commands, and starts none if another distributio
 package of Baton's.
 """
 
-import base64
 import difflib
-import hashlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import Distribution, PackageNotFoundError, packages_distributions
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
+
+from cli import own_names
 
 EXIT_USAGE = 2
 
@@ -199,7 +197,7 @@ def _refuse(sentence: str) -> int:
 
 def _run(name: str, command: CliCommand, arguments: Sequence[str]) -> int:
     """Replace this process with the command. Returns the exit code if that is impossible."""
-    if wrong := clash():
+    if wrong := own_names.clash():
         return _refuse(wrong)
     if lacking := missing(command):
         return _refuse(
@@ -271,57 +269,3 @@ def _dispatch(name: str, arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-DISTRIBUTION = "baton-serving"  # on PyPI, `baton` is another project
-PACKAGES = (
-    *("protos", "kernels", "common", "engine", "kvtransfer", "node", "prefill_node", "decode_node"),
-    *("router", "api", "bench", "cli"),
-)
-_HERE = Path(__file__).resolve().parent.parent
-
-
-# Check that the packages that Baton imports are its own.
-#
-# An installation owns names that other distributions also use, such as `kernels` and `common`. If
-# two packages of one name share an environment, the later one has overwritten the first. Reads
-# files, imports none of them.
-def clash() -> str | None:
-    """Return a one-line description of a name clash, or None if there is none."""
-    recorded = _recorded()
-    for package in PACKAGES:
-        spec = find_spec(package)
-        origin = Path(spec.origin).resolve() if spec and spec.origin else None
-        if origin == _HERE / package / "__init__.py" and recorded.get(package) in (
-            None,
-            _digest(origin),
-        ):
-            continue
-        others = sorted(set(packages_distributions().get(package, ())) - {DISTRIBUTION})
-        whose = f", but of {' and '.join(others)}" if others else ""
-        return (
-            f"the package {package!r} in {origin.parent if origin else 'no place'} is not "
-            f"Baton's{whose}: install Baton into an environment of its own"
-        )
-    return None
-
-
-def _recorded() -> dict[str, str]:
-    """Return the digest of each package's __init__.py at installation. Empty in a checkout."""
-    try:
-        files = Distribution.from_name(DISTRIBUTION).files or ()
-    except PackageNotFoundError:
-        return {}
-    return {
-        file.parts[0]: file.hash.value
-        for file in files
-        if file.hash
-        and file.name == "__init__.py"
-        and Path(str(file.locate())).resolve() == _HERE / file.parts[0] / file.name
-    }
-
-
-def _digest(file: Path) -> str:
-    """Return a file's digest in the format of a wheel's RECORD."""
-    digest = hashlib.sha256(file.read_bytes()).digest()
-    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()

@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from cli.main import DISTRIBUTION, PACKAGES
+from cli.own_names import DISTRIBUTION, PACKAGES
 from tests.support.programs import ROOT
 
 

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from cli.main import DISTRIBUTION
+from cli.own_names import DISTRIBUTION
 from kernels.cpu import compiler
 from tests.support.programs import ROOT
 
