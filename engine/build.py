@@ -26,7 +26,6 @@ from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.core import EngineCore
-from engine.cores import threads_at_hand
 from engine.footprint import largest_forward, measure_footprint
 from engine.grammar.grammar_verifier import GrammarVerifier, SubprocessVerifier
 from engine.grammar.guides import GrammarCache
@@ -47,7 +46,7 @@ from engine.models.linear import rounding_of
 from engine.models.precision import choose_precision
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.page_records import version_of
-from engine.processor import matrix_features
+from engine.processor import matrix_features, threads_at_hand
 from engine.runner.copier import PageCopier
 from engine.runner.cpu import use_cpu
 from engine.runner.gpu import use_gpu
@@ -65,7 +64,7 @@ from engine.sizing import (
     resolve_device,
     resolve_shape,
 )
-from engine.speculative.speculator import Speculator
+from engine.speculative import Speculator
 from engine.update import WeightUpdater
 
 PROGRESS_S = 1.0  # between two log lines about captured graphs

@@ -19,7 +19,7 @@ from engine.offload.copies import TierCopier
 from engine.offload.file_cache import FileCache
 from engine.offload.file_tier import PageStore
 from engine.offload.host_cache import HostCache
-from engine.speculative.speculator import Speculator
+from engine.speculative import Speculator
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,9 @@ from typing import Protocol
 
 from common.config import EngineConfig
 from engine.build import Engine
-from engine.loop import stall_report
 from engine.loop.clock import StepClock
 from engine.loop.loop import EngineRole, EventLoop
-from engine.loop.stall_report import StalledEngine
-from engine.loop.watchdog import Watchdog
+from engine.loop.watchdog import StalledEngine, Watchdog
 from engine.scheduler.scheduler import Scheduler
 from node.control.engine_control import FrontendChannel
 from node.messages import EngineReady
@@ -50,9 +48,9 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
 
     def end(still_s: float) -> None:
         try:
-            stall_report.report(still_s, role)
+            watchdog.report(still_s, role)
         finally:
-            stall_report.end_process()
+            watchdog.end_process()
 
     watchdog = Watchdog(
         clock,

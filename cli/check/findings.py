@@ -27,13 +27,12 @@ from common.identity import exposure
 from common.identity.program import identity_of
 from common.identity.roles import Role
 from common.model_directory import model_directory
-from engine.cores import threads_at_hand, usable_cores
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import rounding_of
 from engine.models.precision import choose_precision
 from engine.models.spec import NOT_QUANTISED, ModelSpec
-from engine.processor import matrix_features
+from engine.processor import matrix_features, threads_at_hand, usable_cores
 from engine.sizing import free_bytes, resolve_device, resolve_shape
 from kernels.cpu.compiler import COMPILERS, cache_directory, compiler, prebuilt
 

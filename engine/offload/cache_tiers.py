@@ -25,10 +25,9 @@ from common.requests.namespace import Namespace
 from engine.batch.batch import Ints, PageCopies
 from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheJournal
-from engine.kv_cache.page_keys import PageKey
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.kv_cache.radix_nodes import RadixNode
+from engine.kv_cache.radix_nodes import PageKey, RadixNode
 from engine.offload.copies import TierCopier, TierCopies, TierCopy
 from engine.offload.file_tier import FileTier, PageStore
 from engine.offload.host_cache import HostCache

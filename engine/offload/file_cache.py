@@ -12,7 +12,7 @@ from itertools import islice
 
 from common.errors import EngineFault
 from engine.batch.holding import NO_PAGE
-from engine.kv_cache.page_keys import PageKey
+from engine.kv_cache.radix_nodes import PageKey
 from engine.offload.page_records import PageRecord
 
 MOST_NAMED = 1 << 17  # names reported to subscribers at once: half of a router's limit per node

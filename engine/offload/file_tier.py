@@ -20,8 +20,8 @@ import numpy as np
 from common.errors import EngineFault
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
-from engine.kv_cache.page_keys import PageKey
 from engine.kv_cache.pages import PageHolder
+from engine.kv_cache.radix_nodes import PageKey
 from engine.offload.file_cache import FileCache, FiledPages
 from engine.offload.host_cache import HostCache, HostPages
 from engine.offload.page_files import FileFault, SlotRead, SlotWrite

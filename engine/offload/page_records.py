@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from engine.kv_cache.page_keys import KEY_BYTES, PageKey
+from engine.kv_cache.radix_nodes import KEY_BYTES, PageKey
 
 FORMAT = 1
 HEADER_BYTES = 4096

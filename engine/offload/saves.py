@@ -12,9 +12,8 @@ import numpy as np
 
 from engine.batch.batch import Ints, PageCopies
 from engine.batch.holding import NO_PAGE
-from engine.kv_cache.page_keys import PageKey
 from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix_nodes import RadixNode
+from engine.kv_cache.radix_nodes import PageKey, RadixNode
 from engine.offload.copies import TierCopier, TierCopies
 from engine.offload.host_cache import HostCache, HostPages
 

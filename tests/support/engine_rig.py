@@ -28,7 +28,7 @@ from engine.loop.loop import EventLoop
 from engine.offload.page_files import PageFiles
 from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
-from engine.speculative.speculator import Speculator
+from engine.speculative import Speculator
 from tests.support.fake_backend import (
     VOCABULARY,
     FakeBackend,

@@ -47,7 +47,7 @@ from engine.models import Model, content, load, open_checkpoint, stored_of
 from engine.offload.page_records import version_of
 from engine.runner.stream import DeviceStream
 from engine.sizing import resolve_shape
-from engine.speculative.speculator import Speculator
+from engine.speculative import Speculator
 from kvtransfer.backends.base import PagePool, PageProducer
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults
 from kvtransfer.front_messages import PairInput

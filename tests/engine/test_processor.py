@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from engine import cores
-from engine.cores import cgroup_cpus, physical_cores, threads_at_hand, usable_cores
+from engine import processor
+from engine.processor import cgroup_cpus, physical_cores, threads_at_hand, usable_cores
 
 
 def _topology(directory, siblings):
@@ -52,7 +52,7 @@ def test_a_container_that_sees_its_own_cgroup_alone_obeys_it(tmp_path):
 def test_a_limit_counts_in_whole_cores_and_one_is_the_least(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(100, 164))
     for limit, expected in ((math.inf, 64), (8.0, 8), (2.5, 2), (0.5, 1)):
-        monkeypatch.setattr(cores, "cgroup_cpus", lambda limit=limit: limit)
+        monkeypatch.setattr(processor, "cgroup_cpus", lambda limit=limit: limit)
         assert usable_cores() == expected
 
 

@@ -1,21 +1,96 @@
-"""The number of drafts per row.
+"""Speculative decoding: drafters that propose tokens, and the number of drafts that pays off.
 
-An accepted draft saves a step of its row. A rejected one costs a token's share of a step. In a
-small batch that share is small, since a step reads the weights whatever it computes. In a large
-batch it is most of the step.
+A wrong draft costs time, but never changes the response. `HeadDrafter` is a layer after the model.
+The device computes its drafts at the beginning of the step that verifies them. `NgramDrafter`
+repeats (prompt lookup): it proposes the tokens that followed an earlier occurrence of the newest
+tokens, in the prompt or in the response. It needs no model and no state, so that a request may come
+from any node.
 
-StepCosts fits the cost of a decode step over past steps: a fixed part and a part per token. Both
-change with the batch's contexts and with the machine's other load, so older steps count less. Steps
-with the same number of tokens as usual give no information about the cost per token. The
-estimate stays until a step differs.
+Predicted outputs are texts that clients expect as their responses, used as the best source of
+drafts. A prediction is searched as if it followed its prompt. The first tokens of a response that
+begins as predicted therefore match as well.
+
+The number of drafts: an accepted draft saves a step of its row. A rejected one costs a token's
+share of a step. In a small batch that share is small, since a step reads the weights whatever it
+computes. In a large batch it is most of the step. StepCosts fits the cost of a decode step over
+past steps: a fixed part and a part per token. Both change with the batch's contexts and with the
+machine's other load, so older steps count less. Steps with the same number of tokens as usual give
+no information about the cost per token. The estimate stays until a step differs.
+
+Source: prompt lookup decoding, Saxena 2023.
 """
 
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch.batch import Ints
+from common.config import SpeculativeConfig
+from engine.batch.batch import TO_GUESS, Ints
+from engine.batch.request import Request
+
+
+class Drafter(Protocol):
+    """A drafter of one node. Engine thread only. Called for every request and step: some
+    microseconds each."""
+
+    def propose(self, tokens: Ints, count: int) -> Ints:
+        """Return the most likely continuation.
+
+        Args:
+            tokens: all tokens of a request that the CPU knows, at least one; a view. With
+                overlap the request is already one step further.
+            count: number of tokens wanted.
+        Returns:
+            At most `count` tokens, in order; none if there is no proposal.
+        """
+        ...
+
+
+LONGEST_MATCH = 16  # maximum tokens compared: of several occurrences the longest match counts
+NOTHING = np.empty(0, np.int32)
+
+
+class NgramDrafter:
+    """A drafter that searches for the newest tokens in the request's own text.
+
+    Args:
+        min_match: minimum number of newest tokens that must match.
+    """
+
+    def __init__(self, min_match: int) -> None:
+        self._min_match = min_match
+
+    def propose(self, tokens: Ints, count: int) -> Ints:
+        """Return the tokens after the longest match, or after the last of equally long ones. A
+        continuation that reaches the newest token wraps around, because a repeated text is expected
+        to repeat again."""
+        followed = self.found_in(tokens, tokens, count)
+        return followed if len(followed) in (0, count) else np.resize(followed, count)
+
+    def found_in(self, text: Ints, tokens: Ints, count: int) -> Ints:
+        """Return the tokens after the best match in another text, as far as that text goes."""
+        places = self._places(text, tokens)
+        return text[places[-1] : places[-1] + count] if len(places) else NOTHING
+
+    def _places(self, text: Ints, tokens: Ints) -> NDArray[np.intp]:
+        """Return the positions in the text after matches of the newest tokens, where something
+        follows."""
+        least = self._min_match
+        if len(tokens) < least:
+            return np.empty(0, np.intp)
+        places = np.flatnonzero(text[least - 1 : -1] == tokens[-1]) + least
+        for back in range(2, LONGEST_MATCH + 1):
+            if not len(places) or back > len(tokens):
+                break
+            inside = places[places >= back]
+            alike = inside[text[inside - back] == tokens[-back]]
+            if back > least and not len(alike):
+                break
+            places = alike
+        return places
+
 
 _NEWEST_STEP_WEIGHT = 0.05
 # Assumed while all steps had the same number of tokens: the token's share of a one-token step. It
@@ -154,3 +229,55 @@ class AdaptiveDrafts:
 
     def took(self, num_tokens: int, seconds: float) -> None:
         self._costs.took(num_tokens, seconds)
+
+
+class Predictions:
+    """The predictions by slot. Engine thread only.
+
+    Args:
+        min_match: as in NgramDrafter.
+    """
+
+    def __init__(self, min_match: int) -> None:
+        self._drafter = NgramDrafter(min_match)
+        self._texts: dict[int, Ints] = {}
+
+    def acquired(self, slot: int, request: Request) -> None:
+        """Note that the slot has a new request."""
+        self._texts.pop(slot, None)
+        if request.spec.prediction:
+            predicted = np.frombuffer(request.spec.prediction, np.int32)
+            prompt = request.token_ids[: request.num_prompt]
+            self._texts[slot] = np.concatenate((prompt[-LONGEST_MATCH:], predicted))
+
+    def propose(self, slot: int, tokens: Ints, count: int) -> Ints:
+        """Return drafts for the request in a slot, as Drafter.propose does."""
+        text = self._texts.get(slot)
+        return NOTHING if text is None else self._drafter.found_in(text, tokens, count)
+
+
+class HeadDrafter:
+    """A drafter that returns placeholders. See Drafter."""
+
+    def propose(self, tokens: Ints, count: int) -> Ints:
+        return np.full(count, TO_GUESS, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Speculator:
+    """The parts of speculation. max_drafts: per row and step, fewer than a page has tokens."""
+
+    drafter: Drafter
+    policy: DraftPolicy
+    max_drafts: int
+    predictions: Predictions = field(default_factory=lambda: Predictions(min_match=1))
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig, num_slots: int) -> Self | None:
+        """Create the parts, or return None if speculation is disabled."""
+        if config.method == "none":
+            return None
+        most = config.num_speculative_tokens
+        policy = AdaptiveDrafts(num_slots, most) if config.adaptive else AllDrafts(most)
+        drafter = HeadDrafter() if config.has_layer else NgramDrafter(config.prompt_lookup_min)
+        return cls(drafter, policy, most, Predictions(config.prompt_lookup_min))
