@@ -15,11 +15,8 @@ from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
 from common.requests.weights import WeightsId
-from engine.adapters.adapters import AdapterManager
-from engine.adapters.bank import AdapterBank
-from engine.adapters.library import AdapterCache
-from engine.adapters.loader import AdapterLoader
-from engine.adapters.making import bank_of, load_all, shelf_of
+from engine.adapters.adapters import AdapterBank, AdapterManager, bank_of, load_all, shelf_of
+from engine.adapters.library import AdapterCache, AdapterLoader
 from engine.backend import TorchBackend
 from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
@@ -45,7 +42,7 @@ from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.linear import rounding_of
 from engine.models.precision import choose_precision
 from engine.offload.cache_tiers import CacheTiers
-from engine.offload.page_records import version_of
+from engine.offload.file_cache import version_of
 from engine.processor import matrix_features, threads_at_hand
 from engine.runner.copier import PageCopier
 from engine.runner.cpu import use_cpu

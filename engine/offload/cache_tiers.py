@@ -28,12 +28,11 @@ from engine.kv_cache.cache_events import CacheJournal
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.kv_cache.radix_nodes import PageKey, RadixNode
-from engine.offload.copies import TierCopier, TierCopies, TierCopy
+from engine.offload.file_cache import PageRecord
 from engine.offload.file_tier import FileTier, PageStore
 from engine.offload.host_cache import HostCache
 from engine.offload.page_files import FileFault, SlotRead, SlotWrite
-from engine.offload.page_records import PageRecord
-from engine.offload.saves import TierSaves
+from engine.offload.saves import TierCopier, TierCopies, TierCopy, TierSaves
 from engine.offload.tier_matches import TierMatch, TierMatches
 
 

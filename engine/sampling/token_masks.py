@@ -20,9 +20,7 @@ from torch import Tensor
 from engine.batch.batch import Ints
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from engine.grammar.bits import WORD, words_of
-from engine.grammar.matching import Match
-from engine.grammar.reasoning import ReasoningStage, ReasoningTracker
+from engine.grammar.matching import WORD, Match, ReasoningStage, ReasoningTracker, words_of
 from engine.sampling.feature import FeatureState
 from kernels.sampling.bitmask import FORBIDDEN, apply_bitmask
 

@@ -25,8 +25,8 @@ from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.core import CoreShape, EngineCore
 from engine.kv_cache.pages import PageHolder
 from engine.loop.loop import EventLoop
+from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.offload.page_files import PageFiles
-from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
 from engine.speculative import Speculator
 from tests.support.fake_backend import (

@@ -32,7 +32,7 @@ from common.requests.prediction import NOTHING, PredictionUsage
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED
 from decode_node import engine as decode_engine
-from engine.adapters.making import bank_of
+from engine.adapters.adapters import bank_of
 from engine.backend import TorchBackend
 from engine.batch.batch import LaunchedBatch
 from engine.batch.request import FinishReason
@@ -44,7 +44,7 @@ from engine.kv_cache.cache_events import CacheEvents
 from engine.loop.loop import EventLoop
 from engine.memory_release import MemoryOccupation
 from engine.models import Model, content, load, open_checkpoint, stored_of
-from engine.offload.page_records import version_of
+from engine.offload.file_cache import version_of
 from engine.runner.stream import DeviceStream
 from engine.sizing import resolve_shape
 from engine.speculative import Speculator

@@ -32,9 +32,7 @@ from common.requests.weights import UNNAMED, WeightsId
 from decode_node import engine as decode_engine
 from decode_node.role import DecodeRole
 from engine.adapters.adapters import no_adapters
-from engine.adapters.library import AdapterCache
-from engine.adapters.loader import AdapterLoader
-from engine.adapters.shelf import no_shelf
+from engine.adapters.library import AdapterCache, AdapterLoader, no_shelf
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Ints, Request
