@@ -15,10 +15,18 @@ from common.errors import InvalidRequest
 from common.limits import MAX_WEIGHT, MIN_WEIGHT
 from common.priority import HIGHEST, LOWEST
 from common.requests import images, sampling
-from common.requests.adapter import NO_ADAPTER, AdapterId, check_adapter, within
 from common.requests.images import Image
-from common.requests.namespace import SHARED, Namespace, check_namespace
-from common.requests.prefix_hash import BYTES_PER_TOKEN, as_bytes
+from common.requests.namespace import (
+    BYTES_PER_TOKEN,
+    NO_ADAPTER,
+    SHARED,
+    AdapterId,
+    Namespace,
+    as_bytes,
+    check_adapter,
+    check_namespace,
+    within,
+)
 from common.requests.quarantine import MAX_DEATHS
 from common.requests.sampling import SamplingParams
 from common.tracing.context import checked

@@ -31,7 +31,7 @@ from common.logs.throttle import Throttle, ThrottledLog
 from common.process.lanes import CallLane
 from common.queueing.drain import QueueBacklog
 from common.requests.logprobs import Logprobs, to_fields
-from common.requests.prefix_hash import BYTES_PER_TOKEN
+from common.requests.namespace import BYTES_PER_TOKEN
 from common.requests.prefix_hint import PrefixHint
 from common.requests.timeline import to_proto
 from common.rpc import prefix_hints

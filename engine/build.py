@@ -14,7 +14,7 @@ from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from engine.adapters.adapters import AdapterBank, AdapterManager, bank_of, load_all, shelf_of
 from engine.adapters.library import AdapterCache, AdapterLoader
 from engine.backend import TorchBackend

@@ -10,11 +10,9 @@ import msgspec
 
 from common.request import Remaining, RequestSpec
 from common.requests.logprobs import Logprobs
-from common.requests.namespace import SHARED, Namespace
-from common.requests.prefix_hash import BYTES_PER_TOKEN
+from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, WeightsId
 from common.requests.prefix_hint import PrefixHint
 from common.requests.timeline import PrefillTimes
-from common.requests.weights import WeightsId
 
 
 class HandoffId(NamedTuple):

@@ -5,7 +5,7 @@ from typing import TypeAlias
 import msgspec
 
 from common.pause_mode import PauseMode
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 
 
 class DescribeNode(msgspec.Struct, frozen=True, tag=True):

@@ -12,15 +12,13 @@ import msgspec
 from common.distribution import HistogramCounts
 from common.queueing.drain import QueueBacklog
 from common.request import Remaining, RequestSpec
-from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.logprobs import Logprobs
-from common.requests.namespace import SHARED, Namespace
+from common.requests.namespace import NO_ADAPTER, SHARED, UNNAMED, AdapterId, Namespace, WeightsId
 from common.requests.pooling import PoolingParams
 from common.requests.prediction import PredictionUsage
 from common.requests.prefix_hint import PrefixHint
 from common.requests.request_trace import RequestTraces
 from common.requests.timeline import NOTHING, Timeline
-from common.requests.weights import UNNAMED, WeightsId
 from common.tracing.context import UNTRACED, TraceContext
 from node.commands import Command
 from node.timings import ProducerTimings, RequestTimings
@@ -241,7 +239,7 @@ class CacheEventBatch(msgspec.Struct, frozen=True, tag=True):
     """A change of the prefix cache for these watchers. Empty: for all that have received
     everything.
 
-    Pages are named as in common/requests/prefix_hash.py, uint64 each in the machine's byte order.
+    Pages are named as in common/requests/namespace.py, uint64 each in the machine's byte order.
     """
 
     watchers: tuple[int, ...]

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
 from common.request import RequestSpec
-from common.requests.weights import made_with
+from common.requests.namespace import made_with
 from router.attempt import Attempt, AttemptLosses, TokenSink, submit
 from router.cluster.cluster import Cluster, Placed
 from router.cluster.migratable import MigrationOutcome

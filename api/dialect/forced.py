@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from api.dialect.messages import ToolDefinition
-from common.requests.guide import GuidedDecoding
+from common.requests.sampling import GuidedDecoding
 
 _ANY_OBJECT = {"type": "object"}
 # Keywords whose values are data, and keywords that map names to schemas, where a name may equal a

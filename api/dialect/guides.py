@@ -7,7 +7,7 @@ import msgspec
 
 from api.dialect.problems import ApiError
 from api.dialect.unknown_fields import Ignored
-from common.requests.guide import JSON_OBJECT, GuidedDecoding
+from common.requests.sampling import JSON_OBJECT, GuidedDecoding
 
 MAX_CHOICES = 1024
 

@@ -13,8 +13,13 @@ from api.parsers.harmony import can_call
 from api.parsers.listener import StreamParser
 from api.parsers.model_format import FREE, NONE, SCHEMA, ModelFormat, Tools
 from api.requests.generate_params import SharedPrompt
-from common.requests.guide import MAX_GUIDE_CHARACTERS, GuidedDecoding, as_form, tag
-from common.requests.sampling import SamplingParams
+from common.requests.sampling import (
+    MAX_GUIDE_CHARACTERS,
+    GuidedDecoding,
+    SamplingParams,
+    as_form,
+    tag,
+)
 
 
 class ToolOffer(msgspec.Struct, frozen=True):

@@ -23,8 +23,7 @@ from api.text.stops import StopRules
 from common.errors import InvalidRequest
 from common.request import RequestSpec
 from common.requests import sampling
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import NO_ADAPTER, AdapterId, as_bytes
 from common.requests.sampling import SamplingParams
 
 MAX_STOP_CHARACTERS = 1024

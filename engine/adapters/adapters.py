@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.config import LoraConfig
 from common.errors import ConfigError, ServingError
-from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.namespace import NO_ADAPTER, AdapterId
 from engine.adapters.library import AdapterCache, AdapterDirectory
 from engine.adapters.stored import AdapterLimits, LoraAdapter
 from engine.batch.batch import ScheduleBatch

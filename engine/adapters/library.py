@@ -21,7 +21,7 @@ from common.errors import (
     Overloaded,
     ServingError,
 )
-from common.requests.adapter import AdapterId
+from common.requests.namespace import AdapterId
 from engine.adapters.stored import AdapterLimits, LoraAdapter, read_adapter
 from engine.models.below import below
 from engine.models.linear import Product

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from common.priority import STEP_S, head_start_s
 from common.request import RequestSpec
 from common.requests.logprobs import Logprobs
-from common.requests.namespace import SHARED, Namespace
+from common.requests.namespace import SHARED, UNNAMED, Namespace, WeightsId, made_with
 from common.requests.pooling import PoolingParams
 from common.requests.quarantine import TRIAL_TOKENS
 from common.requests.sampling import SamplingParams
-from common.requests.weights import UNNAMED, WeightsId, made_with
 
 Ints = NDArray[np.int32]
 

@@ -29,7 +29,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import InvalidRequest, cut
-from common.requests.guide import GuidedDecoding, Prepared
+from common.requests.sampling import GuidedDecoding, Prepared
 from common.spelling import TokenSpelling
 from engine.grammar.matching import words_of
 from engine.grammar.schemas import expressions

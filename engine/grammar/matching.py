@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import Overloaded
-from common.requests.reasoning import ReasoningTokens
+from common.requests.sampling import ReasoningTokens
 from engine.grammar.grammar_verifier import S_PER_TOKEN
 
 WORD = 32

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from common.errors import InvalidRequest
 from common.process import helper_program
-from common.requests.guide import GuidedDecoding
+from common.requests.sampling import GuidedDecoding
 from engine.grammar.compilers import GrammarCompilers, prepared, xgrammar
 from engine.grammar.grammar_verifier import S_PER_TOKEN, Verdict
 from engine.grammar.matching import WORD, allow, forbid, words_of

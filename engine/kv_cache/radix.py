@@ -22,8 +22,7 @@ import numpy as np
 
 from common.errors import EngineFault
 from common.page_tables import PageTables
-from common.requests.namespace import SHARED, Namespace
-from common.requests.prefix_hash import BYTES_PER_TOKEN, PrefixHasher
+from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, PrefixHasher
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheJournal

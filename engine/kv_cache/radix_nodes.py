@@ -3,7 +3,7 @@
 A node's pages have keys for the tiers below the tree: a 128-bit hash of the namespace and of all
 tokens up to the page's end, equal in every process. A lookup by key returns KV without comparing
 tokens. The hash is therefore cryptographic, unlike the page names that are reported to routers
-(common/requests/prefix_hash.py).
+(common/requests/namespace.py).
 
 Windows: pages before an end from which a request continued, or may continue, are worth keeping.
 Pages that a longer prefix made obsolete are evicted first.

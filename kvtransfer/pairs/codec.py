@@ -14,11 +14,9 @@ from common import request
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
 from common.request import MAX_BUDGET_S
 from common.requests.logprobs import from_proto, to_fields
-from common.requests.namespace import check_namespace
-from common.requests.prefix_hash import BYTES_PER_TOKEN
+from common.requests.namespace import BYTES_PER_TOKEN, check_namespace, check_weights
 from common.requests.sampling import MAX_TOKEN_ID
 from common.requests.timeline import PrefillTimes
-from common.requests.weights import check_weights
 from common.rpc import prefix_hints
 from common.rpc.stream_status import said
 from kvtransfer.messages import (

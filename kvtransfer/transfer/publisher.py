@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from common.errors import LayoutMismatch
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import Ints, PageProducer
 from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import (

@@ -13,7 +13,7 @@ from common.config import TransferConfig
 from common.errors import LayoutMismatch, TransferError
 from common.logs import kv
 from common.logs.throttle import Throttle, ThrottledLog
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from kernels.cpu import memory
 from kvtransfer.backends.base import (
     BackendConnection,

@@ -6,8 +6,8 @@ from typing import Protocol
 from common.distribution import HistogramCounts
 from common.priority import PriorityClass
 from common.queueing.drain import QueueBacklog
+from common.requests.namespace import WeightsId
 from common.requests.request_trace import RequestTraces
-from common.requests.weights import WeightsId
 
 
 class PausableScheduler(Protocol):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from common.errors import FailedPrecondition
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from node.commands import (
     Command,
     ContinueGeneration,

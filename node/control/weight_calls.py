@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.errors import FailedPrecondition, ServingError
-from common.requests.weights import UNNAMED, WeightsId
+from common.requests.namespace import UNNAMED, WeightsId
 from node.commands import PutWeights, TakeWeights
 from node.control.inside import ControlledRole
 from node.messages import NodeCallResult

@@ -13,8 +13,8 @@ from common.errors import InvalidRequest, NodeUnavailable, cut
 from common.memory_tags import memory_tags
 from common.pause_mode import pause_mode
 from common.queueing.drain import QueueBacklog
+from common.requests.namespace import check_weights
 from common.requests.request_trace import RequestTraces, to_proto
-from common.requests.weights import check_weights
 from common.rpc import check_address
 from node.commands import (
     AbortRequests,

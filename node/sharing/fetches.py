@@ -21,9 +21,8 @@ from msgspec.structs import replace
 from common.config import PrefixSharingConfig
 from common.page_tables import PageTables, num_pages_of
 from common.request import Remaining
-from common.requests.namespace import Namespace
+from common.requests.namespace import UNNAMED, Namespace
 from common.requests.prefix_hint import PrefixHint
-from common.requests.weights import UNNAMED
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.errors import FailedPrecondition, ServingError
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from engine.batch.batch import Ints
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache

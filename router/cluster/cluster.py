@@ -10,9 +10,8 @@ import msgspec
 from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
-from common.requests.adapter import AdapterId
+from common.requests.namespace import UNNAMED, AdapterId, WeightsId
 from common.requests.prefix_hint import PrefixHint
-from common.requests.weights import UNNAMED, WeightsId
 from protos import decode_pb2
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.cluster.decode_client import DecodeClient

@@ -19,11 +19,10 @@ from common import limits, request, rpc
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
 from common.logs import kv
 from common.request import Remaining, RequestSpec
-from common.requests.adapter import AdapterId, check_adapter
 from common.requests.logprobs import from_proto
+from common.requests.namespace import UNNAMED, AdapterId, WeightsId, check_adapter, check_weights
 from common.requests.prediction import PredictionUsage
 from common.requests.prefix_hint import PrefixHint
-from common.requests.weights import UNNAMED, WeightsId, check_weights
 from common.rpc import prefix_hints as hints
 from common.rpc import stream_status
 from protos import decode_pb2, decode_pb2_grpc

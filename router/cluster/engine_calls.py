@@ -9,7 +9,7 @@ from typing import Any
 from common.errors import FailedPrecondition, InvalidRequest
 from common.memory_tags import memory_tags
 from common.pause_mode import PauseMode, pause_mode
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from protos import node_pb2, router_pb2
 from router.cluster.cluster_state import ClusterState
 from router.cluster.fan_out import BroadcastResult, NodeMember, ask_all

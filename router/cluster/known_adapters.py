@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Mapping
 
 from common.errors import NotFound
-from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.namespace import NO_ADAPTER, AdapterId
 from router.cluster.decode_client import DecodeClient
 
 

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 
 from common.limits import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS, VERSION
-from common.requests.prefix_hash import BYTES_PER_TOKEN
+from common.requests.namespace import BYTES_PER_TOKEN
 from protos.decode_pb2 import Peers, Submit, ToNode
 
 

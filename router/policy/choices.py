@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.namespace import SHARED, Namespace
+from common.requests.namespace import NO_ADAPTER, SHARED, AdapterId, Namespace
 
 
 class PlacementKey(msgspec.Struct, frozen=True):

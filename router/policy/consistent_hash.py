@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import as_bytes
 from router.policy.choices import DecodeChoice, PlacementDecision, PlacementKey
 from router.policy.decode_choice import LeastLoadedDecode
 from router.policy.load import NodeLoad

@@ -13,7 +13,7 @@ import xgrammar
 from api.parsers.channels import Channels
 from api.parsers.listener import StreamParser
 from api.parsers.model_format import ModelFormat
-from common.requests.guide import GuidedDecoding, as_form, tag
+from common.requests.sampling import GuidedDecoding, as_form, tag
 from engine.grammar.compilers import GrammarCompilers, prepared
 
 MARKERS = (

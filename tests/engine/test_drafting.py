@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.config import SpeculativeConfig
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import as_bytes
 from engine.batch.request import Request
 from engine.speculative import (
     LONGEST_MATCH,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.requests.guide import JSON_OBJECT, GuidedDecoding
+from common.requests.sampling import JSON_OBJECT, GuidedDecoding
 from engine.grammar import trials
 from engine.grammar.compilers import GrammarCompilers, prepared
 from engine.grammar.trials import TooDear, Walks

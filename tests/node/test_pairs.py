@@ -23,7 +23,7 @@ from common.identity.refusals import uncounted
 from common.identity.secret import new_secret, parse
 from common.process.ipc import FrameConnection, socket_pair
 from common.request import Remaining
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import as_bytes
 from common.requests.prefix_hint import PrefixHint
 from common.requests.sampling import SamplingParams
 from common.rpc import stream_status

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from common.requests.guide import GuidedDecoding
 from common.requests.prediction import NOTHING
+from common.requests.sampling import GuidedDecoding
 from engine.batch.request import FinishReason
 from engine.speculative import AllDrafts, NgramDrafter, Speculator
 from tests.pair.conftest import Known

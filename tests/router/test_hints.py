@@ -1,7 +1,6 @@
 """Prefix hints: the other holders of a prompt's beginning, sent to the node that computes it."""
 
-from common.requests.namespace import SHARED, Namespace, namespace_of
-from common.requests.prefix_hash import page_names
+from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from common.requests.prefix_hint import PrefixHint
 from router.policy.choices import PlacementDecision, PlacementKey
 from router.policy.hints import PrefixHints

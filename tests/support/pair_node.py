@@ -25,12 +25,11 @@ from common.config import (
     TransferConfig,
 )
 from common.process.ipc import FrameSocket
-from common.requests.guide import GuidedDecoding, Prepared
 from common.requests.images import Image
 from common.requests.logprobs import TokenLogprobs
+from common.requests.namespace import UNNAMED
 from common.requests.prediction import NOTHING, PredictionUsage
-from common.requests.sampling import SamplingParams
-from common.requests.weights import UNNAMED
+from common.requests.sampling import GuidedDecoding, Prepared, SamplingParams
 from decode_node import engine as decode_engine
 from engine.adapters.adapters import bank_of
 from engine.backend import TorchBackend

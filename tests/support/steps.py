@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common.config import LoraConfig
-from common.requests.adapter import NO_ADAPTER
+from common.requests.namespace import NO_ADAPTER
 from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import AdapterManager, bank_of, load_all, no_adapters, shelf_of
 from engine.adapters.library import AdapterCache

@@ -23,7 +23,7 @@ from common.identity.caller import node_name
 from common.identity.guard import CallAuthenticator
 from common.identity.program import identity_of
 from common.identity.refusals import uncounted
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import as_bytes
 from common.rpc.stream_status import StreamStatus, heard
 from kvtransfer.backends.base import PagePool, PageProducer
 from kvtransfer.backends.tcp.backend import TcpBackend
