@@ -10,7 +10,7 @@ from functools import partial
 
 from common.errors import InvalidRequest, ServingError
 from common.requests.logprobs import Logprobs, join, split
-from common.requests.request_trace import RequestTrace, RequestTraces
+from common.requests.timeline import RequestTrace, RequestTraces
 from decode_node.counts import DecodeCounters
 from decode_node.state import DecodeState
 from engine.batch.request import FinishReason, Request

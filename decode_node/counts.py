@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from grpc import StatusCode
 
-from common import bounds
+from common import distribution
 from common.distribution import HistogramCounts, LiveHistogram
 from common.errors import AdapterNotLoaded, QueueFull, ServingError
 from engine.batch.request import RequestEnd
@@ -36,7 +36,7 @@ class DecodeCounters:
     def __init__(self) -> None:
         self._totals = dict.fromkeys(_NAMES, 0)
         self._local = dict.fromkeys(_LOCAL, 0)
-        self._seconds = LiveHistogram(bounds.HANDOFF_S)
+        self._seconds = LiveHistogram(distribution.HANDOFF_S)
 
     def link(self, *, up: bool) -> None:
         self._totals["link_changes/up" if up else "link_changes/down"] += 1

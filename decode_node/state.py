@@ -8,9 +8,9 @@ from enum import Enum
 
 import numpy as np
 
+from common.addresses import PrefixHint
 from common.errors import EngineFault
 from common.requests.logprobs import Logprobs
-from common.requests.prefix_hint import PrefixHint
 from decode_node.page_reservations import PageReservation
 from engine.batch.request import Request
 from kvtransfer.messages import HandoffId

@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 import msgspec
 
+from common.addresses import PrefixHint
 from common.request import Remaining, RequestSpec
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, WeightsId
-from common.requests.prefix_hint import PrefixHint
 from common.requests.timeline import PrefillTimes
 
 

@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.pause_mode import PauseMode
+from common.pausing import PauseMode
 from common.requests.namespace import WeightsId
 
 

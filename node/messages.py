@@ -9,16 +9,14 @@ from typing import TypeAlias
 
 import msgspec
 
+from common.addresses import PrefixHint
 from common.distribution import HistogramCounts
-from common.queueing.drain import QueueBacklog
+from common.queueing import QueueBacklog
 from common.request import Remaining, RequestSpec
-from common.requests.logprobs import Logprobs
+from common.requests.logprobs import Logprobs, PredictionUsage
 from common.requests.namespace import NO_ADAPTER, SHARED, UNNAMED, AdapterId, Namespace, WeightsId
 from common.requests.pooling import PoolingParams
-from common.requests.prediction import PredictionUsage
-from common.requests.prefix_hint import PrefixHint
-from common.requests.request_trace import RequestTraces
-from common.requests.timeline import NOTHING, Timeline
+from common.requests.timeline import NOTHING, RequestTraces, Timeline
 from common.tracing.context import UNTRACED, TraceContext
 from node.commands import Command
 from node.timings import ProducerTimings, RequestTimings
@@ -114,7 +112,7 @@ class SubmitPooling(msgspec.Struct, frozen=True, tag=True):
     budget_s: float
     queue_s: float = math.inf  # longest wait for the first forward
     namespace: Namespace = SHARED
-    engine_deaths: int = 0  # see common/requests/quarantine.py
+    engine_deaths: int = 0  # see common/request.py
 
 
 class CancelPooling(msgspec.Struct, frozen=True, tag=True):

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from common.requests.request_trace import RequestTrace, TimelineEvent
-from common.requests.timeline import MAX_TEXT
+from common.requests.timeline import MAX_TEXT, RequestTrace, TimelineEvent
 from node.timings import HandoffTimings, ProducerTimings, RequestTimings
 
 WHY_HERE = {

@@ -4,9 +4,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from common.request import RequestSpec
-from common.requests.request_trace import RequestTrace, RequestTraces
+from common.requests.timeline import RequestTrace, RequestTraces
 from common.tracing.context import is_sampled, log_fields
 from kvtransfer.ports import ClosedEvent, OpenedEvent
 from node.messages import HandoffSpan

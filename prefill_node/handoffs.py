@@ -14,8 +14,8 @@ from functools import partial
 
 from common.errors import ServingError
 from common.page_tables import PageTables
-from common.queueing.waiting_line import QueueEntry
-from common.requests.request_trace import RequestTrace, RequestTraces
+from common.queueing import QueueEntry
+from common.requests.timeline import RequestTrace, RequestTraces
 from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, Ints, Request, RequestEnd
 from engine.kv_cache.pages import PageAllocator, PageHolder

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 
 from common.distribution import HistogramCounts
 from common.priority import PriorityClass
-from common.queueing.drain import QueueBacklog
+from common.queueing import QueueBacklog
 from common.requests.namespace import WeightsId
-from common.requests.request_trace import RequestTrace, RequestTraces
+from common.requests.timeline import RequestTrace, RequestTraces
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.ports import (

@@ -9,8 +9,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from common.errors import NodeUnavailable, RequestFailed, ServingError
-from common.request import Remaining, RequestSpec
-from common.requests.quarantine import GUILTY, TRIAL_TOKENS
+from common.request import GUILTY, TRIAL_TOKENS, Remaining, RequestSpec
 from protos.decode_pb2 import MoveFrom
 from router.cluster.cluster import Placed
 from router.cluster.decode_client import DecodeCall
@@ -187,7 +186,7 @@ class AttemptLosses:
     """Nodes that one request has lost, and the limit after which it fails.
 
     A loss is not charged if the node was asked to end, or if the engine crashed while another
-    request was computed alone (common/requests/quarantine.py). Charges are dropped once the request
+    request was computed alone (common/request.py). Charges are dropped once the request
     has progressed beyond the position of the loss.
 
     Attributes:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.errors import NodeUnavailable, ServingError
-from common.requests.logprobs import TokenLogprobs
-from common.requests.prediction import NOTHING, PredictionUsage
+from common.requests.logprobs import NOTHING, PredictionUsage, TokenLogprobs
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from api.auth.client import Client, by_address
 from api.auth.keyring import ApiKeys
 from api.auth.usage import KeyUsage
 from common.errors import Forbidden, InvalidRequest, RateLimited, ServingError, Unauthenticated
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from router.metrics import RouterMetrics, Stranger
 
 log = logging.getLogger(__name__)

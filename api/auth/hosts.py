@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from ipaddress import ip_address
 
-from common.identity.exposure import is_loopback
+from common.identity.program import is_loopback
 
 _LOCALHOST = "localhost"
 _REMEMBERED = 256  # hosts as sent: nearly all requests send the same few

@@ -3,7 +3,7 @@
 import hmac
 
 from common.identity import tokens
-from common.identity.refusals import AuthRejection
+from common.identity.guard import AuthRejection
 from common.identity.secret import SecretStore, operator_keys
 
 AUDIENCE = "http"  # of operators' tokens

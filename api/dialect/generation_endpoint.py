@@ -21,7 +21,7 @@ from api.requests.generate_params import GenerateParams
 from api.requests.idempotency import IdempotencyCache, IdempotentRetry
 from api.requests.limiter import new_request_id
 from common.errors import ServingError
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)

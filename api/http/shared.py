@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from api.http.connection_limit import ConnectionLimit
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from common.rpc import join_address
 from router.metrics import RouterMetrics
 

@@ -15,7 +15,7 @@ import msgspec
 from api.images.jobs import Decoded, ImageJob, Outcome, Refused
 from api.images.pixels import opened, pixels_of
 from common.errors import InvalidRequest
-from common.process import helper_program
+from common.process import helper
 from common.vision_files import VisionFiles
 
 _MOST_ELONGATED = 200
@@ -77,4 +77,4 @@ def tokens_of(height: int, width: int, files: VisionFiles, max_tokens: int) -> t
 
 
 if __name__ == "__main__":
-    helper_program.serve(sys.argv[1:], work)
+    helper.serve(sys.argv[1:], work)

@@ -11,7 +11,7 @@ from api.dialect.origin import RequestOrigin
 from api.http.answers import Headers
 from api.http.request import HttpRequest
 from api.requests.answer import FinalChunk, OutputChunk
-from common.requests.prediction import NOTHING
+from common.requests.logprobs import NOTHING
 
 StopReason: TypeAlias = str | int | msgspec.UnsetType
 _encode = msgspec.json.Encoder().encode

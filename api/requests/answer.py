@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from api.requests.token_reports import PromptReport, TokenReport
 from api.text.detokenizer import Detokenizer
 from api.text.stops import StopConditions
-from common.requests.logprobs import TokenLogprobs
-from common.requests.prediction import NOTHING, PredictionUsage
+from common.requests.logprobs import NOTHING, PredictionUsage, TokenLogprobs
 from router.token_buffer import NodeOutput, StreamEnd
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InvalidRequest
-from common.process import helper_program
+from common.process import helper
 from common.requests.sampling import GuidedDecoding
 from engine.grammar.compilers import GrammarCompilers, prepared, xgrammar
 from engine.grammar.grammar_verifier import S_PER_TOKEN, Verdict
@@ -141,7 +141,7 @@ def main(directory: str, vocabulary: str, eos: str, *descriptors: str) -> None:
         guide = msgspec.msgpack.decode(content, type=GuidedDecoding)
         return msgspec.msgpack.encode(_verdict(compilers, walks, guide))
 
-    helper_program.serve(descriptors, tried)
+    helper.serve(descriptors, tried)
 
 
 def _verdict(compilers: GrammarCompilers, walks: Walks, guide: GuidedDecoding) -> Verdict:

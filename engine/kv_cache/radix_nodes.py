@@ -87,7 +87,7 @@ class RadixNode:
         self.passed = False  # is in the queue of nodes that have a child
         self.resumed = False  # a request continued from within it
         self.state = np.empty(0, np.int32)  # pages of the state at its end, if one is kept
-        # Names of its pages (prefix_hash.py), set while the tree has a journal or a lower tier.
+        # Names of its pages (namespace.py), set while the tree has a journal or a lower tier.
         self.names: list[int] = []
         self.keys: list[PageKey] = []  # keys of its pages, set while the tree has a lower tier
         # Set by the lower tier: how many of its first pages are completely saved there, and when

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from common import bounds
+from common import distribution
 from common.distribution import HistogramCounts, LiveHistogram
 from common.logs import kv
 from common.process.standstill import StallMonitor
@@ -90,9 +90,9 @@ class _Mode:
     __slots__ = ("requests", "seconds", "tokens")
 
     def __init__(self) -> None:
-        self.seconds = LiveHistogram(bounds.STEP_S)
-        self.requests = LiveHistogram(bounds.BATCH_REQUESTS)
-        self.tokens = LiveHistogram(bounds.BATCH_TOKENS)
+        self.seconds = LiveHistogram(distribution.STEP_S)
+        self.requests = LiveHistogram(distribution.BATCH_REQUESTS)
+        self.tokens = LiveHistogram(distribution.BATCH_TOKENS)
 
 
 class StepMeter:

@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 
 from common.logs import kv
 from common.process.standstill import StallMonitor
-from common.requests.request_trace import RequestTrace
+from common.requests.timeline import RequestTrace
 from engine.loop.clock import StepClock
 
 _LOOKS = 8  # checks per limit

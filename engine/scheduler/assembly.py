@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common import bounds
+from common import distribution
 from common.distribution import HistogramCounts, LiveHistogram
-from common.requests.prediction import NOTHING, PredictionUsage
+from common.requests.logprobs import NOTHING, PredictionUsage
 from engine.batch.batch import AcceptedRuns, ForwardMode, Ints, ScheduleBatch, StateCheckpoint
 from engine.batch.image_tokens import in_vocabulary
 from engine.batch.request import Request
@@ -52,7 +52,7 @@ class Speculation:
         self._table = core.table
         self._clock = core.clock
         self._running = running
-        self._lengths = LiveHistogram(bounds.RUN_TOKENS)
+        self._lengths = LiveHistogram(distribution.RUN_TOKENS)
         # Per launched step with drafts: slots whose drafts come from their prediction.
         self._unsettled: deque[set[int]] = deque()
         self._launches: deque[float] = deque()  # times of unfinished steps

@@ -2,7 +2,7 @@
 decode rows if there are no prompts.
 
 If a decode row lacks a page, another request is retracted. If the step computes prompts, the row
-only waits instead. Requests that may share no forward (common/requests/quarantine.py) get every
+only waits instead. Requests that may share no forward (common/request.py) get every
 second step.
 
 Preemption: a waiting request replaces running ones that are much less urgent. Preempted requests

@@ -2,7 +2,7 @@
 
 It stores slots and columns only. A row costs Python work only when it joins, leaves or grows. Some
 rows temporarily share no forward with others (`QuarantineQueue`, see
-common/requests/quarantine.py). This module does not know the reason.
+common/request.py). This module does not know the reason.
 
 Reserving pages for all remaining tokens of a request wastes the pool, since most requests end
 early. Reserving none leads to retraction. The new-token ratio therefore starts cautious, decays

@@ -54,7 +54,7 @@ class Scheduler:
         kept: capacity that `add`ed requests must leave to those that are going to `join`.
         preempts: whether a waiting request may preempt a running one.
         paused: no step is chosen while it is set; launched steps finish.
-        on_trial: the suspect request (common/requests/quarantine.py) whose step is launched, if
+        on_trial: the suspect request (common/request.py) whose step is launched, if
             any. Nothing else is on the device then.
     Args:
         core: its host pages also serve retracted requests.

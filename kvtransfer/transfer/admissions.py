@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import TransferError
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from kvtransfer.backends.base import PageProducer
 from kvtransfer.pairing import DataPath, PairHello
 

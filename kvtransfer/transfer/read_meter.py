@@ -3,7 +3,7 @@
 Written by the transfer thread, read by any other. So the entries of all paths exist from the start.
 """
 
-from common import bounds
+from common import distribution
 from common.distribution import HistogramCounts, LiveHistogram
 
 PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
@@ -16,7 +16,7 @@ class _Path:
         self.num_bytes = 0
         self.num_descriptors = 0
         self.num_refused = 0
-        self.seconds = LiveHistogram(bounds.READ_S)
+        self.seconds = LiveHistogram(distribution.READ_S)
 
 
 class ReadMetrics:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from common.config import TransferConfig
 from common.errors import LayoutMismatch, TransferError
-from common.logs import kv
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog, kv
 from common.requests.namespace import WeightsId
 from kernels.cpu import memory
 from kvtransfer.backends.base import (

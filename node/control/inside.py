@@ -5,9 +5,9 @@ from typing import Protocol
 
 from common.distribution import HistogramCounts
 from common.priority import PriorityClass
-from common.queueing.drain import QueueBacklog
+from common.queueing import QueueBacklog
 from common.requests.namespace import WeightsId
-from common.requests.request_trace import RequestTraces
+from common.requests.timeline import RequestTraces
 
 
 class PausableScheduler(Protocol):

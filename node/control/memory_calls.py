@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.errors import FailedPrecondition, ServingError
-from common.memory_tags import MEMORY_TAGS, WEIGHTS
+from common.pausing import MEMORY_TAGS, WEIGHTS
 from node.commands import ReleaseMemory, ResumeMemory
 from node.control.inside import ControlledRole
 from node.messages import NodeCallResult

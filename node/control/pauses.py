@@ -10,7 +10,7 @@ module knows no request. The loop continues to turn, so the engine sends heartbe
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.pause_mode import PAUSE_MODES, PauseMode
+from common.pausing import PAUSE_MODES, PauseMode
 from node.control.inside import ControlledRole
 from node.messages import NodeCallResult
 

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from common.errors import DeadlineExceeded, FailedPrecondition, NodeUnavailable, Overloaded
-from common.process.ipc import Backlogged, FrameConnection, PeerGone
-from common.process.lanes import CallLane
+from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone
 from node.commands import Command
 from node.messages import (
     CacheEventBatch,

@@ -10,7 +10,7 @@ import grpc.aio
 from common.config import NodeConfig
 from common.errors import ServingError
 from common.identity.guard import CallAuthenticator
-from common.tracing.tracer import Tracer
+from common.tracing.context import Tracer
 from node.frontend.engine_link import EngineLink
 from node.frontend.supervision import EngineSupervisor
 from node.messages import EngineStats, HandoffSpan, PoolingDone, QuarantineStarted, StepTokens

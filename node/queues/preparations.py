@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Generic, Protocol
 
 from common.errors import ServingError
-from common.queueing.drain import QueueEstimator
+from common.queueing import QueueEstimator
 from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
 from node.request_state import Ending, S, Stage
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic
 
-from common.queueing.drain import QueueEstimator
+from common.queueing import QueueEstimator
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.scheduler.scheduler import Scheduler

@@ -4,8 +4,7 @@ computation. Also the time of a computed token.
 
 import math
 
-from common.queueing.drain import QueueEstimator
-from common.queueing.waiting_line import QueueEntry
+from common.queueing import QueueEntry, QueueEstimator
 from engine.batch.request import Request
 
 

@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 
+from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
 from common.page_tables import PageTables
-from common.requests.prefix_hint import PrefixHint
 from engine.batch.batch import Ints
 from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from common.addresses import PrefixHint
 from common.errors import NodeUnavailable
 from common.requests.namespace import UNNAMED, AdapterId, WeightsId
-from common.requests.prefix_hint import PrefixHint
 from protos import decode_pb2
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.cluster.decode_client import DecodeClient

@@ -15,7 +15,7 @@ from typing import get_args
 import grpc.aio
 
 from common.logs import kv
-from common.requests.request_trace import RequestTraces, from_proto
+from common.requests.timeline import RequestTraces, traces_from_proto
 from protos import node_pb2, node_pb2_grpc
 from router.cluster.fan_out import LEFT, NodeMember, ask
 from router.cluster.sources import Role
@@ -267,5 +267,5 @@ class NodeDescriber:
 async def _history(member: NodeMember, request_id: str) -> DescribeResult:
     request = node_pb2.ExplainHereRequest(request_id=request_id)
     answer, problem = await ask(member, "Explain", request, _DEADLINE_S, _MAX_HISTORY_BYTES)
-    traces = RequestTraces((), 0) if answer is None else from_proto(answer)
+    traces = RequestTraces((), 0) if answer is None else traces_from_proto(answer)
     return DescribeResult(member.role, member.address, time.monotonic(), traces, problem)

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 
+from common import addresses as hints
 from common import limits, request, rpc
+from common.addresses import PrefixHint
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
 from common.logs import kv
 from common.request import Remaining, RequestSpec
-from common.requests.logprobs import from_proto
+from common.requests.logprobs import PredictionUsage, from_proto
 from common.requests.namespace import UNNAMED, AdapterId, WeightsId, check_adapter, check_weights
-from common.requests.prediction import PredictionUsage
-from common.requests.prefix_hint import PrefixHint
-from common.rpc import prefix_hints as hints
-from common.rpc import stream_status
+from common.rpc import streams
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
 from router.cluster.engine_pulse import EngineLiveness, LivenessLimits
@@ -248,7 +247,7 @@ class DecodeClient:
         watching = asyncio.create_task(self._end_if_dead(pulse, call))
         first = True
         try:
-            async for message in stream_status.heard(call):
+            async for message in streams.heard(call):
                 if first:
                     first = False
                     difference = limits.difference(
@@ -263,7 +262,7 @@ class DecodeClient:
         except asyncio.CancelledError:
             rpc.raise_if_cancelled()
             return _Over(f"its engine has made no progress for {self._patience.dead_s:g} s")
-        except stream_status.StreamStatus as end:
+        except streams.StreamStatus as end:
             return _Over(
                 str(end),
                 refused=end.code is grpc.StatusCode.FAILED_PRECONDITION,

@@ -7,8 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from common.errors import FailedPrecondition, InvalidRequest
-from common.memory_tags import memory_tags
-from common.pause_mode import PauseMode, pause_mode
+from common.pausing import PauseMode, memory_tags, pause_mode
 from common.requests.namespace import WeightsId
 from protos import node_pb2, router_pb2
 from router.cluster.cluster_state import ClusterState

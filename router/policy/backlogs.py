@@ -19,8 +19,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from common.errors import QueueFull
-from common.queueing.drain import may_wait_s
-from common.queueing.waiting_line import QueueEntry
+from common.queueing import QueueEntry, may_wait_s
 from router.policy.choices import DecodeChoice
 from router.policy.load import NodeLoad
 

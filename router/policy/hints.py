@@ -4,7 +4,7 @@ Hints come from the nodes' cache events. The computing node may fetch the prefix
 late hint costs it one request at most.
 """
 
-from common.requests.prefix_hint import MAX_HINTS, PrefixHint
+from common.addresses import MAX_HINTS, PrefixHint
 from router.policy.choices import PlacementDecision, PlacementKey
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 

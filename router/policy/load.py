@@ -14,7 +14,7 @@ import math
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from common.queueing.waiting_line import QueueEntry, QueueModel
+from common.queueing import QueueEntry, QueueModel
 from router.policy.choices import PlacementDecision
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.config import SchedulerConfig
-from common.requests.prediction import NOTHING
+from common.requests.logprobs import NOTHING
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason, Request
 from engine.speculative import Speculator

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.requests.request_trace import RequestTrace
+from common.requests.timeline import RequestTrace
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.build import build
 from engine.loop import watchdog

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.requests.prediction import NOTHING
+from common.requests.logprobs import NOTHING
 from common.requests.sampling import GuidedDecoding
 from engine.batch.request import FinishReason
 from engine.speculative import AllDrafts, NgramDrafter, Speculator

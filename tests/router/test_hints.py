@@ -1,7 +1,7 @@
 """Prefix hints: the other holders of a prompt's beginning, sent to the node that computes it."""
 
+from common.addresses import PrefixHint
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
-from common.requests.prefix_hint import PrefixHint
 from router.policy.choices import PlacementDecision, PlacementKey
 from router.policy.hints import PrefixHints
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes

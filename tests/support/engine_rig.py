@@ -14,8 +14,8 @@ import numpy as np
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.page_tables import PageTables, num_pages_of
+from common.requests.logprobs import NOTHING, PredictionUsage
 from common.requests.namespace import Namespace, as_bytes
-from common.requests.prediction import NOTHING, PredictionUsage
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import BatchResult, Ints, LaunchedBatch, ScheduleBatch
 from engine.batch.holding import NO_PAGE, PageHolding

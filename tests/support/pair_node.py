@@ -26,9 +26,8 @@ from common.config import (
 )
 from common.process.ipc import FrameSocket
 from common.requests.images import Image
-from common.requests.logprobs import TokenLogprobs
+from common.requests.logprobs import NOTHING, PredictionUsage, TokenLogprobs
 from common.requests.namespace import UNNAMED
-from common.requests.prediction import NOTHING, PredictionUsage
 from common.requests.sampling import GuidedDecoding, Prepared, SamplingParams
 from decode_node import engine as decode_engine
 from engine.adapters.adapters import bank_of

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from common.errors import EngineFault, TransferError
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from kvtransfer.backends.base import prepared
 from kvtransfer.backends.nixl.connection import NixlOffer
 from kvtransfer.backends.nixl.memory import NixlMemory

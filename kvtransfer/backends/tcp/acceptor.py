@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from common.errors import EngineFault, ServingError, TransferError
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from kvtransfer.backends.tcp.wire import INTRODUCTION
 
 _PATIENCE_S = 2.0

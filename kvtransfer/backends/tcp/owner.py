@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation, ServingError, TransferError
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside, prepared
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.publications import PublishedPages

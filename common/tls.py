@@ -1,19 +1,29 @@
-"""Certificates from files (watched_files.py), for gRPC and for the HTTP server."""
+"""TLS for all processes: certificates from files, for gRPC and for the HTTP server.
+
+The files of a process and of its authorities are checked, and read again when they change
+(watched_files.py).
+"""
 
 import logging
 import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+)
 
 from common.config import TlsConfig
 from common.errors import ConfigError
 from common.logs import kv
-from common.tls import pem
 from common.watched_files import AGAIN_S, WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -66,9 +76,9 @@ class Certificates:
         try:
             pems = PemFiles(cert=_content(cert), key=_content(key), ca=_content(ca))
             if cert and key:
-                pem.check_shown(cert, pems.cert, key, pems.key)
+                check_shown(cert, pems.cert, key, pems.key)
             if ca:
-                pem.check_authority(ca, pems.ca)
+                check_authority(ca, pems.ca)
         except ConfigError as error:
             raise ConfigError(f"{self._knob}: {error}") from error
         return pems
@@ -89,21 +99,16 @@ def kind(certificates: Certificates | None) -> str:
     return "mutual" if certificates.config.mutual else "on"
 
 
-def names_and_end(pems: PemFiles) -> tuple[list[str], datetime]:
-    """Return the names and the expiry of the shown certificate."""
-    return pem.names_and_end(pems.cert)
-
-
 def shown_end(certificates: Certificates) -> float | None:
     """Return the expiry of the shown chain as Unix time. None: no certificate is shown."""
     shown = certificates.current().cert
-    return pem.chain_end(shown).timestamp() if shown else None
+    return chain_end(shown).timestamp() if shown else None
 
 
 def authority_end(certificates: Certificates) -> float | None:
     """Return the last expiry of the authorities as Unix time. None: others are not verified."""
     ca = certificates.current().ca
-    return pem.authority_end(ca).timestamp() if ca else None
+    return last_end(ca).timestamp() if ca else None
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
@@ -192,3 +197,63 @@ def _content(path: Path | None) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def check_shown(cert: Path, cert_pem: bytes, key: Path, key_pem: bytes) -> None:
+    """Raise ConfigError unless they are a valid certificate chain and its key."""
+    chain = _certificates(cert, cert_pem)
+    try:
+        private = load_pem_private_key(key_pem, None)
+    except TypeError as error:  # the library's error for a password
+        raise ConfigError(f"{key} is encrypted") from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{key} holds no PEM private key") from error
+    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+    try:
+        public = chain[0].public_key().public_bytes(*form)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{cert} is of a key that cannot be used: {error}") from error
+    if private.public_key().public_bytes(*form) != public:
+        raise ConfigError(f"{cert} is not the certificate of the key {key}")
+    for each in chain:
+        if not _is_valid(each):
+            begin, end = each.not_valid_before_utc, each.not_valid_after_utc
+            raise ConfigError(f"{cert} is valid from {begin:%FT%TZ} to {end:%FT%TZ}, not now")
+
+
+def check_authority(ca: Path, pem: bytes) -> None:
+    """Raise ConfigError unless at least one certificate is valid."""
+    if not any(map(_is_valid, _certificates(ca, pem))):
+        raise ConfigError(f"no certificate in {ca} is valid now")
+
+
+def names_and_end(pems: PemFiles) -> tuple[list[str], datetime]:
+    """Return the names and the expiry of the shown certificate."""
+    shown = x509.load_pem_x509_certificate(pems.cert)
+    try:
+        names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return [], shown.not_valid_after_utc
+    return [str(name.value) for name in names], shown.not_valid_after_utc
+
+
+def chain_end(cert_pem: bytes) -> datetime:
+    """Return the earliest expiry in a chain."""
+    return min(each.not_valid_after_utc for each in x509.load_pem_x509_certificates(cert_pem))
+
+
+def last_end(ca_pem: bytes) -> datetime:
+    """Return the latest expiry of the authorities."""
+    return max(each.not_valid_after_utc for each in x509.load_pem_x509_certificates(ca_pem))
+
+
+def _certificates(path: Path, pem: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except (ValueError, x509.InvalidVersion) as error:
+        raise ConfigError(f"{path} holds no PEM certificate") from error
+
+
+def _is_valid(certificate: x509.Certificate) -> bool:
+    now = datetime.now(UTC)
+    return certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc
