@@ -5,6 +5,7 @@ from typing import Protocol
 
 from common.config import EngineConfig
 from engine.build import Engine
+from engine.loop import watchdog
 from engine.loop.clock import StepClock
 from engine.loop.loop import EngineRole, EventLoop
 from engine.loop.watchdog import StalledEngine, Watchdog
@@ -52,7 +53,7 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
         finally:
             watchdog.end_process()
 
-    watchdog = Watchdog(
+    dog = Watchdog(
         clock,
         limit_s=config.scheduler.watchdog_timeout_s,
         has_work=lambda: role.scheduler.awaits_steps,
@@ -62,9 +63,9 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
     # happens before the watchdog starts, since a slow collection is no stall of the loop.
     gc.collect()
     gc.freeze()
-    watchdog.start()
+    dog.start()
     try:
         loop.run()
     finally:
-        watchdog.stop()
+        dog.stop()
         gc.unfreeze()  # otherwise the libraries' own leak checks report frozen objects at exit

@@ -22,7 +22,7 @@ from kvtransfer.backends.base import PagePool, TransferBackend
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
-from kvtransfer.transfer.read_meter import ReadMetrics
+from kvtransfer.transfer.reader import ReadMetrics
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
 from node.control.engine_control import EngineControl, FrontendChannel, RoleEnded

@@ -19,6 +19,7 @@ from common import rpc, tls
 from common.config import RouterConfig
 from common.logs import kv
 from common.metrics.serving import served as served_metrics
+from common.process.resources import keep_trimming
 from router.cluster.cluster import Cluster
 from router.metrics import RouterMetrics
 from router.workers.asking import siblings
@@ -143,7 +144,7 @@ async def run_router(
             following = tasks.create_task(_followed(begun))
             readiness = tasks.create_task(nodes.report_readiness(grpc.health))
             keys = tasks.create_task(base.clients.keep_up())
-            trimming = tasks.create_task(resources.keep_trimming())
+            trimming = tasks.create_task(keep_trimming())
             sampling = tasks.create_task(admin.recent.run())
             try:
                 yield RunningRouter(nodes, grpc, http, http_port, following, readiness)

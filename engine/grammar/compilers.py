@@ -65,7 +65,7 @@ def _imported() -> ModuleType:
 
 
 if TYPE_CHECKING:
-    import xgrammar
+    import xgrammar as xgrammar
 else:
     xgrammar = _imported()
 MAX_KEPT_BYTES = 256 << 20  # of xgrammar's own cache

@@ -51,7 +51,7 @@ from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion
 from kvtransfer.transfer.publisher import MAX_TOKENS
-from kvtransfer.transfer.read_meter import ReadMetrics
+from kvtransfer.transfer.reader import ReadMetrics
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import TransferThread
 from node.control.engine_control import EngineControl
