@@ -16,9 +16,9 @@ from cli.local import plan
 from common import tls
 from common.config import TlsConfig
 from common.errors import ConfigError, InvalidRequest
-from common.identity.identity import Identity
 from common.identity.program import identity_of
 from common.identity.secret import VARIABLE, unread
+from common.identity.tokens import Identity
 from common.rpc import check_address, make_channel, raise_if_cancelled
 from common.settings import ConfigArgumentParser
 from protos import router_pb2, router_pb2_grpc

@@ -8,7 +8,7 @@ import sys
 from cli import client
 from common import settings
 from common.errors import ConfigError
-from common.identity.roles import MAY_CALL
+from common.identity.guard import MAY_CALL
 from common.identity.secret import VARIABLE, new_secret, operator_keys
 
 PROGRAM = "baton cluster-secret"

@@ -16,7 +16,7 @@ ServingError                      status sent to the peer
 ├── TransferError                 UNAVAILABLE          retry the attempt
 │   ├── LayoutMismatch            FAILED_PRECONDITION  misconfigured pair, never retried
 │   └── ProtocolViolation         FAILED_PRECONDITION  ends the pair stream
-├── EngineDied                    ABORTED              retry on another node, see quarantine.py
+├── EngineDied                    ABORTED              retry on another node (request.py)
 ├── RequestFailed                 INTERNAL             it cannot be computed, never retried
 ├── ConfigError                   FAILED_PRECONDITION  one line and exit code 2
 └── EngineFault                   UNAVAILABLE          the node fails its requests and exits

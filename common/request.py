@@ -3,6 +3,12 @@
 All processes share this record. The router creates it. A decode node sends it to the prefill node
 and to the next decode node. The engine's `Request` refers to it. A new field is declared here and
 in `protos/request.proto`.
+
+Quarantine: one request that makes a forward pass raise crashes its engine, together with all its
+other requests, and it is unknown which request it was. So each of them carries a crash count. It is
+computed alone, at its prefill node and at its decode node, until it is past the position of the
+crash. Then it is innocent and its count is cleared. A request that is alone in an engine that
+crashes is the cause.
 """
 
 import math
@@ -15,15 +21,27 @@ from common.errors import InvalidRequest
 from common.limits import MAX_WEIGHT, MIN_WEIGHT
 from common.priority import HIGHEST, LOWEST
 from common.requests import images, sampling
-from common.requests.adapter import NO_ADAPTER, AdapterId, check_adapter, within
 from common.requests.images import Image
-from common.requests.namespace import SHARED, Namespace, check_namespace
-from common.requests.prefix_hash import BYTES_PER_TOKEN, as_bytes
-from common.requests.quarantine import MAX_DEATHS
+from common.requests.namespace import (
+    BYTES_PER_TOKEN,
+    NO_ADAPTER,
+    SHARED,
+    AdapterId,
+    Namespace,
+    as_bytes,
+    check_adapter,
+    check_namespace,
+    within,
+)
 from common.requests.sampling import SamplingParams
 from common.tracing.context import checked
 from protos import request_pb2 as pb
 
+# Counted from the tokens sent: the crashed pass was for the next one, or for the one after if a
+# step was launched ahead.
+TRIAL_TOKENS = 4
+MAX_DEATHS = 1  # crashes with which a node still accepts a request
+GUILTY = "this request has ended two engines, the second one while it computed alone"
 MAX_REQUEST_ID = 256  # characters
 MAX_BUDGET_S = 7 * 24 * 3600.0
 
@@ -40,7 +58,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         routing_key: of its session. 0: none.
         client: number of the client. 0: not known. Clients take turns for KV pages.
         client_weight: relative share of the client.
-        engine_crashes: engines that crashed while they had it, see common/requests/quarantine.py.
+        engine_crashes: engines that crashed while they had it, see common/request.py.
         images: of its prompt.
         prediction: little-endian int32: output that the client expects.
         traceparent: parent of the receiver's spans. "": not traced.

@@ -10,11 +10,10 @@ from functools import partial
 
 from grpc import StatusCode
 
-from common import bounds
-from common.distribution import HistogramCounts, LiveHistogram
+from common.distribution import HANDOFF_S, HistogramCounts, LiveHistogram
 from common.errors import AdapterNotLoaded, InvalidRequest, QueueFull, ServingError
 from common.requests.logprobs import Logprobs, join, split
-from common.requests.request_trace import RequestTrace, RequestTraces
+from common.requests.timeline import RequestTrace, RequestTraces
 from decode_node.state import DecodeState
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.batch.token_budget import TokenBudget
@@ -50,7 +49,7 @@ class DecodeCounters:
     def __init__(self) -> None:
         self._totals = dict.fromkeys(_NAMES, 0)
         self._local = dict.fromkeys(_LOCAL, 0)
-        self._seconds = LiveHistogram(bounds.HANDOFF_S)
+        self._seconds = LiveHistogram(HANDOFF_S)
 
     def link(self, *, up: bool) -> None:
         self._totals["link_changes/up" if up else "link_changes/down"] += 1

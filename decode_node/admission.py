@@ -9,9 +9,9 @@ import time
 from collections import deque
 from functools import partial
 
+from common.addresses import MAX_HINTS, PrefixHint
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError
-from common.queueing.drain import may_wait_s
-from common.requests.prefix_hint import MAX_HINTS, PrefixHint
+from common.queueing import may_wait_s
 from decode_node.active_requests import ActiveRequests
 from decode_node.queues import DecodeQueues
 from decode_node.state import DecodeState

@@ -27,8 +27,7 @@ from grpc import StatusCode
 from common.errors import NodeUnavailable
 from common.logs import kv
 from common.request import Remaining, RequestSpec
-from common.requests.namespace import NAMESPACE_BYTES
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import NAMESPACE_BYTES, as_bytes
 from common.requests.sampling import SamplingParams
 from decode_node.active_requests import DecodeCounters
 from engine.batch.request import FinishReason

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from common.logs.throttle import Throttle, ThrottledLog
-from common.queueing.waiting_line import QueueEntry
+from common.logs import Throttle, ThrottledLog
+from common.queueing import QueueEntry
 from common.request import Remaining
 from decode_node.active_requests import ActiveRequests
 from decode_node.queues import PreallocQueue, TransferQueue

@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from common.page_tables import PageTables
 from decode_node.active_requests import ActiveRequests
 from decode_node.state import DecodeState, MigrationStage, OutgoingMigration

@@ -19,8 +19,8 @@ from grpc import StatusCode
 
 from common.config import DecodeConfig
 from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull, ServingError
-from common.queueing.waiting_line import QueueEntry
-from common.requests.quarantine import GUILTY, MAX_DEATHS
+from common.queueing import QueueEntry
+from common.request import GUILTY, MAX_DEATHS
 from decode_node import canary
 from decode_node.active_requests import DecodeCounters
 from decode_node.canary import Canary

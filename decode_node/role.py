@@ -19,9 +19,9 @@ from collections.abc import Mapping
 
 from common.distribution import HistogramCounts
 from common.priority import PriorityClass
-from common.queueing.drain import QueueBacklog
-from common.requests.request_trace import RequestTrace, RequestTraces
-from common.requests.weights import WeightsId
+from common.queueing import QueueBacklog
+from common.requests.namespace import WeightsId
+from common.requests.timeline import RequestTrace, RequestTraces
 from decode_node.active_requests import ActiveRequests
 from decode_node.admission import RequestAdmission
 from decode_node.canary import Canary

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, cast
 import grpc
 import numpy as np
 
-from common import limits, request, rpc
+from common import addresses, limits, request, rpc
+from common.addresses import PrefixHint
 from common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -27,18 +28,14 @@ from common.errors import (
     ServingError,
 )
 from common.identity.guard import CallAuthenticator
-from common.logs.throttle import Throttle, ThrottledLog
-from common.process.lanes import CallLane
-from common.queueing.drain import QueueBacklog
+from common.logs import Throttle, ThrottledLog
+from common.process.ipc import CallLane
+from common.queueing import QueueBacklog
 from common.requests.logprobs import Logprobs, to_fields
-from common.requests.prefix_hash import BYTES_PER_TOKEN
-from common.requests.prefix_hint import PrefixHint
+from common.requests.namespace import BYTES_PER_TOKEN
 from common.requests.timeline import to_proto
-from common.rpc import prefix_hints
-from common.rpc.stream_status import said
-from common.rpc.streams import OutgoingStream
-from common.tracing.context import TraceContext, checked, log_fields
-from common.tracing.tracer import Tracer
+from common.rpc.streams import OutgoingStream, said
+from common.tracing.context import TraceContext, Tracer, checked, log_fields
 from node.frontend import spans
 from node.frontend.engine_link import EngineLink, EngineSupervisor
 from node.messages import (
@@ -417,7 +414,7 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: TraceContex
     prefill = _addresses(submit.prefill_addresses, limits.MAX_CANDIDATES)
     placement = Placement(
         prefill_addresses=prefill,
-        prefix_hints=stream.known(prefix_hints.from_proto(submit.prefix_hints)),
+        prefix_hints=stream.known(addresses.from_proto(submit.prefix_hints)),
         ticket=submit.ticket,
         move_from=_move_from(submit),
         own_address=stream.own_address,

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.addresses import PrefixHint
 from common.errors import EngineFault
 from common.page_tables import PageTables, num_pages_of
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import Namespace
-from common.requests.prefix_hint import PrefixHint
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator, PageHolder

@@ -14,19 +14,15 @@ from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
-from common.requests.weights import WeightsId
-from engine.adapters.adapters import AdapterManager
-from engine.adapters.bank import AdapterBank
-from engine.adapters.library import AdapterCache
-from engine.adapters.loader import AdapterLoader
-from engine.adapters.making import bank_of, load_all, shelf_of
+from common.requests.namespace import WeightsId
+from engine.adapters.adapters import AdapterBank, AdapterManager, bank_of, load_all, shelf_of
+from engine.adapters.library import AdapterCache, AdapterLoader
 from engine.backend import TorchBackend
 from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.core import EngineCore
-from engine.cores import threads_at_hand
 from engine.footprint import largest_forward, measure_footprint
 from engine.grammar.grammar_verifier import GrammarVerifier, SubprocessVerifier
 from engine.grammar.guides import GrammarCache
@@ -46,8 +42,8 @@ from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.linear import rounding_of
 from engine.models.precision import choose_precision
 from engine.offload.cache_tiers import CacheTiers
-from engine.offload.page_records import version_of
-from engine.processor import matrix_features
+from engine.offload.file_cache import version_of
+from engine.processor import matrix_features, threads_at_hand
 from engine.runner.copier import PageCopier
 from engine.runner.cpu import use_cpu
 from engine.runner.gpu import use_gpu
@@ -65,7 +61,7 @@ from engine.sizing import (
     resolve_device,
     resolve_shape,
 )
-from engine.speculative.speculator import Speculator
+from engine.speculative import Speculator
 from engine.update import WeightUpdater
 
 PROGRESS_S = 1.0  # between two log lines about captured graphs

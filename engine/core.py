@@ -15,11 +15,11 @@ from engine.batch.table import SlotTable
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
-from engine.offload.copies import TierCopier
 from engine.offload.file_cache import FileCache
 from engine.offload.file_tier import PageStore
 from engine.offload.host_cache import HostCache
-from engine.speculative.speculator import Speculator
+from engine.offload.saves import TierCopier
+from engine.speculative import Speculator
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 
 from common.errors import ConfigError
-from engine.adapters.adapters import AdapterManager
-from engine.adapters.bank import AdapterBank
+from engine.adapters.adapters import AdapterBank, AdapterManager
 from engine.adapters.library import AdapterCache
 from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.errors import FailedPrecondition
-from common.memory_tags import KV_CACHE, WEIGHTS
+from common.pausing import KV_CACHE, WEIGHTS
 from engine.kv_cache.pages import PageAllocator
 from engine.sizing import free_bytes
 from engine.update import WeightUpdater

@@ -1,7 +1,68 @@
-"""Number formats that this machine's processor multiplies natively, as reported by the kernel. Does
-not import torch."""
+"""The processor of this machine: the cores that this process may use, and its number formats.
 
+Two hyperthreads count as one core, because they share its multipliers and its memory access. This
+module does not import torch.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+_ASKED = "OMP_NUM_THREADS"
+
+
+def threads_at_hand(environment: Mapping[str, str]) -> int:
+    """Return the number of threads to compute with: OMP_NUM_THREADS if `environment` has it, as in
+    any OpenMP process, else one per usable core."""
+    first = environment.get(_ASKED, "").partition(",")[0].strip()  # the rest is for nested teams
+    if first.isascii() and first.isdigit() and int(first) > 0:
+        return int(first)
+    return usable_cores()
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process's affinity and cgroup limits allow."""
+    own = physical_cores(os.sched_getaffinity(0))
+    return max(1, int(min(own, cgroup_cpus())))
+
+
+def physical_cores(cpus: Iterable[int], system: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return the number of cores of these CPUs. A CPU without topology information counts as a
+    core."""
+    cores = set()
+    for cpu in cpus:
+        try:
+            siblings = (system / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        except OSError:
+            siblings = str(cpu)
+        cores.add(siblings)
+    return len(cores)
+
+
+def cgroup_cpus(
+    mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> float:
+    """Return the lowest CPU limit (cgroup v2) of this process's cgroup and its ancestors, or
+    infinity without a limit. In a container the mount is its cgroup, whatever `own` contains."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    groups = [mount / path, *(mount / path).parents]
+    return min((_limit(group / "cpu.max") for group in groups), default=math.inf)
+
+
+def _limit(file: Path) -> float:
+    """Return the CPUs of a cpu.max file: microseconds of CPU time or `max`, then the period in
+    microseconds."""
+    try:
+        quota, period = file.read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return math.inf
+
 
 # Flags in /proc/cpuinfo on x86 and ARM. i8mm multiplies int8, the other names are self-explanatory.
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from common.config import EngineConfig
 from common.errors import ConfigError, EngineFault, FailedPrecondition, InvalidRequest, Overloaded
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from engine.models import LoadableModel, Model, open_checkpoint
 from engine.models.below import below
 from engine.models.checkpoint import content

@@ -8,13 +8,11 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 import msgspec
 
+from common.addresses import PrefixHint
 from common.request import Remaining, RequestSpec
 from common.requests.logprobs import Logprobs
-from common.requests.namespace import SHARED, Namespace
-from common.requests.prefix_hash import BYTES_PER_TOKEN
-from common.requests.prefix_hint import PrefixHint
+from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, WeightsId
 from common.requests.timeline import PrefillTimes
-from common.requests.weights import WeightsId
 
 
 class HandoffId(NamedTuple):

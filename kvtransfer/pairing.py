@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from common.errors import LayoutMismatch
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import PagePool
 
 PROTOCOL_VERSION = 9

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from common.request import Remaining
 from common.requests.logprobs import Logprobs
-from common.requests.namespace import Namespace
+from common.requests.namespace import Namespace, WeightsId
 from common.requests.timeline import PrefillTimes
-from common.requests.weights import WeightsId
 from kvtransfer.messages import HandoffId, Source
 
 Ints = NDArray[np.int32]

@@ -9,19 +9,15 @@ from typing import TypeAlias
 
 import msgspec
 
+from common.addresses import PrefixHint
 from common.distribution import HistogramCounts
-from common.pause_mode import PauseMode
-from common.queueing.drain import QueueBacklog
+from common.pausing import PauseMode
+from common.queueing import QueueBacklog
 from common.request import Remaining, RequestSpec
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.logprobs import Logprobs
-from common.requests.namespace import SHARED, Namespace
+from common.requests.logprobs import Logprobs, PredictionUsage
+from common.requests.namespace import NO_ADAPTER, SHARED, UNNAMED, AdapterId, Namespace, WeightsId
 from common.requests.pooling import PoolingParams
-from common.requests.prediction import PredictionUsage
-from common.requests.prefix_hint import PrefixHint
-from common.requests.request_trace import RequestTraces
-from common.requests.timeline import NOTHING, Timeline
-from common.requests.weights import UNNAMED, WeightsId
+from common.requests.timeline import NOTHING, RequestTraces, Timeline
 from common.tracing.context import UNTRACED, TraceContext
 from node.timings import ProducerTimings, RequestTimings
 
@@ -225,7 +221,7 @@ class SubmitPooling(msgspec.Struct, frozen=True, tag=True):
     budget_s: float
     queue_s: float = math.inf  # longest wait for the first forward
     namespace: Namespace = SHARED
-    engine_deaths: int = 0  # see common/requests/quarantine.py
+    engine_deaths: int = 0  # see common/request.py
 
 
 class CancelPooling(msgspec.Struct, frozen=True, tag=True):
@@ -350,7 +346,7 @@ class CacheEventBatch(msgspec.Struct, frozen=True, tag=True):
     """A change of the prefix cache for these watchers. Empty: for all that have received
     everything.
 
-    Pages are named as in common/requests/prefix_hash.py, uint64 each in the machine's byte order.
+    Pages are named as in common/requests/namespace.py, uint64 each in the machine's byte order.
     """
 
     watchers: tuple[int, ...]

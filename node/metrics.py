@@ -9,15 +9,13 @@ from typing import Literal
 
 from prometheus_client.core import Metric
 
-from common import bounds
+from common import distribution
 from common.distribution import HistogramCounts
-from common.memory_tags import MEMORY_TAGS
 from common.metrics.declared import MetricDeclaration, Values
-from common.metrics.program import INFO, PROCESS, registry_of
-from common.metrics.trust import TRUST, TrustMetrics
-from common.pause_mode import PAUSE_MODES
+from common.metrics.program import INFO, PROCESS, TRUST, TrustMetrics, registry_of
+from common.pausing import MEMORY_TAGS, PAUSE_MODES
 from common.priority import CLASSES
-from common.queueing.drain import QueueBacklog
+from common.queueing import QueueBacklog
 from node.messages import EngineStats
 
 Role = Literal["prefill", "decode"]
@@ -127,21 +125,21 @@ STEP_SECONDS = MetricDeclaration(
     "Time of a step on the device in seconds, from the end of the previous step, or its launch, "
     "to its result.",
     {"mode": MODES},
-    bounds.STEP_S,
+    distribution.STEP_S,
 )
 BATCH_REQUESTS = MetricDeclaration(
     "baton_batch_requests",
     "histogram",
     "Requests in a step.",
     {"mode": MODES},
-    bounds.BATCH_REQUESTS,
+    distribution.BATCH_REQUESTS,
 )
 BATCH_TOKENS = MetricDeclaration(
     "baton_batch_tokens",
     "histogram",
     "Tokens computed in a step with prompts or drafts.",
     {"mode": ("extend", "mixed", "verify")},
-    bounds.BATCH_TOKENS,
+    distribution.BATCH_TOKENS,
 )
 WAITED = MetricDeclaration(
     "baton_engine_wait_seconds",
@@ -245,7 +243,7 @@ VERIFIED_TOKENS = MetricDeclaration(
     "histogram",
     "Tokens that a step with drafts yields for a request: the accepted drafts and one more.",
     {},
-    bounds.RUN_TOKENS,
+    distribution.RUN_TOKENS,
 )
 POOLED = MetricDeclaration(
     "baton_pooling_prompts", "counter", "Total prompts computed for embeddings or scores."
@@ -307,7 +305,7 @@ HANDOFF_SECONDS = MetricDeclaration(
     "histogram",
     "Time of a hand-off in seconds, from its opening until its pages are here and confirmed, "
     "including the prefill.",
-    bounds=bounds.HANDOFF_S,
+    bounds=distribution.HANDOFF_S,
 )
 HANDOFF_TOKENS = MetricDeclaration(
     "baton_handoff_prompt_tokens",
@@ -349,7 +347,7 @@ READ_SECONDS = MetricDeclaration(
     "histogram",
     "Time of one read in seconds. A read has the pages of one chunk.",
     {"path": PATHS},
-    bounds.READ_S,
+    distribution.READ_S,
 )
 READS_REFUSED = MetricDeclaration(
     "baton_handoff_reads_refused",

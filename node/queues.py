@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, ClassVar, Generic, Protocol
 
 from common.errors import InvalidRequest, ServingError
-from common.queueing.drain import QueueEstimator
+from common.queueing import QueueEstimator
 from engine.adapters.adapters import AdapterManager
 from engine.batch.holding import PageHolding
 from engine.batch.request import Ints, Request, RequestEnd, out_of_time, waited_too_long

@@ -14,11 +14,9 @@ from common.config import EngineConfig, NodeConfig
 from common.process.ipc import FrameSocket, PeerGone
 from engine.build import Engine
 from engine.kv_cache.cache_events import CacheEvents
-from engine.loop import stall_report
 from engine.loop.clock import Lateness, StepClock
 from engine.loop.loop import EngineRole, EventLoop
-from engine.loop.stall_report import StalledEngine
-from engine.loop.watchdog import Watchdog
+from engine.loop.watchdog import StalledEngine, Watchdog, end_process, report_stall
 from engine.memory_release import MemoryOccupation
 from engine.meters import AdapterMeter, TierMeter, VisionMetrics
 from engine.runner.profiler import Profiler
@@ -28,7 +26,7 @@ from kvtransfer.backends.base import PagePool, TransferBackend
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
-from kvtransfer.transfer.read_meter import ReadMetrics
+from kvtransfer.transfer.reader import ReadMetrics
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
 from node.control.engine_control import EngineControl, FrontendChannel, RoleEnded
@@ -74,9 +72,9 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
 
     def end(still_s: float) -> None:
         try:
-            stall_report.report(still_s, role)
+            report_stall(still_s, role)
         finally:
-            stall_report.end_process()
+            end_process()
 
     watchdog = Watchdog(
         clock,

@@ -11,7 +11,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from common.requests.request_trace import RequestTrace, TimelineEvent
 from common.requests.timeline import (
     MAX_ATTEMPTS,
     MAX_TEXT,
@@ -19,7 +18,9 @@ from common.requests.timeline import (
     Interval,
     Phase,
     PrefillTimes,
+    RequestTrace,
     Timeline,
+    TimelineEvent,
 )
 from common.tracing.context import TraceContext
 

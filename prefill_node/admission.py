@@ -18,8 +18,7 @@ from common.errors import (
     QueueFull,
     ServingError,
 )
-from common.queueing.drain import QueueEstimator, may_wait_s
-from common.queueing.waiting_line import QueueEntry
+from common.queueing import QueueEntry, QueueEstimator, may_wait_s
 from common.request import Remaining, RequestSpec
 from engine.adapters.adapters import AdapterManager
 from engine.batch.holding import PageHolding

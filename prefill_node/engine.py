@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from common.config import EngineConfig, PrefillConfig
 from common.distribution import HistogramCounts
 from common.priority import PriorityClass
-from common.queueing.drain import QueueBacklog
-from common.requests.request_trace import RequestTrace, RequestTraces
-from common.requests.weights import WeightsId
+from common.queueing import QueueBacklog
+from common.requests.namespace import WeightsId
+from common.requests.timeline import RequestTrace, RequestTraces
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from common.errors import ServingError
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from common.page_tables import PageTables
-from common.queueing.waiting_line import QueueEntry
+from common.queueing import QueueEntry
 from common.request import RequestSpec
-from common.requests.request_trace import RequestTrace, RequestTraces
+from common.requests.timeline import RequestTrace, RequestTraces
 from common.tracing.context import is_sampled, log_fields
 from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, Ints, Request, RequestEnd

@@ -15,8 +15,7 @@ import numpy as np
 from grpc import StatusCode
 
 from common.errors import NodeUnavailable, Overloaded, ServingError
-from common.queueing.drain import may_wait_s
-from common.queueing.waiting_line import QueueEntry
+from common.queueing import QueueEntry, may_wait_s
 from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 from engine.batch.limits import RequestLimits

@@ -27,10 +27,10 @@ from common.errors import (
     ServingError,
 )
 from common.identity.guard import CallAuthenticator
+from common.request import MAX_DEATHS
 from common.requests import pooling
 from common.requests.namespace import check_namespace
 from common.requests.pooling import PoolingMode, PoolingParams
-from common.requests.quarantine import MAX_DEATHS
 from common.requests.sampling import MAX_TOKEN_ID
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.named_owners import NamedProducers

@@ -11,7 +11,7 @@ from api.program.serving import serve
 from common import logs
 from common.config import RouterConfig
 from common.errors import ConfigError
-from common.process import descriptors
+from common.process import resources
 from common.settings import read, wrong
 
 _PROGRAM = "baton serve router"
@@ -20,7 +20,7 @@ _PROGRAM = "baton serve router"
 def main(arguments: Sequence[str]) -> None:
     config = read(RouterConfig, _PROGRAM, arguments, about="Run a router.")
     logs.setup("router", config.server.log_level, config.server.log_format)
-    descriptors.allow_many()
+    resources.allow_many()
     # The thread pool of the library has no use: texts are tokenised one at a time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

@@ -19,9 +19,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from common.errors import NodeUnavailable, RequestFailed, ServingError
-from common.request import Remaining, RequestSpec
-from common.requests.quarantine import GUILTY, TRIAL_TOKENS
-from common.requests.weights import made_with
+from common.request import GUILTY, TRIAL_TOKENS, Remaining, RequestSpec
+from common.requests.namespace import made_with
 from protos.decode_pb2 import MoveFrom
 from router.cluster.cluster import Cluster, Placed
 from router.cluster.decode_client import DecodeCall

@@ -10,8 +10,7 @@ from prometheus_client.core import Metric
 
 from common.distribution import HistogramCounts, LiveHistogram
 from common.metrics.declared import MetricDeclaration, MetricValues
-from common.metrics.program import INFO, PROCESS, registry_of
-from common.metrics.trust import TRUST, TrustMetrics
+from common.metrics.program import INFO, PROCESS, TRUST, TrustMetrics, registry_of
 from common.requests.timeline import TtftPhase
 
 WINDOW_S = 60.0

@@ -13,8 +13,7 @@ from common.errors import (
     RequestAborted,
     ServingError,
 )
-from common.logs import kv
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog, kv
 from router.metrics import RouterMetrics
 from router.timelines import AttemptTimings, TimelineRecorder
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from common.requests.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
-from common.tracing.context import UNTRACED, TraceContext, checked
-from common.tracing.tracer import ChildSpan, Tracer
+from common.tracing.context import UNTRACED, ChildSpan, TraceContext, Tracer, checked
 from protos import decode_pb2
 from router.metrics import RouterMetrics
 

@@ -12,9 +12,8 @@ import msgspec
 
 from common.errors import NodeUnavailable, ServingError
 from common.limits import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS, VERSION
-from common.requests.logprobs import TokenLogprobs
-from common.requests.prediction import NOTHING, PredictionUsage
-from common.requests.prefix_hash import BYTES_PER_TOKEN
+from common.requests.logprobs import NOTHING, PredictionUsage, TokenLogprobs
+from common.requests.namespace import BYTES_PER_TOKEN
 from protos.decode_pb2 import Peers, Submit, ToNode
 
 T = TypeVar("T")

@@ -19,8 +19,7 @@ from api.http.messages import HttpRequest, whole
 from api.requests.events import EventHistory, told
 from api.requests.validation import MAX_LABEL_CHARACTERS
 from common.errors import InvalidRequest, NodeUnavailable, NotFound
-from common.requests.request_trace import event_to_proto
-from common.requests.timeline import HandoffSummary, Interval, TtftPhase
+from common.requests.timeline import HandoffSummary, Interval, TtftPhase, event_to_proto
 from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
 from router.cluster.cluster_state import DescribeResult, NodeDescriber
 from router.timelines import AttemptTimings, RequestTimeline, TimelineRecorder

@@ -9,8 +9,8 @@ from ipaddress import ip_address
 
 from api.auth.guard import ApiKeyGuard, ApiKeys, IsOperator, OperatorCheck
 from common.config import RouterConfig
-from common.identity.exposure import is_loopback
-from common.identity.refusals import AuthRejection
+from common.identity.guard import AuthRejection
+from common.identity.program import is_loopback
 from common.identity.secret import SecretStore, keyrings
 from common.logs import kv
 from router.metrics import RouterMetrics

@@ -20,9 +20,9 @@ from common.errors import (
     Unauthenticated,
 )
 from common.identity import tokens
-from common.identity.refusals import AuthRejection
+from common.identity.guard import AuthRejection
 from common.identity.secret import SecretStore, operator_keys
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from common.watched_files import WatchedFiles
 from router.metrics import ApiKeyMetrics, RouterMetrics, Stranger
 

@@ -19,8 +19,9 @@ from api.requests.generate_params import (
     any_seed,
 )
 from api.text.limits import MAX_CHOICES
-from common.requests.guide import JSON_OBJECT, GuidedDecoding
 from common.requests.sampling import (
+    JSON_OBJECT,
+    GuidedDecoding,
     SamplingParams,
     check_bad_words,
     check_counts,

@@ -20,7 +20,7 @@ from api.requests.generate_params import GenerateParams
 from api.requests.idempotency import IdempotencyCache, IdempotentRetry
 from api.requests.limiter import DeadlineScope, new_request_id
 from common.errors import ServingError
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from router.metrics import RouterMetrics
 
 _MOST_NAMED = 8  # in an error

@@ -11,7 +11,7 @@ from grpc import StatusCode
 
 from api.http.messages import Headers, whole
 from common.errors import Overloaded, RateLimited, ServingError, cut
-from common.requests.guide import KINDS
+from common.requests.sampling import KINDS
 
 _STATUS = {
     StatusCode.INVALID_ARGUMENT: 400,

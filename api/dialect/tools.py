@@ -12,8 +12,13 @@ from api.parsers.events import StreamParser
 from api.parsers.harmony import can_call
 from api.parsers.model_format import FREE, NONE, SCHEMA, ModelFormat, Tools
 from api.requests.generate_params import SharedPrompt
-from common.requests.guide import MAX_GUIDE_CHARACTERS, GuidedDecoding, as_form, tag
-from common.requests.sampling import SamplingParams
+from common.requests.sampling import (
+    MAX_GUIDE_CHARACTERS,
+    GuidedDecoding,
+    SamplingParams,
+    as_form,
+    tag,
+)
 
 _ANY_OBJECT = {"type": "object"}
 # Keywords whose values are data, and keywords that map names to schemas, where a name may equal a

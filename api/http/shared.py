@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 from api.auth.client import network_of
 from api.auth.fair_slots import FairShares
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from common.rpc import join_address
 from router.metrics import RouterMetrics
 

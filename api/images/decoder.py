@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 from api.images.picture import Decoded, ImageJob, Outcome, Refused
 from common.errors import InvalidRequest
-from common.process import helper_program
+from common.process import helper
 from common.vision_files import VisionFiles
 
 # Limits of stored pixels. Decoding takes, in bytes a pixel at worst: JPEG 12 (progressive CMYK has
@@ -162,4 +162,4 @@ def tokens_of(height: int, width: int, files: VisionFiles, max_tokens: int) -> t
 
 
 if __name__ == "__main__":
-    helper_program.serve(sys.argv[1:], work)
+    helper.serve(sys.argv[1:], work)

@@ -16,7 +16,7 @@ from api.dialect.events import (
 )
 from api.http.messages import Headers, HttpRequest
 from api.requests.answer import FinalChunk, LikelyTokenText, OutputChunk, PromptReport, TokenReport
-from common.requests.prediction import NOTHING
+from common.requests.logprobs import NOTHING
 
 StopReason: TypeAlias = str | int | msgspec.UnsetType
 _encode = msgspec.json.Encoder().encode

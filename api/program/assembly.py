@@ -33,7 +33,7 @@ from common import rpc, tls
 from common.config import RouterConfig
 from common.logs import kv
 from common.metrics.serving import served as served_metrics
-from common.process import allocator
+from common.process.resources import keep_trimming
 from router.cluster.cluster import Cluster
 from router.metrics import RouterMetrics
 from router.record import RequestRecords
@@ -257,19 +257,19 @@ async def run_router(
             or chat template cannot be used.
     """
     place = place or alone()
-    async with AsyncExitStack() as resources:
-        base = make_base(config, model, resources.enter_context(ExitStack()))
+    async with AsyncExitStack() as opened:
+        base = make_base(config, model, opened.enter_context(ExitStack()))
         nodes = await make_nodes(base)
         requests = make_requests(nodes)
-        others = await resources.enter_async_context(siblings(place.others))
-        keeper = await resources.enter_async_context(siblings(place.keeper))
+        others = await opened.enter_async_context(siblings(place.others))
+        keeper = await opened.enter_async_context(siblings(place.keeper))
         admin = make_admin(nodes, requests.names, place, others, keeper, on_drain)
         grpc = make_grpc(base, requests, admin.service, shares_port=place.is_shared)
-        metrics_port = await _serve_health_and_metrics(base, grpc, resources)
+        metrics_port = await _serve_health_and_metrics(base, grpc, opened)
         http = make_http(nodes, requests, admin)
-        await resources.enter_async_context(told(place, others.tells))
+        await opened.enter_async_context(told(place, others.tells))
         begun = asyncio.create_task(nodes.membership.run())
-        resources.push_async_callback(_end, begun)
+        opened.push_async_callback(_end, begun)
         if place.again and nodes.generates:
             # Other processes listen as well. Until then, a client here would find no node.
             with suppress(TimeoutError):
@@ -278,14 +278,14 @@ async def run_router(
         http_port = await http.start(
             config.server.host, config.http_port, shares_port=place.is_shared
         )
-        resources.push_async_callback(http.stop, _LAST_WORDS_S)
+        opened.push_async_callback(http.stop, _LAST_WORDS_S)
         await grpc.server.start()
         _log_start(base, grpc, http_port, metrics_port)
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(_followed(begun))
             readiness = tasks.create_task(nodes.report_readiness(grpc.health))
             keys = tasks.create_task(base.clients.keep_up())
-            trimming = tasks.create_task(allocator.keep_trimming())
+            trimming = tasks.create_task(keep_trimming())
             sampling = tasks.create_task(admin.recent.run())
             try:
                 yield RunningRouter(nodes, grpc, http, http_port, following, readiness)
@@ -296,15 +296,15 @@ async def run_router(
 
 
 async def _serve_health_and_metrics(
-    base: RouterBase, grpc: GrpcServer, resources: AsyncExitStack
+    base: RouterBase, grpc: GrpcServer, opened: AsyncExitStack
 ) -> int | None:
     """Open the ports for metrics and health checks. Return the port for metrics, None: none."""
     front = base.config.server
-    metrics_port = resources.enter_context(
+    metrics_port = opened.enter_context(
         served_metrics(base.metrics.registry, front.host, front.metrics_port)
     )
     await grpc.health.tell(False)
-    await resources.enter_async_context(
+    await opened.enter_async_context(
         rpc.serving_health(grpc.health, front.host, front.health_port, shares_port=grpc.shares_port)
     )
     return metrics_port

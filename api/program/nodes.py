@@ -18,11 +18,11 @@ from api.requests.served_model import ServedModel, served_model
 from api.text.model_files import ModelFiles
 from common import rpc, tls
 from common.config import RouterConfig
-from common.identity import exposure
+from common.identity import program
 from common.identity.program import identity_of
 from common.logs import kv
-from common.metrics.trust import TrustMetrics
-from common.tracing import export
+from common.metrics.program import TrustMetrics
+from common.tracing import context
 from router.cluster.cluster import NOT_READY, SHUTTING_DOWN, Cluster
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.cluster.membership import CacheWatch, Membership
@@ -78,13 +78,13 @@ def make_base(config: RouterConfig, files: ModelFiles, resources: ExitStack) -> 
     name = f"router-{secrets.token_hex(4)}@{socket.gethostname()}"  # in the logs of nodes
     identity = identity_of("router", name, config.server.secret_file, metrics.trust.refused)
     asked = identity is not None or config.server.tls.mutual or config.tls_to_nodes.mutual
-    exposure.check(config.server.host, asked=asked, insecure=config.server.insecure)
+    program.check_exposure(config.server.host, asked=asked, insecure=config.server.insecure)
     clients = make_clients(config, metrics)
     admission = RequestLimiter(
         config.max_concurrent_requests, longest_wait_s=config.clients.max_queue_wait_s
     )
     metrics.waiting_from(lambda: admission.num_waiting)
-    tracer = export.start(config.server, "baton-router", ratio=config.trace_sample_ratio)
+    tracer = context.start(config.server, "baton-router", ratio=config.trace_sample_ratio)
     if tracer is not None:
         resources.callback(tracer.close)
     return RouterBase(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from api.program.assembly import run_router
 from api.text import model_files
 from common.config import RouterConfig
-from common.process import allocator
+from common.process import resources
 from router.workers import ProcessSlot
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ async def serve(
         place: this process among those of its router. None: it is the only one.
         on_up: called when the router listens.
     """
-    allocator.hold_little()
+    resources.hold_little()
     stop, hurry = asyncio.Event(), asyncio.Event()
     signals = 0
 
@@ -46,7 +46,7 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     model = await asyncio.to_thread(model_files.load, config.model)
     async with run_router(config, model, place, on_drain=stop.set) as router:
-        allocator.stay()
+        resources.stay()
         gc.set_threshold(_COLLECT_EVERY)
         on_up()
         await stop.wait()

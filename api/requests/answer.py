@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from api.text.stops import StopConditions
 from api.text.tokenizer import Detokenizer
-from common.requests.logprobs import TokenLogprobs
-from common.requests.prediction import NOTHING, PredictionUsage
+from common.requests.logprobs import NOTHING, PredictionUsage, TokenLogprobs
 from router.token_buffer import NodeOutput, StreamEnd
 
 Spell: TypeAlias = Callable[[int], bytes]  # returns the bytes of a token

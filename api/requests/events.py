@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from common.requests.request_trace import TimelineEvent
+from common.requests.timeline import TimelineEvent
 from router.timelines import RequestTimeline
 
 

@@ -39,9 +39,8 @@ from api.text.limits import (
 )
 from api.text.tokenizer import RouterTokenizer, num_bytes
 from common.errors import InvalidRequest
-from common.requests.guide import GuidedDecoding, as_form, tag
 from common.requests.images import Image
-from common.requests.reasoning import ReasoningTokens
+from common.requests.sampling import GuidedDecoding, ReasoningTokens, as_form, tag
 
 # Bytes of text for each token of the context. Longer text rarely fits, and encoding it as a whole
 # could take a hundred times its bytes in memory.

@@ -19,9 +19,14 @@ from api.text.stops import Automaton, StopRules, check_characters
 from common.errors import InvalidRequest
 from common.request import RequestSpec
 from common.requests import sampling
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.namespace import SHARED, Namespace, namespace_of
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import (
+    NO_ADAPTER,
+    SHARED,
+    AdapterId,
+    Namespace,
+    as_bytes,
+    namespace_of,
+)
 from common.requests.sampling import SamplingParams
 
 MAX_STOP_CHARACTERS = 1024

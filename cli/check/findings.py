@@ -23,17 +23,16 @@ from common.config import (
     TransferConfig,
 )
 from common.errors import ConfigError
-from common.identity import exposure
+from common.identity import program
+from common.identity.guard import Role
 from common.identity.program import identity_of
-from common.identity.roles import Role
 from common.model_directory import model_directory
-from engine.cores import threads_at_hand, usable_cores
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import rounding_of
 from engine.models.precision import choose_precision
 from engine.models.spec import NOT_QUANTISED, ModelSpec
-from engine.processor import matrix_features
+from engine.processor import matrix_features, threads_at_hand, usable_cores
 from engine.sizing import free_bytes, resolve_device, resolve_shape
 from kernels.cpu.compiler import COMPILERS, cache_directory, compiler, prebuilt
 
@@ -196,7 +195,7 @@ def _callers(role: Role, front: ServerConfig, *, mutual: bool) -> Finding:
     try:
         identity = identity_of(role, "baton check", front.secret_file)
         asked = identity is not None or mutual
-        exposure.check(front.host, asked=asked, insecure=front.insecure)
+        program.check_exposure(front.host, asked=asked, insecure=front.insecure)
     except ConfigError as error:
         return Finding("callers", "fails", str(error))
     if identity is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.config import CacheConfig, TlsConfig
 from common.errors import ConfigError
-from engine.cores import threads_at_hand
+from engine.processor import threads_at_hand
 
 HOST = "127.0.0.1"
 _PORT_FLAGS = {

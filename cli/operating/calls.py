@@ -11,7 +11,7 @@ from cli import client
 from cli.operating import command
 from cli.operating.command import Operation, Result
 from cli.operating.fleet import Fleet
-from common.memory_tags import MEMORY_TAGS
+from common.pausing import MEMORY_TAGS
 from common.settings import ConfigArgumentParser
 from protos import router_pb2 as pb
 

@@ -19,7 +19,7 @@ from cli import client
 from cli.client import UnfinishedRestart
 from cli.local import plan
 from common import tls
-from common.identity.identity import Identity
+from common.identity.tokens import Identity
 from common.rpc import make_channel, raise_if_cancelled
 from protos.node_pb2 import DrainRequest, SwitchRequest
 from protos.node_pb2_grpc import NodeStub

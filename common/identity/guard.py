@@ -1,18 +1,104 @@
 """Authorization of calls, checked once per call before its first message is parsed.
 
-Methods are known by their full names only. Authentication is in by_token.py and program.py.
+MAY_CALL has the roles that may call each method of a node, by its full name. Methods that are not
+listed may not be called. The router's own methods are for clients, which have API keys and no
+roles. Authentication is in tokens.py and program.py. It fails for one of a closed list of reasons,
+with counters.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
-from common.identity.caller import Caller
-from common.identity.refusals import AuthRejection, Count
-from common.identity.roles import MAY_CALL
-from common.logs.throttle import Throttle, ThrottledLog
+from common.errors import Forbidden, ServingError, Unauthenticated
+from common.logs import Throttle, ThrottledLog
+
+Role = Literal["router", "node", "operator"]
+ROLES: tuple[Role, ...] = get_args(Role)
+CALLEE: Role = "node"  # role of the callee of all these methods
+_OPERATOR: frozenset[Role] = frozenset({"operator"})
+_ROUTER_TOO: frozenset[Role] = frozenset({"router", "operator"})
+MAY_CALL: Mapping[str, frozenset[Role]] = {
+    "/baton.v1.DecodeNode/Serve": frozenset({"router"}),
+    "/baton.v1.KvTransfer/Pair": frozenset({"node"}),
+    "/baton.v1.Pooling/Pool": frozenset({"router"}),
+    "/baton.v1.Node/Describe": _ROUTER_TOO,
+    "/baton.v1.Node/WatchCache": _ROUTER_TOO,
+    "/baton.v1.Node/Explain": _ROUTER_TOO,
+    "/baton.v1.Node/LoadAdapter": _ROUTER_TOO,
+    "/baton.v1.Node/UnloadAdapter": _ROUTER_TOO,
+    "/baton.v1.Node/Drain": _OPERATOR,
+    "/baton.v1.Node/Switch": _OPERATOR,
+    "/baton.v1.Node/Pause": _ROUTER_TOO,
+    "/baton.v1.Node/Continue": _ROUTER_TOO,
+    "/baton.v1.Node/ReleaseMemory": _ROUTER_TOO,
+    "/baton.v1.Node/ResumeMemory": _ROUTER_TOO,
+    "/baton.v1.Node/StartProfile": _ROUTER_TOO,
+    "/baton.v1.Node/StopProfile": _ROUTER_TOO,
+    "/baton.v1.Node/FlushCache": _ROUTER_TOO,
+    "/baton.v1.Node/PrepareWeights": _ROUTER_TOO,
+    "/baton.v1.Node/PutWeights": _ROUTER_TOO,
+    "/baton.v1.Node/TakeWeights": _ROUTER_TOO,
+    "/baton.v1.Node/Abort": _OPERATOR,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _OPERATOR,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATOR,
+}
+Reason = Literal[
+    "missing",  # no credentials
+    "malformed",
+    "secret",  # signed with another secret
+    "clock",  # expired or not valid yet
+    "call",  # made for another call
+    "replayed",
+    "role",  # authenticated, but not allowed
+]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+# The side that was not authenticated: the caller of this process, or the callee of its call.
+Side = Literal["caller", "callee"]
+SIDES: tuple[Side, ...] = get_args(Side)
+Count: TypeAlias = Callable[[Side, Reason], None]
+
+
+class AuthRejection(Exception):
+    """Failed authentication. The message is for both sides and contains no secrets."""
+
+    def __init__(self, reason: Reason, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+
+    @property
+    def error(self) -> ServingError:
+        """Error for the caller."""
+        kind = Forbidden if self.reason == "role" else Unauthenticated
+        return kind(str(self))
+
+
+def uncounted(_side: Side, _reason: Reason) -> None:
+    """Ignore a failed authentication, in processes without metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A caller.
+
+    Attributes:
+        roles: verified roles.
+        name: `node_name` of a node's instance id. None: no verified name.
+    """
+
+    roles: frozenset[Role] = frozenset()
+    name: str | None = None
+
+
+ANYBODY = Caller()  # callers are not authenticated
+
+
+def node_name(instance: int) -> str:
+    """Return the name of a node in its tokens."""
+    return f"{instance:016x}"
+
 
 log = logging.getLogger(__name__)
 

@@ -1,18 +1,56 @@
-"""The configured identity of a process, and the guard of its services."""
+"""The configured identity of a process, and the guard of its services.
 
+`check_exposure` protects against listening beyond this host without authentication by accident.
+"""
+
+import socket
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from common import tls
 from common.config import ServerConfig
-from common.identity import exposure
-from common.identity.by_token import TokenAuthentication
-from common.identity.caller import Caller
-from common.identity.guard import AuthenticatedCaller, CallAuthenticator
-from common.identity.identity import Identity
-from common.identity.refusals import AuthRejection, Count, uncounted
-from common.identity.roles import ROLES, Role
+from common.errors import ConfigError
+from common.identity.guard import (
+    ROLES,
+    AuthenticatedCaller,
+    AuthRejection,
+    CallAuthenticator,
+    Caller,
+    Count,
+    Role,
+    uncounted,
+)
 from common.identity.secret import keyrings
+from common.identity.tokens import Identity, TokenAuthentication
+
+
+def check_exposure(host: str, *, asked: bool, insecure: bool) -> None:
+    """Check that a port is not exposed without authentication.
+
+    Args:
+        host: address listened on.
+        asked: callers need a secret or a certificate.
+        insecure: the user has allowed it explicitly.
+    Raises:
+        ConfigError: other hosts can reach the port, without authentication and without `insecure`.
+    """
+    if not (asked or insecure or is_loopback(host)):
+        raise ConfigError(
+            f"--host {host} is reached from other hosts, and callers would need neither secret nor "
+            "certificate: set --secret-file (`baton cluster-secret` prints a secret), --tls-ca or "
+            "--insecure"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can connect to an address."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)
+
 
 _NAMES = "x509_subject_alternative_name"
 _ROLES: dict[bytes, Role] = {f"urn:baton:{role}".encode(): role for role in ROLES}
@@ -49,7 +87,7 @@ def guard_of(
         ConfigError: other hosts could call too, and this is not explicitly allowed.
     """
     mutual = certificates is not None and certificates.config.mutual
-    exposure.check(front.host, asked=identity is not None or mutual, insecure=front.insecure)
+    check_exposure(front.host, asked=identity is not None or mutual, insecure=front.insecure)
     if identity is not None:
         return CallAuthenticator(TokenAuthentication(identity), count)
     return CallAuthenticator(identify_by_certificate, count) if mutual else None

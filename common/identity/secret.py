@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from common.errors import ConfigError
-from common.identity.roles import ROLES, Role
+from common.identity.guard import ROLES, Role
 from common.watched_files import WatchedFiles
 
 VARIABLE = "BATON_SECRET"

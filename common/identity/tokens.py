@@ -1,15 +1,27 @@
-"""Tokens (JWT, HS256): caller and method, signed with the key of a role, valid for a minute."""
+"""Tokens (JWT, HS256): caller and method, signed with the key of a role, valid for a minute.
+
+A process with the cluster secret has an `Identity`, for outgoing and incoming calls. Each token is
+valid for one call and is answered with a proof.
+"""
 
 import secrets
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 import jwt
 
-from common.identity.refusals import AuthRejection
-from common.identity.roles import ROLES, Role
-from common.identity.secret import SecretKeys
+from common.identity.guard import (
+    CALLEE,
+    ROLES,
+    AuthenticatedCaller,
+    AuthRejection,
+    Caller,
+    Count,
+    Role,
+)
+from common.identity.secret import SecretKeys, SecretStore
 
 LIFETIME_S = 60.0
 LEEWAY_S = 30.0  # allowed clock difference between two hosts
@@ -151,3 +163,106 @@ def _claims(text: str) -> dict[str, Any]:
     """Return the claims of a token with a verified signature."""
     claims: dict[str, Any] = jwt.decode(text, options={"verify_signature": False})
     return claims
+
+
+class Identity:
+    """Signs outgoing calls and responses, and verifies incoming ones."""
+
+    def __init__(self, role: Role, name: str, keyrings: SecretStore, count: Count) -> None:
+        """Create an identity.
+
+        Args:
+            role: of this process.
+            name: sent to others. For a node, `node_name(instance)`.
+            keyrings: with a key of `role`.
+            count: called for each failed authentication.
+        """
+        self.role = role
+        self.name = name
+        self.count = count
+        self.keyrings = keyrings
+
+    def token(self, method: str) -> Token:
+        """Return a token for one call of `method`."""
+        return sign(self.keyrings.current(), self.role, self.name, method)
+
+    def admit(self, method: str, text: str) -> tuple[Token, str]:
+        """Verify the token of a call. Returns it with the proof for the caller.
+
+        The proof uses the secret that the caller used: during a rotation, it may have no other.
+
+        Raises:
+            AuthRejection: the token is invalid for a call of `method` now.
+        """
+        keyring = self.keyrings.current()
+        called = verify(keyring, text, method)
+        proof = sign(
+            keyring,
+            _answering(called.role),
+            self.name,
+            _answer(method),
+            nonce=called.nonce,
+            secret=called.secret,
+        )
+        return called, proof.text
+
+    def check_proof(self, sent: Token, text: str) -> None:
+        """Verify the proof for the call of `sent`.
+
+        Raises AuthRejection if the callee is no node of the cluster.
+        """
+        proof = verify(self.keyrings.current(), text, _answer(sent.audience))
+        if proof.role != _answering(self.role):
+            raise AuthRejection("role", f"it has answered as {proof.role}, and is no {CALLEE}")
+        if proof.nonce != sent.nonce:
+            raise AuthRejection("replayed", "its proof is of another call")
+
+
+def _answering(caller: Role) -> Role:
+    """Return the role of a node's proof. An operator may have only the operator's key."""
+    return caller if caller == "operator" else CALLEE
+
+
+def _answer(method: str) -> str:
+    return f"answer of {method}"
+
+
+SHOWN = "authorization"  # metadata of a call: Bearer TOKEN
+BEARER = "Bearer "
+PROOF = "baton-proof"  # initial metadata of the response
+_MAX_NONCES = 1 << 16  # per role; then the oldest are dropped. Only key holders add any
+
+
+class TokenAuthentication:
+    """An `Identify` for one server."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        # Expiry by nonce of used tokens. Separate by role, so that no role can displace another's.
+        self._ends: dict[Role, OrderedDict[str, float]] = {role: OrderedDict() for role in ROLES}
+
+    def __call__(self, method: str, context: Any) -> AuthenticatedCaller:
+        token, proof = self._identity.admit(method, _shown(context))
+        self._use(token)
+        return AuthenticatedCaller(Caller(frozenset({token.role}), token.name), ((PROOF, proof),))
+
+    def _use(self, token: Token) -> None:
+        now = time.time()
+        ends = self._ends[token.role]
+        while ends and next(iter(ends.values())) + LEEWAY_S < now:
+            ends.popitem(last=False)
+        if token.nonce in ends:
+            raise AuthRejection(
+                "replayed", "the token has been used before, and is good for one call"
+            )
+        ends[token.nonce] = token.ends
+        if len(ends) > _MAX_NONCES:
+            ends.popitem(last=False)
+
+
+def _shown(context: Any) -> str:
+    metadata = dict(context.invocation_metadata() or ())
+    shown = str(metadata.get(SHOWN, ""))
+    if not shown.startswith(BEARER):
+        raise AuthRejection("missing", "the call has no token: its caller knows no cluster secret")
+    return shown.removeprefix(BEARER)

@@ -1,17 +1,36 @@
-"""Namespace of a prompt in the prefix caches. KV is reused only within a namespace.
+"""Identities that separate KV: namespaces of clients, adapters, weights; and the hash of a prefix.
 
-A router creates it. Nodes send and compare it without knowing its meaning. It has 16 bytes, or
-none: requests without a namespace share one default namespace.
+KV is reused only within a namespace. A router creates it. Nodes send and compare it without knowing
+its meaning. It has 16 bytes, or none: requests without a namespace share one default namespace.
 
 It has 128 bits and uses no secret key. An attacker who knows how namespaces are made could try
 salts offline until one matches any namespace in use. The attacker could then use its cache. Among a
 million namespaces that takes 2**108 tries. With 64 bits it would take 2**44. A secret key would
 make 64 bits sufficient, but all routers would need the same key, and a new key would invalidate all
 caches.
+
+A LoRA adapter is named by a 16-byte hash of its content. A name may later refer to other files,
+whose requests must not find KV made with the old files. So nodes are called with the hash, and
+prefix caches are separated by it.
+
+A weight version is a 16-byte hash of the weights of a node. It is the same for weights loaded at
+the start and later. KV made with other weights is useless. So nodes pair only with nodes of the
+same version, and prefix caches are separated by it. A request for KV names the version of the
+sender, and a node with another version refuses it.
+
+The 64-bit hash of a prefix is the same on every machine: the XXH3 of the prefix's namespace and its
+token ids as little-endian int32. A page of a prefix cache is identified by the hash of the prefix
+that it ends. The hash finds prefixes that are probably cached. Reuse of KV compares namespaces and
+tokens.
 """
 
+import sys
+from array import array
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TypeAlias
+
+from xxhash import xxh3_64
 
 from common.errors import InvalidRequest
 
@@ -61,3 +80,92 @@ def check_namespace(namespace: bytes) -> Namespace:
             f"namespace has {len(namespace)} bytes; it has {NAMESPACE_BYTES}, or none"
         )
     return namespace
+
+
+ADAPTER_BYTES = 16
+AdapterId: TypeAlias = bytes
+NO_ADAPTER: AdapterId = b""
+
+
+def check_adapter(adapter: bytes) -> AdapterId:
+    """Return the id. Raises InvalidRequest if its length is wrong."""
+    if len(adapter) not in (0, ADAPTER_BYTES):
+        raise InvalidRequest(f"adapter has {len(adapter)} bytes; it has {ADAPTER_BYTES}, or none")
+    return adapter
+
+
+def within(namespace: Namespace, adapter: AdapterId) -> Namespace:
+    """Return the namespace for KV made with that adapter."""
+    return part_of(namespace, adapter, person=b"baton adapted KV")
+
+
+WEIGHTS_BYTES = 16
+WeightsId: TypeAlias = bytes
+UNNAMED: WeightsId = b""  # not reported or not known
+
+
+def check_weights(weights: bytes) -> WeightsId:
+    """Return the version. Raises InvalidRequest if its length is wrong."""
+    if len(weights) not in (0, WEIGHTS_BYTES):
+        raise InvalidRequest(f"weights has {len(weights)} bytes; it has {WEIGHTS_BYTES}, or none")
+    return weights
+
+
+def made_with(namespace: Namespace, weights: WeightsId) -> Namespace:
+    """Return the namespace for KV made with these weights."""
+    return part_of(namespace, weights, person=b"baton weights KV")
+
+
+BYTES_PER_TOKEN = 4
+
+
+def as_bytes(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as little-endian int32.
+
+    Raises:
+        OverflowError: an id is negative or does not fit into 32 bits.
+    """
+    # "I" with fromlist is several times faster than "i" or the array's constructor.
+    packed = array("I")
+    packed.fromlist(list(token_ids))
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+class PrefixHasher:
+    """Hashes of the pages of a growing prompt."""
+
+    def __init__(self, begun: bytes | memoryview = b"") -> None:
+        """Start after a prefix.
+
+        Args:
+            begun: the namespace, then the tokens before the first page, in the form of `as_bytes`.
+        """
+        self._hash = xxh3_64(begun)
+
+    def copy(self) -> "PrefixHasher":
+        """Return a copy, for another continuation of the same prefix."""
+        other = PrefixHasher()
+        other._hash = self._hash.copy()
+        return other
+
+    def extend(self, tokens: bytes | memoryview, page_size: int) -> list[int]:
+        """Return the hashes of the prefixes that end with each whole page in `tokens`.
+
+        An incomplete page at the end is ignored.
+        """
+        size = page_size * BYTES_PER_TOKEN
+        update, digest = self._hash.update, self._hash.intdigest
+        names: list[int] = []
+        for start in range(0, len(tokens) - size + 1, size):
+            update(tokens[start : start + size])
+            names.append(digest())
+        return names
+
+
+def page_names(
+    token_ids: Sequence[int], page_size: int, namespace: Namespace = SHARED
+) -> list[int]:
+    """Return the hashes of all prefixes in whole pages, shortest first."""
+    return PrefixHasher(namespace).extend(as_bytes(token_ids), page_size)

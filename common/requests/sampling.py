@@ -1,17 +1,123 @@
-"""Sampling parameters of a request: one immutable record from the router to the sampler."""
+"""Sampling parameters of a request: one immutable record from the router to the sampler.
 
-from collections.abc import Sequence, Sized
+Guided decoding is the required form of a response, as a schema, a regex, a grammar or a tag.
+Reasoning is at the beginning of a response, before the visible text.
+"""
+
+from collections.abc import Mapping, Sequence, Sized
 from operator import attrgetter, le
 from typing import Any
 
 import msgspec
 
 from common.errors import InvalidRequest
-from common.requests import guide
-from common.requests import reasoning as thought
-from common.requests.guide import GuidedDecoding
-from common.requests.reasoning import ReasoningTokens
+from protos import sampling_pb2 as pb
 from protos.sampling_pb2 import Sampling
+
+MAX_GUIDE_CHARACTERS = 64 << 10
+KINDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
+
+
+class GuidedDecoding(msgspec.Struct, frozen=True):
+    kind: str  # one of KINDS
+    text: str  # empty for a json_object
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A guide in the form that is compiled. The compiler enforces all of it.
+
+    Attributes:
+        kind: of the guide.
+        text: for the compiler.
+        has_tokens: it is a structural tag that names tokens.
+    """
+
+    kind: str
+    text: str
+    has_tokens: bool = False
+
+
+JSON_OBJECT = GuidedDecoding("json_object", "")
+
+
+def tag(form: Mapping[str, Any]) -> GuidedDecoding:
+    """Return a structural tag with that format."""
+    said = {"type": "structural_tag", "format": form}
+    return GuidedDecoding("structural_tag", msgspec.json.encode(said).decode())
+
+
+def as_form(guide: GuidedDecoding) -> Mapping[str, Any] | None:
+    """Return its format for use within a structural tag.
+
+    None: it is a structural tag or invalid JSON.
+    """
+    match guide.kind:
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "json_schema":
+            try:
+                msgspec.json.decode(guide.text)
+            except (msgspec.DecodeError, RecursionError):
+                return None
+            return {"type": "json_schema", "json_schema": msgspec.Raw(guide.text.encode())}
+        case "regex":
+            return {"type": "regex", "pattern": guide.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": guide.text}
+        case _:
+            return None
+
+
+def guide_from_proto(proto: pb.Guide) -> GuidedDecoding:
+    """Parse a guide. Raises InvalidRequest if it is empty."""
+    match proto.WhichOneof("form"):
+        case None:
+            raise InvalidRequest("sampling.guide has no kind")
+        case "json_object":
+            return JSON_OBJECT
+        case kind:
+            return GuidedDecoding(kind, getattr(proto, kind))
+
+
+def guide_fields(guide: GuidedDecoding) -> dict[str, object]:
+    """Return the fields of the wire form."""
+    return {guide.kind: True if guide.kind == "json_object" else guide.text}
+
+
+def check_guide(guide: GuidedDecoding) -> None:
+    """Check the length. Raises InvalidRequest. Only the compiler can check_guide the content."""
+    if len(guide.text) > MAX_GUIDE_CHARACTERS:
+        raise InvalidRequest(
+            f"sampling.guide has {len(guide.text)} characters, {MAX_GUIDE_CHARACTERS} allowed"
+        )
+    if guide.kind != "json_object" and not guide.text:
+        raise InvalidRequest(f"sampling.guide has an empty {guide.kind}")
+
+
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    """Tokens that delimit reasoning.
+
+    Attributes:
+        close: token that ends it.
+        open: token that begins it, as the first one of the response. None: the prompt has begun it.
+    """
+
+    close: int
+    open: int | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (self.close,) if self.open is None else (self.open, self.close)
+
+
+def reasoning_from_proto(proto: pb.Thought) -> ReasoningTokens:
+    return ReasoningTokens(proto.close, proto.open if proto.HasField("open") else None)
+
+
+def reasoning_fields(thought: ReasoningTokens) -> dict[str, Any]:
+    """Return the fields of the wire form."""
+    return {"close": thought.close, "open": thought.open}
+
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 16
@@ -23,7 +129,6 @@ MAX_BAD_WORD_IDS = 256
 MAX_BAD_WORD_TOKENS = 64
 STRONGEST_BIAS = 100.0
 MAX_TOKEN_ID = 2**31 - 1  # nodes store ids as int32
-
 # Limits of the float32 fields sent to nodes.
 _LARGEST = (2 - 2**-23) * 2.0**127
 _ABOVE_0 = 2.0**-149
@@ -44,7 +149,6 @@ _RANGES = (
     ("prompt_logprobs", -1, MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
     ("thinking_budget", -1, _LARGEST, "at least 0"),
 )
-
 _NAMES, _LOWEST, _HIGHEST, _ = zip(*_RANGES, strict=True)
 _ranged = attrgetter(*_NAMES)
 
@@ -142,9 +246,9 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
         bad_word_ids=tuple(map(tuple, words)),
         logprobs=proto.logprobs if proto.HasField("logprobs") else -1,
         prompt_logprobs=proto.prompt_logprobs if proto.HasField("prompt_logprobs") else -1,
-        guide=guide.from_proto(proto.guide) if proto.HasField("guide") else None,
+        guide=guide_from_proto(proto.guide) if proto.HasField("guide") else None,
         thinking_budget=proto.thinking_budget if proto.HasField("thinking_budget") else -1,
-        thought=thought.from_proto(proto.thought) if proto.HasField("thought") else None,
+        thought=reasoning_from_proto(proto.thought) if proto.HasField("thought") else None,
     )
 
 
@@ -159,8 +263,8 @@ def to_fields(params: SamplingParams) -> dict[str, Any]:
     for name in ("logprobs", "prompt_logprobs", "thinking_budget"):
         if fields[name] < 0:
             del fields[name]
-    fields["guide"] = None if params.guide is None else guide.to_fields(params.guide)
-    fields["thought"] = None if params.thought is None else thought.to_fields(params.thought)
+    fields["guide"] = None if params.guide is None else guide_fields(params.guide)
+    fields["thought"] = None if params.thought is None else reasoning_fields(params.thought)
     return fields
 
 
@@ -188,7 +292,7 @@ def check(params: SamplingParams) -> None:
             f"{params.max_tokens} tokens"
         )
     if params.guide is not None:
-        guide.check(params.guide)
+        check_guide(params.guide)
     check_lengths(params.logit_bias, params.allowed_token_ids, params.bad_word_ids)
     for token, bias in params.logit_bias:
         if not abs(bias) <= STRONGEST_BIAS:  # rejects NaN too

@@ -1,18 +1,22 @@
-"""Timeline of a request: a fixed set of phases, each with start and end.
+"""Timeline and traces of a request.
 
-A decode node sends it with the end of a request, in seconds since the Submit arrived there. For the
-prefill node, it has only durations, which came with the last Ready. So clocks of different hosts
-are never compared. Data from peers is not trusted: it is limited to valid values.
+A timeline is a fixed set of phases, each with start and end, for metrics and diagrams. A decode
+node sends it with the end of a request, in seconds since the Submit arrived there. For the prefill
+node, it has only durations, which came with the last Ready. So clocks of different hosts are never
+compared. A trace is a list of events in words at one process, for people.
+
+Data from peers is not trusted: it is limited to valid values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from math import inf
+from math import inf, isfinite
 from typing import NamedTuple, cast
 
 import msgspec
 
 from protos import decode_pb2 as pb
+from protos import node_pb2, router_pb2
 
 MAX_ATTEMPTS = 16
 MAX_INTERVALS = 8 * MAX_ATTEMPTS
@@ -193,6 +197,7 @@ def from_proto(message: pb.Timeline, longest_s: float) -> Timeline:
 
 _PHASES = {int(phase): phase for phase in Phase}
 
+
 # Parts of the time to first token -----------------------------------------------------------------
 
 
@@ -252,3 +257,58 @@ def _attempt_of_first_token(
         if phase == Phase.PREFILL and end <= first_token:
             return attempt
     return 0
+
+
+MAX_EVENTS = 256  # of one trace
+MAX_FLIGHTS = 32  # traces of one request at one node
+_MAX_WHAT = 32  # characters
+
+
+class TimelineEvent(NamedTuple):
+    at: float  # seconds since the request arrived there
+    what: str
+    detail: str = ""
+
+
+class RequestTrace(msgspec.Struct, frozen=True, array_like=True):
+    began_ago_s: float  # seconds from its arrival there to this report
+    events: tuple[TimelineEvent, ...]  # ordered by time
+
+
+class RequestTraces(msgspec.Struct, frozen=True, array_like=True):
+    """Traces of one request at one node."""
+
+    flights: tuple[RequestTrace, ...]
+    num_kept: int  # ended requests that the node still remembers
+
+
+def traces_to_proto(flights: RequestTraces) -> node_pb2.ExplainHereResponse:
+    return node_pb2.ExplainHereResponse(
+        flights=[
+            node_pb2.Flight(
+                began_ago_s=flight.began_ago_s, events=[event_to_proto(e) for e in flight.events]
+            )
+            for flight in flights.flights
+        ],
+        kept=flights.num_kept,
+    )
+
+
+def event_to_proto(event: TimelineEvent) -> router_pb2.RequestEvent:
+    return router_pb2.RequestEvent(at_s=event.at, what=event.what, detail=event.detail)
+
+
+def traces_from_proto(message: node_pb2.ExplainHereResponse) -> RequestTraces:
+    """Parse traces, limited to valid values."""
+    flights = (
+        RequestTrace(one.began_ago_s, tuple(_valid_events(one.events[:MAX_EVENTS])))
+        for one in message.flights[:MAX_FLIGHTS]
+        if isfinite(one.began_ago_s)
+    )
+    return RequestTraces(tuple(flights), message.kept)
+
+
+def _valid_events(told: Iterable[router_pb2.RequestEvent]) -> Iterable[TimelineEvent]:
+    for event in told:
+        if isfinite(event.at_s):
+            yield TimelineEvent(event.at_s, event.what[:_MAX_WHAT], event.detail[:MAX_TEXT])

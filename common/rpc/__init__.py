@@ -1,28 +1,30 @@
 """gRPC for all processes.
 
-options.py       options of all channels and servers
-addresses.py     host:port
-channels.py      client channels: TLS and identity
-servers.py       servers and their ports
-services.py      services: errors, tolerant decoding, authorization
-prefix_hints.py  wire form of hints about cached prefixes
-wire_fields.py   number of fields of a message, counted before it is parsed
-stream_status.py reason of a stream's end, sent so that it is not lost
-streams.py       both directions of one stream
-health.py        health service for probes, and reflection for clients without proto files
-probe.py         healthcheck command for containers
+channels.py  client channels: options, TLS and identity
+servers.py   servers and their ports, health for probes, reflection for clients
+services.py  services: errors, tolerant decoding, authorization
+streams.py   both directions of one stream, and the reason of its end
+probe.py     healthcheck command for containers
 """
 
-from common.rpc.addresses import check_address, join_address
-from common.rpc.channels import make_channel, raise_if_cancelled
-from common.rpc.health import (
+from common.addresses import check_address, join_address
+from common.rpc.channels import (
+    MAX_MESSAGE_BYTES,
+    NODE_SERVER_OPTIONS,
+    make_channel,
+    raise_if_cancelled,
+)
+from common.rpc.servers import (
+    HEALTH_PORT,
     MAX_HEALTH_WATCHERS,
     Health,
     add_health_and_reflection,
+    bind,
+    make_server,
+    reserved,
     serving_health,
+    stop,
 )
-from common.rpc.options import MAX_MESSAGE_BYTES, NODE_SERVER_OPTIONS
-from common.rpc.servers import HEALTH_PORT, bind, make_server, reserved, stop
 from common.rpc.services import Admit, AdmittedCall, RpcGuard, add_service
 
 __all__ = [

@@ -1,13 +1,16 @@
-"""W3C trace context: the trace of a request, and the parent of its next span.
+"""W3C trace context: the trace of a request, and the parent of its next span; and the tracer.
 
-This module knows only the header. Spans are in the rest of common/tracing/. An invalid header is
-ignored, as the standard requires, and never fails its request.
+Services hold a `Tracer | None`. The library of otlp.py is loaded only if tracing is configured. An
+invalid header is ignored, as the standard requires, and never fails its request.
 """
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
+
+from common.config import ServerConfig
 
 HEADER = "traceparent"
 _MAX_CHARACTERS = 256
@@ -84,3 +87,72 @@ class TraceContext(msgspec.Struct, frozen=True, array_like=True):
 
 
 UNTRACED = TraceContext()
+Attributes: TypeAlias = Mapping[str, str | int | float]
+FLUSH_S = 2.0  # for waiting spans, at the end of the process
+
+
+class ChildSpan(NamedTuple):
+    """A span inside another one. Times are time.monotonic()."""
+
+    name: str
+    start: float
+    end: float
+    attributes: Attributes
+
+
+class Tracer(Protocol):
+    """Creates spans. For one thread. Only `close` waits for the collector."""
+
+    def enter(self, parent: str, *, root: bool = False) -> TraceContext:
+        """Return the trace of an arriving request, with its span's id if it is sampled.
+
+        Args:
+            parent: a checked header, or empty.
+            root: start a trace if there is no parent, for the configured share of requests.
+        """
+        ...
+
+    def tell(
+        self,
+        trace: TraceContext,
+        name: str,
+        *,
+        begun: float,
+        ended: float,
+        children: Sequence[ChildSpan],
+        attributes: Attributes,
+        error: str = "",
+    ) -> None:
+        """Send an ended span with its children. Times are time.monotonic().
+
+        Spans that the collector does not accept in time are dropped.
+
+        Args:
+            trace: from `enter`. Without `own`, the span gets a new id.
+            name: of the span.
+            begun: start of the span.
+            ended: end of the span.
+            children: spans inside it.
+            attributes: of the span.
+            error: message of a failure, or "".
+        """
+        ...
+
+    def close(self) -> None:
+        """Send waiting spans, for at most FLUSH_S. Called last."""
+        ...
+
+
+def start(front: ServerConfig, service: str, *, ratio: float = 1.0) -> Tracer | None:
+    """Start the export of spans. Returns None if no endpoint is configured.
+
+    Args:
+        front: configuration with the endpoint.
+        service: such as "baton-router".
+        ratio: share of requests without a parent that get a trace.
+    """
+    if front.otlp_endpoint is None:
+        return None
+    from common.tracing.otlp import OtlpTracer
+
+    return OtlpTracer(front.otlp_endpoint, service, ratio)

@@ -1,6 +1,6 @@
 """Spans by OpenTelemetry's library, sent over OTLP/gRPC by a separate thread.
 
-Imported by export.py only if an endpoint is configured. Headers, certificates and resource
+Imported only if an endpoint is configured. Headers, certificates and resource
 attributes come from the library's usual OTEL_* variables.
 """
 
@@ -29,8 +29,15 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from common.tracing.context import UNTRACED, SpanName, TraceContext, parse
-from common.tracing.tracer import FLUSH_S, Attributes, ChildSpan
+from common.tracing.context import (
+    FLUSH_S,
+    UNTRACED,
+    Attributes,
+    ChildSpan,
+    SpanName,
+    TraceContext,
+    parse,
+)
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ step that needs it. So the fill comes after all steps that used another adapter 
 `tokens_by_slot` groups a step's tokens by adapter, as the low-rank products need it.
 
 An adapter keeps its device slot while a request uses it. After that the slot may be reassigned, the
-least recently used first.
+least recently used first. `AdapterBank` has a pair of matrices per slot for each of the model's
+products. It is used on the forward stream only, and does not know which adapter is in which slot.
 """
 
 from collections.abc import Sequence
@@ -20,14 +21,111 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from engine.adapters.bank import AdapterBank, AdapterStep
-from engine.adapters.library import AdapterCache
-from engine.adapters.stored import LoraAdapter
+from common.config import LoraConfig
+from common.errors import ConfigError, ServingError
+from common.requests.namespace import NO_ADAPTER, AdapterId
+from engine.adapters.library import AdapterCache, AdapterDirectory
+from engine.adapters.stored import AdapterLimits, LoraAdapter
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot
+from engine.models import Model
+from engine.models.linear import Linear, Product
+from kernels.adapters.low_rank import LEAST_RANK, TILE_ROWS, TokensBySlot, add_low_rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """The matrices for one product, as `add_low_rank` takes them."""
+
+    modules: tuple[str, ...]
+    parts: tuple[int, ...]
+    down: Tensor
+    up: Tensor
+
+
+class AdapterBank:
+    """The device memory of adapters.
+
+    Args:
+        num_slots: 0: no memory is allocated.
+        max_rank: of an adapter.
+    """
+
+    def __init__(
+        self,
+        products: Sequence[Product],
+        num_slots: int,
+        max_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.num_slots = num_slots
+        self._rank = held_rank(max_rank)
+        self._places: dict[Linear, _Place] = {}
+        for product in products if num_slots else ():
+            parts = tuple(product.modules.values())
+            down = (num_slots, len(parts) * self._rank, product.inputs)
+            up = (num_slots, sum(parts), self._rank)
+            self._places[product.linear] = _Place(
+                tuple(product.modules),
+                parts,
+                torch.zeros(down, dtype=dtype, device=device),
+                torch.zeros(up, dtype=dtype, device=device),
+            )
+
+    def fill(self, slot: int, adapter: LoraAdapter) -> None:
+        """Copy an adapter into a slot, in place of the previous one."""
+        rank = self._rank
+        for place in self._places.values():
+            place.down[slot].zero_()
+            place.up[slot].zero_()
+            first = 0
+            for part, (module, outputs) in enumerate(zip(place.modules, place.parts, strict=True)):
+                pair = adapter.pairs.get(module)
+                if pair is not None:
+                    rows = part * rank, part * rank + pair.rank
+                    place.down[slot, slice(*rows)].copy_(pair.down, non_blocking=True)
+                    mine = place.up[slot, first : first + outputs, : pair.rank]
+                    mine.copy_(pair.up, non_blocking=True)
+                first += outputs
+
+    def adapted(self, tokens: TokensBySlot) -> "AdapterStep":
+        """Return the adapters of a step as the forward uses them.
+
+        Args:
+            tokens: of a step, on the device.
+        """
+        return AdapterStep(self._places, tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterStep:
+    """The adapters of a step, see Adapted."""
+
+    places: dict[Linear, _Place]
+    tokens: TokensBySlot
+
+    def add(self, product: Linear, x: Tensor, y: Tensor) -> None:
+        place = self.places.get(product)
+        if place is not None:
+            add_low_rank(y, x, place.down, place.up, self.tokens, place.parts)
+
+
+def held_rank(max_rank: int) -> int:
+    """Return the rank that kernels use: the next power of two."""
+    return max(LEAST_RANK, 1 << (max_rank - 1).bit_length())
+
+
+def bank_bytes(
+    products: Sequence[Product], num_slots: int, max_rank: int, dtype: torch.dtype
+) -> int:
+    """Return the device memory of a bank in bytes."""
+    numbers = sum(
+        len(product.modules) * product.inputs + sum(product.modules.values())
+        for product in products
+    )
+    return num_slots * held_rank(max_rank) * numbers * dtype.itemsize
 
 
 class AdapterSlots:
@@ -231,3 +329,48 @@ def no_adapters(table: SlotTable) -> AdapterManager:
     """Return an empty set, for requests without adapters."""
     bank = AdapterBank((), 0, 1, torch.device("cpu"), torch.float32)
     return AdapterManager(AdapterCache(0, 0), bank, table)
+
+
+def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
+    """Return the bank for a model.
+
+    Args:
+        free: bytes of the device that it may use.
+    Raises:
+        ConfigError: it would need more, or the model supports no adapters.
+    """
+    num_slots = 0 if config.adapter_dir is None else config.max_loras
+    if num_slots and not model.products:
+        raise ConfigError(
+            "engine.lora.adapter_dir: adapters are added to what is computed natively alone, and "
+            "this model is computed by transformers"
+        )
+    needed = bank_bytes(model.products, num_slots, config.max_rank, model.dtype)
+    if needed > free:
+        raise ConfigError(
+            f"engine.lora.max_loras: {num_slots} slots of rank {config.max_rank} take "
+            f"{needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB may be used"
+        )
+    return AdapterBank(model.products, num_slots, config.max_rank, model.device, model.dtype)
+
+
+def shelf_of(config: LoraConfig, model: Model) -> AdapterDirectory:
+    limits = AdapterLimits(config.max_rank, config.max_cpu_lora_bytes)
+    pinned = model.device.type == "cuda"
+    return AdapterDirectory(config.adapter_dir, model.products, limits, model.dtype, pinned=pinned)
+
+
+def load_all(config: LoraConfig, shelf: AdapterDirectory, library: AdapterCache) -> None:
+    """Load the configured adapters at start.
+
+    Raises:
+        ConfigError: one of them is invalid, or there are too many.
+    """
+    for each in config.preload:
+        name, _, path = each.partition("=")
+        try:
+            library.add(name, shelf.read(path or name))
+        except ServingError as error:
+            raise ConfigError(f"engine.lora.preload: {name}: {error}") from error
+    if len(library.names()) < len(config.preload):
+        raise ConfigError("engine.lora.preload: more than max_cpu_loras or max_cpu_lora_bytes")

@@ -1,14 +1,84 @@
-"""The adapters that a node has loaded in host memory, by name and by content.
+"""The adapters that a node has loaded in host memory, and their loading while it serves.
 
-Their number and bytes are limited. To add one, the least recently used idle ones are evicted. An
-adapter held by a request stays until the request releases it, even if its names are removed.
+The number and bytes of adapters are limited. To add one, the least recently used idle ones are
+evicted. An adapter held by a request stays until the request releases it, even if its names are
+removed. Adapters are read only below one directory that the operator configured. Another thread
+reads files one after the other, and the engine adds the results between two steps.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from common.errors import AdapterNotLoaded, FailedPrecondition, Overloaded
-from common.requests.adapter import AdapterId
-from engine.adapters.stored import LoraAdapter
+import torch
+
+from common.errors import (
+    AdapterNotLoaded,
+    ConfigError,
+    FailedPrecondition,
+    InvalidRequest,
+    Overloaded,
+    ServingError,
+)
+from common.requests.namespace import AdapterId
+from engine.adapters.stored import AdapterLimits, LoraAdapter, read_adapter
+from engine.models.below import below
+from engine.models.linear import Product
+
+_UNREADABLE = (ArithmeticError, OSError, RuntimeError, ValueError)
+
+
+class AdapterDirectory:
+    """A directory of adapters. For any thread.
+
+    Args:
+        directory: None: there is no directory, and no adapter.
+        products, dtype: of the model.
+        pinned: as in `read_adapter`.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        products: Sequence[Product],
+        limits: AdapterLimits,
+        dtype: torch.dtype,
+        *,
+        pinned: bool,
+    ) -> None:
+        self._directory = None if directory is None else directory.resolve()
+        self._products = products
+        self._limits = limits
+        self._dtype = dtype
+        self._pinned = pinned
+
+    def read(self, path: str) -> LoraAdapter:
+        """Read an adapter.
+
+        Args:
+            path: of a directory below this one, absolute or relative to it.
+        Raises:
+            InvalidRequest: the path leads elsewhere, or has no adapter for this model.
+        """
+        if self._directory is None:
+            raise InvalidRequest("lora_path: this node has no engine.lora.adapter_dir")
+        root = self._directory
+        directory = below(root, path, "lora_path", "engine.lora.adapter_dir")
+        try:
+            return read_adapter(
+                directory, self._products, self._limits, self._dtype, pinned=self._pinned
+            )
+        except ConfigError as error:
+            raise InvalidRequest(f"lora_path: {str(error).replace(f'{root}/', '')}") from None
+        except _UNREADABLE as error:  # any other defect of a file must not stop the engine
+            kind = type(error).__name__
+            raise InvalidRequest(f"lora_path: the files cannot be read ({kind})") from error
+
+
+def no_shelf() -> AdapterDirectory:
+    """Return a shelf without adapters."""
+    return AdapterDirectory(None, (), AdapterLimits(0, 0), torch.float32, pinned=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,3 +184,68 @@ class AdapterCache:
         for adapter in evicted:
             del self._loaded[adapter]
         self.num_evicted += len(evicted)
+
+
+MAX_LOADING = 4  # at once, including the one that is being read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loading:
+    name: str
+    read: Future[LoraAdapter]
+    loaded: Future[tuple[AdapterId, bool]]
+
+
+class AdapterLoader:
+    """The adapter loader. Engine thread only.
+
+    Attributes:
+        tell: called by another thread when `poll` has work.
+    """
+
+    def __init__(self, shelf: AdapterDirectory, library: AdapterCache) -> None:
+        self._shelf = shelf
+        self._library = library
+        self._reader = ThreadPoolExecutor(1, "adapters")
+        self._loading: list[_Loading] = []
+        self.tell: Callable[[], None] = lambda: None
+
+    def names(self) -> Mapping[str, AdapterId]:
+        """All names that requests may use."""
+        return self._library.names()
+
+    def load(self, name: str, path: str) -> Future[tuple[AdapterId, bool]]:
+        """Load an adapter. A later `poll` completes the future.
+
+        Returns:
+            The adapter, and whether the name is new. Or a ServingError of AdapterDirectory.read or
+            AdapterCache.add.
+        Raises:
+            Overloaded: too many adapters are being loaded.
+        """
+        if len(self._loading) >= MAX_LOADING:
+            raise Overloaded(f"{len(self._loading)} adapters are already loading")
+        read = self._reader.submit(self._shelf.read, path)
+        loaded: Future[tuple[AdapterId, bool]] = Future()
+        self._loading.append(_Loading(name, read, loaded))
+        read.add_done_callback(lambda _: self.tell())
+        return loaded
+
+    def unload(self, name: str) -> bool:
+        """Unload a name. Running requests keep the adapter. Return whether the name existed."""
+        return self._library.remove(name)
+
+    def poll(self) -> None:
+        """Add the adapters that have been read."""
+        done = [each for each in self._loading if each.read.done()]
+        for each in done:
+            self._loading.remove(each)
+            try:
+                adapter = each.read.result()
+                each.loaded.set_result((adapter.id, self._library.add(each.name, adapter)))
+            except ServingError as error:
+                each.loaded.set_exception(error)
+
+    def close(self) -> None:
+        """Stop loading."""
+        self._reader.shutdown(wait=False, cancel_futures=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.requests.adapter import ADAPTER_BYTES, AdapterId
+from common.requests.namespace import ADAPTER_BYTES, AdapterId
 from engine.models.checkpoint import FLOATS, Checkpoint, StoredTensor
 from engine.models.fields import Fields
 from engine.models.linear import Product

@@ -10,13 +10,11 @@ from grpc import StatusCode
 from numpy.typing import NDArray
 
 from common.priority import STEP_S, head_start_s
-from common.request import RequestSpec
+from common.request import TRIAL_TOKENS, RequestSpec
 from common.requests.logprobs import Logprobs
-from common.requests.namespace import SHARED, Namespace
+from common.requests.namespace import SHARED, UNNAMED, Namespace, WeightsId, made_with
 from common.requests.pooling import PoolingParams
-from common.requests.quarantine import TRIAL_TOKENS
 from common.requests.sampling import SamplingParams
-from common.requests.weights import UNNAMED, WeightsId, made_with
 
 Ints = NDArray[np.int32]
 
@@ -88,7 +86,7 @@ class Request:
     namespace: Namespace = SHARED  # of the prefix cache: its KV is looked up and stored there
     weights: WeightsId = UNNAMED  # weights that compute it
     given_by: list[int] = field(default_factory=list)  # nodes that some of its KV was read from
-    engine_deaths: int = 0  # engine crashes while it was running, see common/requests/quarantine.py
+    engine_deaths: int = 0  # engine crashes while it was running, see common/request.py
     alone_until: int = 0  # computed alone until it has this many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
     brought: bool | None = None  # result of the lower tier's lookup; False: the load is under way

@@ -10,35 +10,70 @@ line breaks and indentation, so white space is limited to one space.
 Guides that name tokens also have a vocabulary of their own. xgrammar accepts no token without
 bytes, even if it is named. So tokens that are not part of any text get a byte that occurs in no
 text. Token syntax in xgrammar's EBNF is rejected.
+
+xgrammar imports torch and transformers, for masks on devices and for their tokenizers, which takes
+seconds of a core and hundreds of MiB. Baton uses neither, so they are replaced by stand-ins, unless
+they are already imported.
 """
 
 import re
+import sys
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import InvalidRequest, cut
-from common.requests.guide import GuidedDecoding, Prepared
+from common.requests.sampling import GuidedDecoding, Prepared
 from common.spelling import TokenSpelling
-from engine.grammar.bare import xgrammar
-from engine.grammar.bits import words_of
+from engine.grammar.matching import words_of
 from engine.grammar.schemas import expressions
 from engine.grammar.schemas.enforced import enforced
 from engine.grammar.schemas.tags import MAX_WHITESPACE, enforced_tag
 
+_UNUSED = ("torch", "transformers")
+
+
+class _StandIn(ModuleType):
+    """A module that has a class under any name, which can be instantiated."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = type(name, (), {"__init__": lambda self, *_, **__: None})
+        setattr(self, name, made)
+        return made
+
+
+def _imported() -> ModuleType:
+    absent = [name for name in _UNUSED if name not in sys.modules]
+    if "torch" in absent:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        import_module("tvm_ffi")  # works without torch if there is none
+    for name in absent:
+        sys.modules[name] = _StandIn(name)
+    try:
+        return import_module("xgrammar")
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+if TYPE_CHECKING:
+    import xgrammar as xgrammar
+else:
+    xgrammar = _imported()
 MAX_KEPT_BYTES = 256 << 20  # of xgrammar's own cache
 MAX_GRAMMAR_BYTES = 64 << 20  # of one grammar: nodes cache several
 MAX_PREPARED_CHARACTERS = 4 << 20  # a schema may refer to a part of itself many times
-
 Compiled = Any  # xgrammar.CompiledGrammar
-
 _NO_TEXT = b"\xff"  # not text, nor part of any
 _OBJECT = '{"type": "object"}'
-
 # In a grammar as xgrammar prints it: string literals and character classes, and words with
 # arguments.
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')

@@ -9,7 +9,7 @@ import msgspec
 
 from common.errors import InvalidRequest, Overloaded
 from common.process.helper import ANSWERED, Helper, HelperLost, Question
-from common.requests.guide import GuidedDecoding, Prepared
+from common.requests.sampling import GuidedDecoding, Prepared
 
 MAX_BYTES = 2 << 30  # that one guide may take, in addition to the memory in use
 S_PER_TOKEN = 0.05  # CPU seconds to accept a token and to make the mask after it

@@ -22,11 +22,10 @@ import numpy as np
 
 from common.errors import InvalidRequest, Overloaded
 from common.logs import kv
-from common.requests.guide import GuidedDecoding
+from common.requests.sampling import GuidedDecoding
 from engine.batch.request import Request
-from engine.grammar.bits import forbid, words_of
 from engine.grammar.grammar_verifier import GrammarTimeout, GrammarVerifier, GrammarWorker
-from engine.grammar.matching import CompiledGuide, Match, MatchThreads
+from engine.grammar.matching import CompiledGuide, Match, MatchThreads, forbid, words_of
 
 if TYPE_CHECKING:
     from engine.grammar.compilers import GrammarCompilers

@@ -1,12 +1,16 @@
 """Matching of a response against its grammar, off the engine thread and with a budget of CPU time.
 
-The engine thread passes the known tokens and gets the mask of the next one. Matchers release the
-GIL, and an ambiguous grammar can keep one busy for seconds. So a step waits for a matcher only as
-long as an ordinary one takes. A row whose matcher takes longer is *slow* from then on. It is
-computed when its mask is ready, and other rows continue without it.
+The engine thread passes the known tokens and gets the mask of the next one, one bit for each token
+of the vocabulary. Matchers release the GIL, and an ambiguous grammar can keep one busy for seconds.
+So a step waits for a matcher only as long as an ordinary one takes. A row whose matcher takes
+longer is *slow* from then on. It is computed when its mask is ready, and other rows continue
+without it.
 
 Budget: a response may spend ALLOWANCE_S of a core, and S_PER_TOKEN more for each of its tokens.
 Time is CPU time of the thread, so a busy machine does not end responses.
+
+If a response begins with reasoning, the grammar applies to the text after it. `ReasoningTracker`
+detects the end of the reasoning.
 """
 
 import os
@@ -16,16 +20,78 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import Overloaded
-from common.requests.reasoning import ReasoningTokens
-from engine.grammar.bits import allow
+from common.requests.sampling import ReasoningTokens
 from engine.grammar.grammar_verifier import S_PER_TOKEN
-from engine.grammar.reasoning import ReasoningStage, ReasoningTracker
+
+WORD = 32
+
+
+def words_of(vocabulary_size: int) -> int:
+    """Return the number of words in a row of bits."""
+    return -(-vocabulary_size // WORD)
+
+
+def allow(bits: NDArray[np.int32], token: int) -> None:
+    """Set the token's bit in a row."""
+    bits.view(np.uint32)[token // WORD] |= np.uint32(1 << (token % WORD))
+
+
+def forbid(bits: NDArray[np.int32], token: int) -> None:
+    """Clear the token's bit in a row."""
+    bits.view(np.uint32)[token // WORD] &= ~np.uint32(1 << (token % WORD))
+
+
+class ReasoningStage(Enum):
+    AHEAD = auto()  # the first token decides whether there is reasoning
+    INSIDE = auto()
+    BEHIND = auto()
+
+
+class ReasoningTracker:
+    """The reasoning of one response.
+
+    Attributes:
+        num_tokens: reasoning tokens so far, without the delimiters.
+    """
+
+    def __init__(self, thought: ReasoningTokens | None) -> None:
+        """Start at the first token of a response.
+
+        Args:
+            thought: None: there is no reasoning.
+        """
+        self._thought = thought
+        self.num_tokens = 0
+        if thought is None:
+            self.stage = ReasoningStage.BEHIND
+        else:
+            self.stage = ReasoningStage.INSIDE if thought.open is None else ReasoningStage.AHEAD
+
+    def read(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Read the next tokens. Return those after the reasoning."""
+        if self._thought is None or not tokens:
+            return tokens
+        if self.stage is ReasoningStage.AHEAD:
+            opens = tokens[0] == self._thought.open
+            self.stage = ReasoningStage.INSIDE if opens else ReasoningStage.BEHIND
+            tokens = tokens[1:] if opens else tokens
+        if self.stage is ReasoningStage.BEHIND:
+            return tokens
+        if self._thought.close not in tokens:
+            self.num_tokens += len(tokens)
+            return ()
+        end = tokens.index(self._thought.close)
+        self.num_tokens += end
+        self.stage = ReasoningStage.BEHIND
+        return tokens[end + 1 :]
+
 
 ALLOWANCE_S = 2.0  # CPU seconds for each response
 MAX_STUCK = 4  # threads whose matcher was too slow for a step and has not returned yet

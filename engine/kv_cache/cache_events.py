@@ -3,7 +3,7 @@
     PrefixCache --stored, removed--> CacheJournal --take--> CacheEvents --> the desk, once a step
 
 Without a subscriber there is no journal, and the tree only checks `is None`. A page is named by the
-prefix that it ends (common/requests/prefix_hash.py). This module does not know the subscribers.
+prefix that it ends (common/requests/namespace.py). This module does not know the subscribers.
 """
 
 from collections.abc import Iterable, Sequence

@@ -22,16 +22,21 @@ import numpy as np
 
 from common.errors import EngineFault
 from common.page_tables import PageTables
-from common.requests.namespace import SHARED, Namespace
-from common.requests.prefix_hash import BYTES_PER_TOKEN, PrefixHasher
+from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, PrefixHasher
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheJournal
-from engine.kv_cache.page_keys import PageKey, page_keys
 from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix_nodes import RadixNode, TreePages, present
-from engine.kv_cache.radix_states import NO_STATE, TreeStates
-from engine.kv_cache.radix_windows import TreeWindows
+from engine.kv_cache.radix_nodes import (
+    NO_STATE,
+    PageKey,
+    RadixNode,
+    TreePages,
+    TreeStates,
+    TreeWindows,
+    page_keys,
+    present,
+)
 
 
 class PrefixMatch(NamedTuple):

@@ -1,14 +1,53 @@
-"""The nodes of the prefix tree, and the tree's holds on their pages."""
+"""The nodes of the prefix tree, their keys, and what the tree keeps: pages, windows and states.
+
+A node's pages have keys for the tiers below the tree: a 128-bit hash of the namespace and of all
+tokens up to the page's end, equal in every process. A lookup by key returns KV without comparing
+tokens. The hash is therefore cryptographic, unlike the page names that are reported to routers
+(common/requests/namespace.py).
+
+Windows: pages before an end from which a request continued, or may continue, are worth keeping.
+Pages that a longer prefix made obsolete are evicted first.
+
+States: requests can continue from the tree although layers keep no KV. A state is always at a
+node's end, since a prefix inserted with a state ends there. It is as large as the KV of many
+tokens. States that a deeper one made obsolete, and from which no request continued, are therefore
+evicted first.
+
+A state is kept at the last page boundary from which the same prompt could continue if it comes
+again: it matches all but its last token. Another one is kept where the prompt branches off a cached
+one, since prompts with that common prefix are likely to come again. A chunk that would pass such a
+branch ends there.
+"""
 
 import math
+from collections import deque
 from collections.abc import Iterator
+from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.page_tables import PageTables
 from engine.batch.batch import Ints
-from engine.kv_cache.page_keys import PageKey
+from engine.batch.holding import NO_PAGE
 from engine.kv_cache.pages import PageAllocator, PageHolder
+
+KEY_BYTES = 16
+PageKey = bytes
+
+
+def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey]:
+    """Yield the key of each whole page of these tokens, computed on demand.
+
+    Args:
+        above: the key of the previous page; for a prompt's first page, its namespace.
+    """
+    packed, size = token_ids.astype("<i4", copy=False).tobytes(), 4 * page_size
+    for start in range(0, len(packed) - size + 1, size):
+        page = above + packed[start : start + size]
+        above = blake2b(page, digest_size=KEY_BYTES, person=b"baton page of KV").digest()
+        yield above
 
 
 class RadixNode:
@@ -48,7 +87,7 @@ class RadixNode:
         self.passed = False  # is in the queue of nodes that have a child
         self.resumed = False  # a request continued from within it
         self.state = np.empty(0, np.int32)  # pages of the state at its end, if one is kept
-        # Names of its pages (prefix_hash.py), set while the tree has a journal or a lower tier.
+        # Names of its pages (namespace.py), set while the tree has a journal or a lower tier.
         self.names: list[int] = []
         self.keys: list[PageKey] = []  # keys of its pages, set while the tree has a lower tier
         # Set by the lower tier: how many of its first pages are completely saved there, and when
@@ -114,3 +153,223 @@ class TreePages:
 def present(pages: Ints) -> Ints:
     """Return the pages that are not NO_PAGE."""
     return pages[pages >= 0]
+
+
+class TreeWindows:
+    """The windows in the tree. Engine thread only."""
+
+    def __init__(self, tables: PageTables, pages: TreePages) -> None:
+        self._tables = tables
+        self._sliding = tables.sliding
+        self._has_window = np.array([[window is not None] for window in tables.windows])
+        self._pages = pages
+        self._passed: deque[RadixNode] = deque()  # nodes with a child, to be checked
+
+    def __bool__(self) -> bool:
+        return bool(self._sliding)
+
+    def last_resumable(self, pages: Ints) -> int:
+        """Return the result of `last_within` for the model's tables."""
+        return last_within(self._tables, pages)
+
+    def within(self, pages: Ints, num_pages: int) -> Ints:
+        """Return pages [tables, n] with only those that are visible after `num_pages` of them; the
+        others become NO_PAGE. A copy."""
+        kept = pages.copy()
+        num_tokens = num_pages * self._tables.page_size
+        for table, _ in self._sliding:
+            kept[table, : self._tables.live_from(table, num_tokens)] = NO_PAGE
+        return kept
+
+    def note_passed(self, node: RadixNode) -> None:
+        """Note that the node has a child: its own windows may be obsolete."""
+        if self._sliding and node.parent is not None and not node.passed:
+            node.passed = True
+            self._passed.append(node)
+
+    def fill(self, node: RadixNode, pages: Ints) -> None:
+        """Add pages that a node lacks among its first ones."""
+        if self._sliding:
+            mine = node.pages[:, : pages.shape[1]]
+            new = np.where(mine < 0, pages, NO_PAGE)
+            self._pages.hold(new)
+            np.copyto(mine, new, where=new >= 0)
+            if (new >= 0).any():
+                node.num_saved = 0
+
+    def thin(self, num_pages: int) -> int:
+        """Free windows of nodes with a child that no end worth keeping needs, until `num_pages` are
+        free. Return the number of freed pages."""
+        freed = 0
+        for _ in range(len(self._passed)):
+            if freed >= num_pages:
+                break
+            node = self._passed.popleft()
+            node.passed = False
+            if node.parent is not None and node.children:
+                freed += self._thin(node)
+        return freed
+
+    def drop(self, node: RadixNode, which: NDArray[np.bool_]) -> int:
+        """Release a node's pages in tables with windows, where [tables, pages] is true. Return how
+        many."""
+        which = which & self._has_window
+        gone = node.pages[which]
+        if len(gone):
+            self._pages.let_go(gone)
+            node.pages[which] = NO_PAGE
+        return len(gone)
+
+    def clear(self) -> None:
+        """Note that the tree is empty."""
+        self._passed.clear()
+
+    def _thin(self, node: RadixNode) -> int:
+        """Return the number of freed pages. Pages with other holders are checked again later."""
+        below = _tokens_to_next_end(node)
+        spare = np.zeros(node.pages.shape, np.bool_)
+        for table, window in self._sliding:
+            needed = max(0, window + self._tables.page_size - below)
+            num_spare = max(0, len(node.tokens) - needed) // self._tables.page_size
+            spare[table, :num_spare] = True
+        spare &= node.pages >= 0
+        alone = self._pages.alone(node)
+        if (spare & ~alone).any():
+            self.note_passed(node)
+        return self.drop(node, spare & alone)
+
+
+def last_within(tables: PageTables, pages: Ints) -> int:
+    """Return the largest number, at most n, of these pages, [tables, n], after which all pages that
+    windows see are present."""
+    ends = np.arange(pages.shape[1] + 1)
+    whole = np.ones(len(ends), np.bool_)
+    for table, window in tables.sliding:
+        lacking = np.concatenate(([0], np.cumsum(pages[table] < 0)))
+        firsts = np.maximum(ends * tables.page_size - window + 1, 0)
+        whole &= lacking == lacking[firsts // tables.page_size]
+    return int(np.flatnonzero(whole)[-1])
+
+
+def _tokens_to_next_end(node: RadixNode) -> int:
+    """Return the tokens from a node's end to the first end below from which a request continued, or
+    may continue: a branch, or a leaf's end."""
+    num_tokens = 0
+    while len(node.children) == 1 and not node.resumed:
+        (node,) = node.children.values()
+        num_tokens += len(node.tokens)
+    return num_tokens
+
+
+NO_STATE = np.empty(0, np.int32)
+
+
+class TreeStates:
+    """The states in the tree. Engine thread only. Does nothing for models without states."""
+
+    def __init__(self, state_pages: int, pages: TreePages, pool: PageAllocator) -> None:
+        self._state_pages = state_pages
+        self._pages = pages
+        self._pool = pool
+        self._having: dict[RadixNode, None] = {}  # nodes with a state
+        self._passed: deque[RadixNode] = deque()  # nodes with a deeper state below
+
+    def __bool__(self) -> bool:
+        return self._state_pages > 0
+
+    def deepest(self, path: list[tuple[RadixNode, int]], num_pages: int) -> tuple[int, Ints]:
+        """Return the last position on a path, after at most `num_pages` pages, at which a request
+        can continue, and its state. Position 0 needs no state.
+
+        Args:
+            path: nodes with their starts, in pages.
+        """
+        for node, start in reversed(path):
+            if len(node.state) and start + node.num_pages <= num_pages:
+                return start + node.num_pages, node.state
+        return 0, NO_STATE
+
+    def add(self, node: RadixNode, state: Ints) -> None:
+        """Hold a state at the node's end, unless there is one."""
+        if len(node.state) or not len(state):
+            return
+        node.state = state.copy()
+        node.num_saved = min(node.num_saved, node.num_pages - 1)
+        self._pages.hold(node.state)
+        self._having[node] = None
+        above = node.parent
+        while above is not None and not len(above.state):
+            above = above.parent
+        if above is not None:
+            self._passed.append(above)
+
+    def drop(self, node: RadixNode) -> int:
+        """Release the node's state, if it has one. Return the number of freed pages."""
+        state, node.state = node.state, NO_STATE
+        if not len(state):
+            return 0
+        before = self._pool.num_free
+        self._pages.let_go(state)
+        del self._having[node]
+        return self._pool.num_free - before
+
+    def clear(self) -> None:
+        """Note that the tree is empty."""
+        self._passed.clear()
+
+    def thin(self, num_pages: int) -> int:
+        """Free states that a deeper one follows and from which no request continued, until
+        `num_pages` are free. Return the number of freed pages."""
+        freed = 0
+        for _ in range(len(self._passed)):
+            if freed >= num_pages:
+                break
+            node = self._passed.popleft()
+            if node.resumed or not len(node.state):
+                continue
+            if self._alone(node):
+                freed += self.drop(node)
+            else:
+                self._passed.append(node)
+        return freed
+
+    def drop_oldest(self, num_pages: int) -> int:
+        """Free any states, least recently used first, until `num_pages` are free. Return the number
+        of freed pages."""
+        freed = 0
+        for node in sorted(self._having, key=lambda node: node.last_used):
+            if freed >= num_pages:
+                break
+            if self._alone(node):
+                freed += self.drop(node)
+        return freed
+
+    def _alone(self, node: RadixNode) -> bool:
+        return bool(self._pool.held_only_by(node.state, PageHolder.CACHE).all())
+
+
+class ChunkRange(NamedTuple):
+    """One forward of a prompt, which ends at `end`. Its state after token `keep` is kept; 0: none
+    is."""
+
+    end: int
+    keep: int
+
+
+def stretch(start: int, end: int, *, num_tokens: int, branch: int, page_size: int) -> ChunkRange:
+    """Return where the next forward of a prompt ends and which state it keeps.
+
+    Args:
+        start, end: token indices that would be computed next.
+        num_tokens: of the whole prompt.
+        branch: page boundary at which the prompt branches off the cached one; 0: none.
+    """
+    last = last_boundary(num_tokens, page_size)
+    if start < branch < last and branch <= end:
+        return ChunkRange(branch, branch)
+    return ChunkRange(end, last if start < last <= end else 0)
+
+
+def last_boundary(num_tokens: int, page_size: int) -> int:
+    """Return the last page boundary from which a repetition of the prompt can continue."""
+    return (num_tokens - 1) // page_size * page_size

@@ -1,5 +1,4 @@
-"""The progress of the engine: the current step, its start and expected duration, and whether the
-engine is late.
+"""The progress of the engine: the current step, whether the engine is late, and metrics of steps.
 
 Progress is a turn of the loop, the beginning or end of a launch, or the end of a step. The engine
 is late if it makes no progress for longer than the current step may take. The limit is five times
@@ -8,18 +7,146 @@ kernels may be compiled then. A kernel compilation may also take `first_step_s`,
 progress. Without a current step the limit is 0: the engine is late from its last progress on.
 
 The engine thread writes, any other thread may read: one immutable record is replaced at a time.
+
+The rehearsal compiles all kernels that serving is known to launch. Triton compiles a missed kernel
+during a step, which then takes seconds longer than any earlier step (`Compiles`).
+
+`StepMeter` is for the engine thread only. Nothing is counted per token. Decode steps are counted in
+groups, because counting them one by one would cost about 3 % of a small batch's step.
 """
 
+import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from common import distribution
+from common.distribution import HistogramCounts, LiveHistogram
+from common.logs import kv
 from common.process.standstill import StallMonitor
 from engine.batch.batch import ForwardMode, ScheduleBatch
-from engine.loop.compiles import Compiles
-from engine.loop.step_meter import StepMeter
+
+log = logging.getLogger(__name__)
+_WORTH_A_WARNING_S = 1.0  # reading a kernel from Triton's cache takes milliseconds
+
+
+class Compiles:
+    """A counter of compilations. The compiling thread writes, any other thread may read."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._under_way: dict[int, float] = {}  # start time by thread
+        self._num_ended = 0
+        self._seconds = 0.0
+        self.ended_at = float("-inf")  # time of the last end
+
+    @property
+    def began(self) -> float | None:
+        """Start time of the oldest compilation in progress, or None."""
+        return min(tuple(self._under_way.values()), default=None)
+
+    def watch(self, runtime: Any) -> None:
+        """Make Triton report compilations here from now on.
+
+        Args:
+            runtime: `triton.knobs.runtime`.
+        """
+        runtime.jit_cache_hook = self._begin
+        runtime.jit_post_compile_hook = self._end
+
+    def gauges(self) -> Mapping[str, float]:
+        return {
+            "total_kernels_compiled": float(self._num_ended),
+            "total_kernel_compile_seconds": self._seconds,
+        }
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
+
+    def _begin(self, **_: Any) -> bool:
+        """Note a start. Return False, so that Triton compiles."""
+        self._under_way[threading.get_ident()] = self._now()
+        return False
+
+    def _end(self, *, fn: Any, **_: Any) -> None:
+        now = self._now()
+        seconds = now - self._under_way.pop(threading.get_ident(), now)
+        self._num_ended += 1
+        self._seconds += seconds
+        self.ended_at = now
+        if seconds >= _WORTH_A_WARNING_S:
+            log.warning("kernel compiled while serving %s", kv(kernel=fn.name, seconds=seconds))
+
+
+_UNCOUNTED = 256  # maximum number of steps per group
+
+
+class _Mode:
+    """The metrics of one forward mode."""
+
+    __slots__ = ("requests", "seconds", "tokens")
+
+    def __init__(self) -> None:
+        self.seconds = LiveHistogram(distribution.STEP_S)
+        self.requests = LiveHistogram(distribution.BATCH_REQUESTS)
+        self.tokens = LiveHistogram(distribution.BATCH_TOKENS)
+
+
+class StepMeter:
+    """The metrics of all steps.
+
+    Attributes:
+        waited_s: total time spent waiting for results.
+    """
+
+    def __init__(self) -> None:
+        self._modes = [_Mode() for _ in range(max(ForwardMode) + 1)]  # indexed by mode
+        self._decode_requests: list[int] = []  # of steps not counted yet
+        self._decode_seconds: list[float] = []
+        self.waited_s = 0.0
+
+    def decoded(self, num_requests: int, seconds: float) -> None:
+        """Record a step of mode DECODE, with one token per request."""
+        self._decode_requests.append(num_requests)
+        self._decode_seconds.append(seconds)
+        if len(self._decode_seconds) >= _UNCOUNTED:
+            self._count_decodes()
+
+    def computed(
+        self, mode: ForwardMode, num_requests: int, num_tokens: int, seconds: float
+    ) -> None:
+        """Record a step of another mode: with prompts, or with drafts."""
+        of_mode = self._modes[mode]
+        of_mode.seconds.add(seconds)
+        of_mode.requests.add(num_requests)
+        of_mode.tokens.add(num_tokens)
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "total_waited/device": self.waited_s,
+        }
+
+    def distributions(self) -> dict[str, HistogramCounts]:
+        self._count_decodes()
+        counted: dict[str, HistogramCounts] = {}
+        for mode in ForwardMode:
+            of_mode, name = self._modes[mode], mode.name.lower()
+            counted[f"step_seconds/{name}"] = of_mode.seconds.counted()
+            counted[f"batch_requests/{name}"] = of_mode.requests.counted()
+            if mode is not ForwardMode.DECODE:
+                counted[f"batch_tokens/{name}"] = of_mode.tokens.counted()
+        return counted
+
+    def _count_decodes(self) -> None:
+        decode = self._modes[ForwardMode.DECODE]
+        decode.requests.add_all(self._decode_requests)
+        decode.seconds.add_all(self._decode_seconds)
+        self._decode_requests.clear()
+        self._decode_seconds.clear()
+
 
 _NEWEST_WEIGHT = 0.2  # of a new duration in the running average
 PATIENCE = 5.0  # multiple of the expected duration

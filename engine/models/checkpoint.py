@@ -16,7 +16,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from common.errors import ConfigError
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from engine.models.open_files import OpenFiles
 
 _INDEX = "model.safetensors.index.json"

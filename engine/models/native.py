@@ -10,7 +10,7 @@ import torch
 from common.config import Quantize, SpeculativeConfig
 from common.errors import ConfigError
 from common.model_directory import model_directory
-from common.process.allocator import trim
+from common.process.resources import trim
 from engine.models.checkpoint import Checkpoint, stored_names
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.drafting import DraftLayerSpec

@@ -25,16 +25,14 @@ from common.requests.namespace import Namespace
 from engine.batch.batch import Ints, PageCopies
 from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheJournal
-from engine.kv_cache.page_keys import PageKey
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.kv_cache.radix_nodes import RadixNode
-from engine.offload.copies import TierCopier, TierCopies, TierCopy
+from engine.kv_cache.radix_nodes import PageKey, RadixNode
+from engine.offload.file_cache import PageRecord
 from engine.offload.file_tier import FileTier, PageStore
 from engine.offload.host_cache import HostCache
 from engine.offload.page_files import FileFault, SlotRead, SlotWrite
-from engine.offload.page_records import PageRecord
-from engine.offload.saves import TierSaves
+from engine.offload.saves import TierCopier, TierCopies, TierCopy, TierSaves
 from engine.offload.tier_matches import TierMatch, TierMatches
 
 

@@ -20,12 +20,11 @@ import numpy as np
 from common.errors import EngineFault
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
-from engine.kv_cache.page_keys import PageKey
 from engine.kv_cache.pages import PageHolder
-from engine.offload.file_cache import FileCache, FiledPages
+from engine.kv_cache.radix_nodes import PageKey
+from engine.offload.file_cache import FileCache, FiledPages, PageRecord
 from engine.offload.host_cache import HostCache, HostPages
 from engine.offload.page_files import FileFault, SlotRead, SlotWrite
-from engine.offload.page_records import PageRecord
 
 MOST_WRITING = 64  # pages at a time,
 WRITING_SHARE = 16  # limited to this part of host memory,

@@ -1,5 +1,5 @@
 """The pages of host memory. Some hold the KV of retracted requests. All others form the tier below
-the prefix tree, which is found by key (page_keys.py).
+the prefix tree, which is found by key (radix_nodes.py).
 
 Requests have priority over cached pages. The least recently inserted or loaded entries are evicted
 first. This module does not copy pages; it only knows which copies are in progress.
@@ -16,8 +16,8 @@ from common.errors import EngineFault
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
 from engine.kv_cache.cache_events import CacheJournal
-from engine.kv_cache.page_keys import PageKey
 from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix_nodes import PageKey
 from engine.offload.file_cache import FileCache, FiledPages
 
 

@@ -1,14 +1,19 @@
 """Pages in slots of two files in a directory: one holds the pages, the other a record of each page
-(page_records.py). Data is used only if its checksum is correct.
+(`PageRecord`). Data is used only if its checksum is correct.
 
 Each directory belongs to one process at a time. This module does not know the contents of a page,
 or which slot to use. Any thread may call it, but calls for the same slot must not overlap.
+
+An attacker with write access to a shared directory may create a symbolic link, a hard link or a
+file under a name that is opened later. Each is checked on the open descriptor, before anything is
+read or truncated.
 """
 
 import errno
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
@@ -20,7 +25,7 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.logs import kv
-from engine.offload.page_records import (
+from engine.offload.file_cache import (
     HEADER_BYTES,
     RECORD_BYTES,
     PageRecord,
@@ -29,12 +34,72 @@ from engine.offload.page_records import (
     packed,
     unpacked,
 )
-from engine.offload.private_files import open_directory, open_file
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a FIFO may block for ever. It has no effect on regular files.
+_FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def open_directory(path: Path) -> int:
+    """Return a descriptor of the directory, which is created if it does not exist.
+
+    Raises:
+        OSError: it is a symbolic link, or has another owner.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    return _own_only(_descriptor_of(path, path, _DIRECTORY, None), path, 0o700)
+
+
+def open_file(path: Path, directory: int) -> int:
+    """Return a descriptor of a regular file, which is created if it does not exist.
+
+    Args:
+        directory: descriptor of the directory that contains it.
+    Raises:
+        OSError: it is a symbolic link, has another owner or a second name, or is not a regular
+            file.
+    """
+    file = _descriptor_of(path, path.name, _FILE, directory)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise _unsafe(path, "is not a regular file")
+        if found.st_nlink != 1:
+            raise _unsafe(path, f"has {found.st_nlink} hard links")
+    except OSError:
+        os.close(file)
+        raise
+    return _own_only(file, path, 0o600)
+
+
+def _descriptor_of(path: Path, name: Path | str, flags: int, directory: int | None) -> int:
+    try:
+        return os.open(name, flags, 0o600, dir_fd=directory)
+    except OSError as error:
+        if path.is_symlink():
+            raise _unsafe(path, "is a symbolic link") from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _own_only(descriptor: int, path: Path, mode: int) -> int:
+    try:
+        owner = os.fstat(descriptor).st_uid
+        if owner != os.geteuid():
+            raise _unsafe(path, f"belongs to user {owner}, not to {os.geteuid()}")
+        os.fchmod(descriptor, mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _unsafe(path: Path, why: str) -> OSError:
+    return OSError(errno.EPERM, f"it {why}; remove it, or choose another directory", str(path))
+
 
 MOST_NODES = 64  # nodes that share a directory, each in its own subdirectory
 _FLAG = "engine.offload.disk_dir"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 log = logging.getLogger(__name__)
 READERS = 4
 T = TypeVar("T")
@@ -219,8 +284,7 @@ def _lock(place: Path) -> int | None:
 
 
 def _opened(place: Path, name: str) -> int:
-    """Open a file of one of the directories; see private_files.py for the files that are
-    rejected."""
+    """Open a file of one of the directories, or raise OSError as `open_file` does."""
     directory = open_directory(place)
     try:
         return open_file(place / name, directory)

@@ -9,9 +9,8 @@ from common.page_tables import PageSpan, PageTables
 from common.requests.namespace import Namespace
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE, PageHolding
-from engine.kv_cache.page_keys import PageKey, page_keys
 from engine.kv_cache.radix import PrefixCache
-from engine.kv_cache.radix_windows import last_within
+from engine.kv_cache.radix_nodes import PageKey, last_within, page_keys
 from engine.offload.file_cache import FiledPages
 from engine.offload.file_tier import StoredPage
 from engine.offload.host_cache import HostCache, HostPages

@@ -11,8 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.adapters.adapters import AdapterBatch, AdapterManager
-from engine.adapters.bank import AdapterStep
+from engine.adapters.adapters import AdapterBatch, AdapterManager, AdapterStep
 from engine.batch.batch import ScheduleBatch
 from engine.batch.forward import BatchBuilder, ForwardBatch
 from engine.batch.table import SlotTable

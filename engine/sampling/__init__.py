@@ -1,1 +1,1 @@
-"""Row features: per-request changes of logits and outputs, one file each."""
+"""Row features: per-request changes of logits and outputs, by kind."""

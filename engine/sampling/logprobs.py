@@ -1,7 +1,12 @@
-"""Log-probabilities of sampled tokens and of the likeliest others, from the model's own logits,
-before other features change them."""
+"""Log-probabilities from the model's own logits, before other features change them.
 
-from collections.abc import Mapping, Sequence
+Those of sampled tokens have alternatives: the likeliest others. Those of prompts are computed in
+slices from the logits of a whole chunk. They need logits of tokens after which no row samples, so
+they request further hidden states of a step. A prompt with this option is computed completely, even
+if it is in the cache.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch.batch import Ints
+from engine.batch.batch import Ints, ScheduleBatch
 from engine.batch.request import Request
+from engine.batch.table import SlotTable
 from engine.sampling.feature import FeatureState
 from kernels.sampling.logprobs import logprobs
 
@@ -56,3 +62,79 @@ class SampledLogprobs:
 
     def rehearsal(self, num_rows: int) -> _Work:
         return _Work(torch.arange(num_rows), 1)
+
+
+SLICE = 256  # tokens whose logits fit in the reserved memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptWork:
+    """The prompt logprobs of one step.
+
+    Attributes:
+        places: int64 [n], tokens of the step after which the probability of the prompt's next token
+            is needed.
+        rows: int64 [n], rows of these tokens.
+        targets: int32 [n], the next tokens.
+    """
+
+    places: Tensor
+    rows: Tensor
+    targets: Tensor
+    num_top: int
+
+    def run(
+        self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor
+    ) -> Mapping[str, Tensor]:
+        """Compute the logprobs. On the forward stream.
+
+        Args:
+            hidden: [n, hidden], of the tokens at `places`.
+            targets: on the device.
+        """
+        parts = [
+            logprobs(to_logits(some).float(), wanted, self.num_top)
+            for some, wanted in zip(
+                torch.split(hidden, SLICE), torch.split(targets, SLICE), strict=True
+            )
+        ]
+        chosen, top_tokens, top = (torch.cat(column) for column in zip(*parts, strict=True))
+        return {"rows": self.rows, "chosen": chosen, "top_tokens": top_tokens, "top": top}
+
+
+class PromptLogprobs:
+    """Requests with prompt logprobs, by slot. Engine thread only."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._num_top = np.full(table.num_slots, -1, np.int32)
+
+    def acquire(self, slot: int, request: Request) -> bool:
+        """Assign a slot to the request. Return whether it needs prompt logprobs."""
+        self._num_top[slot] = request.sampling.prompt_logprobs
+        return request.sampling.prompt_logprobs >= 0
+
+    def build(self, batch: ScheduleBatch) -> PromptWork | None:
+        """Return the work of a step, or None if no token of the step has a next one in its
+        prompt."""
+        table, slots = self._table, batch.slots.astype(np.intp)
+        last = np.minimum(batch.ends, table.num_prompt[slots] - 1)
+        counts = np.where(self._num_top[slots] < 0, 0, np.maximum(last - batch.starts, 0))
+        if not counts.any():
+            return None
+        rows = np.repeat(np.arange(len(slots)), counts)
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        lengths = batch.ends - batch.starts
+        firsts = np.cumsum(lengths) - lengths
+        targets = table.tokens[slots[rows], batch.starts[rows] + offsets + 1]
+        return PromptWork(
+            torch.from_numpy((firsts[rows] + offsets).astype(np.int64)),
+            torch.from_numpy(rows.astype(np.int64)),
+            torch.from_numpy(targets),
+            int(self._num_top[slots[counts > 0]].max()),
+        )
+
+    def rehearsal(self, num_tokens: int) -> PromptWork:
+        """Return work on the first tokens of a step, at most one slice, for warm-up."""
+        places = torch.arange(min(num_tokens, SLICE))
+        return PromptWork(places, places, places.int(), 1)

@@ -23,7 +23,7 @@ from engine.batch.request import Request
 from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixMatch
-from engine.kv_cache.radix_states import NO_STATE, stretch
+from engine.kv_cache.radix_nodes import NO_STATE, stretch
 from engine.scheduler.arrivals import PageClaim, is_overdue
 from engine.scheduler.retraction import RetractedRequests
 from engine.scheduler.running import NewTokenRatio, missing_pages_of_one

@@ -1,10 +1,11 @@
 """The requests that have a slot, from admission to their end: in chunks, running or retracted.
 
 All starts and ends of requests go through this module, which updates every part of the scheduler
-that keeps state of a request.
+that keeps state of a request. `check_books` compares the holders of every page, host page and slot
+with the holds that are counted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
 
+from common.errors import EngineFault
 from common.requests.namespace import Namespace
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
@@ -19,11 +21,11 @@ from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.batch.table import SlotTable
 from engine.core import EngineCore
 from engine.grammar.matching import Match
-from engine.kv_cache.pages import PageHolder
+from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
 from engine.scheduler.admission import PrefillAdmission
-from engine.scheduler.quarantine import QuarantineQueue
+from engine.scheduler.assembly import ScheduledStep
 from engine.scheduler.retraction import RetractedRequests
-from engine.scheduler.running import RunningBatch
+from engine.scheduler.running import QuarantineQueue, RunningBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,3 +207,54 @@ class HeldRows:
             self._table.held[slot] = False
         elif slot in self._running or request in self._retracted:  # else it is stopped
             self._residents.requeue(request, learn=request not in self._retracted)
+
+
+def check_books(
+    core: EngineCore,
+    residents: SlotOwners,
+    retracted: RetractedRequests,
+    launched: Sequence[ScheduledStep],
+    elsewhere: Mapping[PageHolder, Iterable[Pages]],
+) -> None:
+    """Compare the holds on pages with the holders that are known.
+
+    Args:
+        elsewhere: pages that others hold, by kind of holder; one array per hold.
+    Raises:
+        EngineFault: a page or slot leaked, or was allocated twice.
+    """
+    table, pages, tiers = core.table, core.pages, core.tiers
+    pages.check()
+    core.cache.check()
+    table.check()
+    tiers.check()
+    slots = np.flatnonzero(table.live)
+    if sorted(residents.by_slot) != slots.tolist():
+        raise EngineFault(f"slots {slots} are live, requests have {sorted(residents.by_slot)}")
+    known: dict[PageHolder, list[Pages]] = {holder: [] for holder in PageHolder}
+    known[PageHolder.REQUEST] = [table.pages_of(int(slot)) for slot in slots]
+    known[PageHolder.STEP] = [held for step in launched for held in step.held()]
+    known[PageHolder.STEP] += retracted.unsaved_pages()
+    known[PageHolder.COPY].extend(tiers.copied())
+    del known[PageHolder.CACHE]  # the tree has checked these
+    for holder, mine in known.items():
+        _check_holds(pages, holder, [*mine, *elsewhere.get(holder, ())])
+    swapped = [copied for step in launched for copied in step.swaps.on_host()]
+    on_host: dict[PageHolder, Sequence[Pages]] = {
+        PageHolder.REQUEST: retracted.host_pages(),
+        PageHolder.STEP: swapped,
+        PageHolder.COPY: [*tiers.copied_on_host()],
+    }
+    for holder, held in on_host.items():
+        _check_holds(tiers.host.pages, holder, held, "host pages")
+
+
+def _check_holds(
+    pages: PageAllocator, holder: PageHolder, known: Sequence[Pages], what: str = "pages"
+) -> None:
+    counts = np.zeros(pages.num_pages, np.int32)
+    for held in known:
+        counts[held] += 1
+    wrong = np.flatnonzero(counts != pages.holds(holder))
+    if len(wrong):
+        raise EngineFault(f"{what} {wrong} have {holder.name} holds that nobody knows of")

@@ -12,8 +12,7 @@ import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
 
-from common.requests.logprobs import Logprobs, join
-from common.requests.prediction import PredictionUsage
+from common.requests.logprobs import Logprobs, PredictionUsage, join
 from engine.batch.batch import (
     NOT_FINITE,
     AcceptedRuns,

@@ -1,6 +1,8 @@
 """The running batch: rows that decode, one token each per step, and their expected growth.
 
-It stores slots and columns only. A row costs Python work only when it joins, leaves or grows.
+It stores slots and columns only. A row costs Python work only when it joins, leaves or grows. Some
+rows temporarily share no forward with others (`QuarantineQueue`, see
+common/request.py). This module does not know the reason.
 
 Reserving pages for all remaining tokens of a request wastes the pool, since most requests end
 early. Reserving none leads to retraction. The new-token ratio therefore starts cautious, decays
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch.batch import Ints
+from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixCache
@@ -147,3 +150,37 @@ class RunningBatch:
             return False
         self._table.append_pages(slots, pages)
         return True
+
+
+class QuarantineQueue:
+    """The quarantined slots. Engine thread only. Nearly always empty."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._until: dict[int, int] = {}  # slot: number of tokens at which it is released
+
+    def __bool__(self) -> bool:
+        return bool(self._until)
+
+    def take(self, slot: int, request: Request) -> None:
+        """Quarantine a request that begins to run, if it is suspect."""
+        if request.suspect:
+            self._until[slot] = request.alone_until
+
+    def forget(self, slot: int) -> None:
+        """Remove a request that ended or has to be recomputed. Does nothing if the slot is not
+        here."""
+        self._until.pop(slot, None)
+
+    def let_out(self) -> None:
+        """Release requests that have enough known tokens."""
+        known = self._table.known
+        self._until = {slot: until for slot, until in self._until.items() if known[slot] < until}
+
+    def inside(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
+        return slots[np.isin(slots, list(self._until))]
+
+    def outside(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return the slots that are not quarantined: the very same array while the quarantine is
+        empty."""
+        return slots[~np.isin(slots, list(self._until))] if self._until else slots

@@ -26,16 +26,18 @@ from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder, Pages
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.arrivals import FreeCapacity, PageClaim
-from engine.scheduler.assembly import ScheduledStep, StepAssembler
-from engine.scheduler.books import check_books
-from engine.scheduler.next_rows import NO_ROWS, ReservedCapacity, RowSelector, SelectedRows
-from engine.scheduler.preemption import Preemption
-from engine.scheduler.quarantine import QuarantineQueue
-from engine.scheduler.residents import HeldRows, PausedRequest, SlotOwners
+from engine.scheduler.assembly import DecodeRows, ScheduledStep, Speculation, StepAssembler
+from engine.scheduler.next_rows import (
+    NO_ROWS,
+    Preemption,
+    ReservedCapacity,
+    RowSelector,
+    SelectedRows,
+)
+from engine.scheduler.residents import HeldRows, PausedRequest, SlotOwners, check_books
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
 from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
-from engine.scheduler.running import NewTokenRatio, RunningBatch
-from engine.scheduler.speculation import DecodeRows, Speculation
+from engine.scheduler.running import NewTokenRatio, QuarantineQueue, RunningBatch
 
 __all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
 
@@ -52,7 +54,7 @@ class Scheduler:
         kept: capacity that `add`ed requests must leave to those that are going to `join`.
         preempts: whether a waiting request may preempt a running one.
         paused: no step is chosen while it is set; launched steps finish.
-        on_trial: the suspect request (common/requests/quarantine.py) whose step is launched, if
+        on_trial: the suspect request (common/request.py) whose step is launched, if
             any. Nothing else is on the device then.
     Args:
         core: its host pages also serve retracted requests.

@@ -29,7 +29,7 @@ from common.priority import STEP_S, PriorityClass, class_of
 from common.requests.namespace import Namespace
 from engine.batch.request import Ints, Request
 from engine.kv_cache.radix import PrefixCache
-from engine.kv_cache.radix_states import last_boundary
+from engine.kv_cache.radix_nodes import last_boundary
 from engine.scheduler.arrivals import PriorityQueue
 
 PolicyName = Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]

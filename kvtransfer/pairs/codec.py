@@ -10,17 +10,14 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from common import request
+from common import addresses, request
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
 from common.request import MAX_BUDGET_S
 from common.requests.logprobs import from_proto, to_fields
-from common.requests.namespace import check_namespace
-from common.requests.prefix_hash import BYTES_PER_TOKEN
+from common.requests.namespace import BYTES_PER_TOKEN, check_namespace, check_weights
 from common.requests.sampling import MAX_TOKEN_ID
 from common.requests.timeline import PrefillTimes
-from common.requests.weights import check_weights
-from common.rpc import prefix_hints
-from common.rpc.stream_status import said
+from common.rpc.streams import said
 from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
@@ -231,7 +228,7 @@ def _source(body: pb.Open) -> Source:
         case pb.Prompt() as prompt:
             _check_tokens(prompt.request.token_ids)
             spec = request.from_proto(prompt.request)
-            return Prompt(spec, prefix_hints.from_proto(prompt.prefix_hints))
+            return Prompt(spec, addresses.from_proto(prompt.prefix_hints))
         case pb.Live() as live:
             _check_tokens(live.request.token_ids)
             return Live(request.from_proto(live.request), live.ticket)
@@ -260,7 +257,7 @@ def _source_fields(source: Source) -> dict[str, Any]:
     match source:
         case Prompt(spec, hints):
             fields = {"request": request.to_fields(spec)}
-            return {"prompt": fields | {"prefix_hints": prefix_hints.to_proto(hints)}}
+            return {"prompt": fields | {"prefix_hints": addresses.to_proto(hints)}}
         case Live(spec, ticket):
             return {"live": {"request": request.to_fields(spec), "ticket": ticket}}
         case Prefix():

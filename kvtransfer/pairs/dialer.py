@@ -28,8 +28,8 @@ from common.errors import (
     ServingError,
     Unauthenticated,
 )
-from common.logs.throttle import Throttle, ThrottledLog
-from common.rpc import stream_status
+from common.logs import Throttle, ThrottledLog
+from common.rpc import streams
 from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from kvtransfer.pairs.streams import PairMetrics, PairStreams
@@ -191,9 +191,9 @@ async def _incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromOwner]:
     own sentence.
     """
     try:
-        async for message in stream_status.heard(call):
+        async for message in streams.heard(call):
             yield message
-    except stream_status.StreamStatus as end:
+    except streams.StreamStatus as end:
         died = end.code is EngineDied.status
         kind = EngineDied if died else _REFUSALS.get(end.code, NodeUnavailable)
         raise kind(end.sentence or end.code.name) from end

@@ -15,8 +15,7 @@ from common.errors import (
     NodeUnavailable,
     ProtocolViolation,
 )
-from common.identity.caller import Caller, node_name
-from common.identity.guard import CallAuthenticator
+from common.identity.guard import CallAuthenticator, Caller, node_name
 from kvtransfer.messages import HandoffFailed
 from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec

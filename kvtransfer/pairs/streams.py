@@ -23,9 +23,8 @@ from common.errors import (
     ProtocolViolation,
     ServingError,
 )
-from common.logs.throttle import Throttle, ThrottledLog
-from common.process.ipc import Backlogged, FrameConnection, PeerGone
-from common.process.lanes import CallLane
+from common.logs import Throttle, ThrottledLog
+from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone
 from common.rpc.streams import OutgoingStream
 from kvtransfer.front_messages import (
     EngineHeartbeat,

@@ -47,11 +47,14 @@ from kvtransfer.protocol.actions import (
     ReaderAction,
     SendMessage,
 )
-from kvtransfer.protocol.attempt import ConsumerHandoff
-from kvtransfer.protocol.deadlines import DeadlineTimer, ProducerPace
-from kvtransfer.protocol.heartbeats import HeartbeatTimer, earliest
-from kvtransfer.protocol.reader_links import ConsumerLinks
-from kvtransfer.protocol.status import HandoffStatus
+from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks
+from kvtransfer.protocol.liveness import (
+    DeadlineTimer,
+    HandoffStatus,
+    HeartbeatTimer,
+    ProducerPace,
+    earliest,
+)
 
 # For each table: pages that a request may get until it has stopped, and with its next step.
 _MORE_PAGES = 2

@@ -44,10 +44,14 @@ from kvtransfer.protocol.actions import (
     SendMessage,
     WithdrawPages,
 )
-from kvtransfer.protocol.deadlines import DeadlineTimer
-from kvtransfer.protocol.heartbeats import HeartbeatTimer, earliest
+from kvtransfer.protocol.liveness import (
+    DeadlineTimer,
+    HandoffStatus,
+    HeartbeatTimer,
+    advance,
+    earliest,
+)
 from kvtransfer.protocol.ranges import PageRanges, granted
-from kvtransfer.protocol.status import HandoffStatus, advance
 
 # Seconds for which an owner polls for a connecting reader. Its data paths may not need polling.
 POLL_S = 30.0

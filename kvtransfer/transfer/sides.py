@@ -25,13 +25,11 @@ from kvtransfer.ports import (
     SetWeightVersion,
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.protocol.heartbeats import earliest
+from kvtransfer.protocol.liveness import earliest
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from kvtransfer.transfer.publisher import ProducerSide
-from kvtransfer.transfer.read_meter import ReadMetrics
-from kvtransfer.transfer.reader import ConsumerSide
+from kvtransfer.transfer.reader import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.thread import EventOutlet
 
 

@@ -15,8 +15,7 @@ from common.distribution import HistogramCounts
 from common.errors import FailedPrecondition, ServingError
 from common.logs import kv
 from common.priority import CLASSES
-from common.requests.adapter import AdapterId
-from common.requests.weights import WeightsId
+from common.requests.namespace import AdapterId, WeightsId
 from node.control.operations import EngineOperations
 from node.control.pauses import ControlledRole
 from node.messages import (

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.errors import FailedPrecondition, ServingError
-from common.memory_tags import MEMORY_TAGS, WEIGHTS
-from common.requests.weights import UNNAMED, WeightsId
+from common.pausing import MEMORY_TAGS, WEIGHTS
+from common.requests.namespace import UNNAMED, WeightsId
 from node.control.pauses import ControlledRole, Pauses
 from node.messages import (
     Command,

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.requests.logprobs import Logprobs
-from common.requests.prediction import PredictionUsage
+from common.requests.logprobs import Logprobs, PredictionUsage
 from node.control.engine_control import FrontendChannel
 from node.messages import RequestEnded, StepTokens
 

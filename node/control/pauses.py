@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.distribution import HistogramCounts
-from common.pause_mode import PAUSE_MODES, PauseMode
+from common.pausing import PAUSE_MODES, PauseMode
 from common.priority import PriorityClass
-from common.queueing.drain import QueueBacklog
-from common.requests.request_trace import RequestTraces
-from common.requests.weights import WeightsId
+from common.queueing import QueueBacklog
+from common.requests.namespace import WeightsId
+from common.requests.timeline import RequestTraces
 from node.messages import NodeCallResult
 
 

@@ -25,9 +25,8 @@ from common.errors import (
     ServingError,
 )
 from common.identity.guard import CallAuthenticator
-from common.process.ipc import Backlogged, FrameConnection, PeerGone
-from common.process.lanes import CallLane
-from common.tracing.tracer import Tracer
+from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone
+from common.tracing.context import Tracer
 from node.messages import (
     CacheEventBatch,
     Command,

@@ -23,7 +23,7 @@ from common import logs, rpc
 from common.errors import ConfigError, EngineDied, FailedPrecondition, NodeUnavailable
 from common.logs import kv
 from common.metrics.serving import served
-from common.process import allocator, descriptors
+from common.process import resources
 from common.process.ipc import socket_pair
 from common.process.leash import leashed
 from node.frontend.engine_link import EngineLink, Notice, RoleProgram
@@ -161,8 +161,8 @@ def run_node(
         engine_module: started as `python -m engine_module`. See engine_process.run_engine.
         other: of a role by its name. Raises ServingError if the node cannot have that role.
     """
-    descriptors.allow_many()
-    allocator.hold_little()
+    resources.allow_many()
+    resources.hold_little()
 
     async def run() -> int:
         return await _Node(program, engine_module, other).run()
@@ -214,7 +214,7 @@ class _Node:
             )
             engine = EngineProcess(self._engine_module)
             stack.callback(engine.close)
-            async with self._ending.guarded((self._watch(engine), allocator.keep_trimming())):
+            async with self._ending.guarded((self._watch(engine), resources.keep_trimming())):
                 while post is not None:
                     post = await self._serve(post, engine, metrics_port)
         return self._exit_code
@@ -235,7 +235,7 @@ class _Node:
         async with tenure.serving(metrics_port):
             if post.ready is None:
                 await self._link.open(engine.engine_socket, post.start)
-                allocator.stay()
+                resources.stay()
             verdict = await self._ending.verdict(tenure.begin_drain, self._front.drain_timeout_s)
             if verdict is None:
                 successor = tenure.switch.successor

@@ -15,11 +15,10 @@ import msgspec
 
 from common.config import check_adapter_name
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError, cut
-from common.memory_tags import memory_tags
-from common.pause_mode import pause_mode
-from common.queueing.drain import QueueBacklog
-from common.requests.request_trace import RequestTraces, to_proto
-from common.requests.weights import check_weights
+from common.pausing import memory_tags, pause_mode
+from common.queueing import QueueBacklog
+from common.requests.namespace import check_weights
+from common.requests.timeline import RequestTraces, traces_to_proto
 from common.rpc import check_address
 from common.rpc.streams import OutgoingStream
 from node.frontend.engine_link import EngineLink, EngineSupervisor
@@ -392,7 +391,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         if self._supervision.ready and not self._supervision.moves(time.monotonic()):
             raise NodeUnavailable("the engine of this node is stalled")
         answer = await self._engine.ask(ExplainRequests(request.request_id))
-        return to_proto(answer.flights or RequestTraces((), 0))
+        return traces_to_proto(answer.flights or RequestTraces((), 0))
 
 
 def _check_path(path: str) -> None:

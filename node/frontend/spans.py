@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from common.requests.timeline import HandoffSummary, Timeline
-from common.tracing.context import TraceContext
-from common.tracing.tracer import Attributes, ChildSpan, Tracer
+from common.tracing.context import Attributes, ChildSpan, TraceContext, Tracer
 from node.messages import HandoffSpan, RequestEnded
 
 

@@ -19,13 +19,12 @@ import grpc.aio
 
 from common import rpc, tls
 from common.errors import EngineFault, ServingError
-from common.identity.caller import node_name
-from common.identity.guard import CallAuthenticator
-from common.identity.identity import Identity
+from common.identity.guard import CallAuthenticator, node_name
 from common.identity.program import guard_of, identity_of
+from common.identity.tokens import Identity
 from common.logs import kv
-from common.metrics.trust import TrustMetrics
-from common.tracing import export
+from common.metrics.program import TrustMetrics
+from common.tracing import context
 from node.frontend.engine_link import (
     SERVES,
     EngineLink,
@@ -288,7 +287,7 @@ class RoleTenure:
         port = int(start.address.rpartition(":")[2])
         rpc.bind(self._server, front.host, port, certificates, shares_port=True)
         with ExitStack() as stack:
-            tracer = export.start(front, f"baton-{self._post.program.role}")
+            tracer = context.start(front, f"baton-{self._post.program.role}")
             if tracer is not None:
                 stack.callback(tracer.close)
             self._parts = self._post.program.parts(

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from common.errors import FailedPrecondition, ServingError
 from common.page_tables import PageTables
-from common.requests.namespace import Namespace
-from common.requests.weights import WeightsId
+from common.requests.namespace import Namespace, WeightsId
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder

@@ -18,12 +18,11 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
 from common.page_tables import PageTables, num_pages_of
 from common.request import Remaining
-from common.requests.namespace import Namespace
-from common.requests.prefix_hint import PrefixHint
-from common.requests.weights import UNNAMED
+from common.requests.namespace import UNNAMED, Namespace
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request

@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import chain
 
+from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
 from common.page_tables import PageTables
-from common.queueing.drain import QueueEstimator
-from common.queueing.waiting_line import QueueEntry
-from common.requests.prefix_hint import PrefixHint
+from common.queueing import QueueEntry, QueueEstimator
 from engine.batch.batch import Ints
 from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.errors import ConfigError, FailedPrecondition, Overloaded, ServingError
 from common.request import Remaining
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from engine.batch.batch import Ints
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from common.distribution import HistogramCounts
-from common.requests.weights import WeightsId
+from common.requests.namespace import WeightsId
 from engine.batch.batch import Ints
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache

@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from common.addresses import PrefixHint
 from common.errors import NodeUnavailable, NotFound
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.prefix_hint import PrefixHint
-from common.requests.weights import UNNAMED, WeightsId
+from common.requests.namespace import NO_ADAPTER, UNNAMED, AdapterId, WeightsId
 from protos import decode_pb2
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.cluster.decode_client import DecodeClient

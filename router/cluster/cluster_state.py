@@ -19,7 +19,7 @@ import grpc.aio
 from common import rpc
 from common.errors import cut
 from common.logs import kv
-from common.requests.request_trace import RequestTraces, from_proto
+from common.requests.timeline import RequestTraces, traces_from_proto
 from protos import node_pb2, node_pb2_grpc
 from router.cluster.sources import Role
 
@@ -341,5 +341,5 @@ class NodeDescriber:
 async def _history(member: NodeMember, request_id: str) -> DescribeResult:
     request = node_pb2.ExplainHereRequest(request_id=request_id)
     answer, problem = await ask(member, "Explain", request, _DEADLINE_S, _MAX_HISTORY_BYTES)
-    traces = RequestTraces((), 0) if answer is None else from_proto(answer)
+    traces = RequestTraces((), 0) if answer is None else traces_from_proto(answer)
     return DescribeResult(member.role, member.address, time.monotonic(), traces, problem)

@@ -15,17 +15,15 @@ from typing import Any, NamedTuple
 
 import grpc.aio
 
+from common import addresses as hints
 from common import limits, request, rpc
+from common.addresses import PrefixHint
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
 from common.logs import kv
 from common.request import Remaining, RequestSpec
-from common.requests.adapter import AdapterId, check_adapter
-from common.requests.logprobs import from_proto
-from common.requests.prediction import PredictionUsage
-from common.requests.prefix_hint import PrefixHint
-from common.requests.weights import UNNAMED, WeightsId, check_weights
-from common.rpc import prefix_hints as hints
-from common.rpc import stream_status
+from common.requests.logprobs import PredictionUsage, from_proto
+from common.requests.namespace import UNNAMED, AdapterId, WeightsId, check_adapter, check_weights
+from common.rpc import streams
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
 from router.cluster.node_ends import (
@@ -253,7 +251,7 @@ class DecodeClient:
         watching = asyncio.create_task(self._end_if_dead(pulse, call))
         first = True
         try:
-            async for message in stream_status.heard(call):
+            async for message in streams.heard(call):
                 if first:
                     first = False
                     difference = limits.difference(
@@ -268,7 +266,7 @@ class DecodeClient:
         except asyncio.CancelledError:
             rpc.raise_if_cancelled()
             return _Over(f"its engine has made no progress for {self._patience.dead_s:g} s")
-        except stream_status.StreamStatus as end:
+        except streams.StreamStatus as end:
             return _Over(
                 str(end),
                 refused=end.code is grpc.StatusCode.FAILED_PRECONDITION,

@@ -8,9 +8,8 @@ from typing import Any
 
 from common.config import check_adapter_name
 from common.errors import FailedPrecondition, InvalidRequest, NotFound
-from common.memory_tags import memory_tags
-from common.pause_mode import PauseMode, pause_mode
-from common.requests.weights import WeightsId
+from common.pausing import PauseMode, memory_tags, pause_mode
+from common.requests.namespace import WeightsId
 from protos import node_pb2, router_pb2
 from router.cluster.cluster import Cluster
 from router.cluster.cluster_state import BroadcastResult, ClusterState, NodeMember, ask_all

@@ -23,10 +23,8 @@ import msgspec
 from msgspec.structs import replace
 
 from common.errors import QueueFull
-from common.queueing.drain import may_wait_s
-from common.queueing.waiting_line import QueueEntry, QueueModel
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.namespace import SHARED, Namespace
+from common.queueing import QueueEntry, QueueModel, may_wait_s
+from common.requests.namespace import NO_ADAPTER, SHARED, AdapterId, Namespace
 
 
 class PlacementKey(msgspec.Struct, frozen=True):

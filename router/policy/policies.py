@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import as_bytes
 from router.policy.load import (
     DecodeChoice,
     NodeLoad,

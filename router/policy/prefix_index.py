@@ -12,10 +12,9 @@ from itertools import islice
 
 from xxhash import xxh3_64_intdigest
 
+from common.addresses import MAX_HINTS, PrefixHint
 from common.errors import ProtocolViolation
-from common.requests.namespace import SHARED, Namespace
-from common.requests.prefix_hash import BYTES_PER_TOKEN, PrefixHasher, as_bytes
-from common.requests.prefix_hint import MAX_HINTS, PrefixHint
+from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, PrefixHasher, as_bytes
 from router.policy.load import PlacementDecision, PlacementKey
 
 MAX_PAGES = 1 << 18  # per node, from events: 4 Mi tokens in pages of 16, about 25 MB

@@ -8,8 +8,7 @@ from grpc import StatusCode
 
 from api.auth.api_keys import hashed, new_key
 from common.config import ClientsConfig
-from common.requests.adapter import within
-from common.requests.namespace import namespace_of
+from common.requests.namespace import namespace_of, within
 from protos import router_pb2
 from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO, api_for
 from tests.api.rig import eventually, failure, router_for

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from tests import conftest  # noqa: F401 the environment of all tests
 from tests.attack.arm import ARMS
 from tests.attack.siege import Report, siege
 

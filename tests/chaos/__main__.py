@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from tests import conftest  # noqa: F401 the environment of all tests
 from tests.chaos.faults import rounds
 from tests.chaos.page import write_page
 from tests.chaos.site import NUM_NODES

@@ -17,12 +17,22 @@ from common.errors import (
     InvalidRequest,
     Overloaded,
 )
-from engine.adapters.adapters import AdapterManager, no_adapters
-from engine.adapters.bank import AdapterBank, bank_bytes
-from engine.adapters.library import AdapterCache
-from engine.adapters.loader import MAX_LOADING, AdapterLoader
-from engine.adapters.making import bank_of, load_all, shelf_of
-from engine.adapters.shelf import AdapterDirectory, no_shelf
+from engine.adapters.adapters import (
+    AdapterBank,
+    AdapterManager,
+    bank_bytes,
+    bank_of,
+    load_all,
+    no_adapters,
+    shelf_of,
+)
+from engine.adapters.library import (
+    MAX_LOADING,
+    AdapterCache,
+    AdapterDirectory,
+    AdapterLoader,
+    no_shelf,
+)
 from engine.adapters.stored import AdapterLimits, LoraAdapter, LoraPair
 from engine.batch.table import SlotTable
 from engine.models import load

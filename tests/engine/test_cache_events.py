@@ -5,8 +5,14 @@ import random
 import numpy as np
 import pytest
 
-from common.requests.namespace import SHARED, Namespace, namespace_of
-from common.requests.prefix_hash import PrefixHasher, as_bytes, page_names
+from common.requests.namespace import (
+    SHARED,
+    Namespace,
+    PrefixHasher,
+    as_bytes,
+    namespace_of,
+    page_names,
+)
 from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheChange, CacheEvents
 from engine.kv_cache.pages import PageAllocator, PageHolder

@@ -13,7 +13,7 @@ import xgrammar
 from api.parsers.events import StreamParser
 from api.parsers.harmony import Channels
 from api.parsers.model_format import ModelFormat
-from common.requests.guide import GuidedDecoding, as_form, tag
+from common.requests.sampling import GuidedDecoding, as_form, tag
 from engine.grammar.compilers import GrammarCompilers, prepared
 
 MARKERS = (

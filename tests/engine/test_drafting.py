@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 
 from common.config import SpeculativeConfig
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import as_bytes
 from engine.batch.request import Request
-from engine.speculative.ngram import LONGEST_MATCH, NgramDrafter
-from engine.speculative.policy import AdaptiveDrafts, StepCosts
-from engine.speculative.speculator import Predictions, Speculator
+from engine.speculative import (
+    LONGEST_MATCH,
+    AdaptiveDrafts,
+    NgramDrafter,
+    Predictions,
+    Speculator,
+    StepCosts,
+)
 from tests.support.specs import make_request
 
 SLOT = np.zeros(1, np.intp)

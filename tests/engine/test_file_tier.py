@@ -12,12 +12,11 @@ import pytest
 
 from common.config import SchedulerConfig
 from common.errors import ConfigError
-from common.requests.namespace import SHARED, namespace_of
-from common.requests.prefix_hash import page_names
+from common.requests.namespace import SHARED, namespace_of, page_names
 from engine.offload import page_files
+from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.offload.file_tier import AFTER_FAULT_S
 from engine.offload.page_files import FileFault, PageFiles
-from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from tests.engine.test_tiers import (
     ENDS,
     KINDS,

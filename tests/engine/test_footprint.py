@@ -11,7 +11,7 @@ import torch
 
 from common.config import EngineConfig
 from engine import footprint as footprint_module
-from engine.adapters.bank import AdapterBank
+from engine.adapters.adapters import AdapterBank
 from engine.footprint import (
     DRIVER_BYTES_PER_GRAPH,
     MemoryFootprint,

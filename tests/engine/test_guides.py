@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 
 from common.errors import InvalidRequest, Overloaded
-from common.requests.guide import JSON_OBJECT, GuidedDecoding, Prepared
+from common.requests.sampling import JSON_OBJECT, GuidedDecoding, Prepared
 from engine.grammar import compilers
 from engine.grammar.compilers import prepared
 from engine.grammar.grammar_verifier import GrammarTimeout, GrammarWorker, SubprocessVerifier

@@ -4,8 +4,7 @@ it: who asks the same has it computed anew. Whoever runs on some of it goes on."
 import numpy as np
 import pytest
 
-from common.requests.namespace import SHARED, namespace_of
-from common.requests.prefix_hash import page_names
+from common.requests.namespace import SHARED, namespace_of, page_names
 from engine.batch.request import FinishReason, Request
 from tests.engine.test_file_tier import restarted, small
 from tests.engine.test_tiers import KINDS, SIZE, Told, ask, drawn, fill_the_pool, in_tree

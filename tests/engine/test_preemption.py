@@ -6,7 +6,7 @@ from common.config import SchedulerConfig
 from common.priority import STEP_S
 from engine.batch.request import FinishReason, Request
 from engine.kv_cache.pages import PageHolder
-from engine.scheduler.preemption import MAX_PREEMPTIONS
+from engine.scheduler.next_rows import MAX_PREEMPTIONS
 from tests.support.engine_rig import Rig
 
 BY = 10

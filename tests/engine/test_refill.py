@@ -8,7 +8,7 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import FailedPrecondition, InvalidRequest
-from common.requests.weights import UNNAMED
+from common.requests.namespace import UNNAMED
 from engine.models import load, open_checkpoint
 from engine.models.linear import onednn
 from engine.update import WeightUpdater

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.requests.reasoning import ReasoningTokens
-from common.requests.sampling import SamplingParams
+from common.requests.sampling import ReasoningTokens, SamplingParams
 from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.kv_cache.states import PagedKV
 from tests.support.steps import GREEDY, Steps

@@ -11,7 +11,7 @@ import pytest
 from common.config import SchedulerConfig
 from common.requests.namespace import namespace_of
 from engine.batch.request import FinishReason, Request
-from engine.speculative.speculator import Speculator
+from engine.speculative import Speculator
 from tests.support.drafters import KINDS, speculator
 from tests.support.engine_rig import Rig
 from tests.support.fake_backend import VOCABULARY, foretold

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from common.config import SchedulerConfig
-from common.requests.prediction import NOTHING
+from common.requests.logprobs import NOTHING
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason, Request
-from engine.speculative.speculator import Speculator
+from engine.speculative import Speculator
 from tests.support.drafters import KINDS, speculator
 from tests.support.engine_rig import Rig
 from tests.support.fake_backend import VOCABULARY, foretold

@@ -11,7 +11,7 @@ from common import logs
 from common.config import EngineConfig, SchedulerConfig
 from engine.loop.clock import StepClock
 from node.runtime import drive
-from common.requests.request_trace import RequestTrace, TimelineEvent
+from common.requests.timeline import RequestTrace, TimelineEvent
 
 
 class Stuck:

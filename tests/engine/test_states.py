@@ -10,7 +10,7 @@ from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.kv_cache.radix_states import stretch
+from engine.kv_cache.radix_nodes import stretch
 from tests.engine.test_scheduler_random import Traffic
 from tests.engine.test_speculation import guesses
 from tests.support.drafters import KINDS

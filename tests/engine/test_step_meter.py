@@ -3,19 +3,22 @@ later."""
 
 import random
 
-from common import bounds
+from common import distribution
 from common.distribution import LiveHistogram
 from engine.batch.batch import ForwardMode
-from engine.loop.step_meter import StepMeter
+from engine.loop.clock import StepMeter
 
 
 def test_every_step_is_counted_whenever_one_asks():
     """Times and sizes that are bounds themselves too."""
     meter = StepMeter()
-    seconds, requests = LiveHistogram(bounds.STEP_S), LiveHistogram(bounds.BATCH_REQUESTS)
+    seconds, requests = (
+        LiveHistogram(distribution.STEP_S),
+        LiveHistogram(distribution.BATCH_REQUESTS),
+    )
     rng = random.Random(0)
     for step in range(1, 1001):
-        taken = rng.choice((*bounds.STEP_S, 0.0, 99.0, rng.random()))
+        taken = rng.choice((*distribution.STEP_S, 0.0, 99.0, rng.random()))
         size = rng.choice((1, 2, 3, 64, 1024, 5000))
         meter.decoded(size, taken)
         seconds.add(taken)

@@ -12,7 +12,7 @@ import xgrammar
 from api.parsers.events import StreamParser
 from api.parsers.model_format import ModelFormat
 from common.errors import InvalidRequest
-from common.requests.guide import GuidedDecoding, as_form, tag
+from common.requests.sampling import GuidedDecoding, as_form, tag
 from engine.grammar.compilers import GrammarCompilers, prepared
 from tests.support.noise_model import SPECIAL_TOKENS, write
 

@@ -9,8 +9,7 @@ import pytest
 
 from common.config import SchedulerConfig
 from common.errors import EngineFault
-from common.requests.namespace import SHARED, namespace_of
-from common.requests.prefix_hash import page_names
+from common.requests.namespace import SHARED, namespace_of, page_names
 from engine.batch.request import Request
 from engine.kv_cache.cache_events import CacheJournal
 from engine.kv_cache.pages import PageHolder

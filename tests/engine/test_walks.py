@@ -2,10 +2,10 @@
 
 import pytest
 
-from common.requests.guide import JSON_OBJECT, GuidedDecoding
-from engine.grammar import walks as walks_module
+from common.requests.sampling import JSON_OBJECT, GuidedDecoding
+from engine.grammar import trials
 from engine.grammar.compilers import GrammarCompilers, prepared
-from engine.grammar.walks import TooDear, Walks
+from engine.grammar.trials import TooDear, Walks
 
 EOS = 256
 WORDS = [bytes([byte]) for byte in range(EOS)] + [b""]
@@ -49,22 +49,22 @@ def matcher(monkeypatch: pytest.MonkeyPatch) -> type[Matcher]:
     class Own(Matcher):
         clock = Costs()
 
-    monkeypatch.setattr(walks_module.xgrammar, "GrammarMatcher", Own)
-    monkeypatch.setattr(walks_module.time, "process_time", Own.clock.process_time)
+    monkeypatch.setattr(trials.xgrammar, "GrammarMatcher", Own)
+    monkeypatch.setattr(trials.time, "process_time", Own.clock.process_time)
     return Own
 
 
 def test_a_grammar_that_becomes_dear_late_is_found(matcher: type[Matcher]) -> None:
     walks = Walks(WORDS, (EOS,))
-    matcher.since = walks_module.NUM_TOKENS - walks_module._WINDOW
+    matcher.since = trials.NUM_TOKENS - trials._WINDOW
     with pytest.raises(TooDear):
         walks.check(None)
-    matcher.since = walks_module.NUM_TOKENS
+    matcher.since = trials.NUM_TOKENS
     walks.check(None)
 
 
 def test_single_dear_tokens_are_no_reason(matcher: type[Matcher]) -> None:
-    matcher.dear = walks_module.S_PER_TOKEN / 2
+    matcher.dear = trials.S_PER_TOKEN / 2
     Walks(WORDS, (EOS,)).check(None)
 
 
@@ -75,11 +75,11 @@ def test_a_cost_that_grows_faster_than_the_text_is_found_while_it_is_small(
     for power, refused in ((0, False), (1, False), (2, True)):
 
         def fill(self: Matcher, bits: object, row: int, power: int = power) -> bool:
-            self.clock.now += 0.01 * (len(self.tokens) / walks_module.NUM_TOKENS) ** power
+            self.clock.now += 0.01 * (len(self.tokens) / trials.NUM_TOKENS) ** power
             return True
 
         monkeypatch.setattr(matcher, "fill_next_token_bitmask", fill)
-        monkeypatch.setattr(walks_module, "WALKS_S", 1e9)
+        monkeypatch.setattr(trials, "WALKS_S", 1e9)
         if refused:
             with pytest.raises(TooDear):
                 walks.check(None)
@@ -88,14 +88,14 @@ def test_a_cost_that_grows_faster_than_the_text_is_found_while_it_is_small(
 
 
 def test_a_part_that_is_dearer_is_no_growth(matcher: type[Matcher]) -> None:
-    matcher.dear, matcher.since = 0.02, walks_module.NUM_TOKENS // 2
+    matcher.dear, matcher.since = 0.02, trials.NUM_TOKENS // 2
     Walks(WORDS, (EOS,)).check(None)
 
 
 def test_the_walks_together_have_a_limit(matcher: type[Matcher]) -> None:
-    matcher.dear = walks_module.S_PER_TOKEN * 0.9
+    matcher.dear = trials.S_PER_TOKEN * 0.9
     Walks(WORDS, (EOS,)).check(None)
-    assert matcher.clock.now < walks_module.WALKS_S + 5 * matcher.dear
+    assert matcher.clock.now < trials.WALKS_S + 5 * matcher.dear
 
 
 def test_grammars_with_many_readings_of_one_text_are_dear() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.requests.quarantine import GUILTY
+from common.request import GUILTY
 from tests.integration.oracle import oracle
 from tests.support.cluster import POISONED, Cluster, Node
 from tests.support.poisoned.sitecustomize import DEADLY, POISON

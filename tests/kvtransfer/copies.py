@@ -9,12 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvtransfer.protocol.attempt import ConsumerLinks, LinkRead
 from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.protocol.deadlines import DeadlineTimer, ProducerPace
-from kvtransfer.protocol.heartbeats import HeartbeatTimer
-from kvtransfer.protocol.link_reads import LinkRead
+from kvtransfer.protocol.liveness import DeadlineTimer, HeartbeatTimer, ProducerPace
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.protocol.reader_links import ConsumerLinks
 
 Copier = Callable[[Any], Any]
 Keyer = Callable[[Any, float], Hashable]

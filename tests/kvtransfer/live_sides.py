@@ -22,9 +22,8 @@ import numpy as np
 from common.config import TransferConfig
 from common.page_tables import PageTables
 from common.request import Remaining, RequestSpec
-from common.requests.namespace import Namespace
+from common.requests.namespace import UNNAMED, Namespace, WeightsId
 from common.requests.sampling import SamplingParams
-from common.requests.weights import UNNAMED, WeightsId
 from decode_node.outgoing_migrations import OutgoingMigrations
 from decode_node.state import OutgoingMigration
 from engine.batch.holding import NO_PAGE, PageHolding

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig, TransferConfig
 from common.page_tables import PageTables, num_pages_of
 from common.requests.namespace import Namespace
-from common.requests.prefix_hint import PrefixHint
 from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache

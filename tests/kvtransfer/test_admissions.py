@@ -16,10 +16,8 @@ from kvtransfer.front_messages import PairEnd, PairInput, PairOpened, PairOutput
 from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.transfer.admissions import WAIT_S
-from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageChecksums
-from kvtransfer.transfer.publisher import ProducerSide
+from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
+from kvtransfer.transfer.publisher import WAIT_S, ProducerSide
 from kvtransfer.transfer.thread import EventOutlet
 
 OWNER, READER, OTHER = 1, 2, 3  # instances

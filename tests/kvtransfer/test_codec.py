@@ -8,13 +8,11 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.addresses import MAX_HINTS, PrefixHint
 from common.errors import ProtocolViolation
 from common.priority import HIGHEST, LOWEST
-from common.request import MAX_BUDGET_S, Remaining, RequestSpec
-from common.requests.namespace import SHARED, namespace_of
-from common.requests.prefix_hash import as_bytes
-from common.requests.prefix_hint import MAX_HINTS, PrefixHint
-from common.requests.quarantine import MAX_DEATHS
+from common.request import MAX_BUDGET_S, MAX_DEATHS, Remaining, RequestSpec
+from common.requests.namespace import SHARED, as_bytes, namespace_of
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
 from common.tracing.context import SpanName

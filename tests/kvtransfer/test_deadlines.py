@@ -2,7 +2,7 @@
 
 import random
 
-from kvtransfer.protocol.deadlines import DeadlineTimer
+from kvtransfer.protocol.liveness import DeadlineTimer
 
 
 # Seen failing with a heap that is empty after it is rebuilt, and with a moved deadline due at its

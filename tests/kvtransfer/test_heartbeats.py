@@ -1,7 +1,7 @@
 """Times at which an end sends heartbeats, and detection of its silent streams."""
 
 from common.config import TransferConfig
-from kvtransfer.protocol.heartbeats import HeartbeatTimer
+from kvtransfer.protocol.liveness import HeartbeatTimer
 
 CONFIG = TransferConfig(heartbeat_s=1.0, max_missed_heartbeats=3)
 

@@ -17,8 +17,7 @@ from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.nixl import backend as nixl
 from kvtransfer.backends.nixl.agent import HOST, NixlAgent, NixlTransports, descriptors, segment
 from kvtransfer.backends.nixl.backend import NixlBackend
-from kvtransfer.backends.nixl.connection import NixlDescription
-from kvtransfer.backends.nixl.memory import NixlHostMemory
+from kvtransfer.backends.nixl.connection import NixlDescription, NixlHostMemory
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.path_proof import SameHost
 from tests.support.data_children import READER, SOCKETS, Memory, TwoPathNixl, scattered

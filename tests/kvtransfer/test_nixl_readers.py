@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 from common.errors import TransferError
 from kvtransfer.backends.base import BackendConnection, PagePool
 from kvtransfer.backends.nixl.agent import NixlAgent
-from kvtransfer.backends.nixl.backend import NixlBackend, NixlProducer
-from kvtransfer.backends.nixl.connection import NixlDescription
-from kvtransfer.backends.nixl.memory import NixlHostMemory
+from kvtransfer.backends.nixl.backend import ConsumerAgents, NixlBackend, NixlProducer
+from kvtransfer.backends.nixl.connection import NixlDescription, NixlHostMemory
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
-from kvtransfer.backends.nixl.readers import ConsumerAgents
 from kvtransfer.backends.path_proof import HostEvidence
 from tests.support.data_children import KEYED, KeyedNixl, Memory, scattered
 from tests.support.data_ends import Ends, closing, wait_for

@@ -13,8 +13,7 @@ import xxhash
 from common.errors import TransferError
 from kvtransfer.backends.base import BackendConnection, PagePool
 from kvtransfer.backends.device_memory import cuda_device
-from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from tests.support.data_children import CANARY, CUDA, CudaMemory, make_backend, scattered
 from tests.support.data_ends import Ends, closing, wait_for
 

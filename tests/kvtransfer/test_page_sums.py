@@ -4,8 +4,7 @@ import pytest
 
 from common.errors import TransferError
 from kvtransfer.transfer import page_bytes
-from kvtransfer.transfer.page_bytes import DevicePageBytes, page_bytes_of
-from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.page_bytes import DevicePageBytes, PageChecksums, page_bytes_of
 from tests.support.data_children import Memory, content
 from tests.support.device_twin import DeviceTwin
 

@@ -45,8 +45,8 @@ from kvtransfer.protocol.actions import (
     SendMessage,
     StartRead,
 )
+from kvtransfer.protocol.attempt import LINK_S
 from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.protocol.reader_links import LINK_S
 from tests.support.specs import make_spec
 
 PAGE_SIZE = 4

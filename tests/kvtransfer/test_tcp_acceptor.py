@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from kvtransfer.backends.tcp.acceptor import TcpAcceptor
 from kvtransfer.backends.tcp.backend import TcpBackend
-from kvtransfer.backends.tcp.owner import TcpProducer
+from kvtransfer.backends.tcp.owner import TcpAcceptor, TcpProducer
 from kvtransfer.backends.tcp.wire import INTRODUCTION, TcpDescription
 from tests.support.data_children import READER, Memory
 from tests.support.data_ends import Ends, wait_for

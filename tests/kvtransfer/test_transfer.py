@@ -53,11 +53,9 @@ from kvtransfer.ports import (
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from kvtransfer.transfer.publisher import ProducerSide
-from kvtransfer.transfer.read_meter import ReadMetrics
-from kvtransfer.transfer.reader import ConsumerSide
+from kvtransfer.transfer.reader import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.thread import EventOutlet, TransferThread
 from tests.kvtransfer.pump import WAIT_S, Pump
 from tests.support.data_children import CANARY, Memory, content

@@ -16,8 +16,7 @@ from kvtransfer.messages import CancelHandoff, HandoffFailed, HandoffId, OpenHan
 from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.ports import ClosedEvent, OpenedEvent, OwnerEvent
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from kvtransfer.transfer.publisher import ProducerSide
 from kvtransfer.transfer.thread import EventOutlet
 from tests.support.specs import make_spec

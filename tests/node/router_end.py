@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc
 
 from common import limits
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import as_bytes
 from protos import decode_pb2, decode_pb2_grpc, request_pb2, sampling_pb2
 
 

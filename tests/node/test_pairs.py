@@ -14,19 +14,16 @@ import msgspec
 import pytest
 
 from common import rpc
+from common.addresses import PrefixHint
 from common.errors import EngineDied, EngineFault, InvalidRequest, NodeUnavailable
-from common.identity.by_token import TokenAuthentication
-from common.identity.caller import node_name
-from common.identity.guard import CallAuthenticator
-from common.identity.identity import Identity
-from common.identity.refusals import uncounted
+from common.identity.guard import CallAuthenticator, node_name, uncounted
 from common.identity.secret import new_secret, parse
+from common.identity.tokens import Identity, TokenAuthentication
 from common.process.ipc import FrameConnection, socket_pair
 from common.request import Remaining
-from common.requests.prefix_hash import as_bytes
-from common.requests.prefix_hint import PrefixHint
+from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
-from common.rpc import stream_status
+from common.rpc import streams
 from kvtransfer.front_messages import (
     LocalHello,
     PairClosed,
@@ -211,9 +208,9 @@ async def bare_call(address: str):
 async def end_of(call) -> tuple[grpc.StatusCode, str]:
     try:
         async with asyncio.timeout(60):
-            async for _ in stream_status.heard(call):
+            async for _ in streams.heard(call):
                 pass
-    except stream_status.StreamStatus as end:
+    except streams.StreamStatus as end:
         return end.code, end.sentence
     pytest.fail("the owner has ended the stream without an error")
 

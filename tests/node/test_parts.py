@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import NodeUnavailable, Overloaded, ProtocolViolation, ServingError
 from common.logs import kv
-from common.rpc import stream_status as words
+from common.rpc import streams as words
 from common.rpc.streams import OutgoingStream
 from node.frontend.engine_link import EngineSupervisor
 from node.frontend.tenure import ProcessExit

@@ -11,8 +11,7 @@ import grpc
 import pytest
 
 from common.errors import Overloaded
-from common.requests.namespace import SHARED, Namespace, namespace_of
-from common.requests.prefix_hash import page_names
+from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from engine.kv_cache.cache_events import CacheChange
 from node.control.engine_control import CacheReports
 from node.frontend.service import CacheFeed

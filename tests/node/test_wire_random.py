@@ -18,7 +18,7 @@ from common.errors import ServingError
 from common.page_tables import PageTables
 from common.process.ipc import encode_frame
 from common.request import Remaining, RequestSpec
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import from_proto, split_ttft
 from common.tracing.context import UNTRACED

@@ -15,8 +15,7 @@ import torch
 
 from common.config import SpeculativeConfig
 from engine.models import load
-from engine.speculative.policy import AllDrafts
-from engine.speculative.speculator import HeadDrafter, Speculator
+from engine.speculative import AllDrafts, HeadDrafter, Speculator
 from tests.support.checkpoints import make_checkpoint
 from tests.support.drafters import (
     make_eagle,

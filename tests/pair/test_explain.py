@@ -1,6 +1,6 @@
 """Explanations of a request by both nodes."""
 
-from common.requests.request_trace import RequestTrace
+from common.requests.timeline import RequestTrace
 from kvtransfer.messages import GrantHandoff
 from node.messages import ExplainRequests
 from tests.support.pair_node import Node, Size

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 
 from api.parsers.harmony import CHANNEL, CONSTRAIN, MESSAGE, START, Channels
 from api.parsers.harmony import END as END_MARKER
-from common.requests.guide import JSON_OBJECT, GuidedDecoding, as_form, tag
-from common.requests.reasoning import ReasoningTokens
+from common.requests.sampling import JSON_OBJECT, GuidedDecoding, ReasoningTokens, as_form, tag
 from engine.grammar import matching
 from engine.grammar.matching import Match
 from tests.support.noise_model import write

@@ -21,8 +21,7 @@ from engine.batch.request import FinishReason
 from engine.models import load
 from engine.models.families import read_decoder
 from engine.models.vision.seeing import VisionTower
-from engine.speculative.policy import AllDrafts
-from engine.speculative.speculator import Speculator
+from engine.speculative import AllDrafts, Speculator
 from tests.pair.test_pauses import resumed, told
 from tests.pair.test_weights import pause, put
 from tests.support.drafters import recall, speculator

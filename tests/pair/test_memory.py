@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from common.pause_mode import PauseMode
-from common.requests.prefix_hint import PrefixHint
+from common.addresses import PrefixHint
+from common.pausing import PauseMode
 from kvtransfer.messages import ReadsDone
 from node.messages import (
     ContinueGeneration,

@@ -7,8 +7,7 @@ import pytest
 from grpc import StatusCode
 
 from common.config import PrefixSharingConfig
-from common.requests.guide import GuidedDecoding
-from common.requests.reasoning import ReasoningTokens
+from common.requests.sampling import GuidedDecoding, ReasoningTokens
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageHolder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from common.pause_mode import PauseMode
+from common.pausing import PauseMode
 from common.requests.pooling import PoolingMode, PoolingParams
 from engine.batch.request import FinishReason
 from engine.scheduler.scheduler import DEADLINE_CHECK_S

@@ -3,7 +3,7 @@ a second death."""
 
 from grpc import StatusCode
 
-from common.requests.quarantine import GUILTY
+from common.request import GUILTY
 from kvtransfer.messages import PagesReady
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig

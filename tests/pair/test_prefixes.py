@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
-from common.requests.prefix_hint import PrefixHint
 from kvtransfer.messages import OpenHandoff, PagesReady, Prefix, ReadsDone
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Node, Size

@@ -11,7 +11,7 @@ from jsonschema.protocols import Validator
 from tokenizers import Tokenizer
 
 from common.errors import InvalidRequest
-from common.requests.guide import GuidedDecoding
+from common.requests.sampling import GuidedDecoding
 from engine.grammar.schemas import enforced as enforced_module
 from engine.grammar.schemas.enforced import enforced
 from tests.support.noise_model import write

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from common.requests.guide import GuidedDecoding
-from common.requests.prediction import NOTHING
+from common.requests.logprobs import NOTHING
+from common.requests.sampling import GuidedDecoding
 from engine.batch.request import FinishReason
-from engine.speculative.ngram import NgramDrafter
-from engine.speculative.policy import AllDrafts
-from engine.speculative.speculator import Speculator
+from engine.speculative import AllDrafts, NgramDrafter, Speculator
 from tests.pair.conftest import Known
 from tests.support.drafters import KINDS, recall, speculator
 from tests.support.pair_node import Asked, Size

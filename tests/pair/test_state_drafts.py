@@ -11,9 +11,7 @@ import torch
 from common.config import SpeculativeConfig
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
-from engine.speculative.ngram import NgramDrafter
-from engine.speculative.policy import AllDrafts
-from engine.speculative.speculator import HeadDrafter, Speculator
+from engine.speculative import AllDrafts, HeadDrafter, NgramDrafter, Speculator
 from tests.pair.conftest import Known
 from tests.support.drafters import make_followed_hybrid, recall, speculator
 from tests.support.pair_node import Asked, Loaded, Size

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
-from common.requests.prefix_hint import PrefixHint
 from kvtransfer.messages import PagesReady
 from tests.pair.conftest import Known
 from tests.support.engine_rig import ints

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.config import TransferConfig
-from common.pause_mode import PauseMode
+from common.pausing import PauseMode
 from engine.batch.request import FinishReason
 from kvtransfer.messages import (
     CancelHandoff,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.pause_mode import PauseMode
+from common.pausing import PauseMode
 from engine.batch.request import FinishReason
 from kvtransfer.messages import OpenHandoff
 from node.messages import ContinueGeneration, PauseGeneration, PrepareWeights, PutWeights

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from common import rpc
-from common.requests.namespace import namespace_of
-from common.requests.prefix_hash import page_names
+from common.requests.namespace import namespace_of, page_names
 from protos.decode_pb2 import FINISH_REASON_STOP as STOP
 from protos.router_pb2 import GetClusterRequest, TokenIds
 from router.cluster import membership

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from common.errors import NodeUnavailable, Overloaded, ServingError
+from common.requests.namespace import UNNAMED
 from common.requests.sampling import SamplingParams
-from common.requests.weights import UNNAMED
 from router import generation as module
 from router.cluster.cluster import Cluster, Placed
 from router.cluster.node_ends import LossCause, NodeLost

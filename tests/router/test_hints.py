@@ -1,8 +1,7 @@
 """Prefix hints: the other holders of a prompt's beginning, sent to the node that computes it."""
 
-from common.requests.namespace import SHARED, Namespace, namespace_of
-from common.requests.prefix_hash import page_names
-from common.requests.prefix_hint import PrefixHint
+from common.addresses import PrefixHint
+from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from router.policy.load import PlacementDecision, PlacementKey
 from router.policy.prefix_index import PrefixHints, PrefixIndex, PromptPrefixes
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpc import StatusCode
 
-from common.requests.quarantine import GUILTY, TRIAL_TOKENS
+from common.request import GUILTY, TRIAL_TOKENS
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from protos.router_pb2 import TokenIds
 from protos.sampling_pb2 import Sampling

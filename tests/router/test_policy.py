@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import RouterConfig
-from common.requests.namespace import SHARED, Namespace, namespace_of
-from common.requests.prefix_hash import page_names
+from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from router.policy import (
     DecodeChoice,
     PlacementDecision,

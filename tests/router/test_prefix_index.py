@@ -5,8 +5,7 @@ import random
 import pytest
 
 from common.errors import ProtocolViolation
-from common.requests.namespace import SHARED, Namespace, namespace_of
-from common.requests.prefix_hash import page_names
+from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from router.policy import prefix_index
 from router.policy.prefix_index import STRIDE, PrefixIndex, PromptPrefixes
 

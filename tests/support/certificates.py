@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from common.config import TlsConfig
-from common.identity.roles import ROLES, Role
+from common.identity.guard import ROLES, Role
 
 LOOPBACK = ("localhost", "127.0.0.1")
 

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.batch.batch import Ints
-from engine.speculative.policy import AllDrafts
-from engine.speculative.speculator import Speculator
+from engine.speculative import AllDrafts, Speculator
 from tests.support.checkpoints import make_checkpoint
 
 Foretell = Callable[[list[int], int], list[int]]  # the next so many tokens after these

@@ -14,9 +14,8 @@ import numpy as np
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.page_tables import PageTables, num_pages_of
-from common.requests.namespace import Namespace
-from common.requests.prediction import NOTHING, PredictionUsage
-from common.requests.prefix_hash import as_bytes
+from common.requests.logprobs import NOTHING, PredictionUsage
+from common.requests.namespace import Namespace, as_bytes
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import BatchResult, Ints, LaunchedBatch, ScheduleBatch
 from engine.batch.holding import NO_PAGE, PageHolding
@@ -25,10 +24,10 @@ from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.core import CoreShape, EngineCore
 from engine.kv_cache.pages import PageHolder
 from engine.loop.loop import EventLoop
+from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.offload.page_files import PageFiles
-from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
-from engine.speculative.speculator import Speculator
+from engine.speculative import Speculator
 from tests.support.fake_backend import (
     VOCABULARY,
     FakeBackend,

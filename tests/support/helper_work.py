@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from common.process import helper_program
+from common.process import helper
 
 
 def work(content: bytes) -> bytes:
@@ -28,4 +28,4 @@ def work(content: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    helper_program.serve(sys.argv[1:], work)
+    helper.serve(sys.argv[1:], work)

@@ -25,14 +25,12 @@ from common.config import (
     TransferConfig,
 )
 from common.process.ipc import FrameSocket
-from common.requests.guide import GuidedDecoding, Prepared
 from common.requests.images import Image
-from common.requests.logprobs import TokenLogprobs
-from common.requests.prediction import NOTHING, PredictionUsage
-from common.requests.sampling import SamplingParams
-from common.requests.weights import UNNAMED
+from common.requests.logprobs import NOTHING, PredictionUsage, TokenLogprobs
+from common.requests.namespace import UNNAMED
+from common.requests.sampling import GuidedDecoding, Prepared, SamplingParams
 from decode_node import engine as decode_engine
-from engine.adapters.making import bank_of
+from engine.adapters.adapters import bank_of
 from engine.backend import TorchBackend
 from engine.batch.batch import LaunchedBatch
 from engine.batch.request import FinishReason
@@ -44,16 +42,16 @@ from engine.kv_cache.cache_events import CacheEvents
 from engine.loop.loop import EventLoop
 from engine.memory_release import MemoryOccupation
 from engine.models import Model, content, load, open_checkpoint, stored_of
-from engine.offload.page_records import version_of
+from engine.offload.file_cache import version_of
 from engine.runner.stream import DeviceStream
 from engine.sizing import resolve_shape
-from engine.speculative.speculator import Speculator
+from engine.speculative import Speculator
 from kvtransfer.backends.base import PagePool, PageProducer
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion
 from kvtransfer.transfer.publisher import MAX_TOKENS
-from kvtransfer.transfer.read_meter import ReadMetrics
+from kvtransfer.transfer.reader import ReadMetrics
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import TransferThread
 from node.control.engine_control import EngineControl

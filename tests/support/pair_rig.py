@@ -17,14 +17,12 @@ from typing import Any
 import msgspec
 import torch
 
+from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig, TransferConfig
 from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining, RequestSpec
-from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.images import Image
-from common.requests.namespace import SHARED, Namespace
-from common.requests.prefix_hash import as_bytes
-from common.requests.prefix_hint import PrefixHint
+from common.requests.namespace import NO_ADAPTER, SHARED, AdapterId, Namespace, as_bytes
 from common.requests.sampling import SamplingParams
 from engine.batch.request import FinishReason
 from engine.runner.stream import DeviceStream, WorkerStream

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from common.request import RequestSpec
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
 from engine.batch.request import Request
 

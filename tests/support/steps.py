@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from common.config import LoraConfig
-from common.requests.adapter import NO_ADAPTER
+from common.requests.namespace import NO_ADAPTER
 from common.requests.sampling import SamplingParams
-from engine.adapters.adapters import AdapterManager, no_adapters
+from engine.adapters.adapters import AdapterManager, bank_of, load_all, no_adapters, shelf_of
 from engine.adapters.library import AdapterCache
-from engine.adapters.making import bank_of, load_all, shelf_of
 from engine.backend import TorchBackend
 from engine.batch.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
 from engine.batch.holding import PageHolding

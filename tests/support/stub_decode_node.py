@@ -18,7 +18,7 @@ import uvloop
 from common import limits, rpc
 from common.errors import EngineDied, FailedPrecondition, RequestFailed
 from common.request import tokens_of
-from common.rpc.stream_status import said
+from common.rpc.streams import said
 from protos import (
     decode_pb2,
     decode_pb2_grpc,

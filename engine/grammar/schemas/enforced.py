@@ -15,8 +15,12 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidRequest
-from engine.grammar.schemas import formats
-from engine.grammar.schemas.expressions import quotable
+from engine.grammar.schemas.expressions import (
+    FORMATS,
+    UNENFORCED_FORMATS,
+    XGRAMMAR_FORMATS,
+    quotable,
+)
 from engine.grammar.schemas.merging import disjoint, merged
 from engine.grammar.schemas.words import (
     CONSTRAINTS,
@@ -356,14 +360,14 @@ def _string(schema: Schema, place: str) -> dict[str, Any]:
     if lengths.get("minLength", 0) > lengths.get("maxLength", math.inf):
         raise UnsatisfiableSchema(f"{place}: minLength is above maxLength")
     name = schema.get("format")
-    if name in formats.UNENFORCED:
+    if name in UNENFORCED_FORMATS:
         raise refuse(place, f"format {name!r} cannot be enforced")
-    known = name in formats.EXPRESSIONS or name in formats.AS_XGRAMMAR_HAS_THEM
+    known = name in FORMATS or name in XGRAMMAR_FORMATS
     said = [*(["format"] if known else []), *(["pattern"] if "pattern" in schema else []), *lengths]
     if len(said) > 1 and said[0] in ("format", "pattern"):
         raise refuse(place, f"{said[0]} and {said[1]} cannot be enforced together")
-    if name in formats.EXPRESSIONS:
-        return {**made, "pattern": quotable(formats.EXPRESSIONS[name])}
+    if name in FORMATS:
+        return {**made, "pattern": quotable(FORMATS[name])}
     if known:
         return {**made, "format": name}
     if "pattern" in schema:

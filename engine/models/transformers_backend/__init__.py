@@ -13,7 +13,7 @@ import torch
 
 from common.config import Quantize
 from common.errors import ConfigError
-from common.process.allocator import trim
+from common.process.resources import trim
 from engine.models.checkpoint import Checkpoint
 from engine.models.fields import Fields, eos_token_ids
 from engine.models.quantized import scheme_of

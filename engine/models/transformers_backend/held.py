@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.errors import EngineFault
-from common.process.allocator import trim
+from common.process.resources import trim
 from engine.models.linear import Form, Linear
 from engine.models.refill import drain, refill
 from engine.models.transformers_backend.skeleton import products

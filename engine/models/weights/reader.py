@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.config import Quantize
 from common.logs import kv
-from common.process.allocator import trim
+from common.process.resources import trim
 from engine.models.checkpoint import Checkpoint, StoredTensor, own_copy
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.linear import (

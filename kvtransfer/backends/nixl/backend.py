@@ -1,20 +1,30 @@
 """The data path over a proved one-sided path: the reader copies, the owner does nothing.
 
 The owner has one passive agent for each path that it can offer. If the path uses keys, it has one
-for each of its readers (readers.py). A reader has one agent per connection. paths.py lists the
-paths and their proofs.
+for each of its readers (`ConsumerAgents`). A reader has one agent per connection. paths.py lists
+the paths and their proofs.
+
+A reader's keys end with its agent.
+
+Ending the agent revokes its keys. Deregistering the memory would not be enough: UCX keeps
+registrations in a cache until the context of the agent ends. Each agent has connections, a
+protection domain and a registration of its own, so other readers are not affected.
+
+Agents are made and ended one after the other, on one thread. An agent that is dismissed while it is
+being made ends right afterwards. There are never more of them than places.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
-from common.errors import TransferError
-from common.logs import kv
+from common.errors import EngineFault, TransferError
+from common.logs import Throttle, ThrottledLog, kv
 from kvtransfer.backends.base import (
     CONNECT_S,
     Ints,
@@ -22,12 +32,139 @@ from kvtransfer.backends.base import (
     RemotePool,
     check_pool,
     parse_description,
+    prepared,
 )
-from kvtransfer.backends.nixl.connection import NixlConnection, NixlDescription
-from kvtransfer.backends.nixl.memory import NixlMemory, memory_of
-from kvtransfer.backends.nixl.offering import NixlListener
-from kvtransfer.backends.nixl.paths import PATHS, PathKind, kind_of_memory
-from kvtransfer.backends.nixl.readers import ConsumerAgents
+from kvtransfer.backends.nixl.agent import NixlAgent
+from kvtransfer.backends.nixl.connection import (
+    NixlConnection,
+    NixlDescription,
+    NixlMemory,
+    NixlOffer,
+    memory_of,
+)
+from kvtransfer.backends.nixl.paths import PATHS, PathEvidence, PathKind, kind_of_memory
+
+
+class NixlListener:
+    """A passive agent of the owner. For one thread at a time, which has called `memory.use`."""
+
+    def __init__(self, kind: PathKind, memory: NixlMemory) -> None:
+        """Make the agent. Takes about 5 ms and a registration of the pool, which over RDMA pins
+        every page of it.
+
+        Raises:
+            TransferError: this machine cannot offer the path.
+        """
+        self._evidence: PathEvidence = kind.evidence(memory.pool, memory.scratch)
+        self._polled = kind.transports.polled
+        self._agent = NixlAgent(kind.transports)
+        try:
+            self._agent.register(memory.pool)
+            self._agent.register(memory.scratch)
+            metadata = self._agent.metadata()
+            self.offer = NixlOffer(kind.name, self._evidence.tell(metadata), metadata)
+        except BaseException:
+            self._agent.destroy()
+            raise
+
+    def poll(self) -> None:
+        if self._polled:
+            self._agent.poll()
+
+    def close(self) -> None:
+        """End the agent. No reader can read over it afterwards. Idempotent."""
+        self._agent.destroy()
+
+
+# Each has the pool registered: 8 bytes for every page that the network card maps, and as much of
+# RLIMIT_MEMLOCK as the pool has bytes.
+MAX_READERS = 64
+_Made = tuple[NixlListener, ...]
+_rare = ThrottledLog(logging.getLogger(__name__), Throttle())
+
+
+class ConsumerAgents:
+    """The agents of all readers. For one thread at a time. No call but `close` waits."""
+
+    def __init__(
+        self, kinds: Sequence[PathKind], memory: NixlMemory, *, max_readers: int = MAX_READERS
+    ) -> None:
+        """
+        Args:
+            kinds: each reader gets one agent for each of them.
+        """
+        self._kinds = kinds
+        self._memory = memory
+        self._max_readers = max_readers
+        self._places = threading.BoundedSemaphore(max_readers)
+        self._made: dict[int, Future[_Made]] = {}  # by reader
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl-readers")
+
+    def prepare(self, reader: int) -> Future[Any]:
+        """Start to make a reader's agents. The Future also completes if there is none to make, or
+        no place for one: readers that are gone keep their place until their agents have ended.
+        """
+        if not self._kinds:
+            return prepared()
+        if not self._places.acquire(blocking=False):
+            paths = ", ".join(kind.name for kind in self._kinds)
+            _rare.warning("consumer gets no keys", paths=paths, reason=f"{self._max_readers} have")
+            return prepared()
+        self._made[reader] = self._thread.submit(self._make)
+        return self._made[reader]
+
+    def offers(self, reader: int) -> tuple[NixlOffer, ...]:
+        """Return the offerings made for the reader so far."""
+        made = self._made.get(reader)
+        return tuple(each.offer for each in made.result()) if made and made.done() else ()
+
+    def dismiss(self, reader: int) -> None:
+        """End the reader's agents soon, and with them the use of its keys. Idempotent."""
+        made = self._made.pop(reader, None)
+        if made is not None:
+            made.cancel()
+            self._thread.submit(self._end, made)
+
+    def poll(self) -> None:
+        """Poll all agents. Dismiss readers whose agents fail: such a failure affects only that
+        reader.
+        """
+        for reader, made in list(self._made.items()):
+            try:
+                for offering in made.result() if made.done() else ():
+                    offering.poll()
+            except TransferError as error:
+                _rare.warning("consumer keys revoked", consumer=reader, reason=error)
+                self.dismiss(reader)
+
+    def close(self) -> None:
+        """Dismiss all readers, and wait until all agents have ended."""
+        for reader in list(self._made):
+            self.dismiss(reader)
+        self._thread.shutdown()
+
+    # On the thread that makes them ---------------------------------------------------------------
+
+    def _make(self) -> _Made:
+        made = []
+        for kind in self._kinds:
+            try:
+                self._memory.use()
+                made.append(NixlListener(kind, self._memory))
+            except TransferError as error:
+                _rare.warning("consumer gets no keys", paths=kind.name, reason=error)
+        return tuple(made)
+
+    def _end(self, made: Future[_Made]) -> None:
+        try:
+            self._memory.use()
+            for offering in () if made.cancelled() or made.exception() else made.result():
+                offering.close()
+        except (EngineFault, TransferError) as fault:
+            _rare.error("keys of a disconnected consumer not released", reason=fault)
+        finally:
+            self._places.release()
+
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from api.grpc.service import CallerResolver
 from api.http_checks import METHODS, PATHS, PATHS_BELOW
 from common.config import ClientsConfig, RouterConfig, ServerConfig
 from common.errors import Unauthenticated
-from common.identity.roles import MAY_CALL
+from common.identity.guard import MAY_CALL
 from common.identity.secret import new_secret
 from protos import decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, router_pb2
 from router.metrics import RouterMetrics

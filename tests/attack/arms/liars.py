@@ -18,13 +18,11 @@ import grpc.aio
 import numpy as np
 
 from common import limits, rpc
-from common.identity.by_token import TokenAuthentication
-from common.identity.caller import node_name
-from common.identity.guard import CallAuthenticator
+from common.identity.guard import CallAuthenticator, node_name, uncounted
 from common.identity.program import identity_of
-from common.identity.refusals import uncounted
-from common.requests.prefix_hash import as_bytes
-from common.rpc.stream_status import StreamStatus, heard
+from common.identity.tokens import TokenAuthentication
+from common.requests.namespace import as_bytes
+from common.rpc.streams import StreamStatus, heard
 from kvtransfer.backends.base import PagePool, PageProducer
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.pairing import PROTOCOL_VERSION

@@ -24,12 +24,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from common import rpc
 from common.errors import Forbidden
 from common.identity import secret, tokens
-from common.identity.by_token import TokenAuthentication
-from common.identity.guard import CallAuthenticator
-from common.identity.identity import Identity
-from common.identity.refusals import uncounted
-from common.identity.roles import ROLES
+from common.identity.guard import ROLES, CallAuthenticator, uncounted
 from common.identity.secret import SecretKeys, new_secret, operator_keys
+from common.identity.tokens import Identity, TokenAuthentication
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
 from tests.support.grpc_calls import end_of_stream
 

@@ -11,8 +11,8 @@ from prometheus_client import generate_latest
 from common import rpc, tls
 from common.config import ServerConfig
 from common.errors import ConfigError
+from common.identity.guard import uncounted
 from common.identity.program import guard_of
-from common.identity.refusals import uncounted
 from node.metrics import NodeMetrics
 from protos import node_pb2, node_pb2_grpc
 from tests.support.certificates import Authority

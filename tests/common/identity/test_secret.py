@@ -6,9 +6,8 @@ import pytest
 
 from api.auth.guard import AUDIENCE, OperatorCheck
 from common.errors import ConfigError
-from common.identity import exposure, secret, tokens
-from common.identity.refusals import AuthRejection
-from common.identity.roles import ROLES
+from common.identity import program, secret, tokens
+from common.identity.guard import ROLES, AuthRejection
 from common.identity.secret import new_secret, operator_keys
 
 
@@ -153,12 +152,12 @@ def test_an_operators_key_or_token_opens_http_and_nothing_else_does():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
 def test_on_this_host_nobody_need_be_asked(host):
-    exposure.check(host, asked=False, insecure=False)
+    program.check_exposure(host, asked=False, insecure=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "no.such.host.invalid"])
 def test_beyond_this_host_callers_are_asked_or_the_user_says_that_they_are_not(host):
     with pytest.raises(ConfigError, match=f"--host {host} is reached from other hosts.*--insecure"):
-        exposure.check(host, asked=False, insecure=False)
-    exposure.check(host, asked=True, insecure=False)
-    exposure.check(host, asked=False, insecure=True)
+        program.check_exposure(host, asked=False, insecure=False)
+    program.check_exposure(host, asked=True, insecure=False)
+    program.check_exposure(host, asked=False, insecure=True)

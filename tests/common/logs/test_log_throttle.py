@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from common.logs.throttle import Throttle, ThrottledLog
+from common.logs import Throttle, ThrottledLog
 from tests.support.fake_clock import FakeClock
 
 SENTENCE = "client connection rejected"

@@ -5,7 +5,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.distribution import HistogramCounts, LiveHistogram
-from common.metrics.trust import TRUST
+from common.metrics.program import TRUST
 from docs.generate import metrics as docs
 from node import metrics as node
 from node.messages import EngineStats

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.process.descriptors import ENOUGH, allow_many
+from common.process.resources import ENOUGH, allow_many
 
 FILES = resource.RLIMIT_NOFILE
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from common.process.ipc import Backlogged, FrameConnection, PeerGone, socket_pair
-from common.process.lanes import CallLane
+from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone, socket_pair
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from common.errors import QueueFull
-from common.queueing.drain import ENOUGH_SAMPLES, STALL_S, QueueEstimator, may_wait_s
-from common.queueing.waiting_line import QueueEntry
+from common.queueing import ENOUGH_SAMPLES, STALL_S, QueueEntry, QueueEstimator, may_wait_s
 
 FIRST = -math.inf
 

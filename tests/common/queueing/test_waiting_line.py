@@ -6,7 +6,7 @@ import random
 import pytest
 
 from common.priority import STEP_S
-from common.queueing.waiting_line import QueueEntry, QueueModel
+from common.queueing import QueueEntry, QueueModel
 
 FIRST = -math.inf
 UNIT_S = 1 / 128  # sums of it are exact

@@ -13,10 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common import rpc
 from common.errors import MAX_SENTENCE_CHARACTERS, InvalidRequest, Overloaded
-from common.logs.throttle import Throttle, ThrottledLog
-from common.process import descriptors
+from common.logs import Throttle, ThrottledLog
+from common.process import resources
 from common.rpc import services
-from common.rpc.wire_fields import MAX_FIELDS
+from common.rpc.services import MAX_FIELDS
 from protos import router_pb2, router_pb2_grpc
 
 Code = grpc.StatusCode
@@ -195,7 +195,7 @@ async def healthy(address: str) -> bool:
 # Seen failing with a bound of 1024 connections: DEADLINE_EXCEEDED.
 async def test_a_stranger_with_a_thousand_idle_connections_keeps_nobody_out():
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors.allow_many()
+    resources.allow_many()
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
     async with of_a_node(("grpc.max_connection_idle_ms", 600_000)) as address:
         host, port = address.split(":")

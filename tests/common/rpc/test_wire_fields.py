@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.rpc.wire_fields import FieldCounter
+from common.rpc.services import FieldCounter
 from protos.decode_pb2 import Submit, ToNode
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling

@@ -12,9 +12,8 @@ import grpc
 import pytest
 
 from common.config import ServerConfig
-from common.tracing import export, otlp
-from common.tracing.context import UNTRACED, TraceContext, parse
-from common.tracing.tracer import FLUSH_S, ChildSpan, Tracer
+from common.tracing import context, otlp
+from common.tracing.context import FLUSH_S, UNTRACED, ChildSpan, TraceContext, Tracer, parse
 from tests.support.otlp_collector import collecting
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -27,7 +26,7 @@ def tracer_to() -> Iterator[Callable[..., Tracer]]:
     made: list[Tracer] = []
 
     def make(endpoint: str, **how: float) -> Tracer:
-        tracer = export.start(ServerConfig(port=0, otlp_endpoint=endpoint), "baton-test", **how)
+        tracer = context.start(ServerConfig(port=0, otlp_endpoint=endpoint), "baton-test", **how)
         assert tracer is not None
         made.append(tracer)
         return tracer
@@ -43,7 +42,7 @@ def _tell(tracer: Tracer, trace: TraceContext, name: str = "part") -> None:
 
 
 def test_without_an_endpoint_there_is_no_tracer_and_no_program_loads_the_library():
-    assert export.start(ServerConfig(port=0), "baton-test") is None
+    assert context.start(ServerConfig(port=0), "baton-test") is None
     code = f"import {PROGRAMS}; import sys; print(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

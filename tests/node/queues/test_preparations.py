@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import InvalidRequest
-from common.queueing.drain import QueueEstimator
+from common.queueing import QueueEstimator
 from engine.batch.request import FinishReason, RequestEnd
 from node.queues import PreparationStages
 from node.request_state import RequestState, Stage

@@ -4,7 +4,7 @@ import pytest
 
 from common.page_tables import PageTables
 from common.request import Remaining
-from common.requests.prefix_hash import as_bytes
+from common.requests.namespace import as_bytes
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand

@@ -15,10 +15,9 @@ import numpy as np
 
 from common.errors import TransferError
 from kvtransfer.backends.base import PagePool
-from kvtransfer.backends.nixl.memory import NixlHostMemory, NixlMemory
-from kvtransfer.backends.nixl.offering import NixlListener
+from kvtransfer.backends.nixl.backend import ConsumerAgents, NixlListener
+from kvtransfer.backends.nixl.connection import NixlHostMemory, NixlMemory
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
-from kvtransfer.backends.nixl.readers import ConsumerAgents
 from tools.bench.support.record import percentiles, say
 
 _WAIT_S = 60.0

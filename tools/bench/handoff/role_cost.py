@@ -27,14 +27,12 @@ from common.config import (
 from common.errors import FailedPrecondition
 from common.page_tables import PageTables
 from common.request import Remaining, RequestSpec
+from common.requests.namespace import UNNAMED, WeightsId
 from common.requests.sampling import SamplingParams
-from common.requests.weights import UNNAMED, WeightsId
 from decode_node import engine as decode_engine
 from decode_node.role import DecodeRole
 from engine.adapters.adapters import no_adapters
-from engine.adapters.library import AdapterCache
-from engine.adapters.loader import AdapterLoader
-from engine.adapters.shelf import no_shelf
+from engine.adapters.library import AdapterCache, AdapterLoader, no_shelf
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Ints, Request

@@ -38,8 +38,7 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.transfer.read_meter import ReadMetrics
-from kvtransfer.transfer.reader import ConsumerSide
+from kvtransfer.transfer.reader import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.thread import EventOutlet, TransferThread
 from node.metrics import NodeMetrics
 

@@ -1,1 +1,0 @@
-"""Queues and estimates of their waiting time."""

@@ -1,0 +1,291 @@
+"""Features that add to logits or scale them: logit bias, bad words, minimum length, penalties.
+
+A forbidden token gets so low a value that it is never sampled. Bad words forbid their last token
+after their other tokens.
+
+Penalties need the counts of a request's tokens, which are kept on the device by slot. With overlap
+the CPU lags one token behind, so only the device can count the newest token. Each row of counts is
+either rebuilt from the table or continued. If the CPU knows every token of a row, its counts are
+rebuilt. Otherwise the missing token was sampled in this slot by the previous step, which counted
+it. So the rule needs no memory of a slot's previous request. All rows are allocated at start,
+because later the KV pages use all memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch.batch import Ints
+from engine.batch.image_tokens import in_vocabulary
+from engine.batch.request import Request
+from engine.batch.table import SlotTable
+from engine.sampling.feature import FeatureState
+from kernels.sampling.bitmask import FORBIDDEN
+from kernels.sampling.penalties import apply_penalties, count_tokens
+
+Tokens = NDArray[np.int64]
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitAdditions:
+    """A Work with one entry per logit. Several entries for one logit add up."""
+
+    rows: Tensor  # int64, places among the step's rows
+    tokens: Tensor  # int64
+    values: Tensor  # float32
+
+    @classmethod
+    def of(cls, rows: NDArray[np.intp], edits: Sequence[tuple[Tokens, Values]]) -> Self:
+        """Return the additions of several rows, each with its tokens and their values."""
+        counts = [len(tokens) for tokens, _ in edits]
+        return cls(
+            torch.from_numpy(np.repeat(rows, counts).astype(np.int64)),
+            torch.from_numpy(np.concatenate([tokens for tokens, _ in edits])),
+            torch.from_numpy(np.concatenate([values for _, values in edits])),
+        )
+
+    @classmethod
+    def nothing(cls, num_rows: int) -> Self:
+        """Return additions of 0, one for each row."""
+        rows = torch.arange(num_rows)
+        return cls(rows, torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_rows))
+
+    def tensors(self) -> Sequence[Tensor]:
+        return (self.rows, self.tokens, self.values)
+
+    def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
+        rows, tokens, values = sent
+        logits.index_put_((rows, tokens), values, accumulate=True)
+
+    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+
+def forbidding(tokens: Sequence[int]) -> tuple[Tokens, Values]:
+    """Return the addition that keeps these tokens from being sampled."""
+    return np.array(tokens, np.int64), np.full(len(tokens), FORBIDDEN, np.float32)
+
+
+_Edits = tuple[Tokens, Values]
+_MILDER = 16  # ending too early is better than a token that the grammar forbids
+
+
+class LogitBias:
+    """The biases by slot. Engine thread only."""
+
+    def __init__(self, num_slots: int, eos_token_ids: Sequence[int]) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._short: dict[int, _Edits] = {}  # by slot, while the response is too short to end
+        self._long: dict[int, _Edits] = {}  # afterwards
+        self._least = np.zeros(num_slots, np.int32)  # minimum length, with the prompt
+
+    def acquire(self, slot: int, request: Request) -> FeatureState:
+        sampling = request.sampling
+        if not sampling.logit_bias and not sampling.min_tokens:
+            return FeatureState.NONE
+        biases = sampling.logit_bias
+        tokens = np.array([token for token, _ in biases], np.int64)
+        values = np.array([bias for _, bias in biases], np.float32)
+        enders = (*sampling.stop_token_ids, *(self._eos_token_ids if sampling.ends_at_eos else ()))
+        banned, lowest = forbidding(sorted(set(enders)))
+        lowest /= _MILDER
+        self._long[slot] = tokens, values
+        self._short[slot] = np.concatenate((tokens, banned)), np.concatenate((values, lowest))
+        self._least[slot] = request.num_prompt + sampling.min_tokens
+        return FeatureState.TAKES if sampling.min_tokens else FeatureState.ALIKE
+
+    def build(
+        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
+    ) -> LogitAdditions:
+        short = positions < self._least[slots]
+        edits = [
+            (self._short if is_short else self._long)[slot]
+            for slot, is_short in zip(slots.tolist(), short.tolist(), strict=True)
+        ]
+        return LogitAdditions.of(rows, edits)
+
+    def rehearsal(self, num_rows: int) -> LogitAdditions:
+        return LogitAdditions.nothing(num_rows)
+
+
+class BadWordsFilter:
+    """The bad words by slot. Only the response counts, not the prompt. Engine thread only.
+
+    A word of one token is always forbidden. A longer one requires that the tokens before are known.
+    """
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._words: dict[int, tuple[tuple[int, ...], ...]] = {}  # by slot
+
+    def acquire(self, slot: int, request: Request) -> FeatureState:
+        self._words[slot] = words = request.sampling.bad_word_ids
+        if not words:
+            return FeatureState.NONE
+        return FeatureState.WAITS if max(map(len, words)) > 1 else FeatureState.ALIKE
+
+    def build(
+        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
+    ) -> LogitAdditions:
+        return LogitAdditions.of(
+            rows, [forbidding(self._forbidden(slot)) for slot in slots.tolist()]
+        )
+
+    def rehearsal(self, num_rows: int) -> LogitAdditions:
+        return LogitAdditions.nothing(num_rows)
+
+    def _forbidden(self, slot: int) -> list[int]:
+        table, words = self._table, self._words[slot]
+        start, end = int(table.num_prompt[slot]), int(table.known[slot])
+        longest = max(map(len, words)) - 1
+        before = tuple(table.tokens[slot, max(start, end - longest) : end].tolist())
+        return sorted(
+            {word[-1] for word in words if len(word) == 1 or before[1 - len(word) :] == word[:-1]}
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The penalised rows of one step.
+
+    Attributes:
+        rows: int64 [m], places among the step's rows.
+        slots: int64 [m], their slots, which are also their rows of counts.
+        renewed: int64, the slots whose counts are rebuilt.
+        prompt_slots, prompt_tokens, output_slots, output_tokens: int64 [n], every token of these
+            slots with its slot.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    repetition: Tensor  # float32 [m]
+    frequency: Tensor
+    presence: Tensor
+    renewed: Tensor
+    prompt_slots: Tensor
+    prompt_tokens: Tensor
+    output_slots: Tensor
+    output_tokens: Tensor
+
+
+_TENSORS = tuple(f.name for f in fields(_Rows))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """Penalties of one step.
+
+    Attributes:
+        counts: int32 [num_slots, vocabulary], on the device.
+    """
+
+    counts: Tensor
+    rows: _Rows
+
+    def tensors(self) -> Sequence[Tensor]:
+        return [getattr(self.rows, name) for name in _TENSORS]
+
+    def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
+        """Update the counts, then penalise the logits."""
+        rows = _Rows(*sent)
+        if len(rows.renewed):
+            self.counts.index_fill_(0, rows.renewed, 0)
+            count_tokens(self.counts, rows.prompt_slots, rows.prompt_tokens, prompt=True)
+            count_tokens(self.counts, rows.output_slots, rows.output_tokens, prompt=False)
+        apply_penalties(
+            logits,
+            rows.rows,
+            self.counts,
+            rows.slots,
+            repetition=rows.repetition,
+            frequency=rows.frequency,
+            presence=rows.presence,
+        )
+
+    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
+        """Count the new tokens."""
+        rows = _Rows(*sent)
+        count_tokens(self.counts, rows.slots, tokens[rows.rows], prompt=False)
+        return {}
+
+
+class Penalties:
+    """Penalty strengths by slot (engine thread), and counts (forward stream).
+
+    Memory: int32 [num_slots, vocabulary], not initialised, because a row is rebuilt for its first
+    request.
+    """
+
+    def __init__(self, table: SlotTable, vocabulary_size: int, device: torch.device) -> None:
+        self._table = table
+        self._repetition = np.ones(table.num_slots, np.float32)
+        self._frequency = np.zeros(table.num_slots, np.float32)
+        self._presence = np.zeros(table.num_slots, np.float32)
+        self._counts = torch.empty(
+            table.num_slots, vocabulary_size, dtype=torch.int32, device=device
+        )
+
+    def acquire(self, slot: int, request: Request) -> FeatureState:
+        sampling = request.sampling
+        self._repetition[slot] = sampling.repetition_penalty
+        self._frequency[slot] = sampling.frequency_penalty
+        self._presence[slot] = sampling.presence_penalty
+        return FeatureState.TAKES if sampling.penalised else FeatureState.NONE
+
+    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> _Work:
+        anew = self._table.known[slots] >= positions
+        renewed, lengths = slots[anew], positions[anew]
+        num_prompt = np.minimum(self._table.num_prompt[renewed], lengths)
+        prompt_slots, prompt_tokens = self._tokens(renewed, np.zeros_like(lengths), num_prompt)
+        output_slots, output_tokens = self._tokens(renewed, num_prompt, lengths)
+        penalised = _Rows(
+            rows=torch.from_numpy(rows),
+            slots=torch.from_numpy(slots.astype(np.int64)),
+            repetition=torch.from_numpy(self._repetition[slots]),
+            frequency=torch.from_numpy(self._frequency[slots]),
+            presence=torch.from_numpy(self._presence[slots]),
+            renewed=torch.from_numpy(renewed.astype(np.int64)),
+            prompt_slots=prompt_slots,
+            prompt_tokens=prompt_tokens,
+            output_slots=output_slots,
+            output_tokens=output_tokens,
+        )
+        return _Work(self._counts, penalised)
+
+    def rehearsal(self, num_rows: int) -> _Work:
+        """Return work that rebuilds the counts of all rows, as for their first requests."""
+        rows, ones = torch.arange(num_rows), torch.ones(num_rows)
+        zeros = torch.zeros(num_rows, dtype=torch.int64)
+        nobody = _Rows(
+            rows=rows,
+            slots=rows,
+            repetition=ones,
+            frequency=ones,
+            presence=ones,
+            renewed=rows,
+            prompt_slots=rows,
+            prompt_tokens=zeros,
+            output_slots=rows,
+            output_tokens=zeros,
+        )
+        return _Work(self._counts, nobody)
+
+    def _tokens(self, slots: NDArray[np.intp], starts: Ints, ends: Ints) -> tuple[Tensor, Tensor]:
+        """Return the tokens of indices [starts, ends) of the slots: each token's slot, and the
+        tokens."""
+        counts = ends - starts
+        total = int(counts.sum())
+        offsets = np.cumsum(counts) - counts
+        indices = np.arange(total) - np.repeat(offsets - starts, counts)
+        owners = np.repeat(slots, counts)
+        tokens = self._table.tokens[owners, indices].astype(np.int64)
+        sayable = in_vocabulary(tokens)
+        if not sayable.all():
+            owners, tokens = owners[sayable], tokens[sayable]
+        return torch.from_numpy(owners.astype(np.int64)), torch.from_numpy(tokens)

@@ -1,0 +1,171 @@
+"""Features that restrict the next token: allowed tokens, guided decoding, the limit of reasoning.
+
+Allowed tokens and grammars have one bit for each token. A `Match` follows the tokens that the CPU
+knows, read from the table, and the limit of reasoning counts these tokens. So a request that
+migrates, was retracted or is replayed needs only its tokens. Sampling waits for the previous step,
+but forwards do not. If a response begins with reasoning, the grammar applies to the text after it,
+and the response cannot end before.
+
+A row whose mask is late is held (`SlotTable.held`): it joins no forward until its mask is ready.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch.batch import Ints
+from engine.batch.request import Request
+from engine.batch.table import SlotTable
+from engine.grammar.matching import WORD, Match, ReasoningStage, ReasoningTracker, words_of
+from engine.sampling.feature import FeatureState
+from kernels.sampling.bitmask import FORBIDDEN, apply_bitmask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBitmask:
+    """A Work in which rows[i] of the step may sample the tokens of bitmask[i], as `apply_bitmask`
+    reads it."""
+
+    rows: Tensor  # int64 [m]
+    bitmask: Tensor  # int32 [m, words]
+
+    def tensors(self) -> Sequence[Tensor]:
+        return (self.rows, self.bitmask)
+
+    def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
+        rows, bitmask = sent
+        apply_bitmask(logits, rows, bitmask)
+
+    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+
+class AllowedTokens:
+    """The allowed tokens by slot. Engine thread only. Memory: int32 [num_slots, vocabulary / 32],
+    allocated on first use."""
+
+    def __init__(self, num_slots: int, vocabulary_size: int) -> None:
+        self._bits = np.zeros((num_slots, words_of(vocabulary_size)), np.uint32)
+
+    def acquire(self, slot: int, request: Request) -> FeatureState:
+        allowed = request.sampling.allowed_token_ids
+        if not allowed:
+            return FeatureState.NONE
+        tokens = np.array(allowed, np.int64)
+        self._bits[slot] = 0
+        bits = np.uint32(1) << (tokens % WORD).astype(np.uint32)
+        np.bitwise_or.at(self._bits[slot], tokens // WORD, bits)
+        return FeatureState.ALIKE
+
+    def build(
+        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
+    ) -> TokenBitmask:
+        bits = self._bits[slots].view(np.int32)
+        return TokenBitmask(torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(bits))
+
+    def rehearsal(self, num_rows: int) -> TokenBitmask:
+        words = self._bits.shape[1]
+        return TokenBitmask(torch.arange(num_rows), torch.full((num_rows, words), -1).int())
+
+
+class GrammarMatcher:
+    """The grammars by slot. Engine thread only."""
+
+    def __init__(self, table: SlotTable, vocabulary_size: int) -> None:
+        self._table = table
+        self._words = words_of(vocabulary_size)
+        self._matches: dict[int, Match] = {}  # by slot
+
+    def acquire(self, slot: int, request: Request) -> FeatureState:
+        self._matches.pop(slot, None)
+        if request.match is None:
+            return FeatureState.NONE
+        self._matches[slot] = request.match
+        self._table.held[slot] = request.match.compiled.slow
+        return FeatureState.WAITS
+
+    def build(
+        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
+    ) -> TokenBitmask:
+        matches = [self._matches[slot] for slot in slots.tolist()]
+        for slot, match in zip(slots.tolist(), matches, strict=True):
+            if not match.busy:
+                match.ask(self._table.unfollowed(slot, match.num_followed))
+        asked = [each for each in matches if not (each.busy or each.ready or each.compiled.slow)]
+        if asked:
+            asked[0].threads.drive([each for each in asked if not each.fault])
+        bits = np.full((len(rows), self._words), -1, np.int32)
+        for row, (slot, match) in enumerate(zip(slots.tolist(), matches, strict=True)):
+            if match.ready:
+                bits[row] = match.mask
+            else:
+                self._table.unchosen[slot] = True
+            if match.compiled.slow or not match.ready:
+                self._table.held[slot] = True
+        return TokenBitmask(torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(bits))
+
+    def rehearsal(self, num_rows: int) -> TokenBitmask:
+        bits = torch.full((num_rows, self._words), -1, dtype=torch.int32)
+        return TokenBitmask(torch.arange(num_rows), bits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForcedToken:
+    """A Work in which rows[i] of the step samples tokens[i], regardless of other features."""
+
+    rows: Tensor  # int64 [m]
+    tokens: Tensor  # int64 [m]
+
+    def tensors(self) -> Sequence[Tensor]:
+        return (self.rows, self.tokens)
+
+    def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
+        rows, tokens = sent
+        logits.index_fill_(0, rows, FORBIDDEN)
+        logits.index_put_((rows, tokens), logits.new_zeros(()))
+
+    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+
+class ThinkingBudget:
+    """Ends reasoning that has reached its budget. Engine thread only. Comes last."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._readers: dict[int, ReasoningTracker] = {}  # by slot
+        self._followed = np.zeros(table.num_slots, np.int64)  # tokens, including the prompt
+        self._budgets = np.zeros(table.num_slots, np.int64)
+        self._closes = np.zeros(table.num_slots, np.int64)
+
+    def acquire(self, slot: int, request: Request) -> FeatureState:
+        self._readers.pop(slot, None)
+        sampling = request.sampling
+        if sampling.thinking_budget < 0 or sampling.thought is None:
+            return FeatureState.NONE
+        self._readers[slot] = ReasoningTracker(sampling.thought)
+        self._followed[slot] = request.num_prompt
+        self._budgets[slot] = sampling.thinking_budget
+        self._closes[slot] = sampling.thought.close
+        return FeatureState.WAITS
+
+    def build(
+        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
+    ) -> ForcedToken:
+        spent = np.array([self._is_spent(slot) for slot in slots.tolist()])
+        closes = torch.from_numpy(self._closes[slots[spent]])
+        return ForcedToken(torch.from_numpy(rows[spent].astype(np.int64)), closes)
+
+    def rehearsal(self, num_rows: int) -> ForcedToken:
+        return ForcedToken(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
+
+    def _is_spent(self, slot: int) -> bool:
+        reader = self._readers[slot]
+        start, end = int(self._followed[slot]), int(self._table.known[slot])
+        reader.read(self._table.tokens[slot, start:end].tolist())
+        self._followed[slot] = end
+        return reader.stage is ReasoningStage.INSIDE and reader.num_tokens >= self._budgets[slot]
