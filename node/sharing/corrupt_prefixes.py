@@ -38,11 +38,11 @@ class CorruptPrefixes:
     def counters(self) -> dict[str, int]:
         return {f"forgotten_prefixes/{cause}": number for cause, number in self._counts.items()}
 
-    def found(self, spoilt: CorruptPrefix) -> None:
+    def found(self, prefix: CorruptPrefix) -> None:
         """Report corrupt KV, which this node has forgotten, to the nodes that gave it."""
         self._counts["own"] += 1
-        for owner in dict.fromkeys(spoilt.given_by):
-            self._port.post(InvalidateCommand(owner, spoilt.token_ids, spoilt.namespace))
+        for owner in dict.fromkeys(prefix.given_by):
+            self._port.post(InvalidateCommand(owner, prefix.token_ids, prefix.namespace))
 
     def asked(self, event: InvalidateEvent) -> None:
         now = self._clock()

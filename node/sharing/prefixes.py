@@ -61,7 +61,7 @@ class PrefixSharing:
             port=weights,
         )
         self.ways = PrefixSources()
-        self.spoilt = CorruptPrefixes(cache, weights)
+        self.corrupt_prefixes = CorruptPrefixes(cache, weights)
 
     @property
     def busy(self) -> bool:
@@ -78,7 +78,7 @@ class PrefixSharing:
         return chain(self.fetches.reads(), self._weights.reads())
 
     def counters(self) -> dict[str, int]:
-        parts = self.loans, self.fetches, self.ways, self.spoilt
+        parts = self.loans, self.fetches, self.ways, self.corrupt_prefixes
         return {name: number for part in parts for name, number in part.counters().items()}
 
     def fetch(
@@ -124,7 +124,7 @@ class PrefixSharing:
         """
         match event:
             case InvalidateEvent():
-                self.spoilt.asked(event)
+                self.corrupt_prefixes.asked(event)
                 return True
             case OwnerRate():
                 self.fetches.owner_rate(event)
