@@ -90,7 +90,7 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             Plan((7, 1), (4, 0), windows=(None, 2, 5), only_faults=NO_RESTART),
             PATIENT,
             1,
-            20_000,
+            35_000,
             id="windows-and-a-prompt-of-one-token",
             marks=pytest.mark.long,
         ),
@@ -180,7 +180,7 @@ def test_no_interleaving_breaks_an_invariant(
 @pytest.mark.parametrize(
     "plan, faults, states",
     [
-        pytest.param(Plan((3,), (0,), only_faults=NO_RESTART), 3, 100_000, id="one-three-faults"),
+        pytest.param(Plan((3,), (0,), only_faults=NO_RESTART), 3, 110_000, id="one-three-faults"),
         pytest.param(Plan((7,), (0,)), 2, 170_000, id="one-in-two-chunks"),
         pytest.param(
             Plan((3, 3), TWO, only_faults=("link breaks", "read is late", "cancel")),
