@@ -8,6 +8,7 @@ BIN := .venv/bin
 SERVES := .venv/.serves
 TESTS := .venv/.tests
 SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 4 --cpu-by-file 25
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
@@ -16,7 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 help:
 	@echo "make up [MODEL=dir or hub id] [ARGS='--prefill 2 ...']   serve on this machine"
 	@echo "make test [ARGS='-k name ...']                           run the tests"
-	@echo "make test-long                                           the tests that take minutes"
+	@echo "make test-long [ARGS='-k name ...']                      the tests that take minutes"
 	@echo "make test-all                                            both"
 	@echo "make attack [MINUTES=n] [SEED=k]                         attack a system that serves meanwhile"
 	@echo "make chaos [MINUTES=n] [SEED=k]                          end and stop programs of one that serves"
@@ -28,10 +29,10 @@ up: $(SERVES)
 	@$(BIN)/baton up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: $(TESTS)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 4 --cpu-by-file 25 $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-long: $(TESTS)
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(PYTEST) -m long $(ARGS)
 
 test-all: test test-long
 

@@ -187,15 +187,20 @@ class IncomingHandoffs:
         self._keep_room()
         room, claim = self._scheduler.free_capacity(), self._scheduler.claim
         return self.prealloc.take_fitting(
-            now, room, self._num_unready, claim, floor, lambda state: self._has_twin(state, now)
+            now,
+            room,
+            self._num_unready,
+            claim,
+            floor,
+            lambda state: self._prompt_is_coming(state, now),
         )
 
-    def _has_twin(self, state: DecodeState, now: float) -> bool:
+    def _prompt_is_coming(self, state: DecodeState, now: float) -> bool:
         """Return whether another request will soon bring the pages of the same prompt."""
-        twin = self._on_its_way.get(state.attempt.prompt)
-        if twin is None:
+        other = self._on_its_way.get(state.attempt.prompt)
+        if other is None:
             return False
-        computed = twin.attempt.stamps.first_token
+        computed = other.attempt.stamps.first_token
         return not computed or now - computed < READ_SOON_S
 
     def _preempt(self) -> float:

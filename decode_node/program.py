@@ -26,7 +26,7 @@ def program(config: DecodeConfig) -> RoleProgram:
 
 
 def _parts(
-    front: NodeFrontend, *, colocated: bool, falls_back: bool, fetches: bool
+    frontend: NodeFrontend, *, colocated: bool, falls_back: bool, fetches: bool
 ) -> RoleServices:
     """Connect the services of a decode node.
 
@@ -36,22 +36,22 @@ def _parts(
     """
 
     def beat(late_s: float) -> None:
-        front.supervision.beat(time.monotonic(), late_s)
+        frontend.supervision.beat(time.monotonic(), late_s)
         serve.beat(late_s)
 
-    streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
-    dialer = PairDialer(streams, front.metrics, front.make_channel)
-    owners = NamedProducers(front.address, dialer.dial)
-    pairs = PairService(streams, front.engine.check_ready, front.supervision.check_length)
+    streams = PairStreams(frontend.transfer_socket, frontend.metrics, on_beat=beat)
+    dialer = PairDialer(streams, frontend.metrics, frontend.make_channel)
+    owners = NamedProducers(frontend.address, dialer.dial)
+    pairs = PairService(streams, frontend.engine.check_ready, frontend.supervision.check_length)
 
     def pair(prefill: frozenset[str], decode: frozenset[str]) -> None:
         owners.listed(decode if colocated else prefill | decode)
 
     serve = DecodeService(
-        front.engine,
-        front.metrics,
-        front.supervision,
-        front.tracer,
+        frontend.engine,
+        frontend.metrics,
+        frontend.supervision,
+        frontend.tracer,
         abilities=DecodeAbilities(colocated, falls_back, fetches),
         on_peers=pair,
     )

@@ -126,8 +126,8 @@ class DecodeRole:
         self._queues.scheduled.backlog.tick(now)
         self._sharing.ways.tick(now)
         for finished in outcome.finished:
-            if finished.spoilt is not None:
-                self._sharing.spoilt.found(finished.spoilt)
+            if finished.corrupt_prefix is not None:
+                self._sharing.corrupt_prefixes.found(finished.corrupt_prefix)
             state = self._active.find(finished.request)
             if state is not None:
                 self._admission.note_length(state, finished.num_generated, now)

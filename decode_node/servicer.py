@@ -235,7 +235,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         for stream in self._streams.values():
             stream.outgoing.put(beat)
 
-    # From the front -------------------------------------------------------------------------------
+    # From the frontend ----------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Refuse all submissions from now on."""

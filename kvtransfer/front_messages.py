@@ -1,17 +1,17 @@
-"""Messages between a node's front and its transfer thread, over a socket of their own.
+"""Messages between a node's frontend and its transfer thread, over a socket of their own.
 
-The front keeps no state of hand-offs. It numbers the pair streams of both directions with one
+The frontend keeps no state of hand-offs. It numbers the pair streams of both directions with one
 counter, never reuses a number, and forwards what `pairs/codec.py` has parsed. A stream begins like
 this:
 
-    reader's front                      owner's front
+    reader's frontend                   owner's frontend
     sends LocalHello.hello  ---Hello--> PairOpened(stream, hello, as_reader=False)
                                         waits for PeerHello (or PairEnd) of that stream
     PairOpened(stream, hello,   <-Hello-- sends PeerHello.hello
                as_reader=True)
 
-Each end stops waiting for a Hello after 5 s. Messages wait in the front until the stream has been
-opened to the transfer thread.
+Each end stops waiting for a Hello after 5 s. Messages wait in the frontend until the stream has
+been opened to the transfer thread.
 """
 
 from typing import TypeAlias
@@ -21,7 +21,7 @@ import msgspec
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import PairHello
 
-# Front to transfer thread -----------------------------------------------------------------------
+# Frontend to transfer thread -------------------------------------------------------------------
 
 
 class PairOpened(msgspec.Struct, frozen=True, tag=True):
@@ -47,7 +47,7 @@ class PairClosed(msgspec.Struct, frozen=True, tag=True):
 
 PairInput: TypeAlias = PairOpened | PairMessage | PairClosed
 
-# Transfer thread to front -----------------------------------------------------------------------
+# Transfer thread to frontend -------------------------------------------------------------------
 
 
 class LocalHello(msgspec.Struct, frozen=True, tag=True):

@@ -107,8 +107,8 @@ class PrefillRole:
         self._queues.scheduled.backlog.tick(now)
         self._sharing.ways.tick(now)
         for finished in outcome.finished:
-            if finished.spoilt is not None:
-                self._sharing.spoilt.found(finished.spoilt)
+            if finished.corrupt_prefix is not None:
+                self._sharing.corrupt_prefixes.found(finished.corrupt_prefix)
             state = self._queues.scheduled.find(finished.request)
             # A hand-off in another stage ended with its first token.
             if state is not None and state.stage is Stage.SCHEDULED:

@@ -218,7 +218,7 @@ def program(config: PrefillConfig) -> RoleProgram:
     return RoleProgram("prefill", config, partial(_parts, calls=calls, fetches=fetches))
 
 
-def _parts(front: NodeFrontend, *, calls: bool, fetches: bool) -> RoleServices:
+def _parts(frontend: NodeFrontend, *, calls: bool, fetches: bool) -> RoleServices:
     """Connect the services of a prefill node.
 
     Incoming calls: consumers that want KV, and routers that want vectors. Outgoing calls: nodes
@@ -229,19 +229,19 @@ def _parts(front: NodeFrontend, *, calls: bool, fetches: bool) -> RoleServices:
         fetches: whether it fetches prefixes of prompts.
     """
     streams = PairStreams(
-        front.transfer_socket,
-        front.metrics,
-        on_beat=lambda late_s: front.supervision.beat(time.monotonic(), late_s),
+        frontend.transfer_socket,
+        frontend.metrics,
+        on_beat=lambda late_s: frontend.supervision.beat(time.monotonic(), late_s),
     )
-    dialer = PairDialer(streams, front.metrics, front.make_channel)
-    owners = NamedProducers(front.address, dialer.dial)
+    dialer = PairDialer(streams, frontend.metrics, frontend.make_channel)
+    owners = NamedProducers(frontend.address, dialer.dial)
     pairs = PairService(
         streams,
-        front.engine.check_ready,
-        front.supervision.check_length,
+        frontend.engine.check_ready,
+        frontend.supervision.check_length,
         on_named=owners.name if fetches else lambda addresses: None,
     )
-    pooling = PoolingServicer(front.engine, front.supervision.check_length)
+    pooling = PoolingServicer(frontend.engine, frontend.supervision.check_length)
 
     def pair_with(address: str) -> None:
         if not calls:
@@ -263,7 +263,7 @@ def _parts(front: NodeFrontend, *, calls: bool, fetches: bool) -> RoleServices:
     return RoleServices(
         services=(pairs.register, pooling.register),
         background=(streams.run, dialer.run),
-        handoff=lambda handoff: spans.tell_handoff(front.tracer, handoff),
+        handoff=lambda handoff: spans.tell_handoff(frontend.tracer, handoff),
         pooled=pooling.pooled,
         pair_with=pair_with,
         drain=drain,

@@ -111,12 +111,12 @@ class SlotOwners:
         """End a request whose logits contain NaN or Inf, and remove its KV from the prefix
         cache."""
         assert request.slot is not None
-        spoilt = CorruptPrefix(
+        corrupt = CorruptPrefix(
             self._table.tokens_of(request.slot), request.namespace, tuple(request.given_by)
         )
-        self._cache.forget(spoilt.token_ids, spoilt.namespace)
+        self._cache.forget(corrupt.token_ids, corrupt.namespace)
         self.end(request)
-        return spoilt
+        return corrupt
 
     def requeue(self, request: Request, *, learn: bool = False) -> None:
         """Put a request back at the head of the waiting queue, with all its tokens and without its

@@ -55,14 +55,14 @@ class ChunkDone:
 class FinishedRequest:
     """A request that has ended.
 
-    num_generated: tokens of the response, if its own last token ended it; else 0. spoilt: its
-    corrupt KV, if its logits contained NaN or Inf.
+    num_generated: tokens of the response, if its own last token ended it; else 0.
+    corrupt_prefix: its KV, if its logits contained NaN or Inf.
     """
 
     request: Request
     finish: RequestEnd
     num_generated: int = 0
-    spoilt: CorruptPrefix | None = None
+    corrupt_prefix: CorruptPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,8 +207,8 @@ class StepResults:
                 if not row.samples:
                     finish = self.rule.decide(request, token, at_limit=False)
                     assert finish is not None
-                    spoilt = self._residents.end_at_fault(request)
-                    finished.append(FinishedRequest(request, finish, spoilt=spoilt))
+                    corrupt = self._residents.end_at_fault(request)
+                    finished.append(FinishedRequest(request, finish, corrupt_prefix=corrupt))
                 continue
             if request not in self._retracted:  # retracted ones have no pages here
                 holding = self._table.holding_of(row.slot)
@@ -321,12 +321,12 @@ class StepResults:
             finish = self.rule.decide(request, token, at_limit=bool(last[row]))
             assert finish is not None
             num_generated = int(known[row]) - request.num_prompt
-            spoilt = None
+            corrupt = None
             if token == NOT_FINITE:
-                spoilt = self._residents.end_at_fault(request)
+                corrupt = self._residents.end_at_fault(request)
             else:
                 self._residents.end(request, learn=True)
-            finished.append(FinishedRequest(request, finish, num_generated, spoilt))
+            finished.append(FinishedRequest(request, finish, num_generated, corrupt))
         return slots[told], tokens[told]
 
 

@@ -1,1 +1,1 @@
-"""The pair streams between fronts, one for each pair of nodes: dialer, service and wire codec."""
+"""The pair streams between frontends, one for each two nodes: dialer, service and wire codec."""

@@ -1,4 +1,4 @@
-"""The front's end of the transfer thread's socket: pair streams by number, in both directions.
+"""The frontend's end of the transfer thread's socket: pair streams by number, in both directions.
 
 Knows which of its numbers are open and nothing of hand-offs. A peer's messages are parsed before
 they go to the transfer thread. The transfer thread's messages go to the stream that they name, and

@@ -146,7 +146,7 @@ class ConsumerEnd:
         """Remove an ended stream. No effect if this end has ended it itself.
 
         Args:
-            engine_died: as reported by the owner's front.
+            engine_died: as reported by the owner's frontend.
         """
         if stream in self._streams:
             self._forget_stream(stream, reason, engine_died=engine_died)

@@ -37,7 +37,7 @@ Event = TypeVar("Event")
 CommandIn = TypeVar("CommandIn", contravariant=True)
 
 LONGEST_SLEEP_S = 1.0
-BEAT_S = 1.0  # seconds between two heartbeats to the front
+BEAT_S = 1.0  # seconds between two heartbeats to the frontend
 
 
 class TransferSide(Protocol[CommandIn]):
@@ -67,7 +67,7 @@ class TransferSide(Protocol[CommandIn]):
 
 
 class EventOutlet(Generic[Event]):
-    """A side's output: messages to its front, and events to the engine thread."""
+    """A side's output: messages to its frontend, and events to the engine thread."""
 
     def __init__(self, frames: FrameSocket[PairInput]) -> None:
         self._frames = frames
@@ -127,7 +127,7 @@ class TransferThread(Generic[Command, Event]):
     """The thread, and the engine thread's port to it.
 
     Args:
-        frames: to the front's pair streams. This object owns it.
+        frames: to the frontend's pair streams. This object owns it.
         side: made by `make_side` from the outlet and a callable that wakes this thread.
         engine_late_s: returns the seconds by which the engine is late. Called on this thread.
         stall_s: heartbeats stop once the engine is later than this.

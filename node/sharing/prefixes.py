@@ -58,11 +58,11 @@ class CorruptPrefixes:
     def counters(self) -> dict[str, int]:
         return {f"forgotten_prefixes/{cause}": number for cause, number in self._counts.items()}
 
-    def found(self, spoilt: CorruptPrefix) -> None:
+    def found(self, prefix: CorruptPrefix) -> None:
         """Report corrupt KV, which this node has forgotten, to the nodes that gave it."""
         self._counts["own"] += 1
-        for owner in dict.fromkeys(spoilt.given_by):
-            self._port.post(InvalidateCommand(owner, spoilt.token_ids, spoilt.namespace))
+        for owner in dict.fromkeys(prefix.given_by):
+            self._port.post(InvalidateCommand(owner, prefix.token_ids, prefix.namespace))
 
     def asked(self, event: InvalidateEvent) -> None:
         now = self._clock()
@@ -158,7 +158,7 @@ class PrefixSharing:
             port=weights,
         )
         self.ways = PrefixSources()
-        self.spoilt = CorruptPrefixes(cache, weights)
+        self.corrupt_prefixes = CorruptPrefixes(cache, weights)
 
     @property
     def busy(self) -> bool:
@@ -175,7 +175,7 @@ class PrefixSharing:
         return chain(self.fetches.reads(), self._weights.reads())
 
     def counters(self) -> dict[str, int]:
-        parts = self.loans, self.fetches, self.ways, self.spoilt
+        parts = self.loans, self.fetches, self.ways, self.corrupt_prefixes
         return {name: number for part in parts for name, number in part.counters().items()}
 
     def fetch(
@@ -221,7 +221,7 @@ class PrefixSharing:
         """
         match event:
             case InvalidateEvent():
-                self.spoilt.asked(event)
+                self.corrupt_prefixes.asked(event)
                 return True
             case OwnerRate():
                 self.fetches.owner_rate(event)

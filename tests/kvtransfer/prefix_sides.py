@@ -359,7 +359,9 @@ class FetcherSide(ReaderSide):
             (id, fetch.namespace, fetch.prefix_tokens, fetch.fresh.tobytes(), tuple(fetch.waiting))
             for id, fetch in fetches._fetches.items()
         )
-        return super().key(), self.memory.key(), under_way, tuple(fetches._over)
+        over = tuple(fetches._over)
+        # Other nodes and the wires may still know an id that was used here.
+        return super().key(), self.memory.key(), under_way, over, fetches._next_number
 
     def moves(self) -> list[Input]:
         moves = [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]

@@ -17,7 +17,6 @@ ONE, OTHER = b"", b"another's prompts"[:16]
 TWO_OWNERS = PrefixPlan((ONE, ONE), owners=("1", "2"))
 # The second prompt goes on where the first one ends: both are read at once.
 ONE_GOES_ON = TWO_OWNERS._replace(has=3, further=1, reader_pages=6)
-LATE_OR_EVICTED = ("evict", "read is late")
 
 
 @pytest.mark.parametrize(
@@ -42,14 +41,6 @@ LATE_OR_EVICTED = ("evict", "read is late")
         ),
         pytest.param(
             TWO_OWNERS._replace(only_faults=("evict",)), PATIENT, 1, 1_900, id="one-of-two-owners"
-        ),
-        pytest.param(
-            ONE_GOES_ON._replace(only_faults=LATE_OR_EVICTED),
-            PATIENT,
-            1,
-            5_000,
-            id="two-owners",
-            marks=pytest.mark.long,
         ),
         pytest.param(
             ONE_GOES_ON, PATIENT, 1, 95_000, id="two-owners-any-fault", marks=pytest.mark.long

@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
+import torch
 
+from common.config import CacheConfig, EngineConfig
 from common.page_tables import PageTables
 from engine.kv_cache.layout import KVLayout
+from engine.sizing import kept_in
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.pair_node import Loaded
 
@@ -23,9 +26,12 @@ class Known:
     def vocabulary_size(self) -> int:
         return self.loaded.model.spec.vocabulary_size
 
-    def tables(self, page_size: int) -> PageTables:
+    def tables(self, page_size: int, cache_dtype: str = "auto") -> PageTables:
+        """Return the page tables of a request, with the cache in this dtype."""
         model = self.loaded.model
-        return KVLayout.of(model.spec.layers, page_size, model.dtype).tables
+        config = EngineConfig(model="", cache=CacheConfig(dtype=cache_dtype))
+        dtype = kept_in(config, torch.device("cpu"))
+        return KVLayout.of(model.spec.layers, page_size, model.dtype, dtype).tables
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The first `count` tokens that transformers generates after `prompt`, EOS or not."""

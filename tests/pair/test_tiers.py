@@ -43,8 +43,10 @@ PROMPTS = [prompt(LONG, seed) for seed in range(1, 4)]
 
 def small(known: Known, kept_in: str = "auto") -> Size:
     """Room for one request and a half, and below for all there are."""
-    num_pages = known.tables(16).pages_to_compute(LONG + TURNS * ANSWER)
-    return Size(num_pages=num_pages * 3 // 2, tier_pages=20 * num_pages, kept_in=kept_in)
+    tables = known.tables(16, kept_in)
+    num_pages = tables.pages_to_compute(LONG + TURNS * ANSWER)
+    room = num_pages + max(num_pages // 2, tables.state_pages)  # the state is copied to be kept
+    return Size(num_pages=room, tier_pages=20 * num_pages, kept_in=kept_in)
 
 
 def brought(node: Node) -> int:

@@ -26,28 +26,28 @@ def num_cached(memory: Memory, namespace: bytes) -> int:
 
 def test_everybody_who_gave_some_of_it_is_asked_once(memory: Memory) -> None:
     port = Posts()
-    spoilt = CorruptPrefixes(memory.cache, port)
-    spoilt.found(CorruptPrefix(TOKENS, OTHERS, (7, 5, 7)))
+    prefixes = CorruptPrefixes(memory.cache, port)
+    prefixes.found(CorruptPrefix(TOKENS, OTHERS, (7, 5, 7)))
     assert port.take() == [
         InvalidateCommand(7, TOKENS, OTHERS),
         InvalidateCommand(5, TOKENS, OTHERS),
     ]
-    spoilt.found(CorruptPrefix(TOKENS, OTHERS, ()))
+    prefixes.found(CorruptPrefix(TOKENS, OTHERS, ()))
     assert not port.take()
 
 
 # Whoever is paired may ask for anything, rightly or not: it costs so much and no more.
 def test_who_asks_without_end_is_heeded_now_and_then(memory: Memory) -> None:
     now = 100.0
-    spoilt = CorruptPrefixes(memory.cache, Posts(), lambda: now)
+    prefixes = CorruptPrefixes(memory.cache, Posts(), lambda: now)
     asked = InvalidateEvent(TOKENS, b"")
 
     def heeded() -> int:
         """Return the number of accepted requests out of a flood."""
-        before = spoilt.counters()["forgotten_prefixes/asked"]
+        before = prefixes.counters()["forgotten_prefixes/asked"]
         for _ in range(10 * MOST):
-            spoilt.asked(asked)
-        return spoilt.counters()["forgotten_prefixes/asked"] - before
+            prefixes.asked(asked)
+        return prefixes.counters()["forgotten_prefixes/asked"] - before
 
     memory.learn(b"", NUM_PAGES)
     memory.learn(OTHERS, NUM_PAGES)

@@ -88,7 +88,8 @@ class Watcher:
         first = num_pages * self._handoffs % (self._engine.pages.num_pages - num_pages)
         pages = np.arange(first, first + num_pages, dtype=np.int32)
         spec = RequestSpec(token_ids=token_ids.tobytes(), sampling=sampling)
-        self._transfer.post(OpenCommand(id, self.owner.owner, b"", Remaining(WAIT_S), Prompt(spec)))
+        weights, budget = self._engine.weights.id, Remaining(WAIT_S)
+        self._transfer.post(OpenCommand(id, self.owner.owner, weights, budget, Prompt(spec)))
         self._transfer.post(GrantCommand(id, 0, pages))
         at: dict[type, float] = {}
         token = -1
