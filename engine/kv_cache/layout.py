@@ -11,18 +11,23 @@ drafter's vector, one per page, follows it.
 The state of a request, which layers keep for all its tokens together, is split into cells, one per
 head and layer. Cells are packed into pages of the same pool: the head is outermost again, and no
 cell crosses a page boundary.
+
+Tables are chosen once, for the whole model. Each rank of a node keeps these tables, so that a page
+number means the same on all ranks, but packs its own heads and layers into them. Its pages, and its
+number of pages of a state, are therefore its own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from common.copy_map import MAX_RANKS, Atom, AtomKey, RankPages
 from common.errors import ConfigError
 from common.page_tables import PageTables
-from engine.kv_cache.states import DraftState, LayerState, StateCells
+from engine.kv_cache.states import DraftState, LayerState, StateCells, own_heads
 from kernels.linear_attention.state_cells import CellView
 
 MAX_PADDING = 0.05  # maximum share of a request's pages at each of these lengths
@@ -120,23 +125,37 @@ class KVLayout:
             ConfigError: no layer keeps keys and values, or a cell is larger than a page; or
                 there is a drafter, and no layer sees all tokens.
         """
+
+        def paged(page_size: int) -> "KVLayout":
+            return cls._paged(layers, page_size, kept_in or dtype, dtype, draft)
+
+        return paged(page_size)._and_cells(paged)
+
+    @classmethod
+    def _paged(
+        cls,
+        layers: Sequence[LayerState],
+        page_size: int,
+        dtype: torch.dtype,
+        cell_dtype: torch.dtype,
+        draft: DraftState | None,
+    ) -> "KVLayout":
+        """Return the layout without cells."""
         sizes = {
-            state: _token_bytes(state, kept_in or dtype) * page_size
-            for state in layers
-            if state.token_numbers
+            state: _token_bytes(state, dtype) * page_size for state in layers if state.token_numbers
         }
         if not sizes:
             raise ConfigError("a model none of whose layers keeps keys and values is not served")
         smallest = max(sizes.values())
         layouts = {
-            page_bytes: cls._with(layers, page_size, kept_in or dtype, dtype, page_bytes)
+            page_bytes: cls._with(layers, page_size, dtype, cell_dtype, page_bytes)
             for state in sizes
             for count in range(1, layers.count(state) + 1)
             if (page_bytes := sizes[state] * count) >= smallest
         }
         lean = [page_bytes for page_bytes in layouts if layouts[page_bytes].padding <= MAX_PADDING]
         best = max(lean) if lean else min(layouts, key=lambda size: layouts[size].padding)
-        return layouts[best]._and_draft(draft)._and_cells(layers)
+        return layouts[best]._and_draft(draft)
 
     @classmethod
     def _with(
@@ -176,12 +195,126 @@ class KVLayout:
         page_bytes = _aligned(vector + draft.vector * self.cell_dtype.itemsize)
         return replace(self, page_bytes=page_bytes, draft=DraftPlace(draft, layer, vector))
 
-    def _and_cells(self, layers: Sequence[LayerState]) -> "KVLayout":
-        cells, state_pages = _cell_places(layers, self.page_size, self.cell_dtype, self.page_bytes)
-        places = tuple(
-            replace(place, cells=mine) for place, mine in zip(self.places, cells, strict=True)
+    def _and_cells(self, paged: Callable[[int], "KVLayout"]) -> "KVLayout":
+        """Pack the cells of the layers into pages.
+
+        Args:
+            paged: maps another page size to such a layout, for the error.
+        """
+        packed: dict[StateCells, list[int]] = {}  # layers that keep such cells
+        for layer, place in enumerate(self.places):
+            for cells in place.state.cells:
+                packed.setdefault(cells, []).append(layer)
+        if large := [cells for cells in packed if not self._has_room(cells)]:
+            enough = 2 * self.page_size
+            while not all(map(paged(enough)._has_room, large)):
+                enough *= 2
+            raise ConfigError(
+                f"engine.cache.page_size: {self.page_size} tokens make pages of {self.page_bytes} "
+                f"bytes, and {large[0].name} of one head takes "
+                f"{large[0].num_bytes(self.cell_dtype)}; {enough} are enough"
+            )
+        places = [list(place.cells) for place in self.places]
+        state_pages = 0
+        for cells, layers in packed.items():
+            per_page = self.page_bytes // cells.num_bytes(self.cell_dtype)
+            for index, layer in enumerate(layers):
+                places[layer].append(CellPlace(cells, state_pages, per_page, index, len(layers)))
+            state_pages += -(-cells.count * len(layers) // per_page)
+        by_layer = zip(self.places, places, strict=True)
+        return replace(
+            self,
+            places=tuple(replace(place, cells=tuple(cells)) for place, cells in by_layer),
+            state_pages=state_pages,
         )
-        return replace(self, places=places, state_pages=state_pages)
+
+    def _has_room(self, cells: StateCells) -> bool:
+        """Return whether a page has room for such a cell, at its alignment."""
+        dtype = cells.dtype or self.cell_dtype
+        return cells.num_bytes(dtype) <= self.page_bytes and not self.page_bytes % dtype.itemsize
+
+    def share(self, place: int, tp: int, layers: range) -> "KVLayout":
+        """Return the layout of one rank of a node, whose layers are those of its stage.
+
+        Args:
+            place: of the rank among the `tp` tensor-parallel ranks of its stage.
+            layers: of the stage.
+        Raises:
+            ConfigError: no such rank can serve the model. The error has the numbers.
+        """
+        if not (0 <= place < tp <= MAX_RANKS):
+            raise ConfigError(f"no rank {place} of {tp}: a node has at most {MAX_RANKS} ranks")
+        whole = range(len(self.places))
+        if not (layers.step == 1 and whole.start <= layers.start < layers.stop <= whole.stop):
+            raise ConfigError(f"no stage of {layers}: the model has {len(whole)} layers")
+        if self.draft is not None and layers != whole:
+            raise ConfigError(
+                f"a stage of {len(layers)} of {len(whole)} layers cannot serve a drafter: a model "
+                f"with a drafter needs one stage"
+            )
+        if all(self.places[layer].table == NO_TABLE for layer in layers):
+            raise ConfigError(
+                f"no layer from {layers.start} to {layers.stop - 1} keeps keys and values: a stage "
+                f"needs at least one"
+            )
+        return self._part(place, tp, layers)._and_cells(
+            lambda page_size: self._paged(
+                [each.state for each in self.places],
+                page_size,
+                self.dtype,
+                self.cell_dtype,
+                self.draft.state if self.draft else None,
+            )._part(place, tp, layers)
+        )
+
+    def _part(self, place: int, tp: int, layers: range) -> "KVLayout":
+        """Return a rank's layout without cells."""
+        tables = [self.places[layer].table for layer in layers]
+        num_bytes = [0] * len(self.windows)
+        places = []
+        for number, layer in enumerate(layers):
+            state, table = self.places[layer].state.share(place, tp), tables[number]
+            if table == NO_TABLE:
+                places.append(LayerPlace(state, NO_TABLE, 0, 0))
+                continue
+            index, num_layers = tables[:number].count(table), tables.count(table)
+            places.append(LayerPlace(state, table, index, num_layers))
+            num_bytes[table] += _token_bytes(state, self.dtype) * self.page_size
+        part = replace(self, page_bytes=max(num_bytes), places=tuple(places), draft=None)
+        return part._and_draft(self.draft.state.share(place, tp) if self.draft else None)
+
+    def rank_pages(self, place: int, tp: int, layers: range) -> RankPages:
+        """Return the content of the pages of one rank. Arguments and errors are those of `share`,
+        which is called on the layout of the whole model."""
+        part = self.share(place, tp, layers)
+        atoms: list[dict[AtomKey, Atom]] = [{} for _ in range(len(self.windows) + 1)]
+        for layer, its in zip(layers, part.places, strict=True):
+            whole = self.places[layer].state
+            if its.table != NO_TABLE:
+                heads, size = own_heads(whole.shape[0], place, tp), part._head_bytes(its.state)
+                for number, head in enumerate(heads):
+                    at = (number * its.num_layers + its.index) * size
+                    atoms[its.table][AtomKey("tokens", layer, head)] = Atom(0, at, size)
+            counted = {cells.name: cells for cells in whole.cells}
+            for own in its.cells:
+                name, size = own.cells.name, own.cells.num_bytes(self.cell_dtype)
+                for number, head in enumerate(counted[name].own(place, tp)):
+                    page, nth = divmod(number * own.num_layers + own.index, own.per_page)
+                    atom = Atom(own.first_page + page, nth * size, size)
+                    atoms[-1][AtomKey(name, layer, head)] = atom
+        if self.draft is not None and part.draft is not None:
+            layer, size = len(layers), part._head_bytes(part.draft.state.layer)
+            heads = own_heads(self.draft.state.layer.shape[0], place, tp)
+            for number, head in enumerate(heads):
+                at = part.draft.layer + number * size
+                atoms[0][AtomKey("tokens", layer, head)] = Atom(0, at, size)
+            size = part.draft.state.vector * self.cell_dtype.itemsize
+            atoms[0][AtomKey("vector", layer, 0)] = Atom(0, part.draft.vector, size)
+        return RankPages(part.page_bytes, part.state_pages, layers, tuple(atoms))
+
+    def _head_bytes(self, state: LayerState) -> int:
+        """Return the bytes of one head of a layer in a page."""
+        return _token_bytes(state, self.dtype) * self.page_size // state.shape[0]
 
     @property
     def tables(self) -> PageTables:
@@ -273,30 +406,6 @@ class KVLayout:
             numbers.storage_offset(),
         )
         return CellView(view, place.first_page, place.index, place.num_layers, place.cells.count)
-
-
-def _cell_places(
-    layers: Sequence[LayerState], page_size: int, dtype: torch.dtype, page_bytes: int
-) -> tuple[list[tuple[CellPlace, ...]], int]:
-    """Return the places of each layer's cells, and the number of pages of a state."""
-    places: list[list[CellPlace]] = [[] for _ in layers]
-    state_pages = 0
-    for cells in dict.fromkeys(each for state in layers for each in state.cells):
-        mine = [layer for layer, state in enumerate(layers) if cells in state.cells]
-        num_bytes = cells.num_bytes(dtype)
-        per_page = page_bytes // num_bytes
-        if not per_page or page_bytes % (cells.dtype or dtype).itemsize:
-            enough = page_size
-            while enough * page_bytes < num_bytes * page_size:
-                enough *= 2
-            raise ConfigError(
-                f"engine.cache.page_size: {page_size} tokens make pages of {page_bytes} bytes, and "
-                f"{cells.name} of one head takes {num_bytes}; {enough} are enough"
-            )
-        for index, layer in enumerate(mine):
-            places[layer].append(CellPlace(cells, state_pages, per_page, index, len(mine)))
-        state_pages += -(-cells.count * len(mine) // per_page)
-    return [tuple(each) for each in places], state_pages
 
 
 def _described(place: CellPlace, dtype: torch.dtype) -> str:

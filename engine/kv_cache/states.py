@@ -1,10 +1,28 @@
 """The data that one layer of a model keeps of earlier tokens: per token, or for all together."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+
+from common.errors import ConfigError
+
+
+def own_heads(heads: int, place: int, tp: int) -> range:
+    """Return the heads of rank `place` of `tp`: its part, or one that several ranks have.
+
+    Raises:
+        ConfigError: the ranks cannot have equal numbers of heads.
+    """
+    if heads % tp == 0:
+        return range(place * heads // tp, (place + 1) * heads // tp)
+    if tp % heads == 0:
+        return range(place * heads // tp, place * heads // tp + 1)
+    raise ConfigError(
+        f"{tp} ranks cannot have equal parts of {heads} KV heads: the number of ranks must divide "
+        f"the number of heads, or be a multiple of it"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +40,15 @@ class StateCells:
     def num_bytes(self, computed_in: torch.dtype) -> int:
         """Return the bytes of one part."""
         return math.prod(self.shape) * (self.dtype or computed_in).itemsize
+
+    def own(self, place: int, tp: int) -> range:
+        """Return the parts of rank `place` of `tp`. Raise ConfigError if they are not equal."""
+        if self.count % tp:
+            raise ConfigError(
+                f"{tp} ranks cannot have equal parts of the {self.count} heads of {self.name!r}: "
+                f"the number of ranks must divide the number of heads"
+            )
+        return own_heads(self.count, place, tp)
 
 
 class LayerState(Protocol):
@@ -52,6 +79,11 @@ class LayerState(Protocol):
         """The shape as text, which nodes compare."""
         ...
 
+    def share(self, place: int, tp: int) -> "LayerState":
+        """Return the part that rank `place` of `tp` keeps. Raise ConfigError if ranks cannot split
+        it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
@@ -80,6 +112,9 @@ class PagedKV:
     def words(self) -> str:
         return f"{self.kv_heads} heads x {self.head_dim}"
 
+    def share(self, place: int, tp: int) -> "PagedKV":
+        return replace(self, kv_heads=len(own_heads(self.kv_heads, place, tp)))
+
 
 @dataclass(frozen=True, slots=True)
 class PagedLatent:
@@ -107,6 +142,9 @@ class PagedLatent:
     def words(self) -> str:
         return f"a latent of {self.size}"
 
+    def share(self, place: int, tp: int) -> "PagedLatent":
+        return self  # every head of every rank needs it
+
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
@@ -119,6 +157,9 @@ class DraftState:
     @property
     def words(self) -> str:
         return f"{self.layer.words} and a vector of {self.vector}"
+
+    def share(self, place: int, tp: int) -> "DraftState":
+        return replace(self, layer=self.layer.share(place, tp))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +183,7 @@ class RecurrentState:
     @property
     def words(self) -> str:
         return "nothing"
+
+    def share(self, place: int, tp: int) -> "RecurrentState":
+        cells = (replace(each, count=len(each.own(place, tp))) for each in self.cells)
+        return RecurrentState(tuple(cells))

@@ -5,17 +5,20 @@ user thread (the link's) uses a BackendConnection and blocks in `copy`. Any othe
 it.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from common.copy_map import Slice
 from common.errors import EngineFault, LayoutMismatch, TransferError
 
 Ints = NDArray[np.int32]
+Moves: TypeAlias = Sequence[Sequence[Slice]]  # of one owner; by table, the state at the end
 Parsed = TypeVar("Parsed")
 
 CONNECT_S = 5.0  # longest `TransferBackend.connect`
@@ -55,6 +58,13 @@ class RemotePool:
     num_pages: int
 
 
+class PageCut(NamedTuple):
+    """Bytes [at, at + size) of every page of a pool."""
+
+    at: int
+    size: int
+
+
 def parse_description(backend: str, description: bytes, kind: type[Parsed]) -> Parsed:
     """Decode a backend's description. Raises TransferError if it is invalid for that backend."""
     try:
@@ -63,21 +73,15 @@ def parse_description(backend: str, description: bytes, kind: type[Parsed]) -> P
         raise TransferError(f"not a description of {backend}: {error}") from None
 
 
-def check_pool(remote: RemotePool, pool: PagePool) -> None:
-    """Raise LayoutMismatch if pages of `remote` cannot be pages of `pool`."""
+def check_pool(remote: RemotePool) -> None:
+    """Raise LayoutMismatch if no memory can be like `remote`."""
     end = remote.base + remote.page_bytes * remote.num_pages
     if not (0 < remote.base < end < _MAX_ADDRESS and remote.num_pages <= _MAX_PAGES):
         raise LayoutMismatch(f"no memory is like {remote}")
-    if remote.page_bytes != pool.page_bytes:
-        raise LayoutMismatch(
-            f"a page is {remote.page_bytes} bytes at the owner and {pool.page_bytes} here"
-        )
 
 
 def check_pages(source: Ints, num_source: int, destination: Ints, num_destination: int) -> None:
     """Raise ReadRefused if the owner has no such page, EngineFault if this node has none."""
-    if len(source) != len(destination):
-        raise EngineFault(f"{len(source)} pages cannot be read into {len(destination)}")
     if (wrong := first_outside(source, num_source)) is not None:
         raise ReadRefused(f"page {wrong} is not one of the owner's {num_source}")
     if (wrong := first_outside(destination, num_destination)) is not None:
@@ -171,9 +175,10 @@ class BackendConnection(Protocol):
         """
         ...
 
-    def copy(self, source_pages: Ints, destination_pages: Ints) -> None:
-        """Read the owner's source_pages[i] into the local destination_pages[i]. Blocks until every
-        byte has landed.
+    def copy(self, source_pages: Ints, destination_pages: Ints, table: int = 0) -> None:
+        """Read pages of a table as the connection's map says: the owner's source_pages[i] into the
+        local destination_pages[i]. The table after the last one is the state, whose pages are all
+        given. Blocks until every byte has landed.
 
         Raises:
             ReadRefused: a source page is not published to this reader. The destination pages hold
@@ -206,10 +211,18 @@ class TransferBackend(Protocol):
         """Serve `pool`. Raises TransferError if this machine cannot serve over this backend."""
         ...
 
-    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> BackendConnection:
+    def connect(
+        self,
+        description: bytes,
+        remote: RemotePool,
+        pool: PagePool,
+        moves: Moves | None = None,
+    ) -> BackendConnection:
         """Connect to the owner that `description` names, as the reader that it was made for, and
         *prove* the path before returning. Blocks for at most 5 s.
 
+        Args:
+            moves: the bytes to read, see ReadMap. None: whole pages.
         Raises:
             TransferError: there is no such path from here. The message has the reason, and the
                 caller tries the next backend.

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from common.errors import TransferError
 from kvtransfer.backends.base import (
     Ints,
+    Moves,
     PagePool,
     ReadRefused,
     RemotePool,
-    check_pages,
-    check_pool,
     prepared,
 )
 from kvtransfer.backends.publications import PublishedPages
+from kvtransfer.backends.read_map import PartRead, ReadMap
 from kvtransfer.backends.scratch import ReadScratch, measure
 
 _DESCRIPTION = struct.Struct("<QQ")  # the owner's instance and the reader's number
@@ -148,9 +148,9 @@ class LoopbackConnection:
 
     path = "loopback"
 
-    def __init__(self, owner: LoopbackProducer, remote: RemotePool, pool: PagePool, reader: int):
-        check_pool(remote, pool)
+    def __init__(self, owner: LoopbackProducer, reads: ReadMap, pool: PagePool, reader: int):
         self._owner = owner
+        self._map = reads
         self._pool = pool
         self._reader = reader
         self._scratch = ReadScratch(pool.page_bytes)
@@ -161,9 +161,9 @@ class LoopbackConnection:
         scratch = self._scratch.pool
         return measure(scratch.num_pages, scratch.page_bytes, self._probe)
 
-    def copy(self, source_pages: Ints, destination_pages: Ints) -> None:
-        source, faults = self._owner.pool, self._owner.faults
-        check_pages(source_pages, source.num_pages, destination_pages, self._pool.num_pages)
+    def copy(self, source_pages: Ints, destination_pages: Ints, table: int = 0) -> None:
+        faults = self._owner.faults
+        reads = self._map.reads(source_pages, destination_pages, table)
         self._check_alive()
         refused = self._owner.publications.first_refused(self._reader, source_pages)
         if refused is not None:
@@ -171,14 +171,15 @@ class LoopbackConnection:
         fault = faults.take()
         if fault is not None and not fault[1]:
             raise TransferError(fault[0])
-        middle = len(source_pages) // 2
-        self._land(source_pages[:middle], destination_pages[:middle])
+        for read in reads:
+            self._land(read, slice(len(read.source_pages) // 2))
         if fault is not None:
             raise TransferError(fault[0])
         faults.rest(self._ended)
-        self._land(source_pages[middle:], destination_pages[middle:])
+        for read in reads:
+            self._land(read, slice(len(read.source_pages) // 2, None))
         if len(destination_pages) and faults.corrupts():
-            _memory(self._pool)[destination_pages[0], 0] ^= 1
+            _memory(self._pool)[destination_pages[0], self._map.parts[0].at] ^= 1
 
     def stop(self) -> None:
         self._ended.set()
@@ -198,15 +199,21 @@ class LoopbackConnection:
     def _probe(self, pages: Ints) -> None:
         with self._copying:
             self._check_alive()
-            _memory(self._scratch.pool)[pages] = _memory(self._owner.scratch.pool)[pages]
+            num_bytes = len(pages) * self._pool.page_bytes
+            there = _memory(self._owner.scratch.pool).reshape(-1)[:num_bytes]
+            _memory(self._scratch.pool).reshape(-1)[: len(there)] = there
 
-    def _land(self, source: Ints, destination: Ints) -> None:
-        step = max(1, _PART_BYTES // self._pool.page_bytes)
-        for start in range(0, len(source), step):
-            part = slice(start, start + step)
+    def _land(self, read: PartRead, some: slice) -> None:
+        source, at, size = self._map.parts[read.part]
+        sources, destinations = read.source_pages[some], read.destination_pages[some]
+        step = max(1, _PART_BYTES // size)
+        for start in range(0, len(sources), step):
+            there, here = sources[start : start + step], destinations[start : start + step]
             with self._copying:
                 self._check_alive()
-                _memory(self._pool)[destination[part]] = _memory(self._owner.pool)[source[part]]
+                _memory(self._pool)[here, at : at + size] = _memory(self._owner.pool)[
+                    there, source : source + size
+                ]
 
     def _check_alive(self) -> None:
         if self._ended.is_set():
@@ -231,8 +238,15 @@ class LoopbackBackend:
             self._owners[instance] = owner
         return owner
 
-    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> LoopbackConnection:
+    def connect(
+        self,
+        description: bytes,
+        remote: RemotePool,
+        pool: PagePool,
+        moves: Moves | None = None,
+    ) -> LoopbackConnection:
         _check_host_memory(pool)
+        reads = ReadMap(remote, pool, moves)
         if len(description) != _DESCRIPTION.size:
             raise TransferError("not a description of loopback")
         instance, reader = _DESCRIPTION.unpack(description)
@@ -242,7 +256,7 @@ class LoopbackBackend:
                 raise TransferError(f"no owner {instance:016x} on this loopback")
             if (instance, reader) not in self._connections:
                 raise TransferError(f"owner {instance:016x} does not admit reader {reader}")
-            connection = LoopbackConnection(owner, remote, pool, reader)
+            connection = LoopbackConnection(owner, reads, pool, reader)
             self._connections[instance, reader].append(connection)
             return connection
 

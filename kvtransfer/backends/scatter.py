@@ -1,4 +1,4 @@
-"""Transfer of whole pages between a blocking stream socket and memory, without a copy in Python.
+"""Transfer of pages between a blocking stream socket and memory, without a copy in Python.
 
 Knows addresses and sockets, not page owners or the frames around pages. The pages of one call
 become one iovec each, picked from a table with numpy, so that the cost per page is the kernel's and
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Ints, PagePool
+from kvtransfer.backends.base import Ints, PageCut, PagePool
 
 Vectors = NDArray[np.uint64]  # [n, 2]: address, bytes (the layout of struct iovec)
 
@@ -25,22 +25,21 @@ MAX_VECTORS = 1024  # IOV_MAX of Linux
 
 
 class PageTable:
-    """The iovec of every page of a pool. Costs 16 bytes a page."""
+    """The address of every page of a pool. Costs 8 bytes a page."""
 
     def __init__(self, pool: PagePool) -> None:
-        self._vectors: Vectors = np.empty((pool.num_pages, 2), np.uint64)
-        self._vectors[:, 0] = np.arange(pool.num_pages, dtype=np.uint64)
-        self._vectors[:, 0] *= np.uint64(pool.page_bytes)
-        self._vectors[:, 0] += np.uint64(pool.base)
-        self._vectors[:, 1] = pool.page_bytes
+        self._addresses = np.arange(pool.num_pages, dtype=np.uint64)
+        self._addresses *= np.uint64(pool.page_bytes)
+        self._addresses += np.uint64(pool.base)
 
-    def vectors(self, pages: Ints, head: bytearray) -> Vectors:
-        """Return the iovecs of `head` and then of these pages, in order. The pages must be in the
-        pool's range, and `head` must live for as long as the vectors are used.
+    def vectors(self, pages: Ints, head: bytearray, cut: PageCut) -> Vectors:
+        """Return the iovecs of `head` and then of the cut of these pages, in order. Pages and cut
+        must be in the pool's range, and `head` must live for as long as the vectors are used.
         """
         vectors = np.empty((len(pages) + 1, 2), np.uint64)
         vectors[0] = address_of(head), len(head)
-        self._vectors.take(pages, axis=0, out=vectors[1:], mode="clip")
+        np.add(self._addresses.take(pages), np.uint64(cut.at), out=vectors[1:, 0])
+        vectors[1:, 1] = cut.size
         return vectors
 
 

@@ -177,7 +177,7 @@ class ConsumerSide:
         region = hello.regions[0]
         try:
             compare(self._hello, hello)
-            check_pool(RemotePool(region.base, region.page_bytes, region.num_pages), self._pool)
+            check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
         except LayoutMismatch as mismatch:
             refused = lasts(self._hello, hello)
             self._outlet.end(stream, str(mismatch), refused=refused)

@@ -6,9 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from common.errors import LayoutMismatch, TransferError
+from common.copy_map import Slice
+from common.errors import EngineFault, LayoutMismatch, TransferError
 from kvtransfer.backends.base import PagePool, ReadRefused, RemotePool, TransferBackend
 from kvtransfer.backends.nixl import backend as nixl
+from kvtransfer.backends.read_map import ReadMap
 from kvtransfer.backends.tcp import connection as tcp_connection
 from tests.support.data_children import CANARY, Memory, scattered
 from tests.support.data_ends import Ends, wait_for
@@ -35,6 +37,76 @@ def test_scattered_pages_land_where_they_belong_and_nothing_else_changes(
         connection.copy(source, destination)
         expected[destination] = owner.content[source]
         assert (memory.pages == expected).all()
+
+
+SMALL, LARGE = 2 * 1040, 4 * 1040  # bytes of a page here, and at the owner
+HALVES = [
+    (Slice(0, 0, 1040, 0, 0, 1040), Slice(0, 0, 3120, 0, 1040, 1024)),
+    (Slice(0, 0, 16, 0, 8, 5),),  # of an odd length
+    (Slice(0, 2, 0, 0, 1040, 1040), Slice(0, 0, 1040, 2, 0, 1040), Slice(0, 2, 32, 0, 0, 700)),
+]
+
+
+def test_parts_of_pages_land_where_the_map_says_and_nothing_else_changes(
+    ends: Ends, backend: TransferBackend
+) -> None:
+    """Two tables of a producer with other pages, and a state of another number of pages."""
+    owner = ends.owner(backend, 2000, LARGE)
+    owner.publish_all()
+    memory = ends.memory(backend, 1500, SMALL)
+    connection = ends.connect(backend, owner, memory, moves=HALVES)
+    assert connection.probe() > 0.01
+    expected = memory.pages.copy()
+    for table, count in ((0, 1200), (1, 300), (0, 0), (0, 1)):
+        source, destination = scattered(table, 1500, count)
+        connection.copy(source, destination, table)
+        for _, _, start, _, at, size in HALVES[table]:
+            expected[destination, at : at + size] = owner.content[source, start : start + size]
+        assert (memory.pages == expected).all()
+    source, destination = np.array([7, 3, 1999], np.int32), np.array([9, 8, 2, 5], np.int32)
+    connection.copy(source, destination, 2)
+    for _, there, start, here, at, size in HALVES[2]:
+        part = owner.content[source[there], start : start + size]
+        expected[destination[here], at : at + size] = part
+    assert (memory.pages == expected).all()
+
+
+@pytest.mark.parametrize("backend", ["nixl", "tcp", "loopback"], indirect=True)
+def test_lists_of_pages_that_do_not_fit_the_map_are_refused(
+    ends: Ends, backend: TransferBackend
+) -> None:
+    owner = ends.owner(backend, NUM_PAGES, LARGE)
+    owner.publish_all()
+    memory = ends.memory(backend, NUM_PAGES, SMALL)
+    connection = ends.connect(backend, owner, memory, moves=HALVES)
+    ids = np.arange(4, dtype=np.int32)
+    for source, destination, table in ((ids, ids[:3], 0), (ids[:2], ids, 2), (ids, ids[:2], 2)):
+        with pytest.raises(EngineFault):
+            connection.copy(source, destination, table)
+    with pytest.raises(ReadRefused, match=str(NUM_PAGES)):
+        connection.copy(np.array([0, 1, NUM_PAGES], np.int32), ids, 2)
+    assert (memory.pages == CANARY).all()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Slice(0, 0, LARGE - 15, 0, 0, 16),
+        Slice(0, 0, 0, 0, SMALL - 15, 16),
+        Slice(0, 0, -1, 0, 0, 16),
+        Slice(0, 0, 0, 0, -1, 16),
+        Slice(0, -1, 0, 0, 0, 16),
+        Slice(0, 0, 0, 0, 0, 0),
+        Slice(0, 0, 2**64 - 8, 0, 0, 16),
+        Slice(0, 0, 0, 0, 0, SMALL + 1),
+    ],
+)
+def test_parts_outside_a_page_are_refused(bad: Slice) -> None:
+    local, there = Memory(NUM_PAGES, SMALL), RemotePool(1 << 40, LARGE, NUM_PAGES)
+    with pytest.raises(LayoutMismatch):
+        ReadMap(there, local.pool, [[bad], []])
+    with pytest.raises(LayoutMismatch):
+        ReadMap(there, local.pool, [[], [bad]])
 
 
 def test_a_copy_of_no_pages_is_done_at_once(ends: Ends, backend: TransferBackend) -> None:

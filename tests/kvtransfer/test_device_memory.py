@@ -199,7 +199,9 @@ def test_an_owner_fetches_one_request_ahead_of_the_socket_and_no_more(
     rig = make_rig(4, 32 << 20)  # the sockets hold less than a page: the owner blocks
     fetched = rig.there.queues["to host"]
     with introduced(rig.owner.admit(READER)) as raw:
-        raw.sendall(b"".join(REQUEST.pack(0, 1) + struct.pack("<i", page) for page in range(4)))
+        raw.sendall(
+            b"".join(REQUEST.pack(0, 1, 0, 32 << 20) + struct.pack("<i", page) for page in range(4))
+        )
         wait_for(lambda: fetched.num_added == 2)
         threading.Event().wait(0.1)
         assert fetched.num_added == 2
@@ -215,7 +217,7 @@ def test_an_owner_that_is_closed_reads_its_pool_no_more(make_rig: Callable[..., 
     fetched = rig.there.queues["to host"]
     fetched.hold(after=1)
     with introduced(rig.owner.admit(READER)) as raw:
-        raw.sendall(2 * (REQUEST.pack(0, 1) + bytes(4)))
+        raw.sendall(2 * (REQUEST.pack(0, 1, 0, 32 << 20) + bytes(4)))
         wait_for(lambda: fetched.num_added == 2)  # the first is being sent
     closing = threading.Thread(target=rig.owner.close)
     closing.start()

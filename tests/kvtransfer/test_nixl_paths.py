@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import EngineFault, TransferError
 from kvtransfer.backends import path_proof, rdma_proof
-from kvtransfer.backends.base import PagePool
+from kvtransfer.backends.base import PageCut, PagePool
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.nixl import backend as nixl
 from kvtransfer.backends.nixl.agent import HOST, NixlAgent, NixlTransports, descriptors, segment
@@ -201,8 +201,9 @@ def test_memory_of_a_device_is_told_to_nixl_with_its_number() -> None:
     assert segment("cpu") == ("DRAM", 0)
     assert segment("cuda") == ("VRAM", 0)
     assert segment("cuda:3") == ("VRAM", 3)
-    pages = descriptors(PagePool(1 << 40, 4096, 3, "cuda:3"))
-    assert pages.tolist() == [[(1 << 40) + 4096 * page, 4096, 3] for page in range(3)]
+    pages = descriptors(PagePool(1 << 40, 4096, 3, "cuda:3"), [PageCut(0, 4096), PageCut(64, 32)])
+    at = [(1 << 40) + 4096 * page for page in range(3)]
+    assert pages.tolist() == [*([a, 4096, 3] for a in at), *([a + 64, 32, 3] for a in at)]
     assert pages.dtype == np.uint64
 
 

@@ -204,10 +204,18 @@ def test_a_host_that_there_is_not_is_no_path(host: str) -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        pytest.param(REQUEST.pack(0, 0), id="no pages"),
-        pytest.param(REQUEST.pack(0, 2**32 - 1), id="endless pages"),
-        pytest.param(REQUEST.pack(0, 1023), id="no more pages than vectors, but too many bytes"),
-        pytest.param(REQUEST.pack(9, 1) + bytes(4), id="unknown kind"),
+        pytest.param(REQUEST.pack(0, 0, 0, PAGE_BYTES), id="no pages"),
+        pytest.param(REQUEST.pack(0, 2**32 - 1, 0, PAGE_BYTES), id="endless pages"),
+        pytest.param(
+            REQUEST.pack(0, 1023, 0, PAGE_BYTES),
+            id="no more pages than vectors, but too many bytes",
+        ),
+        pytest.param(REQUEST.pack(9, 1, 0, PAGE_BYTES) + bytes(4), id="unknown kind"),
+        pytest.param(REQUEST.pack(0, 1, 0, 0) + bytes(4), id="no bytes"),
+        pytest.param(REQUEST.pack(0, 1, 0, PAGE_BYTES + 1) + bytes(4), id="more than a page"),
+        pytest.param(REQUEST.pack(0, 1, 1, PAGE_BYTES) + bytes(4), id="beyond a page"),
+        pytest.param(REQUEST.pack(0, 1, 2**64 - 16, 32) + bytes(4), id="overflow"),
+        pytest.param(REQUEST.pack(0, 1024, 0, 1), id="more pages than vectors"),
         pytest.param(b"\xff" * 4096, id="noise"),
     ],
 )
@@ -231,12 +239,14 @@ def test_an_unpublished_or_unknown_page_is_answered_at_once_and_by_name(ends: En
     owner.publish(READER, ALL[:4])
     with introduced(owner.admit()) as raw:
         for pages, refused in (((0, 5, 1), 5), ((-1,), -1), ((0, 2**31 - 1), 2**31 - 1)):
-            raw.sendall(REQUEST.pack(0, len(pages)) + struct.pack(f"<{len(pages)}i", *pages))
+            raw.sendall(
+                REQUEST.pack(0, len(pages), 0, PAGE_BYTES) + struct.pack(f"<{len(pages)}i", *pages)
+            )
             answer = REPLY.unpack(raw.recv(REPLY.size, socket.MSG_WAITALL))
             assert answer == (FrameStatus.REFUSED, refused)
             padding = raw.recv(len(pages) * PAGE_BYTES, socket.MSG_WAITALL)
             assert padding == bytes(len(pages) * PAGE_BYTES)
-        raw.sendall(REQUEST.pack(0, 1) + bytes(4))
+        raw.sendall(REQUEST.pack(0, 1, 0, PAGE_BYTES) + bytes(4))
         assert REPLY.unpack(raw.recv(REPLY.size, socket.MSG_WAITALL)) == (FrameStatus.DATA, 0)
         assert raw.recv(PAGE_BYTES, socket.MSG_WAITALL) == owner.content[0].tobytes()
 
@@ -273,7 +283,7 @@ def test_strangers_and_sleepers_delay_nobody(ends: Ends) -> None:
     ):
         liar.sendall(bytes(INTRODUCTION.size))
         for _ in range(64):  # far more than the buffers between us take, and it never reads
-            sleeper.sendall(REQUEST.pack(0, 512) + ALL[:512].tobytes())
+            sleeper.sendall(REQUEST.pack(0, 512, 0, PAGE_BYTES) + ALL[:512].tobytes())
         connection = ends.connect(TcpBackend("127.0.0.1"), owner, memory)
         connection.copy(ALL, ALL)
     assert (memory.pages == owner.content).all()

@@ -12,7 +12,7 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import TransferError
-from kvtransfer.backends.base import TransferBackend
+from kvtransfer.backends.base import PageCut, TransferBackend
 from kvtransfer.backends.nixl import connection as nixl_connection
 from kvtransfer.backends.nixl.connection import NixlOffer
 from kvtransfer.backends.scatter import PageTable
@@ -25,6 +25,7 @@ from tests.support.data_children import CANARY, READER, Memory, make_backend
 from tests.support.data_ends import Ends, FarOwner, changed, introduced
 
 PAGE_BYTES = 4096
+WHOLE = PageCut(0, 16384)  # of the pages of `Memory` here
 NUM_PAGES = 64
 ALL = np.arange(NUM_PAGES, dtype=np.int32)
 SEAL = bytes(range(32))
@@ -146,7 +147,7 @@ def test_a_proof_that_was_passed_on_opens_nothing(ends: Ends) -> None:
     told = msgspec.msgpack.decode(description, type=TcpDescription)
     channel = reader_channel(raw, told.certificate)
     channel.start(SEAL, WAIT_S)
-    assert _asked(channel, REQUEST.pack(0, 1) + bytes(4)) == b""
+    assert _asked(channel, REQUEST.pack(0, 1, 0, PAGE_BYTES) + bytes(4)) == b""
     channel.close()
     assert "another than the reader" in ends.log.read_text()
 
@@ -156,7 +157,7 @@ def test_a_reader_that_proves_itself_and_speaks_no_tls_gets_no_page(ends: Ends) 
     owner.publish_all()
     with introduced(owner.admit()) as raw:
         raw.settimeout(WAIT_S)
-        raw.sendall(REQUEST.pack(0, 1) + bytes(4))
+        raw.sendall(REQUEST.pack(0, 1, 0, PAGE_BYTES) + bytes(4))
         said = b""
         try:
             while heard := raw.recv(1 << 16):
@@ -178,7 +179,7 @@ def test_what_has_ended_lands_no_encrypted_bytes() -> None:
     reader.start(SEAL, WAIT_S)
     assert reader.receive(1) == b"x"  # the rest is on its way
     reader.end()
-    vectors = PageTable(target.pool).vectors(ALL[:8], head := bytearray(8))
+    vectors = PageTable(target.pool).vectors(ALL[:8], head := bytearray(8), WHOLE)
     with suppress(OSError, TransferError):
         while True:
             reader.receive_vectors(vectors, len(head) + target.pages.nbytes)
@@ -264,7 +265,7 @@ def _asked(channel: TcpChannel, request: bytes) -> bytes:
 
 def _send_all(channel: TcpChannel, memory: Memory) -> None:
     channel.start(SEAL, WAIT_S)
-    vectors = PageTable(memory.pool).vectors(ALL[:8], head := bytearray(b"\x07" * 8))
+    vectors = PageTable(memory.pool).vectors(ALL[:8], head := bytearray(b"\x07" * 8), WHOLE)
     with suppress(OSError):
         channel.send(b"x")
         while True:

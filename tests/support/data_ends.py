@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from kvtransfer.backends.base import BackendConnection, Ints, RemotePool, TransferBackend
+from kvtransfer.backends.base import BackendConnection, Ints, Moves, RemotePool, TransferBackend
 from kvtransfer.backends.path_proof import prove_same_host
 from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
@@ -250,9 +250,10 @@ class Ends:
         owner: FarOwner | NearOwner,
         memory: Memory,
         reader: int = READER,
+        moves: Moves | None = None,
     ) -> BackendConnection:
         """A connection that is closed at the end of the test."""
-        connection = backend.connect(owner.admit(reader), owner.remote, memory.pool)
+        connection = backend.connect(owner.admit(reader), owner.remote, memory.pool, moves)
         self._memories.append(memory)
         self._exits.enter_context(closing(connection))
         return connection

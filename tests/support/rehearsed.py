@@ -22,7 +22,7 @@ from engine.batch.upload import packed_bytes, upload
 from engine.build import prepare
 from engine.models import load
 from engine.models.linear import onednn
-from kvtransfer.backends.base import PagePool
+from kvtransfer.backends.base import PageCut, PagePool
 from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.wire import FrameKind
 from tests.support.device_twin import DeviceTwin
@@ -54,15 +54,16 @@ def packed(tensors: Sequence[Tensor], device: torch.device, into: Tensor | None 
     return upload(tensors, device, into)
 
 
-def copy_pages(memory: StagedMemory) -> None:
+def copy_pages(memory: StagedMemory, page_bytes: int) -> None:
     """Pages as a peer reads them, and as they are read from one."""
     rng = np.random.default_rng(0)
+    whole = PageCut(0, page_bytes)
     departures, arrivals = memory.departures(), memory.arrivals()
     for count in (1, 2, 3, 16, 33):
         pages = rng.permutation(40)[:count].astype(np.int32)
-        departures.begin(FrameKind.POOL, pages)(bytearray(8))
-        arrivals.vectors(pages, bytearray(8), FrameKind.POOL)
-        arrivals.landed(pages, FrameKind.POOL)
+        departures.begin(FrameKind.POOL, pages, whole)(bytearray(8))
+        arrivals.vectors(pages, bytearray(8), FrameKind.POOL, whole)
+        arrivals.landed(pages, FrameKind.POOL, whole)
         arrivals.settle()
     departures.close()
 
@@ -83,7 +84,7 @@ def main(checkpoint: str, dtype: str, graphs: str, seed: str) -> None:
         for _ in range(NUM_STEPS):
             traffic.step()
         steps.settle()
-        copy_pages(memory)
+        copy_pages(memory, pool.page_bytes)
         steps.close()
     missing = [dataclasses.asdict(launch) for launch in launches if launch not in rehearsed]
     for launch in missing:

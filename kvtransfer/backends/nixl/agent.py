@@ -10,7 +10,7 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import EngineFault, TransferError
-from kvtransfer.backends.base import Ints, PagePool
+from kvtransfer.backends.base import Ints, PageCut, PagePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class NixlAgent:
     def register(self, pool: PagePool) -> None:
         """Register a pool. Device memory must be that of the calling thread's device."""
         whole = PagePool(pool.base, pool.num_pages * pool.page_bytes, 1, pool.device)
-        _call(self._agent.register_memory, descriptors(whole), segment(pool.device)[0])
+        rows = descriptors(whole, [PageCut(0, whole.page_bytes)])
+        _call(self._agent.register_memory, rows, segment(pool.device)[0])
 
     def metadata(self) -> bytes:
         """Return the metadata for another agent's `meet`, covering all memory registered so far."""
@@ -101,18 +102,21 @@ class NixlAgent:
         except TransferError as error:
             raise TransferError(f"the owner's agent is out of reach: {error}") from None
 
-    def prepare(self, pool: PagePool, remote: Any = "NIXL_INIT_AGENT") -> int:
-        """Make one descriptor per page, of this process or of the agent of that name. Returns a
-        number for `post_read`.
+    def prepare(
+        self, pool: PagePool, parts: Sequence[PageCut], remote: Any = "NIXL_INIT_AGENT"
+    ) -> int:
+        """Prepare these parts of the pages of this process, or of the agent of that name. Part p of
+        page i has the index p * num_pages + i. Returns a number for `post_read`.
         """
         kind, _ = segment(pool.device)
-        made = _call(self._agent.prep_xfer_dlist, remote, descriptors(pool), kind)
+        made = _call(self._agent.prep_xfer_dlist, remote, descriptors(pool, parts), kind)
         self._lists.append(made)
         return len(self._lists) - 1
 
-    def post_read(self, local: int, local_pages: Ints, remote: int, remote_pages: Ints) -> bool:
-        """Start a read. Returns True if it has landed already. CMA copies inside this call."""
-        return self._has_landed(_call(self._begin, local, local_pages, remote, remote_pages))
+    def post_read(self, local: int, here: Ints, remote: int, there: Ints) -> bool:
+        """Start a read of these indices. Returns True if it has landed already. CMA copies inside
+        this call."""
+        return self._has_landed(_call(self._begin, local, here, remote, there))
 
     def read_has_landed(self) -> bool:
         """Return whether the latest read has landed. Call only until it returns True."""
@@ -139,9 +143,9 @@ class NixlAgent:
         if agent() is not None:
             raise EngineFault("a nixl agent outlives its connection")
 
-    def _begin(self, local: int, local_pages: Ints, remote: int, remote_pages: Ints) -> Any:
+    def _begin(self, local: int, here: Ints, remote: int, there: Ints) -> Any:
         self._reading = self._agent.make_prepped_xfer(
-            "READ", self._lists[local], local_pages, self._lists[remote], remote_pages
+            "READ", self._lists[local], here, self._lists[remote], there
         )
         return self._agent.transfer(self._reading)
 
@@ -164,15 +168,17 @@ def segment(device: str) -> tuple[str, int]:
     return "VRAM", int(device.partition(":")[2] or 0)
 
 
-def descriptors(pool: PagePool) -> NDArray[np.uint64]:
-    """Return [num_pages, 3]: address, bytes and device of each page."""
-    made = np.empty((pool.num_pages, 3), np.uint64)
-    made[:, 0] = np.arange(pool.num_pages, dtype=np.uint64)
-    made[:, 0] *= np.uint64(pool.page_bytes)
-    made[:, 0] += np.uint64(pool.base)
-    made[:, 1] = pool.page_bytes
-    made[:, 2] = segment(pool.device)[1]
-    return made
+def descriptors(pool: PagePool, parts: Sequence[PageCut]) -> NDArray[np.uint64]:
+    """Return [num_parts * num_pages, 3]: address, bytes and device of each part of each page."""
+    made = np.empty((len(parts), pool.num_pages, 3), np.uint64)
+    made[:, :, 0] = np.arange(pool.num_pages, dtype=np.uint64)
+    made[:, :, 0] *= np.uint64(pool.page_bytes)
+    made[:, :, 0] += np.uint64(pool.base)
+    for number, (at, size) in enumerate(parts):
+        made[number, :, 0] += np.uint64(at)
+        made[number, :, 1] = size
+    made[:, :, 2] = segment(pool.device)[1]
+    return made.reshape(-1, 3)
 
 
 def load() -> Any:

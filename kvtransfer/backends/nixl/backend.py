@@ -28,9 +28,9 @@ from common.logs import Throttle, ThrottledLog, kv
 from kvtransfer.backends.base import (
     CONNECT_S,
     Ints,
+    Moves,
     PagePool,
     RemotePool,
-    check_pool,
     parse_description,
     prepared,
 )
@@ -43,6 +43,7 @@ from kvtransfer.backends.nixl.connection import (
     memory_of,
 )
 from kvtransfer.backends.nixl.paths import PATHS, PathEvidence, PathKind, kind_of_memory
+from kvtransfer.backends.read_map import ReadMap
 
 
 class NixlListener:
@@ -264,9 +265,15 @@ class NixlBackend:
         kinds = [kind for kind in self._paths if kind.memory == kind_of_memory(pool.device)]
         return NixlProducer(self._memory_of(pool), kinds)
 
-    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> NixlConnection:
+    def connect(
+        self,
+        description: bytes,
+        remote: RemotePool,
+        pool: PagePool,
+        moves: Moves | None = None,
+    ) -> NixlConnection:
         parsed = parse_description(self.name, description, NixlDescription)
-        check_pool(remote, pool)
+        reads = ReadMap(remote, pool, moves)
         memory = self._memory_of(pool)
         where = kind_of_memory(pool.device)
         if kind_of_memory(parsed.device) != where:
@@ -279,7 +286,7 @@ class NixlBackend:
                 reasons.append(f"{offer.path}: not known here")
                 continue
             try:
-                return NixlConnection(kinds[offer.path], offer, parsed, remote, memory, late)
+                return NixlConnection(kinds[offer.path], offer, parsed, remote, memory, reads, late)
             except TransferError as error:
                 reasons.append(f"{offer.path}: {error}")
         raise TransferError(f"no one-sided path: {'; '.join(reasons)}")

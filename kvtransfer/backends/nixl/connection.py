@@ -15,11 +15,12 @@ from typing import Annotated, Protocol
 import msgspec
 import numpy as np
 
-from common.errors import EngineFault, TransferError
-from kvtransfer.backends.base import Ints, PagePool, RemotePool, check_pages
+from common.errors import EngineFault, LayoutMismatch, TransferError
+from kvtransfer.backends.base import Ints, PageCut, PagePool, RemotePool
 from kvtransfer.backends.device_memory import DeviceFailure, cuda_device
 from kvtransfer.backends.nixl.agent import NixlAgent
 from kvtransfer.backends.nixl.paths import PathKind
+from kvtransfer.backends.read_map import ReadMap
 from kvtransfer.backends.scratch import ReadScratch, measure
 
 
@@ -93,6 +94,7 @@ def memory_of(pool: PagePool) -> NixlMemory:
 
 _GIB = 1 << 30
 _POLL_S = 20e-6
+_MAX_DESCRIPTORS = 1 << 31  # nixl's indices are int32
 _TRIES = 8  # rate measurements: two processes that share a device each run a few ms at a time
 
 
@@ -131,15 +133,24 @@ class NixlConnection:
         description: NixlDescription,
         remote: RemotePool,
         memory: NixlMemory,
+        reads: ReadMap,
         late: float,
     ) -> None:
         """Connect. Blocks until `late` by time.monotonic() at most."""
         pool = memory.pool
+        num_pages = max(remote.num_pages, pool.num_pages)
+        if len(reads.parts) * num_pages > _MAX_DESCRIPTORS:
+            raise LayoutMismatch(f"{len(reads.parts)} parts of {num_pages} pages are too many")
         self._num_source = remote.num_pages
         self._num_destination = pool.num_pages
+        self._map = reads
+        # Probes read pages of this node's size, whatever the owner's is.
         self._page_bytes = pool.page_bytes
-        self._scratch_pages = min(description.scratch_pages, memory.scratch.num_pages)
-        self._pages_per_part = max(1, kind.part_bytes // pool.page_bytes)
+        theirs = description.scratch_pages * remote.page_bytes // pool.page_bytes
+        self._scratch_pages = min(theirs, memory.scratch.num_pages)
+        if not self._scratch_pages:
+            raise TransferError(f"the owner has no {pool.page_bytes} bytes for probes")
+        self._part_bytes = kind.part_bytes
         self._stopped = False
         self._memory = memory
         memory.use()
@@ -167,11 +178,14 @@ class NixlConnection:
             lambda pages: self._read(self._scratch, pages, pages),
         )
 
-    def copy(self, source_pages: Ints, destination_pages: Ints) -> None:
-        check_pages(source_pages, self._num_source, destination_pages, self._num_destination)
-        for start in range(0, len(source_pages), self._pages_per_part):
-            part = slice(start, start + self._pages_per_part)
-            self._read(self._pool, source_pages[part], destination_pages[part])
+    def copy(self, source_pages: Ints, destination_pages: Ints, table: int = 0) -> None:
+        for number, there, here in self._map.reads(source_pages, destination_pages, table):
+            there = there + number * self._num_source
+            here = here + number * self._num_destination
+            step = max(1, self._part_bytes // self._map.parts[number].size)
+            for start in range(0, len(there), step):
+                part = slice(start, start + step)
+                self._read(self._pool, there[part], here[part])
 
     def stop(self) -> None:
         self._stopped = True
@@ -198,11 +212,18 @@ class NixlConnection:
         def route(base: int, here: int, page_bytes: int, num_pages: int) -> _Route:
             source = PagePool(base, page_bytes, num_pages, description.device)
             destination = PagePool(here, page_bytes, num_pages, pool.device)
-            return _Route(self._agent.prepare(source, owner), self._agent.prepare(destination))
+            whole = [PageCut(0, page_bytes)]
+            return _Route(
+                self._agent.prepare(source, whole, owner), self._agent.prepare(destination, whole)
+            )
 
         num_pages, num_bytes = self._scratch_pages, self._scratch_pages * pool.page_bytes
         source = PagePool(remote.base, remote.page_bytes, remote.num_pages, description.device)
-        self._pool = _Route(self._agent.prepare(source, owner), self._agent.prepare(pool))
+        parts = self._map.parts
+        self._pool = _Route(
+            self._agent.prepare(source, [PageCut(each.source, each.size) for each in parts], owner),
+            self._agent.prepare(pool, [PageCut(each.at, each.size) for each in parts]),
+        )
         self._scratch = route(description.scratch_base, scratch.base, pool.page_bytes, num_pages)
         self._block = route(description.scratch_base, scratch.base, num_bytes, 1)
         self._block_bytes = num_bytes

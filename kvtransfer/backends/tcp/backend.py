@@ -5,8 +5,9 @@ end.
 from collections.abc import Callable
 
 from common.errors import TransferError
-from kvtransfer.backends.base import PagePool, RemotePool, parse_description
+from kvtransfer.backends.base import Moves, PagePool, RemotePool, parse_description
 from kvtransfer.backends.device_memory import cuda_device
+from kvtransfer.backends.read_map import ReadMap
 from kvtransfer.backends.tcp.connection import TcpConnection
 from kvtransfer.backends.tcp.memory import TcpHostMemory, TcpMemory
 from kvtransfer.backends.tcp.owner import TcpProducer
@@ -54,13 +55,20 @@ class TcpBackend:
         memory, tls = self._memory_of(pool), _tls() if self._encrypted else None
         return TcpProducer(self._data_host, self._data_port, pool, memory, tls)
 
-    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> TcpConnection:
+    def connect(
+        self,
+        description: bytes,
+        remote: RemotePool,
+        pool: PagePool,
+        moves: Moves | None = None,
+    ) -> TcpConnection:
         parsed = parse_description(self.name, description, TcpDescription)
         if self._encrypted and not parsed.certificate:
             raise TransferError(f"this node encrypts pages and the owner does not: {_ALIKE}")
         if parsed.certificate and not self._encrypted:
             raise TransferError(f"the owner encrypts pages and this node does not: {_ALIKE}")
-        return TcpConnection(parsed, remote, pool, self._memory_of(pool))
+        reads = ReadMap(remote, pool, moves)
+        return TcpConnection(parsed, remote, pool, self._memory_of(pool), reads)
 
 
 def _tls() -> ProducerTls:

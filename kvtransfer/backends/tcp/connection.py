@@ -9,18 +9,20 @@ import hmac
 import socket
 import threading
 import time
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from common.errors import EngineFault, TransferError
 from kvtransfer.backends.base import (
     CONNECT_S,
     Ints,
+    PageCut,
     PagePool,
     ReadRefused,
     RemotePool,
-    check_pages,
-    check_pool,
 )
 from kvtransfer.backends.device_memory import DeviceFailure
+from kvtransfer.backends.read_map import PagePart, ReadMap
 from kvtransfer.backends.scatter import receive_before
 from kvtransfer.backends.scratch import measure
 from kvtransfer.backends.tcp.channel import PlainTcpChannel, TcpChannel
@@ -36,10 +38,12 @@ from kvtransfer.backends.tcp.wire import (
     FrameStatus,
     TcpDescription,
     TcpProofs,
+    max_request_pages,
     set_options,
 )
 
 _REQUESTS_AHEAD = 4
+_Read: TypeAlias = tuple[PagePart, Ints, Ints]  # of a part of source pages, into other pages
 
 
 class TcpConnection:
@@ -53,14 +57,15 @@ class TcpConnection:
         remote: RemotePool,
         pool: PagePool,
         memory: TcpMemory,
+        reads: ReadMap,
     ) -> None:
         """Connect. Blocks for CONNECT_S at most. Raises TransferError if the owner cannot be
         reached.
         """
-        check_pool(remote, pool)
         self._peer = f"{description.host}:{description.port}"
-        self._num_source = remote.num_pages
-        self._pool = pool
+        self._map = reads
+        # Probes read as much of a page as both sides have.
+        self._scratch = PagePart(0, 0, min(remote.page_bytes, pool.page_bytes))
         self._arrivals = memory.arrivals()
         self._scratch_pages = min(description.scratch_pages, memory.scratch_pages)
         self._memory = memory  # keeps its scratch pages alive
@@ -74,13 +79,15 @@ class TcpConnection:
     def probe(self) -> float:
         return measure(
             self._scratch_pages,
-            self._pool.page_bytes,
-            lambda pages: self._read(FrameKind.SCRATCH, pages, pages),
+            self._scratch.size,
+            lambda pages: self._read(FrameKind.SCRATCH, [(self._scratch, pages, pages)]),
         )
 
-    def copy(self, source_pages: Ints, destination_pages: Ints) -> None:
-        check_pages(source_pages, self._num_source, destination_pages, self._pool.num_pages)
-        self._read(FrameKind.POOL, source_pages, destination_pages)
+    def copy(self, source_pages: Ints, destination_pages: Ints, table: int = 0) -> None:
+        reads = self._map.reads(source_pages, destination_pages, table)
+        self._read(
+            FrameKind.POOL, [(self._map.parts[part], there, here) for part, there, here in reads]
+        )
 
     def stop(self) -> None:
         with self._lock:  # otherwise the descriptor may belong to another file by now
@@ -96,9 +103,9 @@ class TcpConnection:
         except DeviceFailure as error:
             raise EngineFault(f"bytes from {self._peer} may yet land: {error}") from None
 
-    def _read(self, kind: FrameKind, source: Ints, destination: Ints) -> None:
+    def _read(self, kind: FrameKind, reads: Iterable[_Read]) -> None:
         try:
-            refused = self._exchange(kind, source, destination)
+            refused = self._exchange(kind, self._requests(reads))
             self._arrivals.settle()
         except (OSError, TransferError) as error:
             self.stop()  # the start of the next frame is unknown now
@@ -106,39 +113,49 @@ class TcpConnection:
         if refused is not None:
             raise ReadRefused(f"the owner does not publish page {refused} to this reader")
 
-    def _exchange(self, kind: FrameKind, source: Ints, destination: Ints) -> int | None:
-        """Request all pages, a few requests ahead of the replies. Returns the first page that was
-        refused, or None. No reply is outstanding then.
+    def _requests(self, reads: Iterable[_Read]) -> list[_Read]:
+        """Cut reads into requests."""
+        requests = []
+        for part, source, destination in reads:
+            room = self._arrivals.request_bytes // part.size
+            num_pages = min(max(1, room), max_request_pages(part.size))
+            for start in range(0, len(source), num_pages):
+                end = start + num_pages
+                requests.append((part, source[start:end], destination[start:end]))
+        return requests
+
+    def _exchange(self, kind: FrameKind, requests: Sequence[_Read]) -> int | None:
+        """Send all requests, a few ahead of the replies. Returns the first page that was refused,
+        or None. No reply is outstanding then.
         """
-        num_pages = self._arrivals.request_pages
-        starts = range(0, len(source), num_pages)
         num_asked = 0
         refused = None
-        for num_answered, start in enumerate(starts):
-            while refused is None and num_asked < min(num_answered + _REQUESTS_AHEAD, len(starts)):
-                self._ask(kind, source[starts[num_asked] :][:num_pages])
+        for num_answered, (part, _, destination) in enumerate(requests):
+            ahead = min(num_answered + _REQUESTS_AHEAD, len(requests))
+            while refused is None and num_asked < ahead:
+                self._ask(kind, *requests[num_asked][:2])
                 num_asked += 1
             if num_answered == num_asked:
                 break
-            answer = self._receive(kind, destination[start : start + num_pages])
+            answer = self._receive(kind, PageCut(part.at, part.size), destination)
             refused = answer if refused is None else refused
         return refused
 
-    def _ask(self, kind: FrameKind, pages: Ints) -> None:
+    def _ask(self, kind: FrameKind, part: PagePart, pages: Ints) -> None:
         ids = pages.astype("<i4", copy=False).tobytes()
-        self._channel.send(REQUEST.pack(kind, len(pages)) + ids)
+        self._channel.send(REQUEST.pack(kind, len(pages), part.source, part.size) + ids)
 
-    def _receive(self, kind: FrameKind, pages: Ints) -> int | None:
+    def _receive(self, kind: FrameKind, cut: PageCut, pages: Ints) -> int | None:
         """Receive the next reply into these pages, or return the page that was refused."""
         if self._stopped:
             raise TransferError("stopped")
         head = bytearray(REPLY.size)
-        num_bytes = len(head) + len(pages) * self._pool.page_bytes
-        self._channel.receive_vectors(self._arrivals.vectors(pages, head, kind), num_bytes)
+        num_bytes = len(head) + len(pages) * cut.size
+        self._channel.receive_vectors(self._arrivals.vectors(pages, head, kind, cut), num_bytes)
         status, refused = REPLY.unpack(head)
         match status:
             case FrameStatus.DATA:
-                self._arrivals.landed(pages, kind)
+                self._arrivals.landed(pages, kind, cut)
                 return None
             case FrameStatus.REFUSED:
                 return int(refused)

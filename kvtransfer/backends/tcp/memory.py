@@ -8,12 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from kvtransfer.backends.base import Ints, PagePool
+from kvtransfer.backends.base import Ints, PageCut, PagePool
 from kvtransfer.backends.scatter import PageTable, Vectors
 from kvtransfer.backends.scratch import ReadScratch
-from kvtransfer.backends.tcp.wire import MAX_REQUEST_PAGES, FrameKind
-
-_REQUEST_BYTES = 1 << 20
+from kvtransfer.backends.tcp.wire import FrameKind
 
 # The iovecs of a head and of the pages after it. Blocks until the pages are in host memory. The
 # head must live for as long as the iovecs are used.
@@ -25,10 +23,10 @@ class SendBuffers(Protocol):
 
     num_ahead: int  # loads that may be started before an earlier one has been sent
 
-    def begin(self, kind: FrameKind, pages: Ints) -> Load:
-        """Start to load pages. They must be in range, and at most as many as one request may ask
-        for. The memory that a load names is overwritten by the load that is started num_ahead + 1
-        loads later.
+    def begin(self, kind: FrameKind, pages: Ints, cut: PageCut) -> Load:
+        """Start to load this cut of pages. They must be in range, and at most as much as one
+        request may ask for. The memory that a load names is overwritten by the load that is started
+        num_ahead + 1 loads later.
 
         Raises:
             DeviceFailure: the device failed. The load itself may raise it too.
@@ -43,20 +41,20 @@ class SendBuffers(Protocol):
 class ReceiveBuffers(Protocol):
     """Pages on their way from one socket into a pool. For one thread."""
 
-    request_pages: int  # the most that one request should ask for
+    request_bytes: int  # the most that one request for several pages should ask for
 
-    def vectors(self, pages: Ints, head: bytearray, kind: FrameKind) -> Vectors:
-        """Return the iovecs of `head` and then of the bytes for these pages, in order. Both must be
-        in range, and `head` must live for as long as the iovecs are used.
+    def vectors(self, pages: Ints, head: bytearray, kind: FrameKind, cut: PageCut) -> Vectors:
+        """Return the iovecs of `head` and then of the bytes for this cut of the pages, in order.
+        They must be in range, and `head` must live for as long as the iovecs are used.
 
         Raises:
             DeviceFailure: the device failed. All methods here may raise it.
         """
         ...
 
-    def landed(self, pages: Ints, kind: FrameKind) -> None:
-        """Record that the bytes of the latest `vectors` call have arrived. `pages` must be the
-        same.
+    def landed(self, pages: Ints, kind: FrameKind, cut: PageCut) -> None:
+        """Record that the bytes of the latest `vectors` call have arrived. The arguments must be
+        the same.
         """
         ...
 
@@ -90,7 +88,6 @@ class TcpHostMemory:
 
     def __init__(self, pool: PagePool) -> None:
         self._scratch = ReadScratch(pool.page_bytes)
-        self._page_bytes = pool.page_bytes
         self._tables = {
             FrameKind.POOL: PageTable(pool),
             FrameKind.SCRATCH: PageTable(self._scratch.pool),
@@ -101,7 +98,7 @@ class TcpHostMemory:
         return _HostDepartures(self._tables)
 
     def arrivals(self) -> "_HostArrivals":
-        return _HostArrivals(self._tables, self._page_bytes)
+        return _HostArrivals(self._tables)
 
 
 class _HostDepartures:
@@ -110,22 +107,23 @@ class _HostDepartures:
     def __init__(self, tables: dict[FrameKind, PageTable]) -> None:
         self._tables = tables
 
-    def begin(self, kind: FrameKind, pages: Ints) -> Load:
-        return partial(self._tables[kind].vectors, pages)
+    def begin(self, kind: FrameKind, pages: Ints, cut: PageCut) -> Load:
+        return partial(self._tables[kind].vectors, pages, cut=cut)
 
     def close(self) -> None:
         """Do nothing: the socket has copied what it sent."""
 
 
 class _HostArrivals:
-    def __init__(self, tables: dict[FrameKind, PageTable], page_bytes: int) -> None:
+    request_bytes = 1 << 20
+
+    def __init__(self, tables: dict[FrameKind, PageTable]) -> None:
         self._tables = tables
-        self.request_pages = min(MAX_REQUEST_PAGES, max(1, _REQUEST_BYTES // page_bytes))
 
-    def vectors(self, pages: Ints, head: bytearray, kind: FrameKind) -> Vectors:
-        return self._tables[kind].vectors(pages, head)
+    def vectors(self, pages: Ints, head: bytearray, kind: FrameKind, cut: PageCut) -> Vectors:
+        return self._tables[kind].vectors(pages, head, cut)
 
-    def landed(self, pages: Ints, kind: FrameKind) -> None:
+    def landed(self, pages: Ints, kind: FrameKind, cut: PageCut) -> None:
         """Do nothing: the pages are in the pool."""
 
     def settle(self) -> None:

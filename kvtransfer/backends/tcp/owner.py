@@ -28,7 +28,7 @@ import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation, ServingError, TransferError
 from common.logs import Throttle, ThrottledLog
-from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside, prepared
+from kvtransfer.backends.base import CONNECT_S, Ints, PageCut, PagePool, first_outside, prepared
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.publications import PublishedPages
 from kvtransfer.backends.tcp.channel import PlainTcpChannel, TcpChannel
@@ -221,7 +221,6 @@ class TcpProducer:
         self._pool = pool
         self._memory = memory
         self._tls = tls
-        self._max_pages = max_request_pages(pool.page_bytes)
         self._publications = PublishedPages(pool.num_pages)
         self._readers = TcpConsumers()
         self._door = TcpAcceptor(host, port, self._let_in)
@@ -323,9 +322,12 @@ class TcpProducer:
 
     def _begin(self, channel: TcpChannel, reader: int, departures: SendBuffers) -> _Answer:
         """Receive one request. Its reply has the pages, or as many zeros if one is refused."""
-        kind, num_pages = REQUEST.unpack(channel.receive(REQUEST.size))
-        if not 1 <= num_pages <= self._max_pages:
+        kind, num_pages, at, size = REQUEST.unpack(channel.receive(REQUEST.size))
+        if not 1 <= size <= at + size <= self._pool.page_bytes:
+            raise ProtocolViolation(f"a request for {size} bytes at {at} of pages")
+        if not 1 <= num_pages <= max_request_pages(size):
             raise ProtocolViolation(f"a request for {num_pages} pages")
+        cut = PageCut(at, size)
         pages = np.frombuffer(channel.receive(4 * num_pages), np.int32)
         match kind:
             case FrameKind.POOL:
@@ -337,8 +339,8 @@ class TcpProducer:
         head = bytearray(REPLY.size)
         if refused is None:
             REPLY.pack_into(head, 0, FrameStatus.DATA, 0)
-            load = departures.begin(kind, pages)
+            load = departures.begin(kind, pages, cut)
         else:
             REPLY.pack_into(head, 0, FrameStatus.REFUSED, refused)
-            load = departures.begin(FrameKind.SCRATCH, np.zeros_like(pages))
-        return _Answer(head, load, len(head) + num_pages * self._pool.page_bytes)
+            load = departures.begin(FrameKind.SCRATCH, np.zeros_like(pages), cut)
+        return _Answer(head, load, len(head) + num_pages * size)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kernels.pages.copy import copy_pages
 from kernels.pages.pack import pack_pages, unpack_pages
-from kvtransfer.backends.base import Ints, PagePool
+from kvtransfer.backends.base import Ints, PageCut, PagePool
 from kvtransfer.backends.device_memory import CopyMark, CopyQueue, DeviceRuntime
 from kvtransfer.backends.scatter import Vectors, address_of
 from kvtransfer.backends.tcp.memory import Load
-from kvtransfer.backends.tcp.wire import FrameKind, max_request_pages
+from kvtransfer.backends.tcp.wire import MAX_REQUEST_PAGES, FrameKind, max_request_bytes
 
 _NUM_SLOTS = 2
 _LARGE_PAGE_BYTES = 1 << 20  # 20 us at 50 GB/s: several times what it costs to enqueue a copy
@@ -65,32 +65,31 @@ class StagedMemory:
         first pages.
         """
         scratch, page = self._pages[FrameKind.SCRATCH], np.zeros(1, np.int32)
+        whole = PageCut(0, scratch.shape[1])
         slot = self._slot(self._device, scratch.shape[1])
-        slot.fetch(scratch, page, self._device.queue("to host"))
+        slot.fetch(scratch, page, whole, self._device.queue("to host"))
         slot.wait()
-        slot.bring(scratch, page, self._device.queue("to device"))
+        slot.bring(scratch, page, whole, self._device.queue("to device"))
         slot.wait()
 
 
 class _Slot:
-    """Host memory for the pages of one request, and the copies between it and the device."""
+    """Host memory for the bytes of one request, and the copies between it and the device."""
 
     def __init__(self, device: DeviceRuntime, page_bytes: int) -> None:
-        self.num_pages = max_request_pages(page_bytes)
-        self.host = device.empty_host(self.num_pages, page_bytes, dtype=torch.uint8)
+        self.num_bytes = max_request_bytes(page_bytes)
+        self.host = device.empty_host(self.num_bytes, dtype=torch.uint8)
         self._mark: CopyMark | None = None
 
-    def fetch(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
-        """Start to copy these pages into the slot. Its previous content must not be needed any
-        more.
+    def fetch(self, pool: Tensor, pages: Ints, cut: PageCut, queue: CopyQueue) -> None:
+        """Start to copy this cut of the pages into the slot. Its previous content must not be
+        needed any more.
         """
-        here = torch.arange(len(pages))
-        self._begin(queue, partial(copy_pages, pool, torch.tensor(pages), self.host, here))
+        self._begin(queue, partial(self._copy_out, pool, pages, cut))
 
-    def bring(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
-        """Start to copy the slot's content into these pages."""
-        here = torch.arange(len(pages))
-        self._begin(queue, partial(copy_pages, self.host, here, pool, torch.tensor(pages)))
+    def bring(self, pool: Tensor, pages: Ints, cut: PageCut, queue: CopyQueue) -> None:
+        """Start to copy the slot's content into this cut of the pages."""
+        self._begin(queue, partial(self._copy_in, pool, pages, cut))
 
     def wait(self) -> None:
         """Wait until no copy from or into this slot is in progress. Raises DeviceFailure."""
@@ -98,15 +97,30 @@ class _Slot:
             self._mark.wait()
             self._mark = None
 
-    def vectors(self, num_pages: int, head: bytearray) -> Vectors:
-        """Return the iovecs of `head` and of the first num_pages of the slot. Raises
+    def vectors(self, num_bytes: int, head: bytearray) -> Vectors:
+        """Return the iovecs of `head` and of the first num_bytes of the slot. Raises
         DeviceFailure.
         """
         self.wait()
-        num_bytes = num_pages * self.host.shape[1]
         return np.array(
             [[address_of(head), len(head)], [self.host.data_ptr(), num_bytes]], np.uint64
         )
+
+    def _copy_out(self, pool: Tensor, pages: Ints, cut: PageCut) -> None:
+        host = _rows(self.host, len(pages), cut)
+        if cut.size == pool.shape[1]:
+            copy_pages(pool, torch.tensor(pages), host, torch.arange(len(pages)))
+            return
+        for row, page in zip(host, pages.tolist(), strict=True):
+            row.copy_(pool[page].narrow(0, *cut), non_blocking=True)
+
+    def _copy_in(self, pool: Tensor, pages: Ints, cut: PageCut) -> None:
+        host = _rows(self.host, len(pages), cut)
+        if cut.size == pool.shape[1]:
+            copy_pages(host, torch.arange(len(pages)), pool, torch.tensor(pages))
+            return
+        for row, page in zip(host, pages.tolist(), strict=True):
+            pool[page].narrow(0, *cut).copy_(row, non_blocking=True)
 
     def _begin(self, queue: CopyQueue, copies: "partial[None]") -> None:
         try:
@@ -121,26 +135,37 @@ class _PackingSlot(_Slot):
     def __init__(self, device: DeviceRuntime, page_bytes: int) -> None:
         super().__init__(device, page_bytes)
         self._packed = device.empty(*self.host.shape, dtype=torch.uint8)
-        self._host_ids = device.empty_host(self.num_pages, dtype=torch.int32)
-        self._ids = device.empty(self.num_pages, dtype=torch.int32)
+        self._host_ids = device.empty_host(MAX_REQUEST_PAGES, dtype=torch.int32)
+        self._ids = device.empty(MAX_REQUEST_PAGES, dtype=torch.int32)
 
-    def fetch(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
+    def fetch(self, pool: Tensor, pages: Ints, cut: PageCut, queue: CopyQueue) -> None:
         self._host_ids.numpy()[: len(pages)] = pages
-        self._begin(queue, partial(self._fetch, pool, len(pages)))
+        super().fetch(pool, pages, cut, queue)
 
-    def bring(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
+    def bring(self, pool: Tensor, pages: Ints, cut: PageCut, queue: CopyQueue) -> None:
         self._host_ids.numpy()[: len(pages)] = pages
-        self._begin(queue, partial(self._bring, pool, len(pages)))
+        super().bring(pool, pages, cut, queue)
 
-    def _fetch(self, pool: Tensor, n: int) -> None:
+    def _copy_out(self, pool: Tensor, pages: Ints, cut: PageCut) -> None:
+        if cut.at % _PACK_BYTES or cut.size % _PACK_BYTES:
+            return super()._copy_out(pool, pages, cut)
+        n, num_bytes = len(pages), len(pages) * cut.size
         self._ids[:n].copy_(self._host_ids[:n], non_blocking=True)
-        pack_pages(pool, self._ids[:n], self._packed[:n])
-        self.host[:n].copy_(self._packed[:n], non_blocking=True)
+        pack_pages(pool, self._ids[:n], _rows(self._packed, n, cut), offset=cut.at)
+        self.host[:num_bytes].copy_(self._packed[:num_bytes], non_blocking=True)
 
-    def _bring(self, pool: Tensor, n: int) -> None:
+    def _copy_in(self, pool: Tensor, pages: Ints, cut: PageCut) -> None:
+        if cut.at % _PACK_BYTES or cut.size % _PACK_BYTES:
+            return super()._copy_in(pool, pages, cut)
+        n, num_bytes = len(pages), len(pages) * cut.size
         self._ids[:n].copy_(self._host_ids[:n], non_blocking=True)
-        self._packed[:n].copy_(self.host[:n], non_blocking=True)
-        unpack_pages(self._packed[:n], pool, self._ids[:n])
+        self._packed[:num_bytes].copy_(self.host[:num_bytes], non_blocking=True)
+        unpack_pages(_rows(self._packed, n, cut), pool, self._ids[:n], offset=cut.at)
+
+
+def _rows(memory: Tensor, num_pages: int, cut: PageCut) -> Tensor:
+    """Return the first bytes of a slot's memory, a row for each page."""
+    return memory[: num_pages * cut.size].view(num_pages, cut.size)
 
 
 class _StagedDepartures:
@@ -157,11 +182,11 @@ class _StagedDepartures:
         self._slots = slots
         self._queue = queue
 
-    def begin(self, kind: FrameKind, pages: Ints) -> Load:
+    def begin(self, kind: FrameKind, pages: Ints, cut: PageCut) -> Load:
         slot = self._slots.pop(0)  # its bytes have been sent
         self._slots.append(slot)
-        slot.fetch(self._pages[kind], pages, self._queue)
-        return partial(slot.vectors, len(pages))
+        slot.fetch(self._pages[kind], pages, cut, self._queue)
+        return partial(slot.vectors, len(pages) * cut.size)
 
     def close(self) -> None:
         for slot in self._slots:
@@ -179,15 +204,15 @@ class _StagedArrivals:
         self._pages = pages
         self._slots = slots
         self._queue = queue
-        self.request_pages = slots[0].num_pages
+        self.request_bytes = slots[0].num_bytes
 
-    def vectors(self, pages: Ints, head: bytearray, kind: FrameKind) -> Vectors:
-        return self._slots[0].vectors(len(pages), head)
+    def vectors(self, pages: Ints, head: bytearray, kind: FrameKind, cut: PageCut) -> Vectors:
+        return self._slots[0].vectors(len(pages) * cut.size, head)
 
-    def landed(self, pages: Ints, kind: FrameKind) -> None:
+    def landed(self, pages: Ints, kind: FrameKind, cut: PageCut) -> None:
         slot = self._slots.pop(0)
         self._slots.append(slot)
-        slot.bring(self._pages[kind], pages, self._queue)
+        slot.bring(self._pages[kind], pages, cut, self._queue)
 
     def settle(self) -> None:
         for slot in self._slots:

@@ -3,12 +3,14 @@
     reader  INTRODUCTION: magic, its number, count, proof
     owner   proof, or the end of the connection
     both    a TLS handshake, if the description names a certificate; in it the reader's seal
-    reader  REQUEST: kind, number of pages; page ids as little-endian int32     (repeated,
-    owner   REPLY: DATA, then the raw pages in that order                        in the same order)
+    reader  REQUEST: kind, number of pages, offset and length in each page;
+                     page ids as little-endian int32                            (repeated,
+    owner   REPLY: DATA, then these bytes of the pages in that order             in the same order)
                  | REFUSED and a page id, then zeros
 
 A reply is as long as its request implies, so that a reader lands head and pages in one call. A
-request asks for at least one page, and for no more than an owner can be expected to stage.
+request asks for at least one byte of a page, and for no more than an owner can be expected to
+stage.
 
 The key is made for one reader, which is one pair stream, and sent in the owner's Hello. A
 connection to a process that took over the port, or from any other process than that reader,
@@ -30,10 +32,10 @@ from typing import Annotated
 import msgspec
 
 KEY_BYTES = 32
-MAGIC = b"Btn2"
+MAGIC = b"Btn3"
 
 INTRODUCTION = struct.Struct(f"<4sQQ{KEY_BYTES}s")
-REQUEST = struct.Struct("<II")
+REQUEST = struct.Struct("<IIQQ")
 REPLY = struct.Struct("<Ii")
 
 MAX_REQUEST_PAGES = 1023  # plus the head of the reply: the vectors of one sendmsg
@@ -68,9 +70,14 @@ class TcpDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scratch_pages: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
-def max_request_pages(page_bytes: int) -> int:
-    """Return the number of pages that one request may ask for."""
-    return min(MAX_REQUEST_PAGES, max(1, MAX_REQUEST_BYTES // page_bytes))
+def max_request_pages(size: int) -> int:
+    """Return the number of pages of which one request may ask for `size` bytes."""
+    return min(MAX_REQUEST_PAGES, max(1, MAX_REQUEST_BYTES // size))
+
+
+def max_request_bytes(page_bytes: int) -> int:
+    """Return the number of bytes of such pages that one request may ask for."""
+    return max(page_bytes, min(MAX_REQUEST_BYTES, MAX_REQUEST_PAGES * page_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ async def false_proof(target: Target, draw: Random) -> None:
     try:
         number, count = draw.choice((1, 2, draw.getrandbits(64))), draw.getrandbits(64)
         writer.write(INTRODUCTION.pack(MAGIC, number, count, draw.randbytes(KEY_BYTES)))
-        writer.write(REQUEST.pack(FrameKind.POOL, 1) + struct.pack("<i", 0))
+        writer.write(REQUEST.pack(FrameKind.POOL, 1, 0, 1) + struct.pack("<i", 0))
         await reader.read(4096)
     finally:
         writer.transport.abort()

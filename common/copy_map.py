@@ -1,0 +1,165 @@
+"""The bytes of pages that a rank of a consumer reads from each rank of a producer.
+
+A node has one or more ranks. A rank has some heads of some layers, in pages that it packs for
+itself. The map is computed from the contents of the pages of both sides.
+
+The engine describes the pages of its ranks, and the transfer reads by the map. Neither imports the
+other, so the types of both are here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.errors import LayoutMismatch
+
+MAX_RANKS = 256  # of one node: tensor-parallel ranks x stages
+
+
+class AtomKey(NamedTuple):
+    """The name of an atom, which is the same on all ranks. `layer` and `head` are the model's."""
+
+    kind: str
+    layer: int
+    head: int
+
+
+class Atom(NamedTuple):
+    """Bytes that no rank splits, such as one head of one layer: [at, at + size) of a page.
+
+    page: index in the state's pages. 0 in tables, where one page is read into one page.
+    """
+
+    page: int
+    at: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankPages:
+    """The content of the pages of one rank.
+
+    Attributes:
+        layers: the layers of the rank's stage.
+        atoms: by table, and of the state after the last table.
+    """
+
+    page_bytes: int
+    state_pages: int
+    layers: range
+    atoms: tuple[Mapping[AtomKey, Atom], ...]
+
+
+class Slice(NamedTuple):
+    """Bytes [source, source + size) of a page of rank `owner`, read into a page from `at` on.
+
+    source_page, page: indices in the pages of the state. 0 in tables.
+    """
+
+    owner: int
+    source_page: int
+    source: int
+    page: int
+    at: int
+    size: int
+
+
+def copy_map(
+    reader_rank: int, mine: RankPages, owners: Sequence[RankPages]
+) -> tuple[tuple[Slice, ...], ...]:
+    """Return what rank `reader_rank` of a consumer reads, by table, and of the state at the end.
+
+    Of n owners that have an atom, the owner at index reader_rank % n of these is read. Slices are
+    in the order of `mine`. Adjacent ones are joined, across alignment too, so that equal ranks
+    read a page as one slice.
+
+    Args:
+        owners: by rank.
+    Raises:
+        LayoutMismatch: the owners do not have what this rank reads, or the numbers are invalid.
+    """
+    if not (0 <= reader_rank < MAX_RANKS and 1 <= len(owners) <= MAX_RANKS):
+        raise LayoutMismatch(
+            f"rank {reader_rank} cannot read from {len(owners)} ranks: a node has at most "
+            f"{MAX_RANKS}"
+        )
+    for pages in (mine, *owners):
+        _check(pages, len(mine.atoms))
+    _check_stages(mine, owners)
+    return tuple(
+        tuple(_joined(_slices(reader_rank, atoms, [each.atoms[group] for each in owners])))
+        for group, atoms in enumerate(mine.atoms)
+    )
+
+
+def _check(pages: RankPages, num_groups: int) -> None:
+    if len(pages.atoms) != num_groups:
+        raise LayoutMismatch(
+            f"{len(pages.atoms) - 1} tables of pages at the owner, {num_groups - 1} here"
+        )
+    for group, atoms in enumerate(pages.atoms):
+        num_pages = pages.state_pages if group == num_groups - 1 else 1
+        for key, (page, at, size) in atoms.items():
+            if not (0 <= page < num_pages and 0 <= at < at + size <= pages.page_bytes):
+                raise LayoutMismatch(
+                    f"{key.kind} of layer {key.layer}, head {key.head}: {size} bytes at {at} of "
+                    f"page {page} are outside {num_pages} pages of {pages.page_bytes} bytes"
+                )
+
+
+def _check_stages(mine: RankPages, owners: Sequence[RankPages]) -> None:
+    """With several tables, each number of stages needs tables of its own."""
+    num_tables = len(mine.atoms) - 1
+    for layers in dict.fromkeys(each.layers for each in owners):
+        apart = layers.stop <= mine.layers.start or mine.layers.stop <= layers.start
+        if num_tables > 1 and layers != mine.layers and not apart:
+            raise LayoutMismatch(
+                f"the owner has a stage of layers {layers.start} to {layers.stop - 1}, this node "
+                f"{mine.layers.start} to {mine.layers.stop - 1}: different stages need a model "
+                f"with one table of pages, and this model has {num_tables}"
+            )
+
+
+def _slices(
+    reader_rank: int, mine: Mapping[AtomKey, Atom], owners: Sequence[Mapping[AtomKey, Atom]]
+) -> Iterator[Slice]:
+    """Return one slice for each atom, in the order in which they lie in this rank's pages."""
+    holders: dict[AtomKey, list[int]] = {key: [] for key in mine}
+    for owner, atoms in enumerate(owners):
+        for key in atoms.keys() & mine.keys():
+            holders[key].append(owner)
+    for key, (page, at, size) in sorted(mine.items(), key=lambda each: each[1]):
+        having = holders[key]
+        if not having:
+            raise LayoutMismatch(
+                f"no rank of the owner has {key.kind} of layer {key.layer}, head {key.head}"
+            )
+        owner = having[reader_rank % len(having)]
+        source = owners[owner][key]
+        if source.size != size:
+            raise LayoutMismatch(
+                f"{key.kind} of layer {key.layer}, head {key.head}: {source.size} bytes at the "
+                f"owner, {size} here"
+            )
+        yield Slice(owner, source.page, source.at, page, at, size)
+
+
+def _joined(slices: Iterable[Slice]) -> Iterator[Slice]:
+    """Join slices that are equally far apart on both sides. Nothing lies between two of them on
+    this side."""
+    last: Slice | None = None
+    for each in slices:
+        if last is None:
+            last = each
+        elif (last.owner, last.source_page, last.page, each.at - last.at) == (
+            each.owner,
+            each.source_page,
+            each.page,
+            each.source - last.source,
+        ):
+            last = last._replace(size=each.at + each.size - last.at)
+        else:
+            yield last
+            last = each
+    if last is not None:
+        yield last
