@@ -4,7 +4,7 @@ They need logits of tokens after which no row samples, so they request further h
 step. A prompt with this option is computed completely, even if it is in the cache.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,8 @@ from torch import Tensor
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
+from engine.sampling.heads import PROMPT_SLICE
 from kernels.sampling.logprobs import logprobs
-
-SLICE = 256  # tokens whose logits fit in the reserved memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,20 +34,16 @@ class PromptWork:
     targets: Tensor
     num_top: int
 
-    def run(
-        self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor
-    ) -> Mapping[str, Tensor]:
+    def run(self, logits: Iterator[Tensor], targets: Tensor) -> Mapping[str, Tensor]:
         """Compute the logprobs. On the forward stream.
 
         Args:
-            hidden: [n, hidden], of the tokens at `places`.
+            logits: of the tokens at `places`, PROMPT_SLICE at a time.
             targets: on the device.
         """
         parts = [
-            logprobs(to_logits(some).float(), wanted, self.num_top)
-            for some, wanted in zip(
-                torch.split(hidden, SLICE), torch.split(targets, SLICE), strict=True
-            )
+            logprobs(next(logits).float(), wanted, self.num_top)
+            for wanted in torch.split(targets, PROMPT_SLICE)
         ]
         chosen, top_tokens, top = (torch.cat(column) for column in zip(*parts, strict=True))
         return {"rows": self.rows, "chosen": chosen, "top_tokens": top_tokens, "top": top}
@@ -88,5 +83,5 @@ class PromptLogprobs:
 
     def rehearsal(self, num_tokens: int) -> PromptWork:
         """Return work on the first tokens of a step, at most one slice, for warm-up."""
-        places = torch.arange(min(num_tokens, SLICE))
+        places = torch.arange(min(num_tokens, PROMPT_SLICE))
         return PromptWork(places, places, places.int(), 1)

@@ -17,7 +17,7 @@ from common.errors import (
     InvalidRequest,
     Overloaded,
 )
-from engine.adapters.adapters import AdapterManager, no_adapters
+from engine.adapters.adapters import NO_ADAPTERS, AdapterManager, no_adapters
 from engine.adapters.bank import AdapterBank, bank_bytes
 from engine.adapters.library import AdapterCache
 from engine.adapters.loader import MAX_LOADING, AdapterLoader
@@ -369,9 +369,9 @@ def test_a_request_that_leaves_the_line_holds_nothing(rig):
 
 def test_a_step_without_adapters_is_asked_for_nothing():
     nobody = no_adapters(SlotTable(4, 64, 16))
-    assert nobody.build(None) is nobody.nothing
-    assert nobody.nothing.tensors() == []
-    assert nobody.nothing.adapted([]) is None
+    assert nobody.build(None) is NO_ADAPTERS
+    assert NO_ADAPTERS.tensors() == []
+    assert NO_ADAPTERS.adapted(nobody.bank, []) is None
 
 
 # While the engine goes on ------------------------------------------------------------------------
