@@ -11,7 +11,7 @@ from engine.models import Model
 from engine.offload.page_files import FileThreads, PageFiles
 from engine.runner.copier import PageCopier
 from engine.runner.graphs import Recorder
-from engine.runner.runner import ModelRunner
+from engine.runner.runner import ModelRunner, make_runner
 from engine.runner.stream import DeviceStream, open_stream
 from engine.sampling.composition import SamplingFeatures
 from engine.sizing import EngineShape
@@ -74,6 +74,6 @@ class TorchBackend:
         adapters: AdapterManager,
         recorder: Recorder | None = None,
     ) -> ModelRunner:
-        """Create a runner over these pages, see ModelRunner."""
+        """Create a runner over these pages, see make_runner."""
         pages = self.pool, self.host_pool
-        return ModelRunner(model, *pages, table, features, adapters, self.stream, recorder)
+        return make_runner(model, *pages, table, features, adapters, self.stream, recorder)

@@ -19,7 +19,7 @@ from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
 from engine.runner.graphs import CudaRecorder
-from engine.runner.runner import ModelRunner
+from engine.runner.runner import ModelRunner, make_runner
 from engine.runner.stream import open_stream
 from engine.sampling.composition import every_feature
 from engine.sizing import EngineShape
@@ -67,7 +67,7 @@ def measure_footprint(
     num_tokens = largest_forward(shape, max_running)
     stream = open_stream(device)
 
-    def make_runner() -> ModelRunner:
+    def make() -> ModelRunner:
         table = SlotTable(
             max_running,
             shape.context_length,
@@ -75,7 +75,7 @@ def measure_footprint(
             layout.windows,
             layout.state_pages,
         )
-        return ModelRunner(
+        return make_runner(
             model,
             KVPool(layout, 1, device),
             HostPool(layout, 0, device),
@@ -87,7 +87,7 @@ def measure_footprint(
         )
 
     try:
-        footprint = footprint_of(make_runner, num_tokens, device)
+        footprint = footprint_of(make, num_tokens, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a forward of {num_tokens} tokens does not fit into the {free / 2**30:.2f} GiB that "

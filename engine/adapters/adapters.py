@@ -211,7 +211,6 @@ class AdapterBatch:
         fills: slots to fill before the step.
     """
 
-    bank: AdapterBank
     tokens: TokensBySlot | None = None
     fills: Sequence[tuple[int, LoraAdapter]] = ()
 
@@ -219,28 +218,32 @@ class AdapterBatch:
         """Return all tensors, contiguous and in host memory."""
         return [] if self.tokens is None else [self.tokens.order, self.tokens.tiles]
 
-    def fill(self) -> None:
-        """Fill the slots. On the forward stream."""
+    def fill(self, bank: AdapterBank) -> None:
+        """Fill the slots of a bank. On the forward stream."""
         for slot, adapter in self.fills:
-            self.bank.fill(slot, adapter)
+            bank.fill(slot, adapter)
 
-    def adapted(self, sent: Sequence[Tensor]) -> AdapterStep | None:
+    def adapted(self, bank: AdapterBank, sent: Sequence[Tensor]) -> AdapterStep | None:
         """Return the adapters of the step as the forward uses them. None if no token has one.
 
         Args:
+            bank: with filled slots.
             sent: `tensors()`, on the device.
         """
         if self.tokens is None:
             return None
         order, tiles = sent
-        return self.bank.adapted(replace(self.tokens, order=order, tiles=tiles))
+        return bank.adapted(replace(self.tokens, order=order, tiles=tiles))
+
+
+NO_ADAPTERS = AdapterBatch()
 
 
 class AdapterManager:
     """The adapters of an engine's requests. Engine thread only.
 
     Attributes:
-        nothing: work of a step without adapters.
+        bank: the device memory of the slots.
         num_changes: total requests that returned their slot.
         num_fills: total adapters loaded into a slot.
     Args:
@@ -249,13 +252,12 @@ class AdapterManager:
 
     def __init__(self, library: AdapterCache, bank: AdapterBank, table: SlotTable) -> None:
         self.library = library
-        self._bank = bank
+        self.bank = bank
         self._slots = AdapterSlots(bank.num_slots)
         self._held: dict[int, LoraAdapter] = {}  # by request key
         self._with_slot: set[int] = set()  # keys
         self._fills: list[tuple[int, LoraAdapter]] = []
         self._column = np.full(table.num_slots, _NONE, np.int32)  # by the request's slot
-        self.nothing = AdapterBatch(bank)
         self.num_changes = 0
         self.num_fills = 0
         if bank.num_slots:
@@ -303,22 +305,22 @@ class AdapterManager:
     def build(self, batch: ScheduleBatch) -> AdapterBatch:
         """Return the adapters of a step, at its launch. Costs nothing if no row has an adapter."""
         if not self._held:
-            return self.nothing
+            return NO_ADAPTERS
         fills, self._fills = self._fills, []
         slots = self._column[batch.slots]
         if slots.max(initial=_NONE) == _NONE:
-            return AdapterBatch(self._bank, fills=fills) if fills else self.nothing
+            return AdapterBatch(fills=fills) if fills else NO_ADAPTERS
         of_tokens = np.repeat(slots, batch.ends - batch.starts)
-        return AdapterBatch(self._bank, tokens_by_slot(of_tokens, self._bank.num_slots), fills)
+        return AdapterBatch(tokens_by_slot(of_tokens, self.bank.num_slots), fills)
 
     def rehearsal(self, num_tokens: int) -> AdapterBatch:
         """Return work in which all tokens have an adapter, which needs the most memory, for
         warm-up."""
-        num_slots = self._bank.num_slots
+        num_slots = self.bank.num_slots
         if not num_slots:
-            return self.nothing
+            return NO_ADAPTERS
         tokens = tokens_by_slot(np.arange(num_tokens) % num_slots, num_slots)
-        return AdapterBatch(self._bank, tokens)
+        return AdapterBatch(tokens)
 
     def _acquired(self, slot: int, request: Request) -> None:
         has = request.spec.adapter != NO_ADAPTER

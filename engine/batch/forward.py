@@ -5,10 +5,11 @@ tensor is a copy, so that a launched forward never sees the table change.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import fields, replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,8 +26,7 @@ MAX_PADDING = 4
 _ONE_FULL = (None,)  # tables
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardBatch:
+class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     """A step's rows as consecutive ranges of tokens. Immutable.
 
     A request's pages are in one table or in several. A layer's KV is in the pages of one table
@@ -67,7 +67,7 @@ class ForwardBatch:
     @property
     def packed_bytes(self) -> int:
         """Bytes that `to` needs in its destination."""
-        return packed_bytes(self._tensors())
+        return packed_bytes(self.tensors())
 
     def padded(self, num_rows: int) -> "ForwardBatch":
         """Return a decode step padded to `num_rows` rows. `slots` stay unchanged."""
@@ -131,23 +131,31 @@ class ForwardBatch:
         The graph's inputs come first. If `into` has no room for all of `beside`, a second copy is
         made.
         """
-        own = self._tensors()
+        own = self.tensors()
         together = [*own, *beside]
         if into is None or packed_bytes(together) <= into.nbytes:
             uploaded = upload(together, device, into)
         else:
             uploaded = upload(own, device, into) + upload(beside, device)
-        tables = len(self.locations)
-        batch = ForwardBatch(
-            locations=tuple(uploaded[:tables]),
-            page_starts=tuple(uploaded[tables : 2 * tables]),
-            **dict(zip(_TENSORS, uploaded[2 * tables :], strict=False)),
-            num_decodes=self.num_decodes,
-            seen=self.seen,
-        )
+        batch = ForwardBatch.of(uploaded[: len(own)], self.num_decodes, self.seen)
         return batch, uploaded[len(own) :]
 
-    def _tensors(self) -> list[Tensor]:
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Tensor], num_decodes: int, seen: tuple[VisibleImage, ...]
+    ) -> "ForwardBatch":
+        """Return the batch with these `tensors`, which may be copies of those of another batch."""
+        tables = (len(tensors) - len(_TENSORS)) // 2
+        return cls(
+            locations=tuple(tensors[:tables]),
+            page_starts=tuple(tensors[tables : 2 * tables]),
+            **dict(zip(_TENSORS, tensors[2 * tables :], strict=True)),
+            num_decodes=num_decodes,
+            seen=seen,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, contiguous."""
         return [*self.locations, *self.page_starts, *(getattr(self, name) for name in _TENSORS)]
 
 

@@ -23,9 +23,12 @@ AXES = 3  # time, height, width
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisibleImage:
-    """Tokens [first, last) of an image. They start at token `place` of the step."""
+    """Tokens [first, last) of an image. They start at token `place` of the step.
 
-    image: Image
+    image: None on a rank that receives its embeddings from another one.
+    """
+
+    image: Image | None
     first: int
     last: int
     place: int

@@ -150,12 +150,12 @@ class DecodeGraphs:
         num_pages = num_rows * self._max_pages
         return decode_rehearsal(num_rows, self._num_tables, num_pages, self._state_pages)
 
-    def size_for(self, batch: ForwardBatch) -> int | None:
-        """Return the rows of the smallest graph for this step, or None if no graph fits."""
+    def size_for(self, batch: ForwardBatch) -> int:
+        """Return the rows of the smallest graph for this step, or 0 if no graph fits."""
         rows = batch.num_rows
         if batch.num_decodes != rows:
-            return None
-        return next((size for size in self._sizes if rows <= size and size in self._graphs), None)
+            return 0
+        return next((size for size in self._sizes if rows <= size and size in self._graphs), 0)
 
     def run(
         self, batch: ForwardBatch, size: int, beside: Sequence[Tensor]

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from torch import Tensor
 
-from engine.batch.batch import TO_GUESS, ScheduleBatch
+from engine.batch.batch import TO_GUESS, ForwardMode, ScheduleBatch
 from engine.batch.early_rows import PrestagedRows
 from engine.batch.forward import ForwardBatch
 from engine.batch.table import SlotTable
@@ -28,8 +27,10 @@ class SpeculativeStep:
     to_guess: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, batch: ScheduleBatch, table: SlotTable) -> Self:
+    def of(cls, batch: ScheduleBatch, table: SlotTable) -> "SpeculativeStep":
         """Return the data at the launch of a step."""
+        if batch.early is None and batch.mode is not ForwardMode.VERIFY:
+            return NOTHING  # as for most steps
         early, verified = PrestagedRows.of(batch, table), VerifiedRows.of(batch)
         return cls(early, verified, () if verified is None else _to_guess(batch, table))
 

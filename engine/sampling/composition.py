@@ -2,8 +2,8 @@
 tokens.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -14,9 +14,16 @@ from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.sampling.feature import FeatureInput, FeatureState, SamplingFeature
+from engine.sampling.heads import SAMPLES, HeadInputs, HiddenStates
 from engine.sampling.logit_edits import BadWordsFilter, LogitBias, Penalties
 from engine.sampling.logprobs import PromptLogprobs, PromptWork, SampledLogprobs
-from engine.sampling.pooling import PoolingFeature, PoolingHeads, PoolingWork
+from engine.sampling.pooling import (
+    Pooled,
+    PoolingFeature,
+    PoolingHeads,
+    PoolingWork,
+    nothing_sampled,
+)
 from engine.sampling.token_masks import AllowedTokens, GrammarMatcher, ThinkingBudget
 from kernels.sampling.sample import SamplingColumns, sample
 
@@ -81,6 +88,22 @@ _SAMPLED, _WAITING, _PROMPT, _POOLED, _FIRST = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SampledTokens:
+    """The tokens of a step and all that is reported with them, on the device.
+
+    Attributes:
+        tokens: int32 [samples of the step], as `sample` gives them.
+        told, prompt: columns of RowLogprobRequest, of samples and of prompts.
+        pooled: of the rows that generate no token.
+    """
+
+    tokens: Tensor
+    told: Mapping[str, Tensor] = field(default_factory=dict)
+    prompt: Mapping[str, Tensor] = field(default_factory=dict)
+    pooled: Pooled = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SamplingInputs:
     """The sampling work of one step.
 
@@ -104,6 +127,17 @@ class SamplingInputs:
         `prompt` first."""
         return [work.places for work in (self.prompt, self.pooling) if work is not None]
 
+    @property
+    def heads(self) -> HeadInputs:
+        """The inputs of the model's head."""
+        if self.prompt is None and self.pooling is None:
+            return SAMPLES
+        num_prompt = 0 if self.prompt is None else len(self.prompt.places)
+        if self.pooling is None:
+            return HeadInputs(num_prompt=num_prompt)
+        told = torch.from_numpy(self.pooling.told)
+        return HeadInputs(not self.pooling.only, num_prompt, told)
+
     def tensors(self) -> list[Tensor]:
         """Return all tensors, contiguous and in host memory."""
         tensors: list[Tensor] = [] if self.prompt is None else [self.prompt.targets]
@@ -115,14 +149,40 @@ class SamplingInputs:
             tensors += work.tensors()
         return tensors
 
-    def columns_of(
-        self, sent: Sequence[Tensor], early: Tensor | None = None
-    ) -> SamplingColumns | None:
-        """Return `columns` on the device.
+    def draws(
+        self, sent: Sequence[Tensor], early: Tensor | None
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a function that draws drafts from logits of samples, given their places.
+
+        A draft is drawn with the same noise as the token that will be sampled in its place. From
+        two similar distributions this mostly gives the same token.
 
         Args:
-            sent, early: as in `choose`.
+            sent, early: as in `_choose`.
         """
+        columns = self._columns(sent, early)
+        return lambda logits, places: sample(logits, columns and columns.at(places))
+
+    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        """Choose the tokens of a step. On the forward stream.
+
+        Args:
+            sent: `tensors()`, on the device.
+        """
+        logits = states.logits()
+        told: Mapping[str, Tensor] = {}
+        prompt: Mapping[str, Tensor] = {}
+        if states.inputs.chosen:
+            tokens, told = self._choose(next(logits), sent, states.early)
+        else:
+            tokens = nothing_sampled(states.samples)
+        if self.prompt is not None:
+            prompt, sent = self.prompt.run(logits, sent[0]), sent[1:]
+        pooled = () if self.pooling is None else self.pooling.run(states, logits, sent)
+        return SampledTokens(tokens, told, prompt, pooled)
+
+    def _columns(self, sent: Sequence[Tensor], early: Tensor | None) -> SamplingColumns | None:
+        """Return `columns` on the device."""
         if self.columns is None:
             return None
         first = self._first_column
@@ -136,7 +196,7 @@ class SamplingInputs:
         of_prompt = 0 if self.prompt is None else 1
         return of_prompt + (0 if self.pooling is None else len(self.pooling.tensors()))
 
-    def choose(
+    def _choose(
         self, logits: Tensor, sent: Sequence[Tensor], early: Tensor | None = None
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the rows' tokens, int32 [n], as `sample` gives them, and the features' outputs. On
@@ -146,10 +206,9 @@ class SamplingInputs:
             logits: [n, vocabulary], may be overwritten. The rows' own come first, then those before
                 drafts.
             sent: `tensors()`, on the device.
-            early: int32 [n], number of places by which each token comes earlier because drafts were
-                rejected. None: no token does.
+            early: see HiddenStates.
         """
-        columns = self.columns_of(sent, early)
+        columns = self._columns(sent, early)
         if not self.works:
             return sample(logits, columns), {}
         taken = self._first_column + (0 if columns is None else len(_COLUMNS))
@@ -167,7 +226,7 @@ class SamplingInputs:
         return tokens, told
 
 
-_NOTHING = SamplingInputs()
+NOTHING_ASKED = SamplingInputs()
 
 
 class SamplingFeatures:
@@ -197,7 +256,7 @@ class SamplingFeatures:
         slots = batch.slots.astype(np.intp)  # with which numpy indexes five times faster
         wanted = self._wanted[slots]
         if not np.count_nonzero(wanted):
-            return _NOTHING
+            return NOTHING_ASKED
         anybody = int(np.bitwise_or.reduce(wanted))
         columns = self._columns(batch, slots) if anybody & _SAMPLED else None
         if anybody == _SAMPLED:
@@ -247,7 +306,7 @@ class SamplingFeatures:
             SamplingInputs(columns, works, prompt=prompt),
             SamplingInputs(columns),
             SamplingInputs(None, works),
-            _NOTHING,
+            NOTHING_ASKED,
             *pooled,
         ]
 

@@ -6,7 +6,7 @@ they request further hidden states of a step. A prompt with this option is compu
 if it is in the cache.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from engine.batch.batch import Ints, ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.sampling.feature import FeatureState
+from engine.sampling.heads import PROMPT_SLICE
 from kernels.sampling.logprobs import logprobs
 
 
@@ -64,9 +65,6 @@ class SampledLogprobs:
         return _Work(torch.arange(num_rows), 1)
 
 
-SLICE = 256  # tokens whose logits fit in the reserved memory
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptWork:
     """The prompt logprobs of one step.
@@ -83,20 +81,16 @@ class PromptWork:
     targets: Tensor
     num_top: int
 
-    def run(
-        self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor
-    ) -> Mapping[str, Tensor]:
+    def run(self, logits: Iterator[Tensor], targets: Tensor) -> Mapping[str, Tensor]:
         """Compute the logprobs. On the forward stream.
 
         Args:
-            hidden: [n, hidden], of the tokens at `places`.
+            logits: of the tokens at `places`, PROMPT_SLICE at a time.
             targets: on the device.
         """
         parts = [
-            logprobs(to_logits(some).float(), wanted, self.num_top)
-            for some, wanted in zip(
-                torch.split(hidden, SLICE), torch.split(targets, SLICE), strict=True
-            )
+            logprobs(next(logits).float(), wanted, self.num_top)
+            for wanted in torch.split(targets, PROMPT_SLICE)
         ]
         chosen, top_tokens, top = (torch.cat(column) for column in zip(*parts, strict=True))
         return {"rows": self.rows, "chosen": chosen, "top_tokens": top_tokens, "top": top}
@@ -136,5 +130,5 @@ class PromptLogprobs:
 
     def rehearsal(self, num_tokens: int) -> PromptWork:
         """Return work on the first tokens of a step, at most one slice, for warm-up."""
-        places = torch.arange(min(num_tokens, SLICE))
+        places = torch.arange(min(num_tokens, PROMPT_SLICE))
         return PromptWork(places, places, places.int(), 1)

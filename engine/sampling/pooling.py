@@ -4,7 +4,7 @@ A step may mix them with other prompts. Its result for such a prompt is a part o
 parts of all chunks are added up, and where one token decides, the other parts are zero.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -17,9 +17,9 @@ from common.requests.pooling import PoolingMode
 from engine.batch.batch import NOT_FINITE, NOT_SAMPLED, ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
+from engine.sampling.heads import SCORED_SLICE, HiddenStates
 
 SLICE = 1024  # tokens whose float32 states fit in the reserved memory
-LOGITS_SLICE = 32  # rows whose log-probabilities fit in the reserved memory
 
 _Rows: TypeAlias = NDArray[np.intp]
 # Parts of results: row numbers, and float32 [rows, any].
@@ -36,14 +36,6 @@ class PoolingHeads(Protocol):
     def num_labels(self) -> int: ...
 
 
-class PoolingModel(Protocol):
-    """The heads applied to hidden states [n, hidden]."""
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-    def labels(self, hidden: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingWork:
     """The pooling work of one step.
@@ -54,7 +46,8 @@ class PoolingWork:
         summed: rows whose result is a sum of hidden states.
         sources: int64 [m], places of these states among all that the forward returns.
         owners: int64 [m], the row of each state, as a place in `summed`.
-        labelled, told: rows whose last state goes through the heads.
+        labelled: rows whose last state goes through the head for classes.
+        told: rows whose last state goes through the model's head, see HeadInputs.
         tokens: int64 [told, k], padded with 0.
     """
 
@@ -69,18 +62,18 @@ class PoolingWork:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, contiguous and in host memory."""
-        rows = [torch.from_numpy(rows) for rows in (self.labelled, self.told)]
-        return [self.sources, self.owners, *rows, self.tokens]
+        return [self.sources, self.owners, torch.from_numpy(self.labelled), self.tokens]
 
-    def run(self, model: PoolingModel, hidden: Tensor, sent: Sequence[Tensor]) -> Pooled:
+    def run(self, states: HiddenStates, logits: Iterator[Tensor], sent: Sequence[Tensor]) -> Pooled:
         """Compute the results. On the forward stream.
 
         Args:
-            hidden: [any, hidden], first those of each row's last token, and at the end those at
-                `places`.
+            states: first those of each row's last token, and at the end those at `places`.
+            logits: of the rows `told`, SCORED_SLICE at a time.
             sent: `tensors()`, on the device.
         """
-        sources, owners, labelled, told, tokens = sent[:5]
+        hidden = states.hidden
+        sources, owners, labelled, tokens = sent[:4]
         parts: list[tuple[_Rows, Tensor]] = []
         if len(self.summed):
             shape = len(self.summed), hidden.shape[1]
@@ -91,13 +84,11 @@ class PoolingWork:
                 sums.index_add_(0, whose, hidden[some].float())
             parts.append((self.summed, sums))
         if len(self.labelled):
-            parts.append((self.labelled, model.labels(hidden[labelled]).float()))
+            parts.append((self.labelled, states.model.labels(hidden[labelled]).float()))
         if len(self.told):
             likely = [
-                model.logits(hidden[some]).float().log_softmax(dim=-1).gather(1, wanted)
-                for some, wanted in zip(
-                    torch.split(told, LOGITS_SLICE), torch.split(tokens, LOGITS_SLICE), strict=True
-                )
+                next(logits).float().log_softmax(dim=-1).gather(1, wanted)
+                for wanted in torch.split(tokens, SCORED_SLICE)
             ]
             parts.append((self.told, torch.cat(likely)))
         return parts
@@ -164,7 +155,7 @@ class PoolingFeature:
     def rehearsal(self, num_rows: int, num_tokens: int, heads: PoolingHeads) -> PoolingWork:
         """Return work on dummy rows and on all tokens of a step, for warm-up."""
         rows = np.arange(num_rows)
-        told = rows[: LOGITS_SLICE if heads.generates else 0]
+        told = rows[: SCORED_SLICE if heads.generates else 0]
         places = torch.arange(num_tokens)
         return PoolingWork(
             only=True,

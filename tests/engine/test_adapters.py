@@ -18,6 +18,7 @@ from common.errors import (
     Overloaded,
 )
 from engine.adapters.adapters import (
+    NO_ADAPTERS,
     AdapterBank,
     AdapterManager,
     bank_bytes,
@@ -379,9 +380,9 @@ def test_a_request_that_leaves_the_line_holds_nothing(rig):
 
 def test_a_step_without_adapters_is_asked_for_nothing():
     nobody = no_adapters(SlotTable(4, 64, 16))
-    assert nobody.build(None) is nobody.nothing
-    assert nobody.nothing.tensors() == []
-    assert nobody.nothing.adapted([]) is None
+    assert nobody.build(None) is NO_ADAPTERS
+    assert NO_ADAPTERS.tensors() == []
+    assert NO_ADAPTERS.adapted(nobody.bank, []) is None
 
 
 # While the engine goes on ------------------------------------------------------------------------

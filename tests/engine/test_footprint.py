@@ -64,7 +64,7 @@ class FakeGpu:
 
 
 class FakeRunner:
-    """Takes what a ModelRunner takes, in the order in which it does."""
+    """A runner, as far as it is measured."""
 
     def __init__(self, gpu, *, state=0, forward=0, largest=0, others=0, sizes=()):
         self._gpu, self._forward, self._sizes = gpu, forward, sizes
@@ -134,7 +134,7 @@ def test_what_is_measured_has_all_that_a_runner_has_and_its_largest_step(measuri
         measured.append((make_runner(), num_tokens))
         return MemoryFootprint(1, 2, 3)
 
-    monkeypatch.setattr(footprint_module, "ModelRunner", runner)
+    monkeypatch.setattr(footprint_module, "make_runner", runner)
     monkeypatch.setattr(footprint_module, "every_feature", lambda *_: "every feature")
     monkeypatch.setattr(footprint_module, "footprint_of", measure)
     _, shape, _ = measuring
@@ -153,7 +153,7 @@ def test_what_was_measured_with_is_given_back(measuring, monkeypatch):
             self.itself = self  # as what a real one is made of refers to each other
             weakref.finalize(self, gpu.give, 3 * GIB)
 
-    monkeypatch.setattr(footprint_module, "ModelRunner", Runner)
+    monkeypatch.setattr(footprint_module, "make_runner", Runner)
     threads = set(threading.enumerate())
     found = measure_footprint(*measuring, max_running=7, graphs=False)
     assert found == MemoryFootprint(state=3 * GIB, forward=GIB, graphs=0)

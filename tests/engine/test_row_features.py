@@ -23,7 +23,12 @@ class Constant:
 
     def __init__(self):
         self.spec = SimpleNamespace(
-            vocabulary_size=len(LOGITS), eos_token_ids=(EOS,), draft=None, layers=(PagedKV(1, 2),)
+            vocabulary_size=len(LOGITS),
+            eos_token_ids=(EOS,),
+            draft=None,
+            layers=(PagedKV(1, 2),),
+            generates=True,
+            num_labels=0,
         )
         self.device, self.dtype = CPU, torch.float32
 

@@ -72,7 +72,12 @@ class Scripted:
 
     def __init__(self, logits):
         self.spec = SimpleNamespace(
-            vocabulary_size=8, eos_token_ids=(7,), layers=(PagedKV(1, 2),), draft=None
+            vocabulary_size=8,
+            eos_token_ids=(7,),
+            layers=(PagedKV(1, 2),),
+            draft=None,
+            generates=True,
+            num_labels=0,
         )
         self.device, self.dtype = CPU, torch.float32
         self._logits = logits

@@ -14,7 +14,7 @@ from engine.build import prepare
 from engine.kv_cache.kv import KVPool
 from engine.models import Model, load
 from engine.models.blocks.late_states import LateStates
-from engine.runner import runner as runner_module
+from engine.runner import forwards as forwards_module
 from kernels import device
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps
@@ -56,7 +56,7 @@ def test_a_zero_fill_on_another_stream_is_found(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Find a former bug: a runner's buffers were zeroed on the stream of their creator."""
-    monkeypatch.setattr(runner_module, "made_on", lambda stream, make: make())
+    monkeypatch.setattr(forwards_module, "made_on", lambda stream, make: make())
     with followed() as order:
         model = load(checkpoint, GPU, torch.bfloat16)
         serve(Steps(model, num_slots=NUM_SLOTS, recorder=order.record), 3)

@@ -5,8 +5,8 @@
 A step consists of a poll of an empty inbox, next_batch, the forward's tensors, and finish. The
 figures are thread CPU time, so that other processes on the machine hardly count: the median over
 the steps, and its growth per request. Random sampling needs more columns of tensors than greedy.
-The bench also measures the tensors alone for steps with much context, and their packing for the
-single copy to the device.
+The bench also measures the tensors alone for steps with much context, their packing for the single
+copy to the device, and their encoding for another rank.
 
 For comparison: vLLM 0.33's scheduler alone (schedule and update_from_output) needs 79 us at 1
 request, 1850 us at 64, 6600 us at 256, and 39000 us at 1024 requests on such a machine.
@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -26,6 +27,7 @@ from common.config import EngineConfig, SchedulerConfig
 from common.page_tables import PageTables
 from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
+from engine.adapters.adapters import no_adapters
 from engine.batch.batch import BatchResult, ForwardMode, ScheduleBatch
 from engine.batch.forward import BatchBuilder
 from engine.batch.limits import RequestLimits
@@ -33,7 +35,10 @@ from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.core import CoreShape, EngineCore
 from engine.loop.loop import EventLoop
-from engine.sampling.composition import SamplingFeatures, every_feature
+from engine.runner.launch_message import encode
+from engine.runner.step import Step
+from engine.runner.step_builder import StepBuilder
+from engine.sampling.composition import every_feature
 from engine.scheduler.scheduler import Scheduler
 from tools.bench.support import record
 
@@ -67,16 +72,14 @@ class _NullLaunched:
 
 @dataclass(eq=False)
 class _NullRunner:
-    """A runner that builds the forward's tensors and discards them."""
+    """A runner that builds steps and discards them."""
 
-    builder: BatchBuilder
-    features: SamplingFeatures
+    builder: StepBuilder
     building_s: float = 0.0
 
     def launch(self, batch: ScheduleBatch) -> _NullLaunched:
         began = time.thread_time()
-        self.builder.build(batch)
-        self.features.build(batch)
+        self.builder.build(batch, lambda rows: 0)
         self.building_s = time.thread_time() - began
         return _NullLaunched(batch)
 
@@ -119,7 +122,8 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     )
     scheduler = Scheduler(config, core, lambda request, pages: None)
     features = every_feature(core.table, VOCABULARY, (EOS,), torch.device("meta"))
-    role, runner = _BenchRole(scheduler), _NullRunner(BatchBuilder(core.table), features)
+    builder = StepBuilder(core.table, features, no_adapters(core.table))
+    role, runner = _BenchRole(scheduler), _NullRunner(builder)
     rng = np.random.default_rng(0)
     for key in range(batch_size):
         # Different lengths, so that the usual number of requests needs a page in each step.
@@ -189,18 +193,23 @@ def measure_tensors(name: str, steps: int) -> dict[str, Any]:
     )
     num_bytes = builder.build(batch).packed_bytes
     into = torch.empty(num_bytes, dtype=torch.uint8)
-    building, packing = [], []
+    building, packing, encoding = [], [], []
     for _ in range(steps):
         began = time.thread_time()
         inputs = builder.build(batch)
         built = time.thread_time()
         inputs.to(into.device, into)
-        packing.append(time.thread_time() - built)
+        packed = time.thread_time()
+        msgspec.msgpack.encode(encode(Step(inputs), into.numpy()))
+        encoding.append(time.thread_time() - packed)
+        packing.append(packed - built)
         building.append(built - began)
     return {
         "contexts": name,
         "tensors_us": round(statistics.median(building) * 1e6, 1),
         "packing_us": round(statistics.median(packing) * 1e6, 1),
+        "encoding_us": round(statistics.median(encoding) * 1e6, 1),
+        "least_encoding_us": round(min(encoding) * 1e6, 1),
         "bytes": num_bytes,
     }
 
@@ -232,6 +241,8 @@ def main() -> None:
         "contexts": "{contexts}",
         "us of tensors": "{tensors_us:.0f}",
         "of packing": "{packing_us:.0f}",
+        "of encoding": "{encoding_us:.0f}",
+        "least": "{least_encoding_us:.0f}",
         "bytes to the device": "{bytes}",
     }
     record.table(contexts, columns)

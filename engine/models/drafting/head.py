@@ -7,11 +7,11 @@ that continues after a token, on this node or another one, has that page.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from engine.batch.batch import TO_GUESS

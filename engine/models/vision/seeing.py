@@ -89,6 +89,7 @@ class VisionTower:
             x: [num_tokens, hidden], of a step. Changed in place.
         """
         for part in seen:
+            assert part.image is not None
             rows = x[part.place : part.place + part.last - part.first]
             rows.copy_(self._embeddings(part.image)[part.first : part.last])
 

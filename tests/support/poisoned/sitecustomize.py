@@ -31,29 +31,36 @@ class _Poisoner(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            _poison(module.ModelRunner)
+            _poison(module.StepBuilder, module.Forwards)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _poison(runner: Any) -> None:
-    swap = runner._swap
+def _poison(builder: Any, forwards: Any) -> None:
+    build, swap = builder.build, forwards._swap
+    deadly: list[Any] = []
 
-    def poisoned(self: Any, batch: Any) -> None:
-        """Comes before every forward, on its stream."""
-        poison, at = self._builder._table.tokens[batch.slots, :2].T
+    def poisoned_build(self: Any, batch: Any, graph_of: Any) -> Any:
+        poison, at = self._table.tokens[batch.slots, :2].T
         decodes = batch.ends - batch.starts == 1
+        step, sampling = build(self, batch, graph_of)
         if ((poison == POISON) & (batch.ends >= at) & (decodes | (at == 0))).any():
+            deadly.append(step)
+        return step, sampling
+
+    def poisoned_swap(self: Any, step: Any) -> None:
+        """Comes before every forward, on its stream."""
+        if step in deadly:
             self._stream.submit(threading.Event().wait)
             raise RuntimeError(DEADLY)
         time.sleep(float(os.environ.get("STEP_S", "0")))
         stuck = Path(os.environ.get("STUCK_DIRECTORY", "/nonexistent"), str(os.getpid()))
         while stuck.exists():
             time.sleep(0.05)
-        swap(self, batch)
+        swap(self, step)
 
-    runner._swap = poisoned
+    builder.build, forwards._swap = poisoned_build, poisoned_swap
 
 
 sys.meta_path.insert(0, _Poisoner())

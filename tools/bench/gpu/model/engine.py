@@ -28,7 +28,7 @@ from engine.kv_cache.pages import PageHolder
 from engine.loop.loop import EventLoop
 from engine.models import Model
 from engine.runner.graphs import CudaRecorder, Graph, Recorder
-from engine.runner.runner import ModelRunner
+from engine.runner.runner import make_runner
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sampling.composition import every_feature
 from engine.scheduler.scheduler import Scheduler
@@ -102,7 +102,7 @@ class DecodeEngine:
         recorder = _recorder(setting) if way.graphs else None
         host_pool = HostPool(pool.layout, 0, model.device)
         features = every_feature(table, spec.vocabulary_size, spec.eos_token_ids, model.device)
-        runner = ModelRunner(
+        runner = make_runner(
             model, pool, host_pool, table, features, no_adapters(table), self._stream, recorder
         )
         if way.graphs:

@@ -1,0 +1,312 @@
+"""Runs steps of a model on the forward stream, and never waits for them. Knows no requests."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Protocol, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.adapters.adapters import AdapterBank, AdapterStep
+from engine.batch.forward import ForwardBatch
+from engine.batch.upload import divided, upload
+from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
+from engine.models import Model, ModelSpec
+from engine.models.blocks.late_states import LateStates
+from engine.runner.graphs import DecodeGraphs, Recorder
+from engine.runner.launched import StepOutput
+from engine.runner.speculated import SettledDrafts
+from engine.runner.step import Step
+from engine.runner.stream import DeviceStream, StreamEvent, made_on
+from engine.sampling.composition import SampledTokens
+from engine.sampling.heads import HiddenStates
+
+# Draws int32 [n] drafts from logits [n, any] of the samples at places int64 [n].
+Draw: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+class TokenSampling(Protocol):
+    """The choice of a step's tokens. `sent` are its `tensors` on the device."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return tensors in host memory, contiguous, that go to the device with the step's."""
+        ...
+
+    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
+        """Return how drafts are drawn. On the forward stream.
+
+        Args:
+            early: see HiddenStates.
+        """
+        ...
+
+    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        """Choose the tokens. On the forward stream."""
+        ...
+
+
+# Launches the sampling of a launched forward: the sampling work, tensors that go to the device
+# after those of the forward, and where the results are written.
+SampleLater: TypeAlias = Callable[[TokenSampling, Sequence[Tensor], StepOutput], StreamEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSizes:
+    """The sizes of the largest decode step.
+
+    Attributes:
+        max_pages: of one row, in all page tables together.
+        sampling_bytes: of the packed tensors of its sampling work.
+    """
+
+    num_slots: int
+    max_pages: int
+    sampling_bytes: int = 0
+
+
+class FutureMap:
+    """The last tokens by slot. Written after sampling and read at the start of the next forward,
+    both on the forward stream.
+
+    A step's input refers to a token that the CPU does not know as -(slot + 1).
+
+    Attributes:
+        tokens: int32 [num_slots].
+        rejected: int32 [num_slots], number of rejected drafts. Valid for slots whose row had drafts
+            in the previous step.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.rejected = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    def store(self, slots: Tensor, tokens: Tensor, rejected: Tensor | None = None) -> None:
+        """Store tokens[i] as the last one of slots[i] (int64, distinct).
+
+        A row without a valid token (a negative one) still takes part in a step that is launched
+        before the CPU knows. It gets token 0, and its result is discarded.
+        """
+        self.tokens.index_copy_(0, slots, tokens.clamp(min=0))
+        if rejected is not None:
+            self.rejected.index_copy_(0, slots, rejected)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Forward:
+    """A forward whose tokens are sampled later. Written and read by the forward stream.
+
+    Attributes:
+        sent: tensors of the sampling work, on the device.
+        late: pending state updates, if rows have drafts.
+    """
+
+    step: SettledDrafts
+    states: HiddenStates
+    sent: Sequence[Tensor]
+    late: LateStates | None = None
+
+
+class Forwards:
+    """The forwards of a model over a pool. Engine thread only.
+
+    Args:
+        bank: of the adapters of steps.
+        recorder: of the graphs of decode steps. None: every step is launched kernel by kernel.
+            Steps that have a row with an adapter always are.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        host_pool: HostPool,
+        bank: AdapterBank,
+        stream: DeviceStream,
+        sizes: ForwardSizes,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._host_pool = host_pool
+        self._bank = bank
+        self._stream = stream
+        self._sizes = sizes
+        self._future = made_on(stream, lambda: FutureMap(sizes.num_slots, model.device))
+        self._graphs = None if recorder is None else self._made_graphs(recorder)
+
+    def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "Forwards":
+        """Return the forwards of the same model over another host pool. The two must not be used
+        at the same time."""
+        beside = self._bank, self._stream, self._sizes
+        return Forwards(self._model, self._pool, host_pool, *beside, recorder)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._model.spec
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Rows of the graphs for which `capture` is to be called, descending."""
+        return self._graphs.sizes if self._graphs is not None else ()
+
+    def graph_of(self, rows: ForwardBatch) -> int:
+        """Return the rows of the smallest graph for a step. 0: no captured graph fits."""
+        return 0 if self._graphs is None else self._graphs.size_for(rows)
+
+    def capture(self, size: int) -> None:
+        """Capture one of `graph_sizes`, and wait until it is done. Until then, steps that it would
+        fit use a larger graph or none."""
+        graphs = self._graphs
+        assert graphs is not None
+        self._enqueue(lambda: graphs.capture(size)).wait()
+
+    def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
+        """Enqueue a step.
+
+        The order is: swap out, swap in, adapters, forward, sampling, and the copy of the tokens to
+        host memory. A step without rows has only the first two.
+        """
+
+        def work() -> None:
+            self._swap(step)
+            if step.rows is not None:
+                self._sample(self._forward(step, step.rows, sampling), sampling, output)
+
+        return self._enqueue(work)
+
+    def launch_forward(
+        self, step: Step, sampling: TokenSampling
+    ) -> tuple[StreamEvent, SampleLater]:
+        """Enqueue a step with rows without its sampling, and return how that is launched."""
+        rows, done = step.rows, list[_Forward]()
+        assert rows is not None
+
+        def work() -> None:
+            self._swap(step)
+            done.append(self._forward(step, rows, sampling))
+
+        def launch(
+            whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
+        ) -> StreamEvent:
+            def work() -> None:
+                sent = [*done[0].sent, *upload(added, self._model.device)]
+                self._sample(replace(done[0], sent=sent), whole, output)
+
+            return self._enqueue(work)
+
+        return self._enqueue(work), launch
+
+    def _made_graphs(self, recorder: Recorder) -> DecodeGraphs:
+        sizes, tables = self._sizes, self._pool.layout.tables
+        return made_on(
+            self._stream,
+            lambda: DecodeGraphs(
+                self._eager,
+                recorder,
+                self._model.device,
+                max_rows=sizes.num_slots,
+                num_tables=tables.num_tables,
+                max_pages=sizes.max_pages,
+                state_pages=tables.state_pages,
+                beside_bytes=sizes.sampling_bytes,
+            ),
+        )
+
+    def _enqueue(self, work: Callable[[], None]) -> StreamEvent:
+        def enqueue() -> None:
+            with torch.inference_mode():
+                work()
+
+        return self._stream.submit(enqueue)
+
+    def _swap(self, step: Step) -> None:
+        if step.swap_out is not None:
+            swap_out(self._pool, self._host_pool, step.swap_out)
+        if step.swap_in is not None:
+            swap_in(self._pool, self._host_pool, step.swap_in)
+
+    def _forward(self, step: Step, rows: ForwardBatch, sampling: TokenSampling) -> _Forward:
+        """Run the forward, and copy the tensors that go to the device with its inputs."""
+        step.adapters.fill(self._bank)
+        beside, heads = sampling.tensors(), step.heads
+        if step.graph:
+            assert self._graphs is not None
+            uploaded, sent, hidden = self._graphs.run(rows, step.graph, beside)
+            settled = SettledDrafts(uploaded)
+            states = HiddenStates(self._model, heads, hidden, settled.num_chosen)
+            return _Forward(settled, states, sent)
+        speculated, adapters = step.speculated, step.adapters
+        parts = beside, speculated.tensors(), adapters.tensors(), heads.tensors()
+        uploaded, sent = rows.to(self._model.device, beside=[*chain(*parts)])
+        of_rows, of_drafts, of_adapters, of_heads = divided(sent, parts)
+        page_size = self._pool.layout.page_size
+        settled = speculated.settled(uploaded, of_drafts, self._future.rejected, page_size)
+        early = settled.early_chosen
+        if speculated.to_guess:
+            draw = sampling.draws(of_rows, early)
+            settled = replace(settled, batch=self._guessed(settled, speculated.to_guess, draw))
+        adapted = adapters.adapted(self._bank, of_adapters)
+        late = None if settled.verified is None else LateStates()
+        hidden = self._eager(settled.batch, adapted, late)
+        heads = heads.on_device(of_heads)
+        states = HiddenStates(self._model, heads, hidden, settled.num_chosen, early)
+        return _Forward(settled, states, of_rows, late)
+
+    def _guessed(self, step: SettledDrafts, num_rows: Sequence[int], draw: Draw) -> ForwardBatch:
+        """Return the batch with guessed drafts."""
+        drafter, verified = self._model.drafter, step.verified
+        assert drafter is not None and verified is not None
+
+        def draw_of(logits: Tensor, number: int) -> Tensor:
+            return draw(logits, verified.samples[: len(logits), number])
+
+        token_ids = drafter.guess(step.batch, num_rows, self._future.tokens, self._pool, draw_of)
+        return msgspec.structs.replace(step.batch, token_ids=token_ids)
+
+    def _eager(
+        self,
+        uploaded: ForwardBatch,
+        adapted: AdapterStep | None = None,
+        late: LateStates | None = None,
+    ) -> Tensor:
+        return self._model.forward(uploaded, self._pool, self._future.tokens, adapted, late)
+
+    def _sample(self, forward: _Forward, sampling: TokenSampling, output: StepOutput) -> None:
+        """Choose the tokens, store them for the next step, and copy them to the host."""
+        sampled = sampling.sample(forward.states, forward.sent)
+        tokens = sampled.tokens
+        if forward.states.inputs.chosen:
+            tokens = self._keep(forward, tokens, output)
+        output.tokens = _to_host(tokens)
+        output.told = _all_to_host(sampled.told)
+        output.prompt = _all_to_host(sampled.prompt)
+        output.pooled = [(rows, _to_host(values)) for rows, values in sampled.pooled]
+
+    def _keep(self, forward: _Forward, tokens: Tensor, output: StepOutput) -> Tensor:
+        """Store the tokens for the next step, and return the newest one of each row."""
+        step, rejected = forward.step, None
+        if step.verified is not None:
+            verified = step.verified.judge(step.batch.token_ids, tokens)
+            tokens, rejected = verified.newest, verified.rejected
+            output.runs = _to_host(verified.tokens), _to_host(verified.counts)
+            if forward.late is not None:
+                forward.late.write(step.batch.states_after(verified.counts))
+            if (drafter := self._model.drafter) is not None:
+                drafter.go_on_from(step.batch, step.batch.sampled[verified.last], self._pool)
+        self._future.store(step.batch.slots, tokens, rejected)
+        return tokens
+
+
+def _all_to_host(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _to_host(column) for name, column in columns.items()}
+
+
+def _to_host(tokens: Tensor) -> Tensor:
+    """Copy to the host. From a device the copy is asynchronous, and valid after the stream has
+    passed it."""
+    if tokens.device.type == "cpu":
+        return tokens
+    host = torch.empty_like(tokens, device="cpu", pin_memory=True)
+    return host.copy_(tokens, non_blocking=True)

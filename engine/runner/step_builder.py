@@ -1,0 +1,102 @@
+"""Builds steps from the scheduler's decisions and the request table."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from engine.adapters.adapters import AdapterManager
+from engine.batch.batch import ScheduleBatch
+from engine.batch.forward import BatchBuilder, ForwardBatch
+from engine.batch.table import SlotTable
+from engine.batch.upload import packed_bytes
+from engine.models.spec import ModelSpec
+from engine.runner.forwards import ForwardSizes
+from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
+from engine.runner.speculated import NOTHING, SpeculativeStep
+from engine.runner.step import Step
+from engine.sampling.composition import NOTHING_ASKED, SamplingFeatures, SamplingInputs
+from engine.sampling.heads import HeadInputs
+
+
+class StepBuilder:
+    """The requests of an engine as steps need them. Engine thread only.
+
+    Args:
+        features, adapters: of the requests of the table.
+    """
+
+    def __init__(
+        self, table: SlotTable, features: SamplingFeatures, adapters: AdapterManager
+    ) -> None:
+        self._table = table
+        self._rows = BatchBuilder(table)
+        self._features = features
+        self._adapters = adapters
+
+    def sizes(self, spec: ModelSpec) -> ForwardSizes:
+        """Return the sizes of the largest steps of a model."""
+        num_slots, max_pages = self._table.num_slots, self._table.page_table[0].size
+        sampling = self._features.rehearsals(num_slots, 0, spec)
+        num_bytes = packed_bytes(sampling[0].tensors()) if sampling else 0
+        return ForwardSizes(num_slots, max_pages, num_bytes)
+
+    def build(
+        self, batch: ScheduleBatch, graph_of: Callable[[ForwardBatch], int]
+    ) -> tuple[Step, SamplingInputs]:
+        """Build a step at its launch, and the work of choosing its tokens. All of it is copied.
+
+        Args:
+            graph_of: rows of the captured graph for a step. 0: there is none.
+        """
+        if not len(batch.slots):
+            return Step(swap_out=batch.swap_out, swap_in=batch.swap_in), NOTHING_ASKED
+        rows, sampling = self._rows.build(batch), self._features.build(batch)
+        adapters = self._adapters.build(batch)
+        speculated = SpeculativeStep.of(batch, self._table)
+        graph = 0
+        if places := sampling.places:
+            rows = rows.wanting(torch.cat(places))
+        elif not speculated and adapters.tokens is None:
+            graph = graph_of(rows)
+        copies = batch.swap_out, batch.swap_in
+        return Step(rows, speculated, adapters, sampling.heads, graph, *copies), sampling
+
+    def build_late(self, batch: ScheduleBatch, sampling: SamplingInputs) -> SamplingInputs:
+        """Return the part of the sampling work that had to wait for the previous step."""
+        return SamplingInputs(works=self._features.build_late(batch, sampling.late))
+
+    def rehearsals(self, num_tokens: int, spec: ModelSpec) -> Iterator[tuple[Step, SamplingInputs]]:
+        """Yield the largest steps of a model, over dummy tokens, for warm-up. They write no page.
+
+        Args:
+            num_tokens: of the largest forward, at least one for each slot.
+        """
+        num_slots, tables = self._table.num_slots, self._table.tables
+        num_tables, state_pages = tables.num_tables, tables.state_pages
+        mixed = mixed_rehearsal(num_tokens, num_slots, num_tables, tables.page_size, state_pages)
+        decode = decode_rehearsal(num_slots, num_tables, state_pages=state_pages)
+        for sampling in self._features.rehearsals(num_slots, num_tokens, spec):
+            yield _rehearsal(mixed, sampling), sampling
+        for sampling in self._features.rehearsals(num_slots, 0, spec):
+            yield _rehearsal(decode, sampling), sampling
+        if num_slots > 1:  # otherwise there is no slot for a draft
+            verify, told = verify_rehearsal(
+                num_slots // 2, num_tables, tables.page_size, state_pages
+            )
+            speculated = SpeculativeStep.of(told, self._table)
+            if spec.draft is not None:
+                speculated = replace(speculated, to_guess=(len(told.slots),))
+            for sampling in self._features.rehearsals(told.num_tokens, 0, spec):
+                yield _rehearsal(verify, sampling, speculated), sampling
+        adapters = self._adapters.rehearsal(num_tokens)
+        if adapters.tokens is not None:
+            yield Step(mixed, adapters=adapters, heads=HeadInputs(chosen=False)), NOTHING_ASKED
+
+
+def _rehearsal(
+    rows: ForwardBatch, sampling: SamplingInputs, speculated: SpeculativeStep = NOTHING
+) -> Step:
+    if places := sampling.places:
+        rows = rows.wanting(torch.cat(places))
+    return Step(rows, speculated, heads=sampling.heads)

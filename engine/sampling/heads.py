@@ -1,0 +1,88 @@
+"""The inputs of a model's head in one step, and the hidden states that they are part of.
+
+All ranks apply the head to the same inputs in the same order, although only one of them samples.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+PROMPT_SLICE = 256  # tokens whose logits fit in the reserved memory
+SCORED_SLICE = 32  # rows whose log-probabilities fit in the reserved memory
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
+class ModelHeads(Protocol):
+    """The heads of a model, for hidden states [n, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def labels(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadInputs:
+    """The inputs of the head in one step, in their order.
+
+    Attributes:
+        chosen: whether a token is sampled after each of the step's samples. If not, their states
+            do not go through the head.
+        num_prompt: number of prompt tokens with log-probabilities. Their states follow those of
+            the samples.
+        scored: int64 [any], rows with token scores.
+    """
+
+    chosen: bool = True
+    num_prompt: int = 0
+    scored: Tensor = _NO_ROWS
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, contiguous and in host memory."""
+        return [self.scored] if len(self.scored) else []
+
+    def on_device(self, sent: Sequence[Tensor]) -> "HeadInputs":
+        """Return the same object with the uploaded copies of its `tensors`."""
+        return replace(self, scored=sent[0]) if sent else self
+
+
+SAMPLES = HeadInputs()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HiddenStates:
+    """The result of a forward, on the device. Forward stream only.
+
+    Attributes:
+        inputs: of the head, on the device.
+        hidden: [any, hidden], of ForwardBatch.sampled.
+        num_samples: the first of them, after which a token may be sampled.
+        early: int32 [num_samples], number of places by which each token comes earlier because
+            drafts were rejected. None: no token does.
+    """
+
+    model: ModelHeads
+    inputs: HeadInputs
+    hidden: Tensor
+    num_samples: int
+    early: Tensor | None = None
+
+    @property
+    def samples(self) -> Tensor:
+        return self.hidden[: self.num_samples]
+
+    def logits(self) -> Iterator[Tensor]:
+        """Apply the head to each of its inputs when it is requested: the samples, then slices of
+        prompts, then slices of rows with token scores."""
+        inputs, to_logits = self.inputs, self.model.logits
+        if inputs.chosen:
+            yield to_logits(self.samples)
+        if inputs.num_prompt:
+            of_prompts = self.hidden[self.num_samples :][: inputs.num_prompt]
+            for some in torch.split(of_prompts, PROMPT_SLICE):
+                yield to_logits(some)
+        if len(inputs.scored):
+            for rows in torch.split(inputs.scored, SCORED_SLICE):
+                yield to_logits(self.hidden[rows])

@@ -1,0 +1,552 @@
+"""A second rank runs every step of the first one from bytes, and has the same logits and pages."""
+
+import copy
+import queue
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from common.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from common.requests.images import Image
+from common.requests.pooling import PoolingMode, PoolingParams
+from common.requests.sampling import SamplingParams
+from engine.adapters.adapters import bank_of
+from engine.batch.images import VisibleImage
+from engine.build import Engine, build
+from engine.kv_cache.kv import HostPool, KVPool
+from engine.loop.loop import EventLoop
+from engine.models import Model
+from engine.runner.forwards import Forwards
+from engine.runner.launch_message import Launch, block_bytes, decode, encode
+from engine.runner.launched import StepOutput
+from engine.runner.runner import ModelRunner
+from engine.runner.step import Step
+from engine.runner.stream import StreamEvent, WorkerStream
+from engine.sampling.composition import SampledTokens
+from engine.sampling.heads import HiddenStates
+from tests.support.adapters import make_adapter
+from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.specs import make_request
+from tests.support.vision import make_vision_checkpoint, picture, with_images
+
+PATIENCE_S = 120.0
+CHUNK = 32
+HEADER_BYTES = 1000
+
+
+class Wire:
+    """The tensors that the first rank's forward stream sends to the second one's, in order."""
+
+    def __init__(self) -> None:
+        self._sent: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    def send(self, tensor: Tensor) -> Tensor:
+        self._sent.put(tensor.clone())
+        return tensor
+
+    def receive(self) -> Tensor:
+        return self._sent.get(timeout=PATIENCE_S)
+
+    def receive_same(self, tensor: Tensor) -> None:
+        sent = self.receive()
+        assert sent.dtype == tensor.dtype and torch.equal(sent, tensor)
+
+
+class Sending:
+    """The heads of the first rank's model."""
+
+    def __init__(self, heads: Any, wire: Wire) -> None:
+        self.labels = heads.labels
+        self._heads, self._wire = heads, wire
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._wire.send(self._heads.logits(hidden))
+
+
+class FirstSampling:
+    """The sampling of the first rank, which sends logits and tokens."""
+
+    def __init__(self, sampling: Any, wire: Wire) -> None:
+        self._sampling, self._wire = sampling, wire
+
+    def tensors(self) -> list[Tensor]:
+        return self._sampling.tensors()
+
+    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Any:
+        draw, wire = self._sampling.draws(sent, early), self._wire
+        return lambda logits, places: wire.send(draw(wire.send(logits), places))
+
+    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        states = replace(states, model=Sending(states.model, self._wire))
+        sampled = self._sampling.sample(states, sent)
+        self._wire.send(sampled.tokens)
+        return sampled
+
+
+class SecondSampling:
+    """The second rank has no sampling work: it applies the head and receives the tokens."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Any:
+        def draw(logits: Tensor, places: Tensor) -> Tensor:
+            self._wire.receive_same(logits)
+            return self._wire.receive()
+
+        return draw
+
+    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        for logits in states.logits():
+            self._wire.receive_same(logits)
+        return SampledTokens(self._wire.receive())
+
+
+class SendingTower:
+    """The image encoder of the first rank."""
+
+    def __init__(self, tower: Any, wire: Wire) -> None:
+        self._tower, self._wire = tower, wire
+
+    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> None:
+        self._tower.embed(seen, x)
+        for part in seen:
+            self._wire.send(x[part.place : part.place + part.last - part.first])
+
+
+class ReceivingTower:
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> None:
+        for part in seen:
+            x[part.place : part.place + part.last - part.first] = self._wire.receive()
+
+
+@dataclass(eq=False)
+class Following:
+    """A step that the second rank runs, and what the first rank has made of it."""
+
+    event: StreamEvent
+    output: StepOutput
+    expected: StepOutput = field(default_factory=StepOutput)
+
+
+class TwoRanks:
+    """The forwards of two ranks in place of one. Every step goes to the second one as bytes."""
+
+    def __init__(self, first: Forwards, second: Forwards, wire: Wire, engine: Engine) -> None:
+        self.spec, self.graph_of, self.graph_sizes = first.spec, first.graph_of, first.graph_sizes
+        self.seen: set[str] = set()
+        self._first, self._second, self._wire = first, second, wire
+        self._adapters = engine.adapters.library
+        self._running: list[Following] = []
+
+    def capture(self, size: int) -> None:
+        self._first.capture(size)
+        self._second.capture(size)
+
+    def launch(self, step: Step, sampling: Any, output: StepOutput) -> Any:
+        self._follow(step).expected = output
+        return self._first.launch(step, FirstSampling(sampling, self._wire), output)
+
+    def launch_forward(self, step: Step, sampling: Any) -> Any:
+        self.seen.add("late sampling")
+        following, wire = self._follow(step), self._wire
+        event, launch = self._first.launch_forward(step, FirstSampling(sampling, wire))
+
+        def launch_sampling(whole: Any, added: Sequence[Tensor], output: StepOutput) -> Any:
+            following.expected = output
+            return launch(FirstSampling(whole, wire), added, output)
+
+        return event, launch_sampling
+
+    def settle(self, left: int = 0) -> None:
+        """Wait until no more than `left` steps are launched, and compare their results."""
+        while len(self._running) > left:
+            following = self._running.pop(0)
+            following.event.wait()
+            expected, output = following.expected, following.output
+            assert torch.equal(expected.tokens, output.tokens)
+            for one, other in zip(expected.runs or (), output.runs or (), strict=True):
+                assert torch.equal(one, other)
+
+    def _follow(self, step: Step) -> "Following":
+        self.settle(left=2)  # the first rank has finished all steps but two
+        self.seen |= set(_features(step))
+        block = np.empty(block_bytes(step), np.uint8)
+        header = msgspec.msgpack.encode(encode(step, block))
+        assert len(header) < HEADER_BYTES
+        sent = np.frombuffer(bytearray(block.tobytes()), np.uint8)
+        block[:] = 0xFF
+        received = decode(msgspec.msgpack.decode(header, type=Launch), sent, self._adapters.hold)
+        check_same(step, received)
+        output = StepOutput()
+        event = self._second.launch(received, SecondSampling(self._wire), output)
+        self._running.append(Following(event, output))
+        return self._running[-1]
+
+
+def check_same(one: Any, other: Any) -> None:
+    """Compare all fields of two steps, except the pixels of images."""
+    if one is other or isinstance(one, Image):
+        return
+    if isinstance(one, VisibleImage):
+        assert (one.place, one.last - one.first) == (other.place, other.last - other.first)
+    elif isinstance(one, (Tensor, np.ndarray)):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert np.array_equal(one, other)
+    elif is_dataclass(one) or isinstance(one, msgspec.Struct):
+        assert type(one) is type(other)
+        for each in fields(one) if is_dataclass(one) else msgspec.structs.fields(one):
+            check_same(getattr(one, each.name), getattr(other, each.name))
+    elif isinstance(one, (tuple, list)):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            check_same(*pair)
+    else:
+        assert one == other
+
+
+def _features(step: Step) -> Iterable[str]:
+    """Name what a step has."""
+    rows, speculated, heads = step.rows, step.speculated, step.heads
+    has = {
+        "swap out": step.swap_out is not None,
+        "swap in": step.swap_in is not None,
+        "graph": step.graph,
+        "early rows": speculated.early is not None,
+        "drafts": speculated.verified is not None,
+        "drafts of the device": speculated.to_guess,
+        "adapters": step.adapters.tokens is not None,
+        "fills": step.adapters.fills,
+        "only pooled": not heads.chosen,
+        "prompt logprobs": heads.num_prompt,
+        "token scores": len(heads.scored),
+    }
+    if rows is not None:
+        has |= {
+            "chunk": rows.num_rows > rows.num_decodes,
+            "mixed": rows.num_rows > rows.num_decodes > 0,
+            "decode": rows.num_rows == rows.num_decodes,
+            "windows": len(rows.locations) > 1,
+            "states": rows.state_writes.numel(),
+            "kept states": (rows.state_kept >= 0).any(),
+            "images": rows.seen,
+            "rotary positions of images": rows.positions.ndim > 1,
+        }
+    return [name for name, there in has.items() if there]
+
+
+class Serving:
+    """A role that has nothing but a scheduler, on two ranks."""
+
+    def __init__(self, engine: Engine, config: EngineConfig, recorder: Any = None) -> None:
+        self.engine, self.ended, self.added = engine, 0, 0
+        self.scheduler = engine.scheduler(config, lambda request, holding: None)
+        layout, device, wire = engine.shape.layout, engine.model.device, Wire()
+        self.pools = (
+            KVPool(layout, engine.shape.num_pages, device),
+            HostPool(layout, engine.shape.num_host_pages, device),
+        )
+        for pool in (engine.pool, engine.host_pool, *self.pools):
+            pool.tensor.fill_(0xFF)  # NaN
+        model: Any = engine.model
+        copied: Model = copy.copy(model)
+        if model.seeing is not None:
+            model.seeing, copied.seeing = SendingTower(model.seeing, wire), ReceivingTower(wire)
+        runner, self._stream = engine.runner, WorkerStream()
+        bank = bank_of(config.lora, model, free=1 << 40)
+        sizes = replace(runner.builder.sizes(model.spec), sampling_bytes=0)
+        first = runner.forwards.with_host_pool(engine.host_pool, recorder)
+        second = Forwards(copied, *self.pools, bank, self._stream, sizes, recorder)
+        self.ranks = TwoRanks(first, second, wire, engine)
+        mine = ModelRunner(runner.builder, self.ranks)  # type: ignore[arg-type]
+        for size in mine.graph_sizes:
+            mine.capture(size)
+        self.loop = EventLoop(self, mine)
+
+    def poll(self) -> None:
+        pass
+
+    def next_batch(self) -> Any:
+        return self.scheduler.next_batch()
+
+    def finish(self, batch: Any, result: Any) -> None:
+        for finished in self.scheduler.finish(batch, result).finished:
+            assert not finished.finish.error
+            self.engine.adapters.release(finished.request.key)
+            self.ended += 1
+
+    def idle(self) -> None:
+        pass
+
+    def add(self, prompt: Sequence[int], *, adapter: str = "", **options: Any) -> None:
+        self.added += 1
+        named = {"adapter": self.engine.adapters.library.names()[adapter]} if adapter else {}
+        request = make_request(prompt, key=self.added, **named, **options)
+        self.engine.adapters.hold(request)
+        assert self.engine.adapters.take_slot(request)
+        self.scheduler.add(request)
+
+    def run(self) -> None:
+        """Run until all requests have ended, and compare the memory of the two ranks."""
+        in_flight = None
+        while self.scheduler.has_work or in_flight is not None:
+            in_flight = self.loop.step(in_flight)
+        self.ranks.settle()
+        assert self.ended == self.added
+        for ours, theirs in zip((self.engine.pool, self.engine.host_pool), self.pools, strict=True):
+            assert torch.equal(ours.tensor, theirs.tensor)
+
+    def close(self) -> None:
+        self._stream.close()
+        self.engine.close()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Return random tokens that repeat after a while, so that there is something to look up."""
+    drawn = np.random.default_rng(seed).integers(1, 250, min(length, 12)).tolist()
+    return (drawn * length)[:length]
+
+
+def sampled(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 24, "seed": 7, "temperature": 0.0, **changes})
+
+
+EVERY_SAMPLING = (
+    sampled(),
+    sampled(temperature=0.9, top_p=0.9),
+    sampled(temperature=1.2, top_k=20, min_p=0.01, max_tokens=40),
+    sampled(repetition_penalty=1.3, presence_penalty=0.5),
+    sampled(logprobs=2, logit_bias=((5, 3.0),)),
+    sampled(prompt_logprobs=1, max_tokens=9),
+    sampled(bad_word_ids=((3,), (7, 8, 9)), temperature=0.8),
+)
+EVERY_POOLING = (
+    PoolingParams(PoolingMode.LAST),
+    PoolingParams(PoolingMode.MEAN),
+    PoolingParams(PoolingMode.FIRST),
+    PoolingParams(PoolingMode.TOKENS, (7, 100, 0)),
+)
+
+
+def serve_text(serving: Serving) -> None:
+    """Requests with every kind of sampling, then more tokens than the pages have room for."""
+    for number, sampling in enumerate(EVERY_SAMPLING):
+        serving.add(prompt(5 + 16 * number, number), sampling=sampling)
+    serving.run()
+    for number in range(8):
+        serving.add(prompt(10, number), sampling=sampled(max_tokens=70, ignore_eos=True))
+    serving.run()
+
+
+def serve_pooled(serving: Serving) -> None:
+    for number, pooling in enumerate(EVERY_POOLING):
+        serving.add(prompt(40, number), sampling=sampled(max_tokens=1), pooling=pooling)
+    serving.run()
+    serve_text(serving)
+
+
+def serve_with_pooled(serving: Serving) -> None:
+    for number, sampling in enumerate(EVERY_SAMPLING):
+        serving.add(prompt(5 + 16 * number, number), sampling=sampling)
+        pooling = EVERY_POOLING[number % len(EVERY_POOLING)]
+        serving.add(prompt(20, number), sampling=sampled(max_tokens=1), pooling=pooling)
+    serving.run()
+
+
+def serve_labels(serving: Serving) -> None:
+    for number in range(3):
+        pooling = PoolingParams(PoolingMode.LABELS)
+        serving.add(prompt(30, number), sampling=sampled(max_tokens=1), pooling=pooling)
+    serving.run()
+
+
+def serve_shared(serving: Serving) -> None:
+    """Requests that continue from states in the prefix cache."""
+    serve_text(serving)
+    serve_text(serving)
+
+
+def serve_images(serving: Serving) -> None:
+    for number, parts in enumerate(
+        (
+            ("see ", picture(3, 5, 1), " and then"),
+            ("x" * 20, picture(6, 6, 2), "y", picture(2, 2, 3)),
+        )
+    ):
+        tokens, images = with_images(*parts)
+        serving.add(tokens, images=images, sampling=EVERY_SAMPLING[number])
+    serving.add(prompt(20), sampling=sampled())
+    serving.run()
+
+
+def serve_adapters(serving: Serving) -> None:
+    """More adapters than slots."""
+    for names in (("a", "", "b"), ("c", "a", "")):
+        for number, name in enumerate(names):
+            serving.add(prompt(20 + number, number), adapter=name, sampling=EVERY_SAMPLING[number])
+        serving.run()
+
+
+def plain(architecture: str, **fields: Any) -> Callable[[Path], dict[str, Any]]:
+    def make(root: Path) -> dict[str, Any]:
+        return {"model": str(make_checkpoint(root, architecture, **fields))}
+
+    return make
+
+
+def drafted(
+    method: str, architecture: str, make: Callable[..., Path] | None = None, **fields: Any
+) -> Callable[[Path], dict[str, Any]]:
+    def made(root: Path) -> dict[str, Any]:
+        model = make_checkpoint(root / "model", architecture, **fields)
+        head = {}
+        if method == "eagle":
+            assert make is not None
+            head["draft_model"] = str(make(root / "head", model))
+        elif make is not None:
+            make(model)
+        speculative = SpeculativeConfig(
+            method=method, adaptive=False, num_speculative_tokens=3, prompt_lookup_min=1, **head
+        )
+        return {"model": str(model), "speculative": speculative}
+
+    return made
+
+
+def vision(root: Path) -> dict[str, Any]:
+    speculative = SpeculativeConfig(method="ngram", adaptive=False, prompt_lookup_min=1)
+    return {"model": str(make_vision_checkpoint(root)), "speculative": speculative}
+
+
+def adapted(root: Path) -> dict[str, Any]:
+    model = make_checkpoint(root / "model")
+    for seed, name in enumerate("abc"):
+        make_adapter(root / "shelf" / name, reference_model(model), seed=seed)
+    lora = LoraConfig(adapter_dir=root / "shelf", max_loras=2, preload=("a", "b", "c"))
+    return {"model": str(model), "lora": lora}
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[Path], dict[str, Any]]
+    serve: Callable[[Serving], None]
+    has: set[str]
+    num_pages: int = 26
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+COPIES = {"swap out", "swap in"}
+DRAFTS = {"drafts", "early rows", "late sampling", "mixed"}
+GUESSED = {*DRAFTS, "drafts of the device"}
+STATES = {"states", "kept states"}
+CASES = {
+    "dense": Case(
+        plain("qwen3"),
+        serve_pooled,
+        {"chunk", "mixed", "decode", "late sampling", "prompt logprobs"}
+        | {"only pooled", "token scores", *COPIES},
+    ),
+    "pooled beside others": Case(
+        plain("llama"), serve_with_pooled, {"token scores", "prompt logprobs", "mixed"}
+    ),
+    "classifier": Case(
+        plain("llama", made_by=AutoModelForSequenceClassification, num_labels=3, pad_token_id=0),
+        serve_labels,
+        {"only pooled"},
+    ),
+    "windows": Case(plain("gemma3_text"), serve_text, {"windows", "mixed", *COPIES}, 70),
+    "sinks": Case(plain("gpt_oss"), serve_text, {"windows", "mixed", *COPIES}, 40),
+    "experts": Case(plain("qwen3_moe"), serve_text, {"mixed"}),
+    "borrowed": Case(
+        plain("qwen3"), serve_text, {"mixed"}, options={"model_backend": "transformers"}
+    ),
+    "ngram": Case(drafted("ngram", "llama"), serve_text, {*DRAFTS, *COPIES}),
+    "mtp": Case(drafted("mtp", "deepseek_v3", make_mtp), serve_text, GUESSED),
+    "eagle": Case(drafted("eagle", "llama", make_eagle), serve_text, GUESSED),
+    "eagle 3": Case(
+        drafted("eagle", "llama", make_eagle3, num_hidden_layers=7), serve_text, GUESSED
+    ),
+    "states": Case(plain("qwen3_next"), serve_shared, {*STATES, *COPIES, "mixed"}, 44),
+    "states with drafts": Case(
+        drafted("mtp", "qwen3_5_text", make_hybrid_mtp), serve_shared, {*STATES, *GUESSED}, 44
+    ),
+    "images": Case(
+        vision, serve_images, {"images", "rotary positions of images", "drafts", "early rows"}
+    ),
+    "adapters": Case(adapted, serve_adapters, {"adapters", "fills", "mixed"}),
+}
+
+
+def serving_of(root: Path, case: Case, recorder: Any = None) -> Serving:
+    config = EngineConfig(
+        **case.make(root),
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        cpu_kernels="off",
+        cache=CacheConfig(num_pages=case.num_pages, swap_pages=2 * case.num_pages),
+        scheduler=SchedulerConfig(
+            chunked_prefill_tokens=CHUNK,
+            max_running_requests=12,
+            new_token_ratio=0.05,
+            min_new_token_ratio=0.01,
+        ),
+        **case.options,
+    )
+    return Serving(build(config), config, recorder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_second_rank_runs_every_step_from_its_bytes(name: str, tmp_path: Path) -> None:
+    """The comparison of steps and memory fails if a field of a step is not encoded."""
+    case = CASES[name]
+    serving = serving_of(tmp_path, case)
+    try:
+        case.serve(serving)
+    finally:
+        serving.close()
+    assert case.has <= serving.ranks.seen
+
+
+class Repeated:
+    """A graph on a CPU: the work is done again, and its result copied to the same place."""
+
+    def __init__(self, work: Callable[[], Tensor], result: Tensor) -> None:
+        self._work, self._result = work, result
+
+    def replay(self) -> None:
+        self._result.copy_(self._work())
+
+
+def test_a_second_rank_replays_the_same_graphs(tmp_path: Path) -> None:
+    def record(work: Callable[[], Tensor]) -> tuple[Repeated, Tensor]:
+        result = work().clone()
+        return Repeated(work, result), result
+
+    serving = serving_of(tmp_path, CASES["dense"], record)
+    try:
+        serve_text(serving)
+    finally:
+        serving.close()
+    assert {"graph", "mixed"} <= serving.ranks.seen
