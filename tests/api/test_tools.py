@@ -353,9 +353,10 @@ async def test_over_grpc_an_answer_to_messages_has_the_same_parts(talking):
     assert (part.name, part.arguments) == ("add", '{"a": 27, "b": 15}')
     assert ids == talking.ids(f"<think>hm</think>Well.{CALL}</s>")
 
+    called = {"id": part.id, "name": "add", "arguments": part.arguments}
     messages = [
         {"role": "user", "content": "hello"},
-        {"role": "assistant", "tool_calls": [part]},
+        {"role": "assistant", "tool_calls": [called]},
         {"role": "tool", "content": "42", "tool_call_id": part.id},
     ]
     call = client.generate(messages=router_pb2.ChatMessages(messages=messages, tools=tools))
