@@ -1,97 +1,44 @@
-"""A tiny model to tokenise with, and a router in this process around stub nodes."""
+"""Routers in this process before stub nodes, and their clients."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
-import pytest
+import openai
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from api.program.assembly import RunningRouter, run_router
 from api.text import model_files
 from common import rpc
 from common.config import ClientsConfig, RouterConfig, ServerConfig
 from protos import router_pb2, router_pb2_grpc
-from tests.support.stub_decode_node import StubDecodeNode, Submission
+from protos.decode_pb2 import FINISH_REASON_STOP
+from protos.sampling_pb2 import Guide, Sampling
+from tests.api.models import Spoken
+from tests.support.http_client import Response, get, post
+from tests.support.stub_decode_node import StubDecodeNode, StubNode, Submission
 
-CONTEXT_LENGTH = 64
-VOCABULARY_SIZE = 320
+T = TypeVar("T")
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+PROMPT = [5, 6, 7]
 WAIT_S = 60.0
 # Of requests that are to run out of time at their node; a busy machine spends the first on the way.
 BUDGETS_S = [0.25 * 2**number for number in range(9)]
 ON_ANY_PORT = ServerConfig(port=0)
 AT_ONCE = ClientsConfig(max_queue_wait_s=0)  # no request waits for a slot
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "[{{ message.role }}] {{ message.content }}\n"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+ABSENT = "127.0.0.1:1"  # a node that is not there
 
 
-def byte_level_tokenizer() -> Tokenizer:
-    """Bytes and some merges; ids 0 and 1 are <s>, which starts every text, and </s>."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    words = "the quick brown fox jumps over the lazy dog; größer STOP"
-    tokenizer.train_from_iterator([words] * 3, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    return tokenizer
-
-
-def sentencepiece_like_tokenizer() -> Tokenizer:
-    """Return a tokenizer like Llama 2's: words include their leading space, and unknown characters
-    are bytes."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hello", "▁world", "a"]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={piece: index for index, piece in enumerate(pieces)},
-            merges=[],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1, right=0),
-        ]
-    )
-    tokenizer.add_special_tokens([AddedToken("<unk>", special=True)])
-    return tokenizer
-
-
-def write_model(
-    directory: Path, *, context_length: int = CONTEXT_LENGTH, **tokenizer_config: Any
-) -> Path:
-    """A checkpoint without weights."""
-    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
-    config = {
-        "max_position_embeddings": context_length,
-        "vocab_size": VOCABULARY_SIZE,
-        "eos_token_id": 1,
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    content = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, **tokenizer_config}
-    (directory / "tokenizer_config.json").write_text(json.dumps(content))
-    return directory
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    """A function as OpenAI's clients offer it to a model."""
+    return {"type": "function", "function": {"name": name, **more}}
 
 
 class Client:
@@ -107,6 +54,12 @@ class Client:
             fields["text"] = text
         return self.stub.Generate(router_pb2.GenerateRequest(**fields), timeout=WAIT_S)
 
+    def chat(self, sampling: Any = None, **chat: Any) -> Any:
+        """A Generate call of one turn of a user. `chat`: further fields of its messages."""
+        user = router_pb2.ChatMessage(role="user", content="hello")
+        messages = router_pb2.ChatMessages(messages=[user], **chat)
+        return self.generate(messages=messages, sampling=sampling)
+
     async def wait_until_serving(self, serving: bool = True) -> None:
         wanted = health_pb2.HealthCheckResponse.ServingStatus.Value(
             "SERVING" if serving else "NOT_SERVING"
@@ -116,6 +69,12 @@ class Client:
             if response.status == wanted:
                 watch.cancel()
                 return
+
+
+def ask(client: Client, **sampling: Any) -> Any:
+    """A Generate call of PROMPT."""
+    prompt = router_pb2.TokenIds(ids=PROMPT)
+    return client.generate(token_ids=prompt, sampling=Sampling(**sampling))
 
 
 async def submitted_or_over(node: StubDecodeNode, over: "asyncio.Task[Any]") -> Submission | None:
@@ -152,9 +111,23 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
     raise AssertionError("the call succeeded")
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), chat_template=CHAT_TEMPLATE)
+async def fails(call: Any, code: grpc.StatusCode, words: str = "") -> grpc.aio.AioRpcError:
+    """The error of a call that must end with this status, and with these words in its sentence."""
+    error = await failure(call)
+    assert error.code() is code, error
+    assert words in (error.details() or "")
+    return error
+
+
+def metric(router: RunningRouter, name: str, **labels: str) -> float | None:
+    return router.metrics.registry.get_sample_value(name, labels)
+
+
+async def eventually(holds: Any) -> None:
+    """For what shows nowhere but in a value: looks again until it holds."""
+    async with asyncio.timeout(WAIT_S):
+        while not holds():  # noqa: ASYNC110  (nobody sets an event for it)
+            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -180,8 +153,141 @@ async def router_for(
             yield Client(channel), router
 
 
-async def eventually(holds: Any) -> None:
-    """For what shows nowhere but in a value: looks again until it holds."""
-    async with asyncio.timeout(WAIT_S):
-        while not holds():  # noqa: ASYNC110  (nobody sets an event for it)
-            await asyncio.sleep(0.005)
+@asynccontextmanager
+async def served(
+    model: Path, node: StubDecodeNode | None = None, **knobs: Any
+) -> AsyncIterator[tuple[Client, StubDecodeNode, RunningRouter]]:
+    """A router that is ready, with one decode node that prefills itself."""
+    async with node or StubDecodeNode() as node:
+        async with router_for(model, decode=[node.address], **knobs) as (client, router):
+            await client.wait_until_serving()
+            yield client, node, router
+
+
+@asynccontextmanager
+async def two_nodes(
+    model: Path, *, policy: str = "round_robin", **knobs: Any
+) -> AsyncIterator[tuple[Client, RunningRouter, StubDecodeNode, StubDecodeNode]]:
+    """Unless a policy says otherwise, the first request goes to the first of them."""
+    async with StubDecodeNode() as d0, StubDecodeNode() as d1:
+        decode = [d0.address, d1.address]
+        async with router_for(model, decode=decode, policy=policy, **knobs) as (client, r):
+            await eventually(lambda: len(r.cluster.usable()) == 2)
+            yield client, r, d0, d1
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A router that is ready, with a node of each role."""
+
+    client: Client
+    router: RunningRouter
+    prefill: StubNode
+    decode: StubDecodeNode
+
+    async def post(self, path: str, **fields: Any) -> Response:
+        return await post(self.router.http_port, path, fields)
+
+
+@asynccontextmanager
+async def pair_for(model: Path, *, serves_alone: bool = True, **knobs: Any) -> AsyncIterator[Pair]:
+    async with StubNode() as prefill:
+        addresses = [prefill.address]
+        async with StubDecodeNode(paired=addresses, serves_alone=serves_alone) as decode:
+            knobs |= {"decode": [decode.address], "prefill": addresses}
+            async with router_for(model, **knobs) as (client, router):
+                await client.wait_until_serving()
+                yield Pair(client, router, prefill, decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """A router with one stub decode node, OpenAI's own client of it, and the model's tokens."""
+
+    client: openai.AsyncOpenAI
+    node: StubDecodeNode
+    router: RunningRouter
+    grpc: Client
+    model: str
+    spoken: Spoken
+
+    def ids(self, text: str) -> list[int]:
+        return self.spoken.ids(text)
+
+    def text(self, token_ids: Iterable[int]) -> str:
+        return self.spoken.text(token_ids)
+
+    async def post(self, path: str, /, **fields: Any) -> Response:
+        """A request as it is written here, which a well-behaved client might never send."""
+        return await post(self.router.http_port, path, fields)
+
+    async def get(self, path: str, **headers: str) -> Response:
+        return await get(self.router.http_port, path, **headers)
+
+    async def refused(self, path: str, /, **fields: Any) -> tuple[int, str | None]:
+        """The status of a request that is refused, and the field that the error names."""
+        answer = await self.post(path, **fields)
+        return answer.status, answer.error["param"]
+
+    async def refuses(self, param: str, path: str, /, **fields: Any) -> None:
+        """Check that a request is refused by the name of this field, or of one in it."""
+        status, named = await self.refused(path, **fields)
+        assert status == 400
+        assert (named or "").startswith(param), named
+
+    async def complete(
+        self, text: str = "done", reason: Any = FINISH_REASON_STOP, **ends: Any
+    ) -> Submission:
+        """Lets the next request that reaches the node be answered with `text`."""
+        submit = await self.node.submitted()
+        self.node.finish(submit.number, self.ids(text), reason, **ends)
+        return submit
+
+    async def answered(
+        self, asked: Awaitable[T], text: str = "done", **ends: Any
+    ) -> tuple[Submission, T]:
+        """What the node is sent for a request, and what its client gets once `text` is said."""
+        asking = asyncio.ensure_future(asked)
+        submit = await self.complete(text, **ends)
+        return submit, await asking
+
+    async def ask(self, path: str, text: str = "done", /, **fields: Any) -> tuple[Submission, Any]:
+        """What the node is sent for a request, and the answer of 200 that its client gets."""
+        submit, answer = await self.answered(self.post(path, **fields), text)
+        assert answer.status == 200, answer.body
+        return submit, answer
+
+    async def guide_of(self, path: str, /, **fields: Any) -> Guide:
+        """The guide that the node is sent for a request."""
+        submit, _ = await self.ask(path, **fields)
+        guide: Guide = submit.sampling.guide
+        return guide
+
+    async def chat(
+        self, text: str, *, reason: Any = FINISH_REASON_STOP, **fields: Any
+    ) -> tuple[Any, str]:
+        """The choice that `text` becomes for OpenAI's client, and the prompt."""
+        asked = self.client.chat.completions.create(
+            **{"messages": HELLO, "model": self.model, **fields}
+        )
+        submit, answer = await self.answered(asked, text, reason=reason)
+        return answer.choices[0], self.text(submit.token_ids)
+
+    async def say_one_by_one(self, text: str, asked: Awaitable[T]) -> tuple[Submission, T]:
+        """What the node is sent, and what the client gets, with one token of `text` a step."""
+        asking = asyncio.ensure_future(asked)
+        submit = await self.node.submitted()
+        *tokens, last = self.ids(text)
+        for token in tokens:
+            self.node.say({submit.number: [token]})
+        self.node.finish(submit.number, [last])
+        return submit, await asking
+
+
+@asynccontextmanager
+async def api_for(model: Path, **knobs: Any) -> AsyncIterator[Api]:
+    """Ready. The client does not retry."""
+    async with served(model, **knobs) as (grpc_client, node, router):
+        url = f"http://127.0.0.1:{router.http_port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+            yield Api(client, node, router, grpc_client, str(model), Spoken(model))

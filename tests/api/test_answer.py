@@ -9,7 +9,7 @@ from api.requests.answer import FinalChunk, ResponseBuilder, ResponseOptions
 from api.text.stops import StopRules
 from api.text.tokenizer import Detokenizer
 from router.token_buffer import NodeOutput, StreamEnd
-from tests.api.rig import VOCABULARY_SIZE, byte_level_tokenizer
+from tests.api.models import VOCABULARY_SIZE, ids
 from tests.api.text.test_detokenizer import BYTE_LEVEL
 from tests.api.text.test_stops import cut
 
@@ -21,18 +21,11 @@ def answer(*stops: str) -> ResponseBuilder:
     return ResponseBuilder(Detokenizer(BYTE_LEVEL), StopRules(stops).begin(), OPTIONS)
 
 
-def ids(text: str) -> list[int]:
-    tokens: list[int] = byte_level_tokenizer().encode(text, add_special_tokens=False).ids
-    return tokens
-
-
 @given(
     st.lists(st.lists(st.integers(2, VOCABULARY_SIZE - 1), min_size=1, max_size=9), max_size=8),
     st.lists(st.sampled_from(["e", "the", "STOP", "qu", " ", "ü"]), max_size=3),
 )
-def test_the_answer_is_one_decode_cut_at_the_first_stop(
-    runs: list[list[int]], stops: list[str]
-) -> None:
+def test_the_answer_is_one_decode_cut_at_the_first_stop(runs, stops):
     subject, text = answer(*stops), ""
     token_ids: list[int] = []
     for run in [*runs, []]:
@@ -50,7 +43,7 @@ def test_the_answer_is_one_decode_cut_at_the_first_stop(
 
 
 @given(st.lists(st.integers(1, 4), max_size=12), st.booleans())
-def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], ended: bool) -> None:
+def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes, ended):
     """A stop that begins like one holds it back, and another piece brings it."""
     marks = {0: "<s>"}
     detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks)
@@ -81,7 +74,7 @@ def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], e
     assert found == [0, 9, 12, 20, *([] if ended else [25])]
 
 
-def test_usage_counts_up_to_the_token_that_completes_the_stop() -> None:
+def test_usage_counts_up_to_the_token_that_completes_the_stop():
     before, stop, after = ids("the fox"), ids(" STOP"), ids(" jumps")
     piece = answer(" STOP").add(NodeOutput(before + stop + after))
     assert isinstance(piece, FinalChunk)
@@ -91,7 +84,7 @@ def test_usage_counts_up_to_the_token_that_completes_the_stop() -> None:
     assert piece.usage.prompt_tokens == 5
 
 
-def test_an_end_brings_the_text_that_was_held_back() -> None:
+def test_an_end_brings_the_text_that_was_held_back():
     subject = answer("STOP")
     assert subject.add(NodeOutput(ids("one ST"))).text == "one "
     last = subject.add(NodeOutput([], LENGTH, 3))
@@ -99,7 +92,7 @@ def test_an_end_brings_the_text_that_was_held_back() -> None:
     assert (last.text, last.finish_reason, last.usage.cached_tokens) == ("ST", "length", 3)
 
 
-def test_what_ended_an_answer_is_told() -> None:
+def test_what_ended_an_answer_is_told():
     """EOS, and a length, are nobody's own."""
     stop = StreamEnd("stop")
 
@@ -121,7 +114,7 @@ def test_what_ended_an_answer_is_told() -> None:
     assert reason("the", LENGTH, stop_token_ids=(token,)) is None
 
 
-def test_a_stop_string_does_not_end_an_answer_that_is_too_short() -> None:
+def test_a_stop_string_does_not_end_an_answer_that_is_too_short():
     """Seen failing where the stops look at every token."""
     subject = ResponseBuilder(
         Detokenizer(BYTE_LEVEL),

@@ -1,16 +1,12 @@
 """One decode node that says what the test tells it: what clients see, and what the node is sent."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
 from grpc import StatusCode
 
-from api.program.assembly import RunningRouter
 from common import limits, rpc
 from protos.decode_pb2 import (
     FINISH_REASON_ABORT,
@@ -30,68 +26,50 @@ from protos.router_pb2 import (
 )
 from protos.sampling_pb2 import Sampling
 from router.cluster.decode_client import DecodeClient
+from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids
 from tests.api.rig import (
     AT_ONCE,
     BUDGETS_S,
-    CONTEXT_LENGTH,
-    VOCABULARY_SIZE,
     Client,
-    byte_level_tokenizer,
     collect,
     eventually,
+    fails,
     failure,
     router_for,
+    served,
     submitted_or_over,
 )
 from tests.support.http_client import get
 from tests.support.stub_decode_node import StubDecodeNode, links_to
 
 
-def ids(text: str) -> list[int]:
-    tokens: list[int] = byte_level_tokenizer().encode(text, add_special_tokens=False).ids
-    return tokens
+async def test_an_answer_streams_from_the_prompt_to_usage(client, node):
+    call = client.generate("the fox", request_id="r1", sampling=Sampling(temperature=0.5))
+    submit = await node.submitted()
+    prompt = [0, *ids("the fox")]
+    assert list(submit.token_ids) == prompt
+    assert submit.sampling.max_tokens == CONTEXT_LENGTH - len(prompt)
+    assert submit.sampling.temperature == 0.5
+    assert submit.sampling.HasField("seed")
+    assert 0 < submit.budget_s <= 600
+    one, two = ids(" jumps"), ids(" over")
+    node.say({submit.number: one})
+    first = await call.read()
+    told = (first.request_id, first.text, list(first.token_ids))
+    assert told == (submit.request_id, " jumps", one)
+    assert first.finish_reason == ""
+    node.finish(submit.number, two, cached_tokens=2)
+    text, tokens, last = await collect(call)
+    assert (text, tokens, last.finish_reason) == (" over", two, "stop")
+    usage = last.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(one + two))
+    assert usage.cached_tokens == 2
 
 
-@asynccontextmanager
-async def served(
-    model: Path, **knobs: Any
-) -> AsyncIterator[tuple[Client, StubDecodeNode, RunningRouter]]:
-    """A router that is ready, with one decode node that prefills itself."""
-    async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address], **knobs) as (client, router):
-            await client.wait_until_serving()
-            yield client, node, router
-
-
-async def test_an_answer_streams_from_the_prompt_to_usage(model: Path) -> None:
-    async with served(model) as (client, node, _):
-        call = client.generate("the fox", request_id="r1", sampling=Sampling(temperature=0.5))
-        submit = await node.submitted()
-        prompt = [0, *ids("the fox")]
-        assert list(submit.token_ids) == prompt
-        assert submit.sampling.max_tokens == CONTEXT_LENGTH - len(prompt)
-        assert submit.sampling.temperature == 0.5
-        assert submit.sampling.HasField("seed")
-        assert 0 < submit.budget_s <= 600
-        one, two = ids(" jumps"), ids(" over")
-        node.say({submit.number: one})
-        first = await call.read()
-        told = (first.request_id, first.text, list(first.token_ids))
-        assert told == (submit.request_id, " jumps", one)
-        assert first.finish_reason == ""
-        node.say({submit.number: two}, ended={submit.number: FINISH_REASON_STOP}, cached_tokens=2)
-        text, tokens, last = await collect(call)
-        assert (text, tokens, last.finish_reason) == (" over", two, "stop")
-        usage = last.usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(one + two))
-        assert usage.cached_tokens == 2
-
-
-async def test_what_was_cached_can_be_kept_from_clients(model: Path) -> None:
+async def test_what_was_cached_can_be_kept_from_clients(model):
     async with served(model, hide_cached_tokens=True) as (client, node, router):
         call = client.generate("the fox", request_id="r1")
-        number = (await node.submitted()).number
-        node.say({number: ids("x")}, ended={number: FINISH_REASON_STOP}, cached_tokens=2)
+        await node.complete(ids("x"), cached_tokens=2)
         usage = (await collect(call))[2].usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (1 + len(ids("the fox")), 1)
         assert not usage.HasField("cached_tokens") and usage.cached_tokens == 0
@@ -99,134 +77,122 @@ async def test_what_was_cached_can_be_kept_from_clients(model: Path) -> None:
         assert shown["cached_tokens"] == 2  # operators see it
 
 
-async def test_the_node_is_told_its_peers_before_anything_else(model: Path) -> None:
+async def test_the_node_is_told_its_peers_before_anything_else(model):
     async with StubDecodeNode() as node:
         async with router_for(model, decode=[node.address], prefill=["127.0.0.1:1"]) as (client, _):
             await client.wait_until_serving()
             call = client.generate("x")
-            submit = await node.submitted()
+            await node.complete()
             assert list(node.received[0].peers.prefill_addresses) == ["127.0.0.1:1"]
-            node.say(ended={submit.number: FINISH_REASON_STOP})
             await collect(call)
 
 
-async def test_a_stop_string_cuts_the_text_and_cancels_the_request(model: Path) -> None:
-    async with served(model) as (client, node, _):
-        call = client.generate("x", sampling=Sampling(stop=["STOP"]))
+async def test_a_stop_string_cuts_the_text_and_cancels_the_request(client, node):
+    call = client.generate("x", sampling=Sampling(stop=["STOP"]))
+    number = (await node.submitted()).number
+    node.say({number: ids("one ST")})
+    assert (await call.read()).text == "one "
+    node.say({number: ids("OP two")})
+    text, tokens, last = await collect(call)
+    assert (text, last.finish_reason) == ("", "stop")
+    assert last.usage.completion_tokens == len(ids("one ST")) + len(tokens)
+    assert ids("OP two")[: len(tokens)] == tokens
+    # Seen failing with the cancel in DecodeClient.submitted removed.
+    assert await node.cancelled() == number
+
+
+async def test_what_was_cached_is_known_of_an_answer_that_a_stop_string_cut(client, node):
+    call = client.generate("over", sampling=Sampling(stop=["STOP"]))
+    number = (await node.submitted()).number
+    node.say({number: ids("one")}, cached_tokens=1)
+    node.say({number: ids("STOP")})
+    usage = (await collect(call))[2].usage
+    assert (usage.cached_tokens, usage.completion_tokens) == (1, len(ids("one") + ids("STOP")))
+
+
+async def test_a_stop_string_in_the_first_token_gives_no_text(client, node):
+    call = client.generate("x", sampling=Sampling(stop=["h"]))
+    number = (await node.submitted()).number
+    (the,) = ids(" the")
+    node.say({number: [the, the]})
+    text, tokens, last = await collect(call)
+    assert (text, tokens, last.usage.completion_tokens) == (" t", [the], 1)
+
+
+async def test_a_client_that_cancels_is_cancelled_on_the_node(client, node, router):
+    call = client.generate("x")
+    number = (await node.submitted()).number
+    node.say({number: ids("a")})
+    await call.read()
+    call.cancel()
+    assert await node.cancelled() == number
+    await eventually(lambda: router.admission.num_live == 0)
+
+
+async def test_a_client_that_goes_away_is_cancelled_on_the_node(node, router):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
+        Client(channel).generate("x")
         number = (await node.submitted()).number
-        node.say({number: ids("one ST")})
-        assert (await call.read()).text == "one "
-        node.say({number: ids("OP two")})
-        text, tokens, last = await collect(call)
-        assert (text, last.finish_reason) == ("", "stop")
-        assert last.usage.completion_tokens == len(ids("one ST")) + len(tokens)
-        assert ids("OP two")[: len(tokens)] == tokens
-        # Seen failing with the cancel in DecodeClient.submitted removed.
-        assert await node.cancelled() == number
+    assert await node.cancelled() == number
 
 
-async def test_what_was_cached_is_known_of_an_answer_that_a_stop_string_cut(model: Path) -> None:
-    async with served(model) as (client, node, _):
-        call = client.generate("over", sampling=Sampling(stop=["STOP"]))
-        number = (await node.submitted()).number
-        node.say({number: ids("one")}, cached_tokens=1)
-        node.say({number: ids("STOP")})
-        usage = (await collect(call))[2].usage
-        assert (usage.cached_tokens, usage.completion_tokens) == (1, len(ids("one") + ids("STOP")))
+async def test_late_words_about_a_cancelled_request_reach_nobody(client, node):
+    gone = client.generate("x")
+    first = (await node.submitted()).number
+    gone.cancel()
+    await node.cancelled()
+    call = client.generate("x")
+    second = (await node.submitted()).number
+    assert second != first
+    node.say({first: ids("wrong"), second: ids("right")}, ended={first: FINISH_REASON_ABORT})
+    node.finish(second)
+    assert (await collect(call))[0] == "right"
 
 
-async def test_a_stop_string_in_the_first_token_gives_no_text(model: Path) -> None:
-    async with served(model) as (client, node, _):
-        call = client.generate("x", sampling=Sampling(stop=["h"]))
-        number = (await node.submitted()).number
-        (the,) = ids(" the")
-        node.say({number: [the, the]})
-        text, tokens, last = await collect(call)
-        assert (text, tokens, last.usage.completion_tokens) == (" t", [the], 1)
+async def test_the_total_budget_ends_a_request_everywhere(client, node):
+    for budget_s in BUDGETS_S:
+        failing = asyncio.create_task(failure(client.generate("x", timeout_s=budget_s)))
+        submit = await submitted_or_over(node, failing)
+        error = await failing
+        assert error.code() is StatusCode.DEADLINE_EXCEEDED
+        assert f"{budget_s:g} s" in (error.details() or "")
+        if submit is not None:
+            break
+    assert submit is not None and submit.budget_s <= budget_s
+    assert await node.cancelled() == submit.number
 
 
-async def test_a_client_that_cancels_is_cancelled_on_the_node(model: Path) -> None:
-    async with served(model) as (client, node, router):
-        call = client.generate("x")
-        number = (await node.submitted()).number
-        node.say({number: ids("a")})
-        await call.read()
-        call.cancel()
-        assert await node.cancelled() == number
-        await eventually(lambda: router.admission.num_live == 0)
-
-
-async def test_a_client_that_goes_away_is_cancelled_on_the_node(model: Path) -> None:
-    async with served(model) as (_, node, router):
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
-            Client(channel).generate("x")
-            number = (await node.submitted()).number
-        assert await node.cancelled() == number
-
-
-async def test_late_words_about_a_cancelled_request_reach_nobody(model: Path) -> None:
-    async with served(model) as (client, node, _):
-        gone = client.generate("x")
-        first = (await node.submitted()).number
-        gone.cancel()
-        await node.cancelled()
-        call = client.generate("x")
-        second = (await node.submitted()).number
-        assert second != first
-        node.say({first: ids("wrong"), second: ids("right")}, ended={first: FINISH_REASON_ABORT})
-        node.say(ended={second: FINISH_REASON_STOP})
-        assert (await collect(call))[0] == "right"
-
-
-async def test_the_total_budget_ends_a_request_everywhere(model: Path) -> None:
-    async with served(model) as (client, node, _):
-        for budget_s in BUDGETS_S:
-            failing = asyncio.create_task(failure(client.generate("x", timeout_s=budget_s)))
-            submit = await submitted_or_over(node, failing)
-            error = await failing
-            assert error.code() is StatusCode.DEADLINE_EXCEEDED
-            assert f"{budget_s:g} s" in (error.details() or "")
-            if submit is not None:
-                break
-        assert submit is not None and submit.budget_s <= budget_s
-        assert await node.cancelled() == submit.number
-
-
-async def test_more_requests_than_allowed_are_refused_at_once_where_none_may_wait(
-    model: Path,
-) -> None:
+async def test_more_requests_than_allowed_are_refused_at_once_where_none_may_wait(model):
     async with served(model, max_concurrent_requests=2, clients=AT_ONCE) as (client, node, _):
         calls = [client.generate("x") for _ in range(2)]
         numbers = [(await node.submitted()).number for _ in calls]
-        error = await failure(client.generate("x"))
-        assert error.code() is StatusCode.RESOURCE_EXHAUSTED
+        error = await fails(client.generate("x"), StatusCode.RESOURCE_EXHAUSTED)
         assert dict(error.trailing_metadata() or ())["retry-after"] == "1"
         node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
         for call in calls:
             await collect(call)
         call = client.generate("x")
-        node.say(ended={(await node.submitted()).number: FINISH_REASON_STOP})
+        await node.complete()
         await collect(call)
 
 
-async def test_requests_may_be_called_alike_and_have_ids_of_their_own(model: Path) -> None:
-    async with served(model) as (client, node, router):
-        calls = [client.generate("x", request_id="same") for _ in "12"]
-        submits = [await node.submitted() for _ in calls]
-        assert len({"same", *(submit.request_id for submit in submits)}) == 3
-        node.say(ended=dict.fromkeys([each.number for each in submits], FINISH_REASON_STOP))
-        answers = [(await collect(call))[2] for call in calls]
-        assert [answer.finish_reason for answer in answers] == ["stop", "stop"]
-        ids = {answer.request_id for answer in answers}
-        assert ids == {submit.request_id for submit in submits}
-        listed = (await get(router.http_port, "/requests")).json["requests"]
-        assert {(each["id"], each["label"]) for each in listed} == {(id, "same") for id in ids}
-        for id in ids:
-            assert (await get(router.http_port, f"/requests/{id}")).json["id"] == id
-        assert (await get(router.http_port, "/requests/same")).json["id"] == listed[0]["id"]
+async def test_requests_may_be_called_alike_and_have_ids_of_their_own(client, node, router):
+    calls = [client.generate("x", request_id="same") for _ in "12"]
+    submits = [await node.submitted() for _ in calls]
+    assert len({"same", *(submit.request_id for submit in submits)}) == 3
+    node.say(ended=dict.fromkeys([each.number for each in submits], FINISH_REASON_STOP))
+    answers = [(await collect(call))[2] for call in calls]
+    assert [answer.finish_reason for answer in answers] == ["stop", "stop"]
+    ids = {answer.request_id for answer in answers}
+    assert ids == {submit.request_id for submit in submits}
+    listed = (await get(router.http_port, "/requests")).json["requests"]
+    assert {(each["id"], each["label"]) for each in listed} == {(id, "same") for id in ids}
+    for id in ids:
+        assert (await get(router.http_port, f"/requests/{id}")).json["id"] == id
+    assert (await get(router.http_port, "/requests/same")).json["id"] == listed[0]["id"]
 
 
-async def test_bad_input_reaches_no_node_and_leaves_nothing(model: Path) -> None:
+async def test_bad_input_reaches_no_node_and_leaves_nothing(model):
     async with served(model, max_concurrent_requests=1) as (client, node, router):
         for request in (
             {"text": "x", "sampling": Sampling(max_tokens=0)},
@@ -234,18 +200,16 @@ async def test_bad_input_reaches_no_node_and_leaves_nothing(model: Path) -> None
             {"token_ids": TokenIds()},
             {},
         ):
-            error = await failure(client.generate(**request))
-            assert error.code() is StatusCode.INVALID_ARGUMENT, error
+            await fails(client.generate(**request), StatusCode.INVALID_ARGUMENT)
         assert router.admission.num_live == 0
         assert not any(message.submits for message in node.received)
 
 
-async def test_invalid_utf8_is_an_invalid_argument(model: Path) -> None:
-    async with served(model) as (_, _, router):
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
-            generate: Any = channel.unary_stream("/baton.v1.Router/Generate")
-            error = await failure(generate(b"\x12\x02\xff\xfe", timeout=60))  # text = "\xff\xfe"
-            assert error.code() is StatusCode.INVALID_ARGUMENT
+async def test_invalid_utf8_is_an_invalid_argument(router):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
+        generate: Any = channel.unary_stream("/baton.v1.Router/Generate")
+        error = await failure(generate(b"\x12\x02\xff\xfe", timeout=60))  # text = "\xff\xfe"
+        assert error.code() is StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(
@@ -257,41 +221,36 @@ async def test_invalid_utf8_is_an_invalid_argument(model: Path) -> None:
         (StatusCode.OK, StatusCode.UNAVAILABLE),
     ],
 )
-async def test_a_request_that_its_node_fails_ends_with_the_nodes_words(
-    model: Path, code: StatusCode, status: StatusCode
-) -> None:
-    async with served(model) as (client, node, _):
-        call = client.generate("x")
-        number = (await node.submitted()).number
-        node.say({number: ids("a")})
-        node.say(
-            ended={number: FINISH_REASON_ERROR}, error="no room for it", error_code=code.value[0]
-        )
-        error = await failure(call)
-        assert (error.code(), error.details()) == (status, "no room for it")
+async def test_a_request_that_its_node_fails_ends_with_the_nodes_words(client, node, code, status):
+    call = client.generate("x")
+    number = (await node.submitted()).number
+    node.say({number: ids("a")})
+    node.finish(
+        number, reason=FINISH_REASON_ERROR, error="no room for it", error_code=code.value[0]
+    )
+    error = await failure(call)
+    assert (error.code(), error.details()) == (status, "no room for it")
 
 
-async def test_an_aborted_request_is_cancelled_for_its_client(model: Path) -> None:
-    async with served(model) as (client, node, _):
-        call = client.generate("x")
-        node.say(ended={(await node.submitted()).number: FINISH_REASON_ABORT})
-        assert (await failure(call)).code() is StatusCode.CANCELLED
+async def test_an_aborted_request_is_cancelled_for_its_client(client, node):
+    call = client.generate("x")
+    await node.complete(reason=FINISH_REASON_ABORT)
+    assert (await failure(call)).code() is StatusCode.CANCELLED
 
 
-async def test_a_node_that_sends_too_many_tokens_fails_that_request_only(model: Path) -> None:
-    async with served(model) as (client, node, _):
-        call = client.generate("x", sampling=Sampling(max_tokens=2))
-        other = client.generate("x")
-        numbers = {s.sampling.max_tokens: s.number for s in [await node.submitted() for _ in "12"]}
-        few, many = numbers[2], numbers[max(numbers)]
-        node.say({few: ids("abc"), many: ids("fine")})
-        node.say(ended={many: FINISH_REASON_STOP})
-        error = await failure(call)
-        assert (error.code(), "more tokens" in (error.details() or "")) == (
-            StatusCode.UNAVAILABLE,
-            True,
-        )
-        assert (await collect(other))[0] == "fine"
+async def test_a_node_that_sends_too_many_tokens_fails_that_request_only(client, node):
+    call = client.generate("x", sampling=Sampling(max_tokens=2))
+    other = client.generate("x")
+    numbers = {s.sampling.max_tokens: s.number for s in [await node.submitted() for _ in "12"]}
+    few, many = numbers[2], numbers[max(numbers)]
+    node.say({few: ids("abc"), many: ids("fine")})
+    node.finish(many)
+    error = await failure(call)
+    assert (error.code(), "more tokens" in (error.details() or "")) == (
+        StatusCode.UNAVAILABLE,
+        True,
+    )
+    assert (await collect(other))[0] == "fine"
 
 
 @pytest.mark.parametrize(
@@ -305,22 +264,19 @@ async def test_a_node_that_sends_too_many_tokens_fails_that_request_only(model: 
     ids=["short token column", "short end columns", "too many tokens", "too many links"],
 )
 async def test_a_node_that_breaks_the_protocol_loses_its_stream_and_may_come_back(
-    model: Path, message: FromNode
-) -> None:
-    async with served(model) as (client, node, _):
-        call = client.generate("x")
-        await node.submitted()
-        node.send(message)
-        # It comes again, by the next stream.
-        node.say(ended={(await node.submitted()).number: FINISH_REASON_STOP})
-        await collect(call)
+    client, node, message
+):
+    call = client.generate("x")
+    await node.submitted()
+    node.send(message)
+    # It comes again, by the next stream.
+    await node.complete()
+    await collect(call)
 
 
 # Seen failing without the version's check (no stream ends), with no version told by the router, and
 # with a stream ended by a kind it does not know (6 moves).
-async def test_a_node_of_another_version_is_tried_again_later_and_says_nothing_until_then(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_node_of_another_version_is_tried_again_later_and_says_nothing_until_then(caplog):
     async with StubDecodeNode() as node, rpc.make_channel(node.address) as channel:
         node.version = limits.VERSION + 1
         moves: list[str] = []
@@ -343,20 +299,19 @@ async def test_a_node_of_another_version_is_tried_again_later_and_says_nothing_u
         await asyncio.wait({running})
 
 
-async def test_tokenize_and_detokenize_are_inverse(model: Path) -> None:
-    async with served(model) as (client, _, _):
-        tokens = (await client.stub.Tokenize(TokenizeRequest(text="the größe"))).token_ids
-        assert list(tokens) == [0, *ids("the größe")]
-        answer = await client.stub.Detokenize(DetokenizeRequest(token_ids=tokens))
-        assert answer.text == "the größe"
-        for bad in [10**6], [5] * (CONTEXT_LENGTH + 1):
-            error = await failure(client.stub.Detokenize(DetokenizeRequest(token_ids=bad)))
-            assert error.code() is StatusCode.INVALID_ARGUMENT
-        error = await failure(client.stub.Tokenize(TokenizeRequest()))
-        assert error.code() is StatusCode.INVALID_ARGUMENT
+async def test_tokenize_and_detokenize_are_inverse(client):
+    tokens = (await client.stub.Tokenize(TokenizeRequest(text="the größe"))).token_ids
+    assert list(tokens) == [0, *ids("the größe")]
+    answer = await client.stub.Detokenize(DetokenizeRequest(token_ids=tokens))
+    assert answer.text == "the größe"
+    for bad in [10**6], [5] * (CONTEXT_LENGTH + 1):
+        await fails(
+            client.stub.Detokenize(DetokenizeRequest(token_ids=bad)), StatusCode.INVALID_ARGUMENT
+        )
+    await fails(client.stub.Tokenize(TokenizeRequest()), StatusCode.INVALID_ARGUMENT)
 
 
-async def test_the_model_is_described(model: Path) -> None:
+async def test_the_model_is_described(model):
     async with served(model) as (client, _, _):
         answer = await client.stub.GetModel(GetModelRequest())
         assert (answer.name, answer.context_length) == (str(model), CONTEXT_LENGTH)
@@ -364,47 +319,39 @@ async def test_the_model_is_described(model: Path) -> None:
         assert answer.has_chat_template
 
 
-async def test_draining_lets_live_requests_finish_and_takes_no_new_one(model: Path) -> None:
-    async with served(model) as (client, node, router):
-        call = client.generate("x")
-        number = (await node.submitted()).number
-        draining = asyncio.create_task(router.drain(10.0, asyncio.Event()))
-        await client.wait_until_serving(False)
-        assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
-        assert not draining.done()
-        node.say({number: ids("to the end")}, ended={number: FINISH_REASON_STOP})
-        assert (await collect(call))[0] == "to the end"
-        await draining
+async def test_draining_lets_live_requests_finish_and_takes_no_new_one(client, node, router):
+    call = client.generate("x")
+    number = (await node.submitted()).number
+    draining = asyncio.create_task(router.drain(10.0, asyncio.Event()))
+    await client.wait_until_serving(False)
+    assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
+    assert not draining.done()
+    node.finish(number, ids("to the end"))
+    assert (await collect(call))[0] == "to the end"
+    await draining
 
 
-async def test_draining_ends_what_does_not_finish_in_time(model: Path) -> None:
-    async with served(model) as (client, node, router):
-        call = client.generate("x")
-        await node.submitted()
-        await router.drain(0.05, asyncio.Event())
-        error = await failure(call)
-        assert error.code() is StatusCode.UNAVAILABLE
-        await eventually(lambda: not node.streams)
+async def test_draining_ends_what_does_not_finish_in_time(client, node, router):
+    call = client.generate("x")
+    await node.submitted()
+    await router.drain(0.05, asyncio.Event())
+    await fails(call, StatusCode.UNAVAILABLE)
+    await eventually(lambda: not node.streams)
 
 
-async def test_a_status_that_drains_sends_new_requests_away_and_lets_live_ones_be(
-    model: Path,
-) -> None:
-    async with served(model) as (client, node, _):
-        call = client.generate("x")
-        number = (await node.submitted()).number
-        node.send(FromNode(status=Status(state="draining", serves_alone=True)))
-        await client.wait_until_serving(False)
-        assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
-        node.say({number: ids("done")}, ended={number: FINISH_REASON_STOP})
-        assert (await collect(call))[0] == "done"
+async def test_a_status_that_drains_sends_new_requests_away_and_lets_live_ones_be(client, node):
+    call = client.generate("x")
+    number = (await node.submitted()).number
+    node.send(FromNode(status=Status(state="draining", serves_alone=True)))
+    await client.wait_until_serving(False)
+    assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
+    node.finish(number, ids("done"))
+    assert (await collect(call))[0] == "done"
 
 
-async def test_requests_of_any_form_reach_the_node_as_tokens(model: Path) -> None:
-    async with served(model) as (client, node, _):
-        request = GenerateRequest(token_ids=TokenIds(ids=[5, 6, 7]))
-        call = client.stub.Generate(request)
-        submit = await node.submitted()
-        assert list(submit.token_ids) == [5, 6, 7]
-        node.say(ended={submit.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[2].finish_reason == "length"
+async def test_requests_of_any_form_reach_the_node_as_tokens(client, node):
+    request = GenerateRequest(token_ids=TokenIds(ids=[5, 6, 7]))
+    call = client.stub.Generate(request)
+    submit = await node.complete(reason=FINISH_REASON_LENGTH)
+    assert list(submit.token_ids) == [5, 6, 7]
+    assert (await collect(call))[2].finish_reason == "length"

@@ -1,12 +1,10 @@
 """The form of an answer, however it is asked for, is one guide; and what it cannot be is named."""
 
-import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api.openai.openai_rig import CHAT, COMPLETIONS, Api, api_for
+from tests.api.rig import CHAT, COMPLETIONS, Api
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}}}'
@@ -14,11 +12,7 @@ TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}}}'
 
 async def _sent(api: Api, **fields: Any) -> Any:
     path = CHAT if "messages" in fields else COMPLETIONS
-    asking = asyncio.create_task(api.post(path, **fields))
-    submit = await api.complete()
-    answer = await asking
-    assert answer.status == 200, answer.body
-    return submit.sampling.guide
+    return await api.guide_of(path, **fields)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +52,10 @@ async def _sent(api: Api, **fields: Any) -> Any:
     ],
     ids=str,
 )
-async def test_a_form_reaches_the_node_in_the_order_that_it_was_written(
-    model: Path, fields: dict[str, Any], kind: str | None, text: object
-) -> None:
-    async with api_for(model) as api:
-        guide = await _sent(api, prompt="x", **fields)
-        assert guide.WhichOneof("form") == kind
-        assert kind is None or getattr(guide, kind) == text
+async def test_a_form_reaches_the_node_in_the_order_that_it_was_written(api, fields, kind, text):
+    guide = await _sent(api, prompt="x", **fields)
+    assert guide.WhichOneof("form") == kind
+    assert kind is None or getattr(guide, kind) == text
 
 
 @pytest.mark.parametrize(
@@ -80,8 +71,7 @@ async def test_a_form_reaches_the_node_in_the_order_that_it_was_written(
     ],
     ids=lambda value: str(value)[:60],
 )
-async def test_what_is_no_form_is_named(model: Path, fields: dict[str, Any], param: str) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(COMPLETIONS, prompt="x", **fields)
-        assert answer.status == 400, answer.body
-        assert param in (answer.error["param"] or answer.error["message"])
+async def test_what_is_no_form_is_named(api, fields, param):
+    answer = await api.post(COMPLETIONS, prompt="x", **fields)
+    assert answer.status == 400, answer.body
+    assert param in (answer.error["param"] or answer.error["message"])

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -26,10 +25,9 @@ from common.requests.sampling import SamplingParams
 from protos.decode_pb2 import FINISH_REASON_LENGTH
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
-from tests.api.openai.openai_rig import COMPLETIONS, Api, api_for, ids
-from tests.api.rig import WAIT_S, collect, eventually, failure, router_for
+from tests.api.models import ids
+from tests.api.rig import COMPLETIONS, WAIT_S, Api, api_for, collect, eventually, fails, served
 from tests.support.http_client import post
-from tests.support.stub_decode_node import StubDecodeNode
 
 KEY = {"idempotency-key": "7a0c"}
 FIELDS = {"prompt": "hello", "max_tokens": 32}
@@ -40,7 +38,7 @@ LONG_S = 3600.0  # nothing is forgotten because a machine is slow
 # Over HTTP and gRPC ------------------------------------------------------------------------------
 
 
-async def test_a_request_that_is_sent_again_gets_the_same_answer(model: Path) -> None:
+async def test_a_request_that_is_sent_again_gets_the_same_answer(model):
     async with api_for(model, idempotency_ttl_s=LONG_S) as api:
 
         async def ask(**fields: Any) -> Any:
@@ -56,20 +54,15 @@ async def test_a_request_that_is_sent_again_gets_the_same_answer(model: Path) ->
         streamed = await ask(stream=True)
         assert streamed.status == 400 and "another request" in streamed.error["message"]
         # Without the key, or with another one, it is a request of its own.
-        own = asyncio.create_task(post(api.router.http_port, COMPLETIONS, FIELDS))
-        await api.complete("another")
-        assert (await own).json["choices"][0]["text"] == "another"
+        _, answer = await api.answered(post(api.router.http_port, COMPLETIONS, FIELDS), "another")
+        assert answer.json["choices"][0]["text"] == "another"
 
 
-async def test_who_lost_its_connection_in_mid_answer_comes_back_for_all_of_it(model: Path) -> None:
+async def test_who_lost_its_connection_in_mid_answer_comes_back_for_all_of_it(model):
     """Seen failing where the end of the first call ends the answer: the node had a Cancel."""
     request = GenerateRequest(token_ids=TokenIds(ids=[5, 6, 7]), sampling=Sampling(max_tokens=4))
     metadata = (("idempotency-key", "7a0c"),)
-    async with (
-        StubDecodeNode() as node,
-        router_for(model, decode=[node.address], idempotency_ttl_s=LONG_S) as (client, r),
-    ):
-        await client.wait_until_serving()
+    async with served(model, idempotency_ttl_s=LONG_S) as (client, node, r):
         first = client.stub.Generate(request, metadata=metadata, timeout=WAIT_S)
         number = (await node.submitted()).number
         node.say({number: ids("ab")})
@@ -78,7 +71,7 @@ async def test_who_lost_its_connection_in_mid_answer_comes_back_for_all_of_it(mo
         again = client.stub.Generate(request, metadata=metadata, timeout=WAIT_S)
         resumed = await again.read()
         assert (resumed.request_id, resumed.text) == (begun.request_id, begun.text)
-        node.say({number: ids("cd")}, ended={number: FINISH_REASON_LENGTH})
+        node.finish(number, ids("cd"), FINISH_REASON_LENGTH)
         text, tokens, last = await collect(again)
         assert resumed.text + text == "abcd" and last.finish_reason == "length"
         assert [*resumed.token_ids, *tokens] == ids("abcd")
@@ -86,14 +79,18 @@ async def test_who_lost_its_connection_in_mid_answer_comes_back_for_all_of_it(mo
         assert whole == "abcd"
         assert r.admission.num_live == 0
         other = GenerateRequest(token_ids=TokenIds(ids=[5]), sampling=Sampling(max_tokens=4))
-        error = await failure(client.stub.Generate(other, metadata=metadata, timeout=WAIT_S))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await fails(
+            client.stub.Generate(other, metadata=metadata, timeout=WAIT_S),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        )
         long = (("idempotency-key", "x" * 257),)
-        error = await failure(client.stub.Generate(other, metadata=long, timeout=WAIT_S))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await fails(
+            client.stub.Generate(other, metadata=long, timeout=WAIT_S),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        )
 
 
-async def test_another_router_draws_the_same_answer_for_the_same_key(model: Path) -> None:
+async def test_another_router_draws_the_same_answer_for_the_same_key(model):
     """It has no answer that was kept by one that died: it asks for it with the same seed."""
 
     async def seeds(api: Api, fields: dict[str, Any], **headers: str) -> set[int]:
@@ -115,12 +112,13 @@ async def test_another_router_draws_the_same_answer_for_the_same_key(model: Path
         assert await seeds(other, {"seed": 5}, **{"idempotency-key": "a1"}) == {5}
 
 
-async def test_where_keys_are_not_heeded_nothing_is_kept(model: Path) -> None:
+async def test_where_keys_are_not_heeded_nothing_is_kept(model):
     async with api_for(model, idempotency_ttl_s=0.0) as api:
         for text in ("one", "two"):
-            answering = asyncio.create_task(post(api.router.http_port, COMPLETIONS, FIELDS, **KEY))
-            await api.complete(text)
-            assert (await answering).json["choices"][0]["text"] == text
+            _, answer = await api.answered(
+                post(api.router.http_port, COMPLETIONS, FIELDS, **KEY), text
+            )
+            assert answer.json["choices"][0]["text"] == text
 
 
 # What is kept, and for whom ----------------------------------------------------------------------
@@ -162,6 +160,16 @@ class Scripted:
             raise
 
 
+@pytest.fixture
+def scripted() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def kept(scripted: Scripted) -> IdempotencyCache:
+    return IdempotencyCache(scripted, keep_s=LONG_S)
+
+
 def _wanted() -> GenerateParams:
     prompt = SharedPrompt(TextPrompt("x"))
     sampling = SamplingParams(max_tokens=8, seed=1)
@@ -192,9 +200,7 @@ async def _follow(kept: IdempotencyCache, client: Client = ME, asked: bytes = b"
     return "".join(texts)
 
 
-async def test_two_that_ask_at_once_follow_one_answer() -> None:
-    scripted = Scripted()
-    kept = IdempotencyCache(scripted, keep_s=LONG_S)
+async def test_two_that_ask_at_once_follow_one_answer(scripted, kept):
     both = [asyncio.create_task(_follow(kept)) for _ in range(2)]
     for each in (_piece("a"), _piece("b"), _last("c")):
         scripted.said.put_nowait(each)
@@ -202,11 +208,9 @@ async def test_two_that_ask_at_once_follow_one_answer() -> None:
     assert scripted.num_begun == 1
 
 
-async def test_what_the_prompt_became_is_known_to_who_comes_back() -> None:
+async def test_what_the_prompt_became_is_known_to_who_comes_back(scripted, kept):
     """Keep the rendered prompt, which decides whether a response is parsed as reasoning or
     content."""
-    scripted = Scripted()
-    kept = IdempotencyCache(scripted, keep_s=LONG_S)
     first, again = _wanted(), _wanted()
     first.prompt.rendering = RenderedPrompt(1, "<think>")
     seen: list[str] = []
@@ -220,10 +224,8 @@ async def test_what_the_prompt_became_is_known_to_who_comes_back() -> None:
     assert seen == [RenderedPrompt(), RenderedPrompt(1, "<think>")]
 
 
-async def test_nobody_meets_the_answer_of_another_client() -> None:
+async def test_nobody_meets_the_answer_of_another_client(scripted, kept):
     """Seen failing with answers known by their key alone."""
-    scripted = Scripted()
-    kept = IdempotencyCache(scripted, keep_s=LONG_S)
     for client, text in ((ME, "mine"), (Client("another", KeyUsage(KeyLimits())), "another's")):
         scripted.said.put_nowait(_last(text))
         assert await _follow(kept, client) == text
@@ -232,9 +234,7 @@ async def test_nobody_meets_the_answer_of_another_client() -> None:
         _retry(kept, asked=b"b")
 
 
-async def test_what_has_failed_is_asked_anew() -> None:
-    scripted = Scripted()
-    kept = IdempotencyCache(scripted, keep_s=LONG_S)
+async def test_what_has_failed_is_asked_anew(scripted, kept):
     scripted.said.put_nowait(NodeUnavailable("no node"))
     with pytest.raises(NodeUnavailable):
         await _follow(kept)
@@ -242,7 +242,7 @@ async def test_what_has_failed_is_asked_anew() -> None:
     assert await _follow(kept) == "well"
 
 
-async def test_an_answer_that_nobody_comes_back_for_is_given_up_and_forgotten() -> None:
+async def test_an_answer_that_nobody_comes_back_for_is_given_up_and_forgotten():
     scripted = Scripted()
     kept = IdempotencyCache(scripted, keep_s=0.05)
     leaving = asyncio.create_task(_follow(kept))
@@ -254,7 +254,7 @@ async def test_an_answer_that_nobody_comes_back_for_is_given_up_and_forgotten() 
     await eventually(lambda: not len(kept))
 
 
-async def test_what_is_kept_is_bounded_by_bytes_oldest_first() -> None:
+async def test_what_is_kept_is_bounded_by_bytes_oldest_first():
     scripted = Scripted()
     kept = IdempotencyCache(scripted, keep_s=LONG_S, max_bytes=40_000)
     for number in range(50):
@@ -266,7 +266,7 @@ async def test_what_is_kept_is_bounded_by_bytes_oldest_first() -> None:
     assert scripted.num_begun == 50
 
 
-async def test_an_answer_that_there_is_no_room_for_reaches_who_follows_it_and_nobody_else() -> None:
+async def test_an_answer_that_there_is_no_room_for_reaches_who_follows_it_and_nobody_else():
     """At the pace of the slowest that follows it. Seen failing where it is kept all the same."""
     scripted = Scripted(takes=False)
     kept = IdempotencyCache(scripted, keep_s=LONG_S, max_bytes=10_000)
@@ -293,7 +293,7 @@ async def test_an_answer_that_there_is_no_room_for_reaches_who_follows_it_and_no
     assert await _follow(kept) == "anew"
 
 
-async def test_of_a_prompt_nothing_is_kept_but_how_long_it_was() -> None:
+async def test_of_a_prompt_nothing_is_kept_but_how_long_it_was():
     """Prompts are larger than answers, and not counted. Seen failing where a kept answer has it."""
 
     class Tokens(list[int]):

@@ -1,13 +1,10 @@
 """The OpenAPI document is valid, and says what the router does."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from api import openapi
-from tests.api.openai.openai_rig import api_for
 
 
 def test_the_document_is_valid_openapi():
@@ -15,7 +12,7 @@ def test_the_document_is_valid_openapi():
 
 
 @pytest.mark.parametrize("record", openapi.REQUESTS)
-def test_every_field_that_a_request_may_have_is_described(record: type[msgspec.Struct]):
+def test_every_field_that_a_request_may_have_is_described(record):
     properties = openapi.document("0")["components"]["schemas"][record.__name__]["properties"]
     assert set(properties) == set(record.__struct_fields__)
     assert all(field["description"] for field in properties.values())
@@ -28,12 +25,11 @@ def test_it_says_what_takes_a_key_and_whose():
     assert "401" in paths["/v1/completions"]["post"]["responses"]
 
 
-async def test_every_operation_of_the_document_is_there(model: Path):
-    async with api_for(model) as api:
-        told = msgspec.json.decode((await api.get("/openapi.json")).body)
-        for path, methods in told["paths"].items():
-            at = path.format(**dict.fromkeys(("model", "id"), "x"))
-            for method in methods.keys() - {"parameters"}:
-                answer = await (api.post(at) if method == "post" else api.get(at))
-                assert answer.status not in (405, 501), (method, path)
-                assert b"there is nothing at" not in answer.body, (method, path)
+async def test_every_operation_of_the_document_is_there(api):
+    told = msgspec.json.decode((await api.get("/openapi.json")).body)
+    for path, methods in told["paths"].items():
+        at = path.format(**dict.fromkeys(("model", "id"), "x"))
+        for method in methods.keys() - {"parameters"}:
+            answer = await (api.post(at) if method == "post" else api.get(at))
+            assert answer.status not in (405, 501), (method, path)
+            assert b"there is nothing at" not in answer.body, (method, path)

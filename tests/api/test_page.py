@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,53 +9,48 @@ import pytest
 from api.admin.router_state import ClusterEndpoint, plain
 from api.page import files
 from protos.router_pb2 import GetClusterRequest, GetClusterResponse
-from tests.api.openai.openai_rig import api_for
 from tests.api.rig import router_for
 from tests.support.http_client import connected, get, request
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
 
-async def test_the_page_and_all_that_it_loads_are_there_and_nothing_from_elsewhere(model: Path):
-    async with api_for(model) as api:
-        page = await api.get("/")
-        assert page.headers["content-type"] == "text/html; charset=utf-8"
-        found = {"/": page}
-        open_ends = [page]
-        while open_ends:
-            text = open_ends.pop().body.decode()
-            assert not re.search(r"https?://(?!www\.w3\.org/)", text)
-            linked = re.findall(r'(?:src|href)="(/page/[^"]+)"', text)
-            imported = re.findall(r'from "\./([^"]+)"', text)
-            for path in {*linked, *(f"/page/{name}" for name in imported)} - set(found):
-                found[path] = await api.get(path)
-                assert found[path].status == 200, path
-                open_ends.append(found[path])
-        assert set(found) == set(files.routes())
-        kinds = {
-            path.rpartition(".")[2]: file.headers["content-type"] for path, file in found.items()
-        }
-        assert kinds["js"].startswith("text/javascript")  # browsers run no other kind as a module
+async def test_the_page_and_all_that_it_loads_are_there_and_nothing_from_elsewhere(api):
+    page = await api.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    found = {"/": page}
+    open_ends = [page]
+    while open_ends:
+        text = open_ends.pop().body.decode()
+        assert not re.search(r"https?://(?!www\.w3\.org/)", text)
+        linked = re.findall(r'(?:src|href)="(/page/[^"]+)"', text)
+        imported = re.findall(r'from "\./([^"]+)"', text)
+        for path in {*linked, *(f"/page/{name}" for name in imported)} - set(found):
+            found[path] = await api.get(path)
+            assert found[path].status == 200, path
+            open_ends.append(found[path])
+    assert set(found) == set(files.routes())
+    kinds = {path.rpartition(".")[2]: file.headers["content-type"] for path, file in found.items()}
+    assert kinds["js"].startswith("text/javascript")  # browsers run no other kind as a module
 
 
 @pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/style.css"])
-async def test_a_file_comes_with_a_policy_and_is_sent_only_once(model: Path, path: str):
-    async with api_for(model) as api:
-        first = await api.get(path)
-        assert "default-src 'self'" in first.headers["content-security-policy"]
-        assert "unsafe" not in first.headers["content-security-policy"]
-        assert first.headers["x-content-type-options"] == "nosniff"
-        assert first.headers["cache-control"] == "no-cache"
-        tag = first.headers["etag"]
-        async with connected(api.router.http_port) as wire:
-            for known in (tag, f'"other", W/{tag}'):
-                await wire.send(request("GET", path, if_none_match=known))
-                answer = await wire.response(to_head=True)
-                assert (answer.status, answer.headers["etag"]) == (304, tag)
-            await wire.send(request("GET", path, if_none_match='"other"'))
-            assert (await wire.response()).body == first.body
+async def test_a_file_comes_with_a_policy_and_is_sent_only_once(api, path):
+    first = await api.get(path)
+    assert "default-src 'self'" in first.headers["content-security-policy"]
+    assert "unsafe" not in first.headers["content-security-policy"]
+    assert first.headers["x-content-type-options"] == "nosniff"
+    assert first.headers["cache-control"] == "no-cache"
+    tag = first.headers["etag"]
+    async with connected(api.router.http_port) as wire:
+        for known in (tag, f'"other", W/{tag}'):
+            await wire.send(request("GET", path, if_none_match=known))
+            answer = await wire.response(to_head=True)
+            assert (answer.status, answer.headers["etag"]) == (304, tag)
+        await wire.send(request("GET", path, if_none_match='"other"'))
+        assert (await wire.response()).body == first.body
 
 
-async def test_the_cluster_as_json_says_what_get_cluster_says(model: Path):
+async def test_the_cluster_as_json_says_what_get_cluster_says(model):
     async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
         decode.description.instance_id = 2**63 + 1
         decode.description.counters["generated_tokens"] = 2**53
@@ -124,7 +118,7 @@ def test_the_json_of_an_empty_cluster_has_every_field():
     }
 
 
-async def test_a_router_that_cannot_place_a_request_says_why(model: Path):
+async def test_a_router_that_cannot_place_a_request_says_why(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (_, router):
         told = (await get(router.http_port, "/cluster")).json
     assert told["router"]["state"] == "not ready"
@@ -132,17 +126,12 @@ async def test_a_router_that_cannot_place_a_request_says_why(model: Path):
     assert [node["state"] for node in told["nodes"]] == ["unreachable"]
 
 
-async def test_many_viewers_do_not_make_the_router_ask_its_nodes_more_often(model: Path):
-    async with (
-        StubDecodeNode() as node,
-        router_for(model, decode=[node.address]) as (client, router),
-    ):
-        await client.wait_until_serving()
-        before = node.num_described
-        answers = await asyncio.gather(*(get(router.http_port, "/cluster") for _ in range(32)))
-        assert {answer.status for answer in answers} == {200}
-        assert len({answer.body for answer in answers}) == 1
-        assert node.num_described < before + 16  # and the survey's own, on a slow machine several
+async def test_many_viewers_do_not_make_the_router_ask_its_nodes_more_often(node, router):
+    before = node.num_described
+    answers = await asyncio.gather(*(get(router.http_port, "/cluster") for _ in range(32)))
+    assert {answer.status for answer in answers} == {200}
+    assert len({answer.body for answer in answers}) == 1
+    assert node.num_described < before + 16  # and the survey's own, on a slow machine several
 
 
 async def test_a_viewer_that_leaves_does_not_take_the_others_answer_with_it():

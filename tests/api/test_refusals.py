@@ -1,6 +1,5 @@
 """Large inputs at a router that runs: refused by what protocol they come, with what sentence."""
 
-from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -25,8 +24,8 @@ from protos import router_pb2
 from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, TokenizeRequest
 from protos.sampling_pb2 import Sampling
 from router.metrics import RouterMetrics
-from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO, api_for
-from tests.api.rig import CONTEXT_LENGTH, Client, failure, router_for
+from tests.api.models import CONTEXT_LENGTH, write_model
+from tests.api.rig import CHAT, COMPLETIONS, HELLO, Client, api_for, fails, router_for
 from tests.support.http_client import post
 
 Code = grpc.StatusCode
@@ -34,7 +33,7 @@ ROOM = 1 << 20
 TEXT = CONTEXT_LENGTH * 16
 
 
-async def test_over_grpc_what_is_too_large_is_refused_by_size(model: Path) -> None:
+async def test_over_grpc_what_is_too_large_is_refused_by_size(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (client, _):
         for call, sentence in [
             (client.generate("x" * (TEXT + 1)), f"text has {TEXT + 1} bytes of text"),
@@ -64,47 +63,40 @@ async def test_over_grpc_what_is_too_large_is_refused_by_size(model: Path) -> No
                 f"the message has more than {MAX_FIELDS} fields",
             ),
         ]:
-            error = await failure(call)
-            assert error.code() is Code.INVALID_ARGUMENT
+            error = await fails(call, Code.INVALID_ARGUMENT)
             assert str(error.details()).startswith(sentence)
 
 
-async def test_a_message_that_no_prompt_fills_is_refused_before_it_is_received(
-    model: Path,
-) -> None:
+async def test_a_message_that_no_prompt_fills_is_refused_before_it_is_received(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (client, _):
-        error = await failure(_tokenize(client, text="x" * (ROOM + TEXT)))
-        assert error.code() is Code.RESOURCE_EXHAUSTED
-        assert str(ROOM + TEXT) in str(error.details())
+        await fails(
+            _tokenize(client, text="x" * (ROOM + TEXT)), Code.RESOURCE_EXHAUSTED, str(ROOM + TEXT)
+        )
 
 
-async def test_over_http_what_is_too_large_is_refused_by_size(model: Path) -> None:
-    async with api_for(model) as api:
-        for path, fields, status, param, sentence in [
-            (COMPLETIONS, {"prompt": "x" * (TEXT + 1)}, 400, "prompt", f"has {TEXT + 1} bytes"),
-            (CHAT, {"messages": _turn("x" * TEXT)}, 400, "messages", "bytes of text"),
-            (COMPLETIONS, {"prompt": [5] * 100_000}, 400, "prompt", "has 100000 tokens"),
-            (COMPLETIONS, {"prompt": [[]] * 100_000}, 413, None, "too many values"),
-            (CHAT, {"messages": HELLO, "tools": [{}] * 100_000}, 413, None, "too many values"),
-            (COMPLETIONS, {"prompt": "x" * 1_200_000}, 413, None, "has at most"),
-        ]:
-            answer = await post(api.router.http_port, path, fields)
-            assert answer.status == status, answer.body
-            assert answer.error["param"] == param
-            assert sentence in answer.error["message"]
+async def test_over_http_what_is_too_large_is_refused_by_size(api):
+    for path, fields, status, param, sentence in [
+        (COMPLETIONS, {"prompt": "x" * (TEXT + 1)}, 400, "prompt", f"has {TEXT + 1} bytes"),
+        (CHAT, {"messages": _turn("x" * TEXT)}, 400, "messages", "bytes of text"),
+        (COMPLETIONS, {"prompt": [5] * 100_000}, 400, "prompt", "has 100000 tokens"),
+        (COMPLETIONS, {"prompt": [[]] * 100_000}, 413, None, "too many values"),
+        (CHAT, {"messages": HELLO, "tools": [{}] * 100_000}, 413, None, "too many values"),
+        (COMPLETIONS, {"prompt": "x" * 1_200_000}, 413, None, "has at most"),
+    ]:
+        answer = await post(api.router.http_port, path, fields)
+        assert answer.status == status, answer.body
+        assert answer.error["param"] == param
+        assert sentence in answer.error["message"]
 
 
 @pytest.mark.parametrize("name", ["x" * 1000, "\U0001f600" * 1000, "\x00" * 100_000])
-async def test_a_long_name_comes_back_in_a_short_error(model: Path, name: str) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(COMPLETIONS, prompt="x", model=name)
-        assert answer.status in (400, 404)
-        assert len(answer.error["message"]) <= MAX_SENTENCE_CHARACTERS
+async def test_a_long_name_comes_back_in_a_short_error(api, name):
+    answer = await api.post(COMPLETIONS, prompt="x", model=name)
+    assert answer.status in (400, 404)
+    assert len(answer.error["message"]) <= MAX_SENTENCE_CHARACTERS
 
 
-async def test_what_a_template_says_of_messages_comes_back_cut(tmp_path: Path) -> None:
-    from tests.api.rig import write_model
-
+async def test_what_a_template_says_of_messages_comes_back_cut(tmp_path):
     template = "{{ raise_exception('not this: ' + messages[0].content) }}"
     async with api_for(write_model(tmp_path, chat_template=template)) as api:
         answer = await api.post(CHAT, messages=_turn("\U0001f600" * 250))
@@ -124,7 +116,7 @@ class Busy:
         raise Overloaded("text waits")
 
 
-async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
+async def test_who_meets_a_full_queue_is_told_when_to_come_back():
     busy = Busy()
     guard = ApiKeyGuard(
         None, lambda shown: False, RouterMetrics(), operators_prove=False, has_secret=False
@@ -153,8 +145,7 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
             _tokenize(client, text="x"),
             client.stub.Detokenize(DetokenizeRequest(token_ids=[5])),
         ):
-            error = await failure(call)
-            assert error.code() is Code.RESOURCE_EXHAUSTED
+            error = await fails(call, Code.RESOURCE_EXHAUSTED)
             assert ("retry-after", "1") in tuple(error.trailing_metadata())
     await rpc.stop(server, 0.0)
 

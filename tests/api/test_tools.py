@@ -17,24 +17,14 @@ from api.parsers.model_format import ModelFormat
 from common.requests.sampling import SamplingParams
 from engine.grammar.schemas.enforced import enforced
 from protos import router_pb2
-from protos.decode_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
-from tests.api.openai.openai_rig import CHAT, HELLO, api_for
-from tests.api.rig import collect, failure, router_for
-from tests.api.talk import CALL, Spoken, calling_model, talk
-from tests.support.stub_decode_node import StubDecodeNode
+from protos.decode_pb2 import FINISH_REASON_LENGTH
+from tests.api.models import CALL
+from tests.api.rig import ABSENT, CHAT, HELLO, api_for, collect, fails, router_for, tool
 
-TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds <two> numbers.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-        },
-    }
-]
-
-
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ANY = {"type": "object"}
+ADD = {"description": "Adds <two> numbers.", "parameters": PARAMETERS}
+TOOLS, STRICT = [tool("add", **ADD)], tool("add", **ADD, strict=True)
 SAMPLING = SamplingParams(max_tokens=1, seed=0)
 
 
@@ -42,54 +32,48 @@ def _tool(said: dict[str, Any]) -> ToolDefinition:
     return ToolDefinition("function", ToolFunction(**said["function"]))
 
 
-@pytest.fixture(scope="module")
-def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calling_model(tmp_path_factory.mktemp("calling"))
+async def test_a_call_is_told_apart_from_what_is_said(talking):
+    choice, prompt = await talking.chat(f"Let me see.\n{CALL}</s>", tools=TOOLS)
+    assert '"name": "add", "description": "Adds <two> numbers."' in prompt
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "add")
+    assert call.function.arguments == '{"a": 27, "b": 15}'
+    assert len(call.id) == 9 and call.id.isalnum()
+    choice, _ = await talking.chat(CALL, tools=TOOLS, tool_choice="auto")
+    assert choice.message.content is None
 
 
-async def test_a_call_is_told_apart_from_what_is_said(calling: Path) -> None:
-    async with talk(calling) as talking:
-        choice, prompt = await talking.ask(f"Let me see.\n{CALL}</s>", tools=TOOLS)
-        assert '"name": "add", "description": "Adds <two> numbers."' in prompt
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
-        (call,) = choice.message.tool_calls
-        assert (call.type, call.function.name) == ("function", "add")
-        assert call.function.arguments == '{"a": 27, "b": 15}'
-        assert len(call.id) == 9 and call.id.isalnum()
-        choice, _ = await talking.ask(CALL, tools=TOOLS, tool_choice="auto")
-        assert choice.message.content is None
+async def test_a_conversation_goes_on_after_a_call(talking):
+    choice, _ = await talking.chat(f"<think>hm</think>{CALL}", tools=TOOLS)
+    call = choice.message.tool_calls[0]
+    messages = [
+        *HELLO,
+        choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "42"}]},
+    ]
+    choice, prompt = await talking.chat("It is 42.", tools=TOOLS, messages=messages)
+    assert '{"name": "add", "arguments": {"a": 27, "b": 15}}' in prompt
+    assert "<think>\nhm</think>" in prompt and f"({call.id})" in prompt
+    assert (choice.message.content, choice.finish_reason) == ("It is 42.", "stop")
+    assert choice.message.tool_calls is None
 
 
-async def test_a_conversation_goes_on_after_a_call(calling: Path) -> None:
-    async with talk(calling) as talking:
-        choice, _ = await talking.ask(f"<think>hm</think>{CALL}", tools=TOOLS)
-        call = choice.message.tool_calls[0]
-        messages = [
-            *HELLO,
-            choice.message,
-            {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "42"}]},
-        ]
-        choice, prompt = await talking.ask("It is 42.", tools=TOOLS, messages=messages)
-        assert '{"name": "add", "arguments": {"a": 27, "b": 15}}' in prompt
-        assert "<think>\nhm</think>" in prompt and f"({call.id})" in prompt
-        assert (choice.message.content, choice.finish_reason) == ("It is 42.", "stop")
-        assert choice.message.tool_calls is None
-
-
-async def test_a_streamed_call_comes_in_openais_pieces(calling: Path) -> None:
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(
-            talking.client.create(model=talking.api.model, messages=HELLO, tools=TOOLS, stream=True)
+async def test_a_streamed_call_comes_in_openais_pieces(talking):
+    asking = asyncio.create_task(
+        talking.client.chat.completions.create(
+            model=talking.model, messages=HELLO, tools=TOOLS, stream=True
         )
-        number, _ = await talking.asked()
-        tokens = talking.ids(f"<think>hm\n</think>Well.\n{CALL}\n{CALL}</s>")
-        node = talking.api.node
-        node.say({number: tokens[:1]})
-        chunks = [await anext(stream := await asking)]
-        for token in tokens[1:-1]:
-            node.say({number: [token]})
-        node.say({number: tokens[-1:]}, ended={number: FINISH_REASON_STOP})
-        chunks += [chunk async for chunk in stream]
+    )
+    number = (await talking.node.submitted()).number
+    tokens = talking.ids(f"<think>hm\n</think>Well.\n{CALL}\n{CALL}</s>")
+    node = talking.node
+    node.say({number: tokens[:1]})
+    chunks = [await anext(stream := await asking)]
+    for token in tokens[1:-1]:
+        node.say({number: [token]})
+    node.finish(number, tokens[-1:])
+    chunks += [chunk async for chunk in stream]
     choices = [chunk.choices[0] for chunk in chunks]
     deltas = [choice.delta for choice in choices]
     assert [delta.role for delta in deltas].count("assistant") == 1
@@ -109,48 +93,38 @@ async def test_a_streamed_call_comes_in_openais_pieces(calling: Path) -> None:
     assert [choice.finish_reason for choice in choices][-2:] == [None, "tool_calls"]
 
 
-async def test_a_call_that_is_cut_off_says_so(calling: Path) -> None:
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(talking.api.post(CHAT, messages=HELLO, tools=TOOLS))
-        await talking.answer(CALL[:45], reason=FINISH_REASON_LENGTH)
-        (choice,) = (await asking).json["choices"]
-        assert choice["finish_reason"] == "length"
-        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a"'
+async def test_a_call_that_is_cut_off_says_so(talking):
+    choice, _ = await talking.chat(CALL[:45], reason=FINISH_REASON_LENGTH, tools=TOOLS)
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls[0].function.arguments == '{"a"'
 
 
-async def test_without_tools_nothing_is_a_call(calling: Path) -> None:
-    async with talk(calling) as talking:
-        for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-            choice, prompt = await talking.ask(CALL, **fields)
-            assert "<tools>" not in prompt
-            assert choice.message.content == CALL.removeprefix("<tool_call>").removesuffix(
-                "</tool_call>"
-            )
+async def test_without_tools_nothing_is_a_call(talking):
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice, prompt = await talking.chat(CALL, **fields)
+        assert "<tools>" not in prompt
+        assert f"<tool_call>{choice.message.content}</tool_call>" == CALL
 
 
-async def test_what_is_thought_is_told_apart_and_can_be_left_out(calling: Path) -> None:
-    async with talk(calling) as talking:
-        choice, _ = await talking.ask("<think>\nhm\n</think>\n\nhi")
-        assert (choice.message.reasoning_content, choice.message.content) == ("hm", "hi")
-        choice, _ = await talking.ask(
-            "<think>hm</think>hi", extra_body={"include_reasoning": False}
-        )
-        assert not hasattr(choice.message, "reasoning_content")
-        assert choice.message.content == "hi"
-        setting = {"chat_template_kwargs": {"enable_thinking": False}}
-        choice, prompt = await talking.ask("hi </think>", extra_body=setting)
-        assert prompt.endswith("<think></think>")
-        assert choice.message.content == "hi </think>"
+async def test_what_is_thought_is_told_apart_and_can_be_left_out(talking):
+    choice, _ = await talking.chat("<think>\nhm\n</think>\n\nhi")
+    assert (choice.message.reasoning_content, choice.message.content) == ("hm", "hi")
+    choice, _ = await talking.chat("<think>hm</think>hi", extra_body={"include_reasoning": False})
+    assert not hasattr(choice.message, "reasoning_content")
+    assert choice.message.content == "hi"
+    setting = {"chat_template_kwargs": {"enable_thinking": False}}
+    choice, prompt = await talking.chat("hi </think>", extra_body=setting)
+    assert prompt.endswith("<think></think>")
+    assert choice.message.content == "hi </think>"
 
 
-async def test_a_flag_says_how_a_model_calls(calling: Path) -> None:
-    async with talk(calling, tool_parser="mistral", reasoning_parser="none") as talking:
+async def test_a_flag_says_how_a_model_calls(calling):
+    async with api_for(calling, tool_parser="mistral", reasoning_parser="none") as talking:
         text = '<think>[TOOL_CALLS][{"name": "add", "arguments": {}}]'
-        choice, _ = await talking.ask(text, tools=TOOLS)
+        choice, _ = await talking.chat(text, tools=TOOLS)
         assert choice.message.tool_calls[0].function.arguments == "{}"
-    async with talk(calling, tool_parser="none") as talking:
-        answer = await talking.api.post(CHAT, messages=HELLO, tools=TOOLS)
-        assert (answer.status, answer.error["param"]) == (400, "tools")
+    async with api_for(calling, tool_parser="none") as talking:
+        assert await talking.refused(CHAT, messages=HELLO, tools=TOOLS) == (400, "tools")
 
 
 @pytest.mark.parametrize(
@@ -166,52 +140,28 @@ async def test_a_flag_says_how_a_model_calls(calling: Path) -> None:
         ({"tools": [{**TOOLS[0], "function": {"name": "x" * 70_000}}]}, "messages"),
         ({"chat_template_kwargs": {"enable_thought": 1}}, "chat_template_kwargs"),
     ],
-    ids=[
-        "choice",
-        "another",
-        "no tool",
-        "kind",
-        "no name",
-        "more",
-        "many",
-        "large",
-        "setting",
-    ],
+    ids=["choice", "another", "no tool", "kind", "no name", "more", "many", "large", "setting"],
 )
-async def test_what_cannot_be_is_refused_by_name(
-    calling: Path, fields: dict[str, Any], param: str
-) -> None:
-    async with api_for(calling) as api:
-        answer = await api.post(CHAT, messages=HELLO, **fields)
-        assert answer.status == 400, answer.body
-        assert (answer.error["param"] or "").startswith(param), answer.body
+async def test_what_cannot_be_is_refused_by_name(talking, fields, param):
+    await talking.refuses(param, CHAT, messages=HELLO, **fields)
 
 
 FORCED = '[{"name": "add", "parameters": {"a": 27}}, {"name": "sub", "parameters": {}}]'
-SUB = {"type": "function", "function": {"name": "sub"}}
+SUB = tool("sub")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_an_answer_that_must_call_is_calls_alone(calling: Path, stream: bool) -> None:
-    async with talk(calling, tool_parser="none") as talking:
-        asking = asyncio.create_task(
-            talking.api.post(
-                CHAT, messages=HELLO, tools=[*TOOLS, SUB], tool_choice="required", stream=stream
-            )
+async def test_an_answer_that_must_call_is_calls_alone(calling, stream):
+    async with api_for(calling, tool_parser="none") as talking:
+        fields = {"tools": [*TOOLS, SUB], "tool_choice": "required", "stream": stream}
+        submit, answer = await talking.say_one_by_one(
+            FORCED, talking.post(CHAT, messages=HELLO, **fields)
         )
-        submit = await talking.api.node.submitted()
-        schema = json.loads(submit.sampling.guide.json_schema)
-        names = [call["properties"]["name"]["enum"] for call in schema["items"]["anyOf"]]
-        assert (schema["type"], schema["minItems"], names) == ("array", 1, [["add"], ["sub"]])
-        assert (
-            schema["items"]["anyOf"][0]["properties"]["parameters"]
-            == (TOOLS[0]["function"]["parameters"])
-        )
-        *tokens, last = talking.ids(FORCED)
-        for token in tokens:
-            talking.api.node.say({submit.number: [token]})
-        talking.api.node.say({submit.number: [last]}, ended={submit.number: FINISH_REASON_STOP})
-        answer = await asking
+    schema = json.loads(submit.sampling.guide.json_schema)
+    calls = [call["properties"] for call in schema["items"]["anyOf"]]
+    assert (schema["type"], schema["minItems"]) == ("array", 1)
+    assert [call["name"]["enum"] for call in calls] == [["add"], ["sub"]]
+    assert calls[0]["parameters"] == PARAMETERS
     if stream:
         choices = [event["choices"][0] for event in answer.events]
         parts = [part for one in choices for part in one["delta"].get("tool_calls", ())]
@@ -229,27 +179,17 @@ async def test_an_answer_that_must_call_is_calls_alone(calling: Path, stream: bo
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
-async def test_a_tool_that_is_named_is_the_only_one_that_can_be_called(calling: Path) -> None:
-    pair = {"type": "function", "function": {"name": "pair"}}
-    async with talk(calling) as talking:
-        named = {"type": "function", "function": {"name": "pair"}}
-        asking = asyncio.create_task(
-            talking.api.post(CHAT, messages=HELLO, tools=[*TOOLS, pair], tool_choice=named)
-        )
-        submit = await talking.api.node.submitted()
-        schema = json.loads(submit.sampling.guide.json_schema)
-        (call,) = schema["items"]["anyOf"]
-        assert (schema["maxItems"], call["properties"]["name"]) == (1, {"enum": ["pair"]})
-        said = talking.ids('[{"name": "pair", "parameters": {}}]')
-        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
-        (choice,) = (await asking).json["choices"]
-        assert choice["message"]["tool_calls"][0]["function"]["name"] == "pair"
+async def test_a_tool_that_is_named_is_the_only_one_that_can_be_called(talking):
+    fields = {"tools": [*TOOLS, tool("pair")], "tool_choice": tool("pair")}
+    text = '[{"name": "pair", "parameters": {}}]'
+    submit, answer = await talking.ask(CHAT, text, messages=HELLO, **fields)
+    schema = json.loads(submit.sampling.guide.json_schema)
+    (call,) = schema["items"]["anyOf"]
+    assert (schema["maxItems"], call["properties"]["name"]) == (1, {"enum": ["pair"]})
+    (choice,) = answer.json["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "pair"
 
 
-STRICT = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
-
-
-PARAMETERS, ANY = TOOLS[0]["function"]["parameters"], {"type": "object"}
 FORM = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": FORM}}
 
@@ -290,28 +230,20 @@ def _schemas(form: Any) -> list[Any]:
     ],
 )
 async def test_a_call_that_is_begun_is_held_to_json_or_its_schema(
-    calling: Path, parser: str, arguments: str, tools: list[Any], expected: list[Any] | None
-) -> None:
+    calling, parser, arguments, tools, expected
+):
     """A strict tool to its schema, the others as the router is told."""
     directory = calling if parser in ("hermes", "mistral") else _plain(calling)
-    async with talk(directory, tool_parser=parser, tool_arguments=arguments) as talking:
-        asking = asyncio.create_task(talking.api.post(CHAT, messages=HELLO, tools=tools))
-        guide = (await talking.api.complete()).sampling.guide
-        assert (await asking).status == 200
+    async with api_for(directory, tool_parser=parser, tool_arguments=arguments) as talking:
+        guide = await talking.guide_of(CHAT, messages=HELLO, tools=tools)
     told = _schemas(json.loads(guide.structural_tag)) if guide.structural_tag else None
     assert told == expected
 
 
-async def test_tools_beyond_what_a_grammar_may_have_are_free_unless_they_are_strict(
-    calling: Path,
-) -> None:
-    many = [{"type": "function", "function": {"name": f"{'x' * 50}{n}"}} for n in range(1024)]
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(
-            talking.api.post(CHAT, messages=HELLO, tools=[TOOLS[0]], tool_choice="auto")
-        )
-        assert (await talking.api.complete()).sampling.guide.structural_tag
-        assert (await asking).status == 200
+async def test_tools_beyond_what_a_grammar_may_have_are_free_unless_they_are_strict(talking):
+    many = [tool(f"{'x' * 50}{n}") for n in range(1024)]
+    guide = await talking.guide_of(CHAT, messages=HELLO, tools=TOOLS, tool_choice="auto")
+    assert guide.structural_tag
     speech = ModelFormat(tools="hermes")
     offer = ToolOffer([_tool(each) for each in many], (), parallel=True)
     assert guided([SAMPLING], offer, speech, "")[0].guide is None
@@ -321,53 +253,40 @@ async def test_tools_beyond_what_a_grammar_may_have_are_free_unless_they_are_str
 
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3-coder"])
-async def test_with_tools_and_a_form_the_model_may_call_first(calling: Path, parser: str) -> None:
+async def test_with_tools_and_a_form_the_model_may_call_first(calling, parser):
     """Seen failing: the form was enforced from the first token, so that no tool was called."""
     fields = {"tools": [STRICT], "response_format": FORMAT}
-    async with talk(calling, tool_parser=parser) as talking:
-        asking = asyncio.create_task(talking.api.post(CHAT, messages=HELLO, **fields))
-        submit = await talking.api.node.submitted()
+    async with api_for(calling, tool_parser=parser) as talking:
+        submit, answer = await talking.ask(CHAT, '{"sum": 42}', messages=HELLO, **fields)
         form = json.loads(submit.sampling.guide.structural_tag)["format"]
         assert form["type"] == "or" and form["elements"][0]["json_schema"] == FORM
         assert _schemas(form) == [FORM, PARAMETERS]
         assert submit.sampling.thought.close  # is behind what is thought
-        said = talking.ids('{"sum": 42}')
-        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
-        (choice,) = (await asking).json["choices"]
+        (choice,) = answer.json["choices"]
         assert choice["message"]["content"] == '{"sum": 42}'
 
 
 @pytest.mark.parametrize("choice", ["required", {"function": {"name": "add"}}], ids=str)
-async def test_a_call_that_must_be_made_goes_before_a_form(calling: Path, choice: Any) -> None:
+async def test_a_call_that_must_be_made_goes_before_a_form(talking, choice):
     """Prefer a required call to the response format, as vLLM does. Seen failing: 400."""
     fields = {"tools": TOOLS, "tool_choice": choice, "response_format": FORMAT}
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(talking.api.post(CHAT, messages=HELLO, **fields))
-        submit = await talking.api.node.submitted()
-        assert json.loads(submit.sampling.guide.json_schema)["type"] == "array"
-        said = talking.ids('[{"name": "add", "parameters": {}}]')
-        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
-        (told,) = (await asking).json["choices"]
-        assert told["message"]["tool_calls"][0]["function"]["name"] == "add"
-        asking = asyncio.create_task(
-            talking.api.post(CHAT, messages=HELLO, **{**fields, "tool_choice": "none"})
-        )
-        assert json.loads((await talking.api.complete()).sampling.guide.json_schema) == FORM
-        assert (await asking).status == 200
+    text = '[{"name": "add", "parameters": {}}]'
+    submit, answer = await talking.ask(CHAT, text, messages=HELLO, **fields)
+    assert json.loads(submit.sampling.guide.json_schema)["type"] == "array"
+    (told,) = answer.json["choices"]
+    assert told["message"]["tool_calls"][0]["function"]["name"] == "add"
+    fields["tool_choice"] = "none"
+    guide = await talking.guide_of(CHAT, messages=HELLO, **fields)
+    assert json.loads(guide.json_schema) == FORM
 
 
-async def test_a_structural_tag_says_itself_where_calls_are(calling: Path) -> None:
+async def test_a_structural_tag_says_itself_where_calls_are(talking):
     own = {"type": "structural_tag", "format": {"type": "any_text"}}
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(
-            talking.api.post(CHAT, messages=HELLO, tools=TOOLS, response_format=own)
-        )
-        guide = (await talking.api.complete()).sampling.guide
-        assert json.loads(guide.structural_tag) == own
-        assert (await asking).status == 200
+    guide = await talking.guide_of(CHAT, messages=HELLO, tools=TOOLS, response_format=own)
+    assert json.loads(guide.structural_tag) == own
 
 
-async def test_a_form_beside_calls_that_no_grammar_can_write_is_refused(calling: Path) -> None:
+async def test_a_form_beside_calls_that_no_grammar_can_write_is_refused(calling):
     fields = {"tools": TOOLS, "response_format": FORMAT}
     async with api_for(calling, tool_parser="harmony") as api:
         answer = await api.post(CHAT, messages=HELLO, **fields)
@@ -375,16 +294,15 @@ async def test_a_form_beside_calls_that_no_grammar_can_write_is_refused(calling:
         assert "set tool_choice to none or required" in answer.error["message"]
 
 
-async def test_parameters_that_are_nested_too_deeply_are_refused(calling: Path) -> None:
+async def test_parameters_that_are_nested_too_deeply_are_refused(talking):
     """Seen failing: 500."""
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(450):
         schema = {"properties": {"a": schema}}
-    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
-    async with talk(calling) as talking:
-        answer = await talking.api.post(CHAT, messages=HELLO, tools=[tool], tool_choice="required")
-        assert (answer.status, answer.error["param"]) == (400, "tools")
-        assert "nested too deeply" in answer.error["message"]
+    tools = [tool("add", parameters=schema)]
+    answer = await talking.post(CHAT, messages=HELLO, tools=tools, tool_choice="required")
+    assert (answer.status, answer.error["param"]) == (400, "tools")
+    assert "nested too deeply" in answer.error["message"]
     for _ in range(100):  # a call that may be made needs less of the stack
         schema = {"properties": {"a": schema}}
     offer = optional([{"function": {"name": "add", "parameters": schema, "strict": True}}])
@@ -392,7 +310,7 @@ async def test_parameters_that_are_nested_too_deeply_are_refused(calling: Path) 
         guided([SAMPLING], offer, ModelFormat(tools="hermes"), "")
 
 
-def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it() -> None:
+def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it():
     """Two tools define one name in two ways, one refers to all of itself, and to what is no
     definition; a value that looks like a reference is none."""
     trees: dict[str, Any] = {
@@ -408,108 +326,67 @@ def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it() -> None
         "additionalProperties": False,
     }
     leaves = {"$ref": "#/$defs/leaf", "$defs": {"leaf": {"type": "object", "maxProperties": 0}}}
-    guide = guide_of_calls(
-        [
-            ToolDefinition("function", ToolFunction("f", parameters=trees)),
-            ToolDefinition("function", ToolFunction("g", parameters=leaves)),
-        ],
-        parallel=True,
-    )
+    offered = [_tool(tool("f", parameters=trees)), _tool(tool("g", parameters=leaves))]
+    guide = guide_of_calls(offered, parallel=True)
     validator = Draft202012Validator(json.loads(guide.text))
+
+    def is_valid(f: Any, g: Any) -> bool:
+        return validator.is_valid([{"name": "f", "parameters": f}, {"name": "g", "parameters": g}])
+
     leaf = {"x": {"$ref": "#"}, "leaf": "a"}
-    for valid in ([leaf, {}], [{"more": [leaf, {"more": []}]}, {}], [{"$ref": {"$ref": "#"}}, {}]):
-        calls = [{"name": n, "parameters": each} for n, each in zip("fg", valid, strict=True)]
-        assert validator.is_valid(calls), calls
-    for wrong in (
-        [{"x": 1}, {}],
-        [{"more": [1]}, {}],
-        [{"leaf": {}}, {}],
-        [{"default": 1}, {}],
-        [leaf, {"a": 1}],
-    ):
-        calls = [{"name": n, "parameters": each} for n, each in zip("fg", wrong, strict=True)]
-        assert not validator.is_valid(calls), calls
+    for valid in (leaf, {"more": [leaf, {"more": []}]}, {"$ref": {"$ref": "#"}}):
+        assert is_valid(valid, {}), valid
+    for wrong in ({"x": 1}, {"more": [1]}, {"leaf": {}}, {"default": 1}):
+        assert not is_valid(wrong, {}), wrong
+    assert not is_valid(leaf, {"a": 1})
     assert enforced(guide.text)
 
 
-async def test_a_template_that_raises_refuses_with_its_own_words(model: Path) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(CHAT, messages=[{"role": "tool", "content": "x"}])
-        assert (answer.status, answer.error["param"]) == (400, "messages")
-        assert answer.error["message"].endswith("no tools here")
+async def test_over_grpc_an_answer_to_messages_has_the_same_parts(talking):
+    client, tools = talking.grpc, [json.dumps(TOOLS[0])]
+    call = client.chat(tools=tools)
+    await talking.complete(f"<think>hm</think>Well.{CALL}</s>")
+    text, ids, last = await collect(call)
+    assert (text, last.reasoning, last.finish_reason) == ("Well.", "hm", "tool_calls")
+    (part,) = last.tool_calls
+    assert (part.name, part.arguments) == ("add", '{"a": 27, "b": 15}')
+    assert ids == talking.ids(f"<think>hm</think>Well.{CALL}</s>")
+
+    called = {"id": part.id, "name": "add", "arguments": part.arguments}
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "content": "42", "tool_call_id": part.id},
+    ]
+    call = client.generate(messages=router_pb2.ChatMessages(messages=messages, tools=tools))
+    prompt = talking.text((await talking.complete("42")).token_ids)
+    assert '"arguments": {"a": 27, "b": 15}' in prompt and f"({part.id})" in prompt
+    assert (await collect(call))[0] == "42"
 
 
-async def test_over_grpc_an_answer_to_messages_has_the_same_parts(calling: Path) -> None:
-    async with StubDecodeNode() as node:
-        async with router_for(calling, decode=[node.address]) as (client, _):
-            await client.wait_until_serving()
-            spoken = Spoken(calling)
-            messages = router_pb2.ChatMessages(
-                messages=[router_pb2.ChatMessage(role="user", content="hello")],
-                tools=[json.dumps(TOOLS[0])],
-            )
-            call = client.generate(messages=messages)
-            number = (await node.submitted()).number
-            said = spoken.ids(f"<think>hm</think>Well.{CALL}</s>")
-            node.say({number: said}, ended={number: FINISH_REASON_STOP})
-            text, ids, last = await collect(call)
-            assert (text, last.reasoning, last.finish_reason) == ("Well.", "hm", "tool_calls")
-            (part,) = last.tool_calls
-            assert (part.name, part.arguments) == ("add", '{"a": 27, "b": 15}')
-            assert ids == said
-
-            messages.messages.add(
-                role="assistant",
-                tool_calls=[router_pb2.ToolCall(id=part.id, name="add", arguments=part.arguments)],
-            )
-            messages.messages.add(role="tool", content="42", tool_call_id=part.id)
-            call = client.generate(messages=messages)
-            submit = await node.submitted()
-            prompt = spoken.text(submit.token_ids)
-            assert '"arguments": {"a": 27, "b": 15}' in prompt and f"({part.id})" in prompt
-            node.say({submit.number: spoken.ids("42")}, ended={submit.number: FINISH_REASON_STOP})
-            assert (await collect(call))[0] == "42"
-
-
-async def test_over_grpc_with_tools_and_a_guide_the_model_may_call_first(calling: Path) -> None:
+async def test_over_grpc_with_tools_and_a_guide_the_model_may_call_first(talking):
     """Seen failing: the guide was enforced from the first token, so that no tool was called."""
-    async with StubDecodeNode() as node:
-        async with router_for(calling, decode=[node.address]) as (client, _):
-            await client.wait_until_serving()
-            messages = router_pb2.ChatMessages(
-                messages=[router_pb2.ChatMessage(role="user", content="hello")],
-                tools=[json.dumps(STRICT)],
-            )
-            call = client.generate(
-                messages=messages, sampling={"guide": {"json_schema": json.dumps(FORM)}}
-            )
-            submit = await node.submitted()
-            form = json.loads(submit.sampling.guide.structural_tag)["format"]
-            assert form["type"] == "or" and _schemas(form) == [FORM, PARAMETERS]
-            said = Spoken(calling).ids(CALL)
-            node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
-            (part,) = (await collect(call))[2].tool_calls
-            assert part.name == "add"
+    client, tools = talking.grpc, [json.dumps(STRICT)]
+    call = client.chat({"guide": {"json_schema": json.dumps(FORM)}}, tools=tools)
+    submit = await talking.complete(CALL)
+    form = json.loads(submit.sampling.guide.structural_tag)["format"]
+    assert form["type"] == "or" and _schemas(form) == [FORM, PARAMETERS]
+    (part,) = (await collect(call))[2].tool_calls
+    assert part.name == "add"
 
-            asked = client.generate(messages=messages)
-            submit = await node.submitted()
-            told = json.loads(submit.sampling.guide.structural_tag)
-            assert _schemas(told) == [PARAMETERS]  # a call that has begun is held to its schema
-            node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
-            await collect(asked)
+    call = client.chat(tools=tools)
+    told = json.loads((await talking.complete(CALL)).sampling.guide.structural_tag)
+    assert _schemas(told) == [PARAMETERS]  # a call that has begun is held to its schema
+    await collect(call)
 
 
-async def test_over_grpc_a_guide_beside_calls_that_no_grammar_can_write_is_refused(
-    calling: Path,
-) -> None:
-    async with StubDecodeNode() as node:
-        async with router_for(calling, decode=[node.address], tool_parser="harmony") as (client, _):
-            user = router_pb2.ChatMessage(role="user", content="hello")
-            messages = router_pb2.ChatMessages(messages=[user], tools=[json.dumps(STRICT)])
-            sampling = {"guide": {"json_object": True}}
-            error = await failure(client.generate(messages=messages, sampling=sampling))
-            assert error.code() is StatusCode.INVALID_ARGUMENT
-            assert (error.details() or "").startswith("sampling.guide: no grammar")
+async def test_over_grpc_a_guide_beside_calls_that_no_grammar_can_write_is_refused(calling):
+    async with router_for(calling, decode=[ABSENT], tool_parser="harmony") as (client, _):
+        error = await fails(
+            client.chat({"guide": {"json_object": True}}, tools=[json.dumps(STRICT)]),
+            StatusCode.INVALID_ARGUMENT,
+        )
+        assert (error.details() or "").startswith("sampling.guide: no grammar")
 
 
 @pytest.mark.parametrize(
@@ -518,13 +395,10 @@ async def test_over_grpc_a_guide_beside_calls_that_no_grammar_can_write_is_refus
         ({"tools": ["{"]}, "messages.tools[0] is no JSON object"),
         ({"tools": ['{"type": "function"}']}, "messages.tools[0] is no function"),
         (
-            {"tools": ['{"type": "function", "function": {"name": "f", "parameters": 3}}']},
+            {"tools": [json.dumps(tool("f", parameters=3))]},
             "messages.tools[0].function.parameters must be",
         ),
-        (
-            {"tools": ['{"type": "function", "function": {"name": "f", "strict": 3}}']},
-            "messages.tools[0].function.strict must be",
-        ),
+        ({"tools": [json.dumps(tool("f", strict=3))]}, "messages.tools[0].function.strict must be"),
         ({"tools": ["{}"] * 1025}, "messages.tools has 1025 tools"),
         ({"template_settings": "[]"}, "messages.template_settings is no JSON object"),
         ({"template_settings": " " * 20_000}, "messages.template_settings has 20000"),
@@ -543,13 +417,7 @@ async def test_over_grpc_a_guide_beside_calls_that_no_grammar_can_write_is_refus
         "effort",
     ],
 )
-async def test_over_grpc_too_what_cannot_be_is_refused(
-    calling: Path, fields: dict[str, Any], said: str
-) -> None:
-    async with StubDecodeNode() as node:
-        async with router_for(calling, decode=[node.address]) as (client, _):
-            user = router_pb2.ChatMessage(role="user", content="hello")
-            messages = router_pb2.ChatMessages(messages=[user], **fields)
-            error = await failure(client.generate(messages=messages))
-            assert error.code() is StatusCode.INVALID_ARGUMENT
-            assert (error.details() or "").startswith(said)
+async def test_over_grpc_too_what_cannot_be_is_refused(calling, fields, said):
+    async with router_for(calling, decode=[ABSENT]) as (client, _):
+        error = await fails(client.chat(**fields), StatusCode.INVALID_ARGUMENT)
+        assert (error.details() or "").startswith(said)

@@ -13,7 +13,8 @@ from selenium.webdriver.common.keys import Keys
 
 from common.config import ClientsConfig
 from tests.api.auth.rig import KEYS, entry, write
-from tests.api.rig import router_for, write_model
+from tests.api.models import write_model
+from tests.api.rig import router_for
 from tests.browser.conftest import Background
 from tests.browser.view import View
 from tests.support.stub_decode_node import StubDecodeNode

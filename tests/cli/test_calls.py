@@ -61,9 +61,7 @@ async def _output(fleet: Fleet, name: str, *arguments: str) -> str:
         ("nodes wake", "ResumeMemory", "memory allocated"),
     ],
 )
-async def test_sleep_and_wake_call_one_node_or_the_router(
-    name: str, method: str, output: str
-) -> None:
+async def test_sleep_and_wake_call_one_node_or_the_router(name, method, output):
     fleet, request = RecordingFleet(None), getattr(router_pb2, f"{method}Request")
     assert await _output(fleet, name) == output
     assert await _output(fleet, name, "--only", "kv_cache", NODE) == output
@@ -124,8 +122,8 @@ async def test_sleep_and_wake_call_one_node_or_the_router(
     ],
 )
 async def test_a_call_sends_its_options_and_prints_the_response(
-    arguments: str, answer: Any, request_: Any, output: str
-) -> None:
+    arguments, answer, request_, output
+):
     fleet = RecordingFleet(answer)
     group, word, *rest = arguments.split()
     assert await _output(fleet, f"{group} {word}", *rest) == output
@@ -134,14 +132,12 @@ async def test_a_call_sends_its_options_and_prints_the_response(
     assert request_ is None or sent == request_
 
 
-def test_json_has_every_field_of_the_response() -> None:
+def test_json_has_every_field_of_the_response():
     assert json.loads(command.json_text(PauseResponse(fresh=True))) == {"fresh": True, "aborted": 0}
 
 
 @pytest.mark.parametrize("name", ["nodes set-role", "nodes drain", "rollout"])
-def test_progress_goes_to_standard_error_with_json(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_goes_to_standard_error_with_json(name, capsys):
     place = {"nodes set-role": (NODE, "prefill"), "nodes drain": (NODE,)}.get(name, ())
     command.report(_options(name, *place), "one")
     command.report(_options(name, *place, "--json"), "two")

@@ -38,7 +38,7 @@ def _completed(script: Path, *lines: str) -> list[set[str]]:
 
 
 @pytest.mark.skipif(BASH is None, reason="needs bash")
-def test_bash_completes_commands_flags_and_choices(script: Path) -> None:
+def test_bash_completes_commands_flags_and_choices(script):
     found = _completed(
         script,
         "baton no",
@@ -62,14 +62,14 @@ def test_bash_completes_commands_flags_and_choices(script: Path) -> None:
     ]
 
 
-def test_every_command_is_completed(script: Path) -> None:
+def test_every_command_is_completed(script):
     text = script.read_text()
     for name, _ in commands():
         variable = f"_shtab_baton_{name.replace(' ', '_').replace('-', '_')}_option_strings="
         assert variable in text
 
 
-def test_commands_without_their_packages_have_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_without_their_packages_have_no_flags(monkeypatch):
     """An installation for routers has no torch, and completes the words of all commands."""
     monkeypatch.setattr(completion, "missing", lambda command: list(command.needs))
     text = shtab.complete(completion.whole_parser(), shell="bash")

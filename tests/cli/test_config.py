@@ -1,7 +1,6 @@
 """`baton config show` and `baton config validate`."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ def _shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dic
     return json.loads(capsys.readouterr().out)
 
 
-def test_show_names_the_source_of_each_setting(capsys, monkeypatch, tmp_path: Path):
+def test_show_names_the_source_of_each_setting(capsys, monkeypatch, tmp_path):
     file = tmp_path / "b.yaml"
     file.write_text("engine: {threads: 3, cache: {page_size: 32}}\nhandoff_retries: 1\n")
     monkeypatch.setenv("BATON_ENGINE__CACHE__PAGE_SIZE", "64")
@@ -36,7 +35,7 @@ def test_show_prints_a_line_for_each_setting(capsys):
     assert len(lines) > 40
 
 
-def test_validate_accepts_a_valid_file(capsys, tmp_path: Path):
+def test_validate_accepts_a_valid_file(capsys, tmp_path):
     file = tmp_path / "b.yaml"
     file.write_text("model: m\nprefill: [a:1]\n")
     assert main("validate", "router", str(file)) == 0
@@ -54,7 +53,7 @@ def test_validate_accepts_a_valid_file(capsys, tmp_path: Path):
         ("{}", "--model is required"),
     ],
 )
-def test_validate_prints_the_exact_error(capsys, tmp_path: Path, content: str, words: str):
+def test_validate_prints_the_exact_error(capsys, tmp_path, content, words):
     file = tmp_path / "b.yaml"
     file.write_text(content)
     with pytest.raises(SystemExit) as ended:
@@ -69,7 +68,7 @@ def test_validate_prints_the_exact_error(capsys, tmp_path: Path, content: str, w
     "arguments, words",
     [(["routr"], "did you mean router?"), (["router", "--modl=m"], "did you mean --model?")],
 )
-def test_similar_words_are_suggested(capsys, arguments: list[str], words: str):
+def test_similar_words_are_suggested(capsys, arguments, words):
     with pytest.raises(SystemExit):
         main("show", *arguments)
     assert words in capsys.readouterr().err

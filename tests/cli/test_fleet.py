@@ -1,8 +1,6 @@
 """Return of a restarted process, as every worker process of every router sees it, and reasons of
 its refusals."""
 
-from pathlib import Path
-
 import pytest
 
 from cli.client import UnfinishedRestart
@@ -45,7 +43,7 @@ class Router(router_pb2_grpc.RouterServicer):
 
 
 @pytest.mark.parametrize("state", LATE.values(), ids=LATE)
-async def test_a_node_is_back_when_all_processes_use_it(state: RouterState) -> None:
+async def test_a_node_is_back_when_all_processes_use_it(state):
     """Seen failing with its own word for it: then the other decode node ends before the slowest
     process of the router has found this one."""
     router = Router(state, RouterState(in_use=[DECODE, PREFILL]))
@@ -94,13 +92,8 @@ class Guarded(router_pb2_grpc.RouterServicer):
     ],
 )
 async def test_a_command_that_is_not_believed_says_where_its_credentials_came_from(
-    files: list[str],
-    variables: dict[str, str],
-    arguments: list[str],
-    source: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    files, variables, arguments, source, tmp_path, monkeypatch
+):
     """Another cluster's secret is in var/secret, or in the environment of this shell."""
     monkeypatch.chdir(tmp_path)
     for name in ("BATON_SECRET", "BATON_API_KEY"):
@@ -121,8 +114,8 @@ async def test_a_command_that_is_not_believed_says_where_its_credentials_came_fr
 
 
 async def test_a_node_of_another_cluster_is_told_with_where_the_secret_came_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.delenv("BATON_SECRET", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "var").mkdir()

@@ -51,7 +51,7 @@ async def _interrupted(process: Process) -> str:
     return said.decode()
 
 
-async def test_while_it_imports(tmp_path: Path) -> None:
+async def test_while_it_imports(tmp_path):
     """Seen failing, with a traceback."""
     (tmp_path / "grpc.py").write_text(WAITS)
     async with _baton(tmp_path, "requests", "migrate", "r1", beside=tmp_path) as move:
@@ -114,7 +114,7 @@ class Cluster(router_pb2_grpc.RouterServicer, node_pb2_grpc.NodeServicer):
         pytest.param("", True, 3, id="while-it-drains"),
     ],
 )
-async def test_a_roll(tmp_path: Path, silent: str, drains: bool, said: int) -> None:
+async def test_a_roll(tmp_path, silent, drains, said):
     """Send no further calls after an interrupt of a roll."""
     cluster = Cluster(silent=silent)
     async with cluster.serving():

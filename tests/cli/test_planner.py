@@ -58,7 +58,7 @@ def seen(seconds: float, *nodes: NodeFigures, since: float = 0.0) -> list[Cluste
     return [ClusterSnapshot(since + EVERY_S * n, nodes) for n in range(int(seconds / EVERY_S) + 1)]
 
 
-def test_a_node_goes_to_the_role_that_has_too_much_from_the_one_that_can_spare_it() -> None:
+def test_a_node_goes_to_the_role_that_has_too_much_from_the_one_that_can_spare_it():
     nodes = (
         node(1, "prefill", 1.5),
         node(2, "decode", 0.3),
@@ -73,7 +73,7 @@ def test_a_node_goes_to_the_role_that_has_too_much_from_the_one_that_can_spare_i
     )
 
 
-def test_nothing_is_done_before_what_was_changed_has_shown_what_it_does() -> None:
+def test_nothing_is_done_before_what_was_changed_has_shown_what_it_does():
     nodes = node(1, "prefill", 3.0), node(2, "decode"), node(3, "decode")
     for changed in ({"instance": 9}, {"role": "prefill"}):
         before = replace(nodes[2], **changed)  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_nothing_is_done_before_what_was_changed_has_shown_what_it_does() -> Non
 
 
 @pytest.mark.parametrize("state", ["unreachable", "unhealthy"])
-def test_a_node_that_does_not_come_back_keeps_nothing_from_being_done(state: str) -> None:
+def test_a_node_that_does_not_come_back_keeps_nothing_from_being_done(state):
     """A list of addresses may name one for ever that nobody starts again. Until it has been gone
     for long it may be back. Seen failing where every node has to be ready."""
     nodes = node(1, "prefill", 3.0), node(2, "decode"), node(3, "decode")
@@ -99,7 +99,7 @@ def test_a_node_that_does_not_come_back_keeps_nothing_from_being_done(state: str
     assert isinstance(decision, SwitchRoleAction) and decision.address in ("2:1", "3:1")
 
 
-def test_what_is_there_for_a_moment_changes_nothing() -> None:
+def test_what_is_there_for_a_moment_changes_nothing():
     calm = (node(1, "prefill"), node(2, "decode", 0.1), node(3, "decode", 0.1))
     burst = (node(1, "prefill", 50.0), *calm[1:])
     history = [*seen(40.0, *calm), ClusterSnapshot(42.0, burst), ClusterSnapshot(44.0, burst)]
@@ -107,26 +107,26 @@ def test_what_is_there_for_a_moment_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("decodes", [1, 2])
-def test_where_nobody_can_be_spared_there_should_be_more(decodes: int) -> None:
+def test_where_nobody_can_be_spared_there_should_be_more(decodes):
     nodes = (node(1, "prefill", 2.0), *(node(2 + n, "decode", 0.5) for n in range(decodes)))
     decision = decide(seen(40.0, *nodes), RULES)
     assert isinstance(decision, AddNodeAction) and decision.role == "prefill"
 
 
-def test_the_role_that_has_more_to_do_is_helped_first() -> None:
+def test_the_role_that_has_more_to_do_is_helped_first():
     nodes = node(1, "prefill", 1.1), node(2, "prefill", 1.1), node(3, "decode", 1.9)
     decision = decide(seen(40.0, *nodes), RULES)
     assert isinstance(decision, AddNodeAction) and decision.role == "decode"
 
 
-def test_a_node_that_nobody_has_needed_for_long_is_to_go() -> None:
+def test_a_node_that_nobody_has_needed_for_long_is_to_go():
     nodes = node(1, "prefill", 0.1), node(2, "decode", 0.3), node(3, "decode", 0.1)
     assert isinstance(decide(seen(58.0, *nodes), RULES), NoAction)
     decision = decide(seen(60.0, *nodes), RULES)
     assert isinstance(decision, RemoveNodeAction) and decision.address == "3:1"
 
 
-def test_a_prefill_node_that_computes_without_a_pause_is_not_spared() -> None:
+def test_a_prefill_node_that_computes_without_a_pause_is_not_spared():
     """Nothing waits, which says nothing of how much it has to do."""
 
     def look(at: float) -> ClusterSnapshot:
@@ -138,7 +138,7 @@ def test_a_prefill_node_that_computes_without_a_pause_is_not_spared() -> None:
     assert isinstance(decision, AddNodeAction) and decision.role == "decode"
 
 
-def test_requests_that_wait_for_pages_press_decode_nodes_and_so_do_too_many_at_once() -> None:
+def test_requests_that_wait_for_pages_press_decode_nodes_and_so_do_too_many_at_once():
     full = node(1, "decode", 0.5, running=4, waiting=4)
     others = node(2, "prefill"), node(3, "prefill")
     assert isinstance(decide(seen(40.0, *others, full), RULES), SwitchRoleAction)
@@ -148,7 +148,7 @@ def test_requests_that_wait_for_pages_press_decode_nodes_and_so_do_too_many_at_o
     assert isinstance(decide(seen(40.0, *others, many), few), SwitchRoleAction)
 
 
-def test_what_waits_for_prefill_nodes_does_not_keep_a_decode_node_from_becoming_one() -> None:
+def test_what_waits_for_prefill_nodes_does_not_keep_a_decode_node_from_becoming_one():
     waits = node(2, "decode", 0.5, running=1, coming=9, waiting=5), node(3, "decode")
     rules = replace(RULES, limits=PressureThresholds(running=4))
     decision = decide(seen(40.0, node(1, "prefill", 5.0), *waits), rules)
@@ -158,7 +158,7 @@ def test_what_waits_for_prefill_nodes_does_not_keep_a_decode_node_from_becoming_
     assert isinstance(decide(seen(40.0, full, *idle), rules), SwitchRoleAction)
 
 
-def test_what_a_router_says_is_read_as_it_is_meant() -> None:
+def test_what_a_router_says_is_read_as_it_is_meant():
     said = ClusterNode(
         role="decode",
         address="a:1",
@@ -181,7 +181,7 @@ def _decodes(*loads: tuple[int, float]) -> list[NodeFigures]:
     ]
 
 
-def test_a_request_goes_from_a_decode_node_that_has_too_much_to_one_that_has_room() -> None:
+def test_a_request_goes_from_a_decode_node_that_has_too_much_to_one_that_has_room():
     # Long before the cluster has settled: no node changes.
     nodes = node(1, "prefill", 0.5), *_decodes((8, 1.2), (5, 0.9), (2, 0.3))
     assert decide(seen(12.0, *nodes), RULES) == ShiftCapacityAction(
@@ -199,12 +199,12 @@ def test_a_request_goes_from_a_decode_node_that_has_too_much_to_one_that_has_roo
         [(3, 1.2), (2, 0.1)],  # they would change places
     ],
 )
-def test_no_request_is_moved_to_and_fro(loads: list[tuple[int, float]]) -> None:
+def test_no_request_is_moved_to_and_fro(loads):
     nodes = node(1, "prefill", 0.5), *_decodes(*loads)
     assert not isinstance(decide(seen(12.0, *nodes), RULES), ShiftCapacityAction)
 
 
-def test_what_was_uneven_for_a_moment_or_is_even_again_is_left() -> None:
+def test_what_was_uneven_for_a_moment_or_is_even_again_is_left():
     even = node(1, "prefill", 0.5), *_decodes((5, 0.6), (5, 0.6))
     uneven = node(1, "prefill", 0.5), *_decodes((8, 1.2), (2, 0.2))
     for before, last in ((even, uneven), (uneven, even)):
@@ -259,9 +259,7 @@ def _lived(
     st.lists(st.tuples(LOADS, LOADS), min_size=1, max_size=5),
     st.integers(1, 30),
 )
-def test_changes_are_apart_and_never_take_the_last_of_a_role(
-    prefill: int, decode: int, loads: list[tuple[float, float]], looks_each: int
-) -> None:
+def test_changes_are_apart_and_never_take_the_last_of_a_role(prefill, decode, loads, looks_each):
     roles = ["prefill"] * prefill + ["decode"] * decode
     made = _lived(dict(enumerate(roles, 1)), loads, looks_each)
     times = [at for at, _ in made]
@@ -270,9 +268,7 @@ def test_changes_are_apart_and_never_take_the_last_of_a_role(
 
 @PATIENT
 @given(st.integers(1, 4), st.integers(1, 4), LOADS, LOADS)
-def test_under_a_load_that_stays_no_change_is_taken_back(
-    prefill: int, decode: int, of_prefill: float, of_decode: float
-) -> None:
+def test_under_a_load_that_stays_no_change_is_taken_back(prefill, decode, of_prefill, of_decode):
     roles = ["prefill"] * prefill + ["decode"] * decode
     made = [what for _, what in _lived(dict(enumerate(roles, 1)), [(of_prefill, of_decode)], 150)]
     grown = {each.role for each in made if isinstance(each, SwitchRoleAction | AddNodeAction)}
@@ -334,7 +330,7 @@ class _Fleet:
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
-async def test_a_planner_acts_only_if_it_is_told_to(flags: list[str]) -> None:
+async def test_a_planner_acts_only_if_it_is_told_to(flags):
     clock = partial(next, itertools.count(0.0, EVERY_S))
     fleet, metrics, options = _Fleet(), PlannerMetrics(), parse(flags)
     rules = rules_of(options)
@@ -354,7 +350,7 @@ async def test_a_planner_acts_only_if_it_is_told_to(flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
-async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags: list[str]) -> None:
+async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags):
     clock = partial(next, itertools.count(0.0, EVERY_S))
     fleet, metrics = _Fleet(), PlannerMetrics()
     fleet.busy = {"d:1": 12, "d:2": 3}
@@ -371,7 +367,7 @@ async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags: li
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
-async def test_a_planner_tells_its_router_what_it_sees_decides_and_does(flags: list[str]) -> None:
+async def test_a_planner_tells_its_router_what_it_sees_decides_and_does(flags):
     clock = partial(next, itertools.count(0.0, EVERY_S))
     fleet, options = _Fleet(), parse(flags)
     fleet.deaf = True  # until after the decision

@@ -186,7 +186,7 @@ def test_what_a_node_is_called_cannot_command_the_terminal():
 @pytest.fixture
 def router(tmp_path):
     """A router whose nodes are not there."""
-    from tests.api.rig import write_model
+    from tests.api.models import write_model
 
     flags = ["--prefill=127.0.0.1:1", "--decode=127.0.0.1:2", "--http-port=0", "--port=0"]
     program = Program("router", f"--model={write_model(tmp_path)}", *flags)

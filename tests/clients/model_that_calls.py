@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.sampling_pb2 import Guide
-from tests.api.talk import CALL, Talk, calling_model, talk
+from tests.api.models import CALL, calling_model
+from tests.api.rig import Api, api_for
 
 
 @asynccontextmanager
-async def playing(directory: Path) -> AsyncIterator[Talk]:
+async def playing(directory: Path) -> AsyncIterator[Api]:
     """Answers whatever comes, one token at a time."""
-    async with talk(calling_model(directory)) as talking:
+    async with api_for(calling_model(directory)) as talking:
         answering = asyncio.create_task(_answer_all(talking))
         try:
             yield talking
@@ -26,14 +26,14 @@ async def playing(directory: Path) -> AsyncIterator[Talk]:
             answering.cancel()
 
 
-async def _answer_all(talking: Talk) -> None:
+async def _answer_all(talking: Api) -> None:
     while True:
-        submit = await talking.api.node.submitted()
+        submit = await talking.node.submitted()
         number, guide = submit.number, submit.sampling.guide
         *tokens, last = talking.ids(_answer(talking.text(submit.token_ids), guide) + "</s>")
         for token in tokens:
-            talking.api.node.say({number: [token]})
-        talking.api.node.say({number: [last]}, ended={number: FINISH_REASON_STOP})
+            talking.node.say({number: [token]})
+        talking.node.finish(number, [last])
 
 
 def _answer(prompt: str, guide: Guide) -> str:

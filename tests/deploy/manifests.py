@@ -51,6 +51,11 @@ class Workload:
     def containers(self) -> list[Object]:
         return self.spec["containers"]
 
+    @property
+    def all_containers(self) -> list[Object]:
+        """Return the containers, and those that run before them."""
+        return [*self.containers, *self.spec.get("initContainers", ())]
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -63,6 +68,20 @@ class Program:
     @property
     def role(self) -> str:
         return role_of(self.container)
+
+    @property
+    def model(self) -> str:
+        config = self.config
+        return config.model if isinstance(config, RouterConfig) else config.engine.model
+
+    def volume_at(self, directory: Path) -> Object:
+        """Return the volume that is mounted at this directory."""
+        (mount,) = [m for m in self.container["volumeMounts"] if Path(m["mountPath"]) == directory]
+        return self.volume(mount["name"])
+
+    def volume(self, name: str) -> Object:
+        (volume,) = [v for v in self.workload.spec["volumes"] if v["name"] == name]
+        return volume
 
 
 def role_of(container: Object) -> str:

@@ -54,14 +54,8 @@ def test_nodes_on_cpus_do_not_start_without_compiled_operations(programs_of):
 def test_the_demo_model_is_written_where_every_program_looks(programs_of):
     for program in programs_of("dev-cpu"):
         (writer,) = program.workload.spec["initContainers"]
-        command, directory = writer["args"]
-        match program.config:
-            case RouterConfig(model=model):
-                pass
-            case config:
-                model = config.engine.model
-        assert (command, directory) == ("demo-model", model)
-        (volume,) = [v for v in program.workload.spec["volumes"] if v["name"] == "model"]
+        assert writer["args"] == ["demo-model", program.model]
+        volume = program.volume("model")
         assert "emptyDir" in volume and not volume.get("persistentVolumeClaim")
         assert {"name": "model", "mountPath": "/model"} in writer["volumeMounts"]
 
@@ -128,12 +122,7 @@ TLS = [
 
 def _made(objects, program, path):
     """The Certificate whose Secret has the file that a program is told of."""
-    (mount,) = [
-        mount
-        for mount in program.container["volumeMounts"]
-        if mount["mountPath"] == str(path.parent)
-    ]
-    (volume,) = [v for v in program.workload.spec["volumes"] if v["name"] == mount["name"]]
+    volume = program.volume_at(path.parent)
     assert path.name in ("tls.crt", "tls.key", "ca.crt")  # what cert-manager writes
     (certificate,) = [
         each["spec"]
@@ -207,8 +196,7 @@ def test_with_tls_between_hosts_no_page_crosses_the_network_in_the_clear(program
 def test_a_router_has_its_api_keys_from_a_secret_that_users_make(programs_of):
     (router,) = [p for p in programs_of("base with api-keys") if p.role == "router"]
     file = router.config.clients.api_keys
-    (mount,) = [m for m in router.container["volumeMounts"] if m["mountPath"] == str(file.parent)]
-    (volume,) = [v for v in router.workload.spec["volumes"] if v["name"] == mount["name"]]
+    volume = router.volume_at(file.parent)
     assert volume["secret"] == {"secretName": "baton-api-keys", "defaultMode": 0o440}
     command = (KUBERNETES / "components" / "api-keys" / "kustomization.yaml").read_text()
     assert f"secret generic baton-api-keys --from-file={file.name}\n" in command

@@ -38,6 +38,11 @@ class Program:
         return self.service["command"][1]
 
     @property
+    def model(self):
+        config = self.config
+        return config.model if isinstance(config, RouterConfig) else config.engine.model
+
+    @property
     def hosts(self):
         """Names that other containers know it by."""
         return {self.name, *self.service.get("networks", {}).get("default", {}).get("aliases", ())}
@@ -196,18 +201,13 @@ def test_images_are_built_from_the_dockerfile_in_one_version(profile):
         assert (ROOT / service["build"]["dockerfile"]).is_file()
 
 
-def _model(config):
-    return config.model if isinstance(config, RouterConfig) else config.engine.model
-
-
 @pytest.mark.parametrize("profile", PROFILES)
 def test_without_a_model_the_demo_is_written_before_any_program_starts(profile):
     services = _services(profile)
     assert services["demo-model"]["volumes"] == ["models:/models"]
     assert "models" in _compose()["volumes"]
     for program in _programs(profile):
-        model = _model(program.config)
-        assert services["demo-model"]["entrypoint"] == ["baton", "demo-model", model]
+        assert services["demo-model"]["entrypoint"] == ["baton", "demo-model", program.model]
         assert "models:/models:ro" in program.service["volumes"]
         done = {"condition": "service_completed_successfully"}
         assert program.service["depends_on"] == {"demo-model": done, "cluster-secret": done}
@@ -266,7 +266,7 @@ def test_nodes_keep_what_they_have_compiled(programs):
 def test_a_model_of_the_users_own_is_served_by_all(profile):
     for program in _programs(profile, MODELS="/srv/models", MODEL="some-model"):
         assert "/srv/models:/models:ro" in program.service["volumes"]
-        assert _model(program.config) == "/models/some-model"
+        assert program.model == "/models/some-model"
 
 
 def test_nodes_on_gpus_share_their_processes_and_see_all_devices():

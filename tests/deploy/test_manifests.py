@@ -160,8 +160,7 @@ def test_mounts_and_volumes_belong_together(objects):
     secrets |= {"baton-cluster", "baton-api-keys"}  # which users make
     for workload in workloads(objects):
         volumes = {volume["name"]: volume for volume in workload.spec["volumes"]}
-        containers = [*workload.containers, *workload.spec.get("initContainers", ())]
-        mounts = [mount for container in containers for mount in container["volumeMounts"]]
+        mounts = [m for container in workload.all_containers for m in container["volumeMounts"]]
         assert {mount["name"] for mount in mounts} == volumes.keys()
         for volume in volumes.values():
             match volume:

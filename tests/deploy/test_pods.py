@@ -4,6 +4,7 @@ Held against overlays, and against every component by itself on the base.
 """
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -36,14 +37,10 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
         match program.config:
             case RouterConfig(http_port=http_port):
                 expected |= {"http": http_port, "grpc": front.port}
-            case PrefillConfig(transfer=transfer):
+            case PrefillConfig(transfer=transfer) | DecodeConfig(transfer=transfer):
                 expected |= {program.role: front.port}
                 if transfer.backend != "nixl":  # with which pages are not served over tcp
-                    expected["prefill-data"] = transfer.listen_port
-            case DecodeConfig(transfer=transfer):
-                expected |= {program.role: front.port}
-                if transfer.backend != "nixl":
-                    expected["decode-data"] = transfer.listen_port
+                    expected[f"{program.role}-data"] = transfer.listen_port
         assert 0 not in expected.values()
         assert ports == expected
 
@@ -59,9 +56,8 @@ def test_every_program_has_the_cluster_secret_in_a_file_that_others_cannot_read(
     for program in programs:
         front = program.config.server
         assert not front.insecure
-        (mount,) = [m for m in program.container["volumeMounts"] if m["name"] == "cluster"]
-        assert str(front.secret_file) == f"{mount['mountPath']}/secret"
-        (volume,) = [v for v in program.workload.spec["volumes"] if v["name"] == "cluster"]
+        assert front.secret_file.name == "secret"
+        volume = program.volume_at(front.secret_file.parent)
         assert volume["secret"] == {"secretName": "baton-cluster", "defaultMode": 0o440}
 
 
@@ -82,13 +78,7 @@ def test_a_node_computes_with_the_cores_that_its_pod_requests(programs):
 
 def test_every_program_finds_its_model_in_a_volume(programs):
     for program in programs:
-        match program.config:
-            case RouterConfig(model=model):
-                pass
-            case config:
-                model = config.engine.model
-        mounts = {mount["mountPath"] for mount in program.container["volumeMounts"]}
-        assert f"/{model.split('/')[1]}" in mounts
+        assert program.volume_at(Path("/", program.model.split("/")[1]))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -181,17 +171,14 @@ def test_pods_keep_to_the_restricted_profile(objects):
         assert pod["runAsNonRoot"] and pod["seccompProfile"] == {"type": "RuntimeDefault"}
         assert {pod["runAsUser"], pod["runAsGroup"], pod["fsGroup"]} == {user} != {0}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
-        for container in (*workload.containers, *spec.get("initContainers", ())):
+        for container in workload.all_containers:
             own = container["securityContext"]
             added |= set(own["capabilities"].get("add", ()))
             assert own["capabilities"]["drop"] == ["ALL"]
             assert own["allowPrivilegeEscalation"] is False
             assert own["readOnlyRootFilesystem"] is True
-            assert own.keys() == {
-                "allowPrivilegeEscalation",
-                "readOnlyRootFilesystem",
-                "capabilities",
-            }
+            allowed = {"allowPrivilegeEscalation", "readOnlyRootFilesystem", "capabilities"}
+            assert own.keys() == allowed
     # What RDMA needs is beyond that profile, and nothing else may be.
     assert (level, added) in [("restricted", set()), ("privileged", {"IPC_LOCK"})]
 
@@ -199,7 +186,7 @@ def test_pods_keep_to_the_restricted_profile(objects):
 def test_only_volumes_made_for_it_can_be_written_to(objects):
     for workload in workloads(objects):
         empty = {v["name"] for v in workload.spec["volumes"] if "emptyDir" in v}
-        for container in (*workload.containers, *workload.spec.get("initContainers", ())):
+        for container in workload.all_containers:
             for mount in container["volumeMounts"]:
                 assert mount.get("readOnly") or mount["name"] in empty
 
@@ -213,7 +200,7 @@ def test_pods_get_nothing_from_the_cluster_that_they_did_not_ask_for(objects):
 
 def test_every_container_says_what_it_needs_and_takes_at_most(objects):
     for workload in workloads(objects):
-        for container in (*workload.containers, *workload.spec.get("initContainers", ())):
+        for container in workload.all_containers:
             requests, limits = (container["resources"][key] for key in ("requests", "limits"))
             assert requests["cpu"]
             assert num_bytes(requests["memory"]) <= num_bytes(limits["memory"])
@@ -222,7 +209,7 @@ def test_every_container_says_what_it_needs_and_takes_at_most(objects):
 def test_images_are_ours_in_this_version(objects, name):
     node = "node-cpu" if name == "dev-cpu" else "node"
     for workload in workloads(objects):
-        for container in (*workload.containers, *workload.spec.get("initContainers", ())):
+        for container in workload.all_containers:
             image = node if role_of(container) in ("prefill", "decode") else "router"
             repository, _, tag = container["image"].rpartition(":")
             assert repository.removeprefix("registry.example/") == f"baton-{image}"

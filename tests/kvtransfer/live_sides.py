@@ -47,12 +47,12 @@ from tests.kvtransfer.node import Node
 from tests.kvtransfer.prefix_sides import NO_TIERS
 from tests.kvtransfer.sides import (
     BANK,
+    ENDED,
     FREE,
     PAGE_SIZE,
     SAMPLING,
     TORN,
     Input,
-    Job,
     Output,
     OwnerSide,
     Plan,
@@ -62,7 +62,6 @@ from tests.kvtransfer.sides import (
 from tests.kvtransfer.world import Simulation, Step, World
 from tests.support.specs import make_spec
 
-ENDED = Job("ended", 0, 0, 0, 0, ())
 FOR_EVER = 1e9
 
 
@@ -337,8 +336,7 @@ class SourceSide(OwnerSide):
         return request.in_batch or request.launched or request.kv is Kv.AWAY
 
     def moves(self) -> list[Input]:
-        moves: list[Input] = [("take",)] if self.inbox else []
-        moves += [("post",)] if self.posts else []
+        moves = self.waiting()
         for ticket, request in self.beneath.requests.items():
             moves += [(what, ticket) for what in self._steps(request)]
         return moves

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+import pytest
+from _pytest.mark import ParameterSet
+
 from common.config import TransferConfig
-from tests.kvtransfer.pair import PairSimulation
-from tests.kvtransfer.sides import Broken, Plan, require
+from tests.kvtransfer.node import Node
+from tests.kvtransfer.sides import Broken, OwnerSide, Plan, ReaderSide, require
 from tests.kvtransfer.world import Simulation, Step
 
 PATIENT = TransferConfig(heartbeat_s=1e6, max_missed_heartbeats=1)  # deadlines pass, streams live
@@ -65,3 +68,27 @@ def _path(came_from: dict[int, tuple[int, Step]], here: int) -> list[str]:
         here, label = came_from[here]
         labels.append(str(label))
     return labels[::-1]
+
+
+class PairSimulation(Simulation):
+    """Hand-offs of prompts: one node reads, from one owner or from several."""
+
+    def __init__(self, plan: Plan, config: TransferConfig) -> None:
+        reader = Node(101, reader=ReaderSide(plan, config, 101))
+        instances = [100 * n + 101 for n in range(1, plan.owners + 1)]
+        owners = [Node(each, owner=OwnerSide(plan, config, each)) for each in instances]
+        dials = [(0, n) for n in range(1, plan.owners + 1)]
+        super().__init__([reader, *owners], dials, plan.only_faults)
+
+
+def case(
+    id: str, plan: object, config: TransferConfig, faults: int, states: int, *, long: bool = False
+) -> ParameterSet:
+    """A search as a parameter of a test.
+
+    Args:
+        states: a number of states that it visits more of.
+        long: whether it takes minutes.
+    """
+    marks = [pytest.mark.long] if long else []
+    return pytest.param(plan, config, faults, states, id=id, marks=marks)

@@ -134,9 +134,15 @@ class Job(NamedTuple):
 
 
 class Side(Generic[E]):
-    """A protocol end that is copied only when an input is about to change it."""
+    """A protocol end that is copied only when an input is about to change it.
 
-    def __init__(self, end: E) -> None:
+    Its engine may take the end's events later, and the end the engine's commands.
+    """
+
+    def __init__(self, end: E, *, late: bool) -> None:
+        self.inbox: list[Any] = []  # events that the engine has not taken yet
+        self.posts: list[Any] = []  # commands that the end has not taken yet
+        self._late = late  # whether commands wait
         self._end = end
         self._shared = False
         self._key: Hashable | None = None
@@ -147,7 +153,28 @@ class Side(Generic[E]):
         self._end_key()
         twin = copy.copy(self)
         twin._shared = True
+        twin.inbox, twin.posts = list(self.inbox), list(self.posts)
         return twin
+
+    def waiting(self) -> list[Input]:
+        """Moves that take what waits between the end and its engine."""
+        return [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
+
+    def _posted(self, command: Any) -> list[Output]:
+        if self._late:
+            self.posts.append(command)
+            return []
+        return self._obeyed(command)
+
+    def _obeyed(self, command: Any) -> list[Output]:
+        """Return the outputs of the end for a command of its engine."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _crossing(action: SendMessage | EndStream) -> Output:
+        if isinstance(action, SendMessage):
+            return ("send", action.stream, action.message)
+        return ("end", action.stream, action.reason if action.refused else "")
 
     @property
     def end(self) -> E:
@@ -178,7 +205,7 @@ def _timeless(event: Any) -> Any:
 
 class ReaderSide(Side[ConsumerEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
-        super().__init__(ConsumerEnd(config, plan.tables))
+        super().__init__(ConsumerEnd(config, plan.tables), late=plan.asynchronous)
         self.end.engine_moves(plan.beats)
         self.plan = plan
         self.config = config
@@ -187,14 +214,11 @@ class ReaderSide(Side[ConsumerEnd]):
         self.cells: list[Any] = [FREE] * (plan.reader_pages or len(plan.prompts) * BANK)
         self.reads: dict[HandoffId, tuple[int, ...]] = {}  # pages held for "read"
         self.owners: dict[int, str] = {}  # addresses of those that are up, by instance
-        self.inbox: list[Any] = []
-        self.posts: list[Any] = []  # commands that the end has not taken yet
 
     def fork(self) -> "ReaderSide":
         twin = self.share()
         twin.jobs, twin.cells = list(self.jobs), list(self.cells)
         twin.reads, twin.owners = dict(self.reads), dict(self.owners)
-        twin.inbox, twin.posts = list(self.inbox), list(self.posts)
         return twin
 
     def key(self) -> Hashable:
@@ -212,8 +236,7 @@ class ReaderSide(Side[ConsumerEnd]):
     # What may happen next in the engine alone
 
     def moves(self) -> list[Input]:
-        moves: list[Input] = [("take",)] if self.inbox else []
-        moves += [("post",)] if self.posts else []
+        moves = self.waiting()
         for r, job in enumerate(self.jobs):
             if job.state == "new" and self.owners:
                 moves.append(("open", r))
@@ -284,7 +307,7 @@ class ReaderSide(Side[ConsumerEnd]):
                     self._take(event)
                 return []
             case ("post",):
-                return self._outputs(self.end.command(self.posts.pop(0), self.now))
+                return self._obeyed(self.posts.pop(0))
             case ("restart", instance):
                 self._restart(instance)
                 return []
@@ -305,35 +328,23 @@ class ReaderSide(Side[ConsumerEnd]):
                 raise AssertionError(given)
         return self._outputs(actions)
 
-    def _posted(self, command: Any) -> list[Output]:
-        if self.plan.asynchronous:
-            self.posts.append(command)
-            return []
+    def _obeyed(self, command: Any) -> list[Output]:
         return self._outputs(self.end.command(command, self.now))
 
     def _outputs(self, actions: Sequence[Any]) -> list[Output]:
         outputs: list[Output] = []
         for action in actions:
             match action:
-                case SendMessage():
-                    outputs.append(("send", action.stream, action.message))
-                case EndStream():
-                    violation = action.reason if action.refused else ""
-                    outputs.append(("end", action.stream, violation))
+                case SendMessage() | EndStream():
+                    outputs.append(self._crossing(action))
                 case OpenLink():
                     outputs.append(("open link", action.stream))
                 case CloseLink():
                     outputs.append(("close link", action.stream))
-                case StartRead():
-                    outputs.append(
-                        (
-                            "read",
-                            action.stream,
-                            action.id,
-                            tuple(action.source_pages.tolist()),
-                            tuple(action.destination_pages.tolist()),
-                        )
-                    )
+                case StartRead(stream, id):
+                    source = tuple(action.source_pages.tolist())
+                    destination = tuple(action.destination_pages.tolist())
+                    outputs.append(("read", stream, id, source, destination))
                 case ExpectPages():
                     pass
                 case event if self.plan.asynchronous:
@@ -489,18 +500,18 @@ class Prompt(NamedTuple):
     id: HandoffId
     num_tokens: int
     num_generated: int
-    granted: bool
-    admitted: bool
-    done: int  # tokens published, or the reader's prefix
-    pages: tuple[int, ...]  # of Plan.places, from the reader's prefix `start` on
-    start: int
-    last_sent: bool
     bank: int
+    granted: bool = False
+    admitted: bool = False
+    done: int = 0  # tokens published, or the reader's prefix
+    pages: tuple[int, ...] = ()  # of Plan.places, from the reader's prefix `start` on
+    start: int = 0
+    last_sent: bool = False
 
 
 class OwnerSide(Side[ProducerEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
-        super().__init__(ProducerEnd(config, plan.tables))
+        super().__init__(ProducerEnd(config, plan.tables), late=plan.late_owner)
         self.end.engine_moves(plan.beats)
         self.plan = plan
         self.config = config
@@ -508,14 +519,11 @@ class OwnerSide(Side[ProducerEnd]):
         self.prompts: dict[int, Prompt] = {}  # by serial
         self.cells: list[Any] = [FREE] * (plan.owner_pages or len(plan.prompts) * BANK)
         self.exposed: dict[HandoffId, tuple[int, ...]] = {}
-        self.inbox: list[Any] = []
-        self.posts: list[Any] = []  # commands that the end has not taken yet
 
     def fork(self) -> "OwnerSide":
         twin = self.share()
         twin.prompts, twin.cells = dict(self.prompts), list(self.cells)
         twin.exposed = dict(self.exposed)
-        twin.inbox, twin.posts = list(self.inbox), list(self.posts)
         return twin
 
     def key(self) -> Hashable:
@@ -530,10 +538,8 @@ class OwnerSide(Side[ProducerEnd]):
         )
 
     def moves(self) -> list[Input]:
-        moves: list[Input] = [("take",)] if self.inbox else []
-        moves += [("post",)] if self.posts else []
         waiting = [s for s, p in self.prompts.items() if p.admitted and not p.last_sent]
-        return moves + [("publish", serial) for serial in waiting]
+        return self.waiting() + [("publish", serial) for serial in waiting]
 
     def faults(self) -> list[Input]:
         faults: list[Input] = [("fail", serial) for serial in self.prompts]
@@ -590,7 +596,7 @@ class OwnerSide(Side[ProducerEnd]):
             case ("take",):
                 return self._take(self.inbox.pop(0))
             case ("post",):
-                return self._outputs(self.end.command(self.posts.pop(0)))
+                return self._obeyed(self.posts.pop(0))
             case ("tick",):
                 self.now = max(self.now, self.end.next_deadline() or self.now)
                 actions = self.end.tick(self.now)
@@ -601,21 +607,15 @@ class OwnerSide(Side[ProducerEnd]):
                 raise AssertionError(given)
         return self._outputs(actions)
 
-    def _posted(self, command: Any) -> list[Output]:
-        if self.plan.late_owner:
-            self.posts.append(command)
-            return []
+    def _obeyed(self, command: Any) -> list[Output]:
         return self._outputs(self.end.command(command))
 
     def _outputs(self, actions: Sequence[Any]) -> list[Output]:
         outputs: list[Output] = []
         for action in actions:
             match action:
-                case SendMessage():
-                    outputs.append(("send", action.stream, action.message))
-                case EndStream():
-                    violation = action.reason if action.refused else ""
-                    outputs.append(("end", action.stream, violation))
+                case SendMessage() | EndStream():
+                    outputs.append(self._crossing(action))
                 case ExposePages():
                     before = self.exposed.get(action.id, ())
                     self.exposed[action.id] = before + tuple(action.pages.tolist())
@@ -632,17 +632,9 @@ class OwnerSide(Side[ProducerEnd]):
         match event:
             case OpenedEvent(source=messages.Prompt(spec)):
                 require(event.serial not in self.prompts, "opened twice")
+                bank = int(spec.request_id)
                 self.prompts[event.serial] = Prompt(
-                    event.id,
-                    spec.num_tokens,
-                    spec.num_generated,
-                    False,
-                    False,
-                    0,
-                    (),
-                    0,
-                    False,
-                    int(spec.request_id),
+                    event.id, spec.num_tokens, spec.num_generated, bank
                 )
                 return []
             case GrantedEvent():

@@ -98,7 +98,7 @@ def rig() -> Iterator[Rig]:
 
 # Seen failing with `add_done_callback` taken out of `ConsumerAdmissions.begin`: nobody wakes the
 # thread.
-def test_a_reader_is_answered_once_all_its_paths_are_ready(rig: Rig) -> None:
+def test_a_reader_is_answered_once_all_its_paths_are_ready(rig):
     rig.open(1, READER)
     rig.open(2, OTHER)
     assert rig.tick(0.1) == {}
@@ -112,7 +112,7 @@ def test_a_reader_is_answered_once_all_its_paths_are_ready(rig: Rig) -> None:
 
 
 # Seen failing with no deadline in `take_ready`.
-def test_what_is_not_ready_in_time_is_left_out(rig: Rig) -> None:
+def test_what_is_not_ready_in_time_is_left_out(rig):
     rig.open(1, READER, now=5.0)
     deadline = rig.publisher.next_deadline()
     assert deadline is not None and deadline <= 5.0 + WAIT_S
@@ -120,12 +120,12 @@ def test_what_is_not_ready_in_time_is_left_out(rig: Rig) -> None:
     assert rig.tick(5.0 + WAIT_S) == {1: ["quick"]}
 
 
-def test_an_owner_waits_less_long_than_its_readers() -> None:
+def test_an_owner_waits_less_long_than_its_readers():
     assert DialTimes().hello_s >= WAIT_S + 5
 
 
 # Seen failing with `forget` taken out of `ProducerSide._dismiss`.
-def test_a_reader_that_goes_before_it_is_ready_is_dismissed_and_not_answered(rig: Rig) -> None:
+def test_a_reader_that_goes_before_it_is_ready_is_dismissed_and_not_answered(rig):
     rig.open(1, READER)
     being_made = rig.slow.preparations[1]
     rig.publisher.closed(1, "gone")
@@ -137,7 +137,7 @@ def test_a_reader_that_goes_before_it_is_ready_is_dismissed_and_not_answered(rig
 
 # Seen failing with the loop over `streams_of` taken out of `ProducerSide.opened`: the older stream
 # comes up last, and ends the newer one.
-def test_the_newer_of_two_streams_of_a_reader_that_waits_is_kept(rig: Rig) -> None:
+def test_the_newer_of_two_streams_of_a_reader_that_waits_is_kept(rig):
     rig.open(1, READER)
     rig.open(2, READER)
     (ended,) = (each for each in rig.front.receive() if isinstance(each, PairEnd))

@@ -8,15 +8,32 @@ import pytest
 
 from common.copy_map import Slice
 from common.errors import EngineFault, LayoutMismatch, TransferError
-from kvtransfer.backends.base import PagePool, ReadRefused, RemotePool, TransferBackend
+from kvtransfer.backends.base import PagePool, ReadRefused, RemotePool
 from kvtransfer.backends.nixl import backend as nixl
 from kvtransfer.backends.read_map import ReadMap
 from kvtransfer.backends.tcp import connection as tcp_connection
 from tests.support.data_children import CANARY, Memory, scattered
-from tests.support.data_ends import Ends, wait_for
+from tests.support.data_ends import wait_for
 
 NUM_PAGES, PAGE_BYTES = 96, 16384
 AT_ONCE_S = 60.0  # on a busy machine
+
+
+@pytest.fixture
+def owner(ends, backend):
+    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
+    owner.publish_all()
+    return owner
+
+
+@pytest.fixture
+def memory(ends, backend):
+    return ends.memory(backend, NUM_PAGES, PAGE_BYTES)
+
+
+@pytest.fixture
+def connection(ends, backend, owner, memory):
+    return ends.connect(backend, owner, memory)
 
 
 # Page bytes that divide no part or request evenly, more pages than one sendmsg takes, pages
@@ -25,8 +42,8 @@ AT_ONCE_S = 60.0  # on a busy machine
     "num_pages, page_bytes", [(1, 16), (2500, 1040), (700, 16384), (40, 393216), (3, 5242880)]
 )
 def test_scattered_pages_land_where_they_belong_and_nothing_else_changes(
-    ends: Ends, backend: TransferBackend, num_pages: int, page_bytes: int
-) -> None:
+    ends, backend, num_pages, page_bytes
+):
     owner = ends.owner(backend, num_pages, page_bytes)
     owner.publish_all()
     memory = ends.memory(backend, num_pages, page_bytes)
@@ -47,9 +64,7 @@ HALVES = [
 ]
 
 
-def test_parts_of_pages_land_where_the_map_says_and_nothing_else_changes(
-    ends: Ends, backend: TransferBackend
-) -> None:
+def test_parts_of_pages_land_where_the_map_says_and_nothing_else_changes(ends, backend):
     """Two tables of a producer with other pages, and a state of another number of pages."""
     owner = ends.owner(backend, 2000, LARGE)
     owner.publish_all()
@@ -72,9 +87,7 @@ def test_parts_of_pages_land_where_the_map_says_and_nothing_else_changes(
 
 
 @pytest.mark.parametrize("backend", ["nixl", "tcp", "loopback"], indirect=True)
-def test_lists_of_pages_that_do_not_fit_the_map_are_refused(
-    ends: Ends, backend: TransferBackend
-) -> None:
+def test_lists_of_pages_that_do_not_fit_the_map_are_refused(ends, backend):
     owner = ends.owner(backend, NUM_PAGES, LARGE)
     owner.publish_all()
     memory = ends.memory(backend, NUM_PAGES, SMALL)
@@ -101,7 +114,7 @@ def test_lists_of_pages_that_do_not_fit_the_map_are_refused(
         Slice(0, 0, 0, 0, 0, SMALL + 1),
     ],
 )
-def test_parts_outside_a_page_are_refused(bad: Slice) -> None:
+def test_parts_outside_a_page_are_refused(bad):
     local, there = Memory(NUM_PAGES, SMALL), RemotePool(1 << 40, LARGE, NUM_PAGES)
     with pytest.raises(LayoutMismatch):
         ReadMap(there, local.pool, [[bad], []])
@@ -109,13 +122,11 @@ def test_parts_outside_a_page_are_refused(bad: Slice) -> None:
         ReadMap(there, local.pool, [[], [bad]])
 
 
-def test_a_copy_of_no_pages_is_done_at_once(ends: Ends, backend: TransferBackend) -> None:
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, ends.memory(backend, NUM_PAGES, PAGE_BYTES))
+def test_a_copy_of_no_pages_is_done_at_once(connection):
     connection.copy(np.empty(0, np.int32), np.empty(0, np.int32))
 
 
-def test_connections_to_several_owners_copy_at_once(ends: Ends, backend: TransferBackend) -> None:
+def test_connections_to_several_owners_copy_at_once(ends, backend):
     owners = [ends.owner(backend, NUM_PAGES, PAGE_BYTES) for _ in range(2)]
     memories = [ends.memory(backend, NUM_PAGES, PAGE_BYTES) for _ in range(4)]
     pairs = []
@@ -139,12 +150,8 @@ def test_connections_to_several_owners_copy_at_once(ends: Ends, backend: Transfe
 
 
 def test_a_page_that_the_owner_has_not_is_refused_and_the_connection_lives(
-    ends: Ends, backend: TransferBackend
-) -> None:
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, memory)
+    owner, memory, connection
+):
     for wrong in (NUM_PAGES, -1, 2**31 - 1):
         with pytest.raises(ReadRefused, match=str(wrong)):
             connection.copy(np.array([1, wrong], np.int32), np.array([2, 3], np.int32))
@@ -152,8 +159,7 @@ def test_a_page_that_the_owner_has_not_is_refused_and_the_connection_lives(
     assert (memory.pages[7] == owner.content[5]).all()
 
 
-def test_pages_of_another_size_are_refused(ends: Ends, backend: TransferBackend) -> None:
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
+def test_pages_of_another_size_are_refused(ends, backend, owner):
     with pytest.raises(LayoutMismatch, match=r"16384.*32768"):
         ends.connect(backend, owner, ends.memory(backend, NUM_PAGES, 2 * PAGE_BYTES))
 
@@ -161,20 +167,13 @@ def test_pages_of_another_size_are_refused(ends: Ends, backend: TransferBackend)
 @pytest.mark.parametrize(
     "base, num_pages", [(0, 8), (1 << 57, 8), (1 << 40, 0), (1 << 40, 1 << 40), (-8, 8)]
 )
-def test_memory_that_cannot_be_is_refused(
-    ends: Ends, backend: TransferBackend, base: int, num_pages: int
-) -> None:
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
+def test_memory_that_cannot_be_is_refused(backend, owner, memory, base, num_pages):
     lie = RemotePool(base, PAGE_BYTES, num_pages)
     with pytest.raises(LayoutMismatch):
-        backend.connect(owner.admit(), lie, ends.memory(backend, NUM_PAGES, PAGE_BYTES).pool)
+        backend.connect(owner.admit(), lie, memory.pool)
 
 
-def test_a_description_of_rubbish_is_an_error_and_no_more(
-    ends: Ends, backend: TransferBackend
-) -> None:
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
+def test_a_description_of_rubbish_is_an_error_and_no_more(backend, owner, memory):
     good = owner.admit()
     rng = np.random.default_rng(0)
     for rubbish in (b"", good[:-1], good + b"x", b"\x80", *(rng.bytes(80) for _ in range(50))):
@@ -182,19 +181,12 @@ def test_a_description_of_rubbish_is_an_error_and_no_more(
             backend.connect(rubbish, owner.remote, memory.pool)
 
 
-def test_a_probe_measures_without_touching_a_page(ends: Ends, backend: TransferBackend) -> None:
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, memory)
+def test_a_probe_measures_without_touching_a_page(memory, connection):
     assert connection.probe() > 0.01
     assert (memory.pages == CANARY).all()
 
 
-def test_a_stopped_connection_copies_no_more(ends: Ends, backend: TransferBackend) -> None:
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, memory)
+def test_a_stopped_connection_copies_no_more(memory, connection):
     connection.stop()
     for _ in range(2):
         with pytest.raises(TransferError):
@@ -208,7 +200,7 @@ def test_a_stopped_connection_copies_no_more(ends: Ends, backend: TransferBacken
 
 
 # Seen failing with the flag taken out of `stop` of nixl and loopback; tcp's shutdown: test_tcp.py.
-def test_stop_ends_a_copy_under_way(ends: Ends, backend: TransferBackend) -> None:
+def test_stop_ends_a_copy_under_way(ends, backend):
     num_pages, page_bytes = 64, 1 << 20
     owner = ends.owner(backend, num_pages, page_bytes)
     owner.publish_all()
@@ -231,12 +223,8 @@ def test_stop_ends_a_copy_under_way(ends: Ends, backend: TransferBackend) -> Non
 
 
 def test_an_owner_that_has_died_is_an_error_that_nobody_waits_for(
-    ends: Ends, backend: TransferBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, memory)
+    backend, monkeypatch, owner, memory, connection
+):
     connection.copy(*scattered(0, NUM_PAGES, NUM_PAGES))
     description = owner.admit()
     owner.end()
@@ -251,10 +239,7 @@ def test_an_owner_that_has_died_is_an_error_that_nobody_waits_for(
 
 
 @pytest.mark.parametrize("backend", ["nixl", "tcp", "loopback"], indirect=True)
-def test_memory_that_is_not_the_devices_is_refused_with_a_reason(
-    ends: Ends, backend: TransferBackend
-) -> None:
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
+def test_memory_that_is_not_the_devices_is_refused_with_a_reason(backend, owner):
     pool = Memory(NUM_PAGES, PAGE_BYTES).pool
     elsewhere = PagePool(pool.base, pool.page_bytes, pool.num_pages, "cuda:0")
     with pytest.raises(TransferError, match="cuda:0"):

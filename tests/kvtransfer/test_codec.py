@@ -19,8 +19,6 @@ from common.tracing.context import SpanName
 from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
-    FromOwner,
-    FromReader,
     GrantHandoff,
     HandoffFailed,
     HandoffId,
@@ -178,20 +176,20 @@ def through(record: PairHello | AnyMessage, *, as_reader: bool) -> PairHello | A
 # Seen failing with `queue_s` of Open left out, on its way out or in, and with `engine_deaths`.
 @settings(max_examples=150)
 @given(from_reader)
-def test_what_a_reader_says_arrives_as_it_was(message: FromReader) -> None:
+def test_what_a_reader_says_arrives_as_it_was(message):
     assert through(message, as_reader=True) == message
 
 
 # Seen failing with `retry_after_s` of Failed left out, on its way out or in.
 @settings(max_examples=150)
 @given(from_owner)
-def test_what_an_owner_says_arrives_as_it_was(message: FromOwner) -> None:
+def test_what_an_owner_says_arrives_as_it_was(message):
     assert through(message, as_reader=False) == message
 
 
 @settings(max_examples=50)
 @given(hellos, st.booleans())
-def test_a_hello_arrives_as_it_was(hello: PairHello, as_reader: bool) -> None:
+def test_a_hello_arrives_as_it_was(hello, as_reader):
     assert through(hello, as_reader=as_reader) == hello
 
 
@@ -239,7 +237,7 @@ def _failed(**changes: Any) -> pb.FromOwner:
     return message
 
 
-def test_a_trace_that_is_none_is_ignored_and_not_a_violation() -> None:
+def test_a_trace_that_is_none_is_ignored_and_not_a_violation():
     for header in ("nonsense", "00-0-0-01", "x" * 5000):
         message = codec.parse(_open(traceparent=header))
         assert isinstance(message, OpenHandoff) and message.source == Prompt(make_spec([1, 2]))
@@ -248,12 +246,12 @@ def test_a_trace_that_is_none_is_ignored_and_not_a_violation() -> None:
 @pytest.mark.parametrize(
     "checked, sums", [([0], []), ([], [7]), ([1], [7]), ([0, 0], [7, 7])], ids=str
 )
-def test_checksums_are_of_pages_that_are_there(checked: list[int], sums: list[int]) -> None:
+def test_checksums_are_of_pages_that_are_there(checked, sums):
     with pytest.raises(ProtocolViolation, match="checksums"):
         codec.parse(_ready(checked=checked, sums=sums))
 
 
-def test_times_before_the_last_range_are_ignored() -> None:
+def test_times_before_the_last_range_are_ignored():
     message = _ready(last=False, first_token=None, times={"prefill_s": 1.0})
     record = codec.parse(message)
     assert isinstance(record, PagesReady) and record.times is None
@@ -338,27 +336,27 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_hello(address="x" * 5000), "address"),
     ],
 )
-def test_what_cannot_be_is_a_violation(message: codec.Proto, complaint: str) -> None:
+def test_what_cannot_be_is_a_violation(message, complaint):
     with pytest.raises(ProtocolViolation, match=complaint):
         codec.parse(message)
 
 
 @pytest.mark.parametrize("field, value", [("temperature", -1.0), ("top_p", 2.0), ("max_tokens", 0)])
-def test_sampling_that_no_router_would_send_is_a_violation(field: str, value: float) -> None:
+def test_sampling_that_no_router_would_send_is_a_violation(field, value):
     message = _open()
     setattr(message.open.prompt.request.sampling, field, value)
     with pytest.raises(ProtocolViolation, match=field):
         codec.parse(message)
 
 
-def test_a_long_reason_is_cut_and_not_refused_by_the_peer() -> None:
+def test_a_long_reason_is_cut_and_not_refused_by_the_peer():
     failed = through(HandoffFailed(ID, "x" * 10_000, True), as_reader=False)
     assert isinstance(failed, HandoffFailed) and len(failed.reason) == codec.MAX_TEXT
 
 
 @settings(max_examples=200)
 @given(st.binary(max_size=200), st.sampled_from([pb.FromReader, pb.FromOwner]))
-def test_any_bytes_are_a_record_or_a_violation(data: bytes, kind: Any) -> None:
+def test_any_bytes_are_a_record_or_a_violation(data, kind):
     try:
         message = kind.FromString(data)
     except DecodeError:

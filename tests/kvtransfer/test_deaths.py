@@ -78,9 +78,7 @@ def _serves(ends: Ends, path: TransferBackend, owner: FarOwner) -> None:
     assert ends.log.read_text() == ""
 
 
-def test_an_owner_lives_through_readers_killed_mid_read(
-    ends: Ends, path: TransferBackend, deaths: int
-) -> None:
+def test_an_owner_lives_through_readers_killed_mid_read(ends, path, deaths):
     owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     _serves(ends, path, owner)
@@ -95,9 +93,7 @@ def test_an_owner_lives_through_readers_killed_mid_read(
     _serves(ends, path, owner)
 
 
-def test_a_reader_lives_through_owners_killed_mid_read(
-    ends: Ends, path: TransferBackend, deaths: int
-) -> None:
+def test_a_reader_lives_through_owners_killed_mid_read(ends, path, deaths):
     reader = ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES)
     dead: list[Child] = []
     with _leaving_nothing(reader.child, dead):
@@ -111,9 +107,7 @@ def test_a_reader_lives_through_owners_killed_mid_read(
     assert ends.log.read_text() == ""
 
 
-def test_an_owner_that_is_frozen_lives_through_the_death_of_its_readers(
-    ends: Ends, path: TransferBackend, deaths: int
-) -> None:
+def test_an_owner_that_is_frozen_lives_through_the_death_of_its_readers(ends, path, deaths):
     owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     for reader in _readers(ends, path, deaths):
@@ -126,9 +120,7 @@ def test_an_owner_that_is_frozen_lives_through_the_death_of_its_readers(
     _serves(ends, path, owner)
 
 
-def test_a_reader_that_is_frozen_lives_through_the_death_of_its_owners(
-    ends: Ends, path: TransferBackend, deaths: int
-) -> None:
+def test_a_reader_that_is_frozen_lives_through_the_death_of_its_owners(ends, path, deaths):
     reader = ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES)
     for owner in _owners(ends, path, deaths):
         reader.read_from(owner)
@@ -141,7 +133,7 @@ def test_a_reader_that_is_frozen_lives_through_the_death_of_its_owners(
     assert ends.log.read_text() == ""
 
 
-def test_connecting_to_a_frozen_owner_ends_in_time(ends: Ends, path: TransferBackend) -> None:
+def test_connecting_to_a_frozen_owner_ends_in_time(ends, path):
     owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
     description, memory = owner.admit(), Memory(NUM_PAGES, PAGE_BYTES)
     owner.child.freeze()

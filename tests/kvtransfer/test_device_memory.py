@@ -17,7 +17,7 @@ from kvtransfer.backends.tcp.owner import TcpProducer
 from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.wire import REPLY, REQUEST
 from tests.support.data_children import CANARY, READER, Memory, content, scattered
-from tests.support.data_ends import Ends, introduced, wait_for
+from tests.support.data_ends import introduced, wait_for
 from tests.support.device_twin import DeviceTwin
 
 NUM_PAGES, PAGE_BYTES = 600, 16384  # several requests for all of them
@@ -78,7 +78,7 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 
 
 # Seen failing with `use` taken out of `StagedMemory`, and out of its `departures`.
-def test_every_thread_of_a_connection_says_which_device_its_calls_are_for(rig: Rig) -> None:
+def test_every_thread_of_a_connection_says_which_device_its_calls_are_for(rig):
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
 
     def link() -> None:
@@ -95,7 +95,7 @@ def test_every_thread_of_a_connection_says_which_device_its_calls_are_for(rig: R
 
 
 # Seen failing with the `settle` taken out of `TcpConnection._read`.
-def test_a_copy_is_over_only_when_the_device_has_every_byte(rig: Rig) -> None:
+def test_a_copy_is_over_only_when_the_device_has_every_byte(rig):
     connection = rig.connect()
     source, destination = scattered(0, NUM_PAGES, 200)  # less than one request
     rig.here.queues["to device"].hold()
@@ -111,7 +111,7 @@ def test_a_copy_is_over_only_when_the_device_has_every_byte(rig: Rig) -> None:
 
 # Seen failing with the wait taken out of `_Slot.vectors`: bytes are sent before they are fetched,
 # and overwritten before they are brought.
-def test_copies_of_many_requests_bring_the_bytes_of_each(rig: Rig) -> None:
+def test_copies_of_many_requests_bring_the_bytes_of_each(rig):
     connection = rig.connect()
     for seed in range(5):
         source, destination = scattered(seed, NUM_PAGES, NUM_PAGES)
@@ -129,9 +129,7 @@ def test_copies_of_many_requests_bring_the_bytes_of_each(rig: Rig) -> None:
         pytest.param(3, (4 << 20) + 16, id="pages larger than a request"),
     ],
 )
-def test_pages_of_any_size_are_staged(
-    make_rig: Callable[..., Rig], num_pages: int, page_bytes: int
-) -> None:
+def test_pages_of_any_size_are_staged(make_rig, num_pages, page_bytes):
     rig = make_rig(num_pages, page_bytes)
     connection = rig.connect()
     source, destination = scattered(0, num_pages, num_pages - 1)
@@ -140,14 +138,14 @@ def test_pages_of_any_size_are_staged(
     assert (np.delete(rig.memory.pages, destination, axis=0) == CANARY).all()
 
 
-def test_large_pages_in_a_row_are_copied_at_once(make_rig: Callable[..., Rig]) -> None:
+def test_large_pages_in_a_row_are_copied_at_once(make_rig):
     rig = make_rig(9, 1 << 20)
     rig.connect().copy(ALL[2:9], ALL[:7])
     assert (rig.memory.pages[:7] == rig.source.pages[2:]).all()
 
 
 # Seen failing with the pool's own pages in the place of the scratch pages.
-def test_a_probe_goes_the_way_that_pages_go(rig: Rig) -> None:
+def test_a_probe_goes_the_way_that_pages_go(rig):
     connection = rig.connect()
     before = rig.there.queues["to host"].num_added, rig.here.queues["to device"].num_added
     connection.probe()
@@ -157,7 +155,7 @@ def test_a_probe_goes_the_way_that_pages_go(rig: Rig) -> None:
 
 
 # Seen failing with the `settle` taken out of `TcpConnection._read`.
-def test_a_refused_copy_lands_nothing_more(rig: Rig) -> None:
+def test_a_refused_copy_lands_nothing_more(rig):
     connection = rig.connect()
     rig.owner.withdraw(READER, ALL[500:501])
     for _ in range(5):
@@ -172,7 +170,7 @@ def test_a_refused_copy_lands_nothing_more(rig: Rig) -> None:
 
 
 # Seen failing with the `settle` taken out of `TcpConnection.close`.
-def test_no_byte_lands_after_close(rig: Rig) -> None:
+def test_no_byte_lands_after_close(rig):
     for _ in range(10):
         connection = rig.connect()
         copying = threading.Thread(target=_copy_until_it_ends, args=(connection,))
@@ -193,9 +191,7 @@ def _copy_until_it_ends(connection: BackendConnection) -> None:
 
 
 # Seen failing with `num_ahead` 0, and with the bound on it taken out of `_answer_all`.
-def test_an_owner_fetches_one_request_ahead_of_the_socket_and_no_more(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_an_owner_fetches_one_request_ahead_of_the_socket_and_no_more(make_rig):
     rig = make_rig(4, 32 << 20)  # the sockets hold less than a page: the owner blocks
     fetched = rig.there.queues["to host"]
     with introduced(rig.owner.admit(READER)) as raw:
@@ -212,7 +208,7 @@ def test_an_owner_fetches_one_request_ahead_of_the_socket_and_no_more(
 
 
 # Seen failing with the departures not closed in `TcpProducer._serve`.
-def test_an_owner_that_is_closed_reads_its_pool_no_more(make_rig: Callable[..., Rig]) -> None:
+def test_an_owner_that_is_closed_reads_its_pool_no_more(make_rig):
     rig = make_rig(4, 32 << 20)
     fetched = rig.there.queues["to host"]
     fetched.hold(after=1)
@@ -227,7 +223,7 @@ def test_an_owner_that_is_closed_reads_its_pool_no_more(make_rig: Callable[..., 
     closing.join()
 
 
-def test_a_reader_whose_device_fails_says_so_and_cannot_promise_the_fence(rig: Rig) -> None:
+def test_a_reader_whose_device_fails_says_so_and_cannot_promise_the_fence(rig):
     connection = rig.connect()
     rig.here.queues["to device"].fail("an illegal memory access was encountered")
     with pytest.raises(TransferError, match="illegal memory access"):
@@ -236,9 +232,7 @@ def test_a_reader_whose_device_fails_says_so_and_cannot_promise_the_fence(rig: R
         connection.close()
 
 
-def test_an_owner_whose_device_fails_says_so_and_ends_the_connection(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_owner_whose_device_fails_says_so_and_ends_the_connection(rig, caplog):
     connection = rig.connect()
     rig.there.queues["to host"].fail("an illegal memory access was encountered")
     with caplog.at_level(logging.WARNING), pytest.raises(TransferError):
@@ -247,7 +241,7 @@ def test_an_owner_whose_device_fails_says_so_and_ends_the_connection(
 
 
 @pytest.mark.parametrize("there, here", [("tcp", "tcp-staged"), ("tcp-staged", "tcp")])
-def test_one_end_may_be_a_device_and_the_other_not(ends: Ends, there: str, here: str) -> None:
+def test_one_end_may_be_a_device_and_the_other_not(ends, there, here):
     owner = ends.far_owner(there, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     twin = DeviceTwin()

@@ -70,7 +70,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def test_memory_that_is_found_stays_mapped_until_the_connection_closes(machine: Machine) -> None:
+def test_memory_that_is_found_stays_mapped_until_the_connection_closes(machine):
     evidence = DeviceEvidence(POOL, SCRATCH)
     mapped = MappedMemory(evidence.tell(METADATA), METADATA, POOL)
     both = {at + MAPPED_AT: 1 for at in ALLOCATIONS.values()}
@@ -81,7 +81,7 @@ def test_memory_that_is_found_stays_mapped_until_the_connection_closes(machine: 
 
 
 # Seen failing with the comparison taken out, and with the mappings kept after it.
-def test_memory_with_other_bytes_in_it_is_not_the_owners(machine: Machine) -> None:
+def test_memory_with_other_bytes_in_it_is_not_the_owners(machine):
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.write(SCRATCH, torch.zeros(32, dtype=torch.uint8))
     with pytest.raises(TransferError, match="is not the owner's"):
@@ -90,9 +90,7 @@ def test_memory_with_other_bytes_in_it_is_not_the_owners(machine: Machine) -> No
 
 
 @pytest.mark.parametrize("handle", ALLOCATIONS)
-def test_memory_that_cannot_be_mapped_is_no_path_and_leaves_nothing(
-    machine: Machine, handle: bytes
-) -> None:
+def test_memory_that_cannot_be_mapped_is_no_path_and_leaves_nothing(machine, handle):
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.refused.add(handle)
     with pytest.raises(TransferError, match="PEER_ACCESS_UNSUPPORTED"):
@@ -100,7 +98,7 @@ def test_memory_that_cannot_be_mapped_is_no_path_and_leaves_nothing(
     assert +machine.mapped == Counter()
 
 
-def test_an_owner_that_is_not_on_this_host_is_not_looked_for(machine: Machine) -> None:
+def test_an_owner_that_is_not_on_this_host_is_not_looked_for(machine):
     told = msgspec.msgpack.decode(DeviceEvidence(POOL, SCRATCH).tell(METADATA))
     told["process"]["boot_id"] = "another"
     with pytest.raises(TransferError, match="another host"):
@@ -116,23 +114,21 @@ def test_an_owner_that_is_not_on_this_host_is_not_looked_for(machine: Machine) -
         (THEIRS, False, "cuda_ipc"),
     ],
 )
-def test_the_path_is_called_nvlink_only_where_it_is(
-    machine: Machine, uuid: bytes, nvlink: bool, path: str
-) -> None:
+def test_the_path_is_called_nvlink_only_where_it_is(machine, uuid, nvlink, path):
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.uuid, machine.nvlink = uuid, nvlink
     assert MappedMemory(evidence.tell(METADATA), METADATA, POOL).path == path
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a driver")
-def test_without_a_driver_there_is_a_sentence() -> None:
+def test_without_a_driver_there_is_a_sentence():
     with pytest.raises(TransferError, match=r"no CUDA driver: libcuda\.so\.1"):
         cuda_driver.use(0)
     assert not cuda_driver.joined_by_nvlink(OURS, THEIRS)
 
 
 @pytest.mark.gpu
-def test_the_driver_is_called_as_it_wants_to_be() -> None:
+def test_the_driver_is_called_as_it_wants_to_be():
     cuda_driver.use(0)
     memory = torch.arange(64, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()

@@ -94,7 +94,7 @@ def rig() -> Iterator[Rig]:
         yield Rig(exits)
 
 
-def test_reads_are_done_in_order_and_land(rig: Rig) -> None:
+def test_reads_are_done_in_order_and_land(rig):
     link = rig.link()
     link.post(handoff(1), ALL[:10], ALL[20:30])  # legal before it is up
     up = rig.next(LinkUp)
@@ -111,7 +111,7 @@ def test_reads_are_done_in_order_and_land(rig: Rig) -> None:
     assert (rig.memory.pages[:4] == rig.owner.content[10:14]).all()
 
 
-def test_memory_is_taken_for_what_is_expected_and_reads_go_first(rig: Rig) -> None:
+def test_memory_is_taken_for_what_is_expected_and_reads_go_first(rig):
     taken: queue.Queue[tuple[int, bool]] = queue.Queue()
     begun, may_go_on = threading.Event(), threading.Event()
 
@@ -130,7 +130,7 @@ def test_memory_is_taken_for_what_is_expected_and_reads_go_first(rig: Rig) -> No
     assert rig.next(ReadEnded).num_bytes == 2 * PAGE_BYTES and rig.nothing_more()
 
 
-def test_a_refused_read_ends_alone(rig: Rig) -> None:
+def test_a_refused_read_ends_alone(rig):
     link = rig.link()
     rig.owner.withdraw(READER, ALL[5:6])
     for number, pages in enumerate((ALL[:5], ALL[5:7], ALL[7:9])):
@@ -142,9 +142,7 @@ def test_a_refused_read_ends_alone(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("half_landed", [False, True])
-def test_a_failed_read_fails_all_that_are_queued_and_ends_the_link(
-    rig: Rig, half_landed: bool
-) -> None:
+def test_a_failed_read_fails_all_that_are_queued_and_ends_the_link(rig, half_landed):
     link = rig.link()
     rig.next(LinkUp)
     rig.faults.freeze()
@@ -163,7 +161,7 @@ def test_a_failed_read_fails_all_that_are_queued_and_ends_the_link(
 
 
 # Seen failing with the job under way dropped as well.
-def test_dropped_jobs_end_without_a_word_but_not_the_one_under_way(rig: Rig) -> None:
+def test_dropped_jobs_end_without_a_word_but_not_the_one_under_way(rig):
     link = rig.link()
     rig.next(LinkUp)
     rig.faults.freeze()
@@ -180,7 +178,7 @@ def test_dropped_jobs_end_without_a_word_but_not_the_one_under_way(rig: Rig) -> 
 
 
 # Seen failing with LinkClosed sent by `close` itself: the copy that rests lands its other half.
-def test_closing_ends_a_read_under_way_and_nothing_lands_afterwards(rig: Rig) -> None:
+def test_closing_ends_a_read_under_way_and_nothing_lands_afterwards(rig):
     link = rig.link()
     rig.next(LinkUp)
     rig.faults.freeze()
@@ -210,16 +208,14 @@ def _probes(rig: Rig, *gib_per_s: float) -> Callable[[], BackendConnection]:
     return connect
 
 
-def test_an_idle_link_whose_first_probe_was_slow_is_probed_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_link_whose_first_probe_was_slow_is_probed_again(rig, monkeypatch):
     monkeypatch.setattr(link_module, "FIRST_PROBE_S", 0.01)
     rig.link(_probes(rig, 0.19, 0.2, 3.0))
     assert rig.next(LinkUp).gib_per_s == 0.19
     assert [rig.next(RateMeasured).gib_per_s for _ in range(3)] == [0.2, 3.0, 3.0]
 
 
-def test_reads_measure_a_link_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_measure_a_link_again(rig, monkeypatch):
     monkeypatch.setattr(link_module, "LEAST_BYTES", NUM_PAGES * PAGE_BYTES)
     link = rig.link(_probes(rig, 1e-9))
     rig.next(LinkUp)
@@ -232,7 +228,7 @@ def test_reads_measure_a_link_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     assert rig.nothing_more()
 
 
-def test_a_rate_is_the_best_of_the_last_measurements() -> None:
+def test_a_rate_is_the_best_of_the_last_measurements():
     rate = LinkRate(4.0, now=0.0)
     num_bytes, slow_s = 2 << 20, (2 << 20) / 2**30  # 1 GiB/s
     for number in range(1, link_module.WINDOW):
@@ -244,7 +240,7 @@ def test_a_rate_is_the_best_of_the_last_measurements() -> None:
     assert rate.read(num_bytes, slow_s / 2.0, 10.0)
 
 
-def test_probes_of_an_idle_link_become_rarer_and_reads_put_them_off() -> None:
+def test_probes_of_an_idle_link_become_rarer_and_reads_put_them_off():
     rate, now = LinkRate(1.0, now=0.0), 0.0
     waits = []
     for _ in range(8):
@@ -257,7 +253,7 @@ def test_probes_of_an_idle_link_become_rarer_and_reads_put_them_off() -> None:
 
 
 # Seen failing with the comparison with `now` taken out of `expire`.
-def test_a_read_past_its_deadline_closes_the_link_and_no_other_does(rig: Rig) -> None:
+def test_a_read_past_its_deadline_closes_the_link_and_no_other_does(rig):
     link = rig.link(read_s=30.0)
     gib_per_s = rig.next(LinkUp).gib_per_s
     assert link.deadline is None
@@ -277,7 +273,7 @@ def test_a_read_past_its_deadline_closes_the_link_and_no_other_does(rig: Rig) ->
     assert "deadline" in closed.reason and closed.unfinished == (handoff(1), handoff(2))
 
 
-def test_a_probe_has_a_deadline_as_a_read_has(rig: Rig) -> None:
+def test_a_probe_has_a_deadline_as_a_read_has(rig):
     probing, stopped = threading.Event(), threading.Event()
 
     class Stuck:
@@ -303,7 +299,7 @@ def test_a_probe_has_a_deadline_as_a_read_has(rig: Rig) -> None:
     assert "deadline" in rig.next(LinkClosed).reason
 
 
-def test_a_queue_that_is_full_says_so(rig: Rig) -> None:
+def test_a_queue_that_is_full_says_so(rig):
     link = rig.link(max_jobs=3)
     rig.next(LinkUp)
     rig.faults.freeze()
@@ -318,7 +314,7 @@ def test_a_queue_that_is_full_says_so(rig: Rig) -> None:
     assert rig.next(ReadEnded).handoff == handoff(3)
 
 
-def test_a_link_that_cannot_connect_tells_why(rig: Rig) -> None:
+def test_a_link_that_cannot_connect_tells_why(rig):
     description, remote = rig.owner.admit(), rig.owner.remote
     rig.owner.end()
     link = rig.link(lambda: rig.backend.connect(description, remote, rig.memory.pool))
@@ -328,7 +324,7 @@ def test_a_link_that_cannot_connect_tells_why(rig: Rig) -> None:
         link.post(handoff(1), ALL, ALL)
 
 
-def test_close_does_not_wait_for_a_connect_under_way(rig: Rig) -> None:
+def test_close_does_not_wait_for_a_connect_under_way(rig):
     entered, proceed = threading.Event(), threading.Event()
 
     def slow() -> BackendConnection:
@@ -347,12 +343,12 @@ def test_close_does_not_wait_for_a_connect_under_way(rig: Rig) -> None:
     assert (rig.memory.pages == CANARY).all()
 
 
-def test_a_link_below_the_floor_is_refused(rig: Rig) -> None:
+def test_a_link_below_the_floor_is_refused(rig):
     rig.link(min_gib_per_s=1e6)
     assert "less than the configured" in rig.next(LinkClosed).reason
 
 
-def test_an_owner_that_dies_closes_the_link(rig: Rig) -> None:
+def test_an_owner_that_dies_closes_the_link(rig):
     link = rig.link()
     rig.next(LinkUp)
     rig.faults.freeze()
@@ -362,9 +358,7 @@ def test_an_owner_that_dies_closes_the_link(rig: Rig) -> None:
     assert rig.next(LinkClosed).unfinished == (handoff(1),)
 
 
-def test_a_fault_of_our_own_still_closes_the_link(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_our_own_still_closes_the_link(rig, monkeypatch):
     faults: list[BaseException | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda hook: faults.append(hook.exc_value))
     link = rig.link()
@@ -375,7 +369,7 @@ def test_a_fault_of_our_own_still_closes_the_link(
     assert [type(fault) for fault in faults] == [EngineFault]
 
 
-def test_two_links_to_one_owner_do_not_disturb_each_other(rig: Rig) -> None:
+def test_two_links_to_one_owner_do_not_disturb_each_other(rig):
     first, second = rig.link(), rig.link()
     for _ in range(2):
         rig.next(LinkUp)

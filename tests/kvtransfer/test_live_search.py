@@ -7,10 +7,9 @@ docs/design/live-migration.md has the rules, and what is seen here without each.
 
 import pytest
 
-from common.config import TransferConfig
 from tests.kvtransfer.live_sides import LivePlan, LiveSimulation
 from tests.kvtransfer.roaming_sides import RoamingSimulation, Stop
-from tests.kvtransfer.search import PATIENT, SILENT, search_in
+from tests.kvtransfer.search import PATIENT, SILENT, case, search_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 
@@ -18,75 +17,64 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 @pytest.mark.parametrize(
     "plan, config, faults, states",
     [
-        pytest.param(LivePlan(), PATIENT, 0, 80, id="no-fault"),
-        pytest.param(LivePlan(), PATIENT, 1, 2_500, id="one-fault"),
-        pytest.param(LivePlan(room=5, most=8), PATIENT, 1, 3_000, id="it-outgrows-its-room"),
-        pytest.param(LivePlan(movers=2, most=6), PATIENT, 0, 500, id="two-movers"),
-        pytest.param(
-            LivePlan(windows=(None, 3), state_pages=1), PATIENT, 1, 2_500, id="windows-and-a-state"
-        ),
-        pytest.param(
+        case("no-fault", LivePlan(), PATIENT, 0, 80),
+        case("one-fault", LivePlan(), PATIENT, 1, 2_500),
+        case("it-outgrows-its-room", LivePlan(room=5, most=8), PATIENT, 1, 3_000),
+        case("two-movers", LivePlan(movers=2, most=6), PATIENT, 0, 500),
+        case("windows-and-a-state", LivePlan(windows=(None, 3), state_pages=1), PATIENT, 1, 2_500),
+        case(
+            "it-is-copied-before",
             LivePlan(known=6, most=8, room=9, copies=True),
             PATIENT,
             1,
             5_000,
-            id="it-is-copied-before",
-            marks=pytest.mark.long,
+            long=True,
         ),
-        pytest.param(
+        case(
+            "the-end-of-a-pause-crosses-events",
             LivePlan(asynchronous=True, most=6, only_faults=("pause is over", "end")),
             PATIENT,
             1,
             500,
-            id="the-end-of-a-pause-crosses-events",
         ),
-        pytest.param(LivePlan(), SILENT, 1, 2_000, id="one-silence", marks=pytest.mark.long),
-        pytest.param(
+        case("one-silence", LivePlan(), SILENT, 1, 2_000, long=True),
+        case(
+            "events-cross-commands",
             LivePlan(asynchronous=True, most=6),
             PATIENT,
             1,
             20_000,
-            id="events-cross-commands",
-            marks=pytest.mark.long,
+            long=True,
         ),
-        pytest.param(LivePlan(), PATIENT, 2, 25_000, id="two-faults", marks=pytest.mark.long),
-        pytest.param(
-            LivePlan(movers=2),
-            PATIENT,
-            1,
-            60_000,
-            id="two-movers-one-fault",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
+        case("two-faults", LivePlan(), PATIENT, 2, 25_000, long=True),
+        case("two-movers-one-fault", LivePlan(movers=2), PATIENT, 1, 60_000, long=True),
+        case(
+            "windows-and-a-state-two-faults",
             LivePlan(windows=(None, 3), state_pages=1),
             PATIENT,
             2,
             25_000,
-            id="windows-and-a-state-two-faults",
-            marks=pytest.mark.long,
+            long=True,
         ),
-        pytest.param(
+        case(
+            "it-is-copied-before-two-faults",
             LivePlan(known=6, most=7, room=9, copies=True),
             PATIENT,
             2,
             40_000,
-            id="it-is-copied-before-two-faults",
-            marks=pytest.mark.long,
+            long=True,
         ),
-        pytest.param(
+        case(
+            "two-movers-copy-one-fault",
             LivePlan(known=6, most=7, room=9, movers=2, copies=True),
             PATIENT,
             1,
             300_000,
-            id="two-movers-copy-one-fault",
-            marks=pytest.mark.long,
+            long=True,
         ),
     ],
 )
-def test_no_interleaving_of_a_move_breaks_an_invariant(
-    plan: LivePlan, config: TransferConfig, faults: int, states: int
-) -> None:
+def test_no_interleaving_of_a_move_breaks_an_invariant(plan, config, faults, states):
     assert search_in(LiveSimulation(plan, config), faults=faults).states > states
 
 
@@ -117,9 +105,7 @@ EACH_OTHER = Stop(runs=1, asks=(2, 1)), Stop(runs=2, asks=(1, 0))
         ),
     ],
 )
-def test_no_interleaving_of_moves_among_nodes_breaks_an_invariant(
-    way: tuple[Stop, ...], rooms: int, only: tuple[str, ...], faults: int, states: int
-) -> None:
+def test_no_interleaving_of_moves_among_nodes_breaks_an_invariant(way, rooms, only, faults, states):
     """Each node has pages for so many requests."""
     live = BOTH_ENDS._replace(only_faults=only)
     simulation = RoamingSimulation(live, PATIENT, way, rooms)

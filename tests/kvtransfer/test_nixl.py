@@ -15,7 +15,7 @@ from kvtransfer.backends.base import BackendConnection
 from kvtransfer.backends.nixl.agent import NixlAgent
 from kvtransfer.backends.nixl.backend import NixlBackend
 from tests.support.data_children import CANARY, Memory, scattered
-from tests.support.data_ends import Ends, FarOwner, closing, wait_for
+from tests.support.data_ends import FarOwner, closing, wait_for
 
 pytestmark = pytest.mark.usefixtures("one_sided")
 
@@ -24,7 +24,7 @@ WAIT_S = 60.0
 
 
 # Seen failing with the stop flag not looked at in `_read`, and with the thread not joined.
-def test_no_byte_lands_after_close_at_any_moment(ends: Ends) -> None:
+def test_no_byte_lands_after_close_at_any_moment(ends):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     description = owner.admit()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -58,9 +58,7 @@ def _copy_small_parts(connection: BackendConnection) -> None:
 
 # Over UCX's tcp neither was so: no contact, and from the 20th second on no read landed.
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(23.0, marks=pytest.mark.long)])
-def test_an_owner_that_does_not_run_is_connected_to_read_and_left(
-    ends: Ends, seconds: float
-) -> None:
+def test_an_owner_that_does_not_run_is_connected_to_read_and_left(ends, seconds):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     description = owner.admit()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -79,7 +77,7 @@ def test_an_owner_that_does_not_run_is_connected_to_read_and_left(
 
 
 # Seen failing with `error.__traceback__ = None` and the `del` taken out of `_call`.
-def test_an_error_that_is_still_being_raised_does_not_keep_the_agent_alive(ends: Ends) -> None:
+def test_an_error_that_is_still_being_raised_does_not_keep_the_agent_alive(ends):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     connection = NixlBackend().connect(owner.admit(), owner.remote, memory.pool)
@@ -93,7 +91,7 @@ def test_an_error_that_is_still_being_raised_does_not_keep_the_agent_alive(ends:
     assert failed
 
 
-def test_an_agent_that_does_not_end_is_not_passed_over() -> None:
+def test_an_agent_that_does_not_end_is_not_passed_over():
     agent = NixlAgent()
     keeper = agent._agent.agent  # as a forgotten handle would
     with pytest.raises(EngineFault, match="outlives"):
@@ -110,9 +108,7 @@ def test_an_agent_that_does_not_end_is_not_passed_over() -> None:
         ({"pid": 2**31 - 1}, "No such process"),
     ],
 )
-def test_a_path_that_is_not_proved_is_not_taken(
-    ends: Ends, change: dict[str, object], reason: str
-) -> None:
+def test_a_path_that_is_not_proved_is_not_taken(ends, change, reason):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=f"no one-sided path: .*{reason}"):
         NixlBackend().connect(
@@ -123,7 +119,7 @@ def test_a_path_that_is_not_proved_is_not_taken(
 
 
 # Seen failing with the look at the digest taken out of `prove_same_host`.
-def test_metadata_that_the_owner_does_not_vouch_for_is_not_met(ends: Ends) -> None:
+def test_metadata_that_the_owner_does_not_vouch_for_is_not_met(ends):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match="is not that of the owner's agent"):
         NixlBackend().connect(
@@ -145,14 +141,14 @@ def _forged(
     return msgspec.msgpack.encode(description)
 
 
-def test_without_nixl_installed_the_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nixl_installed_the_backend_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.delitem(sys.modules, "nixl._api", raising=False)
     with pytest.raises(TransferError, match="nixl"):
         NixlBackend().serve(Memory(8, 4096).pool, 1)
 
 
-def test_nothing_is_printed_by_either_end(ends: Ends) -> None:
+def test_nothing_is_printed_by_either_end(ends):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     reader = ends.far_reader("nixl", NUM_PAGES, PAGE_BYTES)
     reader.read_from(owner)

@@ -21,7 +21,7 @@ from kvtransfer.backends.nixl.connection import NixlDescription, NixlHostMemory
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.path_proof import SameHost
 from tests.support.data_children import READER, SOCKETS, Memory, TwoPathNixl, scattered
-from tests.support.data_ends import Ends, FarOwner
+from tests.support.data_ends import FarOwner
 from tests.support.sockets import sockets_of
 
 pytestmark = pytest.mark.usefixtures("one_sided")
@@ -43,7 +43,7 @@ def connect(owner: FarOwner, description: bytes, backend: NixlBackend) -> None:
 
 # Seen failing with the look at the rate taken out of `_make_contact`, and with the agents given
 # the transports of the environment.
-def test_a_path_on_which_ucx_falls_back_to_sockets_is_refused(ends: Ends) -> None:
+def test_a_path_on_which_ucx_falls_back_to_sockets_is_refused(ends):
     owner = ends.far_owner("nixl-two-paths", NUM_PAGES, PAGE_BYTES)
     reason = r"no one-sided path: sockets: reads go another way: they reach [01]\.\d\d GiB/s"
     with pytest.raises(TransferError, match=reason):
@@ -51,9 +51,7 @@ def test_a_path_on_which_ucx_falls_back_to_sockets_is_refused(ends: Ends) -> Non
 
 
 # As where another process' memory can be mapped and not read. Seen failing with every owner polled.
-def test_a_path_on_which_ucx_has_the_owner_help_is_refused(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_on_which_ucx_has_the_owner_help_is_refused(ends, monkeypatch):
     monkeypatch.setattr(nixl, "CONNECT_S", 1.0)
     helped = replace(PATHS[0], transports=NixlTransports("posix,cuda_copy", errors="none"))
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
@@ -63,7 +61,7 @@ def test_a_path_on_which_ucx_has_the_owner_help_is_refused(
 
 
 @pytest.mark.parametrize("namespace", ["ipc", "pid"])
-def test_an_owner_in_another_namespace_is_found_out_at_once(ends: Ends, namespace: str) -> None:
+def test_an_owner_in_another_namespace_is_found_out_at_once(ends, namespace):
     owner = ends.owner_apart(namespace, NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=rf"cma: the owner is in namespaces .*{namespace}:"):
         connect(owner, owner.admit(), NixlBackend())
@@ -72,9 +70,7 @@ def test_an_owner_in_another_namespace_is_found_out_at_once(ends: Ends, namespac
 
 # With the proof switched off. Seen failing with sysv for posix: agents meet, and UCX has the owner
 # help.
-def test_agents_of_different_process_namespaces_do_not_meet(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_of_different_process_namespaces_do_not_meet(ends, monkeypatch):
     monkeypatch.setattr(path_proof, "prove_same_host", lambda place, metadata: None)
     owner = ends.owner_apart("pid", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=r"cma: the owner's agent is out of reach: nixl"):
@@ -90,15 +86,15 @@ def test_agents_of_different_process_namespaces_do_not_meet(
     ],
 )
 def test_without_room_for_agents_to_meet_there_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, directory: str, wanted: int, reason: str
-) -> None:
+    monkeypatch, tmp_path, directory, wanted, reason
+):
     monkeypatch.setattr(path_proof, "_SHARED_MEMORY", tmp_path / directory)
     monkeypatch.setattr(path_proof, "_FREE_BYTES", wanted)
     with pytest.raises(TransferError, match=f"no one-sided path: cma: .*{reason}"):
         NixlBackend().serve(Memory(8, PAGE_BYTES).pool, 1)
 
 
-def test_the_next_path_is_taken_where_the_first_is_none(ends: Ends) -> None:
+def test_the_next_path_is_taken_where_the_first_is_none(ends):
     backend = TwoPathNixl()
     owner = ends.far_owner(backend.name, NUM_PAGES, PAGE_BYTES)
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -119,16 +115,14 @@ def test_the_next_path_is_taken_where_the_first_is_none(ends: Ends) -> None:
         ({"evidence": msgspec.msgpack.encode({"ports": ["a/1"]})}, "cma: not a description of cma"),
     ],
 )
-def test_an_offer_that_does_not_hold_here_is_refused_before_its_agent_is_met(
-    ends: Ends, offer: dict[str, object], reason: str
-) -> None:
+def test_an_offer_that_does_not_hold_here_is_refused_before_its_agent_is_met(ends, offer, reason):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     description = changed(owner, **offer, metadata=b"never looked at")
     with pytest.raises(TransferError, match=reason):
         connect(owner, description, NixlBackend())
 
 
-def test_memory_of_different_kinds_has_no_one_sided_path(ends: Ends) -> None:
+def test_memory_of_different_kinds_has_no_one_sided_path(ends):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     description = msgspec.msgpack.decode(owner.admit()) | {"device": "cuda:1"}
     with pytest.raises(TransferError, match="no one-sided path from cuda:1 to cpu"):
@@ -141,9 +135,7 @@ def network_card(root: Path, name: str, **states: str) -> None:
         (root / name / "ports" / port.removeprefix("port") / "state").write_text(f"{state}\n")
 
 
-def test_active_ports_are_found_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_active_ports_are_found_and_no_others(tmp_path, monkeypatch):
     monkeypatch.setattr(rdma_proof, "DEVICES", tmp_path / "missing")
     with pytest.raises(TransferError, match="no RDMA port"):
         rdma_proof.active_ports()
@@ -154,9 +146,7 @@ def test_active_ports_are_found_and_no_others(
     assert rdma_proof.active_ports() == ("mlx5_0/1", "mlx5_2/1")
 
 
-def test_an_owner_offers_what_works_and_says_what_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_owner_offers_what_works_and_says_what_does_not(tmp_path, monkeypatch, caplog):
     network_card(tmp_path, "mlx5_0", port1="4: ACTIVE")  # nothing is behind it
     monkeypatch.setattr(rdma_proof, "DEVICES", tmp_path)
     with caplog.at_level(logging.INFO):
@@ -168,9 +158,7 @@ def test_an_owner_offers_what_works_and_says_what_does_not(
 
 
 # Seen failing with the agent given the transports of the environment.
-def test_transports_of_the_environment_are_neither_used_nor_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_transports_of_the_environment_are_neither_used_nor_lost(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp,self,cuda_copy")
     before = set(sockets_of(os.getpid()))
     agent = NixlAgent()
@@ -180,9 +168,7 @@ def test_transports_of_the_environment_are_neither_used_nor_lost(
     assert os.environ["UCX_TLS"] == "tcp,self,cuda_copy"
 
 
-def test_agents_over_rdma_get_the_ports_that_are_active_or_the_users_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_over_rdma_get_the_ports_that_are_active_or_the_users_choice(tmp_path, monkeypatch):
     network_card(tmp_path, "mlx5_0", port1="4: ACTIVE", port2="4: ACTIVE")
     network_card(tmp_path, "mlx5_1", port1="1: DOWN")
     monkeypatch.setattr(rdma_proof, "DEVICES", tmp_path)
@@ -192,12 +178,12 @@ def test_agents_over_rdma_get_the_ports_that_are_active_or_the_users_choice(
     assert rdma_proof.devices() == "mlx5_0:2"
 
 
-def test_no_path_may_use_sockets() -> None:
+def test_no_path_may_use_sockets():
     names = {name for kind in PATHS for name in kind.transports.names.split(",")}
     assert names.isdisjoint({"tcp", "all", "net", "sockcm"})
 
 
-def test_memory_of_a_device_is_told_to_nixl_with_its_number() -> None:
+def test_memory_of_a_device_is_told_to_nixl_with_its_number():
     assert segment("cpu") == ("DRAM", 0)
     assert segment("cuda") == ("VRAM", 0)
     assert segment("cuda:3") == ("VRAM", 3)
@@ -213,9 +199,7 @@ def test_memory_of_a_device_is_told_to_nixl_with_its_number() -> None:
     [({}, HOST), ({"metadata": b"nobody"}, HOST), ({}, NixlTransports("nonsense", errors="none"))],
     ids=["connected", "not met", "no agent"],
 )
-def test_what_a_path_holds_is_let_go_with_its_connection_and_without_one(
-    ends: Ends, offer: dict[str, object], transports: NixlTransports
-) -> None:
+def test_what_a_path_holds_is_let_go_with_its_connection_and_without_one(ends, offer, transports):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     let_go: list[str] = []
 
@@ -249,9 +233,7 @@ class Broken(NixlHostMemory):
 
 
 # Seen failing with either `settle` taken out of `NixlConnection.close`.
-def test_what_an_agent_has_begun_is_waited_for_before_and_after_it_goes(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_agent_has_begun_is_waited_for_before_and_after_it_goes(ends, monkeypatch):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     log: list[str] = []
     destroy = NixlAgent.destroy
@@ -265,7 +247,7 @@ def test_what_an_agent_has_begun_is_waited_for_before_and_after_it_goes(
     assert log == ["settled", "destroyed", "settled"]
 
 
-def test_a_fence_that_cannot_be_told_is_not_passed_over(ends: Ends) -> None:
+def test_a_fence_that_cannot_be_told_is_not_passed_over(ends):
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(EngineFault, match=r"over cma may yet land: an illegal memory access"):
         connect(owner, owner.admit(), NixlBackend(memory_of=Broken))

@@ -22,7 +22,7 @@ from kvtransfer.backends.nixl.connection import NixlDescription, NixlHostMemory
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
 from kvtransfer.backends.path_proof import HostEvidence
 from tests.support.data_children import KEYED, KeyedNixl, Memory, scattered
-from tests.support.data_ends import Ends, closing, wait_for
+from tests.support.data_ends import closing, wait_for
 
 pytestmark = pytest.mark.usefixtures("one_sided")
 
@@ -64,7 +64,7 @@ class Copies:
 
 # Seen failing with `ConsumerAgents.dismiss` doing nothing, and with all readers given the first
 # one's agent.
-def test_what_one_reader_was_told_ends_with_it_and_others_read_on(ends: Ends) -> None:
+def test_what_one_reader_was_told_ends_with_it_and_others_read_on(ends):
     backend = KeyedNixl()
     owner = ends.far_owner(backend.name, NUM_PAGES, PAGE_BYTES)
     stays, goes = (Memory(NUM_PAGES, PAGE_BYTES) for _ in range(2))
@@ -105,7 +105,7 @@ def held() -> tuple[int, int, int]:
 
 
 # Seen failing with `ConsumerAgents.dismiss` doing nothing.
-def test_readers_that_have_come_and_gone_leave_nothing_behind() -> None:
+def test_readers_that_have_come_and_gone_leave_nothing_behind():
     with serving(KEYED_CMA) as owner:
 
         def come_and_go(readers: range) -> tuple[int, int, int]:
@@ -181,9 +181,7 @@ def make_agents(gate: Gate) -> Iterator[Callable[..., ConsumerAgents]]:
 
 
 # Seen failing with the `submit` of `ConsumerAgents.dismiss` under `if made.done()`.
-def test_a_reader_that_goes_while_its_agent_is_made_leaves_none(
-    gate: Gate, make_agents: Callable[..., ConsumerAgents]
-) -> None:
+def test_a_reader_that_goes_while_its_agent_is_made_leaves_none(gate, make_agents):
     agents = make_agents()
     agents.prepare(1)
     gate.wait_until_reached()
@@ -199,9 +197,7 @@ def test_a_reader_that_goes_while_its_agent_is_made_leaves_none(
 
 
 # Seen failing with the semaphore released in `dismiss`, and with no look at it.
-def test_there_are_never_more_agents_than_places(
-    gate: Gate, make_agents: Callable[..., ConsumerAgents], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_there_are_never_more_agents_than_places(gate, make_agents, caplog):
     agents = make_agents(max_readers=2)
     agents.prepare(1)
     gate.wait_until_reached()
@@ -216,9 +212,7 @@ def test_there_are_never_more_agents_than_places(
 
 
 # Seen failing with the loop taken out of `ConsumerAgents.close`.
-def test_the_end_of_an_owner_ends_the_agents_of_all_its_readers(
-    gate: Gate, make_agents: Callable[..., ConsumerAgents]
-) -> None:
+def test_the_end_of_an_owner_ends_the_agents_of_all_its_readers(gate, make_agents):
     agents = make_agents()
     gate.open()
     for reader in range(3):
@@ -231,7 +225,7 @@ def test_the_end_of_an_owner_ends_the_agents_of_all_its_readers(
 
 
 # Seen failing with the `except` taken out of `ConsumerAgents.poll`.
-def test_an_agent_that_fails_costs_its_own_reader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_fails_costs_its_own_reader_alone(monkeypatch):
     with serving(KEYED) as owner:
         for reader in (1, 2):
             owner.prepare(reader).result(WAIT_S)
@@ -250,7 +244,7 @@ def test_an_agent_that_fails_costs_its_own_reader_alone(monkeypatch: pytest.Monk
         assert owner.admit(2)
 
 
-def test_a_reader_is_told_of_shared_paths_before_its_own_is_ready() -> None:
+def test_a_reader_is_told_of_shared_paths_before_its_own_is_ready():
     with serving(PATHS[0], KEYED) as owner:
 
         def told() -> list[str]:
@@ -262,12 +256,12 @@ def test_a_reader_is_told_of_shared_paths_before_its_own_is_ready() -> None:
         assert told() == ["cma", "keyed"]
 
 
-def test_a_reader_for_whom_there_is_no_path_is_told_so() -> None:
+def test_a_reader_for_whom_there_is_no_path_is_told_so():
     with serving(KEYED_CMA) as owner, pytest.raises(TransferError, match="no agent has been made"):
         owner.admit(1)
 
 
-def test_what_cannot_be_made_on_this_machine_is_found_out_at_the_start() -> None:
+def test_what_cannot_be_made_on_this_machine_is_found_out_at_the_start():
     def nothing(pool: PagePool, scratch: PagePool) -> Any:
         raise TransferError("no such port")
 
@@ -275,5 +269,5 @@ def test_what_cannot_be_made_on_this_machine_is_found_out_at_the_start() -> None
         NixlBackend([replace(KEYED_CMA, evidence=nothing)]).serve(Memory(8, PAGE_BYTES).pool, 1)
 
 
-def test_keys_are_given_over_rdma_and_nowhere_else() -> None:
+def test_keys_are_given_over_rdma_and_nowhere_else():
     assert {kind.name for kind in PATHS if kind.keyed} == {"rdma"}

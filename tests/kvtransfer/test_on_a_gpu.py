@@ -15,7 +15,7 @@ from kvtransfer.backends.base import BackendConnection, PagePool
 from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from tests.support.data_children import CANARY, CUDA, CudaMemory, make_backend, scattered
-from tests.support.data_ends import Ends, closing, wait_for
+from tests.support.data_ends import closing, wait_for
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_a_pool_is_seen_where_it_is() -> None:
+def test_a_pool_is_seen_where_it_is():
     tensor = torch.arange(48, dtype=torch.uint8, device=CUDA).view(3, 16)
     view = cuda_device(CUDA).view(PagePool(tensor.data_ptr(), 16, 3, CUDA))
     view[1] = 7
@@ -40,7 +40,7 @@ def test_a_pool_is_seen_where_it_is() -> None:
     assert view.data_ptr() == tensor.data_ptr()
 
 
-def test_pages_are_compared_while_a_forward_runs() -> None:
+def test_pages_are_compared_while_a_forward_runs():
     """Compute page sums without waiting for a forward or for any work on the default stream."""
     memory = CudaMemory(NUM_PAGES, PAGE_BYTES)
     content = np.random.default_rng(0).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
@@ -62,7 +62,7 @@ def test_pages_are_compared_while_a_forward_runs() -> None:
 
 
 @pytest.mark.usefixtures("one_sided")
-def test_two_processes_on_one_device_are_joined_by_cuda_ipc(ends: Ends) -> None:
+def test_two_processes_on_one_device_are_joined_by_cuda_ipc(ends):
     owner = ends.far_owner("nixl-cuda", 64, 4 << 20)
     connection = ends.connect(make_backend("nixl-cuda"), owner, CudaMemory(64, 4 << 20))
     assert connection.path == "cuda_ipc"
@@ -71,7 +71,7 @@ def test_two_processes_on_one_device_are_joined_by_cuda_ipc(ends: Ends) -> None:
 
 @pytest.mark.two_gpu
 @pytest.mark.usefixtures("one_sided")
-def test_pages_cross_between_two_devices(ends: Ends, name: str) -> None:
+def test_pages_cross_between_two_devices(ends, name):
     owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     memory = CudaMemory(NUM_PAGES, PAGE_BYTES, "cuda:1")
@@ -82,7 +82,7 @@ def test_pages_cross_between_two_devices(ends: Ends, name: str) -> None:
     assert (memory.pages[destination] == owner.content[source]).all()
 
 
-def test_a_forward_that_is_launched_after_a_copy_sees_its_pages(ends: Ends, name: str) -> None:
+def test_a_forward_that_is_launched_after_a_copy_sees_its_pages(ends, name):
     owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     memory = CudaMemory(NUM_PAGES, PAGE_BYTES)
@@ -103,7 +103,7 @@ def test_a_forward_that_is_launched_after_a_copy_sees_its_pages(ends: Ends, name
 
 
 # A staged copy on the default stream would wait for the sleep.
-def test_copies_wait_for_no_forward(ends: Ends, name: str) -> None:
+def test_copies_wait_for_no_forward(ends, name):
     owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     connection = ends.connect(make_backend(name), owner, CudaMemory(NUM_PAGES, PAGE_BYTES))
@@ -119,7 +119,7 @@ def test_copies_wait_for_no_forward(ends: Ends, name: str) -> None:
     assert copied_s < slept_s / 2
 
 
-def test_no_byte_lands_after_close_at_any_moment(ends: Ends, name: str) -> None:
+def test_no_byte_lands_after_close_at_any_moment(ends, name):
     owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     description = owner.admit()
@@ -151,9 +151,7 @@ def _copy_until_it_ends(connection: BackendConnection) -> None:
 
 # Without `MappedMemory` and UCX's cache switched off, it stays taken until the reader ends.
 @pytest.mark.usefixtures("one_sided")
-def test_the_memory_of_a_dead_owner_is_free_again_once_its_connection_has_closed(
-    ends: Ends,
-) -> None:
+def test_the_memory_of_a_dead_owner_is_free_again_once_its_connection_has_closed(ends):
     owner = ends.far_owner("nixl-cuda", 2048, 1 << 20)
     memory = CudaMemory(2048, 1 << 20)
     backend = make_backend("nixl-cuda")
@@ -166,7 +164,7 @@ def test_the_memory_of_a_dead_owner_is_free_again_once_its_connection_has_closed
 
 
 @pytest.mark.usefixtures("one_sided")
-def test_nothing_is_printed_by_either_end(ends: Ends) -> None:
+def test_nothing_is_printed_by_either_end(ends):
     owner = ends.far_owner("nixl-cuda", NUM_PAGES, PAGE_BYTES)
     reader = ends.far_reader("nixl-cuda", NUM_PAGES, PAGE_BYTES)
     reader.read_from(owner)

@@ -18,13 +18,13 @@ def memory() -> Memory:
     return memory
 
 
-def test_every_page_or_none(memory: Memory) -> None:
+def test_every_page_or_none(memory):
     pages = list(range(NUM_PAGES))
     assert [place for place, _ in PageChecksums(page_bytes_of(memory.pool), 1).take(pages)] == pages
     assert PageChecksums(page_bytes_of(memory.pool), 0).take(pages) == ()
 
 
-def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory: Memory) -> None:
+def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory):
     """Take the requested share, in whatever ranges pages are published. Every page is taken at some
     time."""
     sums, num_taken, seen = PageChecksums(page_bytes_of(memory.pool), 8), 0, set()
@@ -38,7 +38,7 @@ def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory: Memory) -> 
     assert len(seen) == NUM_PAGES
 
 
-def test_a_single_bit_is_found_in_the_page_that_has_it(memory: Memory) -> None:
+def test_a_single_bit_is_found_in_the_page_that_has_it(memory):
     sums = PageChecksums(page_bytes_of(memory.pool), 1)
     expected = [(place, checksum) for place, checksum in sums.take(range(NUM_PAGES))]
     assert sums.wrong(expected) == []
@@ -46,7 +46,7 @@ def test_a_single_bit_is_found_in_the_page_that_has_it(memory: Memory) -> None:
     assert sums.wrong(expected) == [3]
 
 
-def test_pages_of_a_device_are_compared_as_well(memory: Memory) -> None:
+def test_pages_of_a_device_are_compared_as_well(memory):
     device = DeviceTwin()
     in_its_memory = PageChecksums(DevicePageBytes(memory.pool, device), 1)
     taken = in_its_memory.take(range(NUM_PAGES))
@@ -57,9 +57,7 @@ def test_pages_of_a_device_are_compared_as_well(memory: Memory) -> None:
     device.end()
 
 
-def test_the_pages_of_a_device_are_enqueued_together_and_waited_for_once(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_of_a_device_are_enqueued_together_and_waited_for_once(memory, monkeypatch):
     """Enqueue together as many pages as a bounded buffer holds: here five."""
     monkeypatch.setattr(page_bytes, "_MOST_PAGES", 5)
     device = DeviceTwin()
@@ -77,7 +75,7 @@ def test_the_pages_of_a_device_are_enqueued_together_and_waited_for_once(
     device.end()
 
 
-def test_a_device_that_fails_has_no_sums(memory: Memory) -> None:
+def test_a_device_that_fails_has_no_sums(memory):
     device = DeviceTwin()
     sums = PageChecksums(DevicePageBytes(memory.pool, device), 1)
     sums.take([1])

@@ -1,6 +1,5 @@
 """Which nodes may pair, and what the others are told."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from common.errors import LayoutMismatch
 from engine.build import build
 from engine.models.linear import onednn
 from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion, compare, lasts
+from kvtransfer.pairs.named_owners import MAX_OWNERS, REMEMBERED_S, NamedProducers
 from tests.support.checkpoints import make_checkpoint
 
 OURS = PairHello(
@@ -27,7 +27,7 @@ def theirs(**changes: Any) -> PairHello:
     return msgspec.structs.replace(OURS, **{"instance": 2, "address": "there:1", **changes})
 
 
-def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses() -> None:
+def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses():
     compare(OURS, theirs(regions=(PoolRegion(1 << 30, 1 << 16, 99),)))
 
 
@@ -52,13 +52,13 @@ def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses()
         ),
     ],
 )
-def test_a_difference_is_told_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+def test_a_difference_is_told_in_a_sentence(changes, sentence):
     with pytest.raises(LayoutMismatch) as refusal:
         compare(OURS, theirs(**changes))
     assert sentence in str(refusal.value)
 
 
-def test_nodes_on_different_processors_are_told_what_to_do() -> None:
+def test_nodes_on_different_processors_are_told_what_to_do():
     # Seen failing with all that follows from the dtype, and no flag, in the sentence.
     ours, other = ({"dtype": d, "kv_token_bytes": b} for d, b in (("float32", "8"), ("half", "4")))
     peer = theirs(fingerprint=other, regions=(PoolRegion(4096, 4096, 10),))
@@ -70,12 +70,12 @@ def test_nodes_on_different_processors_are_told_what_to_do() -> None:
     )
 
 
-def test_what_follows_from_a_flag_is_told_where_no_flag_explains_it() -> None:
+def test_what_follows_from_a_flag_is_told_where_no_flag_explains_it():
     with pytest.raises(LayoutMismatch, match="kv_token_bytes is unset here"):
         compare(OURS, theirs(fingerprint={**OURS.fingerprint, "kv_token_bytes": "4"}))
 
 
-def test_every_difference_is_told() -> None:
+def test_every_difference_is_told():
     with pytest.raises(LayoutMismatch) as refusal:
         compare(OURS, theirs(fingerprint={"model": "x", "page_size": "32"}, protocol_version=99))
     text = str(refusal.value)
@@ -83,7 +83,7 @@ def test_every_difference_is_told() -> None:
     assert all(f"{field} is" in text for field in ("model", "page_size", "protocol_version"))
 
 
-def test_weights_alone_may_become_the_same_later() -> None:
+def test_weights_alone_may_become_the_same_later():
     ours = OURS.with_weights(b"a" * 16)
     changed = theirs(fingerprint=OURS.with_weights(b"b" * 16).fingerprint)
     with pytest.raises(LayoutMismatch, match=f"weights is '{'61' * 16}' here and '{'62' * 16}'"):
@@ -95,7 +95,7 @@ def test_weights_alone_may_become_the_same_later() -> None:
 
 
 @pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
-def test_nodes_of_one_model_in_different_bits_do_not_pair(tmp_path: Path) -> None:
+def test_nodes_of_one_model_in_different_bits_do_not_pair(tmp_path):
     directory = make_checkpoint(tmp_path)
 
     def fingerprint(quantize: Quantize) -> dict[str, str]:
@@ -110,3 +110,53 @@ def test_nodes_of_one_model_in_different_bits_do_not_pair(tmp_path: Path) -> Non
     compare(plain, theirs(fingerprint=fingerprint("none")))
     with pytest.raises(LayoutMismatch, match=r"quantize is 'none' here and 'int8' there\."):
         compare(plain, theirs(fingerprint=fingerprint("int8")))
+
+
+# Producers that a message has named ---------------------------------------------------------------
+
+
+class Dialled:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls: list[frozenset[str]] = []
+        self.owners = NamedProducers("me:1", self.calls.append, lambda: self.now)
+
+
+def test_who_is_named_is_dialled_once_and_never_the_node_itself():
+    dialled = Dialled()
+    dialled.owners.name(["me:1"])
+    assert dialled.calls == []
+    dialled.owners.name(["a:1", "me:1"])
+    dialled.owners.name(["a:1"])
+    dialled.owners.name(["b:1", "a:1"])
+    assert dialled.calls == [{"a:1"}, {"a:1", "b:1"}]
+
+
+def test_who_was_named_long_ago_is_let_go():
+    dialled = Dialled()
+    dialled.owners.name(["a:1", "b:1"])
+    dialled.now = REMEMBERED_S
+    dialled.owners.name(["b:1"])
+    dialled.now += 1.0
+    dialled.owners.name(["c:1"])
+    assert dialled.calls[-1] == {"b:1", "c:1"}
+
+
+def test_of_too_many_those_named_last_stay():
+    dialled = Dialled()
+    dialled.owners.name([f"{n}:1" for n in range(1, MAX_OWNERS + 1)])
+    dialled.owners.name(["1:1", "new:1"])
+    assert len(dialled.calls[-1]) == MAX_OWNERS
+    assert {"1:1", "new:1"} <= dialled.calls[-1] and "2:1" not in dialled.calls[-1]
+
+
+def test_who_is_listed_is_dialled_as_long_and_who_is_named_besides():
+    dialled = Dialled()
+    dialled.owners.listed(frozenset({"a:1", "b:1"}))
+    dialled.owners.name(["b:1", "c:1"])
+    assert dialled.calls == [{"a:1", "b:1"}, {"a:1", "b:1", "c:1"}]
+    dialled.owners.listed(frozenset({"a:1"}))
+    assert len(dialled.calls) == 2
+    dialled.now = REMEMBERED_S + 1.0
+    dialled.owners.listed(frozenset({"d:1"}))
+    assert dialled.calls[-1] == {"d:1"}

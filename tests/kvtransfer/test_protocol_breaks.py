@@ -18,7 +18,6 @@ from kvtransfer.messages import GrantHandoff, HandoffFailed, PagesReleased, Read
 from kvtransfer.ports import OpenedEvent
 from kvtransfer.protocol.liveness import HandoffStatus
 from kvtransfer.protocol.producer import ProducerEnd
-from tests.kvtransfer import pair
 from tests.kvtransfer.search import PATIENT, search
 from tests.kvtransfer.sides import Broken, Input, Output, OwnerSide, Plan, ReaderSide
 
@@ -29,11 +28,11 @@ WAITS = "I3: something waits for ever"
 
 
 def owner(side: type[OwnerSide]) -> Break:
-    return lambda patch: patch.setattr(pair, "OwnerSide", side)
+    return lambda patch: patch.setattr("tests.kvtransfer.search.OwnerSide", side)
 
 
 def reader(side: type[ReaderSide]) -> Break:
-    return lambda patch: patch.setattr(pair, "ReaderSide", side)
+    return lambda patch: patch.setattr("tests.kvtransfer.search.ReaderSide", side)
 
 
 def of_end(name: str, broken: Callable[..., Any]) -> Break:
@@ -205,9 +204,7 @@ def _faults(plan: Plan) -> int:
         ),
     ],
 )
-def test_the_search_finds_what_a_broken_rule_leads_to(
-    monkeypatch: pytest.MonkeyPatch, plan: Plan, breaks: list[Break], invariant: str
-) -> None:
+def test_the_search_finds_what_a_broken_rule_leads_to(monkeypatch, plan, breaks, invariant):
     for each in breaks:
         each(monkeypatch)
     with pytest.raises(Broken, match=invariant):
@@ -226,9 +223,7 @@ def test_the_search_finds_what_a_broken_rule_leads_to(
         pytest.param(ONE_PAGE_EACH, [], id="one-page-each"),
     ],
 )
-def test_the_same_searches_find_nothing_with_the_rule(
-    monkeypatch: pytest.MonkeyPatch, plan: Plan, breaks: list[Break]
-) -> None:
+def test_the_same_searches_find_nothing_with_the_rule(monkeypatch, plan, breaks):
     for each in breaks:
         each(monkeypatch)
     assert search(plan, PATIENT, faults=_faults(plan)).ends > 0

@@ -120,7 +120,7 @@ def neighbours(granted: ConsumerEnd) -> ConsumerEnd:
     return granted
 
 
-def test_a_handoff_goes_from_open_to_held() -> None:
+def test_a_handoff_goes_from_open_to_held():
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     up = end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
     assert up == [OpenLink(STREAM), SendMessage(STREAM, Heartbeat(1, 0, connecting=True))]
@@ -145,13 +145,13 @@ def test_a_handoff_goes_from_open_to_held() -> None:
     assert end.num_open == 0 and end.num_reads == 0
 
 
-def test_a_read_goes_to_the_pages_of_its_own_range(end: ConsumerEnd) -> None:
+def test_a_read_goes_to_the_pages_of_its_own_range(end):
     end.command(opening(), 0.0)
     end.command(grant(prefix=4, pages=(31,)), 0.0)
     assert reads(end.received(STREAM, LAST, 0.0)) == [(ID, [5], [31])]
 
 
-def test_a_full_prefix_hit_moves_no_page(end: ConsumerEnd) -> None:
+def test_a_full_prefix_hit_moves_no_page(end):
     end.command(opening(), 0.0)
     end.command(grant(prefix=7, pages=()), 0.0)
     ready = end.received(STREAM, PagesReady(ID, 7, 7, (), True, 42), 0.0)
@@ -162,21 +162,21 @@ def test_a_full_prefix_hit_moves_no_page(end: ConsumerEnd) -> None:
     ]
 
 
-def test_an_owner_that_is_not_paired_loses_it_at_once(end: ConsumerEnd) -> None:
+def test_an_owner_that_is_not_paired_loses_it_at_once(end):
     (lost,) = end.command(opening(owner=12), 0.0)
     assert isinstance(lost, FailedEvent) and lost.retryable
     # Its grant, which the engine may have posted meanwhile, gives the pages back.
     assert end.command(grant(), 0.0) == [ReadsEndedEvent(ID)]
 
 
-def test_an_owner_whose_link_is_not_proved_gets_no_handoff() -> None:
+def test_an_owner_whose_link_is_not_proved_gets_no_handoff():
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
     assert isinstance(end.command(opening(), 0.0)[0], FailedEvent)
 
 
 # Rule 1. Seen failing with `== 0` in _settle removed.
-def test_an_attempt_given_up_keeps_its_pages_until_its_reads_end(granted: ConsumerEnd) -> None:
+def test_an_attempt_given_up_keeps_its_pages_until_its_reads_end(granted):
     granted.received(STREAM, FIRST, 0.0)
     cancelled = granted.command(CancelCommand(ID, "client"), 0.0)
     assert cancelled == [SendMessage(STREAM, CancelHandoff(ID, "client"))]
@@ -184,7 +184,7 @@ def test_an_attempt_given_up_keeps_its_pages_until_its_reads_end(granted: Consum
     assert granted.read_ended(STREAM, "", 0.0) == [ReadsEndedEvent(ID)]
 
 
-def test_an_attempt_given_up_takes_its_waiting_reads_along(end: ConsumerEnd) -> None:
+def test_an_attempt_given_up_takes_its_waiting_reads_along(end):
     end.command(opening(), 0.0)
     end.command(grant(), 0.0)
     end.command(opening(OTHER), 0.0)
@@ -197,7 +197,7 @@ def test_an_attempt_given_up_takes_its_waiting_reads_along(end: ConsumerEnd) -> 
 
 
 # Seen failing with an owner announced once for each link, and with a closing link closed again.
-def test_a_link_that_is_opened_again_is_no_new_owner(end: ConsumerEnd) -> None:
+def test_a_link_that_is_opened_again_is_no_new_owner(end):
     assert end.distrust(STREAM, "a page has another checksum", 1.0) == [
         CloseLink(STREAM, "a page has another checksum")
     ]
@@ -207,7 +207,7 @@ def test_a_link_that_is_opened_again_is_no_new_owner(end: ConsumerEnd) -> None:
 
 
 # Seen failing with the reads in the opposite order, and with a link that is up while it closes.
-def test_reads_of_a_closed_link_go_to_its_successor_in_their_order(granted: ConsumerEnd) -> None:
+def test_reads_of_a_closed_link_go_to_its_successor_in_their_order(granted):
     granted.received(STREAM, FIRST, 0.0)
     granted.received(STREAM, LAST, 0.0)
     granted.distrust(STREAM, "a page has another checksum", 1.0)
@@ -218,15 +218,13 @@ def test_reads_of_a_closed_link_go_to_its_successor_in_their_order(granted: Cons
 
 
 # Seen failing with the moment of the last range.
-def test_a_first_token_comes_with_the_moment_of_the_first_range(granted: ConsumerEnd) -> None:
+def test_a_first_token_comes_with_the_moment_of_the_first_range(granted):
     granted.received(STREAM, FIRST, 1.0)
     assert granted.received(STREAM, LAST, 2.0)[0] == FirstTokenEvent(ID, 42, first_ready=1.0)
 
 
 # Seen failing without the rate of the link, and with all of the granted pages expected.
-def test_the_grant_of_a_running_request_names_the_rate_and_expects_what_it_may_soon_have(
-    end: ConsumerEnd,
-) -> None:
+def test_the_grant_of_a_running_request_names_the_rate_and_expects_what_it_may_soon_have(end):
     running = opening()
     end.command(msgspec.structs.replace(running, source=Live(make_spec(range(7)), 5)), 0.0)
     pages = np.arange(30, 40, dtype=np.int32)
@@ -238,7 +236,7 @@ def test_the_grant_of_a_running_request_names_the_rate_and_expects_what_it_may_s
 
 # Seen failing without the `post` in read_ended, and with one for attempts under way alone.
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_waiting_read_starts_when_one_ends(granted: ConsumerEnd, cancelled: bool) -> None:
+def test_a_waiting_read_starts_when_one_ends(granted, cancelled):
     granted.command(opening(OTHER), 0.0)
     granted.command(grant(OTHER), 0.0)
     granted.received(STREAM, FIRST, 0.0)
@@ -251,7 +249,7 @@ def test_a_waiting_read_starts_when_one_ends(granted: ConsumerEnd, cancelled: bo
 
 # Rule 1: the attempt is over before its link is closed, its pages are not.
 # Rule 11. Seen failing with the appendleft in link_closed removed.
-def test_a_late_read_costs_its_own_attempt_and_not_its_neighbour(neighbours: ConsumerEnd) -> None:
+def test_a_late_read_costs_its_own_attempt_and_not_its_neighbour(neighbours):
     late = neighbours.read_late(STREAM, 9.0)
     assert sent(late) == [CancelHandoff(ID, "a read passed its deadline")]
     assert told(late) == [
@@ -264,14 +262,14 @@ def test_a_late_read_costs_its_own_attempt_and_not_its_neighbour(neighbours: Con
     assert sent(neighbours.read_ended(STREAM, "", 9.2)) == [ReadsDone(OTHER)]
 
 
-def test_a_link_that_breaks_costs_the_attempt_it_was_reading(neighbours: ConsumerEnd) -> None:
+def test_a_link_that_breaks_costs_the_attempt_it_was_reading(neighbours):
     broken = neighbours.link_closed(STREAM, "reset", 1.0)
     assert sent(broken) == [CancelHandoff(ID, "reset"), Heartbeat(3, 1, connecting=True)]
     assert told(broken) == [FailedEvent(ID, "reset", True), ReadsEndedEvent(ID), OpenLink(STREAM)]
     assert reads(neighbours.link_up(STREAM, "tcp", 3.0)) == [(OTHER, [6], [40])]
 
 
-def test_a_refused_read_costs_its_attempt_and_no_link(neighbours: ConsumerEnd) -> None:
+def test_a_refused_read_costs_its_attempt_and_no_link(neighbours):
     refused = neighbours.read_ended(STREAM, "not published", 1.0)
     assert sent(refused) == [CancelHandoff(ID, "read refused: not published")]
     assert told(refused) == [
@@ -281,15 +279,15 @@ def test_a_refused_read_costs_its_attempt_and_no_link(neighbours: ConsumerEnd) -
     assert sent(neighbours.read_ended(STREAM, "", 1.0)) == [ReadsDone(OTHER)]
 
 
-def test_a_read_that_ends_while_its_link_is_closed_still_counts(neighbours: ConsumerEnd) -> None:
+def test_a_read_that_ends_while_its_link_is_closed_still_counts(neighbours):
     neighbours.read_late(STREAM, 9.0)
     assert neighbours.read_ended(STREAM, "", 9.1) == [ReadsEndedEvent(ID)]
 
 
 @pytest.mark.parametrize("engine_died", [False, True])
 def test_who_was_being_computed_is_told_of_the_death_of_an_engine_and_no_other(
-    granted: ConsumerEnd, engine_died: bool
-) -> None:
+    granted, engine_died
+):
     done, waits = HandoffId(READER, 3, 1), HandoffId(READER, 4, 1)
     for id, pages in ((OTHER, (32, 33)), (done, (34, 35)), (waits, (36, 37))):
         granted.command(opening(id), 0.0)
@@ -304,7 +302,7 @@ def test_who_was_being_computed_is_told_of_the_death_of_an_engine_and_no_other(
 
 
 # Rule 10. Seen failing with the link of stream 1 handed on to stream 2 by stream_up.
-def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted: ConsumerEnd) -> None:
+def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted):
     granted.received(STREAM, FIRST, 0.0)
     gone = granted.stream_down(STREAM, "reset")
     assert gone == [
@@ -324,7 +322,7 @@ def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted: ConsumerEnd)
 
 
 # Seen failing without the look at the address: the pair with the owner itself ends.
-def test_an_instance_that_is_paired_at_another_address_is_refused(granted: ConsumerEnd) -> None:
+def test_an_instance_that_is_paired_at_another_address_is_refused(granted):
     (end,) = granted.stream_up(2, OWNER, "thief:1", POOL, 1.0)
     assert isinstance(end, EndStream) and end.stream == 2 and end.refused
     assert "host:1" in end.reason
@@ -334,16 +332,14 @@ def test_an_instance_that_is_paired_at_another_address_is_refused(granted: Consu
 @pytest.mark.parametrize(
     "admitted", [HandoffQueued(ID, 8, 0), HandoffQueued(ID, 7, POOL * PAGE_SIZE + 1)]
 )
-def test_more_tokens_than_there_are_are_not_waited_for(
-    granted: ConsumerEnd, admitted: HandoffQueued
-) -> None:
+def test_more_tokens_than_there_are_are_not_waited_for(granted, admitted):
     """Seen failing without either check: the stream goes on, and the owner is waited for."""
     actions = granted.received(STREAM, admitted, 0.0)
     assert any(isinstance(action, EndStream) and action.refused for action in actions)
 
 
 # Rule 5. Seen failing with the loop in stream_up removed.
-def test_a_second_stream_of_an_owner_ends_the_first(granted: ConsumerEnd) -> None:
+def test_a_second_stream_of_an_owner_ends_the_first(granted):
     actions = granted.stream_up(2, OWNER, "host:1", POOL, 1.0)
     assert [type(action) for action in told(actions)] == [
         EndStream,
@@ -359,7 +355,7 @@ def test_a_second_stream_of_an_owner_ends_the_first(granted: ConsumerEnd) -> Non
 
 # Rule 2. Seen failing with each _tell_cancel removed.
 @pytest.mark.parametrize("held", [False, None], ids=["not-held", "no-answer"])
-def test_without_released_yes_nothing_is_held(done: ConsumerEnd, held: bool | None) -> None:
+def test_without_released_yes_nothing_is_held(done, held):
     actions = (
         done.tick(2.0) if held is None else done.received(STREAM, PagesReleased(ID, held), 1.0)
     )
@@ -369,18 +365,18 @@ def test_without_released_yes_nothing_is_held(done: ConsumerEnd, held: bool | No
     assert done.received(STREAM, PagesReleased(ID, True), 3.0) == []
 
 
-def test_failed_while_released_is_awaited_loses_it(done: ConsumerEnd) -> None:
+def test_failed_while_released_is_awaited_loses_it(done):
     actions = done.received(STREAM, HandoffFailed(ID, "draining", True), 1.0)
     assert actions == [FailedEvent(ID, "draining", True), ReadsEndedEvent(ID)]
 
 
-def test_what_another_owner_would_refuse_too_is_not_retryable(granted: ConsumerEnd) -> None:
+def test_what_another_owner_would_refuse_too_is_not_retryable(granted):
     actions = granted.received(STREAM, HandoffFailed(ID, "too long", False), 0.0)
     assert actions == [FailedEvent(ID, "too long", False), ReadsEndedEvent(ID)]
 
 
 # Rule 9: when an attempt is given up, its id is closed then and there.
-def test_a_cancel_is_told_and_answered_by_nothing_but_the_pages(done: ConsumerEnd) -> None:
+def test_a_cancel_is_told_and_answered_by_nothing_but_the_pages(done):
     actions = done.command(CancelCommand(ID, "the first token ended it"), 0.0)
     assert actions == [
         SendMessage(STREAM, CancelHandoff(ID, "the first token ended it")),
@@ -394,9 +390,7 @@ def test_a_cancel_is_told_and_answered_by_nothing_but_the_pages(done: ConsumerEn
     [HandoffQueued(ID, 1, 1), FIRST, LAST, PagesReleased(ID, True), HandoffFailed(ID, "", True)],
     ids=lambda message: type(message).__name__,
 )
-def test_messages_of_an_attempt_that_is_over_are_dropped(
-    granted: ConsumerEnd, message: AnyMessage
-) -> None:
+def test_messages_of_an_attempt_that_is_over_are_dropped(granted, message):
     granted.command(CancelCommand(ID, ""), 0.0)
     assert granted.received(STREAM, message, 0.0) == []
 
@@ -436,9 +430,7 @@ def test_messages_of_an_attempt_that_is_over_are_dropped(
         "a-reader's-message",
     ],
 )
-def test_a_violation_ends_the_stream_and_its_handoffs_only(
-    granted: ConsumerEnd, message: AnyMessage
-) -> None:
+def test_a_violation_ends_the_stream_and_its_handoffs_only(granted, message):
     granted.command(opening(OTHER), 0.0)
     granted.stream_up(2, OWNER + 1, "host:2", POOL, 0.0)
     granted.link_up(2, "tcp", 3.0)
@@ -458,11 +450,11 @@ def test_a_violation_ends_the_stream_and_its_handoffs_only(
 
 
 @pytest.mark.parametrize("message", [FIRST, LAST], ids=["twice", "after-the-last"])
-def test_a_range_after_the_last_is_a_violation(done: ConsumerEnd, message: AnyMessage) -> None:
+def test_a_range_after_the_last_is_a_violation(done, message):
     assert isinstance(done.received(STREAM, message, 0.0)[0], EndStream)
 
 
-def test_an_attempt_of_another_stream_is_a_violation(granted: ConsumerEnd) -> None:
+def test_an_attempt_of_another_stream_is_a_violation(granted):
     granted.stream_up(2, OWNER + 1, "host:2", POOL, 0.0)
     (ended, *_) = granted.received(2, FIRST, 0.0)
     assert isinstance(ended, EndStream) and ended.stream == 2
@@ -474,9 +466,7 @@ def test_an_attempt_of_another_stream_is_a_violation(granted: ConsumerEnd) -> No
     [opening(), grant(), grant(OTHER, 0, (1,)), grant(OTHER, 3, (1, 2))],
     ids=["opened-twice", "granted-twice", "pages", "prefix"],
 )
-def test_an_engine_that_contradicts_itself_is_at_fault(
-    granted: ConsumerEnd, command: OpenCommand | GrantCommand
-) -> None:
+def test_an_engine_that_contradicts_itself_is_at_fault(granted, command):
     granted.command(opening(OTHER), 0.0)
     with pytest.raises(EngineFault):
         granted.command(command, 0.0)
@@ -536,7 +526,7 @@ class TestDeadlines:
         assert isinstance(end.tick(6.0 + LINK_S)[0], EndStream)
 
 
-def test_an_owner_that_misses_five_beats_is_dead(granted: ConsumerEnd) -> None:
+def test_an_owner_that_misses_five_beats_is_dead(granted):
     granted.received(STREAM, Heartbeat(1, 0), 1.0)
     assert EndStream not in map(type, granted.tick(5.9))
     actions = granted.tick(6.0)
@@ -550,7 +540,7 @@ def test_an_owner_that_misses_five_beats_is_dead(granted: ConsumerEnd) -> None:
 
 
 # Rule 7. Seen failing with the look at `moving` removed.
-def test_beats_stop_while_the_engine_does_not_move(end: ConsumerEnd) -> None:
+def test_beats_stop_while_the_engine_does_not_move(end):
     end.engine_moves(False)
     assert end.tick(1.0) == []
     end.engine_moves(True)
@@ -560,7 +550,7 @@ def test_beats_stop_while_the_engine_does_not_move(end: ConsumerEnd) -> None:
 
 
 # Seen failing with the first stream ended alone.
-def test_all_streams_can_be_ended_at_once(granted: ConsumerEnd) -> None:
+def test_all_streams_can_be_ended_at_once(granted):
     granted.stream_up(2, OWNER + 1, "host:2", POOL, 0.0)
     granted.link_up(2, "tcp", 3.0)
     granted.command(opening(OTHER, OWNER + 1), 0.0)
@@ -571,9 +561,7 @@ def test_all_streams_can_be_ended_at_once(granted: ConsumerEnd) -> None:
 
 
 # Seen failing with sums ignored, and with those of the last range in place of all.
-def test_pages_that_came_with_checksums_are_compared_before_they_are_held(
-    granted: ConsumerEnd,
-) -> None:
+def test_pages_that_came_with_checksums_are_compared_before_they_are_held(granted):
     granted.received(STREAM, PagesReady(ID, 0, 4, (9,), False, None, sums=((0, 111),)), 0.0)
     granted.received(STREAM, PagesReady(ID, 4, 7, (5,), True, 42, sums=((0, 222),)), 0.0)
     granted.read_ended(STREAM, "", 0.0)
@@ -583,7 +571,7 @@ def test_pages_that_came_with_checksums_are_compared_before_they_are_held(
     assert ended == ReadsEndedEvent(ID)
 
 
-def test_a_link_that_cannot_be_opened_ends_the_stream() -> None:
+def test_a_link_that_cannot_be_opened_ends_the_stream():
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
     (ended,) = end.link_closed(STREAM, "nixl: another host; tcp: refused", 1.0)

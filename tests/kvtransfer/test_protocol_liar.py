@@ -50,7 +50,7 @@ def inputs(side: OwnerSide) -> list[Input]:
 
 # Seen failing with the id's own number as the serial of its hand-off, and with commands looked up
 # by id: "cannot publish".
-def test_nothing_that_a_reader_says_ends_its_owner() -> None:
+def test_nothing_that_a_reader_says_ends_its_owner():
     plan = Plan((NUM_TOKENS,), (0,), owner_pages=4, admits=True, late_owner=True)
     config = TransferConfig(heartbeat_s=1e6, max_missed_heartbeats=1)
     first = OwnerSide(plan, config, instance=11)

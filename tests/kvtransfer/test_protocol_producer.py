@@ -28,7 +28,6 @@ from kvtransfer.ports import (
     FailCommand,
     GrantedEvent,
     OpenedEvent,
-    OwnerCommand,
     PublishCommand,
     QueuedCommand,
 )
@@ -81,7 +80,7 @@ def published(granted: ProducerEnd) -> ProducerEnd:
     return granted
 
 
-def test_a_handoff_goes_from_open_to_released(end: ProducerEnd) -> None:
+def test_a_handoff_goes_from_open_to_released(end):
     (opened,) = end.received(STREAM, opening(), 0.0)
     assert isinstance(opened, OpenedEvent)
     assert opened.source == Prompt(make_spec(range(7)))
@@ -101,7 +100,7 @@ def test_a_handoff_goes_from_open_to_released(end: ProducerEnd) -> None:
     assert end.num_open == 0
 
 
-def test_a_handoff_of_no_pages_is_held(end: ProducerEnd) -> None:
+def test_a_handoff_of_no_pages_is_held(end):
     end.received(STREAM, opening(), 0.0)
     end.received(STREAM, GrantHandoff(ID, 7), 0.0)
     assert sent(end.command(publish(7, 7, [], last=True))) == [PagesReady(ID, 7, 7, (), True, 42)]
@@ -112,32 +111,30 @@ def test_a_handoff_of_no_pages_is_held(end: ProducerEnd) -> None:
 @pytest.mark.parametrize(
     "command", [QueuedCommand(SERIAL, 3, 0), publish(0, 4, [5])], ids=["admit", "ready"]
 )
-def test_an_engine_that_computes_before_the_grant_is_at_fault(
-    end: ProducerEnd, command: OwnerCommand
-) -> None:
+def test_an_engine_that_computes_before_the_grant_is_at_fault(end, command):
     end.received(STREAM, opening(), 0.0)
     with pytest.raises(EngineFault, match="before its grant"):
         end.command(command)
 
 
 # Rule 3. Seen failing, each, with the answer removed.
-def test_done_of_an_unknown_id_is_answered_not_held(end: ProducerEnd) -> None:
+def test_done_of_an_unknown_id_is_answered_not_held(end):
     assert end.received(STREAM, ReadsDone(ID), 0.0) == [
         SendMessage(STREAM, PagesReleased(ID, False))
     ]
 
 
-def test_grant_of_an_unknown_id_is_answered_failed(end: ProducerEnd) -> None:
+def test_grant_of_an_unknown_id_is_answered_failed(end):
     (answer,) = sent(end.received(STREAM, GrantHandoff(ID, 0), 0.0))
     assert isinstance(answer, HandoffFailed) and answer.id == ID and answer.retryable
 
 
-def test_cancel_of_an_unknown_id_is_dropped(end: ProducerEnd) -> None:
+def test_cancel_of_an_unknown_id_is_dropped(end):
     assert end.received(STREAM, CancelHandoff(ID, "why"), 0.0) == []
 
 
 # Rule 2. Seen failing with the Failed removed.
-def test_letting_go_is_told(published: ProducerEnd) -> None:
+def test_letting_go_is_told(published):
     assert published.command(FailCommand(SERIAL, "draining", True)) == [
         SendMessage(STREAM, HandoffFailed(ID, "draining", True)),
         WithdrawPages(ID),
@@ -146,7 +143,7 @@ def test_letting_go_is_told(published: ProducerEnd) -> None:
 
 
 # Rule 4. Seen failing with the entry left on the books by _drop.
-def test_what_was_let_go_is_never_held_again(granted: ProducerEnd) -> None:
+def test_what_was_let_go_is_never_held_again(granted):
     granted.command(publish(0, 4, [9]))
     granted.command(FailCommand(SERIAL, "draining", True))
     assert granted.command(publish(4, 7, [5], last=True)) == []
@@ -154,12 +151,12 @@ def test_what_was_let_go_is_never_held_again(granted: ProducerEnd) -> None:
     assert sent(granted.received(STREAM, ReadsDone(ID), 0.0)) == [PagesReleased(ID, False)]
 
 
-def test_a_cancel_drops_it(published: ProducerEnd) -> None:
+def test_a_cancel_drops_it(published):
     dropped = published.received(STREAM, CancelHandoff(ID, "client"), 0.0)
     assert dropped == [WithdrawPages(ID), ClosedEvent(SERIAL, ID, False, "cancelled: client")]
 
 
-def test_the_end_of_a_stream_drops_its_handoffs_alone(published: ProducerEnd) -> None:
+def test_the_end_of_a_stream_drops_its_handoffs_alone(published):
     published.stream_up(2, READER + 1, 0.0)
     other = HandoffId(READER + 1, 1, 1)
     published.received(2, opening(other), 0.0)
@@ -172,7 +169,7 @@ def test_the_end_of_a_stream_drops_its_handoffs_alone(published: ProducerEnd) ->
 
 
 # Rule 5. Seen failing with the loop in stream_up removed.
-def test_a_second_hello_of_a_reader_ends_its_first_stream(published: ProducerEnd) -> None:
+def test_a_second_hello_of_a_reader_ends_its_first_stream(published):
     actions = published.stream_up(2, READER, 1.0)
     assert kinds(actions) == [EndStream, WithdrawPages, ClosedEvent]
     assert actions[0].stream == STREAM and not actions[0].refused
@@ -206,9 +203,7 @@ def test_a_second_hello_of_a_reader_ends_its_first_stream(published: ProducerEnd
         "prefix-longer-than-the-prompt",
     ],
 )
-def test_a_violation_ends_the_stream_and_its_handoffs_only(
-    granted: ProducerEnd, message: AnyMessage
-) -> None:
+def test_a_violation_ends_the_stream_and_its_handoffs_only(granted, message):
     granted.received(STREAM, opening(OTHER), 0.0)
     granted.stream_up(2, READER + 1, 0.0)
     granted.received(2, opening(HandoffId(READER + 1, 1, 1)), 0.0)
@@ -218,7 +213,7 @@ def test_a_violation_ends_the_stream_and_its_handoffs_only(
     assert granted.num_open == 1
 
 
-def test_an_attempt_of_another_stream_is_a_violation(granted: ProducerEnd) -> None:
+def test_an_attempt_of_another_stream_is_a_violation(granted):
     granted.stream_up(2, READER + 1, 0.0)
     actions = granted.received(2, CancelHandoff(ID, ""), 0.0)
     assert kinds(actions) == [EndStream] and actions[0].stream == 2
@@ -236,14 +231,12 @@ def test_an_attempt_of_another_stream_is_a_violation(granted: ProducerEnd) -> No
     ],
     ids=["gap", "pages", "edge", "end-but-not-last", "last-but-not-end"],
 )
-def test_an_engine_that_publishes_the_wrong_range_is_at_fault(
-    granted: ProducerEnd, command: PublishCommand
-) -> None:
+def test_an_engine_that_publishes_the_wrong_range_is_at_fault(granted, command):
     with pytest.raises(EngineFault, match="cannot publish"):
         granted.command(command)
 
 
-def test_the_budget_ends_it_in_any_state(end: ProducerEnd) -> None:
+def test_the_budget_ends_it_in_any_state(end):
     end.received(STREAM, opening(budget_s=0.5), 0.0)
     assert end.next_deadline() == 0.5
     assert end.tick(0.5) == [
@@ -253,7 +246,7 @@ def test_the_budget_ends_it_in_any_state(end: ProducerEnd) -> None:
     ]
 
 
-def test_a_reader_that_misses_five_beats_is_let_go(published: ProducerEnd) -> None:
+def test_a_reader_that_misses_five_beats_is_let_go(published):
     published.received(STREAM, Heartbeat(1, 1), 1.0)
     published.received(STREAM, ReadsDone(OTHER), 5.5)  # no beat
     assert EndStream not in kinds(published.tick(5.9))
@@ -262,7 +255,7 @@ def test_a_reader_that_misses_five_beats_is_let_go(published: ProducerEnd) -> No
 
 
 # Rule 7. Seen failing with the look at `moving` removed.
-def test_beats_stop_while_the_engine_does_not_move(published: ProducerEnd) -> None:
+def test_beats_stop_while_the_engine_does_not_move(published):
     assert sent(published.tick(1.0)) == [Heartbeat(1, 1)]
     published.engine_moves(False)
     assert sent(published.tick(2.0)) == []
@@ -270,7 +263,7 @@ def test_beats_stop_while_the_engine_does_not_move(published: ProducerEnd) -> No
     assert sent(published.tick(3.0)) == [Heartbeat(2, 1)]
 
 
-def test_one_open_too_many_is_answered_failed(end: ProducerEnd) -> None:
+def test_one_open_too_many_is_answered_failed(end):
     for request in range(3):
         end.received(STREAM, opening(HandoffId(READER, request, 1)), 0.0)
     (answer,) = sent(end.received(STREAM, opening(HandoffId(READER, 9, 1)), 0.0))
@@ -278,7 +271,7 @@ def test_one_open_too_many_is_answered_failed(end: ProducerEnd) -> None:
     assert end.num_open == 3
 
 
-def test_an_owner_polls_while_a_reader_connects(end: ProducerEnd) -> None:
+def test_an_owner_polls_while_a_reader_connects(end):
     assert end.polls(0.0) and not end.polls(POLL_S)
     end.received(STREAM, Heartbeat(1, 0, connecting=False), 1.0)
     assert not end.polls(1.0)
@@ -289,9 +282,7 @@ def test_an_owner_polls_while_a_reader_connects(end: ProducerEnd) -> None:
 
 
 # Seen failing with a reader's first word on it as the only one, and with every one as the first.
-def test_an_owner_polls_for_a_limited_time_each_time_that_a_reader_connects(
-    end: ProducerEnd,
-) -> None:
+def test_an_owner_polls_for_a_limited_time_each_time_that_a_reader_connects(end):
     end.received(STREAM, Heartbeat(1, 0, connecting=False), 1.0)
     end.received(STREAM, Heartbeat(2, 0, connecting=True), 100.0)
     end.received(STREAM, Heartbeat(3, 0, connecting=True), 101.0)
@@ -299,21 +290,21 @@ def test_an_owner_polls_for_a_limited_time_each_time_that_a_reader_connects(
 
 
 # Seen failing with `admitted` never set.
-def test_an_engine_that_admits_twice_is_at_fault(granted: ProducerEnd) -> None:
+def test_an_engine_that_admits_twice_is_at_fault(granted):
     granted.command(QueuedCommand(SERIAL, 7, 0))
     with pytest.raises(EngineFault, match="admitted twice"):
         granted.command(QueuedCommand(SERIAL, 7, 0))
 
 
 # Seen failing with all hand-offs counted for each stream.
-def test_a_beat_counts_the_handoffs_of_its_own_stream(granted: ProducerEnd) -> None:
+def test_a_beat_counts_the_handoffs_of_its_own_stream(granted):
     granted.stream_up(2, READER + 1, 0.0)
     beats = {action.stream: action.message for action in granted.tick(1.0)}
     assert beats == {STREAM: Heartbeat(1, 1), 2: Heartbeat(1, 0)}
 
 
 # Seen failing with the first stream ended alone.
-def test_all_streams_can_be_ended_at_once(granted: ProducerEnd) -> None:
+def test_all_streams_can_be_ended_at_once(granted):
     granted.stream_up(2, READER + 1, 0.0)
     granted.received(2, opening(HandoffId(READER + 1, 1, 1)), 0.0)
     actions = granted.end_streams("other weights")
@@ -323,7 +314,7 @@ def test_all_streams_can_be_ended_at_once(granted: ProducerEnd) -> None:
 
 
 # Seen failing, with a KeyError, with a budget that outlives its hand-off, and beats their stream.
-def test_nothing_is_due_for_what_has_ended(end: ProducerEnd) -> None:
+def test_nothing_is_due_for_what_has_ended(end):
     end.received(STREAM, opening(budget_s=0.5), 0.0)
     end.received(STREAM, CancelHandoff(ID, "client"), 0.1)
     assert end.tick(0.5) == []

@@ -30,8 +30,7 @@ rules 3, 5 and 8, with each break as a test.
 
 import pytest
 
-from common.config import TransferConfig
-from tests.kvtransfer.search import PATIENT, SILENT, search
+from tests.kvtransfer.search import PATIENT, SILENT, case, search
 from tests.kvtransfer.sides import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
@@ -45,84 +44,59 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
 @pytest.mark.parametrize(
     "plan, config, faults, states",
     [
-        pytest.param(
-            Plan((3, 3), TWO, only_faults=NO_RESTART), PATIENT, 1, 35_000, id="two-one-fault"
-        ),
-        pytest.param(
-            Plan((7, 3), TWO),
-            PATIENT,
-            1,
-            160_000,
-            id="two-one-fault-in-two-chunks",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(Plan((3,), (0,)), SILENT, 1, 1_000, id="one-silence"),
-        pytest.param(
-            Plan((3,), (0,)), SILENT, 2, 44_000, id="one-two-silences", marks=pytest.mark.long
-        ),
-        pytest.param(
-            Plan((7, 3), TWO), SILENT, 1, 130_000, id="two-one-silence", marks=pytest.mark.long
-        ),
-        pytest.param(
+        case("two-one-fault", Plan((3, 3), TWO, only_faults=NO_RESTART), PATIENT, 1, 35_000),
+        case("two-one-fault-in-two-chunks", Plan((7, 3), TWO), PATIENT, 1, 160_000, long=True),
+        case("one-silence", Plan((3,), (0,)), SILENT, 1, 1_000),
+        case("one-two-silences", Plan((3,), (0,)), SILENT, 2, 44_000, long=True),
+        case("two-one-silence", Plan((7, 3), TWO), SILENT, 1, 130_000, long=True),
+        case(
+            "full-prefix-hit-and-tiny-pools",
             Plan(
-                (3, 3),
-                (0, 3),
-                reader_pages=2,
-                owner_pages=1,
-                admits=True,
-                only_faults=NO_RESTART,
+                (3, 3), (0, 3), reader_pages=2, owner_pages=1, admits=True, only_faults=NO_RESTART
             ),
             PATIENT,
             1,
             20_000,
-            id="full-prefix-hit-and-tiny-pools",
         ),
-        pytest.param(
+        case(
+            "full-prefix-hit-and-small-pools",
             Plan((7, 3), (0, 3), reader_pages=3, owner_pages=2, admits=True),
             PATIENT,
             1,
             100_000,
-            id="full-prefix-hit-and-small-pools",
-            marks=pytest.mark.long,
+            long=True,
         ),
-        pytest.param(Plan((7,), (4,), windows=(None, 2, 5)), PATIENT, 1, 1_000, id="windows"),
-        pytest.param(
+        case("windows", Plan((7,), (4,), windows=(None, 2, 5)), PATIENT, 1, 1_000),
+        case(
+            "windows-and-a-prompt-of-one-token",
             Plan((7, 1), (4, 0), windows=(None, 2, 5), only_faults=NO_RESTART),
             PATIENT,
             1,
             35_000,
-            id="windows-and-a-prompt-of-one-token",
-            marks=pytest.mark.long,
+            long=True,
         ),
-        pytest.param(
-            Plan((9,), (9,), windows=(None, 5)), PATIENT, 1, 1_000, id="windows-of-a-full-hit"
-        ),
-        pytest.param(
-            Plan((9,), (0,), windows=(3,)), PATIENT, 1, 1_000, id="windows-and-no-full-table"
-        ),
-        pytest.param(Plan((7,), (4,), state_pages=2), PATIENT, 1, 1_000, id="states"),
-        pytest.param(Plan((9,), (9,), state_pages=1), PATIENT, 1, 1_000, id="state-of-a-full-hit"),
-        pytest.param(
+        case("windows-of-a-full-hit", Plan((9,), (9,), windows=(None, 5)), PATIENT, 1, 1_000),
+        case("windows-and-no-full-table", Plan((9,), (0,), windows=(3,)), PATIENT, 1, 1_000),
+        case("states", Plan((7,), (4,), state_pages=2), PATIENT, 1, 1_000),
+        case("state-of-a-full-hit", Plan((9,), (9,), state_pages=1), PATIENT, 1, 1_000),
+        case(
+            "windows-and-state-of-one-token",
             Plan((1,), (0,), windows=(None, 5), state_pages=1),
             PATIENT,
             1,
             500,
-            id="windows-and-state-of-one-token",
         ),
-        pytest.param(
-            Plan((7,), (0,), asynchronous=True), PATIENT, 1, 17_000, id="events-cross-commands"
-        ),
-        pytest.param(
-            Plan((7,), (0,), late_owner=True), PATIENT, 1, 13_000, id="commands-cross-events"
-        ),
-        pytest.param(
+        case("events-cross-commands", Plan((7,), (0,), asynchronous=True), PATIENT, 1, 17_000),
+        case("commands-cross-events", Plan((7,), (0,), late_owner=True), PATIENT, 1, 13_000),
+        case(
+            "two-owners-one-fault",
             Plan((3,), (0,), owners=2, attempts=3, only_faults=("read is late", "fail", "cut")),
             PATIENT,
             1,
             18_000,
-            id="two-owners-one-fault",
         ),
-        pytest.param(
+        case(
+            "two-owners-and-a-page",
             Plan(
                 (1,),
                 (0,),
@@ -134,26 +108,26 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             PATIENT,
             2,
             33_000,
-            id="two-owners-and-a-page",
-            marks=pytest.mark.long,
+            long=True,
         ),
-        pytest.param(
+        case(
+            "two-owners-any-fault",
             Plan((3,), (0,), owners=2, attempts=3),
             PATIENT,
             1,
             100_000,
-            id="two-owners-any-fault",
-            marks=pytest.mark.long,
+            long=True,
         ),
-        pytest.param(
+        case(
+            "two-owners-one-silence",
             Plan((3,), (0,), owners=2, attempts=3),
             SILENT,
             1,
             120_000,
-            id="two-owners-one-silence",
-            marks=pytest.mark.long,
+            long=True,
         ),
-        pytest.param(
+        case(
+            "two-owners-two-faults",
             Plan(
                 (3,),
                 (0,),
@@ -164,14 +138,11 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             PATIENT,
             2,
             140_000,
-            id="two-owners-two-faults",
-            marks=pytest.mark.long,
+            long=True,
         ),
     ],
 )
-def test_no_interleaving_breaks_an_invariant(
-    plan: Plan, config: TransferConfig, faults: int, states: int
-) -> None:
+def test_no_interleaving_breaks_an_invariant(plan, config, faults, states):
     assert search(plan, config, faults=faults).states > states
 
 
@@ -210,7 +181,5 @@ def test_no_interleaving_breaks_an_invariant(
         ),
     ],
 )
-def test_no_interleaving_with_more_faults_breaks_an_invariant(
-    plan: Plan, faults: int, states: int
-) -> None:
+def test_no_interleaving_with_more_faults_breaks_an_invariant(plan, faults, states):
     assert search(plan, PATIENT, faults=faults).states > states

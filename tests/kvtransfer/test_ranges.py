@@ -25,7 +25,7 @@ def of(kind: HandoffKind, *, tokens: int = 7, prefix: int = 0, room: int = 0) ->
         pytest.param(HandoffKind.PREFIX, 3, 0, id="prefix-within-a-page"),
     ],
 )
-def test_an_impossible_grant_is_a_violation(kind: HandoffKind, prefix: int, room: int) -> None:
+def test_an_impossible_grant_is_a_violation(kind, prefix, room):
     with pytest.raises(ProtocolViolation):
         of(kind, prefix=prefix, room=room)
 
@@ -42,9 +42,7 @@ def test_an_impossible_grant_is_a_violation(kind: HandoffKind, prefix: int, room
         pytest.param(HandoffKind.WEIGHTS, 8, 8, True, id="weights-more-than-opened"),
     ],
 )
-def test_an_impossible_range_is_a_violation(
-    kind: HandoffKind, end: int, num_pages: int, last: bool
-) -> None:
+def test_an_impossible_range_is_a_violation(kind, end, num_pages, last):
     ranges = of(kind, room=12 if kind is HandoffKind.LIVE else 0)
     with pytest.raises(ProtocolViolation, match="it must"):
         ranges.follow(0, end, num_pages, last=last)
@@ -59,9 +57,7 @@ def test_an_impossible_range_is_a_violation(
         (HandoffKind.WEIGHTS, 7, 7),
     ],
 )
-def test_a_range_that_says_how_much_there_is_may_end_where_the_grant_allows(
-    kind: HandoffKind, end: int, num_pages: int
-) -> None:
+def test_a_range_that_says_how_much_there_is_may_end_where_the_grant_allows(kind, end, num_pages):
     ranges = of(kind, room=12 if kind is HandoffKind.LIVE else 0)
     ranges.follow(0, end, num_pages, last=True)
     assert (ranges.complete, ranges.num_tokens) == (True, end)

@@ -26,7 +26,7 @@ from kvtransfer.messages import HandoffId
 from kvtransfer.transfer.link import Link, LinkClosed, LinkEvent, LinkUp
 from tests.support.cluster import free_ports
 from tests.support.data_children import CANARY, READER, Memory, make_backend, scattered
-from tests.support.data_ends import Ends, changed, introduced, introduction, wait_for
+from tests.support.data_ends import changed, introduced, introduction, wait_for
 
 NUM_PAGES, PAGE_BYTES = 2048, 4112  # several requests for all of them
 ALL = np.arange(NUM_PAGES, dtype=np.int32)
@@ -39,9 +39,7 @@ def backend(request: pytest.FixtureRequest) -> TransferBackend:
 
 
 # Seen failing with the look into the publications taken out of `TcpProducer._answer`.
-def test_only_pages_published_to_that_reader_are_served(
-    ends: Ends, backend: TransferBackend
-) -> None:
+def test_only_pages_published_to_that_reader_are_served(ends, backend):
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish(READER, ALL[:1024])
     owner.publish(READER + 1, ALL[1024:])
@@ -55,9 +53,7 @@ def test_only_pages_published_to_that_reader_are_served(
     assert (memory.pages[1024:] == CANARY).all()
 
 
-def test_a_page_published_twice_is_readable_until_withdrawn_twice(
-    ends: Ends, backend: TransferBackend
-) -> None:
+def test_a_page_published_twice_is_readable_until_withdrawn_twice(ends, backend):
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish(READER, ALL[:8])
     owner.publish(READER, ALL[4:12])
@@ -73,9 +69,7 @@ def test_a_page_published_twice_is_readable_until_withdrawn_twice(
 
 # Seen failing with the answers after a refusal left unread in `TcpConnection._exchange`.
 @pytest.mark.parametrize("refused", [0, 300, 1100, 2047])
-def test_the_copy_after_a_refused_one_gets_its_own_bytes(
-    ends: Ends, backend: TransferBackend, refused: int
-) -> None:
+def test_the_copy_after_a_refused_one_gets_its_own_bytes(ends, backend, refused):
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish(READER, np.delete(ALL, refused))
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -91,7 +85,7 @@ def test_the_copy_after_a_refused_one_gets_its_own_bytes(
         assert (np.delete(memory.pages, destination[served], axis=0) == CANARY).all()
 
 
-def test_a_key_proves_one_reader_to_one_owner_only(ends: Ends) -> None:
+def test_a_key_proves_one_reader_to_one_owner_only(ends):
     backend = TcpBackend("127.0.0.1")
     owner, other = (ends.far_owner("tcp", 8, PAGE_BYTES) for _ in range(2))
     memory = Memory(8, PAGE_BYTES)
@@ -104,7 +98,7 @@ def test_a_key_proves_one_reader_to_one_owner_only(ends: Ends) -> None:
 
 # Seen failing with `TcpConsumers.dismiss`, and with `LoopbackBackend.dismiss`, doing nothing; its
 # last part with `PublishedPages.forget` doing nothing.
-def test_what_a_reader_was_given_ends_with_it(ends: Ends, backend: TransferBackend) -> None:
+def test_what_a_reader_was_given_ends_with_it(ends, backend):
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     memory, bystanders = Memory(NUM_PAGES, PAGE_BYTES), Memory(NUM_PAGES, PAGE_BYTES)
     for reader in (READER, READER + 1):
@@ -128,7 +122,7 @@ def test_what_a_reader_was_given_ends_with_it(ends: Ends, backend: TransferBacke
         ends.connect(backend, owner, memory).copy(ALL[:1], ALL[:1])
 
 
-def test_a_copy_under_way_ends_with_its_reader(ends: Ends, backend: TransferBackend) -> None:
+def test_a_copy_under_way_ends_with_its_reader(ends, backend):
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -150,7 +144,7 @@ def test_a_copy_under_way_ends_with_its_reader(ends: Ends, backend: TransferBack
 
 
 # Seen failing with the look at the count taken out of `TcpConsumers.proved`.
-def test_a_proof_that_was_overheard_opens_no_second_connection(ends: Ends) -> None:
+def test_a_proof_that_was_overheard_opens_no_second_connection(ends):
     owner = ends.far_owner("tcp", 8, PAGE_BYTES)
     told = msgspec.msgpack.decode(owner.admit(), type=TcpDescription)
     overheard = introduction(told)
@@ -161,7 +155,7 @@ def test_a_proof_that_was_overheard_opens_no_second_connection(ends: Ends) -> No
 
 
 # Seen failing with the look at the owner's proof taken out of `_connect`.
-def test_a_reader_does_not_trust_whoever_listens_there() -> None:
+def test_a_reader_does_not_trust_whoever_listens_there():
     """Something that agrees with everything."""
     memory = Memory(8, PAGE_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as impostor:
@@ -192,7 +186,7 @@ def test_a_reader_does_not_trust_whoever_listens_there() -> None:
 
 # Seen failing, UnicodeError on the link's thread, with OSError alone caught by TcpConnection.
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "a\0b", "", "nowhere.invalid"])
-def test_a_host_that_there_is_not_is_no_path(host: str) -> None:
+def test_a_host_that_there_is_not_is_no_path(host):
     memory = Memory(8, PAGE_BYTES)
     description = TcpDescription(host, 1, READER, bytes(KEY_BYTES), b"", 1)
     with pytest.raises(TransferError, match="tcp to"):
@@ -219,9 +213,7 @@ def test_a_host_that_there_is_not_is_no_path(host: str) -> None:
         pytest.param(b"\xff" * 4096, id="noise"),
     ],
 )
-def test_a_reader_that_breaks_the_frames_loses_its_connection_and_nobody_else_does(
-    ends: Ends, frame: bytes
-) -> None:
+def test_a_reader_that_breaks_the_frames_loses_its_connection_and_nobody_else_does(ends, frame):
     owner = ends.far_owner("tcp", NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -234,7 +226,7 @@ def test_a_reader_that_breaks_the_frames_loses_its_connection_and_nobody_else_do
     assert (memory.pages == owner.content).all()
 
 
-def test_an_unpublished_or_unknown_page_is_answered_at_once_and_by_name(ends: Ends) -> None:
+def test_an_unpublished_or_unknown_page_is_answered_at_once_and_by_name(ends):
     owner = ends.far_owner("tcp", NUM_PAGES, PAGE_BYTES)
     owner.publish(READER, ALL[:4])
     with introduced(owner.admit()) as raw:
@@ -251,7 +243,7 @@ def test_an_unpublished_or_unknown_page_is_answered_at_once_and_by_name(ends: En
         assert raw.recv(PAGE_BYTES, socket.MSG_WAITALL) == owner.content[0].tobytes()
 
 
-def test_a_reader_has_four_connections_and_the_oldest_yields_to_a_fifth(ends: Ends) -> None:
+def test_a_reader_has_four_connections_and_the_oldest_yields_to_a_fifth(ends):
     owner = ends.far_owner("tcp", 8, PAGE_BYTES)
     owner.publish_all()
     owner.publish_all(READER + 1)
@@ -271,7 +263,7 @@ def _copies(connection: BackendConnection) -> bool:
     return True
 
 
-def test_strangers_and_sleepers_delay_nobody(ends: Ends) -> None:
+def test_strangers_and_sleepers_delay_nobody(ends):
     owner = ends.far_owner("tcp", NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     port = msgspec.msgpack.decode(owner.admit(), type=TcpDescription).port
@@ -292,7 +284,7 @@ def test_strangers_and_sleepers_delay_nobody(ends: Ends) -> None:
 # Seen failing with the shutdown taken out of `TcpConnection.stop` (the link never closes), and
 # with LinkClosed sent by `Link.close` instead of the link's thread (pages change after it).
 @pytest.mark.parametrize("name", ["tcp", "tcp-tls"])
-def test_an_owner_that_wakes_after_the_link_has_closed_lands_nothing(ends: Ends, name: str) -> None:
+def test_an_owner_that_wakes_after_the_link_has_closed_lands_nothing(ends, name):
     num_pages, page_bytes = 2, 32 << 20  # the sockets hold less than a page: the reader blocks
     owner = ends.far_owner(name, num_pages, page_bytes)
     owner.publish_all()
@@ -325,7 +317,7 @@ def test_an_owner_that_wakes_after_the_link_has_closed_lands_nothing(ends: Ends,
 
 
 @pytest.mark.parametrize("name", ["tcp", "tcp-tls"])
-def test_a_closed_owner_serves_nobody_and_gives_its_port_back(name: str) -> None:
+def test_a_closed_owner_serves_nobody_and_gives_its_port_back(name):
     backend, memory, target = make_backend(name), Memory(8, 4096), Memory(8, 4096)
     owner = backend.serve(memory.pool, 1)
     description = owner.admit(READER)
@@ -341,12 +333,12 @@ def test_a_closed_owner_serves_nobody_and_gives_its_port_back(name: str) -> None
         backend.connect(description, memory.remote, target.pool)
 
 
-def test_an_address_that_is_not_ours_cannot_be_served() -> None:
+def test_an_address_that_is_not_ours_cannot_be_served():
     with pytest.raises(TransferError, match=r"192\.0\.2\.1"):
         TcpBackend("192.0.2.1").serve(Memory(8, 4096).pool, 1)
 
 
-def test_an_owner_serves_on_the_port_asked_for_and_says_where_it_is_taken() -> None:
+def test_an_owner_serves_on_the_port_asked_for_and_says_where_it_is_taken():
     (port,) = free_ports(1)
     backend, memory, target = (
         TcpBackend("127.0.0.1", data_port=port),
@@ -367,7 +359,7 @@ def test_an_owner_serves_on_the_port_asked_for_and_says_where_it_is_taken() -> N
     backend.serve(memory.pool, 3).close()  # at once, as an engine that starts anew does
 
 
-def test_pages_cross_over_ipv6_as_well() -> None:
+def test_pages_cross_over_ipv6_as_well():
     backend, memory, target = TcpBackend("::1"), Memory(8, 4096, fill=7), Memory(8, 4096)
     owner = backend.serve(memory.pool, 1)
     owner.publish(READER, ALL[:8])

@@ -17,7 +17,7 @@ from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.backends.tcp.owner import TcpAcceptor, TcpProducer
 from kvtransfer.backends.tcp.wire import INTRODUCTION, TcpDescription
 from tests.support.data_children import READER, Memory
-from tests.support.data_ends import Ends, wait_for
+from tests.support.data_ends import wait_for
 
 PAGE_BYTES = 4096
 ALL = np.arange(8, dtype=np.int32)
@@ -53,9 +53,7 @@ def is_open(connection: socket.socket) -> bool:
 
 
 # Seen failing with a thread started for each connection that is accepted.
-def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(
-    owner: TcpProducer,
-) -> None:
+def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(owner):
     port, before = told(owner).port, threading.active_count()
     with ExitStack() as exits:
         silent = [exits.enter_context(stranger(port)) for _ in range(50)]
@@ -66,7 +64,7 @@ def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(
 
 
 # Seen failing with the listener closed by the door's thread (about 1 of 50 doors).
-def test_a_door_may_be_shut_just_when_its_thread_turns_strangers_out() -> None:
+def test_a_door_may_be_shut_just_when_its_thread_turns_strangers_out():
     for _ in range(300):
         door = TcpAcceptor("127.0.0.1", 0, lambda *who: None, patience_s=0.003)
         with stranger(door.port), stranger(door.port), stranger(door.port):
@@ -92,7 +90,7 @@ def patient() -> Iterator[Patient]:
 
 
 # Seen failing with nobody turned out by `TcpAcceptor._accept`.
-def test_of_too_many_strangers_the_oldest_goes(patient: Patient) -> None:
+def test_of_too_many_strangers_the_oldest_goes(patient):
     with ExitStack() as exits:
         silent = [exits.enter_context(stranger(patient.door.port)) for _ in range(CROWD)]
         wait_for(lambda: not is_open(silent[0]))
@@ -100,7 +98,7 @@ def test_of_too_many_strangers_the_oldest_goes(patient: Patient) -> None:
 
 
 # Seen failing with the oldest turned out whichever host it is from.
-def test_a_crowd_from_one_host_turns_out_its_own(patient: Patient) -> None:
+def test_a_crowd_from_one_host_turns_out_its_own(patient):
     port, words = patient.door.port, bytes(range(INTRODUCTION.size))
     with ExitStack() as exits:
         slow = exits.enter_context(stranger(port))
@@ -132,7 +130,7 @@ def _pester(port: int, words: bytes, stop: threading.Event) -> None:
 @pytest.mark.parametrize(
     "words", [pytest.param(b"", id="silent"), pytest.param(b"\xff" * 4096, id="garbage")]
 )
-def test_a_flood_keeps_no_reader_out_and_fills_no_log(ends: Ends, words: bytes) -> None:
+def test_a_flood_keeps_no_reader_out_and_fills_no_log(ends, words):
     owner = ends.far_owner("tcp", 8, PAGE_BYTES)
     owner.publish_all()
     description = owner.admit()
@@ -154,7 +152,7 @@ def test_a_flood_keeps_no_reader_out_and_fills_no_log(ends: Ends, words: bytes) 
     assert 0 < len(lines) <= 10 * 10  # ten of a kind in ten seconds, on a slow machine
 
 
-def test_a_reader_who_comes_again_and_again_is_always_let_in(owner: TcpProducer) -> None:
+def test_a_reader_who_comes_again_and_again_is_always_let_in(owner):
     backend, landing = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
     owner.publish(READER, ALL)
     with ExitStack() as exits:
@@ -165,9 +163,7 @@ def test_a_reader_who_comes_again_and_again_is_always_let_in(owner: TcpProducer)
 
 
 # Seen failing with the bound taken out of `TcpConsumers.proved`.
-def test_all_readers_together_have_so_many_connections_and_those_that_stand_go_on(
-    owner: TcpProducer,
-) -> None:
+def test_all_readers_together_have_so_many_connections_and_those_that_stand_go_on(owner):
     backend, landing = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
     with ExitStack() as exits:
         for reader in itertools.count():

@@ -91,9 +91,7 @@ def between(ends: Ends) -> Iterator[Callable[..., tuple[FarOwner, Between]]]:
 
 
 @pytest.mark.parametrize("name, readable", [("tcp", True), ("tcp-tls", False)])
-def test_an_eavesdropper_reads_no_page(
-    between: Callable[..., tuple[FarOwner, Between]], name: str, readable: bool
-) -> None:
+def test_an_eavesdropper_reads_no_page(between, name, readable):
     owner, relay = between(name)
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     connection = make_backend(name).connect(relay.description, owner.remote, memory.pool)
@@ -104,9 +102,7 @@ def test_an_eavesdropper_reads_no_page(
     assert all(seen) if readable else not any(seen)
 
 
-def test_a_changed_byte_ends_the_copy(
-    between: Callable[..., tuple[FarOwner, Between]],
-) -> None:
+def test_a_changed_byte_ends_the_copy(between):
     num_bytes = 0
 
     def change(heard: bytes) -> bytes:
@@ -126,7 +122,7 @@ def test_a_changed_byte_ends_the_copy(
 
 
 # Seen failing with the look at the certificate taken out of `reader_channel`.
-def test_a_reader_speaks_to_nobody_else_than_the_certificate_that_it_was_told() -> None:
+def test_a_reader_speaks_to_nobody_else_than_the_certificate_that_it_was_told():
     ours, theirs = socket.socketpair()
     impostor = threading.Thread(target=_start, args=(make_owner_tls().channel(theirs), SEAL))
     impostor.start()
@@ -138,7 +134,7 @@ def test_a_reader_speaks_to_nobody_else_than_the_certificate_that_it_was_told() 
 
 
 # Seen failing with the look at the seal taken out of `_check_seal`.
-def test_a_proof_that_was_passed_on_opens_nothing(ends: Ends) -> None:
+def test_a_proof_that_was_passed_on_opens_nothing(ends):
     """Someone in between lets the reader prove itself, and then speaks in its place."""
     owner = ends.far_owner("tcp-tls", NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
@@ -152,7 +148,7 @@ def test_a_proof_that_was_passed_on_opens_nothing(ends: Ends) -> None:
     assert "another than the reader" in ends.log.read_text()
 
 
-def test_a_reader_that_proves_itself_and_speaks_no_tls_gets_no_page(ends: Ends) -> None:
+def test_a_reader_that_proves_itself_and_speaks_no_tls_gets_no_page(ends):
     owner = ends.far_owner("tcp-tls", NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     with introduced(owner.admit()) as raw:
@@ -169,7 +165,7 @@ def test_a_reader_that_proves_itself_and_speaks_no_tls_gets_no_page(ends: Ends) 
 
 
 # Seen failing with the socket's own `shutdown` in `TlsChannel.end`: what was encrypted landed.
-def test_what_has_ended_lands_no_encrypted_bytes() -> None:
+def test_what_has_ended_lands_no_encrypted_bytes():
     ours, theirs = socket.socketpair()
     tls = make_owner_tls()
     source, target = Memory(8, 16384, fill=7), Memory(8, 16384)
@@ -190,7 +186,7 @@ def test_what_has_ended_lands_no_encrypted_bytes() -> None:
     owner.close()
 
 
-def test_strangers_never_have_an_owner_compute_a_handshake(ends: Ends) -> None:
+def test_strangers_never_have_an_owner_compute_a_handshake(ends):
     owner = ends.far_owner("tcp-tls", NUM_PAGES, PAGE_BYTES)
     told = msgspec.msgpack.decode(owner.admit(), type=TcpDescription)
     with socket.create_connection((told.host, told.port), WAIT_S) as raw:
@@ -208,9 +204,7 @@ def test_strangers_never_have_an_owner_compute_a_handshake(ends: Ends) -> None:
         ("tcp", "tcp-tls", "this node encrypts pages and the owner does not"),
     ],
 )
-def test_owners_and_readers_that_do_not_agree_say_so(
-    ends: Ends, owners: str, readers: str, words: str
-) -> None:
+def test_owners_and_readers_that_do_not_agree_say_so(ends, owners, readers, words):
     owner = ends.far_owner(owners, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     with pytest.raises(TransferError, match=f"{words}: transfer.encrypt"):
@@ -226,9 +220,7 @@ def test_owners_and_readers_that_do_not_agree_say_so(
         ("off", True, False),
     ],
 )
-def test_pages_are_encrypted_where_the_configuration_says(
-    encrypt: str, tls: bool, encrypted: bool
-) -> None:
+def test_pages_are_encrypted_where_the_configuration_says(encrypt, tls, encrypted):
     config = TransferConfig.model_validate({"encrypt": encrypt})
     made: TransferBackend = backends(config, tls=tls)["tcp"]
     memory = Memory(8, PAGE_BYTES)
@@ -239,7 +231,7 @@ def test_pages_are_encrypted_where_the_configuration_says(
 
 
 @pytest.mark.parametrize("encrypt, used", [("on", False), ("auto", True), ("off", True)])
-def test_where_pages_must_be_encrypted_rdma_is_not_used(encrypt: str, used: bool) -> None:
+def test_where_pages_must_be_encrypted_rdma_is_not_used(encrypt, used):
     nixl = backends(TransferConfig.model_validate({"encrypt": encrypt}), tls=True)["nixl"]
     offers = (NixlOffer("rdma", b"", b""),)
     description = msgspec.msgpack.encode(nixl_connection.NixlDescription("cpu", 1, 1, offers))

@@ -170,6 +170,18 @@ class Rig:
     def publish_last(self, id: HandoffId = ID) -> None:
         self.owner.post(PublishCommand(self.serials[id], 4, 7, np.array([5], np.int32), True, 42))
 
+    def begin(self, id: HandoffId = ID, pages: tuple[int, int] = (1, 2)) -> None:
+        """Open, grant, and publish the first range."""
+        self.open(id)
+        self.grant(id, pages)
+        self.publish_first(id)
+
+    def hand_over(self, id: HandoffId = ID) -> None:
+        """A whole hand-off up to its first token."""
+        self.begin(id)
+        self.publish_last(id)
+        assert self.reader.next(FirstTokenEvent).token == 42
+
     def landed(self, *pages: int) -> bool:
         """Return whether the landing pages 1, 2, ... hold these pages of the source."""
         return all(
@@ -189,9 +201,7 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
     def make(
-        config: TransferConfig | None = None,
-        backends: dict[str, Any] | None = None,
-        **hello: Any,
+        config: TransferConfig | None = None, backends: dict[str, Any] | None = None, **hello: Any
     ) -> Rig:
         backends = backends or {"loopback": LoopbackBackend()}
         rigs.append(Rig(config or TransferConfig(), backends, **hello))
@@ -209,12 +219,8 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
     return rig
 
 
-def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig: Rig) -> None:
-    rig.open()
-    rig.grant()
-    rig.publish_first()
-    rig.publish_last()
-    assert rig.reader.next(FirstTokenEvent).token == 42
+def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig):
+    rig.hand_over()
     assert rig.reader.next(CompletedEvent).id == ID
     assert rig.landed(9, 5)
     rig.reader.next(ReadsEndedEvent)
@@ -226,19 +232,13 @@ def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig: Rig) -> None
 EVERY_PAGE = TransferConfig(checksum_interval=1)
 
 
-def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
-    make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(make_rig, caplog):
     """Seen failing with `PageChecksums.wrong` always empty: Held, and a page that is another's."""
     caplog.set_level(logging.INFO)
     rig = make_rig(EVERY_PAGE)
     rig.pair()
     rig.owners["loopback"].faults.corrupt_next()
-    rig.open()
-    rig.grant()
-    rig.publish_first()
-    rig.publish_last()
-    rig.reader.next(FirstTokenEvent)
+    rig.hand_over()
     lost = rig.reader.next(FailedEvent)
     assert lost.id == ID and lost.retryable and "not as published" in lost.reason
     rig.reader.next(ReadsEndedEvent)
@@ -247,11 +247,7 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
     told = rig.reads.gauges()
     assert (told["total_pages_compared/passed"], told["total_pages_compared/failed"]) == (1, 1)
     assert "checksum mismatch of pages read" in caplog.text
-    rig.open(OTHER)
-    rig.grant(OTHER)
-    rig.publish_first(OTHER)
-    rig.publish_last(OTHER)
-    rig.reader.next(FirstTokenEvent)
+    rig.hand_over(OTHER)
     assert rig.reader.next(CompletedEvent).id == OTHER
     assert rig.landed(9, 5)
     assert rig.reads.gauges()["total_pages_compared/passed"] == 3
@@ -259,29 +255,19 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
     assert caplog.text.count("link closed") == 1 and caplog.text.count("link up") == 2
 
 
-def test_without_checksums_nothing_is_compared(make_rig: Callable[..., Rig]) -> None:
+def test_without_checksums_nothing_is_compared(make_rig):
     rig = make_rig(TransferConfig(checksum_interval=0))
     rig.pair()
-    rig.open()
-    rig.grant()
-    rig.publish_first()
-    rig.publish_last()
-    rig.reader.next(FirstTokenEvent)
+    rig.hand_over()
     rig.reader.next(CompletedEvent)
     told = rig.reads.gauges()
     assert told["total_pages_compared/passed"] == told["total_pages_compared/failed"] == 0
 
 
-def test_what_is_read_is_counted_by_the_path_that_carried_it(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_what_is_read_is_counted_by_the_path_that_carried_it(make_rig):
     rig = make_rig(backends={"tcp": TcpBackend("127.0.0.1")})
     rig.pair()
-    rig.open()
-    rig.grant()
-    rig.publish_first()
-    rig.publish_last()
-    rig.reader.next(FirstTokenEvent)
+    rig.hand_over()
     rig.reader.next(CompletedEvent)
     told = rig.reads.gauges()
     assert told["total_read_bytes/tcp"] == 2 * PAGE_BYTES
@@ -292,11 +278,9 @@ def test_what_is_read_is_counted_by_the_path_that_carried_it(
     assert sum(seconds.counts) == 2 and seconds.total > 0
 
 
-def test_two_handoffs_at_once_land_in_their_own_pages(rig: Rig) -> None:
+def test_two_handoffs_at_once_land_in_their_own_pages(rig):
     for id, pages in ((ID, (1, 2)), (OTHER, (3, 4))):
-        rig.open(id)
-        rig.grant(id, pages)
-        rig.publish_first(id)
+        rig.begin(id, pages)
     rig.publish_last(OTHER)
     rig.publish_last(ID)
     events = [rig.reader.next(object) for _ in range(6)]
@@ -304,10 +288,8 @@ def test_two_handoffs_at_once_land_in_their_own_pages(rig: Rig) -> None:
     assert rig.landed(9, 5, 9, 5)
 
 
-def test_a_stream_that_is_cut_loses_its_handoffs_on_both_sides(rig: Rig) -> None:
-    rig.open()
-    rig.grant()
-    rig.publish_first()
+def test_a_stream_that_is_cut_loses_its_handoffs_on_both_sides(rig):
+    rig.begin()
     rig.pump.cut(1)
     rig.reader.next(ProducerDown)
     lost = rig.reader.next(FailedEvent)
@@ -316,20 +298,14 @@ def test_a_stream_that_is_cut_loses_its_handoffs_on_both_sides(rig: Rig) -> None
     assert not rig.owner.next(ClosedEvent).held
     # A new stream starts afresh, with a link of its own.
     rig.pair()
-    rig.open(OTHER)
-    rig.grant(OTHER)
-    rig.publish_first(OTHER)
-    rig.publish_last(OTHER)
-    rig.reader.next(FirstTokenEvent)
+    rig.hand_over(OTHER)
     assert rig.reader.next(CompletedEvent).id == OTHER
 
 
-def test_a_cancel_frees_the_owner_at_once_and_the_reader_after_its_read(rig: Rig) -> None:
+def test_a_cancel_frees_the_owner_at_once_and_the_reader_after_its_read(rig):
     faults = rig.owners["loopback"].faults
     faults.freeze()
-    rig.open()
-    rig.grant()
-    rig.publish_first()
+    rig.begin()
     assert faults.wait_until_resting(1, WAIT_S)
     rig.reader.post(CancelCommand(ID, "client"))
     assert rig.owner.next(ClosedEvent).reason == "cancelled: client"
@@ -338,7 +314,7 @@ def test_a_cancel_frees_the_owner_at_once_and_the_reader_after_its_read(rig: Rig
     assert rig.reader.next(ReadsEndedEvent).id == ID
 
 
-def test_an_owner_that_lets_go_is_heard_and_nothing_is_held(rig: Rig) -> None:
+def test_an_owner_that_lets_go_is_heard_and_nothing_is_held(rig):
     rig.open()
     rig.grant()
     rig.owner.post(QueuedCommand(rig.serials[ID], 7, 0))
@@ -349,28 +325,22 @@ def test_an_owner_that_lets_go_is_heard_and_nothing_is_held(rig: Rig) -> None:
     rig.reader.next(ReadsEndedEvent)
 
 
-def test_the_budget_ends_it_on_both_sides(rig: Rig) -> None:
+def test_the_budget_ends_it_on_both_sides(rig):
     rig.open(budget_s=3.0)  # on a machine that may be busy for two of them
     assert not rig.reader.next(FailedEvent).retryable
     assert not rig.owner.next(ClosedEvent).held
     rig.pump.wait(lambda: any(isinstance(m, CancelHandoff | HandoffFailed) for m in rig.pump.sent))
 
 
-def test_a_read_past_its_deadline_costs_its_attempt_and_not_the_next(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_a_read_past_its_deadline_costs_its_attempt_and_not_the_next(make_rig):
     rig = make_rig(TransferConfig(read_timeout_s=1.0))
     rig.pair()
     faults = rig.owners["loopback"].faults
     faults.freeze()
-    rig.open()
-    rig.grant()
-    rig.publish_first()
+    rig.begin()
     assert faults.wait_until_resting(1, WAIT_S)
     torn = rig.landing.pages[1].copy()
-    rig.open(OTHER)
-    rig.grant(OTHER, (3, 4))
-    rig.publish_first(OTHER)
+    rig.begin(OTHER, (3, 4))
     rig.publish_last(OTHER)
     heard = {type(event): event for event in (rig.reader.next(object) for _ in range(3))}
     assert heard[FirstTokenEvent].id == OTHER
@@ -381,10 +351,8 @@ def test_a_read_past_its_deadline_costs_its_attempt_and_not_the_next(
     assert (rig.landing.pages[1] == torn).all()
 
 
-def test_an_owner_that_dies_costs_its_handoffs_and_not_the_reader(rig: Rig) -> None:
-    rig.open()
-    rig.grant()
-    rig.publish_first()
+def test_an_owner_that_dies_costs_its_handoffs_and_not_the_reader(rig):
+    rig.begin()
     rig.pump.cut(1)  # first, or its reads may end before the reader knows why
     rig.owner.transfer.stop(WAIT_S)
     rig.reader.next(ProducerDown)
@@ -393,7 +361,7 @@ def test_an_owner_that_dies_costs_its_handoffs_and_not_the_reader(rig: Rig) -> N
     rig.reader.next(ReadsEndedEvent)
 
 
-def test_an_owner_whose_engine_is_stuck_is_dead(make_rig: Callable[..., Rig]) -> None:
+def test_an_owner_whose_engine_is_stuck_is_dead(make_rig):
     # Seen failing with `engine_moves` ignored by ProducerSide.tick.
     rig = make_rig(TransferConfig(heartbeat_s=0.1, max_missed_heartbeats=30))
     rig.pair()
@@ -406,7 +374,7 @@ def test_an_owner_whose_engine_is_stuck_is_dead(make_rig: Callable[..., Rig]) ->
 
 
 @pytest.mark.parametrize("as_reader", [True, False])
-def test_the_front_hears_of_an_engine_only_while_it_moves(rig: Rig, as_reader: bool) -> None:
+def test_the_front_hears_of_an_engine_only_while_it_moves(rig, as_reader):
     """Seen failing with beats whether it moves or not."""
     engine, beats = (rig.reader if as_reader else rig.owner), rig.pump.beats
     before = beats[as_reader]
@@ -421,12 +389,12 @@ def test_the_front_hears_of_an_engine_only_while_it_moves(rig: Rig, as_reader: b
     rig.pump.wait(lambda: beats[as_reader] > still + 1)
 
 
-def test_done_of_what_the_owner_does_not_know_is_not_held(rig: Rig) -> None:
+def test_done_of_what_the_owner_does_not_know_is_not_held(rig):
     rig.pump.say(1, ReadsDone(ID), to_reader=False)
     rig.pump.wait(lambda: PagesReleased(ID, False) in rig.pump.sent)
 
 
-def test_a_violation_ends_the_pair_and_both_nodes_live(rig: Rig) -> None:
+def test_a_violation_ends_the_pair_and_both_nodes_live(rig):
     rig.open()
     rig.pump.say(1, PagesReleased(ID, True), to_reader=True)
     rig.reader.next(ProducerDown)
@@ -437,7 +405,7 @@ def test_a_violation_ends_the_pair_and_both_nodes_live(rig: Rig) -> None:
     rig.pair()
 
 
-def test_nodes_that_do_not_fit_are_refused_field_by_field(make_rig: Callable[..., Rig]) -> None:
+def test_nodes_that_do_not_fit_are_refused_field_by_field(make_rig):
     rig = make_rig(model="another")
     rig.pump.connect()
     rig.pump.wait(lambda: 1 in rig.pump.ended)
@@ -478,15 +446,11 @@ def _can_connect(backend: LoopbackBackend, description: bytes, rig: Rig) -> bool
 
 
 # Seen failing with `ProducerSide._dismiss` doing nothing.
-def test_what_a_reader_was_told_is_worth_nothing_after_its_stream(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_what_a_reader_was_told_is_worth_nothing_after_its_stream(make_rig):
     backend = Listener()
     rig = make_rig(backends={"loopback": backend})
     stream = rig.pair()
-    rig.open()
-    rig.grant()
-    rig.publish_first()
+    rig.begin()
     (told,) = backend.told
     assert _can_connect(backend, told, rig)
     rig.pump.cut(stream)
@@ -530,7 +494,7 @@ class Diary:
 
 
 # Seen failing with the loop behind the actions taken out of `ProducerSide._carry_out`.
-def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_so() -> None:
+def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_so():
     diary, pool = Diary(), Memory(NUM_PAGES, PAGE_BYTES).pool
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
@@ -561,9 +525,7 @@ class SlowPath(LoopbackBackend):
         return connection
 
 
-def test_the_next_path_is_taken_where_one_cannot_be_proved_or_is_too_slow(
-    make_rig: Callable[..., Rig],
-) -> None:
+def test_the_next_path_is_taken_where_one_cannot_be_proved_or_is_too_slow(make_rig):
     config = TransferConfig(min_link_gib_per_s=0.002)
     backends = {"nowhere": NoPath(), "slow": SlowPath(), "loopback": LoopbackBackend()}
     rig = make_rig(config, backends)
@@ -572,7 +534,7 @@ def test_the_next_path_is_taken_where_one_cannot_be_proved_or_is_too_slow(
     assert rig.reader.transfer.take() == []
 
 
-def test_a_pair_without_any_path_is_ended_with_every_reason(make_rig: Callable[..., Rig]) -> None:
+def test_a_pair_without_any_path_is_ended_with_every_reason(make_rig):
     config = TransferConfig(min_link_gib_per_s=0.002)
     rig = make_rig(config, {"nowhere": NoPath(), "slow": SlowPath()})
     rig.pump.connect()
@@ -601,7 +563,7 @@ class Slow(LoopbackBackend):
 
 
 # Seen failing with `ConsumerAdmissions.begin` waiting for what it has begun.
-def test_a_reader_that_waits_for_its_paths_holds_nobody_up(make_rig: Callable[..., Rig]) -> None:
+def test_a_reader_that_waits_for_its_paths_holds_nobody_up(make_rig):
     slow = Slow()
     rig = make_rig(backends={"slow": slow})
     first = rig.pump.connect()
@@ -610,28 +572,18 @@ def test_a_reader_that_waits_for_its_paths_holds_nobody_up(make_rig: Callable[..
     assert rig.reader.next(ProducerUp).owner == OWNER
     second = rig.pump.connect()
     wait_for(lambda: second in slow.preparations)
-    rig.open()
-    rig.grant()
-    rig.publish_first()
-    rig.publish_last()
-    rig.reader.next(FirstTokenEvent)
+    rig.hand_over()
     assert rig.reader.next(CompletedEvent).id == ID and rig.landed(9, 5)
 
 
 # Seen failing with `admit` before `prepare` is done in `ConsumerAdmissions.take_ready`: no path is
 # offered.
-def test_readers_with_agents_of_their_own_come_go_and_come_again(
-    make_rig: Callable[..., Rig], one_sided: None
-) -> None:
+def test_readers_with_agents_of_their_own_come_go_and_come_again(make_rig, one_sided):
     rig = make_rig(backends={"nixl": NixlBackend([replace(PATHS[0], keyed=True)])})
     for id in (ID, OTHER):
         stream = rig.pump.connect()
         assert rig.reader.next(ProducerUp).path == "cma"
-        rig.open(id)
-        rig.grant(id, (1, 2))
-        rig.publish_first(id)
-        rig.publish_last(id)
-        rig.reader.next(FirstTokenEvent)
+        rig.hand_over(id)
         rig.reader.next(CompletedEvent)
         assert rig.landed(9, 5)
         rig.landing.pages[:] = CANARY
@@ -641,14 +593,14 @@ def test_readers_with_agents_of_their_own_come_go_and_come_again(
         rig.reader.next(ProducerDown)
 
 
-def test_a_fault_of_the_thread_reaches_the_engine(rig: Rig) -> None:
+def test_a_fault_of_the_thread_reaches_the_engine(rig):
     rig.open()
     rig.reader.post(GrantCommand(ID, 0, np.array([1, 2, 3], np.int32)))
     with pytest.raises(EngineFault, match="3 pages"):
         rig.reader.next(object)
 
 
-def test_the_end_of_a_node_leaves_no_thread_behind(make_rig: Callable[..., Rig]) -> None:
+def test_the_end_of_a_node_leaves_no_thread_behind(make_rig):
     rig = make_rig()
     rig.pair()
     rig.stop()

@@ -71,9 +71,7 @@ def owner() -> Iterator[Owner]:
 
 # Seen failing with `UnconsumedEvents.fits` always true: nothing is refused.
 @pytest.mark.parametrize("num_tokens, fit", [(10_000, 10), (1, 97)])
-def test_what_is_opened_and_cancelled_during_one_step_does_not_pile_up(
-    owner: Owner, num_tokens: int, fit: int
-) -> None:
+def test_what_is_opened_and_cancelled_during_one_step_does_not_pile_up(owner, num_tokens, fit):
     for request in range(1500):
         owner.open(LOUD, request, num_tokens, cancel=True)
     refused = owner.refused()
@@ -83,7 +81,7 @@ def test_what_is_opened_and_cancelled_during_one_step_does_not_pile_up(
 
 
 # Seen failing with the share of a stream that of all: ten of the quiet reader's are let in too.
-def test_a_reader_that_opens_much_leaves_others_their_share(owner: Owner) -> None:
+def test_a_reader_that_opens_much_leaves_others_their_share(owner):
     for request in range(20):
         owner.open(LOUD, request, 10_000)
     owner.refused()
@@ -95,7 +93,7 @@ def test_a_reader_that_opens_much_leaves_others_their_share(owner: Owner) -> Non
 
 
 # Seen failing with `UnconsumedEvents.taken` doing nothing.
-def test_there_is_room_again_for_what_the_engine_has_taken(owner: Owner) -> None:
+def test_there_is_room_again_for_what_the_engine_has_taken(owner):
     for _ in range(3):
         for request in range(10):
             owner.open(LOUD, request, 10_000, cancel=True)
@@ -103,7 +101,7 @@ def test_there_is_room_again_for_what_the_engine_has_taken(owner: Owner) -> None
         owner.outlet.take()
 
 
-def test_one_open_may_wait_however_long_it_is(owner: Owner) -> None:
+def test_one_open_may_wait_however_long_it_is(owner):
     owner.open(LOUD, 1, 2 * MAX_TOKENS)
     owner.open(QUIET, 1, 2 * MAX_TOKENS)
     assert not owner.refused()

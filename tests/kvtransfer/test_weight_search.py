@@ -5,8 +5,7 @@ can move no more is at rest.
 
 import pytest
 
-from common.config import TransferConfig
-from tests.kvtransfer.search import PATIENT, SILENT, search_in
+from tests.kvtransfer.search import PATIENT, SILENT, case, search_in
 from tests.kvtransfer.weight_sides import WeightPlan, WeightSimulation
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
@@ -15,40 +14,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 @pytest.mark.parametrize(
     "plan, config, faults, states",
     [
-        pytest.param(WeightPlan(), PATIENT, 0, 10, id="no-fault"),
-        pytest.param(WeightPlan(), PATIENT, 1, 450, id="one-fault"),
-        pytest.param(WeightPlan(), SILENT, 1, 400, id="one-silence"),
-        pytest.param(
-            WeightPlan(((0, 3),), whole=3, lends=2), PATIENT, 1, 1_000, id="a-part-at-once"
-        ),
-        pytest.param(WeightPlan(((1, 4),), whole=2), PATIENT, 1, 800, id="fewer-than-asked-for"),
-        pytest.param(WeightPlan(((2, 4),), whole=2), PATIENT, 1, 250, id="none-of-those"),
-        pytest.param(
-            WeightPlan(((0, 1), (1, 2)), lends=1), PATIENT, 0, 200, id="a-window-is-refused"
-        ),
-        pytest.param(
-            WeightPlan(tables=(None, 2, 5), state_pages=2), PATIENT, 1, 450, id="of-any-model"
-        ),
-        pytest.param(WeightPlan(), PATIENT, 2, 10_000, id="two-faults", marks=pytest.mark.long),
-        pytest.param(
-            WeightPlan(((0, 1), (1, 2))),
-            PATIENT,
-            1,
-            20_000,
-            id="two-windows",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            WeightPlan(asynchronous=True),
-            PATIENT,
-            1,
-            4_000,
-            id="events-cross-commands",
-            marks=pytest.mark.long,
-        ),
+        case("no-fault", WeightPlan(), PATIENT, 0, 10),
+        case("one-fault", WeightPlan(), PATIENT, 1, 450),
+        case("one-silence", WeightPlan(), SILENT, 1, 400),
+        case("a-part-at-once", WeightPlan(((0, 3),), whole=3, lends=2), PATIENT, 1, 1_000),
+        case("fewer-than-asked-for", WeightPlan(((1, 4),), whole=2), PATIENT, 1, 800),
+        case("none-of-those", WeightPlan(((2, 4),), whole=2), PATIENT, 1, 250),
+        case("a-window-is-refused", WeightPlan(((0, 1), (1, 2)), lends=1), PATIENT, 0, 200),
+        case("of-any-model", WeightPlan(tables=(None, 2, 5), state_pages=2), PATIENT, 1, 450),
+        case("two-faults", WeightPlan(), PATIENT, 2, 10_000, long=True),
+        case("two-windows", WeightPlan(((0, 1), (1, 2))), PATIENT, 1, 20_000, long=True),
+        case("events-cross-commands", WeightPlan(asynchronous=True), PATIENT, 1, 4_000, long=True),
     ],
 )
-def test_no_interleaving_of_windows_breaks_an_invariant(
-    plan: WeightPlan, config: TransferConfig, faults: int, states: int
-) -> None:
+def test_no_interleaving_of_windows_breaks_an_invariant(plan, config, faults, states):
     assert search_in(WeightSimulation(plan, config), faults=faults).states > states

@@ -24,9 +24,9 @@ from kvtransfer.ports import (
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
     BANK,
+    ENDED,
     FREE,
     Input,
-    Job,
     Output,
     OwnerSide,
     Plan,
@@ -35,7 +35,6 @@ from tests.kvtransfer.sides import (
 )
 from tests.kvtransfer.world import Simulation
 
-ENDED = Job("ended", 0, 0, 0, 0, ())
 Window = tuple[int, int]  # pieces [first, past)
 
 
@@ -148,9 +147,10 @@ class TakerSide(ReaderSide):
         return super().key(), tuple(self.windows)
 
     def moves(self) -> list[Input]:
-        moves = [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
         jobs = enumerate(self.jobs)
-        return moves + [("ask", r) for r, job in jobs if job.state == "new" and self.owners]
+        return self.waiting() + [
+            ("ask", r) for r, job in jobs if job.state == "new" and self.owners
+        ]
 
     def faults(self) -> list[Input]:
         """No window is cancelled to be asked for again."""

@@ -1,3 +1,4 @@
-from tests.api.rig import model
+from tests.api.models import model
+from tests.api.two_nodes import client, d0, d1, router, two
 
-__all__ = ["model"]
+__all__ = ["client", "d0", "d1", "model", "router", "two"]

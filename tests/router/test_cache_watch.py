@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +33,7 @@ async def watching(node: StubNode) -> AsyncIterator[PrefixIndex]:
         assert index.num_pages(node.address) == 0
 
 
-async def test_the_index_follows_what_a_node_tells() -> None:
+async def test_the_index_follows_what_a_node_tells():
     async with StubNode() as node, watching(node) as index:
         node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES[:1])
         await eventually(lambda: index.num_pages(node.address) == 1)
@@ -44,9 +43,7 @@ async def test_the_index_follows_what_a_node_tells() -> None:
         await eventually(lambda: index.cached_tokens(PromptPrefixes(PREFIX), node.address) == 16)
 
 
-async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_anew(monkeypatch):
     monkeypatch.setattr(membership, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
         node.tell_cache(page_size=SIZE, cleared=True, stored=PAGES)
@@ -68,9 +65,7 @@ async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_a
     ],
     ids=["begins in the middle", "no page size", "too much comes", "too much goes"],
 )
-async def test_nonsense_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch, nonsense: dict[str, object]
-) -> None:
+async def test_nonsense_is_not_believed(monkeypatch, nonsense):
     monkeypatch.setattr(membership, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
         told = node.watchers[0]
@@ -80,9 +75,7 @@ async def test_nonsense_is_not_believed(
 
 
 @pytest.mark.parametrize("policy, listens", [("prefix_aware", True), ("least_tokens", False)])
-async def test_nodes_are_heard_only_where_the_policy_heeds_what_they_say(
-    model: Path, policy: str, listens: bool
-) -> None:
+async def test_nodes_are_heard_only_where_the_policy_heeds_what_they_say(model, policy, listens):
     async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
         nodes = {"decode": [decode.address], "prefill": [prefill.address]}
         async with router_for(model, policy=policy, **nodes) as (client, _):
@@ -92,7 +85,7 @@ async def test_nodes_are_heard_only_where_the_policy_heeds_what_they_say(
             assert bool(prefill.watchers) is listens
 
 
-async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model: Path) -> None:
+async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model):
     async with StubNode() as p0, StubNode() as p1, StubNode() as p2:
         prefill = [p0.address, p1.address, p2.address]
         async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
@@ -107,16 +100,13 @@ async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model: Path
                     async with asyncio.timeout(60):
                         while True:
                             call = client.generate(token_ids=TokenIds(ids=[*PREFIX, 9]))
-                            submit = await decode.submitted()
-                            decode.say({submit.number: [20]}, ended={submit.number: STOP})
+                            submit = await decode.complete([20], STOP)
                             await collect(call)
                             if submit.prefill_addresses[0] == holder.address:
                                 break
 
 
-async def test_a_prompt_goes_to_the_node_that_has_its_prefix_in_its_own_namespace(
-    model: Path,
-) -> None:
+async def test_a_prompt_goes_to_the_node_that_has_its_prefix_in_its_own_namespace(model):
     async with StubNode() as p0, StubNode() as p1:
         prefill = [p0.address, p1.address]
         async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
@@ -130,8 +120,7 @@ async def test_a_prompt_goes_to_the_node_that_has_its_prefix_in_its_own_namespac
                 async def first(salt: str | None) -> str:
                     tokens = TokenIds(ids=[*PREFIX, 9])
                     call = client.generate(token_ids=tokens, cache_salt=salt)
-                    submit = await decode.submitted()
-                    decode.say({submit.number: [20]}, ended={submit.number: STOP})
+                    submit = await decode.complete([20], STOP)
                     await collect(call)
                     address: str = submit.prefill_addresses[0]
                     return address

@@ -1,21 +1,17 @@
 """Several nodes: who gets requests, who does not, and what operators are shown."""
 
 import hashlib
-from pathlib import Path
 
 import pytest
 from grpc import StatusCode
 
-from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.router_pb2 import GetClusterRequest
 from router.cluster import decode_client
-from tests.api.rig import collect, eventually, failure, router_for
+from tests.api.rig import collect, eventually, fails, failure, pair_for, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 
 
-async def test_requests_alternate_over_nodes_and_carry_the_rotation_of_prefill_nodes(
-    model: Path,
-) -> None:
+async def test_requests_alternate_over_nodes_and_carry_the_rotation_of_prefill_nodes(model):
     async with StubNode() as p0, StubNode() as p1:
         prefill = [p0.address, p1.address]
         nodes = [StubDecodeNode(paired=prefill, serves_alone=False) for _ in range(2)]
@@ -34,13 +30,13 @@ async def test_requests_alternate_over_nodes_and_carry_the_rotation_of_prefill_n
                         submit = await node.submitted()
                         firsts.append((node.address, submit.prefill_addresses[0]))
                         assert sorted(submit.prefill_addresses) == sorted(prefill)
-                        node.say(ended={submit.number: FINISH_REASON_STOP})
+                        node.finish(submit.number)
                 assert len(set(firsts)) == 4
                 for call in calls:
                     await collect(call)
 
 
-async def test_a_router_is_not_ready_until_a_decode_node_has_a_prefill_node(model: Path) -> None:
+async def test_a_router_is_not_ready_until_a_decode_node_has_a_prefill_node(model):
     async with StubNode() as prefill, StubDecodeNode(serves_alone=False) as decode:
         async with router_for(model, decode=[decode.address], prefill=[prefill.address]) as (
             client,
@@ -48,17 +44,14 @@ async def test_a_router_is_not_ready_until_a_decode_node_has_a_prefill_node(mode
         ):
             await client.wait_until_serving(False)
             await eventually(lambda: decode.num_described)
-            error = await failure(client.generate("x"))
-            assert error.code() is StatusCode.UNAVAILABLE
+            await fails(client.generate("x"), StatusCode.UNAVAILABLE)
             decode.change_status(links=links_to([prefill.address]))
             await client.wait_until_serving()
             decode.change_status(links=[])
             await client.wait_until_serving(False)
 
 
-async def test_a_node_that_falls_back_is_used_only_where_no_decode_node_has_a_prefill_node(
-    model: Path,
-) -> None:
+async def test_a_node_that_falls_back_is_used_only_where_no_decode_node_has_a_prefill_node(model):
     async with (
         StubNode() as prefill,
         StubDecodeNode(serves_alone=False) as d0,
@@ -69,9 +62,8 @@ async def test_a_node_that_falls_back_is_used_only_where_no_decode_node_has_a_pr
         async with router_for(model, decode=decode, prefill=[prefill.address]) as (client, router):
             await client.wait_until_serving()
             call = client.generate("x")
-            alone = await d0.submitted()
+            alone = await d0.complete([20])
             assert list(alone.prefill_addresses) == []
-            await _finish(d0, alone.number)
             await collect(call)
             d1.change_status(links=links_to([prefill.address]))
             await eventually(lambda: [c.address for c in router.cluster.usable()] == [d1.address])
@@ -79,11 +71,7 @@ async def test_a_node_that_falls_back_is_used_only_where_no_decode_node_has_a_pr
             await eventually(lambda: [c.address for c in router.cluster.usable()] == [d0.address])
 
 
-async def _finish(node: StubDecodeNode, number: int) -> None:
-    node.say({number: [20]}, ended={number: FINISH_REASON_STOP})
-
-
-async def test_a_decode_node_that_starts_again_is_used_again(model: Path) -> None:
+async def test_a_decode_node_that_starts_again_is_used_again(model):
     async with StubDecodeNode() as first:
         port = int(first.address.rpartition(":")[2])
         async with router_for(model, decode=[first.address]) as (client, _):
@@ -93,13 +81,11 @@ async def test_a_decode_node_that_starts_again_is_used_again(model: Path) -> Non
             async with StubDecodeNode(port=port) as second:
                 await client.wait_until_serving()
                 call = client.generate("x")
-                await _finish(second, (await second.submitted()).number)
+                await second.complete([20])
                 await collect(call)
 
 
-async def test_a_node_that_says_it_is_ready_is_not_kept_waiting_for_its_stream(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_that_says_it_is_ready_is_not_kept_waiting_for_its_stream(model, monkeypatch):
     """Seen failing with `found` called by nobody."""
     monkeypatch.setattr(decode_client, "_MIN_BACKOFF_S", 3600.0)
     monkeypatch.setattr(decode_client, "_MAX_BACKOFF_S", 3600.0)
@@ -114,29 +100,21 @@ async def test_a_node_that_says_it_is_ready_is_not_kept_waiting_for_its_stream(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_node_with_another_tokenizer_gets_no_requests(model: Path, role: str) -> None:
+async def test_a_node_with_another_tokenizer_gets_no_requests(model, role):
     right = hashlib.sha256((model / "tokenizer.json").read_bytes()).hexdigest()
     hashes = {"prefill": right, "decode": right, role: "0" * 64}
-    prefill = StubNode(tokenizer_hash=hashes["prefill"])
-    async with prefill:
-        decode = StubDecodeNode(
-            paired=[prefill.address],
-            serves_alone=False,
-            tokenizer_hash=hashes["decode"],
-        )
-        async with decode:
-            async with router_for(model, decode=[decode.address], prefill=[prefill.address]) as (
-                client,
-                _,
-            ):
-                answer = await client.stub.GetCluster(GetClusterRequest())
-                states = {node.role: node.state for node in answer.nodes}
-                assert states == {"prefill": "ready", "decode": "ready", role: "unhealthy"}
-                await eventually(lambda: decode.streams and decode.num_described > 1)
-                assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
+    async with StubNode(tokenizer_hash=hashes["prefill"]) as prefill:
+        addresses = [prefill.address]
+        node = StubDecodeNode(paired=addresses, serves_alone=False, tokenizer_hash=hashes["decode"])
+        async with node, router_for(model, decode=[node.address], prefill=addresses) as (client, _):
+            answer = await client.stub.GetCluster(GetClusterRequest())
+            states = {each.role: each.state for each in answer.nodes}
+            assert states == {"prefill": "ready", "decode": "ready", role: "unhealthy"}
+            await eventually(lambda: node.streams and node.num_described > 1)
+            assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
 
 
-async def test_operators_see_every_node_as_it_describes_itself(model: Path) -> None:
+async def test_operators_see_every_node_as_it_describes_itself(model):
     async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
         absent = "127.0.0.1:1"
         async with router_for(
@@ -154,15 +132,10 @@ async def test_operators_see_every_node_as_it_describes_itself(model: Path) -> N
             assert (list(nodes[2].pids), nodes[2].links[0].path) == ([11, 12], "tcp")
 
 
-async def test_a_node_that_does_not_answer_delays_operators_by_two_seconds_at_most(
-    model: Path,
-) -> None:
-    async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
-        prefill.answering.clear()
-        async with router_for(model, decode=[decode.address], prefill=[prefill.address]) as (
-            client,
-            _,
-        ):
-            nodes = (await client.stub.GetCluster(GetClusterRequest(), timeout=60)).nodes
-            assert [node.state for node in nodes] == ["unreachable", "ready"]
-        prefill.answering.set()
+async def test_a_node_that_does_not_answer_delays_operators_by_two_seconds_at_most(model):
+    async with pair_for(model) as pair:
+        pair.prefill.answering.clear()
+        request = GetClusterRequest()
+        nodes = (await pair.client.stub.GetCluster(request, timeout=60)).nodes
+        assert [node.state for node in nodes] == ["unreachable", "ready"]
+        pair.prefill.answering.set()

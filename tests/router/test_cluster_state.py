@@ -3,14 +3,12 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from common import rpc
-from protos.decode_pb2 import FINISH_REASON_STOP
 from router.cluster import cluster_state
 from router.cluster.cluster_state import ClusterState
 from tests.api.rig import collect, eventually, router_for
@@ -48,7 +46,7 @@ class Babbler(StubNode):
         )
 
 
-async def test_nodes_that_send_no_messages_get_no_requests_and_harm_no_others(model: Path) -> None:
+async def test_nodes_that_send_no_messages_get_no_requests_and_harm_no_others(model):
     async with Babbler("prefill") as p, Babbler("decode") as d, StubDecodeNode() as node:
         decode = [d.address, node.address]
         async with router_for(model, decode=decode, prefill=[p.address]) as (client, running):
@@ -56,14 +54,11 @@ async def test_nodes_that_send_no_messages_get_no_requests_and_harm_no_others(mo
             await eventually(lambda: p.num_calls > 2 and d.num_calls > 2)
             assert [choice.address for choice in running.cluster.usable()] == [node.address]
             call = client.generate("x")
-            number = (await node.submitted()).number
-            node.say({number: [20]}, ended={number: FINISH_REASON_STOP})
+            await node.complete([20])
             assert (await collect(call))[1] == [20]
 
 
-async def test_a_node_that_does_not_answer_keeps_no_other_from_its_requests(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_that_does_not_answer_keeps_no_other_from_its_requests(model, monkeypatch):
     monkeypatch.setattr(cluster_state, "_DEADLINE_S", 600.0)
     async with StubDecodeNode() as silent, StubDecodeNode() as node:
         silent.answering.clear()
@@ -72,7 +67,7 @@ async def test_a_node_that_does_not_answer_keeps_no_other_from_its_requests(
             assert [choice.address for choice in running.cluster.usable()] == [node.address]
 
 
-async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_back() -> None:
+async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_back():
     asking = ClusterState(tokenizer_hash="", on_change=lambda: None)
     async with StubNode() as node, rpc.make_channel(node.address) as channel:
         node.answering.clear()
@@ -92,7 +87,7 @@ async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_ba
     [{"state": "excellent"}, {"model": "m" * (1 << 20)}],
     ids=["a state that there is not", "a megabyte of itself"],
 )
-async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie: Any) -> None:
+async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie):
     asking = ClusterState(tokenizer_hash="", on_change=lambda: None)
     async with StubNode() as node, rpc.make_channel(node.address) as channel:
         node.description.MergeFrom(type(node.description)(**lie))
@@ -103,9 +98,7 @@ async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie: A
 
 
 @pytest.mark.parametrize(("drained", "level"), [(True, logging.INFO), (False, logging.WARNING)])
-async def test_only_the_silence_of_a_node_that_did_not_drain_is_a_warning(
-    drained: bool, level: int, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_only_the_silence_of_a_node_that_did_not_drain_is_a_warning(drained, level, caplog):
     """Log no warning for a planned end."""
     caplog.set_level(logging.INFO, "router.cluster")
     looking = ClusterState(tokenizer_hash="", on_change=lambda: None)

@@ -28,11 +28,12 @@ from router.policy.prefix_index import PrefixHints, PrefixIndex
 from router.record import RequestRecords
 from router.timelines import TimelineRecorder
 from router.token_buffer import NodeOutput, StreamEnd, TokenBuffer
-from tests.api.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
+from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
+from tests.api.rig import eventually
 from tests.support.stub_decode_node import StubDecodeNode
 
 
-async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> None:
+async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one():
     model = served_model(
         ModelFiles(
             name="m",
@@ -87,7 +88,7 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
         await writing.wait()
         for token in range(21, 60):
             node.say({submit.number: [token]})
-        node.say(ended={submit.number: FINISH_REASON_LENGTH})
+        node.finish(submit.number, reason=FINISH_REASON_LENGTH)
         node.change_status(pages_total=9)  # behind all of that, on one stream
         await eventually(lambda: cluster.usable()[0].pages_total == 9)
         may_write.set()
@@ -96,14 +97,14 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
     assert [list(piece.token_ids) for piece in pieces] == [[20], list(range(21, 60))]
 
 
-async def test_a_buffer_takes_no_more_tokens_than_were_asked_for() -> None:
+async def test_a_buffer_takes_no_more_tokens_than_were_asked_for():
     buffer = TokenBuffer(max_tokens=2)
     assert [buffer.append(token) for token in (1, 2, 3)] == [True, True, False]
     buffer.end(StreamEnd("length"))
     assert await buffer.taken(pair) == ([1, 2], StreamEnd("length"))
 
 
-async def test_tokens_before_a_failure_are_still_told() -> None:
+async def test_tokens_before_a_failure_are_still_told():
     buffer = TokenBuffer(max_tokens=2)
     buffer.append(1)
     buffer.end(NodeUnavailable("gone"))
@@ -112,7 +113,7 @@ async def test_tokens_before_a_failure_are_still_told() -> None:
         await buffer.taken(pair)
 
 
-async def test_a_writer_sleeps_through_tokens_that_it_does_away_with() -> None:
+async def test_a_writer_sleeps_through_tokens_that_it_does_away_with():
     buffer = TokenBuffer(max_tokens=3)
     taken: list[list[int]] = []
 
@@ -133,7 +134,7 @@ async def test_a_writer_sleeps_through_tokens_that_it_does_away_with() -> None:
     assert await writer == StreamEnd("length")
 
 
-async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before_it() -> None:
+async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before_it():
     buffer = TokenBuffer(max_tokens=2)
     taken: list[int] = []
     writer: asyncio.Task[None] = asyncio.create_task(
@@ -148,7 +149,7 @@ async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before
     assert taken == [1]
 
 
-async def test_what_goes_wrong_while_taking_reaches_the_writer_and_nobody_else() -> None:
+async def test_what_goes_wrong_while_taking_reaches_the_writer_and_nobody_else():
     buffer = TokenBuffer(max_tokens=1)
 
     def take(output: NodeOutput) -> None:

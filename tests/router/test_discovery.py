@@ -90,34 +90,25 @@ async def watching(
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_addresses_that_are_written_down_are_the_members_in_that_order() -> None:
+async def test_addresses_that_are_written_down_are_the_members_in_that_order():
     async with watching([P1, P0], [D1, D0]) as watched:
         assert watched.members == DiscoveredNodes((P1, P0), (D1, D0))
 
 
-WRONG = [
-    "",
-    "host",
-    "host:",
-    "host:0",
-    "host:65536",
-    "unix:/x",
-    "dns:name",
-    "dns::1",
-    "dns:a:b:1",
-    "file:",
-    "ipv4:1.2.3.4:5",
-]
-
-
-@pytest.mark.parametrize("entry", WRONG)
-def test_an_entry_of_no_known_form_is_named(entry: str) -> None:
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("", "host", "host:", "host:0", "host:65536", "unix:/x", "dns:name", "dns::1"),
+        *("dns:a:b:1", "file:", "ipv4:1.2.3.4:5"),
+    ],
+)
+def test_an_entry_of_no_known_form_is_named(entry):
     with pytest.raises(ConfigError, match="--prefill") as error:
         Discovery([entry], [D0])
     assert repr(entry) in str(error.value)
 
 
-def test_without_any_node_there_is_nothing_to_route_to() -> None:
+def test_without_any_node_there_is_nothing_to_route_to():
     with pytest.raises(ConfigError, match="at least one decode node"):
         Discovery([], [])
 
@@ -132,7 +123,7 @@ def test_without_any_node_there_is_nothing_to_route_to() -> None:
         ([], ["file:x", "file:x"]),
     ],
 )
-def test_an_entry_twice_is_a_mistake(prefill: list[str], decode: list[str]) -> None:
+def test_an_entry_twice_is_a_mistake(prefill, decode):
     with pytest.raises(ConfigError, match="named twice"):
         Discovery(prefill, decode)
 
@@ -140,7 +131,7 @@ def test_an_entry_twice_is_a_mistake(prefill: list[str], decode: list[str]) -> N
 # Names ------------------------------------------------------------------------------------------
 
 
-async def test_a_name_stands_for_all_its_addresses_and_is_asked_again_and_again() -> None:
+async def test_a_name_stands_for_all_its_addresses_and_is_asked_again_and_again():
     names = Names(prefill=["10.0.1.1"], decode=["10.0.0.1"])
     async with watching(["dns:prefill:50100"], ["dns:decode:50200"], names) as watched:
         assert watched.members == DiscoveredNodes((P0,), (D0,))
@@ -152,9 +143,7 @@ async def test_a_name_stands_for_all_its_addresses_and_is_asked_again_and_again(
         assert watched.changes.empty()
 
 
-async def test_a_name_that_cannot_be_resolved_keeps_its_last_answer_and_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_name_that_cannot_be_resolved_keeps_its_last_answer_and_is_logged_once(caplog):
     names = Names(decode=["10.0.0.1"])
     async with watching([], ["dns:decode:50200"], names) as watched:
         del names.known["decode"]
@@ -168,7 +157,7 @@ async def test_a_name_that_cannot_be_resolved_keeps_its_last_answer_and_is_logge
         assert await watched.changed() == DiscoveredNodes((), (D1,))
 
 
-async def test_a_name_without_an_address_yet_is_no_mistake() -> None:
+async def test_a_name_without_an_address_yet_is_no_mistake():
     names = Names()
     async with watching([], ["dns:decode:50200"], names) as watched:
         assert watched.members == DiscoveredNodes()
@@ -176,23 +165,20 @@ async def test_a_name_without_an_address_yet_is_no_mistake() -> None:
         assert await watched.changed() == DiscoveredNodes((), (D0,))
 
 
-async def test_a_resolver_that_hangs_holds_up_no_other_entry(tmp_path: Path) -> None:
-    names, file = Names(prefill=["10.0.1.1"]), tmp_path / "nodes"
-    file.write_text(f"[{D0}]")
+async def test_a_resolver_that_hangs_holds_up_no_other_entry(file):
+    names = Names(prefill=["10.0.1.1"])
     async with watching(["dns:prefill:50100"], [f"file:{file}"], names) as watched:
         names.answering.clear()
         file.write_text(f"[{D1}]")
         assert await watched.changed() == DiscoveredNodes((P0,), (D1,))
 
 
-async def test_the_systems_resolver_gives_addresses_with_the_port() -> None:
+async def test_the_systems_resolver_gives_addresses_with_the_port():
     found = await resolve("localhost", 50200)
     assert set(found) <= {"127.0.0.1:50200", "[::1]:50200"} and found
 
 
-async def test_a_name_that_no_resolver_can_be_asked_for_is_a_complaint(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_name_that_no_resolver_can_be_asked_for_is_a_complaint(caplog):
     found = Discovery([], [f"dns:{'a' * 70}:1"])
     await found.start()
     assert found.members == DiscoveredNodes()
@@ -200,6 +186,14 @@ async def test_a_name_that_no_resolver_can_be_asked_for_is_a_complaint(
 
 
 # Files ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file that names one decode node."""
+    file = tmp_path / "nodes"
+    file.write_text(f"[{D0}]")
+    return file
 
 
 @pytest.mark.parametrize(
@@ -211,17 +205,13 @@ async def test_a_name_that_no_resolver_can_be_asked_for_is_a_complaint(
         json.dumps({"decode": [D0, D1], "others": [P1]}),
     ],
 )
-async def test_a_file_is_yaml_or_json_with_one_list_or_one_for_each_role(
-    tmp_path: Path, content: str
-) -> None:
-    file = tmp_path / "nodes"
+async def test_a_file_is_yaml_or_json_with_one_list_or_one_for_each_role(file, content):
     file.write_text(content)
     async with watching([], [f"file:{file}"]) as watched:
         assert watched.members.decode == (D0, D1)
 
 
-async def test_one_file_can_have_the_nodes_of_both_roles(tmp_path: Path) -> None:
-    file = tmp_path / "nodes"
+async def test_one_file_can_have_the_nodes_of_both_roles(file):
     file.write_text(f"prefill: [{P0}]\ndecode: [{D0}]\n")
     async with watching([f"file:{file}"], [f"file:{file}"]) as watched:
         assert watched.members == DiscoveredNodes((P0,), (D0,))
@@ -251,11 +241,7 @@ def _as_kubernetes_does(file: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize("write", [_in_place, _by_renaming, _as_kubernetes_does])
-async def test_a_file_is_read_again_however_it_is_written(
-    tmp_path: Path, write: Callable[[Path, str], None]
-) -> None:
-    file = tmp_path / "nodes"
-    file.write_text(f"[{D0}]")
+async def test_a_file_is_read_again_however_it_is_written(file, write):
     async with watching([], [f"file:{file}"]) as watched:
         write(file, f"[{D0}, {D1}]")
         assert await watched.changed() == DiscoveredNodes((), (D0, D1))
@@ -263,9 +249,8 @@ async def test_a_file_is_read_again_however_it_is_written(
         assert await watched.changed() == DiscoveredNodes()
 
 
-async def test_a_file_that_is_being_written_is_not_believed(tmp_path: Path) -> None:
+async def test_a_file_that_is_being_written_is_not_believed(file):
     """Every part of it would be a list. Seen failing with two readings that may differ."""
-    file = tmp_path / "nodes"
     file.write_text(f"- {D0}\n- {D1}\n")
     times = RefreshTimes(dns_s=1.0, file_s=0.005, settled_s=1.0)
     watched = Watched(Discovery([], [f"file:{file}"], times=times))
@@ -295,10 +280,8 @@ BAD = [
 
 @pytest.mark.parametrize("content, complaint", BAD, ids=[because for _, because in BAD])
 async def test_a_bad_file_keeps_the_last_good_list_and_says_what_is_wrong(
-    tmp_path: Path, content: str, complaint: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "nodes"
-    file.write_text(f"[{D0}]")
+    file, content, complaint, caplog
+):
     async with watching([], [f"file:{file}"]) as watched:
         file.write_text(content)
         await watched.until(lambda: complaint in caplog.text)
@@ -308,11 +291,7 @@ async def test_a_bad_file_keeps_the_last_good_list_and_says_what_is_wrong(
     assert caplog.text.count(complaint) == 1
 
 
-async def test_a_file_that_vanishes_keeps_its_last_list(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "nodes"
-    file.write_text(f"[{D0}]")
+async def test_a_file_that_vanishes_keeps_its_last_list(file, caplog):
     async with watching([], [f"file:{file}"]) as watched:
         file.unlink()
         await watched.until(lambda: "No such file" in caplog.text)
@@ -320,33 +299,28 @@ async def test_a_file_that_vanishes_keeps_its_last_list(
 
 
 @pytest.mark.parametrize("content", [None, "", "- nonsense"])
-async def test_a_file_that_is_wrong_from_the_start_is_an_error(
-    tmp_path: Path, content: str | None
-) -> None:
-    file = tmp_path / "nodes"
-    if content is not None:
+async def test_a_file_that_is_wrong_from_the_start_is_an_error(file, content):
+    if content is None:
+        file.unlink()
+    else:
         file.write_text(content)
     with pytest.raises(ConfigError, match="--decode"):
         await Discovery([], [f"file:{file}"], times=HURRIED).start()
 
 
-async def test_a_pipe_whose_other_end_may_never_come_is_an_error(tmp_path: Path) -> None:
+async def test_a_pipe_whose_other_end_may_never_come_is_an_error(tmp_path):
     os.mkfifo(tmp_path / "nodes")
     with pytest.raises(ConfigError, match="is no file"):
         await Discovery([], [f"file:{tmp_path / 'nodes'}"], times=HURRIED).start()
 
 
-async def test_a_file_that_stays_the_same_is_parsed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_that_stays_the_same_is_parsed_once(file, monkeypatch):
     """A thousand addresses take a parser 30 ms, for which no request would move on."""
     parsed: list[bytes] = []
     load = sources.yaml.load
     monkeypatch.setattr(
         sources.yaml, "load", lambda text, kind: (parsed.append(text), load(text, kind))[1]
     )
-    file = tmp_path / "nodes"
-    file.write_text(f"[{D0}]")
     source = sources.parse(f"file:{file}", "decode", resolve, HURRIED)
     for _ in range(3):
         assert await source.look() == (D0,)
@@ -355,11 +329,7 @@ async def test_a_file_that_stays_the_same_is_parsed_once(
     assert parsed == [f"[{D0}]".encode(), f"[{D1}]".encode()]
 
 
-async def test_a_file_that_cannot_even_be_looked_for_keeps_its_last_list(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "nodes"
-    file.write_text(f"[{D0}]")
+async def test_a_file_that_cannot_even_be_looked_for_keeps_its_last_list(file, caplog):
     async with watching([], [f"file:{file}"]) as watched:
         file.unlink()
         file.symlink_to("a" * 300)  # no file can have that name
@@ -372,15 +342,13 @@ async def test_a_file_that_cannot_even_be_looked_for_keeps_its_last_list(
 # Several entries --------------------------------------------------------------------------------
 
 
-async def test_an_address_of_two_entries_is_one_node() -> None:
+async def test_an_address_of_two_entries_is_one_node():
     names = Names(decode=["10.0.0.1", "10.0.0.2"])
     async with watching([], [D1, "dns:decode:50200"], names) as watched:
         assert watched.members == DiscoveredNodes((), (D1, D0))
 
 
-async def test_an_address_of_both_roles_is_of_neither_until_that_is_mended(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_address_of_both_roles_is_of_neither_until_that_is_mended(caplog):
     names = Names(a=["10.0.0.1", "10.0.0.2"], b=["10.0.0.2"])
     async with watching(["dns:a:50200"], ["dns:b:50200"], names) as watched:
         assert watched.members == DiscoveredNodes((D0,), ())

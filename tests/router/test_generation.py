@@ -138,7 +138,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 
 # Seen failing without the pause before the next try.
-async def test_a_migration_to_nowhere_is_tried_again_after_a_second(rig: Rig) -> None:
+async def test_a_migration_to_nowhere_is_tried_again_after_a_second(rig):
     rig.has_target = False
     async with rig.running(7):
         outcome = await rig.generation.migrate()
@@ -150,7 +150,7 @@ async def test_a_migration_to_nowhere_is_tried_again_after_a_second(rig: Rig) ->
 
 
 # Seen failing with the refused submission not closed, and without the pause from the refusal on.
-async def test_a_target_that_refuses_is_left_and_tried_again_after_a_second(rig: Rig) -> None:
+async def test_a_target_that_refuses_is_left_and_tried_again_after_a_second(rig):
     async with rig.running(7):
         task = await rig.migrated()
         full = Overloaded("it is full")
@@ -166,7 +166,7 @@ async def test_a_target_that_refuses_is_left_and_tried_again_after_a_second(rig:
 
 
 # Seen failing, each, without the discard, the cancel and the close at the end of an attempt.
-async def test_a_request_that_ends_while_it_migrates_leaves_nothing_behind(rig: Rig) -> None:
+async def test_a_request_that_ends_while_it_migrates_leaves_nothing_behind(rig):
     async with rig.running(7):
         task = await rig.migrated()
         rig.a.say(8, end=StreamEnd("stop"))
@@ -177,7 +177,7 @@ async def test_a_request_that_ends_while_it_migrates_leaves_nothing_behind(rig: 
 
 
 # Seen failing with the repeated tokens not dropped.
-async def test_the_response_continues_with_the_first_new_token_of_the_target(rig: Rig) -> None:
+async def test_the_response_continues_with_the_first_new_token_of_the_target(rig):
     async with rig.running(7):
         task = await rig.migrated()
         rig.a.say(8, 9)
@@ -193,7 +193,7 @@ async def test_the_response_continues_with_the_first_new_token_of_the_target(rig
 
 
 # Seen failing with a successor that is closed although the node of the attempt handed it off.
-async def test_a_node_that_reports_the_hand_off_first_ends_the_attempt(rig: Rig) -> None:
+async def test_a_node_that_reports_the_hand_off_first_ends_the_attempt(rig):
     async with rig.running(7):
         task = await rig.migrated()
         rig.a.say(end=NodeLost("the request was moved", LossCause.UNRELATED))
@@ -203,9 +203,7 @@ async def test_a_node_that_reports_the_hand_off_first_ends_the_attempt(rig: Rig)
 
 
 # Seen failing with the successor taken after a crash.
-async def test_a_crash_of_the_engine_ends_a_migration_and_the_request_is_replayed(
-    rig: Rig,
-) -> None:
+async def test_a_crash_of_the_engine_ends_a_migration_and_the_request_is_replayed(rig):
     async with rig.running(7):
         await rig.migrated()
         rig.a.say(end=NodeLost("its engine died", LossCause.SUSPECT))
@@ -215,7 +213,7 @@ async def test_a_crash_of_the_engine_ends_a_migration_and_the_request_is_replaye
     assert rig.record.timeline.num_replays == 1
 
 
-async def test_a_target_that_continues_with_other_tokens_is_lost(rig: Rig) -> None:
+async def test_a_target_that_continues_with_other_tokens_is_lost(rig):
     async with rig.running(7):
         await rig.migrated()
         rig.a.say(8)
@@ -226,7 +224,7 @@ async def test_a_target_that_continues_with_other_tokens_is_lost(rig: Rig) -> No
     assert rig.sink.token_ids == [7, 8]
 
 
-async def test_a_request_without_a_token_is_not_movable(rig: Rig) -> None:
+async def test_a_request_without_a_token_is_not_movable(rig):
     async with rig.running():
         assert not rig.generation.movable
         rig.a.say(7)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from router.policy.load import NodeLoad, PlacementDecision
 
 
-def test_a_charge_is_the_prefill_nodes_until_the_first_token() -> None:
+def test_a_charge_is_the_prefill_nodes_until_the_first_token():
     load = NodeLoad()
     charge = load.charge(PlacementDecision("d0", ("p0", "p1"), uncached_tokens=30), num_tokens=100)
     assert (load.prefill.tokens("p0"), load.prefill.requests("p0")) == (30, 1)
@@ -17,7 +17,7 @@ def test_a_charge_is_the_prefill_nodes_until_the_first_token() -> None:
     assert load.empty
 
 
-def test_pages_of_a_decode_node_are_reserved_until_a_status_has_seen_them() -> None:
+def test_pages_of_a_decode_node_are_reserved_until_a_status_has_seen_them():
     load = NodeLoad()
     early = load.charge(PlacementDecision("d0", ("p0",), 100), 100)
     late = load.charge(PlacementDecision("d0", ("p0",), 7), 7)
@@ -34,7 +34,7 @@ def test_pages_of_a_decode_node_are_reserved_until_a_status_has_seen_them() -> N
     assert load.empty
 
 
-def test_a_request_that_fails_gives_its_charge_back() -> None:
+def test_a_request_that_fails_gives_its_charge_back():
     load = NodeLoad()
     try:
         with load.charge(PlacementDecision("d0", ("p0",), 5), 5):
@@ -59,9 +59,7 @@ _events = st.one_of(
 
 
 @given(st.lists(_events, max_size=60))
-def test_load_is_the_sum_of_what_is_live_and_returns_to_zero(
-    events: list[tuple[str, object]],
-) -> None:
+def test_load_is_the_sum_of_what_is_live_and_returns_to_zero(events):
     load = NodeLoad()
     charges = []
     computing: dict[int, PlacementDecision] = {}

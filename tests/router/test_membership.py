@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import grpc.aio
 import pytest
 from grpc import StatusCode
 
-from protos.decode_pb2 import FINISH_REASON_STOP
+from api.program.assembly import RunningRouter
 from protos.router_pb2 import GetClusterRequest
 from protos.sampling_pb2 import Sampling
 from router.cluster import membership, sources
@@ -48,9 +50,28 @@ class Roster:
         self._file.write_text("".join(f"{r}: [{', '.join(a)}]\n" for r, a in self._named.items()))
 
 
-def router(model: Path, roster: Roster) -> Any:
+@pytest.fixture
+def roster(tmp_path: Path) -> Roster:
+    return Roster(tmp_path)
+
+
+@asynccontextmanager
+async def router_of(
+    model: Path, roster: Roster, *nodes: StubNode
+) -> AsyncIterator[tuple[Client, RunningRouter]]:
+    """A router that is ready with these nodes."""
+    for node in nodes:
+        roster.join(node)
     entries = (roster.entry,)
-    return router_for(model, decode=entries, prefill=entries, policy="round_robin")
+    async with router_for(model, decode=entries, prefill=entries, policy="round_robin") as parts:
+        await parts[0].wait_until_serving(bool(nodes))
+        yield parts
+
+
+async def until_only(router: RunningRouter, *nodes: StubNode) -> None:
+    """Wait until requests are placed on exactly these nodes."""
+    addresses = [node.address for node in nodes]
+    await eventually(lambda: [c.address for c in router.cluster.usable()] == addresses)
 
 
 def peers(node: StubDecodeNode) -> list[str]:
@@ -59,13 +80,9 @@ def peers(node: StubDecodeNode) -> list[str]:
     return list(told[-1].prefill_addresses) if told else []
 
 
-async def test_a_router_without_nodes_becomes_ready_with_the_first_pair(
-    model: Path, tmp_path: Path
-) -> None:
-    roster = Roster(tmp_path)
+async def test_a_router_without_nodes_becomes_ready_with_the_first_pair(model, roster):
     async with StubNode() as prefill, StubDecodeNode(serves_alone=False) as decode:
-        async with router(model, roster) as (client, _):
-            await client.wait_until_serving(False)
+        async with router_of(model, roster) as (client, _):
             assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
             roster.join(decode)
             await eventually(lambda: decode.num_described)
@@ -81,46 +98,35 @@ async def test_a_router_without_nodes_becomes_ready_with_the_first_pair(
 async def _answered(client: Client, node: StubDecodeNode) -> None:
     """The node gets the next request, and answers it."""
     call = client.generate("x")
-    number = (await node.submitted()).number
-    node.say({number: [20]}, ended={number: FINISH_REASON_STOP})
+    await node.complete([20])
     assert (await collect(call))[1] == [20]
 
 
-async def test_a_node_that_joins_gets_requests_and_is_shown(model: Path, tmp_path: Path) -> None:
-    roster = Roster(tmp_path)
+async def test_a_node_that_joins_gets_requests_and_is_shown(model, roster):
     async with StubDecodeNode() as first, StubDecodeNode() as second:
-        roster.join(first)
-        async with router(model, roster) as (client, running):
-            await client.wait_until_serving()
+        async with router_of(model, roster, first) as (client, running):
             roster.join(second)
             await eventually(lambda: len(running.cluster.usable()) == 2)
             calls = [client.generate("x") for _ in range(2)]
             for node in (first, second):
-                number = (await node.submitted()).number
-                node.say(ended={number: FINISH_REASON_STOP})
+                await node.complete()
             for call in calls:
                 await collect(call)
             nodes = (await client.stub.GetCluster(GetClusterRequest())).nodes
             assert [node.address for node in nodes] == [first.address, second.address]
 
 
-async def test_a_node_that_leaves_finishes_its_requests_and_gets_no_other(
-    model: Path, tmp_path: Path
-) -> None:
-    roster = Roster(tmp_path)
+async def test_a_node_that_leaves_finishes_its_requests_and_gets_no_other(model, roster):
     async with StubDecodeNode() as leaver, StubDecodeNode() as other:
-        roster.join(leaver)
-        async with router(model, roster) as (client, running):
-            await client.wait_until_serving()
+        async with router_of(model, roster, leaver) as (client, running):
             call = client.generate("x")
             number = (await leaver.submitted()).number
             roster.join(other)
             roster.leave(leaver)
-            choices = running.cluster.usable
-            await eventually(lambda: [c.address for c in choices()] == [other.address])
+            await until_only(running, other)
             for _ in range(3):
                 await _answered(client, other)
-            leaver.say({number: [20, 21]}, ended={number: FINISH_REASON_STOP})
+            leaver.finish(number, [20, 21])
             assert (await collect(call))[1] == [20, 21]
             assert sum(len(message.submits) for message in leaver.received) == 1
             await eventually(lambda: not leaver.streams)  # the router has let go of it
@@ -128,37 +134,27 @@ async def test_a_node_that_leaves_finishes_its_requests_and_gets_no_other(
             assert [node.address for node in nodes] == [other.address]
 
 
-async def test_a_node_that_leaves_and_dies_has_its_requests_go_on_elsewhere(
-    model: Path, tmp_path: Path
-) -> None:
-    roster = Roster(tmp_path)
+async def test_a_node_that_leaves_and_dies_has_its_requests_go_on_elsewhere(model, roster):
     async with StubDecodeNode() as leaver, StubDecodeNode() as other:
-        roster.join(leaver)
-        async with router(model, roster) as (client, running):
-            await client.wait_until_serving()
+        async with router_of(model, roster, leaver) as (client, running):
             call = client.generate("x")
             number = (await leaver.submitted()).number
             leaver.say({number: [20]})
             await call.read()
             roster.join(other)
             roster.leave(leaver)
-            choices = running.cluster.usable
-            await eventually(lambda: [c.address for c in choices()] == [other.address])
+            await until_only(running, other)
             await leaver.die()
-            again = await other.submitted()
+            again = await other.complete([21])
             assert (again.num_generated, again.token_ids[-1]) == (1, 20)
-            other.say({again.number: [21]}, ended={again.number: FINISH_REASON_STOP})
             assert (await collect(call))[1] == [21]
 
 
 async def test_a_node_that_comes_back_while_its_requests_finish_is_used_and_they_finish(
-    model: Path, tmp_path: Path
-) -> None:
-    roster = Roster(tmp_path)
+    model, roster
+):
     async with StubDecodeNode() as node:
-        roster.join(node)
-        async with router(model, roster) as (client, running):
-            await client.wait_until_serving()
+        async with router_of(model, roster, node) as (client, running):
             call = client.generate("x")
             number = (await node.submitted()).number
             roster.leave(node)
@@ -171,7 +167,7 @@ async def test_a_node_that_comes_back_while_its_requests_finish_is_used_and_they
             await node.submitted()
             new_stream = node.streams[1]
             node.answering.clear()  # whoever forgot the node now would not learn of it again
-            node.say({number: [20]}, ended={number: FINISH_REASON_STOP})
+            node.finish(number, [20])
             assert (await collect(call))[1] == [20]
             assert (await collect(new))[1] == [20]
             await eventually(lambda: node.streams == [new_stream])
@@ -180,15 +176,14 @@ async def test_a_node_that_comes_back_while_its_requests_finish_is_used_and_they
 
 
 async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_later(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, roster, monkeypatch
+):
     """Later: what the one that goes is still computing is handed over first."""
     monkeypatch.setattr(membership, "HANDOFFS_S", 3600.0)
-    roster = Roster(tmp_path)
     async with StubNode() as p0, StubNode() as p1, StubDecodeNode(serves_alone=False) as decode:
         roster.join(p0)
         roster.join(decode)
-        async with router(model, roster) as (client, _):
+        async with router_of(model, roster) as (client, _):
             await eventually(lambda: peers(decode) == [p0.address])
             decode.change_status(links=links_to([p0.address, p1.address]))
             roster.join(p1)
@@ -197,8 +192,7 @@ async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_l
 
             async def candidates() -> list[str]:
                 call = client.generate("x")
-                submit = await decode.submitted()
-                decode.say(ended={submit.number: FINISH_REASON_STOP})
+                submit = await decode.complete()
                 await collect(call)
                 return sorted(submit.prefill_addresses)
 
@@ -215,14 +209,11 @@ async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_l
 
 
 async def test_a_node_that_leaves_while_it_is_asked_does_not_keep_others_from_joining(
-    model: Path, tmp_path: Path
-) -> None:
-    roster = Roster(tmp_path)
+    model, roster
+):
     async with StubDecodeNode() as silent, StubDecodeNode() as first, StubDecodeNode() as joiner:
         silent.answering.clear()
-        roster.join(first)
-        async with router(model, roster) as (client, running):
-            await client.wait_until_serving()
+        async with router_of(model, roster, first) as (_, running):
             roster.join(silent)
             await eventually(lambda: silent.num_asked)
             roster.leave(silent)
@@ -232,7 +223,7 @@ async def test_a_node_that_leaves_while_it_is_asked_does_not_keep_others_from_jo
         silent.answering.set()
 
 
-async def test_a_node_has_the_role_that_it_says_wherever_it_was_found(model: Path) -> None:
+async def test_a_node_has_the_role_that_it_says_wherever_it_was_found(model):
     def usable() -> list[str]:
         return [choice.address for choice in running.cluster.usable()]
 
@@ -248,12 +239,10 @@ async def test_a_node_has_the_role_that_it_says_wherever_it_was_found(model: Pat
             await eventually(lambda: peers(node) == [])
 
 
-async def test_nodes_come_and_go_under_load_and_no_request_fails(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_nodes_come_and_go_under_load_and_no_request_fails(model, roster):
     """Each node answers with its own token, a step every 5 ms; six clients ask without a pause
     while nodes join and leave, and some of those that leave die before they are empty."""
-    length, roster = 10, Roster(tmp_path)
+    length = 10
     metronomes = [Metronome(20 + i, length, 0.005) for i in range(6)]
     running: dict[StubDecodeNode, asyncio.Task[None]] = {}
     answers: list[list[int]] = []
@@ -275,7 +264,7 @@ async def test_nodes_come_and_go_under_load_and_no_request_fails(
 
     try:
         await start(metronomes[0])
-        async with router(model, roster) as (client, router_):
+        async with router_of(model, roster) as (client, router_):
             await client.wait_until_serving()
             clients = [asyncio.create_task(ask_again_and_again(client)) for _ in range(6)]
             usable = router_.cluster.usable

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
+from protos.decode_pb2 import FINISH_REASON_ERROR
 from protos.router_pb2 import TokenIds
 from tests.api.rig import Client, collect, eventually, failure, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, Submission
@@ -46,7 +46,7 @@ async def placed_long(model: Path) -> AsyncIterator[tuple[Rig, Any, Submission]]
 
 
 @pytest.mark.parametrize("end", ["first token", "cancelled", "failed", "finished"])
-async def test_a_prompt_counts_until_its_first_token_or_its_end(model: Path, end: str) -> None:
+async def test_a_prompt_counts_until_its_first_token_or_its_end(model, end):
     async with placed_long(model) as (rig, call, long):
         match end:
             case "first token":
@@ -60,7 +60,7 @@ async def test_a_prompt_counts_until_its_first_token_or_its_end(model: Path, end
                 rig.decode.say(ended=ended, error="broken", error_code=13)
                 await failure(call)
             case "finished":
-                rig.decode.say({long.number: [20]}, ended={long.number: FINISH_REASON_STOP})
+                rig.decode.finish(long.number, [20])
                 await collect(call)
         _, short = await rig.place(1)
         assert short.prefill_addresses[0] == long.prefill_addresses[0]

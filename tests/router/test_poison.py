@@ -9,18 +9,10 @@ from typing import Any
 from grpc import StatusCode
 
 from common.request import GUILTY, TRIAL_TOKENS
-from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
-from protos.router_pb2 import TokenIds
-from protos.sampling_pb2 import Sampling
+from protos.decode_pb2 import FINISH_REASON_ERROR
 from router.generation import MAX_ENGINE_DEATHS, MAX_REPLAYS
-from tests.api.rig import Client, collect, eventually, failure, router_for
+from tests.api.rig import Client, ask, collect, eventually, fails, failure, router_for
 from tests.support.stub_decode_node import StubDecodeNode, Submission
-
-PROMPT = [5, 6, 7]
-
-
-def ask(client: Client, **sampling: Any) -> Any:
-    return client.generate(token_ids=TokenIds(ids=PROMPT), sampling=Sampling(**sampling))
 
 
 @asynccontextmanager
@@ -50,11 +42,11 @@ async def lose_engine(node: StubDecodeNode) -> None:
 
 
 async def _ends_well(call: Any, node: StubDecodeNode, submit: Submission) -> None:
-    node.say({submit.number: [30]}, ended={submit.number: FINISH_REASON_STOP})
+    node.finish(submit.number, [30])
     assert (await collect(call))[2].finish_reason == "stop"
 
 
-async def test_who_was_there_when_an_engine_died_says_so_at_its_next_node(model: Path) -> None:
+async def test_who_was_there_when_an_engine_died_says_so_at_its_next_node(model):
     async with nodes(model, 2) as (client, stubs):
         call = ask(client)
         node, submit = await submitted(stubs)
@@ -65,7 +57,7 @@ async def test_who_was_there_when_an_engine_died_says_so_at_its_next_node(model:
         await _ends_well(call, node, submit)
 
 
-async def test_who_is_alone_in_a_second_engine_that_dies_ends_there(model: Path) -> None:
+async def test_who_is_alone_in_a_second_engine_that_dies_ends_there(model):
     async with nodes(model, 3) as (client, stubs):
         call = ask(client)
         for _ in range(2):
@@ -78,7 +70,7 @@ async def test_who_is_alone_in_a_second_engine_that_dies_ends_there(model: Path)
         assert sum(bool(message.submits) for stub in stubs for message in stub.received) == 2
 
 
-async def test_who_waits_while_another_computes_alone_is_not_charged(model: Path) -> None:
+async def test_who_waits_while_another_computes_alone_is_not_charged(model):
     """However often that is: it has computed nothing."""
     async with nodes(model, 3) as (client, stubs):
         call = ask(client)
@@ -90,7 +82,7 @@ async def test_who_waits_while_another_computes_alone_is_not_charged(model: Path
         await _ends_well(call, *await submitted(stubs))
 
 
-async def test_a_suspect_that_waits_for_its_turn_is_charged_no_second_death(model: Path) -> None:
+async def test_a_suspect_that_waits_for_its_turn_is_charged_no_second_death(model):
     async with nodes(model, 3) as (client, stubs):
         call = ask(client)
         for _ in range(MAX_ENGINE_DEATHS + 2):  # but for the first of what the others computed
@@ -100,7 +92,7 @@ async def test_a_suspect_that_waits_for_its_turn_is_charged_no_second_death(mode
         await _ends_well(call, node, submit)
 
 
-async def test_who_gets_past_the_place_of_a_death_is_innocent_of_it(model: Path) -> None:
+async def test_who_gets_past_the_place_of_a_death_is_innocent_of_it(model):
     async with nodes(model, 3) as (client, stubs):
         call = ask(client)
         await lose_engine((await submitted(stubs))[0])
@@ -113,23 +105,17 @@ async def test_who_gets_past_the_place_of_a_death_is_innocent_of_it(model: Path)
         await _ends_well(call, node, submit)
 
 
-async def test_who_always_gets_on_and_is_always_there_when_engines_die_ends_too(
-    model: Path,
-) -> None:
+async def test_who_always_gets_on_and_is_always_there_when_engines_die_ends_too(model):
     async with nodes(model, 3) as (client, stubs):
         call = ask(client, max_tokens=50)
         for _ in range(MAX_ENGINE_DEATHS + 1):
             node, submit = await submitted(stubs)
             node.say({submit.number: [20] * TRIAL_TOKENS})
             await lose_engine(node)
-        error = await failure(call)
-        assert (error.code(), "has disconnected" in str(error.details())) == (
-            StatusCode.UNAVAILABLE,
-            True,
-        )
+        await fails(call, StatusCode.UNAVAILABLE, "has disconnected")
 
 
-async def test_nodes_that_are_asked_to_end_cost_a_request_nothing(model: Path) -> None:
+async def test_nodes_that_are_asked_to_end_cost_a_request_nothing(model):
     """More of them than a request may lose otherwise. That those which have begun it lose nothing
     either is shown with real nodes, as they move it (tests/integration/test_membership.py)."""
     async with nodes(model, MAX_REPLAYS + 3) as (client, stubs):
@@ -137,20 +123,22 @@ async def test_nodes_that_are_asked_to_end_cost_a_request_nothing(model: Path) -
         for _ in range(MAX_REPLAYS + 2):
             node, submit = await submitted(stubs)
             node.change_status(state="draining")
-            node.say(
-                ended={submit.number: FINISH_REASON_ERROR},
+            node.finish(
+                submit.number,
+                reason=FINISH_REASON_ERROR,
                 error="this node is draining",
                 error_code=StatusCode.UNAVAILABLE.value[0],
             )
         await _ends_well(call, *await submitted(stubs))
 
 
-async def test_what_cannot_be_computed_is_internal_and_nobody_is_asked_again(model: Path) -> None:
+async def test_what_cannot_be_computed_is_internal_and_nobody_is_asked_again(model):
     async with nodes(model, 2) as (client, stubs):
         call = ask(client)
         node, submit = await submitted(stubs)
-        node.say(
-            ended={submit.number: FINISH_REASON_ERROR},
+        node.finish(
+            submit.number,
+            reason=FINISH_REASON_ERROR,
             error="the model's logits were not finite",
             error_code=StatusCode.INTERNAL.value[0],
         )

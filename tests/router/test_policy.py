@@ -91,9 +91,7 @@ _prompts = st.builds(
 
 @settings(max_examples=60)
 @given(requests=st.lists(st.tuples(_prompts, _choices), min_size=1, max_size=8))
-def test_every_pick_is_a_usable_one_whatever_nodes_say_and_however_they_come_and_go(
-    requests: list[tuple[PlacementKey, list[DecodeChoice]]],
-) -> None:
+def test_every_pick_is_a_usable_one_whatever_nodes_say_and_however_they_come_and_go(requests):
     for name in NAMES:
         load = NodeLoad()
         policy: RoutingPolicy = make_policy(name, load, PrefixIndex())
@@ -106,7 +104,7 @@ def test_every_pick_is_a_usable_one_whatever_nodes_say_and_however_they_come_and
             load.charge(placement, len(prompt.token_ids))
 
 
-def test_the_configuration_offers_exactly_the_policies_there_are() -> None:
+def test_the_configuration_offers_exactly_the_policies_there_are():
     for name in NAMES:
         assert RouterConfig(model="m", policy=name).policy == name  # type: ignore[arg-type]
     schema = RouterConfig.model_json_schema()["properties"]["policy"]
@@ -114,7 +112,7 @@ def test_the_configuration_offers_exactly_the_policies_there_are() -> None:
 
 
 @pytest.mark.parametrize("num_prefill, num_decode", [(1, 1), (2, 2), (3, 2), (2, 3), (4, 2)])
-def test_round_robin_picks_every_pair_equally_often(num_prefill: int, num_decode: int) -> None:
+def test_round_robin_picks_every_pair_equally_often(num_prefill, num_decode):
     rig = Rig("round_robin", num_prefill, num_decode)
     num_pairs = num_prefill * num_decode
     picked = [rig.pick([1]) for _ in range(3 * num_pairs)]
@@ -122,7 +120,7 @@ def test_round_robin_picks_every_pair_equally_often(num_prefill: int, num_decode
     assert len({p.decode for p in picked[:num_decode]}) == num_decode
 
 
-def test_random_picks_every_pair_about_as_often() -> None:
+def test_random_picks_every_pair_about_as_often():
     rig = Rig("random")
     picked = Counter((p.decode, p.prefill[0]) for p in (rig.pick([1]) for _ in range(4000)))
     assert len(picked) == 8
@@ -130,7 +128,7 @@ def test_random_picks_every_pair_about_as_often() -> None:
 
 
 @pytest.mark.parametrize("name", ["least_tokens", "power_of_two", "prefix_aware"])
-def test_a_long_queue_is_avoided(name: str) -> None:
+def test_a_long_queue_is_avoided(name):
     rig = Rig(name)
     for address in rig.prefill[1:]:
         rig.load.charge(PlacementDecision("d0", (address,), 5000), 5000)
@@ -140,7 +138,7 @@ def test_a_long_queue_is_avoided(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["least_tokens", "prefix_aware"])
-def test_unlike_prompts_are_spread_by_their_tokens(name: str) -> None:
+def test_unlike_prompts_are_spread_by_their_tokens(name):
     rig = Rig(name)
     rng = random.Random(3)
     for number in range(200):
@@ -149,7 +147,7 @@ def test_unlike_prompts_are_spread_by_their_tokens(name: str) -> None:
     assert max(queued) - min(queued) <= 2000 + NEAR_TOKENS
 
 
-def test_the_node_that_has_the_longest_prefix_goes_first() -> None:
+def test_the_node_that_has_the_longest_prefix_goes_first():
     rig = Rig("prefix_aware")
     tokens = list(range(100, 1124))
     rig.store("p1", tokens[:512])
@@ -159,7 +157,7 @@ def test_the_node_that_has_the_longest_prefix_goes_first() -> None:
     assert placement.uncached_tokens == 512
 
 
-def test_of_a_prompt_that_is_cached_as_a_whole_the_last_token_is_computed() -> None:
+def test_of_a_prompt_that_is_cached_as_a_whole_the_last_token_is_computed():
     rig = Rig("prefix_aware")
     tokens = list(range(100, 1124))
     rig.store("p2", tokens)
@@ -167,7 +165,7 @@ def test_of_a_prompt_that_is_cached_as_a_whole_the_last_token_is_computed() -> N
     assert (placement.prefill[0], placement.uncached_tokens) == ("p2", 1)
 
 
-def test_a_prompt_does_not_wait_for_its_prefix_longer_than_computing_it_takes() -> None:
+def test_a_prompt_does_not_wait_for_its_prefix_longer_than_computing_it_takes():
     rig = Rig("prefix_aware")
     tokens = list(range(100, 3172))
     rig.store("p1", tokens)
@@ -178,14 +176,14 @@ def test_a_prompt_does_not_wait_for_its_prefix_longer_than_computing_it_takes() 
     assert len(tokens) <= queued <= len(tokens) + NEAR_TOKENS + 100
 
 
-def test_prompts_that_come_at_once_with_a_new_prefix_go_to_one_node() -> None:
+def test_prompts_that_come_at_once_with_a_new_prefix_go_to_one_node():
     rig = Rig("prefix_aware")
     prefix = list(range(2000))
     firsts = {rig.place([*prefix, number]).prefill[0] for number in range(5)}
     assert len(firsts) == 1
 
 
-def test_one_dominating_prefix_makes_no_hot_spot() -> None:
+def test_one_dominating_prefix_makes_no_hot_spot():
     rig = Rig("prefix_aware")
     prefix = list(range(1024))
     for number in range(400):
@@ -194,7 +192,7 @@ def test_one_dominating_prefix_makes_no_hot_spot() -> None:
     assert max(queued) < 1.2 * min(queued) + len(prefix)
 
 
-def test_a_session_stays_where_it_is_until_its_node_leaves() -> None:
+def test_a_session_stays_where_it_is_until_its_node_leaves():
     rig = Rig("session_affinity")
     homes = {}
     for number in range(20):
@@ -215,7 +213,7 @@ def test_a_session_stays_where_it_is_until_its_node_leaves() -> None:
         assert rig.place([1], session).decode == decode
 
 
-def test_consistent_hash_moves_only_the_keys_of_a_node_that_leaves() -> None:
+def test_consistent_hash_moves_only_the_keys_of_a_node_that_leaves():
     keys = [f"user {number}" for number in range(2000)]
     ten = Rig("consistent_hash", 10)
     nine = Rig("consistent_hash", 10)
@@ -229,7 +227,7 @@ def test_consistent_hash_moves_only_the_keys_of_a_node_that_leaves() -> None:
     assert len({after[key] for key in moved}) == 9
 
 
-def test_consistent_hash_takes_the_beginning_of_the_prompt_where_there_is_no_session() -> None:
+def test_consistent_hash_takes_the_beginning_of_the_prompt_where_there_is_no_session():
     rig, other_router = Rig("consistent_hash", 10), Rig("consistent_hash", 10)
     for number in range(50):
         prefix = [number] * 300
@@ -239,7 +237,7 @@ def test_consistent_hash_takes_the_beginning_of_the_prompt_where_there_is_no_ses
     assert len({rig.pick([number] * 300).prefill[0] for number in range(100)}) == 10
 
 
-def test_namespaces_with_one_prefix_go_to_different_nodes_and_each_to_its_own() -> None:
+def test_namespaces_with_one_prefix_go_to_different_nodes_and_each_to_its_own():
     """They have nothing in common that a node could reuse."""
     rig = Rig("consistent_hash", 10)
     homes = {}
@@ -250,7 +248,7 @@ def test_namespaces_with_one_prefix_go_to_different_nodes_and_each_to_its_own() 
     assert len(set(homes.values())) == 10
 
 
-def test_a_prefix_draws_no_prompt_of_another_namespace() -> None:
+def test_a_prefix_draws_no_prompt_of_another_namespace():
     rig = Rig("prefix_aware")
     theirs = namespace_of("theirs")
     prefix = [1] * 1024
@@ -264,7 +262,7 @@ def test_a_prefix_draws_no_prompt_of_another_namespace() -> None:
         assert placement.uncached_tokens == 1025
 
 
-def test_consistent_hash_bounds_the_queue_that_one_key_can_make() -> None:
+def test_consistent_hash_bounds_the_queue_that_one_key_can_make():
     rig = Rig("consistent_hash", 10)
     for _ in range(300):
         rig.place([1] * 100, "everybody")
@@ -280,24 +278,19 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(request.param)
 
 
-def test_the_emptiest_decode_node_is_taken(rig: Rig) -> None:
-    rig.choices = [
-        choice("d0", "p0", pages_total=1000, pages_free=500),
-        choice("d1", "p0", pages_total=100, pages_free=80),
-    ]
+def test_the_emptiest_decode_node_is_taken(rig):
+    full = choice("d0", "p0", pages_total=1000, pages_free=500)
+    rig.choices = [full, choice("d1", "p0", pages_total=100, pages_free=80)]
     assert {rig.pick([1]).decode for _ in range(5)} == {"d1"}
 
 
-def test_what_was_placed_counts_before_a_status_shows_it(rig: Rig) -> None:
-    rig.choices = [
-        choice("d0", "p0", pages_total=1000, pages_free=900),
-        choice("d1", "p0", pages_total=1000, pages_free=900),
-    ]
+def test_what_was_placed_counts_before_a_status_shows_it(rig):
+    rig.choices = [choice(d, "p0", pages_total=1000, pages_free=900) for d in ("d0", "d1")]
     picked = Counter(rig.place([number] * 160).decode for number in range(40))
     assert picked == {"d0": 20, "d1": 20}
 
 
-def test_of_decode_nodes_equally_full_the_one_with_fewer_requests_is_taken(rig: Rig) -> None:
+def test_of_decode_nodes_equally_full_the_one_with_fewer_requests_is_taken(rig):
     for each in rig.choices:  # whose pages a Status has shown since: what is left is their number
         num_live = 2 if each.address == "d0" else 3
         for _ in range(num_live):
@@ -306,7 +299,7 @@ def test_of_decode_nodes_equally_full_the_one_with_fewer_requests_is_taken(rig: 
     assert {rig.pick([1]).decode for _ in range(5)} == {"d0"}
 
 
-def test_decode_nodes_alike_in_all_take_turns(rig: Rig) -> None:
+def test_decode_nodes_alike_in_all_take_turns(rig):
     picked = Counter(rig.pick([1]).decode for _ in range(100))
     assert picked["d0"] > 35 and picked["d1"] > 35
 
@@ -315,14 +308,12 @@ def test_decode_nodes_alike_in_all_take_turns(rig: Rig) -> None:
     "slow, fast",
     [((("tcp", 2.0),), (("rdma", 20.0),)), ((("tcp", 0.0),), (("nvlink", 0.0),))],
 )
-def test_of_decode_nodes_about_equally_full_the_one_with_the_faster_link_is_taken(
-    rig: Rig, slow: tuple[tuple[str, float]], fast: tuple[tuple[str, float]]
-) -> None:
+def test_of_decode_nodes_about_equally_full_the_one_with_the_faster_link_is_taken(rig, slow, fast):
     rig.choices = [linked("d0", *slow), linked("d1", *fast)]
     assert {rig.pick([1]).decode for _ in range(5)} == {"d1"}
 
 
-def test_links_that_differ_no_more_than_their_measurements_are_equal(rig: Rig) -> None:
+def test_links_that_differ_no_more_than_their_measurements_are_equal(rig):
     rig.choices = [linked("d0", ("cma", 6.0)), linked("d1", ("cma", 8.0))]
     picked = Counter(rig.pick([1]).decode for _ in range(100))
     assert picked["d0"] > 35 and picked["d1"] > 35

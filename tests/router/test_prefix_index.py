@@ -4,10 +4,12 @@ import random
 
 import pytest
 
+from common.addresses import PrefixHint
 from common.errors import ProtocolViolation
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from router.policy import prefix_index
-from router.policy.prefix_index import STRIDE, PrefixIndex, PromptPrefixes
+from router.policy.load import PlacementDecision, PlacementKey
+from router.policy.prefix_index import STRIDE, PrefixHints, PrefixIndex, PromptPrefixes
 
 SIZE = 16
 
@@ -39,7 +41,7 @@ def in_common(one: list[int], other: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_of_nodes_that_tell_it_knows_the_longest_prefix_of_each(seed: int) -> None:
+def test_of_nodes_that_tell_it_knows_the_longest_prefix_of_each(seed):
     """The model: every node is a list of prompts, as its cache is a set of their prefixes."""
     rng = random.Random(seed)
     index = PrefixIndex()
@@ -64,7 +66,7 @@ def test_of_nodes_that_tell_it_knows_the_longest_prefix_of_each(seed: int) -> No
             assert cached(index, wanted, each) == longest
 
 
-def test_what_was_placed_is_expected_before_the_node_tells_of_it() -> None:
+def test_what_was_placed_is_expected_before_the_node_tells_of_it():
     index = PrefixIndex()
     index.changed("p0", SIZE, cleared=True)
     tokens = [1] * (5 * STRIDE + 3)
@@ -79,7 +81,7 @@ def test_what_was_placed_is_expected_before_the_node_tells_of_it() -> None:
     assert cached(index, tokens, "p0") == 2 * STRIDE + SIZE
 
 
-def test_neither_what_is_told_nor_what_was_placed_is_known_in_another_namespace() -> None:
+def test_neither_what_is_told_nor_what_was_placed_is_known_in_another_namespace():
     index = PrefixIndex()
     one, other = namespace_of("one"), namespace_of("other")
     told, placed = [1] * (2 * STRIDE), [2] * (2 * STRIDE)
@@ -92,7 +94,7 @@ def test_neither_what_is_told_nor_what_was_placed_is_known_in_another_namespace(
     assert cached(index, told, "p0", one) == 2 * STRIDE
 
 
-def test_history_ends_at_the_first_page_that_is_gone() -> None:
+def test_history_ends_at_the_first_page_that_is_gone():
     index = PrefixIndex()
     tokens = [1] * (5 * STRIDE)
     index.changed("p0", SIZE, cleared=True)
@@ -101,7 +103,7 @@ def test_history_ends_at_the_first_page_that_is_gone() -> None:
     assert cached(index, tokens, "p0") == STRIDE
 
 
-def test_what_was_placed_and_never_told_is_forgotten_in_time() -> None:
+def test_what_was_placed_and_never_told_is_forgotten_in_time():
     now = 0.0
     index = PrefixIndex(clock=lambda: now)
     index.changed("p0", SIZE, cleared=True)
@@ -114,9 +116,7 @@ def test_what_was_placed_and_never_told_is_forgotten_in_time() -> None:
     assert cached(index, cancelled, "p0") == 0
 
 
-def test_history_of_a_node_that_tells_nothing_is_bounded_and_forgets_the_oldest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_history_of_a_node_that_tells_nothing_is_bounded_and_forgets_the_oldest(monkeypatch):
     monkeypatch.setattr(prefix_index, "MAX_HISTORY", 40)
     index = PrefixIndex()
     prompts = [[number] * (4 * STRIDE) for number in range(30)]
@@ -128,7 +128,7 @@ def test_history_of_a_node_that_tells_nothing_is_bounded_and_forgets_the_oldest(
     assert known == sorted(known)
 
 
-def test_a_node_that_stops_telling_is_believed_no_more_and_history_goes_on() -> None:
+def test_a_node_that_stops_telling_is_believed_no_more_and_history_goes_on():
     index = PrefixIndex()
     told, placed = [1] * (2 * STRIDE), [2] * (2 * STRIDE)
     index.changed("p0", SIZE, cleared=True, stored=names(told))
@@ -140,9 +140,7 @@ def test_a_node_that_stops_telling_is_believed_no_more_and_history_goes_on() -> 
     assert cached(index, placed, "p0") == 0
 
 
-def test_a_node_cannot_make_it_remember_more_than_its_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_cannot_make_it_remember_more_than_its_share(monkeypatch):
     monkeypatch.setattr(prefix_index, "MAX_PAGES", 100)
     index = PrefixIndex()
     for start in range(0, 1000, 50):
@@ -151,12 +149,12 @@ def test_a_node_cannot_make_it_remember_more_than_its_share(
 
 
 @pytest.mark.parametrize("page_size", [0, prefix_index.MAX_PAGE_SIZE + 1])
-def test_a_page_size_that_is_none_is_refused(page_size: int) -> None:
+def test_a_page_size_that_is_none_is_refused(page_size):
     with pytest.raises(ProtocolViolation, match=str(page_size)):
         PrefixIndex().changed("p0", page_size, cleared=True)
 
 
-def test_each_node_has_its_own_page_size() -> None:
+def test_each_node_has_its_own_page_size():
     index = PrefixIndex()
     tokens = list(range(100))
     index.changed("p0", 16, cleared=True, stored=names(tokens, 16))
@@ -165,3 +163,51 @@ def test_each_node_has_its_own_page_size() -> None:
     assert index.cached_tokens(pages, "p0") == 96
     assert index.cached_tokens(pages, "p1") == 96
     assert index.cached_tokens(PromptPrefixes(tokens[:63]), "p1") == 32
+
+
+# Hints --------------------------------------------------------------------------------------------
+
+
+PROMPT = [(7 * n + n * n) % 250 for n in range(330)]
+P0_ON_D0 = PlacementDecision("d0", ("p0", "p1"), len(PROMPT))
+
+
+def index_of(**pages: int) -> PrefixIndex:
+    """Nodes that have told of so many pages of the prompt."""
+    index = PrefixIndex()
+    for address, count in pages.items():
+        stored = page_names(PROMPT, SIZE)[:count]
+        index.changed(address, SIZE, cleared=True, stored=stored)
+    return index
+
+
+def hints(
+    index: PrefixIndex, placement: PlacementDecision = P0_ON_D0, namespace: Namespace = SHARED
+):
+    return PrefixHints(index).of(PlacementKey(PROMPT, "", namespace), placement)
+
+
+def test_three_who_have_most_are_named_and_neither_end_of_the_hand_off():
+    index = index_of(p0=1, p1=8, d0=20, d1=12, d2=10, p2=9, d3=4)
+    assert hints(index) == (PrefixHint("d1", 192), PrefixHint("d2", 160), PrefixHint("p2", 144))
+
+
+def test_nobody_is_named_for_little_more():
+    assert hints(index_of(p0=8, p1=11)) == ()
+    assert hints(index_of(p0=8, p1=12)) == (PrefixHint("p1", 192),)
+
+
+def test_of_a_decode_node_that_computes_it_itself_its_own_is_what_counts():
+    alone = PlacementDecision("d0", (), len(PROMPT))
+    assert hints(index_of(d0=10, d1=11), alone) == ()
+    assert hints(index_of(d0=2, d1=11), alone) == (PrefixHint("d1", 176),)
+
+
+def test_what_was_placed_and_not_told_is_no_hint():
+    index = index_of(p0=0, d1=0)
+    index.placed(PromptPrefixes(PROMPT), "p1")
+    assert hints(index) == ()
+
+
+def test_nobody_is_named_for_another_namespace():
+    assert hints(index_of(p1=16), namespace=namespace_of("mine")) == ()

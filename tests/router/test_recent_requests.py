@@ -4,7 +4,10 @@ import pytest
 
 from api.admin.router_state import MergedState, together
 from protos.router_pb2 import RouterState
+from router import record
 from router.metrics import LATENCY_S, SAMPLE_S, WINDOW_S, RecentRequests, RouterMetrics
+from router.record import RequestRecords
+from router.timelines import TimelineRecorder
 from router.workers import SiblingProcesses
 
 
@@ -80,3 +83,23 @@ def test_only_the_last_minute_counts():
     window_s, counts = recent.now()
     assert (counts.rejected, counts.ttft.count) == (0, 1)
     assert WINDOW_S - 2 * SAMPLE_S <= window_s <= WINDOW_S
+
+
+def test_tokens_written_together_with_the_first_one_have_not_waited_for_it(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
+    metrics = RouterMetrics()
+    client = "10.0.0.1"
+    with RequestRecords(metrics, TimelineRecorder(metrics, None)).begin(
+        "one", "", client, ""
+    ) as one:
+        one.accept(5, "a:1")
+        clock[0] = 105.0
+        one.write(3)
+        clock[0] = 106.0
+        one.write(2)
+        one.finish("stop", 0)
+    value = metrics.registry.get_sample_value
+    assert value("baton_time_to_first_token_seconds_sum") == 5.0
+    assert value("baton_inter_token_latency_seconds_sum") == 1.0  # from the first to the last
+    assert value("baton_inter_token_latency_seconds_count") == 4.0

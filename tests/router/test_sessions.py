@@ -1,22 +1,19 @@
 """Requests of one session find one another, whichever way they name it."""
 
 import asyncio
-from pathlib import Path
 
 import openai
 import pytest
 from grpc import StatusCode
 
 from api.requests.validation import MAX_SESSION_ID_CHARACTERS
-from protos.decode_pb2 import FINISH_REASON_STOP
-from tests.api.openai.openai_rig import COMPLETIONS, api_for
-from tests.api.rig import collect, eventually, failure, router_for
+from tests.api.rig import COMPLETIONS, api_for, collect, eventually, fails, router_for, served
 from tests.support.http_client import connected
 from tests.support.stub_decode_node import StubDecodeNode
 
 
 @pytest.mark.parametrize("way", ["session_id", "user", "X-Session-Id", "X-SMG-Routing-Key"])
-async def test_a_session_stays_with_its_decode_node(model: Path, way: str) -> None:
+async def test_a_session_stays_with_its_decode_node(model, way):
     async with StubDecodeNode() as d0, StubDecodeNode() as d1:
         nodes = [d0, d1]
         async with router_for(
@@ -47,7 +44,7 @@ async def test_a_session_stays_with_its_decode_node(model: Path, way: str) -> No
                         task.cancel()
                     node = nodes[arrivals.index(done.pop())]
                     submit = await arrivals[nodes.index(node)]
-                    node.say(ended={submit.number: FINISH_REASON_STOP})
+                    node.finish(submit.number)
                     await asking
                     homes.setdefault(session, set()).add(node.address)
                     keys.setdefault(session, set()).add(submit.routing_key)
@@ -57,7 +54,7 @@ async def test_a_session_stays_with_its_decode_node(model: Path, way: str) -> No
                 assert len(set.union(*keys.values()) - {0}) == 4
 
 
-async def test_the_name_of_a_session_has_a_length_that_can_be_remembered(model: Path) -> None:
+async def test_the_name_of_a_session_has_a_length_that_can_be_remembered(model):
     name = "x" * (MAX_SESSION_ID_CHARACTERS + 1)
     async with api_for(model) as api:
         answer = await api.post(COMPLETIONS, prompt="x", user=name)
@@ -66,10 +63,5 @@ async def test_the_name_of_a_session_has_a_length_that_can_be_remembered(model: 
         async with connected(api.router.http_port) as wire:
             await wire.post(COMPLETIONS, {"prompt": "x"}, x_session_id=name)
             assert (await wire.response()).status == 400
-    async with (
-        StubDecodeNode() as decode,
-        router_for(model, decode=[decode.address]) as (client, _),
-    ):
-        await client.wait_until_serving()
-        error = await failure(client.generate("x", session_id=name))
-        assert error.code() is StatusCode.INVALID_ARGUMENT
+    async with served(model) as (client, _, _):
+        await fails(client.generate("x", session_id=name), StatusCode.INVALID_ARGUMENT)

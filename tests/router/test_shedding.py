@@ -3,7 +3,6 @@ retry time."""
 
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,64 +13,56 @@ from common.errors import QueueFull
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from protos.router_pb2 import Backlog
 from router.policy.load import RequestDue
-from tests.api.rig import collect, eventually, failure, router_for
+from tests.api.rig import collect, eventually, fails, failure, metric, served
 from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
 RESOURCE_EXHAUSTED = StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
+def late(queued_s: float, token_s: float = 0.001) -> StubDecodeNode:
+    """A node with a queue of this length, which takes so long for a token of a prompt."""
+    node = StubDecodeNode()
+    node.status.prompts.CopyFrom(Backlog(queued_s=queued_s, token_s=token_s))
+    return node
+
+
 def _retry_after(error: Any) -> str:
     return str(dict(error.trailing_metadata())["retry-after"])
 
 
-async def test_a_request_that_cannot_be_begun_in_time_reaches_no_node(model: Path) -> None:
-    async with StubDecodeNode() as node:
-        node.status.prompts.CopyFrom(Backlog(queued_s=10.0, token_s=0.001))
-        async with router_for(model, decode=[node.address], max_queue_fraction=0.25) as (client, _):
-            await client.wait_until_serving()
-            call = client.generate("x", timeout_s=60.0)
-            submit = await node.submitted()
-            # Twice the share: a node may be more patient than the router. Seen failing with all of
-            # the budget.
-            assert 15.0 < submit.queue_s <= 30.0
-            node.say(ended={submit.number: FINISH_REASON_STOP})
-            await collect(call)
-            error = await failure(client.generate("x", timeout_s=10.0))
-            assert error.code() is StatusCode.RESOURCE_EXHAUSTED
-            assert 1 <= int(_retry_after(error)) <= 15
-            assert sum(len(message.submits) for message in node.received) == 1
+async def test_a_request_that_cannot_be_begun_in_time_reaches_no_node(model):
+    async with served(model, late(10.0), max_queue_fraction=0.25) as (client, node, _):
+        call = client.generate("x", timeout_s=60.0)
+        submit = await node.submitted()
+        # Twice the share: a node may be more patient than the router. Seen failing with all of
+        # the budget.
+        assert 15.0 < submit.queue_s <= 30.0
+        node.finish(submit.number)
+        await collect(call)
+        error = await fails(client.generate("x", timeout_s=10.0), StatusCode.RESOURCE_EXHAUSTED)
+        assert 1 <= int(_retry_after(error)) <= 15
+        assert sum(len(message.submits) for message in node.received) == 1
 
 
-async def test_over_http_it_is_429_with_the_time_to_come_again(model: Path) -> None:
-    async with StubDecodeNode() as node:
-        node.status.prompts.CopyFrom(Backlog(queued_s=100.0, token_s=0.001))
-        async with router_for(
-            model, decode=[node.address], max_queue_fraction=0.1, request_timeout_s=300.0
-        ) as (
-            client,
-            router,
-        ):
-            await client.wait_until_serving()
-            body = {"model": str(model), "prompt": "x"}
-            answer = await post(router.http_port, "/v1/completions", body)
-            assert answer.status == 429
-            assert 60 <= int(answer.headers["retry-after"]) <= 70
-            assert answer.error["type"] == "rate_limit_error"
+async def test_over_http_it_is_429_with_the_time_to_come_again(model):
+    knobs = {"max_queue_fraction": 0.1, "request_timeout_s": 300.0}
+    async with served(model, late(100.0), **knobs) as (_, _, router):
+        body = {"model": str(model), "prompt": "x"}
+        answer = await post(router.http_port, "/v1/completions", body)
+        assert answer.status == 429
+        assert 60 <= int(answer.headers["retry-after"]) <= 70
+        assert answer.error["type"] == "rate_limit_error"
 
 
-async def test_when_the_queue_has_gone_requests_are_taken_again(model: Path) -> None:
-    async with StubDecodeNode() as node:
-        node.status.prompts.CopyFrom(Backlog(queued_s=600.0, token_s=0.001))
-        async with router_for(model, decode=[node.address]) as (client, router):
-            await client.wait_until_serving()
-            await failure(client.generate("x"))
-            node.change_status(prompts=Backlog(queued_s=0.0, token_s=0.001))
-            await eventually(lambda: _takes(router))
-            call = client.generate("x")
-            submit = await node.submitted()
-            node.say(ended={submit.number: FINISH_REASON_STOP})
-            await collect(call)
+async def test_when_the_queue_has_gone_requests_are_taken_again(model):
+    async with served(model, late(600.0)) as (client, node, router):
+        await failure(client.generate("x"))
+        node.change_status(prompts=Backlog(queued_s=0.0, token_s=0.001))
+        await eventually(lambda: _takes(router))
+        call = client.generate("x")
+        await node.complete()
+        await collect(call)
 
 
 def _takes(router: RunningRouter) -> bool:
@@ -83,83 +74,55 @@ def _takes(router: RunningRouter) -> bool:
     return True
 
 
-async def test_what_this_router_has_placed_counts_at_once(model: Path) -> None:
-    async with StubDecodeNode() as node:
-        node.status.prompts.CopyFrom(Backlog(queued_s=0.0, token_s=10.0))
-        async with router_for(model, decode=[node.address]) as (client, _):
-            await client.wait_until_serving()
-            first = client.generate("x", timeout_s=60.0)
-            submit = await node.submitted()
-            error = await failure(client.generate("x", timeout_s=60.0))
-            assert error.code() is StatusCode.RESOURCE_EXHAUSTED
-            node.say({submit.number: [20]})
-            await first.read()  # its prompt is computed: nothing waits any more
-            second = client.generate("x", timeout_s=60.0)
-            other = await node.submitted()
-            node.say(ended={submit.number: FINISH_REASON_STOP, other.number: FINISH_REASON_STOP})
-            await collect(first)
-            await collect(second)
+async def test_what_this_router_has_placed_counts_at_once(model):
+    async with served(model, late(0.0, 10.0)) as (client, node, _):
+        first = client.generate("x", timeout_s=60.0)
+        submit = await node.submitted()
+        await fails(client.generate("x", timeout_s=60.0), StatusCode.RESOURCE_EXHAUSTED)
+        node.say({submit.number: [20]})
+        await first.read()  # its prompt is computed: nothing waits any more
+        second = client.generate("x", timeout_s=60.0)
+        other = await node.submitted()
+        node.say(ended={submit.number: FINISH_REASON_STOP, other.number: FINISH_REASON_STOP})
+        await collect(first)
+        await collect(second)
 
 
-async def test_a_prefill_node_tells_of_its_queue_when_it_is_asked(model: Path) -> None:
+async def test_a_prefill_node_tells_of_its_queue_when_it_is_asked(model):
     async with StubNode() as prefill:
         prefill.description.prompts.CopyFrom(Backlog(queued_s=600.0, token_s=0.001))
-        async with StubDecodeNode(paired=[prefill.address], serves_alone=False) as node:
-            async with router_for(model, decode=[node.address], prefill=[prefill.address]) as (
-                client,
-                _,
-            ):
-                await client.wait_until_serving()
-                error = await failure(client.generate("x"))
-                assert error.code() is StatusCode.RESOURCE_EXHAUSTED
-                prefill.description.prompts.queued_s = 0.0
-                before = prefill.num_described
-                await eventually(lambda: prefill.num_described > before + 1)
-                call = client.generate("x")
-                submit = await node.submitted()
-                node.say(ended={submit.number: FINISH_REASON_STOP})
-                await collect(call)
-
-
-async def test_a_nodes_own_refusal_says_when_to_come_again(model: Path) -> None:
-    async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address]) as (client, _):
-            await client.wait_until_serving()
+        addresses = [prefill.address]
+        node = StubDecodeNode(paired=addresses, serves_alone=False)
+        async with served(model, node, prefill=addresses) as (client, node, _):
+            await fails(client.generate("x"), StatusCode.RESOURCE_EXHAUSTED)
+            prefill.description.prompts.queued_s = 0.0
+            before = prefill.num_described
+            await eventually(lambda: prefill.num_described > before + 1)
             call = client.generate("x")
-            submit = await node.submitted()
-            node.say(
-                ended={submit.number: FINISH_REASON_ERROR},
-                error="overloaded: too much",
-                error_code=RESOURCE_EXHAUSTED,
-                retry_after_s=6.5,
-            )
-            error = await failure(call)
-            assert (error.code(), _retry_after(error)) == (StatusCode.RESOURCE_EXHAUSTED, "7")
+            await node.complete()
+            await collect(call)
 
 
-@pytest.mark.parametrize("lie", [math.nan, math.inf, -5.0, 1e12])
-async def test_a_time_to_come_again_that_cannot_be_is_a_second(model: Path, lie: float) -> None:
-    async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address]) as (client, _):
-            await client.wait_until_serving()
-            call = client.generate("x")
-            submit = await node.submitted()
-            node.say(
-                ended={submit.number: FINISH_REASON_ERROR},
-                error="overloaded",
-                error_code=RESOURCE_EXHAUSTED,
-                retry_after_s=lie,
-            )
-            assert _retry_after(await failure(call)) == "1"
+@pytest.mark.parametrize(
+    "told_s, retry_after",
+    [(6.5, "7"), (math.nan, "1"), (math.inf, "1"), (-5.0, "1"), (1e12, "1")],
+)
+async def test_a_nodes_own_refusal_says_when_to_come_again_if_that_can_be(
+    model, told_s, retry_after
+):
+    async with served(model) as (client, node, _):
+        call = client.generate("x")
+        await node.complete(
+            reason=FINISH_REASON_ERROR,
+            error="overloaded: too much",
+            error_code=RESOURCE_EXHAUSTED,
+            retry_after_s=told_s,
+        )
+        error = await fails(call, StatusCode.RESOURCE_EXHAUSTED)
+        assert _retry_after(error) == retry_after
 
 
-async def test_what_is_shed_is_counted(model: Path) -> None:
-    async with StubDecodeNode() as node:
-        node.status.prompts.CopyFrom(Backlog(queued_s=600.0, token_s=0.001))
-        async with router_for(model, decode=[node.address]) as (client, router):
-            await client.wait_until_serving()
-            await failure(client.generate("x"))
-            registry = router.metrics.registry
-            assert (
-                registry.get_sample_value("baton_requests_rejected_total", {"reason": "late"}) == 1
-            )
+async def test_what_is_shed_is_counted(model):
+    async with served(model, late(600.0)) as (client, _, router):
+        await failure(client.generate("x"))
+        assert metric(router, "baton_requests_rejected_total", reason="late") == 1

@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -11,11 +10,19 @@ from pydantic import ValidationError
 from api.program.assembly import RunningRouter
 from common.config import RouterConfig
 from common.process.standstill import StallMonitor
-from protos.decode_pb2 import FINISH_REASON_STOP
 from router.cluster import cluster
 from router.cluster.node_ends import EngineLiveness, LivenessLimits
-from tests.api.rig import collect, eventually, failure, router_for, submitted_or_over
-from tests.router.test_replay import PROMPT, ask, two_nodes
+from tests.api.rig import (
+    PROMPT,
+    ask,
+    collect,
+    eventually,
+    failure,
+    router_for,
+    served,
+    submitted_or_over,
+    two_nodes,
+)
 from tests.support.stub_decode_node import StubDecodeNode
 
 FallsSilent = Callable[[RunningRouter, StubDecodeNode], Awaitable[None]]
@@ -27,7 +34,7 @@ def _usable(router: RunningRouter) -> list[str]:
     return [choice.address for choice in router.cluster.usable()]
 
 
-async def test_nothing_is_placed_on_a_node_that_does_not_beat_until_it_does(model: Path) -> None:
+async def test_nothing_is_placed_on_a_node_that_does_not_beat_until_it_does(model):
     """Seen failing with `moves` always true."""
     async with two_nodes(model, **KNOBS) as (client, router, d0, d1):
         live = ask(client)
@@ -36,18 +43,16 @@ async def test_nothing_is_placed_on_a_node_that_does_not_beat_until_it_does(mode
         await eventually(lambda: _usable(router) == [d1.address])
         for _ in range(4):
             call = ask(client)
-            d1.say(ended={(await d1.submitted()).number: FINISH_REASON_STOP})
+            await d1.complete()
             await collect(call)
         d0.moves = True
         await eventually(lambda: len(_usable(router)) == 2)
         # What was there waits, and nobody has done it twice.
-        d0.say({number: [20]}, ended={number: FINISH_REASON_STOP})
+        d0.finish(number, [20])
         assert (await collect(live))[1] == [20]
 
 
-async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(
-    model: Path,
-) -> None:
+async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(model):
     """Seen failing with `_end_if_dead` doing nothing."""
     async with two_nodes(model, suspect_after_s=1.0, dead_after_s=1.5) as (client, router, d0, d1):
         call = ask(client, max_tokens=9)
@@ -57,8 +62,8 @@ async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(
         d0.moves = False
         again = await d1.submitted()
         assert list(again.token_ids) == [*PROMPT, 20, 21]
-        d0.say({number: [99]}, ended={number: FINISH_REASON_STOP})  # too late
-        d1.say({again.number: [22]}, ended={again.number: FINISH_REASON_STOP})
+        d0.finish(number, [99])  # too late
+        d1.finish(again.number, [22])
         assert (await collect(call))[1] == [22]
         # It is connected with again, and still gets nothing.
         await eventually(lambda: d0.streams)
@@ -68,9 +73,7 @@ async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(
         await eventually(lambda: len(_usable(router)) == 2)
 
 
-async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and_dead(
-    model: Path,
-) -> None:
+async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and_dead(model):
     """The front and the transfer thread live, and the engine thread stands still."""
     async with two_nodes(model, suspect_after_s=2.0, dead_after_s=5.0) as (client, router, d0, d1):
         call = ask(client, max_tokens=9)
@@ -81,20 +84,19 @@ async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and
             usable = [d0.address, d1.address] if d0.late_s < 2.0 else [d1.address]
             await eventually(lambda usable=usable: _usable(router) == usable)
         d0.late_s = 6.0
-        again = await d1.submitted()
+        again = await d1.complete([22])
         assert list(again.token_ids) == [*PROMPT, 20]
-        d1.say({again.number: [22]}, ended={again.number: FINISH_REASON_STOP})
         assert (await collect(call))[1] == [22]
 
 
 @pytest.mark.parametrize("late_s", [math.nan, -5.0])
-async def test_a_heartbeat_that_says_nonsense_is_one_of_an_engine_in_time(late_s: float) -> None:
+async def test_a_heartbeat_that_says_nonsense_is_one_of_an_engine_in_time(late_s):
     pulse = EngineLiveness(LivenessLimits(silent_s=60.0, dead_s=60.0), lambda: None)
     pulse.beat(late_s)
     assert pulse.moves and pulse._standstill.look() >= 0.0
 
 
-async def test_a_silent_node_without_requests_keeps_its_stream(model: Path) -> None:
+async def test_a_silent_node_without_requests_keeps_its_stream(model):
     async with two_nodes(model, suspect_after_s=0.4, dead_after_s=0.5) as (_, router, d0, _d1):
         (stream,) = d0.streams
         d0.moves = False
@@ -121,27 +123,21 @@ async def _says_that_it_is_silent(router: RunningRouter, node: StubDecodeNode) -
 
 
 @pytest.mark.parametrize("falls_silent", [_is_silent, _says_that_it_is_silent])
-async def test_requests_wait_for_the_last_node_while_it_may_wake(
-    model: Path, monkeypatch: pytest.MonkeyPatch, falls_silent: FallsSilent
-) -> None:
+async def test_requests_wait_for_the_last_node_while_it_may_wake(model, monkeypatch, falls_silent):
     """Seen failing where a silent node is as good as gone: they ended with UNAVAILABLE."""
     monkeypatch.setattr(cluster, "GRACE_S", 0.0)
-    async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address], **KNOBS) as (client, router):
-            await client.wait_until_serving()
-            await falls_silent(router, node)
-            answer = asyncio.create_task(collect(ask(client)))
-            await eventually(lambda: answer.done() or router.admission.num_live)
-            node.moves, node.description.state = True, "ready"
-            submit = await submitted_or_over(node, answer)
-            assert submit is not None, answer.exception()
-            node.say({submit.number: [20]}, ended={submit.number: FINISH_REASON_STOP})
-            assert (await answer)[1] == [20]
+    async with served(model, **KNOBS) as (client, node, router):
+        await falls_silent(router, node)
+        answer = asyncio.create_task(collect(ask(client)))
+        await eventually(lambda: answer.done() or router.admission.num_live)
+        node.moves, node.description.state = True, "ready"
+        submit = await submitted_or_over(node, answer)
+        assert submit is not None, answer.exception()
+        node.finish(submit.number, [20])
+        assert (await answer)[1] == [20]
 
 
-async def test_nobody_waits_for_a_node_whose_engine_counts_as_dead(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nobody_waits_for_a_node_whose_engine_counts_as_dead(model, monkeypatch):
     monkeypatch.setattr(cluster, "GRACE_S", 0.0)
     async with StubDecodeNode() as node:
         knobs = {"suspect_after_s": 0.5, "dead_after_s": 1.0}
@@ -153,7 +149,7 @@ async def test_nobody_waits_for_a_node_whose_engine_counts_as_dead(
                 assert (await failure(ask(client))).details() == cluster.NOT_READY
 
 
-async def test_a_node_that_has_never_beaten_gets_nothing(model: Path) -> None:
+async def test_a_node_that_has_never_beaten_gets_nothing(model):
     """Seen failing with a pulse that moves from the start."""
     async with StubDecodeNode() as node:
         node.moves = False
@@ -165,7 +161,7 @@ async def test_a_node_that_has_never_beaten_gets_nothing(model: Path) -> None:
             await eventually(lambda: _usable(router) == [node.address])
 
 
-def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_others() -> None:
+def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_others():
     """Seen failing with the time between two looks counted in full."""
     now = 0.0
     standstill = StallMonitor(0.5, now=lambda: now)
@@ -178,7 +174,7 @@ def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_others() -
     assert standstill.look() == 0.5
 
 
-async def test_a_change_is_told_once() -> None:
+async def test_a_change_is_told_once():
     told = []
     pulse = EngineLiveness(
         LivenessLimits(0.01, 0.02), lambda: told.append((pulse.moves, pulse.dead))
@@ -193,12 +189,12 @@ async def test_a_change_is_told_once() -> None:
     assert told == [moves, silent, dead, moves]
 
 
-def test_a_node_is_not_dead_before_it_is_silent() -> None:
+def test_a_node_is_not_dead_before_it_is_silent():
     with pytest.raises(ValidationError, match="must be at least --suspect-after-s"):
         RouterConfig(model="m", suspect_after_s=5.0, dead_after_s=4.0)
 
 
-async def test_an_engine_that_beats_is_alive_for_longer_than_any_limit() -> None:
+async def test_an_engine_that_beats_is_alive_for_longer_than_any_limit():
     """Seen failing where a beat leaves the silence before it standing."""
     pulse = EngineLiveness(LivenessLimits(silent_s=0.4, dead_s=0.8), lambda: None)
     watching = asyncio.create_task(pulse.until_dead())

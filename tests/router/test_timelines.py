@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from protos import decode_pb2 as pb
 from protos.router_pb2 import ExplainRequest, GenerateRequest
 from protos.sampling_pb2 import Sampling
 from router.timelines import NUM_KEPT
-from tests.api.rig import WAIT_S, byte_level_tokenizer, collect, eventually, failure, router_for
+from tests.api.models import byte_level_tokenizer
+from tests.api.rig import WAIT_S, collect, fails, failure, router_for, served
 from tests.support.http_client import get
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -66,11 +66,8 @@ async def counted(port: int) -> dict[str, tuple[float, float]]:
     return {phase: (of["count"], of["sum"]) for phase, of in found.items()}
 
 
-async def test_a_request_is_listed_while_it_lives_and_with_its_timeline_when_it_has_ended(
-    model: Path,
-) -> None:
-    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
-        await client.wait_until_serving()
+async def test_a_request_is_listed_while_it_lives_and_with_its_timeline_when_it_has_ended(model):
+    async with served(model) as (client, node, r):
         call = client.generate("hello", request_id="a b", sampling=Sampling(max_tokens=4))
         submit = await node.submitted()
         number = submit.number
@@ -118,11 +115,8 @@ async def test_a_request_is_listed_while_it_lives_and_with_its_timeline_when_it_
         assert total == pytest.approx(whole["ttft_s"])
 
 
-async def test_a_timeline_that_comes_after_a_stop_string_ended_the_request_is_still_taken(
-    model: Path,
-) -> None:
-    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
-        await client.wait_until_serving()
+async def test_a_timeline_that_comes_after_a_stop_string_ended_the_request_is_still_taken(model):
+    async with served(model) as (client, node, r):
         call = client.generate("x", request_id="s", sampling=Sampling(stop=["stop"]))
         number = (await node.submitted()).number
         node.say({number: byte_level_tokenizer().encode("stop").ids})
@@ -152,11 +146,8 @@ async def test_a_timeline_that_comes_after_a_stop_string_ended_the_request_is_st
     ],
     ids=["columns", "moments", "attempts", "lengths", "of no attempt", "ten megabytes"],
 )
-async def test_a_timeline_that_cannot_be_is_cut_to_what_can(
-    model: Path, nonsense: pb.Timeline
-) -> None:
-    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
-        await client.wait_until_serving()
+async def test_a_timeline_that_cannot_be_is_cut_to_what_can(model, nonsense):
+    async with served(model) as (client, node, r):
         call = client.generate("x", request_id="n", sampling=Sampling(max_tokens=1))
         node.send(ends((await node.submitted()).number, nonsense))
         await collect(call)
@@ -169,9 +160,8 @@ async def test_a_timeline_that_cannot_be_is_cut_to_what_can(
         assert not whole["ttft"] or parts == pytest.approx(whole["ttft_s"])
 
 
-async def test_timelines_of_another_number_than_ends_break_the_protocol(model: Path) -> None:
-    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, _):
-        await client.wait_until_serving()
+async def test_timelines_of_another_number_than_ends_break_the_protocol(model):
+    async with served(model) as (client, node, _):
         call = client.generate("x", sampling=Sampling(max_tokens=1))
         message = ends((await node.submitted()).number, HELD)
         message.step.timeline.append(HELD)
@@ -180,31 +170,24 @@ async def test_timelines_of_another_number_than_ends_break_the_protocol(model: P
         call.cancel()
 
 
-async def test_a_replay_is_told_with_the_node_that_was_lost(model: Path) -> None:
-    async with StubDecodeNode() as first, StubDecodeNode() as second:
-        decode = [first.address, second.address]
-        async with router_for(model, decode=decode, policy="round_robin") as (client, r):
-            await eventually(lambda: len(r.cluster.usable()) == 2)
-            call = client.generate("x", request_id="r", sampling=Sampling(max_tokens=1))
-            await first.submitted()
-            await first.die()
-            second.send(ends((await second.submitted()).number, HELD))
-            await collect(call)
-            whole = (await get(r.http_port, "/requests/r")).json
-            assert (whole["replays"], whole["decode"]) == (1, second.address)
-            names = [each["phase"] for each in whole["phases"] if each["where"] == "router"]
-            assert names == ["tokenize", "place", "lost_node", "place", "stream"]
-            assert {each["node"] for each in whole["phases"] if each["where"] == "decode"} == {
-                second.address
-            }
-            parts = {part["phase"]: part["seconds"] for part in whole["ttft"]}
-            (lost,) = (each for each in whole["phases"] if each["phase"] == "lost_node")
-            assert parts["place"] >= lost["end_s"] - lost["start_s"]
+async def test_a_replay_is_told_with_the_node_that_was_lost(client, router, d0, d1):
+    call = client.generate("x", request_id="r", sampling=Sampling(max_tokens=1))
+    await d0.submitted()
+    await d0.die()
+    d1.send(ends((await d1.submitted()).number, HELD))
+    await collect(call)
+    whole = (await get(router.http_port, "/requests/r")).json
+    assert (whole["replays"], whole["decode"]) == (1, d1.address)
+    names = [each["phase"] for each in whole["phases"] if each["where"] == "router"]
+    assert names == ["tokenize", "place", "lost_node", "place", "stream"]
+    assert {each["node"] for each in whole["phases"] if each["where"] == "decode"} == {d1.address}
+    parts = {part["phase"]: part["seconds"] for part in whole["ttft"]}
+    (lost,) = (each for each in whole["phases"] if each["phase"] == "lost_node")
+    assert parts["place"] >= lost["end_s"] - lost["start_s"]
 
 
-async def test_a_node_that_tells_no_timeline_leaves_the_routers_own_phases(model: Path) -> None:
-    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
-        await client.wait_until_serving()
+async def test_a_node_that_tells_no_timeline_leaves_the_routers_own_phases(model):
+    async with served(model) as (client, node, r):
         call = client.generate("x", request_id="q", sampling=Sampling(max_tokens=1))
         node.send(ends((await node.submitted()).number))
         await collect(call)
@@ -214,41 +197,33 @@ async def test_a_node_that_tells_no_timeline_leaves_the_routers_own_phases(model
         assert (await counted(r.http_port))["network"][0] == 0.0
 
 
-async def test_the_last_requests_are_kept_newest_first_and_refused_ones_are_not(
-    model: Path,
-) -> None:
+async def test_the_last_requests_are_kept_newest_first_and_refused_ones_are_not(model):
     def answer(submit: pb.Submit) -> None:
         node.send(ends(submit.number, HELD))
 
-    async with StubDecodeNode(on_submit=answer) as node:
-        async with router_for(model, decode=[node.address]) as (client, r):
-            await client.wait_until_serving()
-            for number in range(NUM_KEPT + 3):
-                sampling = Sampling(max_tokens=1)
-                await collect(client.generate("x", request_id=str(number), sampling=sampling))
-            await failure(client.generate("x", request_id="refused", sampling=Sampling(top_k=0)))
-            listed = [each["label"] for each in await requests(r.http_port)]
-            assert listed == [str(number) for number in range(NUM_KEPT + 2, 2, -1)]
-            assert (await get(r.http_port, "/requests/2")).status == 404
-            assert (await get(r.http_port, "/requests/refused")).status == 404
+    async with served(model, StubDecodeNode(on_submit=answer)) as (client, node, r):
+        for number in range(NUM_KEPT + 3):
+            sampling = Sampling(max_tokens=1)
+            await collect(client.generate("x", request_id=str(number), sampling=sampling))
+        await failure(client.generate("x", request_id="refused", sampling=Sampling(top_k=0)))
+        listed = [each["label"] for each in await requests(r.http_port)]
+        assert listed == [str(number) for number in range(NUM_KEPT + 2, 2, -1)]
+        for name in ("2", "refused"):
+            assert (await get(r.http_port, f"/requests/{name}")).status == 404
 
 
-async def test_a_name_that_no_request_can_have_is_refused_before_anybody_is_asked(
-    model: Path,
-) -> None:
+async def test_a_name_that_no_request_can_have_is_refused_before_anybody_is_asked(model):
     """Names that long break what processes ask each other by."""
     async with router_for(model, decode=["127.0.0.1:1"]) as (client, r):
         for name in ("", "x" * (MAX_LABEL_CHARACTERS + 1)):
-            error = await failure(client.stub.Explain(ExplainRequest(name=name)))
-            assert error.code() is StatusCode.INVALID_ARGUMENT
+            await fails(client.stub.Explain(ExplainRequest(name=name)), StatusCode.INVALID_ARGUMENT)
             for path in (f"/requests/{name}", f"/requests/{name}/events"):
                 assert (await get(r.http_port, path)).status == 404
 
 
-async def test_a_trace_is_passed_on_as_the_client_named_it_or_not_at_all(model: Path) -> None:
-    given = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, _):
-        await client.wait_until_serving()
+async def test_a_trace_is_passed_on_as_the_client_named_it_or_not_at_all(model):
+    async with served(model) as (client, node, _):
+        given = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         for header, passed_on in (
             (given, given),
             (given.upper(), ""),

@@ -20,7 +20,7 @@ def numbers(message: ToNode) -> list[int]:
     return [submit.number for submit in message.submits]
 
 
-async def test_all_that_comes_while_nobody_takes_it_is_one_message() -> None:
+async def test_all_that_comes_while_nobody_takes_it_is_one_message():
     unsent = OutgoingBatch()
     unsent.submit(submit(1))
     assert numbers(await unsent.message()) == [1]
@@ -35,7 +35,7 @@ async def test_all_that_comes_while_nobody_takes_it_is_one_message() -> None:
     assert list(message.peers.prefill_addresses) == ["b:2"]
 
 
-async def test_a_message_waits_until_there_is_something_to_say() -> None:
+async def test_a_message_waits_until_there_is_something_to_say():
     unsent = OutgoingBatch()
     waiting = asyncio.create_task(unsent.message())
     await asyncio.sleep(0)
@@ -45,7 +45,7 @@ async def test_a_message_waits_until_there_is_something_to_say() -> None:
     assert message.HasField("peers") and not message.submits
 
 
-async def test_of_a_request_left_before_it_was_sent_the_node_hears_nothing() -> None:
+async def test_of_a_request_left_before_it_was_sent_the_node_hears_nothing():
     unsent = OutgoingBatch()
     unsent.submit(submit(1))
     unsent.submit(submit(2))
@@ -65,7 +65,7 @@ async def test_of_a_request_left_before_it_was_sent_the_node_hears_nothing() -> 
     ],
     ids=["a long one alone", "one beyond the bound", "in order", "as many as fit", "many short"],
 )
-async def test_a_message_has_no_more_than_fits(sizes: list[int], sent: list[list[int]]) -> None:
+async def test_a_message_has_no_more_than_fits(sizes, sent):
     unsent = OutgoingBatch()
     for number, size in enumerate(sizes, start=1):
         unsent.submit(submit(number, size))
@@ -73,7 +73,7 @@ async def test_a_message_has_no_more_than_fits(sizes: list[int], sent: list[list
     assert [numbers(message) for message in messages] == sent
 
 
-async def test_the_largest_message_is_one_that_grpc_takes() -> None:
+async def test_the_largest_message_is_one_that_grpc_takes():
     unsent = OutgoingBatch()
     for number in range(256):
         one = submit(number, (1 << 20) // 256 - 400)  # for all else of the request

@@ -339,6 +339,24 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
             )
         )
 
+    def finish(
+        self,
+        number: int,
+        tokens: Sequence[int] = (),
+        reason: Any = decode_pb2.FINISH_REASON_STOP,
+        **more: Any,
+    ) -> None:
+        """One Step with a request's last tokens and its end. `more`: what `say` takes."""
+        self.say({number: tokens}, ended={number: reason}, **more)
+
+    async def complete(
+        self, tokens: Sequence[int] = (), reason: Any = decode_pb2.FINISH_REASON_STOP, **more: Any
+    ) -> Submission:
+        """Finish the next request with these tokens."""
+        submit = await self.submitted()
+        self.finish(submit.number, tokens, reason, **more)
+        return submit
+
     def change_status(self, **fields: Any) -> None:
         """Tells routers a Status with these fields changed."""
         changed = decode_pb2.Status(**fields)

@@ -2,15 +2,12 @@
 
 import asyncio
 import logging
-from pathlib import Path
 
-import pytest
 from grpc import StatusCode
 
 from protos import decode_pb2
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_MOVED
-from tests.api.rig import Client, collect, eventually
-from tests.router.test_replay import PROMPT, ask, two_nodes
+from tests.api.rig import PROMPT, Client, ask, collect, eventually
 from tests.support.http_client import get
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -30,155 +27,140 @@ async def _leaves(client: Client, d0: StubDecodeNode, d1: StubDecodeNode, max_to
 
 
 async def test_a_request_is_submitted_elsewhere_by_the_ticket_of_its_first_submission(
-    model: Path,
-) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, second = await _leaves(client, d0, d1)
-        assert first.ticket and second.ticket and first.ticket != second.ticket
-        source = decode_pb2.MoveFrom(address=d0.address, ticket=first.ticket)
-        assert second.move_from == source and not first.HasField("move_from")
-        assert list(second.token_ids) == [*PROMPT, 20] and second.num_generated == 1
-        assert not second.prefill_addresses and second.sampling == first.sampling
-        call.cancel()
+    client, d0, d1
+):
+    call, first, second = await _leaves(client, d0, d1)
+    assert first.ticket and second.ticket and first.ticket != second.ticket
+    source = decode_pb2.MoveFrom(address=d0.address, ticket=first.ticket)
+    assert second.move_from == source and not first.HasField("move_from")
+    assert list(second.token_ids) == [*PROMPT, 20] and second.num_generated == 1
+    assert not second.prefill_addresses and second.sampling == first.sampling
+    call.cancel()
 
 
-async def test_what_comes_twice_is_told_once_and_the_first_node_is_left(model: Path) -> None:
-    async with two_nodes(model) as (client, router, d0, d1):
-        call, first, second = await _leaves(client, d0, d1)
-        d0.say({first.number: [21, 22]}, cached_tokens=2)
-        assert list((await call.read()).token_ids) == [21, 22]
-        d1.say({second.number: [21]})
-        assert await d0.cancelled() == first.number
-        d1.say({second.number: [22]})  # seen failing with an empty message for it
-        d1.say({second.number: [23]})
-        assert list((await call.read()).token_ids) == [23]
-        d0.say({first.number: [99]})  # it is not heard any more
-        d1.say({second.number: [24]}, ended={second.number: FINISH_REASON_LENGTH})
-        _, tokens, last = await collect(call)
-        assert tokens == [24] and last.usage.completion_tokens == 5
-        # Of the prompt as the first node found it: the second has computed none.
-        assert last.usage.cached_tokens == 2
-        assert router.cluster.usable()
+async def test_what_comes_twice_is_told_once_and_the_first_node_is_left(client, router, d0, d1):
+    call, first, second = await _leaves(client, d0, d1)
+    d0.say({first.number: [21, 22]}, cached_tokens=2)
+    assert list((await call.read()).token_ids) == [21, 22]
+    d1.say({second.number: [21]})
+    assert await d0.cancelled() == first.number
+    d1.say({second.number: [22]})  # seen failing with an empty message for it
+    d1.say({second.number: [23]})
+    assert list((await call.read()).token_ids) == [23]
+    d0.say({first.number: [99]})  # it is not heard any more
+    d1.finish(second.number, [24], FINISH_REASON_LENGTH)
+    _, tokens, last = await collect(call)
+    assert tokens == [24] and last.usage.completion_tokens == 5
+    # Of the prompt as the first node found it: the second has computed none.
+    assert last.usage.cached_tokens == 2
+    assert router.cluster.usable()
 
 
-async def test_moved_is_told_first_and_the_client_waits_for_the_second_node(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, second = await _leaves(client, d0, d1)
-        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_MOVED})
-        assert list((await call.read()).token_ids) == [21]
-        d1.say({second.number: [21]})
-        d1.say({second.number: [22]}, ended={second.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [22]
+async def test_moved_is_told_first_and_the_client_waits_for_the_second_node(client, d0, d1):
+    call, first, second = await _leaves(client, d0, d1)
+    d0.finish(first.number, [21], FINISH_REASON_MOVED)
+    assert list((await call.read()).token_ids) == [21]
+    d1.say({second.number: [21]})
+    d1.finish(second.number, [22], FINISH_REASON_LENGTH)
+    assert (await collect(call))[1] == [22]
 
 
-async def test_a_move_that_comes_to_nothing_is_nothing_to_the_client(model: Path) -> None:
+async def test_a_move_that_comes_to_nothing_is_nothing_to_the_client(client, d0, d1):
     """It is tried again, and its first node goes on meanwhile."""
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, second = await _leaves(client, d0, d1)
-        d1.say(ended={second.number: FINISH_REASON_ERROR}, error_code=UNAVAILABLE)
-        third = await d1.submitted()
-        assert third.move_from == second.move_from and third.ticket != second.ticket
-        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [21]
-        assert await d1.cancelled() == third.number
+    call, first, second = await _leaves(client, d0, d1)
+    d1.finish(second.number, reason=FINISH_REASON_ERROR, error_code=UNAVAILABLE)
+    third = await d1.submitted()
+    assert third.move_from == second.move_from and third.ticket != second.ticket
+    d0.finish(first.number, [21], FINISH_REASON_LENGTH)
+    assert (await collect(call))[1] == [21]
+    assert await d1.cancelled() == third.number
 
 
-async def test_a_request_that_was_given_away_to_a_node_that_fails_is_replayed(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, second = await _leaves(client, d0, d1)
-        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_MOVED})
-        await call.read()
-        d1.say(ended={second.number: FINISH_REASON_ERROR}, error_code=UNAVAILABLE)
-        replayed = await d1.submitted()
-        assert not replayed.HasField("move_from")
-        assert list(replayed.token_ids) == [*PROMPT, 20, 21]
-        d1.say({replayed.number: [22]}, ended={replayed.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [22]
+async def test_a_request_that_was_given_away_to_a_node_that_fails_is_replayed(client, d0, d1):
+    call, first, second = await _leaves(client, d0, d1)
+    d0.finish(first.number, [21], FINISH_REASON_MOVED)
+    await call.read()
+    d1.finish(second.number, reason=FINISH_REASON_ERROR, error_code=UNAVAILABLE)
+    replayed = await d1.complete([22], FINISH_REASON_LENGTH)
+    assert not replayed.HasField("move_from")
+    assert list(replayed.token_ids) == [*PROMPT, 20, 21]
+    assert (await collect(call))[1] == [22]
 
 
-async def test_the_first_node_is_lost_and_the_second_is_waited_for(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, _, second = await _leaves(client, d0, d1)
-        await d0.die()
-        d1.say({second.number: [21]}, ended={second.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [21]
+async def test_the_first_node_is_lost_and_the_second_is_waited_for(client, d0, d1):
+    call, _, second = await _leaves(client, d0, d1)
+    await d0.die()
+    d1.finish(second.number, [21], FINISH_REASON_LENGTH)
+    assert (await collect(call))[1] == [21]
 
 
 async def test_a_node_that_goes_on_with_other_tokens_is_left_and_the_request_replayed(
-    model: Path,
-) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, second = await _leaves(client, d0, d1)
-        d0.say({first.number: [21]})
-        assert list((await call.read()).token_ids) == [21]
-        d1.say({second.number: [31, 32]})
-        replayed = await d1.submitted()
-        assert not replayed.HasField("move_from")
-        assert list(replayed.token_ids) == [*PROMPT, 20, 21]
-        d1.say({replayed.number: [22]}, ended={replayed.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [22]
+    client, d0, d1
+):
+    call, first, second = await _leaves(client, d0, d1)
+    d0.say({first.number: [21]})
+    assert list((await call.read()).token_ids) == [21]
+    d1.say({second.number: [31, 32]})
+    replayed = await d1.complete([22], FINISH_REASON_LENGTH)
+    assert not replayed.HasField("move_from")
+    assert list(replayed.token_ids) == [*PROMPT, 20, 21]
+    assert (await collect(call))[1] == [22]
 
 
-async def test_a_client_that_leaves_is_left_at_both_nodes(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, second = await _leaves(client, d0, d1)
-        call.cancel()
-        assert await d0.cancelled() == first.number
-        assert await d1.cancelled() == second.number
+async def test_a_client_that_leaves_is_left_at_both_nodes(client, d0, d1):
+    call, first, second = await _leaves(client, d0, d1)
+    call.cancel()
+    assert await d0.cancelled() == first.number
+    assert await d1.cancelled() == second.number
 
 
-async def test_at_most_four_requests_of_a_node_move_at_once(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        calls = [ask(client, max_tokens=9) for _ in range(12)]
-        here = [await d0.submitted() for _ in range(6)]
-        there = [await d1.submitted() for _ in range(6)]
-        d0.say({each.number: [20] for each in here})
-        d1.say({each.number: [40] for each in there})
-        await asyncio.gather(*(call.read() for call in calls))
-        d0.change_status(state="draining")
-        moving = [await d1.submitted() for _ in range(4)]
-        first = moving.pop(0)
-        d1.say({first.number: [21]})
-        moving.append(await d1.submitted())  # one is done, and another one begins
-        assert len({each.move_from.ticket for each in (first, *moving)}) == 5
-        for call in calls:
-            call.cancel()
-
-
-async def test_a_request_without_a_token_waits_until_it_has_one(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call = ask(client, max_tokens=9)
-        first = await d0.submitted()
-        d0.change_status(state="draining")
-        d0.say({first.number: [20]})
-        second = await d1.submitted()
-        assert second.num_generated == 1 and second.HasField("move_from")
+async def test_at_most_four_requests_of_a_node_move_at_once(client, d0, d1):
+    calls = [ask(client, max_tokens=9) for _ in range(12)]
+    here = [await d0.submitted() for _ in range(6)]
+    there = [await d1.submitted() for _ in range(6)]
+    d0.say({each.number: [20] for each in here})
+    d1.say({each.number: [40] for each in there})
+    await asyncio.gather(*(call.read() for call in calls))
+    d0.change_status(state="draining")
+    moving = [await d1.submitted() for _ in range(4)]
+    first = moving.pop(0)
+    d1.say({first.number: [21]})
+    moving.append(await d1.submitted())  # one is done, and another one begins
+    assert len({each.move_from.ticket for each in (first, *moving)}) == 5
+    for call in calls:
         call.cancel()
 
 
-async def test_a_node_that_ends_when_it_has_drained_alarms_nobody(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_request_without_a_token_waits_until_it_has_one(client, d0, d1):
+    call = ask(client, max_tokens=9)
+    first = await d0.submitted()
+    d0.change_status(state="draining")
+    d0.say({first.number: [20]})
+    second = await d1.submitted()
+    assert second.num_generated == 1 and second.HasField("move_from")
+    call.cancel()
+
+
+async def test_a_node_that_ends_when_it_has_drained_alarms_nobody(router, d0, d1, caplog):
     """Count no lost stream for a planned end, since lost streams raise an alert.
 
     Seen failing where every end counts.
     """
-    async with two_nodes(model) as (_, router, d0, d1):
 
-        def told(words: str) -> list[int]:
-            """Return the log levels of the records that contain these words."""
-            return [each.levelno for each in caplog.records if words in each.getMessage()]
+    def told(words: str) -> list[int]:
+        """Return the log levels of the records that contain these words."""
+        return [each.levelno for each in caplog.records if words in each.getMessage()]
 
-        async def num_lost() -> str:
-            lines = (await get(router.http_port, "/metrics")).body.decode().splitlines()
-            return next(line for line in lines if line.startswith(LOST)).split()[1]
+    async def num_lost() -> str:
+        lines = (await get(router.http_port, "/metrics")).body.decode().splitlines()
+        return next(line for line in lines if line.startswith(LOST)).split()[1]
 
-        caplog.set_level(logging.INFO, "router.cluster")
-        d0.change_status(state="draining")
-        await eventually(lambda: told(f"decode node draining node={d0.address} requests=0"))
-        await d0.die()
-        await eventually(lambda: told(f"decode node stopped node={d0.address}"))
-        assert await num_lost() == "0.0" and not told("decode node failed")
-        await d1.die()
-        await eventually(lambda: told(f"decode node failed node={d1.address}") == [logging.WARNING])
-        assert await num_lost() == "1.0"
+    caplog.set_level(logging.INFO, "router.cluster")
+    d0.change_status(state="draining")
+    await eventually(lambda: told(f"decode node draining node={d0.address} requests=0"))
+    await d0.die()
+    await eventually(lambda: told(f"decode node stopped node={d0.address}"))
+    assert await num_lost() == "0.0" and not told("decode node failed")
+    await d1.die()
+    await eventually(lambda: told(f"decode node failed node={d1.address}") == [logging.WARNING])
+    assert await num_lost() == "1.0"

@@ -1,7 +1,6 @@
 """Plans that a planner reports to a router: visible on all worker processes, and bounded."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from grpc import StatusCode
@@ -24,7 +23,7 @@ def plan(events: Sequence[tuple[str, float]] = (), *, acts: bool = False) -> Pla
     return Plan(acts=acts, pressures=PRESSURES, events=told)
 
 
-async def test_what_a_planner_tells_is_part_of_the_cluster(model: Path) -> None:
+async def test_what_a_planner_tells_is_part_of_the_cluster(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (client, router):
         assert not (await client.stub.GetCluster(GetClusterRequest())).plan.pressures
         await client.stub.TellPlan(
@@ -41,7 +40,7 @@ async def test_what_a_planner_tells_is_part_of_the_cluster(model: Path) -> None:
     assert error.code() is StatusCode.INVALID_ARGUMENT
 
 
-def test_processes_answer_for_each_other_with_the_newest() -> None:
+def test_processes_answer_for_each_other_with_the_newest():
     clock = FakeClock()
     first, second, silent = (Plans(ALONE, clock) for _ in range(3))
     first.take(plan([("a", 3.0)], acts=True))
@@ -54,7 +53,7 @@ def test_processes_answer_for_each_other_with_the_newest() -> None:
     assert together([silent.own()]) == Plan()
 
 
-def test_no_more_is_kept_than_the_last_events() -> None:
+def test_no_more_is_kept_than_the_last_events():
     clock = FakeClock()
     own = Plans(ALONE, clock)
     for number in range(NUM_KEPT + 3):
@@ -79,7 +78,7 @@ def test_no_more_is_kept_than_the_last_events() -> None:
         plan([("x", float("inf"))]),
     ],
 )
-def test_what_no_planner_says_is_refused_and_changes_nothing(wrong: Plan) -> None:
+def test_what_no_planner_says_is_refused_and_changes_nothing(wrong):
     own = Plans(ALONE)
     with pytest.raises(InvalidRequest):
         own.take(wrong)

@@ -1,7 +1,6 @@
 """`Move`: an operator has one request go on at another decode node."""
 
 import asyncio
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -12,8 +11,7 @@ from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_
 from protos.router_pb2 import MoveRequest, MoveResponse
 from router.cluster.cluster import Cluster
 from router.workers import SiblingProcesses, SiblingReply, Tell
-from tests.api.rig import Client, collect, failure
-from tests.router.test_replay import ask, two_nodes
+from tests.api.rig import Client, ask, collect, failure
 from tests.support.stub_decode_node import StubDecodeNode
 
 
@@ -29,110 +27,101 @@ async def _runs(client: Client, node: StubDecodeNode) -> tuple[Any, Any, str]:
     return call, first, (await call.read()).request_id
 
 
-async def test_a_request_goes_where_the_operator_wants_it(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, name = await _runs(client, d0)
-        moving = _move(client, request_id=name, target=d1.address)
-        second = await d1.submitted()
-        assert second.move_from.ticket == first.ticket
-        d1.say({second.number: [21]})
-        assert await moving == MoveResponse(request_id=name, source=d0.address, target=d1.address)
-        assert list((await call.read()).token_ids) == [21]
-        assert await d0.cancelled() == first.number
-        d1.say({second.number: [22]}, ended={second.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [22]
+async def test_a_request_goes_where_the_operator_wants_it(client, d0, d1):
+    call, first, name = await _runs(client, d0)
+    moving = _move(client, request_id=name, target=d1.address)
+    second = await d1.submitted()
+    assert second.move_from.ticket == first.ticket
+    d1.say({second.number: [21]})
+    assert await moving == MoveResponse(request_id=name, source=d0.address, target=d1.address)
+    assert list((await call.read()).token_ids) == [21]
+    assert await d0.cancelled() == first.number
+    d1.finish(second.number, [22], FINISH_REASON_LENGTH)
+    assert (await collect(call))[1] == [22]
 
 
 async def test_a_request_has_moved_whose_first_node_says_so_before_the_second_says_anything(
-    model: Path,
-) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, name = await _runs(client, d0)
-        moving = _move(client, request_id=name)
-        second = await d1.submitted()
-        d0.say(ended={first.number: FINISH_REASON_MOVED})
-        assert await moving == MoveResponse(request_id=name, source=d0.address, target=d1.address)
-        d1.say({second.number: [21]}, ended={second.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [21]
+    client, d0, d1
+):
+    call, first, name = await _runs(client, d0)
+    moving = _move(client, request_id=name)
+    second = await d1.submitted()
+    d0.finish(first.number, reason=FINISH_REASON_MOVED)
+    assert await moving == MoveResponse(request_id=name, source=d0.address, target=d1.address)
+    d1.finish(second.number, [21], FINISH_REASON_LENGTH)
+    assert (await collect(call))[1] == [21]
 
 
-async def test_one_of_a_nodes_requests_goes_wherever_the_policy_has_it(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, _, name = await _runs(client, d0)
-        moving = _move(client, source=d0.address)
-        second = await d1.submitted()
-        d1.say({second.number: [21]})
-        assert (await moving).request_id == name
-        call.cancel()
+async def test_one_of_a_nodes_requests_goes_wherever_the_policy_has_it(client, d0, d1):
+    call, _, name = await _runs(client, d0)
+    moving = _move(client, source=d0.address)
+    second = await d1.submitted()
+    d1.say({second.number: [21]})
+    assert (await moving).request_id == name
+    call.cancel()
 
 
-async def test_what_cannot_be_moved_stays_and_the_operator_hears_why(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, name = await _runs(client, d0)
-        for order, code, words in (
-            ({}, StatusCode.INVALID_ARGUMENT, "request_id and source are empty"),
-            ({"request_id": "nobody"}, StatusCode.NOT_FOUND, "no request 'nobody' runs"),
-            ({"source": d1.address}, StatusCode.NOT_FOUND, "no request that could be moved"),
-            ({"request_id": name, "target": d0.address}, None, "it runs there"),
-            ({"request_id": name, "target": "10.0.0.1:1"}, None, "10.0.0.1:1 is no other decode"),
-        ):
-            error = await failure(_move(client, **order))
-            assert error.code() is (code or StatusCode.FAILED_PRECONDITION)
-            assert words in (error.details() or "")
-        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [21]
+async def test_what_cannot_be_moved_stays_and_the_operator_hears_why(client, d0, d1):
+    call, first, name = await _runs(client, d0)
+    for order, code, words in (
+        ({}, StatusCode.INVALID_ARGUMENT, "request_id and source are empty"),
+        ({"request_id": "nobody"}, StatusCode.NOT_FOUND, "no request 'nobody' runs"),
+        ({"source": d1.address}, StatusCode.NOT_FOUND, "no request that could be moved"),
+        ({"request_id": name, "target": d0.address}, None, "it runs there"),
+        ({"request_id": name, "target": "10.0.0.1:1"}, None, "10.0.0.1:1 is no other decode"),
+    ):
+        error = await failure(_move(client, **order))
+        assert error.code() is (code or StatusCode.FAILED_PRECONDITION)
+        assert words in (error.details() or "")
+    d0.finish(first.number, [21], FINISH_REASON_LENGTH)
+    assert (await collect(call))[1] == [21]
 
 
 # Seen failing without the look at engine deaths: a third node would compute it beside others.
-async def test_a_request_that_may_have_ended_an_engine_is_not_moved(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, _, _ = await _runs(client, d0)
-        d0.lose_engine()
-        again = await d1.submitted()
-        assert again.engine_crashes == 1
-        d1.say({again.number: [21]})
-        assert list((await call.read()).token_ids) == [21]
-        error = await failure(_move(client, source=d1.address))
-        assert "no request that could be moved" in (error.details() or "")
-        call.cancel()
+async def test_a_request_that_may_have_ended_an_engine_is_not_moved(client, d0, d1):
+    call, _, _ = await _runs(client, d0)
+    d0.lose_engine()
+    again = await d1.submitted()
+    assert again.engine_crashes == 1
+    d1.say({again.number: [21]})
+    assert list((await call.read()).token_ids) == [21]
+    error = await failure(_move(client, source=d1.address))
+    assert "no request that could be moved" in (error.details() or "")
+    call.cancel()
 
 
 # Seen failing with its successor taken: no node learns that it may have ended an engine.
-async def test_a_request_on_its_way_whose_engine_ends_is_replayed_as_a_suspect(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, _, name = await _runs(client, d0)
-        moving = asyncio.ensure_future(_move(client, request_id=name))
-        moved = await d1.submitted()
-        d0.lose_engine()
-        again = await d1.submitted()
-        cancelled = [number for message in d1.received for number in message.cancels]
-        assert cancelled == [moved.number]
-        assert (again.engine_crashes, again.move_from.ticket) == (1, 0)
-        await failure(moving)
-        d1.say({again.number: [21]}, ended={again.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [21]
+async def test_a_request_on_its_way_whose_engine_ends_is_replayed_as_a_suspect(client, d0, d1):
+    call, _, name = await _runs(client, d0)
+    moving = asyncio.ensure_future(_move(client, request_id=name))
+    moved = await d1.submitted()
+    d0.lose_engine()
+    again = await d1.submitted()
+    cancelled = [number for message in d1.received for number in message.cancels]
+    assert cancelled == [moved.number]
+    assert (again.engine_crashes, again.move_from.ticket) == (1, 0)
+    await failure(moving)
+    d1.finish(again.number, [21], FINISH_REASON_LENGTH)
+    assert (await collect(call))[1] == [21]
 
 
-async def test_a_target_that_refuses_is_told_of(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, name = await _runs(client, d0)
-        moving = _move(client, request_id=name)
-        second = await d1.submitted()
-        no_room, _ = StatusCode.UNAVAILABLE.value
-        d1.say(ended={second.number: FINISH_REASON_ERROR}, error_code=no_room)
-        assert (await failure(moving)).code() is StatusCode.FAILED_PRECONDITION
-        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [21]
+async def test_a_target_that_refuses_is_told_of(client, d0, d1):
+    call, first, name = await _runs(client, d0)
+    moving = _move(client, request_id=name)
+    no_room, _ = StatusCode.UNAVAILABLE.value
+    await d1.complete(reason=FINISH_REASON_ERROR, error_code=no_room)
+    assert (await failure(moving)).code() is StatusCode.FAILED_PRECONDITION
+    d0.finish(first.number, [21], FINISH_REASON_LENGTH)
+    assert (await collect(call))[1] == [21]
 
 
-async def test_a_request_that_ends_on_its_way_is_told_of(model: Path) -> None:
-    async with two_nodes(model) as (client, _, d0, d1):
-        call, first, name = await _runs(client, d0)
-        moving = asyncio.ensure_future(_move(client, request_id=name))
-        await d1.submitted()
-        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_LENGTH})
-        assert (await collect(call))[1] == [21]
-        assert "it has ended" in ((await failure(moving)).details() or "")
+async def test_a_request_that_ends_on_its_way_is_told_of(client, d0, d1):
+    call, first, name = await _runs(client, d0)
+    moving = asyncio.ensure_future(_move(client, request_id=name))
+    await d1.submitted()
+    d0.finish(first.number, [21], FINISH_REASON_LENGTH)
+    assert (await collect(call))[1] == [21]
+    assert "it has ended" in ((await failure(moving)).details() or "")
 
 
 class _Others:
@@ -161,7 +150,7 @@ class _NoRequests:
         return []
 
 
-async def test_a_request_of_another_process_is_found_there() -> None:
+async def test_a_request_of_another_process_is_found_there():
     others = _Others()
     mover = MigrationService(cast(Cluster, _NoRequests()), cast(SiblingProcesses, others))
     moved = MoveResponse(request_id="theirs", source="a:1", target="b:2")
@@ -172,7 +161,7 @@ async def test_a_request_of_another_process_is_found_there() -> None:
     assert await tells["/movable"]({"source": "a:1"}) == b"[]"
 
 
-async def test_of_two_requests_with_one_name_the_one_that_migrated_is_reported() -> None:
+async def test_of_two_requests_with_one_name_the_one_that_migrated_is_reported():
     mover = MigrationService(cast(Cluster, _NoRequests()), cast(SiblingProcesses, _Others()))
     moved = MoveResponse(request_id="twice", source="a:1", target="b:2")
     assert await mover.move("twice", "", "b:2") == moved

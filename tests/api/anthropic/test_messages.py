@@ -2,16 +2,15 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.config import ClientsConfig
-from protos.decode_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from protos.decode_pb2 import FINISH_REASON_LENGTH
 from tests.api.auth.rig import entry, write
-from tests.api.openai.openai_rig import api_for
-from tests.api.talk import CALL, Talk, calling_model, talk
+from tests.api.models import CALL
+from tests.api.rig import Api, api_for
 from tests.support.http_client import Response
 
 MESSAGES = "/v1/messages"
@@ -19,16 +18,16 @@ ASKED: dict[str, Any] = {"max_tokens": 500, "messages": [{"role": "user", "conte
 TOOLS = [{"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}]
 
 
-@pytest.fixture(scope="module")
-def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calling_model(tmp_path_factory.mktemp("calling"))
-
-
-async def _asked(talking: Talk, text: str, **fields: Any) -> tuple[Any, str]:
+async def _asked(talking: Api, text: str, **fields: Any) -> tuple[Any, str]:
     """The message that `text` becomes, and the prompt."""
-    asking = asyncio.create_task(talking.api.post(MESSAGES, **{**ASKED, **fields}))
-    prompt = await talking.answer(text)
-    return (await asking).json, prompt
+    submit, answer = await talking.ask(MESSAGES, text, **{**ASKED, **fields})
+    return answer.json, talking.text(submit.token_ids)
+
+
+async def _cut_off(talking: Api, text: str, **fields: Any) -> Any:
+    """The message that `text` becomes at the limit of its length."""
+    asked = talking.post(MESSAGES, **{**ASKED, **fields})
+    return (await talking.answered(asked, text, reason=FINISH_REASON_LENGTH))[1].json
 
 
 def _events(response: Response) -> list[dict[str, Any]]:
@@ -40,50 +39,43 @@ def _events(response: Response) -> list[dict[str, Any]]:
     return told
 
 
-async def test_a_message_is_answered_with_one(calling: Path) -> None:
-    async with talk(calling) as talking:
-        message, prompt = await _asked(
-            talking, "hello you", system=[{"type": "text", "text": "Be kind."}]
-        )
-        assert prompt.startswith("[system] Be kind.")
-        assert message["content"] == [{"type": "text", "text": "hello you"}]
-        assert (message["type"], message["role"]) == ("message", "assistant")
-        assert (message["stop_reason"], message["id"][:4]) == ("end_turn", "msg_")
-        assert message["usage"]["output_tokens"] == len(talking.ids("hello you"))
-        assert message["usage"]["input_tokens"] == len(talking.ids(prompt))
+async def test_a_message_is_answered_with_one(talking):
+    message, prompt = await _asked(
+        talking, "hello you", system=[{"type": "text", "text": "Be kind."}]
+    )
+    assert prompt.startswith("[system] Be kind.")
+    assert message["content"] == [{"type": "text", "text": "hello you"}]
+    assert (message["type"], message["role"]) == ("message", "assistant")
+    assert (message["stop_reason"], message["id"][:4]) == ("end_turn", "msg_")
+    assert message["usage"]["output_tokens"] == len(talking.ids("hello you"))
+    assert message["usage"]["input_tokens"] == len(talking.ids(prompt))
 
 
-async def test_a_tool_is_used_and_its_result_told(calling: Path) -> None:
-    async with talk(calling) as talking:
-        message, prompt = await _asked(talking, f"<think>hm</think>Well.\n{CALL}</s>", tools=TOOLS)
-        assert '"description": "Adds."' in prompt
-        thought, said, used = message["content"]
-        assert (thought["type"], thought["thinking"]) == ("thinking", "hm")
-        assert (said["text"], used["type"]) == ("Well.", "tool_use")
-        assert (used["name"], used["input"]) == ("add", {"a": 27, "b": 15})
-        assert message["stop_reason"] == "tool_use"
-        result = {"type": "tool_result", "tool_use_id": used["id"], "content": "42"}
-        again = [
-            *ASKED["messages"],
-            {"role": "assistant", "content": message["content"]},
-            {"role": "user", "content": [result, {"type": "text", "text": "so?"}]},
-        ]
-        message, prompt = await _asked(talking, "It is 42.", tools=TOOLS, messages=again)
-        order = ["hm</think>", "Well.", '"a": 27', f"({used['id']})", "[user] so?"]
-        places = [prompt.index(text) for text in order]
-        assert places == sorted(places)
-        assert message["content"] == [{"type": "text", "text": "It is 42."}]
+async def test_a_tool_is_used_and_its_result_told(talking):
+    message, prompt = await _asked(talking, f"<think>hm</think>Well.\n{CALL}</s>", tools=TOOLS)
+    assert '"description": "Adds."' in prompt
+    thought, said, used = message["content"]
+    assert (thought["type"], thought["thinking"]) == ("thinking", "hm")
+    assert (said["text"], used["type"]) == ("Well.", "tool_use")
+    assert (used["name"], used["input"]) == ("add", {"a": 27, "b": 15})
+    assert message["stop_reason"] == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": used["id"], "content": "42"}
+    again = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": message["content"]},
+        {"role": "user", "content": [result, {"type": "text", "text": "so?"}]},
+    ]
+    message, prompt = await _asked(talking, "It is 42.", tools=TOOLS, messages=again)
+    order = ["hm</think>", "Well.", '"a": 27', f"({used['id']})", "[user] so?"]
+    places = [prompt.index(text) for text in order]
+    assert places == sorted(places)
+    assert message["content"] == [{"type": "text", "text": "It is 42."}]
 
 
-async def test_a_stream_tells_blocks_one_after_the_other(calling: Path) -> None:
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, tools=TOOLS, stream=True))
-        number, _ = await talking.asked()
-        tokens = talking.ids(f"<think>hm</think>Well.\n{CALL}</s>")
-        for token in tokens[:-1]:
-            talking.api.node.say({number: [token]})
-        talking.api.node.say({number: tokens[-1:]}, ended={number: FINISH_REASON_STOP})
-        events = _events(await asking)
+async def test_a_stream_tells_blocks_one_after_the_other(talking):
+    text = f"<think>hm</think>Well.\n{CALL}</s>"
+    asked = talking.post(MESSAGES, **ASKED, tools=TOOLS, stream=True)
+    events = _events((await talking.say_one_by_one(text, asked))[1])
     assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
     assert events[0]["message"]["usage"]["input_tokens"] > 0
     begun = [event for event in events if event["type"] == "content_block_start"]
@@ -92,35 +84,28 @@ async def test_a_stream_tells_blocks_one_after_the_other(calling: Path) -> None:
     told = ["", "", ""]
     for event in events:
         if event["type"] == "content_block_delta":
-            _, text = event["delta"].values()
-            told[event["index"]] += text
+            _, piece = event["delta"].values()
+            told[event["index"]] += piece
     assert told == ["hm", "Well.", '{"a": 27, "b": 15}']
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
-    assert events[-2]["usage"]["output_tokens"] == len(tokens)
+    assert events[-2]["usage"]["output_tokens"] == len(talking.ids(text))
 
 
-async def test_an_answer_that_is_cut_off_says_so(calling: Path) -> None:
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, tools=TOOLS))
-        await talking.answer(CALL[:45], reason=FINISH_REASON_LENGTH)
-        message = (await asking).json
-        assert message["stop_reason"] == "model_context_window_exceeded"  # 500 were asked for
-        assert message["content"][0]["input"] == {}
+async def test_an_answer_that_is_cut_off_says_so(talking):
+    message = await _cut_off(talking, CALL[:45], tools=TOOLS)
+    assert message["stop_reason"] == "model_context_window_exceeded"  # 500 were asked for
+    assert message["content"][0]["input"] == {}
 
 
-async def test_an_answer_that_is_cut_off_at_its_max_tokens_says_so(calling: Path) -> None:
-    async with talk(calling) as talking:
-        tokens = talking.ids("hi there")
-        fields = {**ASKED, "max_tokens": len(tokens)}
-        asking = asyncio.create_task(talking.api.post(MESSAGES, **fields))
-        await talking.answer("hi there", reason=FINISH_REASON_LENGTH)
-        assert (await asking).json["stop_reason"] == "max_tokens"
+async def test_an_answer_that_is_cut_off_at_its_max_tokens_says_so(talking):
+    max_tokens = len(talking.ids("hi there"))
+    message = await _cut_off(talking, "hi there", max_tokens=max_tokens)
+    assert message["stop_reason"] == "max_tokens"
 
 
-async def test_what_is_thought_can_be_left_out(calling: Path) -> None:
-    async with talk(calling) as talking:
-        message, _ = await _asked(talking, "<think>hm</think>hi", thinking={"type": "disabled"})
-        assert message["content"] == [{"type": "text", "text": "hi"}]
+async def test_what_is_thought_can_be_left_out(talking):
+    message, _ = await _asked(talking, "<think>hm</think>hi", thinking={"type": "disabled"})
+    assert message["content"] == [{"type": "text", "text": "hi"}]
 
 
 @pytest.mark.parametrize(
@@ -140,26 +125,20 @@ async def test_what_is_thought_can_be_left_out(calling: Path) -> None:
     ],
     ids=str,
 )
-async def test_what_cannot_be_is_refused_by_name(
-    calling: Path, fields: dict[str, Any], param: str
-) -> None:
-    async with api_for(calling) as api:
-        answer = await api.post(MESSAGES, **{**ASKED, **fields})
-        assert answer.status == 400, answer.body
-        assert (answer.error["param"] or "").startswith(param), answer.body
+async def test_what_cannot_be_is_refused_by_name(talking, fields, param):
+    await talking.refuses(param, MESSAGES, **{**ASKED, **fields})
 
 
-async def test_the_tokens_of_a_prompt_are_counted_as_they_are_billed(calling: Path) -> None:
+async def test_the_tokens_of_a_prompt_are_counted_as_they_are_billed(talking):
     asked = {"messages": ASKED["messages"], "system": "Be kind.", "tools": TOOLS}
-    async with talk(calling) as talking:
-        message, _ = await _asked(talking, "hello you", **asked)
-        counted = await talking.api.post(f"{MESSAGES}/count_tokens", **asked)
-        assert counted.json == {"input_tokens": message["usage"]["input_tokens"]}
-        fewer = await talking.api.post(f"{MESSAGES}/count_tokens", messages=ASKED["messages"])
-        assert fewer.json["input_tokens"] < counted.json["input_tokens"]
-        refused = await talking.api.post(f"{MESSAGES}/count_tokens", **asked, wisdom=1)
-        assert refused.status == 400
-        assert "wisdom" in refused.error["message"]
+    message, _ = await _asked(talking, "hello you", **asked)
+    counted = await talking.post(f"{MESSAGES}/count_tokens", **asked)
+    assert counted.json == {"input_tokens": message["usage"]["input_tokens"]}
+    fewer = await talking.post(f"{MESSAGES}/count_tokens", messages=ASKED["messages"])
+    assert fewer.json["input_tokens"] < counted.json["input_tokens"]
+    refused = await talking.post(f"{MESSAGES}/count_tokens", **asked, wisdom=1)
+    assert refused.status == 400
+    assert "wisdom" in refused.error["message"]
 
 
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
@@ -169,84 +148,60 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
 @pytest.mark.parametrize(
     "fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}], ids=str
 )
-async def test_an_answer_has_the_form_that_is_asked_for(
-    calling: Path, fields: dict[str, Any]
-) -> None:
+async def test_an_answer_has_the_form_that_is_asked_for(talking, fields):
     """Seen failing: 400. With tools it may be calls."""
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, **fields))
-        submit = await talking.api.node.submitted()
-        assert json.loads(submit.sampling.guide.json_schema) == SCHEMA
-        said = talking.ids('{"sum": 42}')
-        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
-        assert (await asking).json["content"] == [{"type": "text", "text": '{"sum": 42}'}]
-        asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, **fields, tools=TOOLS))
-        submit = await talking.api.node.submitted()
-        form = json.loads(submit.sampling.guide.structural_tag)["format"]
-        assert form["type"] == "or" and form["elements"][0]["json_schema"] == SCHEMA
-        said = talking.ids(CALL)
-        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
-        assert (await asking).json["stop_reason"] == "tool_use"
+    submit, answer = await talking.ask(MESSAGES, '{"sum": 42}', **ASKED, **fields)
+    assert json.loads(submit.sampling.guide.json_schema) == SCHEMA
+    assert answer.json["content"] == [{"type": "text", "text": '{"sum": 42}'}]
+    submit, answer = await talking.ask(MESSAGES, CALL, **ASKED, **fields, tools=TOOLS)
+    form = json.loads(submit.sampling.guide.structural_tag)["format"]
+    assert form["type"] == "or" and form["elements"][0]["json_schema"] == SCHEMA
+    assert answer.json["stop_reason"] == "tool_use"
 
 
-async def test_hints_are_ignored_and_named(calling: Path, model: Path) -> None:
+async def test_hints_are_ignored_and_named(talking, api):
     """Seen failing: 400."""
     managed = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
     config = {"output_config": {"effort": "low"}}
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 100}}
-    async with talk(calling) as talking:
-        for fields, named in (
-            (managed, "context_management"),
-            (config, "output_config.effort"),
-            (thinking, None),
-        ):
-            asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, **fields))
-            submit = await talking.api.node.submitted()
-            assert submit.sampling.thinking_budget == (100 if fields is thinking else 0)
-            talking.api.node.say(ended={submit.number: FINISH_REASON_STOP})
-            answer = await asking
-            assert answer.status == 200, answer.body
-            assert answer.headers.get("baton-ignored-fields") == named
-        counted = await talking.api.post(
-            f"{MESSAGES}/count_tokens", messages=ASKED["messages"], **managed, **config
-        )
-        assert counted.headers["baton-ignored-fields"] == "context_management"
-    async with api_for(model) as api:  # which does not think
-        asked = {**ASKED, "max_tokens": 20}
-        asking = asyncio.create_task(api.post(MESSAGES, **asked, **thinking))
-        await api.complete()
-        answer = await asking
-        assert answer.status == 200, answer.body
-        assert answer.headers["baton-ignored-fields"] == "thinking"
+    for fields, named in (
+        (managed, "context_management"),
+        (config, "output_config.effort"),
+        (thinking, None),
+    ):
+        submit, answer = await talking.ask(MESSAGES, **ASKED, **fields)
+        assert submit.sampling.thinking_budget == (100 if fields is thinking else 0)
+        assert answer.headers.get("baton-ignored-fields") == named
+    counted = await talking.post(
+        f"{MESSAGES}/count_tokens", messages=ASKED["messages"], **managed, **config
+    )
+    assert counted.headers["baton-ignored-fields"] == "context_management"
+    # A model that does not think.
+    _, answer = await api.ask(MESSAGES, **{**ASKED, "max_tokens": 20}, **thinking)
+    assert answer.headers["baton-ignored-fields"] == "thinking"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_stop_sequence_is_told(calling: Path, stream: bool) -> None:
+async def test_a_stop_sequence_is_told(talking, stream):
     """Seen failing: end_turn, and no sequence."""
-    async with talk(calling) as talking:
-        fields = {"stop_sequences": ["END"], "stream": stream}
-        asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, **fields))
-        number, _ = await talking.asked()
-        talking.api.node.say({number: talking.ids("hello END you")})
-        answer = await asking
-        told = _events(answer)[-2]["delta"] if stream else answer.json
-        assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", "END")
+    fields = {"stop_sequences": ["END"], "stream": stream}
+    asking = asyncio.create_task(talking.post(MESSAGES, **ASKED, **fields))
+    number = (await talking.node.submitted()).number
+    talking.node.say({number: talking.ids("hello END you")})
+    answer = await asking
+    told = _events(answer)[-2]["delta"] if stream else answer.json
+    assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", "END")
 
 
-async def test_errors_have_the_form_that_anthropics_clients_know(
-    calling: Path, tmp_path: Path
-) -> None:
+async def test_errors_have_the_form_that_anthropics_clients_know(talking, calling, tmp_path):
     """Seen failing: no type beside the error."""
-    async with api_for(calling) as api:
-        kinds = {}
-        for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
-            for model in ("none", None):
-                answer = await api.post(path, model=model, messages="x")
-                assert answer.json["type"] == "error"
-                kinds[path, answer.status] = answer.error["type"]
-        answer = await api.post(MESSAGES, **{**ASKED, "model": "none"})
-        assert (answer.status, answer.error["type"]) == (404, "not_found_error")
-        assert {*kinds.values()} == {"invalid_request_error"}
+    for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
+        for model in ("none", None):
+            answer = await talking.post(path, model=model, messages="x")
+            assert answer.json["type"] == "error"
+            assert answer.error["type"] == "invalid_request_error"
+    answer = await talking.post(MESSAGES, **{**ASKED, "model": "none"})
+    assert (answer.status, answer.error["type"]) == (404, "not_found_error")
     file = write(tmp_path / "keys", entry("alice"))
     async with api_for(calling, clients=ClientsConfig(api_keys=file)) as api:
         answer = await api.post(MESSAGES, **ASKED)

@@ -1,13 +1,16 @@
 """Files of API keys, and routers that ask for them."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from api.auth import api_keys
+from common.config import ClientsConfig
+from tests.api.rig import COMPLETIONS, Api
+from tests.support.http_client import Response, post
 
-WAIT_S = 60.0
 NOBODY = ["127.0.0.1:1"]  # a decode node that is not there
 KEYS = {name: f"{api_keys.PREFIX}{name * 9}" for name in ("alice", "bob", "old", "op")}
 
@@ -21,5 +24,17 @@ def write(file: Path, *entries: dict[str, Any]) -> Path:
     return file
 
 
+def clients_of(directory: Path, *entries: dict[str, Any], **config: Any) -> ClientsConfig:
+    """Clients with the keys of these entries."""
+    return ClientsConfig(api_keys=write(directory / "keys.yaml", *entries), **config)
+
+
 def bearer(name: str) -> str:
     return f"Bearer {KEYS[name]}"
+
+
+def ask_as(name: str, api: Api, **fields: Any) -> "asyncio.Task[Response]":
+    """A completion that the client of this name asks for."""
+    content = {"prompt": "x", **fields}
+    asked = post(api.router.http_port, COMPLETIONS, content, authorization=bearer(name))
+    return asyncio.create_task(asked)

@@ -1,6 +1,5 @@
 """Each gRPC method and HTTP path of a router has an entry that says who may use it."""
 
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -16,14 +15,14 @@ from common.identity.guard import MAY_CALL
 from common.identity.secret import new_secret
 from protos import decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, router_pb2
 from router.metrics import RouterMetrics
-from tests.api.openai.openai_rig import api_for
+from tests.api.rig import api_for
 
 PAGE = "/page/"
 
 
 async def test_every_path_and_method_that_is_served_has_an_entry_and_no_other_has(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, monkeypatch
+):
     served: list[str] = []
     methods: list[str] = []
 
@@ -46,7 +45,7 @@ async def test_every_path_and_method_that_is_served_has_an_entry_and_no_other_ha
     assert sorted(methods) == sorted(METHODS)
 
 
-def test_every_method_of_the_protocol_is_in_a_table() -> None:
+def test_every_method_of_the_protocol_is_in_a_table():
     files = (decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, router_pb2)
     named = {
         f"/{service.full_name}/{method.name}"
@@ -57,27 +56,22 @@ def test_every_method_of_the_protocol_is_in_a_table() -> None:
     assert named == {each for each in (*MAY_CALL, *METHODS) if each.startswith("/baton.")}
 
 
-async def test_a_path_without_an_entry_keeps_the_router_from_starting(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_path_without_an_entry_keeps_the_router_from_starting(model, monkeypatch):
     monkeypatch.delitem(PATHS, "/tokenize")
     with pytest.raises(KeyError, match="/tokenize"):
         async with api_for(model):
             pass
 
 
-async def test_a_path_without_an_entry_is_served_to_nobody(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with api_for(model) as api:
-        assert (await api.post("/tokenize", prompt="a")).status == 200
-        monkeypatch.delitem(PATHS, "/tokenize")
-        answer = await api.post("/tokenize", prompt="a")
-        assert answer.status == 404 and "nothing at /tokenize" in answer.body.decode()
+async def test_a_path_without_an_entry_is_served_to_nobody(api, monkeypatch):
+    assert (await api.post("/tokenize", prompt="a")).status == 200
+    monkeypatch.delitem(PATHS, "/tokenize")
+    answer = await api.post("/tokenize", prompt="a")
+    assert answer.status == 404 and "nothing at /tokenize" in answer.body.decode()
 
 
 @pytest.mark.parametrize("method", ["/baton.v1.Router/New", "/baton.v1.Other/Generate"])
-def test_a_method_without_an_entry_keeps_the_router_from_starting(method: str) -> None:
+def test_a_method_without_an_entry_keeps_the_router_from_starting(method):
     with pytest.raises(KeyError, match=method):
         CallerResolver(ApiKeyGuard.__new__(ApiKeyGuard)).of(method)
 
@@ -95,14 +89,8 @@ def test_a_method_without_an_entry_keeps_the_router_from_starting(method: str) -
     ],
 )
 def test_who_needs_a_key_is_as_the_docs_say(
-    tmp_path: Path,
-    keys: ClientsConfig,
-    host: str,
-    insecure: bool,
-    has_secret: bool,
-    has_keys: bool,
-    needs_key: list[Access],
-) -> None:
+    tmp_path, keys, host, insecure, has_secret, has_keys, needs_key
+):
     """docs/clients.md, "Without API keys"."""
     file = tmp_path / "secret"
     file.write_text(new_secret())

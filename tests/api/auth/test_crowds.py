@@ -5,14 +5,10 @@ import resource
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
-from protos.decode_pb2 import FINISH_REASON_STOP
-from tests.api.auth.rig import WAIT_S
-from tests.api.openai.openai_rig import COMPLETIONS, Api, api_for
-from tests.api.rig import eventually
+from tests.api.rig import COMPLETIONS, WAIT_S, Api, api_for, eventually
 from tests.support.http_client import Response, Wire, request
 
 NUM_STREAMS = 2000
@@ -52,14 +48,13 @@ async def somebody_else_asks(api: Api) -> tuple[Response, float]:
     try:
         wire = Wire(reader, writer)
         await wire.send(ASK)
-        number = (await api.node.submitted()).number
-        api.node.say(ended={number: FINISH_REASON_STOP})
+        await api.node.complete()
         return await wire.response(), time.monotonic() - began
     finally:
         writer.close()
 
 
-async def test_2000_streams_of_one_address_leave_room_for_another(model: Path) -> None:
+async def test_2000_streams_of_one_address_leave_room_for_another(model):
     async with api_for(model) as api, crowd(api.router.http_port, NUM_STREAMS, ASK):
         admission = api.router.admission
         for _ in range(896):
@@ -71,7 +66,7 @@ async def test_2000_streams_of_one_address_leave_room_for_another(model: Path) -
         print(f"answered after {took_s * 1e3:.0f} ms beside {admission.num_live} live streams")
 
 
-async def test_5000_idle_connections_of_one_address_leave_room_for_another(model: Path) -> None:
+async def test_5000_idle_connections_of_one_address_leave_room_for_another(model):
     async with api_for(model) as api, crowd(api.router.http_port, NUM_IDLE):
         value = api.router.metrics.registry.get_sample_value
         await eventually(lambda: (value("baton_http_connections") or 0) <= 2048 * 7 // 8)

@@ -1,10 +1,7 @@
 """Authentication and quotas of clients over gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +24,8 @@ from protos.router_pb2 import (
     TellPlanRequest,
     TokenizeRequest,
 )
-from tests.api.auth.rig import KEYS, NOBODY, WAIT_S, bearer, entry, write
-from tests.api.rig import collect, eventually, failure, router_for
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.api.auth.rig import KEYS, NOBODY, bearer, clients_of, entry, write
+from tests.api.rig import WAIT_S, collect, eventually, fails, metric, router_for, served
 
 METHODS = {
     "Generate": GenerateRequest(text="x"),
@@ -45,27 +41,19 @@ def shown(name: str) -> Any:
     return (("authorization", bearer(name)),)
 
 
-@asynccontextmanager
-async def served(
-    model: Path, **knobs: Any
-) -> AsyncIterator[tuple[Any, StubDecodeNode, RunningRouter]]:
-    """A router's stub."""
-    async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address], **knobs) as (client, router):
-            await client.wait_until_serving()
-            yield client.stub, node, router
-
-
 def strangers(router: RunningRouter, reason: str) -> float | None:
-    return router.metrics.registry.get_sample_value("baton_auth_rejected_total", {"reason": reason})
+    return metric(router, "baton_auth_rejected_total", reason=reason)
 
 
-async def test_without_a_key_there_is_nothing_but_health(model: Path, keys: ClientsConfig) -> None:
-    async with served(model, clients=keys) as (stub, node, router):
+async def test_without_a_key_there_is_nothing_but_health(model, keys):
+    async with served(model, clients=keys) as (client, node, router):
+        stub = client.stub
         for number, (method, request) in enumerate(METHODS.items(), 1):
-            error = await failure(getattr(stub, method)(request, timeout=WAIT_S))
-            assert error.code() is StatusCode.UNAUTHENTICATED, method
-            assert "API key is missing" in (error.details() or "")
+            await fails(
+                getattr(stub, method)(request, timeout=WAIT_S),
+                StatusCode.UNAUTHENTICATED,
+                "API key is missing",
+            )
             assert strangers(router, "no_key") == number
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
@@ -80,28 +68,27 @@ async def test_without_a_key_there_is_nothing_but_health(model: Path, keys: Clie
 
 # Seen failing with unary methods registered as such: the call waits for a message.
 @pytest.mark.parametrize("method", ["Generate", "Tokenize"])
-async def test_a_stranger_is_refused_before_he_has_said_anything(
-    model: Path, keys: ClientsConfig, method: str
-) -> None:
+async def test_a_stranger_is_refused_before_he_has_said_anything(model, keys, method):
     async with router_for(model, decode=NOBODY, clients=keys) as (_, router):
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
             silent = channel.stream_stream(f"/baton.v1.Router/{method}")(timeout=WAIT_S)
             assert await silent.code() is StatusCode.UNAUTHENTICATED
 
 
-async def test_with_a_key_a_client_has_all_but_what_is_for_operators(
-    model: Path, keys: ClientsConfig
-) -> None:
-    async with served(model, clients=keys) as (stub, node, router):
+async def test_with_a_key_a_client_has_all_but_what_is_for_operators(model, keys):
+    async with served(model, clients=keys) as (client, node, router):
+        stub = client.stub
         alice: Any = {"metadata": shown("alice"), "timeout": WAIT_S}
         call = stub.Generate(METHODS["Generate"], **alice)
-        node.say(ended={(await node.submitted()).number: FINISH_REASON_STOP})
+        await node.complete()
         assert (await collect(call))[2].finish_reason == "stop"
         for method in ("Tokenize", "Detokenize", "GetModel"):
             await getattr(stub, method)(METHODS[method], **alice)
-        error = await failure(stub.GetCluster(GetClusterRequest(), **alice))
-        assert error.code() is StatusCode.PERMISSION_DENIED
-        assert "alice is a client's" in (error.details() or "")
+        await fails(
+            stub.GetCluster(GetClusterRequest(), **alice),
+            StatusCode.PERMISSION_DENIED,
+            "alice is a client's",
+        )
         assert strangers(router, "no_operator") == 1
         await stub.GetCluster(GetClusterRequest(), metadata=shown("op"), timeout=WAIT_S)
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
@@ -126,23 +113,19 @@ async def test_with_a_key_a_client_has_all_but_what_is_for_operators(
         (f"Bearer {KEYS['old']}", "expired_key", "old has expired: 2020-01-01"),
     ],
 )
-async def test_what_is_no_good_key_is_told_why(
-    model: Path, keys: ClientsConfig, credential: str, reason: str, words: str
-) -> None:
+async def test_what_is_no_good_key_is_told_why(model, keys, credential, reason, words):
     async with router_for(model, decode=NOBODY, clients=keys) as (client, router):
         metadata = (("authorization", credential),)
-        error = await failure(
-            client.stub.GetModel(GetModelRequest(), metadata=metadata, timeout=WAIT_S)
+        error = await fails(
+            client.stub.GetModel(GetModelRequest(), metadata=metadata, timeout=WAIT_S),
+            StatusCode.UNAUTHENTICATED,
+            words,
         )
-        assert error.code() is StatusCode.UNAUTHENTICATED
-        assert words in (error.details() or "")
         assert KEYS["alice"] not in (error.details() or "")
         assert strangers(router, reason) == 1
 
 
-async def test_a_rate_that_is_used_up_says_when_to_come_again(
-    model: Path, keys: ClientsConfig
-) -> None:
+async def test_a_rate_that_is_used_up_says_when_to_come_again(model, keys):
     async with router_for(model, decode=NOBODY, clients=keys) as (client, router):
 
         def ask(name: str) -> Any:
@@ -152,9 +135,7 @@ async def test_a_rate_that_is_used_up_says_when_to_come_again(
 
         for _ in range(2):
             await ask("bob")
-        error = await failure(ask("bob"))
-        assert error.code() is StatusCode.RESOURCE_EXHAUSTED
-        assert "2 requests a minute" in (error.details() or "")
+        error = await fails(ask("bob"), StatusCode.RESOURCE_EXHAUSTED, "2 requests a minute")
         retry_after = dict(error.trailing_metadata() or ())["retry-after"]
         assert 20 <= int(str(retry_after)) <= 30
         await ask("alice")  # who has no such limit
@@ -165,24 +146,21 @@ async def test_a_rate_that_is_used_up_says_when_to_come_again(
         assert value("baton_requests_rejected_total", {"reason": "limited"}) == 1
 
 
-async def test_tokens_of_prompts_and_answers_count(model: Path, tmp_path: Path) -> None:
-    file = write(tmp_path / "keys", entry("alice", limits={"tokens_per_minute": 20}))
-    async with served(model, clients=ClientsConfig(api_keys=file)) as (stub, node, router):
+async def test_tokens_of_prompts_and_answers_count(model, tmp_path):
+    clients = clients_of(tmp_path, entry("alice", limits={"tokens_per_minute": 20}))
+    async with served(model, clients=clients) as (client, node, router):
+        stub = client.stub
 
         def ask(num_tokens: int) -> Any:
             request = GenerateRequest()
             request.token_ids.ids.extend(range(5, 5 + num_tokens))
             return stub.Generate(request, metadata=shown("alice"), timeout=WAIT_S)
 
-        error = await failure(ask(21))
-        assert error.code() is StatusCode.INVALID_ARGUMENT
-        assert "20 a minute" in (error.details() or "")
+        await fails(ask(21), StatusCode.INVALID_ARGUMENT, "20 a minute")
         call = ask(10)
-        number = (await node.submitted()).number
-        node.say({number: list(range(20, 32))}, ended={number: FINISH_REASON_STOP})
+        await node.complete(list(range(20, 32)))
         await collect(call)
-        error = await failure(ask(1))
-        assert error.code() is StatusCode.RESOURCE_EXHAUSTED
+        error = await fails(ask(1), StatusCode.RESOURCE_EXHAUSTED)
         retry_after = dict(error.trailing_metadata() or ())["retry-after"]
         assert 1 <= int(str(retry_after)) <= 9  # two too many, and one for the next prompt
         value = router.metrics.registry.get_sample_value
@@ -191,18 +169,17 @@ async def test_tokens_of_prompts_and_answers_count(model: Path, tmp_path: Path) 
         assert router.admission.num_live == 0
 
 
-async def test_a_key_has_so_many_live_requests(model: Path, tmp_path: Path) -> None:
-    file = write(tmp_path / "keys", entry("alice", limits={"concurrent": 1}), entry("bob"))
-    async with served(model, clients=ClientsConfig(api_keys=file)) as (stub, node, _):
+async def test_a_key_has_so_many_live_requests(model, tmp_path):
+    clients = clients_of(tmp_path, entry("alice", limits={"concurrent": 1}), entry("bob"))
+    async with served(model, clients=clients) as (client, node, _):
+        stub = client.stub
 
         def ask(name: str) -> Any:
             return stub.Generate(METHODS["Generate"], metadata=shown(name), timeout=WAIT_S)
 
         first = ask("alice")
         numbers = [(await node.submitted()).number]
-        error = await failure(ask("alice"))
-        assert error.code() is StatusCode.RESOURCE_EXHAUSTED
-        assert "1 live requests" in (error.details() or "")
+        await fails(ask("alice"), StatusCode.RESOURCE_EXHAUSTED, "1 live requests")
         other = ask("bob")
         numbers.append((await node.submitted()).number)
         node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
@@ -211,11 +188,8 @@ async def test_a_key_has_so_many_live_requests(model: Path, tmp_path: Path) -> N
 
 
 async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    model, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(guard, "LOOK_EVERY_S", 0.01)
     file = write(tmp_path / "keys.yaml", entry("alice"))
     clients = ClientsConfig(api_keys=file)
@@ -245,15 +219,15 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(
         assert metrics == {"bob"}
 
 
-async def test_each_key_can_have_prefix_caches_of_its_own(model: Path, keys: ClientsConfig) -> None:
+async def test_each_key_can_have_prefix_caches_of_its_own(model, keys):
     clients = keys.model_copy(update={"isolate_cache_by_key": True})
-    async with served(model, clients=clients) as (stub, node, _):
+    async with served(model, clients=clients) as (client, node, _):
+        stub = client.stub
 
         async def namespace(name: str, salt: str | None = None) -> bytes:
             request = GenerateRequest(text="x", cache_salt=salt)
             call = stub.Generate(request, metadata=shown(name), timeout=WAIT_S)
-            submit = await node.submitted()
-            node.say(ended={submit.number: FINISH_REASON_STOP})
+            submit = await node.complete()
             await collect(call)
             return bytes(submit.namespace)
 
@@ -265,24 +239,25 @@ async def test_each_key_can_have_prefix_caches_of_its_own(model: Path, keys: Cli
         assert await namespace("alice", "a") == of_all[1]
 
 
-async def test_without_keys_all_is_open_on_this_machine(model: Path) -> None:
+async def test_without_keys_all_is_open_on_this_machine(model):
     async with router_for(model, decode=NOBODY) as (client, _):
         await client.stub.GetCluster(GetClusterRequest(), timeout=WAIT_S)
         any_key = (("authorization", "Bearer none"),)
         await client.stub.GetModel(GetModelRequest(), metadata=any_key, timeout=WAIT_S)
 
 
-async def test_one_client_waits_for_a_slot_and_gets_it(model: Path) -> None:
+async def test_one_client_waits_for_a_slot_and_gets_it(model):
     knobs = {"max_concurrent_requests": 1, "clients": ClientsConfig(max_queue_wait_s=WAIT_S)}
-    async with served(model, **knobs) as (stub, node, router):
+    async with served(model, **knobs) as (client, node, router):
+        stub = client.stub
         first = stub.Generate(METHODS["Generate"], timeout=WAIT_S)
         number = (await node.submitted()).number
         second = stub.Generate(METHODS["Generate"], timeout=WAIT_S)
         await eventually(lambda: router.admission.num_waiting == 1)
         assert router.metrics.registry.get_sample_value("baton_waiting_requests") == 1
-        node.say(ended={number: FINISH_REASON_STOP})
+        node.finish(number)
         await collect(first)
-        node.say(ended={(await node.submitted()).number: FINISH_REASON_STOP})
+        await node.complete()
         await collect(second)
 
 
@@ -295,13 +270,11 @@ async def test_one_client_waits_for_a_slot_and_gets_it(model: Path) -> None:
         ("unix:", "unix"),
     ],
 )
-def test_addresses_are_read_as_grpc_tells_them(peer: str, where: str) -> None:
+def test_addresses_are_read_as_grpc_tells_them(peer, where):
     assert address(peer) == where
 
 
-async def test_the_clusters_own_operators_key_is_as_good_as_any(
-    model: Path, keys: ClientsConfig, tmp_path: Path
-) -> None:
+async def test_the_clusters_own_operators_key_is_as_good_as_any(model, keys, tmp_path):
     file = tmp_path / "secret"
     file.write_text(secret.new_secret())
     held = secret.keyrings(file, "router")
@@ -313,13 +286,10 @@ async def test_the_clusters_own_operators_key_is_as_good_as_any(
             ask = partial(client.stub.GetCluster, GetClusterRequest(), timeout=WAIT_S)
             await ask(metadata=(("authorization", f"Bearer {key}"),))
             for wrong in (f"Bearer {key}x", "Bearer nothing", ""):
-                error = await failure(ask(metadata=(("authorization", wrong),)))
-                assert error.code() is StatusCode.UNAUTHENTICATED
+                await fails(ask(metadata=(("authorization", wrong),)), StatusCode.UNAUTHENTICATED)
 
 
-async def test_beyond_this_host_clients_who_need_no_key_are_told_of_in_the_log(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_beyond_this_host_clients_who_need_no_key_are_told_of_in_the_log(model, caplog):
     front = ServerConfig(port=0, host="0.0.0.0", insecure=True)
     async with router_for(model, decode=NOBODY, front=front) as (client, _):
         assert "clients need no API key" in caplog.text

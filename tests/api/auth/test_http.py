@@ -1,7 +1,6 @@
 """Authentication, client names and quotas of clients over HTTP."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,14 +10,13 @@ from api.auth.api_keys import KeyLimits
 from api.auth.client import Client, KeyUsage
 from api.http.shared import HttpPeer
 from api.http_checks import KeyConnections
+from api.program.assembly import RunningRouter
 from common.config import ClientsConfig
 from common.errors import RateLimited
 from protos.decode_pb2 import FINISH_REASON_STOP
-from router.metrics import RouterMetrics
-from tests.api.auth.rig import KEYS, NOBODY, WAIT_S, bearer, entry, write
-from tests.api.openai.openai_rig import COMPLETIONS, Api, api_for
-from tests.api.rig import eventually, router_for
-from tests.support.http_client import Response, connected, get, post, request
+from tests.api.auth.rig import KEYS, NOBODY, ask_as, bearer, clients_of, entry
+from tests.api.rig import COMPLETIONS, WAIT_S, Api, api_for, eventually, metric, router_for
+from tests.support.http_client import Response, Wire, connected, request
 
 FOR_ANYBODY = ["/health", "/ready", "/", "/page/app.js"]
 FOR_CLIENTS = ["/v1/models", "/v1/models/x", "/openapi.json", "/nothing"]
@@ -27,22 +25,18 @@ ORIGIN = "https://app.example"
 
 
 def strangers(api: Api, reason: str) -> float | None:
-    name = "baton_auth_rejected_total"
-    return api.router.metrics.registry.get_sample_value(name, {"reason": reason})
+    return metric(api.router, "baton_auth_rejected_total", reason=reason)
 
 
-def rejected(metrics: RouterMetrics, reason: str) -> float | None:
-    return metrics.registry.get_sample_value("baton_requests_rejected_total", {"reason": reason})
+def rejected(router: RunningRouter, reason: str) -> float | None:
+    return metric(router, "baton_requests_rejected_total", reason=reason)
 
 
 def tokens_of(api: Api, name: str) -> float | None:
-    labels = {"key": name, "kind": "prompt"}
-    return api.router.metrics.registry.get_sample_value("baton_api_key_tokens_total", labels)
+    return metric(api.router, "baton_api_key_tokens_total", key=name, kind="prompt")
 
 
-async def test_without_a_key_there_is_only_health_and_the_page(
-    model: Path, keys: ClientsConfig
-) -> None:
+async def test_without_a_key_there_is_only_health_and_the_page(model, keys):
     async with api_for(model, clients=keys) as api:
         for path in FOR_ANYBODY:
             assert (await api.get(path)).status == 200, path
@@ -56,9 +50,7 @@ async def test_without_a_key_there_is_only_health_and_the_page(
         assert not any(message.submits for message in api.node.received)
 
 
-async def test_a_key_may_come_as_anthropic_s_clients_send_it(
-    model: Path, keys: ClientsConfig
-) -> None:
+async def test_a_key_may_come_as_anthropic_s_clients_send_it(model, keys):
     async with api_for(model, clients=keys) as api:
         assert (await api.get("/v1/models", **{"x-api-key": KEYS["alice"]})).status == 200
         assert (await api.get("/v1/models", **{"x-api-key": "bk-unknown"})).status == 401
@@ -66,7 +58,7 @@ async def test_a_key_may_come_as_anthropic_s_clients_send_it(
         assert refused.error["code"] == "insufficient_permissions"
 
 
-async def test_a_client_has_the_api_and_an_operator_all(model: Path, keys: ClientsConfig) -> None:
+async def test_a_client_has_the_api_and_an_operator_all(model, keys):
     async with api_for(model, clients=keys) as api:
         for path in FOR_CLIENTS:
             assert (await api.get(path, authorization=bearer("alice"))).status in (200, 404)
@@ -78,19 +70,15 @@ async def test_a_client_has_the_api_and_an_operator_all(model: Path, keys: Clien
         assert strangers(api, "expired_key") == 1
 
 
-async def test_openais_own_client_shows_its_key_and_knows_the_errors(
-    model: Path, keys: ClientsConfig
-) -> None:
+async def test_openais_own_client_shows_its_key_and_knows_the_errors(model, keys):
     async with api_for(model, clients=keys) as api:
         url = f"http://127.0.0.1:{api.router.http_port}/v1"
         make = openai.AsyncOpenAI
         async with make(base_url=url, api_key=KEYS["bob"], max_retries=0) as bob:
             for left in (1, 0):
-                asking = asyncio.create_task(
-                    bob.completions.with_raw_response.create(model=api.model, prompt="x")
+                _, answer = await api.answered(
+                    bob.completions.with_raw_response.create(model=api.model, prompt="x"), " fox"
                 )
-                await api.complete(" fox")
-                answer = await asking
                 assert answer.headers["x-ratelimit-limit-requests"] == "2"
                 assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
             with pytest.raises(openai.RateLimitError) as refused:
@@ -105,124 +93,83 @@ async def test_openais_own_client_shows_its_key_and_knows_the_errors(
                 await nobody.models.list()
 
 
-async def test_who_may_not_ask_is_told_before_his_body_is_read(
-    model: Path, keys: ClientsConfig
-) -> None:
+async def test_who_may_not_ask_is_told_before_his_body_is_read(model, keys):
     async with api_for(model, clients=keys) as api:
-        for name, status in (("", 401), ("bob", 429)):
-            if name:
-                for _ in range(2):
-                    asking = asyncio.create_task(
-                        post(
-                            api.router.http_port,
-                            COMPLETIONS,
-                            {"prompt": "x"},
-                            authorization=bearer(name),
-                        )
-                    )
-                    await api.complete()
-                    assert (await asking).status == 200
-            credential = bearer(name) if name else "none"
+        for _ in range(2):
+            await api.answered(ask_as("bob", api))
+        for credential, status in (("none", 401), (bearer("bob"), 429)):
             async with connected(api.router.http_port) as wire:
                 whole = request("POST", COMPLETIONS, b"x" * 1_000_000, authorization=credential)
                 await wire.send(whole[:2000])
                 assert (await wire.response()).status == status
 
 
-async def test_requests_that_come_together_are_let_in_together_or_not_at_all(
-    model: Path, keys: ClientsConfig
-) -> None:
+async def test_requests_that_come_together_are_let_in_together_or_not_at_all(model, keys):
     async with api_for(model, clients=keys) as api:
-
-        async def ask(n: int) -> Response:
-            content = {"prompt": "x", "n": n}
-            port = api.router.http_port
-            return await post(port, COMPLETIONS, content, authorization=bearer("bob"))
-
-        never = await ask(3)
+        never = await ask_as("bob", api, n=3)
         assert (never.status, never.error["message"][:22]) == (400, "these are 3 requests a")
-        assert rejected(api.router.metrics, "invalid") == 1
-        asking = asyncio.create_task(ask(2))
-        numbers = [(await api.node.submitted()).number for _ in range(2)]
-        api.node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
+        assert rejected(api.router, "invalid") == 1
+        asking = ask_as("bob", api, n=2)
+        for _ in range(2):
+            await api.complete()
         assert (await asking).status == 200
-        assert (await ask(1)).status == 429
+        assert (await ask_as("bob", api)).status == 429
 
 
 # Seen failing with a prompt that is counted for each of its choices: 429 for ever.
-async def test_a_prompt_is_counted_once_however_many_choices_it_has(
-    model: Path, tmp_path: Path
-) -> None:
-    file = write(tmp_path / "keys", entry("alice", limits={"tokens_per_minute": 10}))
-    async with api_for(model, clients=ClientsConfig(api_keys=file)) as api:
-        content = {"prompt": [1, 2, 3, 4, 5, 6], "n": 2}
-        asking = asyncio.create_task(
-            post(api.router.http_port, COMPLETIONS, content, authorization=bearer("alice"))
-        )
-        numbers = [(await api.node.submitted()).number for _ in range(2)]
-        api.node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
+async def test_a_prompt_is_counted_once_however_many_choices_it_has(model, tmp_path):
+    clients = clients_of(tmp_path, entry("alice", limits={"tokens_per_minute": 10}))
+    async with api_for(model, clients=clients) as api:
+        asking = ask_as("alice", api, prompt=[1, 2, 3, 4, 5, 6], n=2)
+        for _ in range(2):
+            await api.node.complete()
         assert (await asking).status == 200
         assert tokens_of(api, "alice") == 6
 
 
 # Seen failing with prompts that are counted one by one: the first is sent, and burnt.
-async def test_prompts_that_come_together_are_counted_together_or_not_at_all(
-    model: Path, tmp_path: Path
-) -> None:
-    file = write(tmp_path / "keys", entry("alice", limits={"tokens_per_minute": 10}))
-    async with api_for(model, clients=ClientsConfig(api_keys=file)) as api:
-
-        def ask(*prompts: list[int]) -> "asyncio.Task[Response]":
-            content = {"prompt": prompts, "max_tokens": 1}
-            port = api.router.http_port
-            asked = post(port, COMPLETIONS, content, authorization=bearer("alice"))
-            return asyncio.create_task(asked)
-
-        never = await ask([1] * 6, [2] * 5)
+async def test_prompts_that_come_together_are_counted_together_or_not_at_all(model, tmp_path):
+    clients = clients_of(tmp_path, entry("alice", limits={"tokens_per_minute": 10}))
+    async with api_for(model, clients=clients) as api:
+        never = await ask_as("alice", api, prompt=[[1] * 6, [2] * 5], max_tokens=1)
         assert (never.status, never.error["param"]) == (400, "prompt")
         assert never.error["message"] == "prompt has 11 tokens; this key has 10 a minute"
         assert tokens_of(api, "alice") == 0
-        asking = ask([1] * 3, [2] * 4)
-        numbers = [(await api.node.submitted()).number for _ in range(2)]
-        api.node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
+        asking = ask_as("alice", api, prompt=[[1] * 3, [2] * 4], max_tokens=1)
+        for _ in range(2):
+            await api.node.complete()
         assert (await asking).status == 200
-        later = await ask([1] * 2, [2] * 8)
+        later = await ask_as("alice", api, prompt=[[1] * 2, [2] * 8], max_tokens=1)
         assert later.status == 429
         assert 30 <= int(later.headers["retry-after"]) <= 42
         assert tokens_of(api, "alice") == 7
         assert sum(len(message.submits) for message in api.node.received) == 2
 
 
-async def test_a_key_has_so_many_connections(model: Path, tmp_path: Path) -> None:
-    file = write(tmp_path / "keys", entry("alice", limits={"connections": 2}), entry("bob"))
-    async with router_for(model, decode=NOBODY, clients=ClientsConfig(api_keys=file)) as (
-        _,
-        router,
-    ):
+async def test_a_key_has_so_many_connections(model, tmp_path):
+    clients = clients_of(tmp_path, entry("alice", limits={"connections": 2}), entry("bob"))
+    async with router_for(model, decode=NOBODY, clients=clients) as (_, router):
 
-        def ask(name: str) -> bytes:
-            return request("GET", "/v1/models", authorization=bearer(name))
+        async def ask(wire: Wire, name: str) -> Response:
+            await wire.send(request("GET", "/v1/models", authorization=bearer(name)))
+            return await wire.response()
 
-        async with connected(router.http_port) as first, connected(router.http_port) as second:
+        port = router.http_port
+        async with connected(port) as first, connected(port) as second:
             for wire in (first, second, first):
-                await wire.send(ask("alice"))
-                assert (await wire.response()).status == 200
-            async with connected(router.http_port) as third:
-                await third.send(ask("alice"))
-                refused = await third.response()
+                assert (await ask(wire, "alice")).status == 200
+            async with connected(port) as third:
+                refused = await ask(third, "alice")
                 assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
-                assert rejected(router.metrics, "limited") == 1
-                await third.send(ask("bob"))
-                assert (await third.response()).status == 200
-        await eventually(
-            lambda: router.metrics.registry.get_sample_value("baton_http_connections") == 0
-        )
-        answer = await get(router.http_port, "/v1/models", authorization=bearer("alice"))
-        assert answer.status == 200
+                assert rejected(router, "limited") == 1
+                assert (await ask(third, "bob")).status == 200
+        await eventually(lambda: metric(router, "baton_http_connections") == 0)
+        async with connected(port) as wire:
+            assert (await ask(wire, "alice")).status == 200
 
 
 # Seen failing with connections that are told apart by host:port: the second is let in.
-def test_connections_from_one_port_to_two_addresses_are_two() -> None:
+def test_connections_from_one_port_to_two_addresses_are_two():
     client = Client("alice", KeyUsage(KeyLimits()), KeyLimits(connections=1))
     first, second = HttpPeer("10.0.0.1", "10.0.0.1:5000"), HttpPeer("10.0.0.1", "10.0.0.1:5000")
     connections = KeyConnections()
@@ -236,7 +183,7 @@ def test_connections_from_one_port_to_two_addresses_are_two() -> None:
     connections.admit(client, second)
 
 
-async def test_a_name_that_is_not_this_machines_is_refused_everywhere(model: Path) -> None:
+async def test_a_name_that_is_not_this_machines_is_refused_everywhere(model):
     async with api_for(model) as api:
         for path in (*FOR_ANYBODY, "/cluster", "/v1/models"):
             answer = await api.get(path, host="evil.example")
@@ -248,9 +195,7 @@ async def test_a_name_that_is_not_this_machines_is_refused_everywhere(model: Pat
         assert (await api.get("/", host="A.example:443")).status == 200
 
 
-async def test_pages_of_listed_sites_may_ask_and_no_others(
-    model: Path, keys: ClientsConfig
-) -> None:
+async def test_pages_of_listed_sites_may_ask_and_no_others(model, keys):
     clients = keys.model_copy(update={"cors_origins": (ORIGIN,)})
     async with api_for(model, clients=clients) as api:
         asks: Any = {
@@ -281,26 +226,16 @@ async def test_pages_of_listed_sites_may_ask_and_no_others(
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-async def test_one_clients_requests_leave_slots_for_another(model: Path, tmp_path: Path) -> None:
+async def test_one_clients_requests_leave_slots_for_another(model, tmp_path):
     """Give one key at most 14 of 16 slots, however many requests it sends."""
-    file = write(tmp_path / "keys", entry("alice"), entry("bob"))
-    clients = ClientsConfig(api_keys=file, max_queue_wait_s=WAIT_S)
+    clients = clients_of(tmp_path, entry("alice"), entry("bob"), max_queue_wait_s=WAIT_S)
     async with api_for(model, clients=clients, max_concurrent_requests=16) as api:
-
-        def ask(name: str) -> "asyncio.Task[Response]":
-            content = {"prompt": "x", "max_tokens": 1}
-            port = api.router.http_port
-            asked = post(port, COMPLETIONS, content, authorization=bearer(name))
-            return asyncio.create_task(asked)
-
-        greedy = [ask("alice") for _ in range(100)]
+        greedy = [ask_as("alice", api, max_tokens=1) for _ in range(100)]
         numbers = [(await api.node.submitted()).number for _ in range(14)]
         await eventually(lambda: sum(task.done() for task in greedy) == 100 - 14 - 7)
         assert {(await task).status for task in greedy if task.done()} == {429}
-        other = ask("bob")
-        number = (await api.node.submitted()).number
-        api.node.say(ended={number: FINISH_REASON_STOP})
-        assert (await other).status == 200
+        _, other = await api.answered(ask_as("bob", api, max_tokens=1), "")
+        assert other.status == 200
         api.node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
         rest = [(await api.node.submitted()).number for _ in range(7)]
         api.node.say(ended=dict.fromkeys(rest, FINISH_REASON_STOP))

@@ -21,7 +21,7 @@ CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n
 # What is held for one client ----------------------------------------------------------------------
 
 
-async def test_who_reads_no_answers_gets_no_more_of_them() -> None:
+async def test_who_reads_no_answers_gets_no_more_of_them():
     num_asked = 100
     async with site() as served, not_reading(served.port) as wire:
         served.whole = b"x" * 500_000
@@ -35,7 +35,7 @@ async def test_who_reads_no_answers_gets_no_more_of_them() -> None:
             assert (await wire.response()).body == served.whole
 
 
-async def test_of_a_stream_that_nobody_reads_little_is_held() -> None:
+async def test_of_a_stream_that_nobody_reads_little_is_held():
     piece, num_pieces = b"x" * 1000, 20_000
     async with site() as served, not_reading(served.port) as wire:
         served.pieces = [piece] * num_pieces
@@ -47,32 +47,30 @@ async def test_of_a_stream_that_nobody_reads_little_is_held() -> None:
         assert (await wire.response()).body == piece * num_pieces + b"end"
 
 
-async def test_a_body_in_small_chunks_takes_no_more_memory_than_is_counted() -> None:
+async def test_a_body_in_small_chunks_takes_no_more_memory_than_is_counted(served, wire):
     chunks = (b"40\r\n" + 64 * b"x" + b"\r\n") * 1000
-    async with site() as served, connected(served.port) as wire:
-        await wire.send(CHUNKED)
-        await eventually(lambda: served.shared.num_arriving > 0)
-        tracemalloc.start()
-        try:
-            for _ in range(10):
-                await wire.send(chunks)
-            await eventually(lambda: served.shared.num_arriving > 10 * len(chunks))
-            held, _ = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert held < served.shared.num_arriving + (256 << 10)
+    await wire.send(CHUNKED)
+    await eventually(lambda: served.shared.num_arriving > 0)
+    tracemalloc.start()
+    try:
+        for _ in range(10):
+            await wire.send(chunks)
+        await eventually(lambda: served.shared.num_arriving > 10 * len(chunks))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < served.shared.num_arriving + (256 << 10)
 
 
-async def test_a_body_in_tiny_chunks_is_refused_before_it_is_much_work() -> None:
-    async with site() as served, connected(served.port) as wire:
-        await wire.send(CHUNKED)
-        await wire.send(b"2\r\nab\r\n" * 2000)
-        answer = await wire.response()
-        assert (answer.status, "small pieces" in answer.error["message"]) == (400, True)
-        assert await wire.ended()
+async def test_a_body_in_tiny_chunks_is_refused_before_it_is_much_work(served, wire):
+    await wire.send(CHUNKED)
+    await wire.send(b"2\r\nab\r\n" * 2000)
+    answer = await wire.response()
+    assert (answer.status, "small pieces" in answer.error["message"]) == (400, True)
+    assert await wire.ended()
 
 
-async def test_of_many_requests_sent_at_once_few_are_read() -> None:
+async def test_of_many_requests_sent_at_once_few_are_read():
     def num_read() -> int:
         return sum(type(each).__name__ == "RawRequestMessage" for each in gc.get_objects())
 
@@ -85,7 +83,7 @@ async def test_of_many_requests_sent_at_once_few_are_read() -> None:
         assert 0 < num_read() - before < 100
 
 
-async def test_a_body_counts_until_somebody_has_read_it_and_no_longer() -> None:
+async def test_a_body_counts_until_somebody_has_read_it_and_no_longer():
     async with site(max_arriving_bytes=100_000) as served:
         async with connected(served.port) as first, connected(served.port) as second:
             await first.send(request("POST", "/hold", b"x" * 80_000))
@@ -106,22 +104,21 @@ async def test_a_body_counts_until_somebody_has_read_it_and_no_longer() -> None:
     await eventually(lambda: served.shared.num_arriving == 0)
 
 
-async def test_of_a_client_that_goes_nothing_is_held() -> None:
+async def test_of_a_client_that_goes_nothing_is_held(served):
     part = request("POST", "/echo", b"x" * 5_000_000)[:-1]
-    async with site() as served:
-        gc.disable()  # nothing may have to wait for it
-        tracemalloc.start()
-        try:
-            async with connected(served.port) as wire:
-                await wire.send(part)
-                await eventually(lambda: served.shared.num_arriving >= 4_999_999)
-            await eventually(lambda: not served.shared.members)
-            held, _ = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-            gc.enable()
-        assert served.shared.num_arriving == 0
-        assert held < 1_000_000
+    gc.disable()  # nothing may have to wait for it
+    tracemalloc.start()
+    try:
+        async with connected(served.port) as wire:
+            await wire.send(part)
+            await eventually(lambda: served.shared.num_arriving >= 4_999_999)
+        await eventually(lambda: not served.shared.members)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert served.shared.num_arriving == 0
+    assert held < 1_000_000
 
 
 # Clients that go away -----------------------------------------------------------------------------
@@ -139,34 +136,28 @@ async def test_of_a_client_that_goes_nothing_is_held() -> None:
     ],
     ids=["nothing", "one byte", "a request", "requests", "blank lines", "more than any buffer"],
 )
-async def test_a_client_that_goes_is_missed_whatever_it_has_sent_behind_its_request(
-    ahead: bytes,
-) -> None:
-    async with site() as served:
-        async with connected(served.port) as wire:
-            await wire.send(request("GET", "/hold"))
-            await served.started.wait()
-            async with asyncio.timeout(WAIT_S):
-                await wire.send(ahead)
+async def test_a_client_that_goes_is_missed_whatever_it_has_sent_behind_its_request(served, ahead):
+    async with connected(served.port) as wire:
+        await wire.send(request("GET", "/hold"))
+        await served.started.wait()
         async with asyncio.timeout(WAIT_S):
-            await served.cancelled.wait()
-        await eventually(lambda: not served.shared.members)
+            await wire.send(ahead)
+    async with asyncio.timeout(WAIT_S):
+        await served.cancelled.wait()
+    await eventually(lambda: not served.shared.members)
 
 
 # Seen failing with a connection whose reading stops while aiohttp takes no more.
-async def test_a_client_that_goes_is_missed_whatever_came_with_its_request() -> None:
-    async with site() as served:
-        async with connected(served.port) as wire:
-            await wire.send(request("GET", "/hold") + 500 * request("GET", "/whole"))
-            await served.started.wait()
-        async with asyncio.timeout(WAIT_S):
-            await served.cancelled.wait()
-        await eventually(lambda: not served.shared.members)
+async def test_a_client_that_goes_is_missed_whatever_came_with_its_request(served):
+    async with connected(served.port) as wire:
+        await wire.send(request("GET", "/hold") + 500 * request("GET", "/whole"))
+        await served.started.wait()
+    async with asyncio.timeout(WAIT_S):
+        await served.cancelled.wait()
+    await eventually(lambda: not served.shared.members)
 
 
-async def test_who_leaves_an_answer_unread_for_too_long_is_cut_off(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_who_leaves_an_answer_unread_for_too_long_is_cut_off(caplog):
     caplog.set_level(logging.INFO)
     async with site(unread_s=0.1) as served, not_reading(served.port) as wire:
         served.pieces = [b"x" * 1000] * 20_000
@@ -177,7 +168,7 @@ async def test_who_leaves_an_answer_unread_for_too_long_is_cut_off(
     assert "slow client disconnected" in caplog.text
 
 
-async def test_who_reads_again_before_the_deadline_is_not_cut_off() -> None:
+async def test_who_reads_again_before_the_deadline_is_not_cut_off():
     async with site(unread_s=WAIT_S) as served, not_reading(served.port) as wire:
         served.pieces = [b"x" * 1000] * 20_000
         served.may_end.clear()
@@ -201,7 +192,7 @@ def only_known(asked: HttpRequest) -> web.Response | None:
     return ApiError(401, f"{asked.peer.address} is not known at {asked.route}").response()
 
 
-async def test_a_check_refuses_a_request_before_its_body_is_read() -> None:
+async def test_a_check_refuses_a_request_before_its_body_is_read():
     async with site(checks=(only_known,)) as served, connected(served.port) as wire:
         whole = request("POST", "/echo?x", b"x" * 100_000, expect="100-continue")
         await wire.send(whole[:-100_000])
@@ -213,13 +204,13 @@ async def test_a_check_refuses_a_request_before_its_body_is_read() -> None:
         assert await wire.ended()
 
 
-async def test_who_sends_the_body_all_the_same_can_read_the_refusal() -> None:
+async def test_who_sends_the_body_all_the_same_can_read_the_refusal():
     async with site(checks=(only_known,)) as served, connected(served.port) as wire:
         await wire.post("/echo", b"x" * 10_000_000)
         assert (await wire.response()).status == 401
 
 
-async def test_a_connection_goes_on_after_the_refusal_of_a_whole_request() -> None:
+async def test_a_connection_goes_on_after_the_refusal_of_a_whole_request():
     async with site(checks=(lambda request: None, only_known)) as served:
         async with connected(served.port) as wire:
             await wire.post("/echo", b"refused")
@@ -229,9 +220,7 @@ async def test_a_connection_goes_on_after_the_refusal_of_a_whole_request() -> No
         await eventually(lambda: served.metric("baton_http_responses_total", status="401") == 1)
 
 
-async def test_the_log_of_clients_that_are_turned_away_is_bounded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_the_log_of_clients_that_are_turned_away_is_bounded(caplog):
     caplog.set_level(logging.INFO)
     begin = time.monotonic()
     async with site() as served:

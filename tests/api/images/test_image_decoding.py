@@ -55,9 +55,7 @@ def worked(job: ImageJob) -> Outcome:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_an_image_with_too_many_pixels_for_its_format_is_not_decoded(
-    kind: str, job: ImageJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_with_too_many_pixels_for_its_format_is_not_decoded(kind, job, monkeypatch):
     asked: list[tuple[int, int]] = []
 
     def pixels_of(image: Pillow.Image, height: int, width: int) -> tuple[bool, bytes]:
@@ -73,9 +71,7 @@ def test_an_image_with_too_many_pixels_for_its_format_is_not_decoded(
     assert asked == [most]
 
 
-def test_an_image_whose_tokens_do_not_fit_is_not_decoded(
-    job: ImageJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_whose_tokens_do_not_fit_is_not_decoded(job, monkeypatch):
     monkeypatch.delattr(decoder, "pixels_of")
     large = of_content(job, encoded(drawn(64, 64)))
     outcome = worked(msgspec.structs.replace(large, tokens_left=63))
@@ -85,16 +81,14 @@ def test_an_image_whose_tokens_do_not_fit_is_not_decoded(
     )
 
 
-async def test_the_largest_webp_of_34_bytes_is_decoded_within_the_bounds(
-    job: ImageJob, decodes: Decoding
-) -> None:
+async def test_the_largest_webp_of_34_bytes_is_decoded_within_the_bounds(job, decodes):
     content = headed("WEBP", 4096, MAX_PIXELS["WEBP"] // 4096)
     assert len(content) == 34
     decoded = await decodes.decoded(of_content(job, content), BUSY)
     assert len(decoded.pixels) == decoded.rows * decoded.columns * SIDE**2 * 3
 
 
-def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(job: ImageJob) -> None:
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(job):
     """In a quarter of the memory that its pixels would take."""
     content = encoded(Pillow.new("RGB", (8192, 4096), (200, 30, 60)), "JPEG")
     helper = Helper("api.images.decoder", [], num_lanes=1, deadline_s=120.0)
@@ -108,7 +102,7 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(job: ImageJob) -> Non
     assert isinstance(outcome, Decoded) and abs(outcome.pixels[0] - 200) < 4
 
 
-def test_a_photo_with_others_behind_it_is_a_jpeg(job: ImageJob) -> None:
+def test_a_photo_with_others_behind_it_is_a_jpeg(job):
     photo = drawn(16, 16)
     content = encoded(photo, "MPO", save_all=True, append_images=[photo])
     assert isinstance(worked(of_content(job, content)), Decoded)
@@ -117,9 +111,7 @@ def test_a_photo_with_others_behind_it_is_a_jpeg(job: ImageJob) -> None:
 # The program --------------------------------------------------------------------------------------
 
 
-async def test_the_program_starts_with_the_first_image_and_again_after_its_end(
-    job: ImageJob, decodes: Decoding
-) -> None:
+async def test_the_program_starts_with_the_first_image_and_again_after_its_end(job, decodes):
     assert decodes.helper.pid is None
     first = await decodes.decoded(job, BUSY)
     pid = decodes.helper.pid
@@ -176,9 +168,7 @@ def asks(decodes: Decoding, job: ImageJob, content: bytes, client: Client) -> as
 @pytest.mark.parametrize(
     "code, reason", [(-signal.SIGXCPU, "5 s of a core"), (NO_MEMORY, "448 MiB"), (CRASHED, "MiB")]
 )
-async def test_an_image_beyond_its_bounds_is_the_clients_fault(
-    job: ImageJob, decodes: Decoding, code: int, reason: str
-) -> None:
+async def test_an_image_beyond_its_bounds_is_the_clients_fault(job, decodes, code, reason):
     held = Held(Answer(code))
     decodes.helper = cast(Helper, held)
     asked = asks(decodes, job, b"large", BUSY)
@@ -187,9 +177,7 @@ async def test_an_image_beyond_its_bounds_is_the_clients_fault(
         await asked
 
 
-async def test_a_client_with_many_images_delays_another_one_by_one_turn(
-    job: ImageJob, decodes: Decoding, held: Held
-) -> None:
+async def test_a_client_with_many_images_delays_another_one_by_one_turn(job, decodes, held):
     many = [asks(decodes, job, b"busy %d" % number, BUSY) for number in range(20)]
     running = [await held.next() for _ in range(LANES)]
     other = asks(decodes, job, b"other", OTHER)
@@ -202,9 +190,7 @@ async def test_a_client_with_many_images_delays_another_one_by_one_turn(
         task.cancel()
 
 
-async def test_the_queue_of_images_is_bounded_and_has_room_for_others(
-    job: ImageJob, decodes: Decoding, held: Held
-) -> None:
+async def test_the_queue_of_images_is_bounded_and_has_room_for_others(job, decodes, held):
     many = [asks(decodes, job, b"%d" % number, BUSY) for number in range(LANES + MAX_WAITING)]
     for _ in range(LANES):
         await held.next()
@@ -218,9 +204,7 @@ async def test_the_queue_of_images_is_bounded_and_has_room_for_others(
         task.cancel()
 
 
-async def test_a_turn_lasts_as_long_as_its_work_though_its_request_has_gone(
-    job: ImageJob, decodes: Decoding, held: Held
-) -> None:
+async def test_a_turn_lasts_as_long_as_its_work_though_its_request_has_gone(job, decodes, held):
     first, second = (asks(decodes, job, name, BUSY) for name in (b"first", b"second"))
     assert {await held.next(), await held.next()} == {b"first", b"second"}
     first.cancel()

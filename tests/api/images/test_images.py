@@ -32,7 +32,7 @@ from common.requests.images import check_images, from_proto
 from common.rpc import MAX_MESSAGE_BYTES
 from engine.models.vision.encoder import patches
 from protos import router_pb2, router_pb2_grpc
-from tests.api.openai.openai_rig import Api, api_for
+from tests.api.rig import Api, api_for
 from tests.support.vision import (
     BEGIN_ID,
     END_ID,
@@ -97,7 +97,7 @@ async def refused(api: Api, *parts: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-async def test_nodes_get_what_transformers_image_processor_makes(api: Api, model: Path) -> None:
+async def test_nodes_get_what_transformers_image_processor_makes(api, model):
     first, second = drawn(50, 33), drawn(200, 90, "RGBA", seed=1)
     submit = await submitted(
         api,
@@ -123,7 +123,7 @@ async def test_nodes_get_what_transformers_image_processor_makes(api: Api, model
         assert around == (BEGIN_ID, END_ID)
 
 
-async def test_an_image_lies_as_its_camera_was_held(api: Api) -> None:
+async def test_an_image_lies_as_its_camera_was_held(api):
     exif = Pillow.Exif()
     exif[0x0112] = 6
     submit = await submitted(api, part(encoded(drawn(64, 16), "JPEG", exif=exif)))
@@ -173,28 +173,24 @@ def spelt(content: bytes) -> list[router_pb2.ChatPart]:
 
 
 @pytest.mark.parametrize("spell", SPELT)
-async def test_other_spellings_are_the_same_prompt(api: Api, spell: Any) -> None:
+async def test_other_spellings_are_the_same_prompt(api, spell):
     content = encoded(drawn(50, 33))
     chat = await submitted(api, text("What is this?"), part(content))
     path, fields = spell(content)
-    answer = asyncio.create_task(api.post(path, **fields))
-    submit = await api.complete()
-    assert (await answer).status == 200
+    submit, _ = await api.ask(path, **fields)
     assert list(submit.token_ids) == list(chat.token_ids)
     assert list(submit.images) == list(chat.images)
 
 
-async def test_over_grpc_an_image_is_the_bytes_of_its_file(api: Api) -> None:
+async def test_over_grpc_an_image_is_the_bytes_of_its_file(api):
     content = encoded(drawn(50, 33))
     chat = await submitted(api, text("What is this?"), part(content))
-    answer = asyncio.create_task(over_grpc(api, "Generate", *spelt(content)))
-    submit = await api.complete()
-    await answer
+    submit, _ = await api.answered(over_grpc(api, "Generate", *spelt(content)))
     assert list(submit.token_ids) == list(chat.token_ids)
     assert list(submit.images) == list(chat.images)
 
 
-async def test_the_tokens_of_a_conversation_are_those_that_an_answer_is_made_of(api: Api) -> None:
+async def test_the_tokens_of_a_conversation_are_those_that_an_answer_is_made_of(api):
     content = encoded(drawn(50, 33))
     parts = [text("What is this?"), part(content)]
     expected = list((await submitted(api, *parts)).token_ids)
@@ -208,7 +204,7 @@ async def test_the_tokens_of_a_conversation_are_those_that_an_answer_is_made_of(
 
 
 @pytest.mark.parametrize("spell", SPELT)
-async def test_guards_are_the_same_however_it_is_spelt(api: Api, spell: Any) -> None:
+async def test_guards_are_the_same_however_it_is_spelt(api, spell):
     path, fields = spell(b"no image at all")
     answer = await api.post(path, **fields)
     assert answer.status == 400 and "expected PNG, JPEG, WEBP, GIF" in answer.body.decode()
@@ -219,7 +215,7 @@ async def test_guards_are_the_same_however_it_is_spelt(api: Api, spell: Any) -> 
     assert answer.status == 400 and "4 images, 3 allowed" in answer.body.decode()
 
 
-async def test_what_is_no_image_of_these_spellings_is_refused_by_name(api: Api) -> None:
+async def test_what_is_no_image_of_these_spellings_is_refused_by_name(api):
     asked = [{"role": "user", "content": [{"type": "input_image", "detail": "low"}]}]
     answer = await api.post("/v1/responses", input=asked)
     assert answer.error["param"] == "input[0].content[0].image_url"
@@ -239,14 +235,13 @@ async def test_what_is_no_image_of_these_spellings_is_refused_by_name(api: Api) 
         assert why in str(caught.value.details())
 
 
-async def test_low_detail_is_fewer_tokens(model: Path) -> None:
+async def test_low_detail_is_fewer_tokens(api):
     # Below what low detail allows nothing changes.
-    async with api_for(model) as api:
-        submit = await submitted(api, part(encoded(drawn(64, 64)), "low"))
-        assert len(submit.images[0].pixels) == 64 * 64 * 3
+    submit = await submitted(api, part(encoded(drawn(64, 64)), "low"))
+    assert len(submit.images[0].pixels) == 64 * 64 * 3
 
 
-async def test_the_same_image_has_the_same_tokens_and_another_has_others(api: Api) -> None:
+async def test_the_same_image_has_the_same_tokens_and_another_has_others(api):
     one, same, other = encoded(drawn(40, 40)), encoded(drawn(40, 40), "WEBP", lossless=True), None
     other = encoded(drawn(40, 40, seed=2))
     asked = [await submitted(api, part(each), text("?")) for each in (one, same, other)]
@@ -272,19 +267,17 @@ async def test_the_same_image_has_the_same_tokens_and_another_has_others(api: Ap
     ],
     ids=["many", "none", "damaged", "long", "no_base64", "bad_base64", "address", "own_mark"],
 )
-async def test_what_cannot_be_is_refused_by_name(
-    api: Api, parts: list[dict[str, Any]], reason: str
-) -> None:
+async def test_what_cannot_be_is_refused_by_name(api, parts, reason):
     assert reason in await refused(api, *parts)
 
 
-async def test_all_images_of_a_request_fit_into_the_context(model: Path) -> None:
+async def test_all_images_of_a_request_fit_into_the_context(model):
     async with api_for(model, images=ImagesConfig(max_images=64)) as api:
         many = [part(encoded(drawn(64, 64)))] * 20  # of 64 tokens each, in a context of 1024
         assert "an image has 64 tokens, " in await refused(api, *many)
 
 
-async def test_a_model_of_texts_says_that_it_sees_none(tmp_path: Path) -> None:
+async def test_a_model_of_texts_says_that_it_sees_none(tmp_path):
     directory = write_vision_files(tmp_path, sees=False)
     async with api_for(directory) as api:
         assert "sees no images" in await refused(api, part(encoded(drawn(8, 8))))
@@ -292,9 +285,7 @@ async def test_a_model_of_texts_says_that_it_sees_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("detail", [None, 256])
 @pytest.mark.parametrize("size", [(33, 50), (90, 200), (8, 8), (3, 5), (1000, 700), (20, 3000)])
-def test_sizes_are_those_of_transformers(
-    model: Path, size: tuple[int, int], detail: int | None
-) -> None:
+def test_sizes_are_those_of_transformers(model, size, detail):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     files = files_of(model)
@@ -367,7 +358,7 @@ def anywhere(address: Address) -> bool:
     return True
 
 
-async def test_an_image_is_fetched_where_its_name_was_found(site: str) -> None:
+async def test_an_image_is_fetched_where_its_name_was_found(site):
     fetch = HttpFetch(60.0, anywhere, lambda: Names("127.0.0.1"))
     assert await fetch(f"http://{site}/small", 100) == b"x" * 10
     for path, reason in (("large", "more than"), ("elsewhere", "302"), ("nothing", "404")):
@@ -375,7 +366,7 @@ async def test_an_image_is_fetched_where_its_name_was_found(site: str) -> None:
             await fetch(f"http://{site}/{path}", 100)
 
 
-async def test_what_never_ends_is_given_up(site: str) -> None:
+async def test_what_never_ends_is_given_up(site):
     fetch = HttpFetch(0.2, anywhere, lambda: Names("127.0.0.1"))
     with pytest.raises(InvalidRequest, match="took longer"):
         await fetch(f"http://{site}/slow", 100)
@@ -389,7 +380,7 @@ async def test_what_never_ends_is_given_up(site: str) -> None:
         "2002:a00:1::",
     ],
 )
-async def test_what_is_not_public_is_never_called(address: str) -> None:
+async def test_what_is_not_public_is_never_called(address):
     assert not is_public(ipaddress.ip_address(address))
     named = HttpFetch(60.0, resolver=lambda: Names(address))
     literal = f"[{address}]" if ":" in address else address
@@ -402,7 +393,7 @@ async def test_what_is_not_public_is_never_called(address: str) -> None:
 @pytest.mark.parametrize(
     "url", ["ftp://a/b", "file:///etc/passwd", "http://", "http://u:p@a/", "x"]
 )
-async def test_what_is_no_address_is_refused(url: str) -> None:
+async def test_what_is_no_address_is_refused(url):
     with pytest.raises(InvalidRequest, match="address"):
         await HttpFetch(60.0)(url, 100)
 
@@ -422,17 +413,17 @@ async def test_what_is_no_address_is_refused(url: str) -> None:
         *("1.2.3.08", "１２７.1", "%31%32%37.1", "a.0x", "127.0.0.0x1.", "a..b"),
     ],
 )
-async def test_a_host_that_resolvers_may_read_as_a_number_is_refused(host: str) -> None:
+async def test_a_host_that_resolvers_may_read_as_a_number_is_refused(host):
     """Also where it is one of a public address, and nothing looks it up."""
     fetch = HttpFetch(60.0, anywhere, lambda: Unasked("127.0.0.1"))
     with pytest.raises(InvalidRequest, match="is not a valid address"):
         await fetch(f"http://{host}/a", 100)
 
 
-def test_public_addresses_are() -> None:
+def test_public_addresses_are():
     for address in ("93.184.216.34", "2606:2800:220:1::1"):
         assert is_public(ipaddress.ip_address(address))
 
 
-def test_all_images_of_a_request_fit_into_a_message() -> None:
+def test_all_images_of_a_request_fit_into_a_message():
     assert MAX_PIXEL_BYTES + 5 * (1 << 20) + (20 << 10) < MAX_MESSAGE_BYTES

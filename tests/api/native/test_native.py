@@ -1,8 +1,6 @@
 """/generate, as SGLang's clients use it."""
 
 import asyncio
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,66 +11,63 @@ from api.native import generate
 from api.native.generate import NativeEndpoint
 from api.requests.answer import FinalChunk, OutputChunk, TokenUsage
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
-from tests.api.openai.openai_rig import api_for, ids
-from tests.support.http_client import connected, sse_events
+from tests.api.models import ids
+from tests.support.http_client import sse_events
 
 GENERATE = "/generate"
 
 
-async def test_a_text_is_answered_with_what_was_generated_and_counted(model: Path) -> None:
-    async with api_for(model) as api:
-        sampling = {"max_new_tokens": 8, "temperature": 0, "sampling_seed": 5, "stop": ["x"]}
-        asking = asyncio.create_task(
-            api.post(GENERATE, text="the fox", sampling_params=sampling, rid="mine")
-        )
-        submit = await api.complete(" jumps", cached_tokens=1)
-        told = (await asking).json
-        assert list(submit.token_ids) == [0, *ids("the fox")]
-        sent = submit.sampling
-        assert (sent.max_tokens, sent.temperature, sent.seed) == (8, 0.0, 5)
-        assert (told["text"], told["output_ids"]) == (" jumps", ids(" jumps"))
-        meta = told["meta_info"]
-        assert meta["finish_reason"] == {"type": "stop"}
-        assert (meta["prompt_tokens"], meta["cached_tokens"]) == (len(submit.token_ids), 1)
-        assert meta["completion_tokens"] == len(ids(" jumps"))
-        assert meta["id"] == submit.request_id and meta["e2e_latency"] > 0
+async def test_a_text_is_answered_with_what_was_generated_and_counted(api):
+    sampling = {"max_new_tokens": 8, "temperature": 0, "sampling_seed": 5, "stop": ["x"]}
+    submit, answer = await api.answered(
+        api.post(GENERATE, text="the fox", sampling_params=sampling, rid="mine"),
+        " jumps",
+        cached_tokens=1,
+    )
+    told = answer.json
+    assert list(submit.token_ids) == [0, *ids("the fox")]
+    sent = submit.sampling
+    assert (sent.max_tokens, sent.temperature, sent.seed) == (8, 0.0, 5)
+    assert (told["text"], told["output_ids"]) == (" jumps", ids(" jumps"))
+    meta = told["meta_info"]
+    assert meta["finish_reason"] == {"type": "stop"}
+    assert (meta["prompt_tokens"], meta["cached_tokens"]) == (len(submit.token_ids), 1)
+    assert meta["completion_tokens"] == len(ids(" jumps"))
+    assert meta["id"] == submit.request_id and meta["e2e_latency"] > 0
 
 
-async def test_every_event_of_a_stream_has_all_of_the_answer_so_far(model: Path) -> None:
-    async with api_for(model) as api, connected(api.router.http_port) as wire:
-        # As `sglang.bench_serving --backend sglang` asks.
-        await wire.post(
-            GENERATE,
-            {
-                "input_ids": [5, 6],
-                "sampling_params": {"temperature": 0.0, "max_new_tokens": 9, "ignore_eos": True},
-                "stream": True,
-                "lora_path": None,
-                "return_logprob": False,
-                "return_routed_experts": False,
-                "logprob_start_len": -1,
-            },
-        )
-        number = (await api.node.submitted()).number
-        api.node.say({number: ids(" one")})
-        assert (await wire.head())[0] == 200
-        chunks = wire.chunks()
-        stream = await anext(chunks)
-        api.node.say({number: ids(" two")}, ended={number: FINISH_REASON_LENGTH})
-        stream += b"".join([chunk async for chunk in chunks])
-        first, last = sse_events(stream)
-        assert (first["text"], last["text"]) == (" one", " one two")
-        num = len(ids(" one")), len(ids(" one")) + len(ids(" two"))
-        assert first["meta_info"]["finish_reason"] is None
-        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": num[1]}
-        counted = [each["meta_info"]["completion_tokens"] for each in (first, last)]
-        assert counted == list(num)
-        assert first["meta_info"]["prompt_tokens"] == 2
+async def test_every_event_of_a_stream_has_all_of_the_answer_so_far(api, wire):
+    # As `sglang.bench_serving --backend sglang` asks.
+    await wire.post(
+        GENERATE,
+        {
+            "input_ids": [5, 6],
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 9, "ignore_eos": True},
+            "stream": True,
+            "lora_path": None,
+            "return_logprob": False,
+            "return_routed_experts": False,
+            "logprob_start_len": -1,
+        },
+    )
+    number = (await api.node.submitted()).number
+    api.node.say({number: ids(" one")})
+    assert (await wire.head())[0] == 200
+    chunks = wire.chunks()
+    stream = await anext(chunks)
+    api.node.finish(number, ids(" two"), FINISH_REASON_LENGTH)
+    stream += b"".join([chunk async for chunk in chunks])
+    first, last = sse_events(stream)
+    assert (first["text"], last["text"]) == (" one", " one two")
+    num = len(ids(" one")), len(ids(" one")) + len(ids(" two"))
+    assert first["meta_info"]["finish_reason"] is None
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": num[1]}
+    counted = [each["meta_info"]["completion_tokens"] for each in (first, last)]
+    assert counted == list(num)
+    assert first["meta_info"]["prompt_tokens"] == 2
 
 
-async def test_a_stream_is_bounded_by_the_length_of_its_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stream_is_bounded_by_the_length_of_its_answer(monkeypatch):
     """With all of the answer in an event for each token, n tokens were n² of text."""
     written: list[bytes] = []
     events = Mock(slow=False, push=written.append, finish=written.append)
@@ -92,17 +87,16 @@ async def test_a_stream_is_bounded_by_the_length_of_its_answer(
     assert sum(texts) < 150 * texts[-1]
 
 
-async def test_a_list_of_prompts_makes_a_list_of_answers(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(GENERATE, input_ids=[[5], [6, 7]]))
-        texts = {}
-        for _ in range(2):
-            submit = await api.node.submitted()
-            texts[tuple(submit.token_ids)] = submit
-        for (first, *_), submit in texts.items():
-            ended = {submit.number: FINISH_REASON_STOP}
-            api.node.say({submit.number: ids(f" {first}")}, ended=ended)
-        assert [each["text"] for each in (await asking).json] == [" 5", " 6"]
+async def test_a_list_of_prompts_makes_a_list_of_answers(api):
+    asking = asyncio.create_task(api.post(GENERATE, input_ids=[[5], [6, 7]]))
+    texts = {}
+    for _ in range(2):
+        submit = await api.node.submitted()
+        texts[tuple(submit.token_ids)] = submit
+    for (first, *_), submit in texts.items():
+        ended = {submit.number: FINISH_REASON_STOP}
+        api.node.say({submit.number: ids(f" {first}")}, ended=ended)
+    assert [each["text"] for each in (await asking).json] == [" 5", " 6"]
 
 
 @pytest.mark.parametrize(
@@ -128,12 +122,8 @@ async def test_a_list_of_prompts_makes_a_list_of_answers(model: Path) -> None:
     ],
     ids=str,
 )
-async def test_what_cannot_be_generated_is_named(
-    model: Path, fields: dict[str, Any], param: str
-) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(GENERATE, **fields)
-        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+async def test_what_cannot_be_generated_is_named(api, fields, param):
+    assert await api.refused(GENERATE, **fields) == (400, param)
 
 
 # Seen failing: errors had the names of the gRPC API, and no param.
@@ -153,34 +143,25 @@ async def test_what_cannot_be_generated_is_named(
     ],
     ids=str,
 )
-async def test_a_wrong_sampling_field_is_named_as_its_client_sent_it(
-    model: Path, sampling: dict[str, Any], name: str
-) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(GENERATE, text="x", sampling_params=sampling)
-        field = f"sampling_params.{name}"
-        assert (answer.status, answer.error["param"]) == (400, field), answer.body
-        assert answer.error["message"].startswith(field)
+async def test_a_wrong_sampling_field_is_named_as_its_client_sent_it(api, sampling, name):
+    answer = await api.post(GENERATE, text="x", sampling_params=sampling)
+    field = f"sampling_params.{name}"
+    assert (answer.status, answer.error["param"]) == (400, field), answer.body
+    assert answer.error["message"].startswith(field)
 
 
-async def test_a_form_that_a_node_refuses_is_named_as_its_client_sent_it(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(
-            api.post(GENERATE, text="x", sampling_params={"json_schema": '{"type": 3}'})
-        )
-        submit = await api.node.submitted()
-        api.node.say(
-            ended={submit.number: FINISH_REASON_ERROR},
-            error="sampling.guide: it has no such type",
-            error_code=StatusCode.INVALID_ARGUMENT.value[0],
-        )
-        answer = await asking
-        assert (answer.status, answer.error["param"]) == (400, "sampling_params.json_schema")
+async def test_a_form_that_a_node_refuses_is_named_as_its_client_sent_it(api):
+    asking = asyncio.create_task(
+        api.post(GENERATE, text="x", sampling_params={"json_schema": '{"type": 3}'})
+    )
+    await api.node.complete(
+        reason=FINISH_REASON_ERROR,
+        error="sampling.guide: it has no such type",
+        error_code=StatusCode.INVALID_ARGUMENT.value[0],
+    )
+    answer = await asking
+    assert (answer.status, answer.error["param"]) == (400, "sampling_params.json_schema")
 
 
-async def test_token_ids_that_do_not_exist_are_named_as_their_client_sent_them(
-    model: Path,
-) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(GENERATE, input_ids=[1 << 20])
-        assert (answer.status, answer.error["param"]) == (400, "input_ids")
+async def test_token_ids_that_do_not_exist_are_named_as_their_client_sent_them(api):
+    assert await api.refused(GENERATE, input_ids=[1 << 20]) == (400, "input_ids")

@@ -1,50 +1,44 @@
 """/tokenize, /detokenize and what clients of vLLM and SGLang ask a server about itself."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api.openai.openai_rig import HELLO, api_for, ids
-from tests.api.rig import CONTEXT_LENGTH, VOCABULARY_SIZE
+from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids
+from tests.api.rig import HELLO
 
 
-async def test_a_prompt_becomes_tokens_with_or_without_special_ones(model: Path) -> None:
-    async with api_for(model) as api:
-        told = await api.post("/tokenize", prompt="the fox", return_token_strs=True)
-        tokens = [0, *ids("the fox")]
-        assert told.json == {
-            "tokens": tokens,
-            "count": len(tokens),
-            "max_model_len": CONTEXT_LENGTH,
-            "token_strs": ["<s>", "the", "Ġfox"],
-        }
-        told = await api.post(
-            "/tokenize", model=api.model, prompt="the fox", add_special_tokens=False
-        )
-        assert (told.json["tokens"], told.json["token_strs"]) == (tokens[1:], None)
-        back = await api.post("/detokenize", tokens=tokens)
-        assert back.json == {"prompt": "the fox", "text": "the fox"}
+async def test_a_prompt_becomes_tokens_with_or_without_special_ones(api):
+    told = await api.post("/tokenize", prompt="the fox", return_token_strs=True)
+    tokens = [0, *ids("the fox")]
+    assert told.json == {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": CONTEXT_LENGTH,
+        "token_strs": ["<s>", "the", "Ġfox"],
+    }
+    told = await api.post("/tokenize", model=api.model, prompt="the fox", add_special_tokens=False)
+    assert (told.json["tokens"], told.json["token_strs"]) == (tokens[1:], None)
+    back = await api.post("/detokenize", tokens=tokens)
+    assert back.json == {"prompt": "the fox", "text": "the fox"}
 
 
-async def test_several_prompts_become_a_list_for_each(model: Path) -> None:
-    async with api_for(model) as api:
-        told = await api.post("/tokenize", prompt=["the", "fox jumps"])
-        lists = [[0, *ids("the")], [0, *ids("fox jumps")]]
-        assert told.json["tokens"] == lists
-        assert told.json["count"] == [len(each) for each in lists]
+async def test_several_prompts_become_a_list_for_each(api):
+    told = await api.post("/tokenize", prompt=["the", "fox jumps"])
+    lists = [[0, *ids("the")], [0, *ids("fox jumps")]]
+    assert told.json["tokens"] == lists
+    assert told.json["count"] == [len(each) for each in lists]
 
 
-async def test_a_conversation_is_rendered_as_a_chat_would_be(model: Path) -> None:
-    async with api_for(model) as api:
-        cases: tuple[tuple[dict[str, Any], str], ...] = (
-            ({}, "[user] hello\n[assistant]"),
-            ({"add_generation_prompt": False}, "[user] hello\n"),
-            ({"continue_final_message": True}, "[user] hello"),
-        )
-        for fields, text in cases:
-            told = await api.post("/tokenize", messages=HELLO, **fields)
-            assert told.json["tokens"] == [0, *ids(text)]
+async def test_a_conversation_is_rendered_as_a_chat_would_be(api):
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, "[user] hello\n[assistant]"),
+        ({"add_generation_prompt": False}, "[user] hello\n"),
+        ({"continue_final_message": True}, "[user] hello"),
+    )
+    for fields, text in cases:
+        told = await api.post("/tokenize", messages=HELLO, **fields)
+        assert told.json["tokens"] == [0, *ids(text)]
 
 
 @pytest.mark.parametrize(
@@ -66,24 +60,19 @@ async def test_a_conversation_is_rendered_as_a_chat_would_be(model: Path) -> Non
     ],
     ids=str,
 )
-async def test_what_cannot_be_tokenised_is_named(
-    model: Path, path: str, fields: dict[str, Any], param: str
-) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(path, **fields)
-        assert (answer.status, answer.error["param"]) == (400, param), answer.body
-        answer = await api.post(path, model="another", prompt="x", tokens=[1])
-        assert answer.status in (400, 404)
+async def test_what_cannot_be_tokenised_is_named(api, path, fields, param):
+    assert await api.refused(path, **fields) == (400, param)
+    answer = await api.post(path, model="another", prompt="x", tokens=[1])
+    assert answer.status in (400, 404)
 
 
-async def test_a_server_says_what_it_is(model: Path) -> None:
-    async with api_for(model) as api:
-        (card,) = (await api.get("/v1/models")).json["data"]
-        assert (card["id"], card["root"], card["parent"]) == (api.model, api.model, None)
-        assert (card["max_model_len"], card["permission"]) == (CONTEXT_LENGTH, [])
-        assert (await api.get("/version")).json["version"]
-        for path in ("/get_model_info", "/model_info"):
-            assert (await api.get(path)).json["model_path"] == api.model
-        for path in ("/get_server_info", "/server_info"):
-            told = (await api.get(path)).json
-            assert (told["context_length"], told["internal_states"]) == (CONTEXT_LENGTH, [{}])
+async def test_a_server_says_what_it_is(api):
+    (card,) = (await api.get("/v1/models")).json["data"]
+    assert (card["id"], card["root"], card["parent"]) == (api.model, api.model, None)
+    assert (card["max_model_len"], card["permission"]) == (CONTEXT_LENGTH, [])
+    assert (await api.get("/version")).json["version"]
+    for path in ("/get_model_info", "/model_info"):
+        assert (await api.get(path)).json["model_path"] == api.model
+    for path in ("/get_server_info", "/server_info"):
+        told = (await api.get(path)).json
+        assert (told["context_length"], told["internal_states"]) == (CONTEXT_LENGTH, [{}])

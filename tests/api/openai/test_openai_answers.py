@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import openai
 import pytest
 from grpc import StatusCode
@@ -14,18 +12,19 @@ from protos.decode_pb2 import (
     FINISH_REASON_ABORT,
     FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
-    FINISH_REASON_STOP,
 )
-from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
+from tests.api.models import CONTEXT_LENGTH, ids, write_model
 from tests.api.rig import (
     AT_ONCE,
     BUDGETS_S,
-    CONTEXT_LENGTH,
-    Client,
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    api_for,
     eventually,
+    fails,
     router_for,
     submitted_or_over,
-    write_model,
 )
 from tests.support.http_client import WAIT_S, connected, get, not_reading, sse_events
 
@@ -33,154 +32,137 @@ MANY_TOKENS = 2000
 CHAT_PROMPT = [0, *ids("[user] hello\n[assistant]")]
 
 
-async def test_a_completion_has_text_finish_reason_and_usage(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(
-            api.client.completions.create(model=api.model, prompt="the fox", max_tokens=30)
-        )
-        submit = await api.complete(" jumps", cached_tokens=2)
-        answer = await asking
-        assert list(submit.token_ids) == [0, *ids("the fox")]
-        assert answer.id == f"cmpl-{submit.request_id}"
-        assert (answer.object, answer.model) == ("text_completion", api.model)
-        (choice,) = answer.choices
-        assert (choice.index, choice.text, choice.finish_reason) == (0, " jumps", "stop")
-        assert answer.usage is not None
-        num_prompt, num_answer = len(submit.token_ids), len(ids(" jumps"))
-        assert answer.usage.prompt_tokens == num_prompt
-        assert answer.usage.completion_tokens == num_answer
-        assert answer.usage.total_tokens == num_prompt + num_answer
-        assert answer.usage.prompt_tokens_details is not None
-        assert answer.usage.prompt_tokens_details.cached_tokens == 2
+async def test_a_completion_has_text_finish_reason_and_usage(api):
+    submit, answer = await api.answered(
+        api.client.completions.create(model=api.model, prompt="the fox", max_tokens=30),
+        " jumps",
+        cached_tokens=2,
+    )
+    assert list(submit.token_ids) == [0, *ids("the fox")]
+    assert answer.id == f"cmpl-{submit.request_id}"
+    assert (answer.object, answer.model) == ("text_completion", api.model)
+    (choice,) = answer.choices
+    assert (choice.index, choice.text, choice.finish_reason) == (0, " jumps", "stop")
+    assert answer.usage is not None
+    num_prompt, num_answer = len(submit.token_ids), len(ids(" jumps"))
+    assert answer.usage.prompt_tokens == num_prompt
+    assert answer.usage.completion_tokens == num_answer
+    assert answer.usage.total_tokens == num_prompt + num_answer
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
 
 
-async def test_a_chat_is_rendered_and_answered_by_the_assistant(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(
-            api.client.chat.completions.create(model=api.model, messages=HELLO)
-        )
-        submit = await api.complete(" hello you")
-        answer = await asking
-        assert list(submit.token_ids) == CHAT_PROMPT
-        assert submit.sampling.max_tokens == CONTEXT_LENGTH - len(CHAT_PROMPT)
-        assert answer.id == f"chatcmpl-{submit.request_id}"
-        assert answer.object == "chat.completion"
-        (choice,) = answer.choices
-        assert (choice.message.role, choice.message.content) == ("assistant", " hello you")
-        assert choice.finish_reason == "stop"
-        assert answer.usage is not None and answer.usage.prompt_tokens == len(CHAT_PROMPT)
+async def test_a_chat_is_rendered_and_answered_by_the_assistant(api):
+    submit, answer = await api.answered(
+        api.client.chat.completions.create(model=api.model, messages=HELLO), " hello you"
+    )
+    assert list(submit.token_ids) == CHAT_PROMPT
+    assert submit.sampling.max_tokens == CONTEXT_LENGTH - len(CHAT_PROMPT)
+    assert answer.id == f"chatcmpl-{submit.request_id}"
+    assert answer.object == "chat.completion"
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", " hello you")
+    assert choice.finish_reason == "stop"
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(CHAT_PROMPT)
 
 
-async def test_a_streamed_completion_is_exactly_these_bytes(model: Path) -> None:
-    async with api_for(model) as api, connected(api.router.http_port) as wire:
-        fields = {"prompt": "x", "stream": True, "max_tokens": 20}
-        await wire.post(COMPLETIONS, fields, x_request_id="mine")
-        submit = await api.node.submitted()
-        number = submit.number
-        api.node.say({number: ids(" one")})
-        status, headers = await wire.head()
-        assert status == 200
-        assert headers["content-type"] == "text/event-stream; charset=utf-8"
-        assert headers["cache-control"] == "no-cache"
-        assert headers["x-request-id"] == "mine"
-        assert headers["baton-request-id"] == submit.request_id
-        chunks = wire.chunks()
-        first = await anext(chunks)
-        api.node.say({number: ids(" two")}, ended={number: FINISH_REASON_STOP})
-        rest = b"".join([chunk async for chunk in chunks])
-        created = sse_events(first + b"data: [DONE]\n\n")[0]["created"]
-        envelope = (
-            f'"id":"cmpl-{submit.request_id}","object":"text_completion","created":{created},'
-            f'"model":"{api.model}"'
-        )
-        event = (
-            'data: {%s,"choices":[{"index":0,"text":"%s","finish_reason":%s,"logprobs":null}]}\n\n'
-        )
-        assert first.decode() == event % (envelope, " one", "null")
-        assert rest.decode() == event % (envelope, " two", '"stop"') + "data: [DONE]\n\n"
+async def test_a_streamed_completion_is_exactly_these_bytes(api, wire):
+    fields = {"prompt": "x", "stream": True, "max_tokens": 20}
+    await wire.post(COMPLETIONS, fields, x_request_id="mine")
+    submit = await api.node.submitted()
+    number = submit.number
+    api.node.say({number: ids(" one")})
+    status, headers = await wire.head()
+    assert status == 200
+    assert headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert headers["cache-control"] == "no-cache"
+    assert headers["x-request-id"] == "mine"
+    assert headers["baton-request-id"] == submit.request_id
+    chunks = wire.chunks()
+    first = await anext(chunks)
+    api.node.finish(number, ids(" two"))
+    rest = b"".join([chunk async for chunk in chunks])
+    created = sse_events(first + b"data: [DONE]\n\n")[0]["created"]
+    envelope = (
+        f'"id":"cmpl-{submit.request_id}","object":"text_completion","created":{created},'
+        f'"model":"{api.model}"'
+    )
+    event = 'data: {%s,"choices":[{"index":0,"text":"%s","finish_reason":%s,"logprobs":null}]}\n\n'
+    assert first.decode() == event % (envelope, " one", "null")
+    assert rest.decode() == event % (envelope, " two", '"stop"') + "data: [DONE]\n\n"
 
 
-async def test_a_streamed_chat_names_the_assistant_once_and_tells_usage_last(model: Path) -> None:
-    async with api_for(model) as api, connected(api.router.http_port) as wire:
-        await wire.post(
-            CHAT,
-            {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}},
-        )
-        number = (await api.node.submitted()).number
-        api.node.say({number: ids(" one")})
-        assert (await wire.head())[0] == 200
-        chunks = wire.chunks()
-        stream = await anext(chunks)
-        api.node.say({number: ids(" two")}, cached_tokens=3, ended={number: FINISH_REASON_LENGTH})
-        stream += b"".join([chunk async for chunk in chunks])
-        first, second, last = sse_events(stream)
-        assert {e["object"] for e in (first, second, last)} == {"chat.completion.chunk"}
-        assert first["choices"] == [
-            {
-                "index": 0,
-                "delta": {"role": "assistant", "content": " one"},
-                "finish_reason": None,
-                "logprobs": None,
-            }
-        ]
-        assert second["choices"] == [
-            {
-                "index": 0,
-                "delta": {"content": " two"},
-                "finish_reason": "length",
-                "logprobs": None,
-            }
-        ]
-        assert (first["usage"], second["usage"], last["choices"]) == (None, None, [])
-        num_answer = len(ids(" one")) + len(ids(" two"))
-        assert last["usage"] == {
-            "prompt_tokens": len(CHAT_PROMPT),
-            "completion_tokens": num_answer,
-            "total_tokens": len(CHAT_PROMPT) + num_answer,
-            "prompt_tokens_details": {"cached_tokens": 3},
+async def test_a_streamed_chat_names_the_assistant_once_and_tells_usage_last(api, wire):
+    await wire.post(
+        CHAT,
+        {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}},
+    )
+    number = (await api.node.submitted()).number
+    api.node.say({number: ids(" one")})
+    assert (await wire.head())[0] == 200
+    chunks = wire.chunks()
+    stream = await anext(chunks)
+    api.node.finish(number, ids(" two"), FINISH_REASON_LENGTH, cached_tokens=3)
+    stream += b"".join([chunk async for chunk in chunks])
+    first, second, last = sse_events(stream)
+    assert {e["object"] for e in (first, second, last)} == {"chat.completion.chunk"}
+    assert first["choices"] == [
+        {
+            "index": 0,
+            "delta": {"role": "assistant", "content": " one"},
+            "finish_reason": None,
+            "logprobs": None,
         }
+    ]
+    assert second["choices"] == [
+        {
+            "index": 0,
+            "delta": {"content": " two"},
+            "finish_reason": "length",
+            "logprobs": None,
+        }
+    ]
+    assert (first["usage"], second["usage"], last["choices"]) == (None, None, [])
+    num_answer = len(ids(" one")) + len(ids(" two"))
+    assert last["usage"] == {
+        "prompt_tokens": len(CHAT_PROMPT),
+        "completion_tokens": num_answer,
+        "total_tokens": len(CHAT_PROMPT) + num_answer,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
 
 
 @pytest.mark.parametrize("content", ["the fox", [{"type": "text", "text": "the fox"}]], ids=str)
-async def test_a_prediction_goes_to_the_node_and_what_became_of_it_is_in_the_usage(
-    model: Path, content: Any
-) -> None:
+async def test_a_prediction_goes_to_the_node_and_what_became_of_it_is_in_the_usage(api, content):
     prediction: Any = {"type": "content", "content": content}
-    async with api_for(model) as api:
-        asking = asyncio.create_task(
+    asking = asyncio.create_task(
+        api.client.chat.completions.create(
+            model=api.model, messages=HELLO, prediction=prediction, n=2
+        )
+    )
+    for _ in range(2):
+        submit = await api.node.submitted()
+        assert list(submit.prediction) == ids("the fox")
+        number = submit.number
+        # The end of the answer cut off one of those that were right.
+        api.node.finish(number, [20, 21], predicted={number: (3, 4)})
+    usage = (await asking).usage
+    assert usage is not None and usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.accepted_prediction_tokens == 4
+    assert usage.completion_tokens_details.rejected_prediction_tokens == 8
+
+
+async def test_who_predicts_nothing_is_told_nothing_of_it(api):
+    empty: Any = {"type": "content", "content": ""}
+    for prediction in (None, empty):
+        submit, answer = await api.answered(
             api.client.chat.completions.create(
-                model=api.model, messages=HELLO, prediction=prediction, n=2
+                model=api.model, messages=HELLO, prediction=prediction
             )
         )
-        for _ in range(2):
-            submit = await api.node.submitted()
-            assert list(submit.prediction) == ids("the fox")
-            number = submit.number
-            # The end of the answer cut off one of those that were right.
-            api.node.say(
-                {number: [20, 21]},
-                ended={number: FINISH_REASON_STOP},
-                predicted={number: (3, 4)},
-            )
-        usage = (await asking).usage
-        assert usage is not None and usage.completion_tokens_details is not None
-        assert usage.completion_tokens_details.accepted_prediction_tokens == 4
-        assert usage.completion_tokens_details.rejected_prediction_tokens == 8
-
-
-async def test_who_predicts_nothing_is_told_nothing_of_it(model: Path) -> None:
-    empty: Any = {"type": "content", "content": ""}
-    async with api_for(model) as api:
-        for prediction in (None, empty):
-            asking = asyncio.create_task(
-                api.client.chat.completions.create(
-                    model=api.model, messages=HELLO, prediction=prediction
-                )
-            )
-            submit = await api.complete()
-            usage = (await asking).usage
-            assert not submit.prediction
-            assert usage is not None and usage.completion_tokens_details is None
+        usage = answer.usage
+        assert not submit.prediction
+        assert usage is not None and usage.completion_tokens_details is None
 
 
 @pytest.mark.parametrize(
@@ -193,149 +175,135 @@ async def test_who_predicts_nothing_is_told_nothing_of_it(model: Path) -> None:
     ],
     ids=["long", "image", "type", "text"],
 )
-async def test_a_prediction_that_is_none_is_refused_by_its_name(
-    model: Path, prediction: Any, words: str
-) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(CHAT, messages=HELLO, prediction=prediction)
-        assert answer.status == 400
-        assert words in answer.json["error"]["message"]
+async def test_a_prediction_that_is_none_is_refused_by_its_name(api, prediction, words):
+    answer = await api.post(CHAT, messages=HELLO, prediction=prediction)
+    assert answer.status == 400
+    assert words in answer.json["error"]["message"]
 
 
-async def test_openais_own_client_reads_a_stream(model: Path) -> None:
-    async with api_for(model) as api:
-        stream = asyncio.create_task(
-            api.client.chat.completions.create(
-                model=api.model,
-                messages=HELLO,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
+async def test_openais_own_client_reads_a_stream(api):
+    stream = asyncio.create_task(
+        api.client.chat.completions.create(
+            model=api.model,
+            messages=HELLO,
+            stream=True,
+            stream_options={"include_usage": True},
         )
-        number = (await api.node.submitted()).number
-        api.node.say({number: ids(" the quick")})
-        chunks = await stream
-        first = await anext(chunks)
-        api.node.say({number: ids(" fox")}, ended={number: FINISH_REASON_STOP})
-        rest = [chunk async for chunk in chunks]
-        texts = [c.delta.content or "" for chunk in (first, *rest) for c in chunk.choices]
-        assert "".join(texts) == " the quick fox"
-        assert first.choices[0].delta.role == "assistant"
-        assert rest[-1].usage is not None
-        assert rest[-1].usage.completion_tokens == len(ids(" the quick fox"))
+    )
+    number = (await api.node.submitted()).number
+    api.node.say({number: ids(" the quick")})
+    chunks = await stream
+    first = await anext(chunks)
+    api.node.finish(number, ids(" fox"))
+    rest = [chunk async for chunk in chunks]
+    texts = [c.delta.content or "" for chunk in (first, *rest) for c in chunk.choices]
+    assert "".join(texts) == " the quick fox"
+    assert first.choices[0].delta.role == "assistant"
+    assert rest[-1].usage is not None
+    assert rest[-1].usage.completion_tokens == len(ids(" the quick fox"))
 
 
-async def test_half_a_character_is_no_event(model: Path) -> None:
-    async with api_for(model) as api, connected(api.router.http_port) as wire:
-        await wire.post(COMPLETIONS, {"prompt": "x", "stream": True})
-        number = (await api.node.submitted()).number
-        api.node.say({number: ids(" a")})
-        await wire.head()
-        chunks = wire.chunks()
-        stream = await anext(chunks)
-        for token in ids("\N{SNOWMAN}"):
-            api.node.say({number: [token]})
-        stream += await anext(chunks)
-        api.node.say(ended={number: FINISH_REASON_STOP})
-        stream += b"".join([chunk async for chunk in chunks])
-        texts = [event["choices"][0]["text"] for event in sse_events(stream)]
-        assert texts == [" a", "\N{SNOWMAN}", ""]
+async def test_half_a_character_is_no_event(api, wire):
+    await wire.post(COMPLETIONS, {"prompt": "x", "stream": True})
+    number = (await api.node.submitted()).number
+    api.node.say({number: ids(" a")})
+    await wire.head()
+    chunks = wire.chunks()
+    stream = await anext(chunks)
+    for token in ids("\N{SNOWMAN}"):
+        api.node.say({number: [token]})
+    stream += await anext(chunks)
+    api.node.finish(number)
+    stream += b"".join([chunk async for chunk in chunks])
+    texts = [event["choices"][0]["text"] for event in sse_events(stream)]
+    assert texts == [" a", "\N{SNOWMAN}", ""]
 
 
-async def test_tokens_that_come_together_are_one_event(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", stream=True))
-        await api.complete(" the quick brown fox")
-        (event,) = (await asking).events
-        assert event["choices"][0]["text"] == " the quick brown fox"
+async def test_tokens_that_come_together_are_one_event(api):
+    _, answer = await api.ask(COMPLETIONS, " the quick brown fox", prompt="x", stream=True)
+    (event,) = answer.events
+    assert event["choices"][0]["text"] == " the quick brown fox"
 
 
 @pytest.mark.parametrize("fields", [{"stop": "STOP"}, {"stop_regex": ["x", "(?i)s.o[op]"]}])
-async def test_a_stop_ends_the_answer_on_both_sides(model: Path, fields: dict[str, Any]) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(
-            api.client.completions.create(model=api.model, prompt="x", extra_body=fields)
+async def test_a_stop_ends_the_answer_on_both_sides(api, fields):
+    asking = asyncio.create_task(
+        api.client.completions.create(model=api.model, prompt="x", extra_body=fields)
+    )
+    number = (await api.node.submitted()).number
+    api.node.say({number: ids("one STOP two")})
+    answer = await asking
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one ", "stop")
+    assert await api.node.cancelled() == number
+
+
+async def test_every_prompt_of_a_list_has_its_choices_in_order(api):
+    asking = asyncio.create_task(
+        api.client.completions.create(
+            model=api.model,
+            prompt=["a", "b c"],
+            n=2,
+            seed=7,
         )
+    )
+    submits = [await api.node.submitted() for _ in range(4)]
+    by_index = {submit.request_id.split("-")[1]: submit for submit in submits}
+    assert len({submit.request_id.split("-")[0] for submit in submits}) == 1
+    # Answered in another order than asked.
+    for index in (2, 0, 3, 1):
+        number = by_index[str(index)].number
+        api.node.finish(number, ids(f"{index}"))
+    answer = await asking
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    assert [c.text for c in answer.choices] == ["0", "1", "2", "3"]
+    prompts = [list(by_index[str(index)].token_ids) for index in range(4)]
+    assert prompts == [[0, *ids("a")]] * 2 + [[0, *ids("b c")]] * 2
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(prompts[0]) + len(prompts[2])
+    assert answer.usage.completion_tokens == 4
+
+
+async def test_choices_are_streamed_by_index(api):
+    asking = asyncio.create_task(api.post(CHAT, messages=HELLO, n=2, stream=True))
+    numbers = {s.request_id[-1]: s.number for s in [await api.node.submitted() for _ in "12"]}
+    for index in "10":
+        api.node.finish(numbers[index], ids(index))
+    events = (await asking).events
+    told = {
+        event["choices"][0]["index"]: event["choices"][0]["delta"]["content"] for event in events
+    }
+    assert told == {0: "0", 1: "1"}
+
+
+async def test_a_choice_that_fails_ends_the_others(api):
+    asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", n=2))
+    one, other = [(await api.node.submitted()).number for _ in range(2)]
+    api.node.finish(one, reason=FINISH_REASON_ERROR, error="broken", error_code=13)
+    assert (await asking).status == 500
+    assert await api.node.cancelled() == other
+    await eventually(lambda: api.router.admission.num_live == 0)
+
+
+async def test_a_client_that_goes_away_is_cancelled_on_the_node(api):
+    async with connected(api.router.http_port) as wire:
+        await wire.post(COMPLETIONS, {"prompt": "x"})
         number = (await api.node.submitted()).number
-        api.node.say({number: ids("one STOP two")})
-        answer = await asking
-        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one ", "stop")
-        assert await api.node.cancelled() == number
+    assert await api.node.cancelled() == number
+    await eventually(lambda: api.router.admission.num_live == 0)
 
 
-async def test_every_prompt_of_a_list_has_its_choices_in_order(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(
-            api.client.completions.create(
-                model=api.model,
-                prompt=["a", "b c"],
-                n=2,
-                seed=7,
-            )
-        )
-        submits = [await api.node.submitted() for _ in range(4)]
-        by_index = {submit.request_id.split("-")[1]: submit for submit in submits}
-        assert len({submit.request_id.split("-")[0] for submit in submits}) == 1
-        # Answered in another order than asked.
-        for index in (2, 0, 3, 1):
-            number = by_index[str(index)].number
-            api.node.say({number: ids(f"{index}")}, ended={number: FINISH_REASON_STOP})
-        answer = await asking
-        assert [c.index for c in answer.choices] == [0, 1, 2, 3]
-        assert [c.text for c in answer.choices] == ["0", "1", "2", "3"]
-        prompts = [list(by_index[str(index)].token_ids) for index in range(4)]
-        assert prompts == [[0, *ids("a")]] * 2 + [[0, *ids("b c")]] * 2
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens == len(prompts[0]) + len(prompts[2])
-        assert answer.usage.completion_tokens == 4
+async def test_a_client_that_leaves_its_stream_is_cancelled_on_the_node(api):
+    asking = asyncio.create_task(
+        api.client.completions.create(model=api.model, prompt="x", stream=True)
+    )
+    number = (await api.node.submitted()).number
+    api.node.say({number: ids("a")})
+    async with await asking as stream:
+        await anext(aiter(stream))
+    assert await api.node.cancelled() == number
 
 
-async def test_choices_are_streamed_by_index(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(CHAT, messages=HELLO, n=2, stream=True))
-        numbers = {s.request_id[-1]: s.number for s in [await api.node.submitted() for _ in "12"]}
-        for index in "10":
-            api.node.say({numbers[index]: ids(index)}, ended={numbers[index]: FINISH_REASON_STOP})
-        events = (await asking).events
-        told = {
-            event["choices"][0]["index"]: event["choices"][0]["delta"]["content"]
-            for event in events
-        }
-        assert told == {0: "0", 1: "1"}
-
-
-async def test_a_choice_that_fails_ends_the_others(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", n=2))
-        one, other = [(await api.node.submitted()).number for _ in range(2)]
-        api.node.say(ended={one: FINISH_REASON_ERROR}, error="broken", error_code=13)
-        assert (await asking).status == 500
-        assert await api.node.cancelled() == other
-        await eventually(lambda: api.router.admission.num_live == 0)
-
-
-async def test_a_client_that_goes_away_is_cancelled_on_the_node(model: Path) -> None:
-    async with api_for(model) as api:
-        async with connected(api.router.http_port) as wire:
-            await wire.post(COMPLETIONS, {"prompt": "x"})
-            number = (await api.node.submitted()).number
-        assert await api.node.cancelled() == number
-        await eventually(lambda: api.router.admission.num_live == 0)
-
-
-async def test_a_client_that_leaves_its_stream_is_cancelled_on_the_node(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(
-            api.client.completions.create(model=api.model, prompt="x", stream=True)
-        )
-        number = (await api.node.submitted()).number
-        api.node.say({number: ids("a")})
-        async with await asking as stream:
-            await anext(aiter(stream))
-        assert await api.node.cancelled() == number
-
-
-async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path: Path) -> None:
+async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path):
     """However much the buffers on the way hold, and however many tokens come in one piece."""
     model = write_model(tmp_path, context_length=2 * MANY_TOKENS)
     async with (
@@ -357,7 +325,7 @@ async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path: Path
         await eventually(lambda: api.router.admission.num_live == 0)
 
 
-async def test_more_requests_than_allowed_are_429_with_retry_after(model: Path) -> None:
+async def test_more_requests_than_allowed_are_429_with_retry_after(model):
     async with api_for(model, max_concurrent_requests=1, clients=AT_ONCE) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
         number = (await api.node.submitted()).number
@@ -365,7 +333,8 @@ async def test_more_requests_than_allowed_are_429_with_retry_after(model: Path) 
             await api.client.completions.create(model=api.model, prompt="x")
         assert refusal.value.response.headers["retry-after"] == "1"
         assert refusal.value.type == "rate_limit_error"
-        api.node.say(ended={number: FINISH_REASON_STOP})
+        await fails(api.grpc.generate("x"), StatusCode.RESOURCE_EXHAUSTED)  # one limit for both
+        api.node.finish(number)
         assert (await asking).status == 200
 
 
@@ -380,44 +349,38 @@ async def test_more_requests_than_allowed_are_429_with_retry_after(model: Path) 
         (StatusCode.DEADLINE_EXCEEDED, 504),
     ],
 )
-async def test_a_request_that_its_node_fails_has_the_status_for_it(
-    model: Path, code: StatusCode, status: int, stream: bool
-) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", stream=stream))
-        number = (await api.node.submitted()).number
-        api.node.say(
-            ended={number: FINISH_REASON_ERROR}, error="no room for it", error_code=code.value[0]
-        )
-        answer = await asking
-        assert (answer.status, answer.error["message"]) == (status, "no room for it")
-        assert ("retry-after" in answer.headers) == (status in (429, 503))
-        assert (answer.headers.get("x-should-retry") == "false") == (status == 500)
+async def test_a_request_that_its_node_fails_has_the_status_for_it(api, code, status, stream):
+    asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", stream=stream))
+    await api.node.complete(
+        reason=FINISH_REASON_ERROR, error="no room for it", error_code=code.value[0]
+    )
+    answer = await asking
+    assert (answer.status, answer.error["message"]) == (status, "no room for it")
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
+    assert (answer.headers.get("x-should-retry") == "false") == (status == 500)
 
 
-async def test_an_aborted_request_is_not_retried_by_its_client(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-        api.node.say(ended={(await api.node.submitted()).number: FINISH_REASON_ABORT})
-        answer = await asking
-        assert (answer.status, answer.error["type"]) == (499, "invalid_request_error")
+async def test_an_aborted_request_is_not_retried_by_its_client(api):
+    asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
+    await api.node.complete(reason=FINISH_REASON_ABORT)
+    answer = await asking
+    assert (answer.status, answer.error["type"]) == (499, "invalid_request_error")
 
 
-async def test_a_stream_that_fails_midway_says_so_and_not_done(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(
-            api.client.completions.create(model=api.model, prompt="x", stream=True)
-        )
-        number = (await api.node.submitted()).number
-        api.node.say({number: ids("a")})
-        stream = aiter(await asking)
-        assert (await anext(stream)).choices[0].text == "a"
-        api.node.say(ended={number: FINISH_REASON_ERROR}, error="node is gone", error_code=13)
-        with pytest.raises(openai.APIError, match="node is gone"):
-            await anext(stream)
+async def test_a_stream_that_fails_midway_says_so_and_not_done(api):
+    asking = asyncio.create_task(
+        api.client.completions.create(model=api.model, prompt="x", stream=True)
+    )
+    number = (await api.node.submitted()).number
+    api.node.say({number: ids("a")})
+    stream = aiter(await asking)
+    assert (await anext(stream)).choices[0].text == "a"
+    api.node.finish(number, reason=FINISH_REASON_ERROR, error="node is gone", error_code=13)
+    with pytest.raises(openai.APIError, match="node is gone"):
+        await anext(stream)
 
 
-async def test_the_total_budget_is_504(model: Path) -> None:
+async def test_the_total_budget_is_504(model):
     for budget_s in BUDGETS_S:
         async with api_for(model, request_timeout_s=budget_s) as api:
             asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
@@ -430,7 +393,7 @@ async def test_the_total_budget_is_504(model: Path) -> None:
     pytest.fail("no budget has lasted to the node")
 
 
-async def test_without_a_usable_node_it_is_alive_but_not_ready(model: Path) -> None:
+async def test_without_a_usable_node_it_is_alive_but_not_ready(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (_, router):
         assert (await get(router.http_port, "/health")).status == 200
         ready = await get(router.http_port, "/ready")
@@ -442,7 +405,7 @@ async def test_without_a_usable_node_it_is_alive_but_not_ready(model: Path) -> N
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
 
 
-async def test_ready_goes_with_the_node(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_ready_goes_with_the_node(model, caplog):
     caplog.set_level(logging.INFO)
     async with api_for(model) as api:
         assert (await api.get("/ready")).json == {"status": "ready"}
@@ -454,30 +417,28 @@ async def test_ready_goes_with_the_node(model: Path, caplog: pytest.LogCaptureFi
         assert (await api.get("/health")).status == 200
 
 
-async def test_draining_lets_live_requests_finish_and_takes_no_new_one(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-        number = (await api.node.submitted()).number
-        draining = asyncio.create_task(api.router.drain(WAIT_S, asyncio.Event()))
-        await eventually(lambda: api.router.admission.leaving)
-        assert (await api.get("/ready")).json["reason"] == "the router is shutting down"
-        assert (await api.get("/health")).status == 200
-        assert (await api.post(COMPLETIONS, prompt="x")).status == 503
-        assert not draining.done()
-        api.node.say({number: ids("to the end")}, ended={number: FINISH_REASON_STOP})
-        assert (await asking).json["choices"][0]["text"] == "to the end"
-        await draining
+async def test_draining_lets_live_requests_finish_and_takes_no_new_one(api):
+    asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
+    number = (await api.node.submitted()).number
+    draining = asyncio.create_task(api.router.drain(WAIT_S, asyncio.Event()))
+    await eventually(lambda: api.router.admission.leaving)
+    assert (await api.get("/ready")).json["reason"] == "the router is shutting down"
+    assert (await api.get("/health")).status == 200
+    assert (await api.post(COMPLETIONS, prompt="x")).status == 503
+    assert not draining.done()
+    api.node.finish(number, ids("to the end"))
+    assert (await asking).json["choices"][0]["text"] == "to the end"
+    await draining
 
 
-async def test_draining_ends_what_does_not_finish_in_time(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-        await api.node.submitted()
-        await api.router.drain(0.05, asyncio.Event())
-        assert (await asking).status == 503
+async def test_draining_ends_what_does_not_finish_in_time(api):
+    asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
+    await api.node.submitted()
+    await api.router.drain(0.05, asyncio.Event())
+    assert (await asking).status == 503
 
 
-async def test_the_model_is_listed_and_found_by_its_name(model: Path) -> None:
+async def test_the_model_is_listed_and_found_by_its_name(model):
     async with api_for(model) as api:
         (listed,) = [model async for model in api.client.models.list()]
         assert (listed.id, listed.object) == (api.model, "model")
@@ -489,71 +450,47 @@ async def test_the_model_is_listed_and_found_by_its_name(model: Path) -> None:
         assert (await api.get("/v1/models/")).json == (await api.get("/v1/models")).json
 
 
-async def test_an_alias_is_the_only_name_of_the_model(model: Path) -> None:
+async def test_an_alias_is_the_only_name_of_the_model(model):
     async with api_for(model, served_model_name="fox") as api:
         (listed,) = [model async for model in api.client.models.list()]
         assert listed.id == "fox"
-        asking = asyncio.create_task(api.client.completions.create(model="fox", prompt="x"))
-        await api.complete()
-        assert (await asking).model == "fox"
+        _, answer = await api.answered(api.client.completions.create(model="fox", prompt="x"))
+        assert answer.model == "fox"
         with pytest.raises(openai.NotFoundError) as refusal:
             await api.client.completions.create(model=api.model, prompt="x")
         assert (refusal.value.code, refusal.value.param) == ("model_not_found", "model")
 
 
-async def test_metrics_count_http_and_grpc_alike(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-        await api.complete(" the fox")
-        await asking
-        await api.post(COMPLETIONS, prompt=[])
-        await api.post(COMPLETIONS, prompt="x", max_tokens=0)
-        answer = await api.get("/metrics")
-        assert answer.headers["content-type"].startswith("text/plain; version=")
-        lines = answer.body.decode().splitlines()
-        for line in (
-            'baton_requests_total{outcome="stop"} 1.0',
-            'baton_requests_rejected_total{reason="invalid"} 2.0',
-            f"baton_generated_tokens_total {len(ids(' the fox')):.1f}",
-            'baton_http_responses_total{status="200"} 1.0',
-            'baton_http_responses_total{status="400"} 2.0',
-        ):
-            assert line in lines
-
-
-async def test_http_and_grpc_share_the_limit_of_live_requests(model: Path) -> None:
-    async with api_for(model, max_concurrent_requests=1, clients=AT_ONCE) as api:
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-        number = (await api.node.submitted()).number
-        await _grpc_is_refused(api)
-        api.node.say(ended={number: FINISH_REASON_STOP})
-        assert (await asking).status == 200
-
-
-async def _grpc_is_refused(api: Api) -> None:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{api.router.port}") as channel:
-        call = Client(channel).generate("x")
-        assert await call.code() is StatusCode.RESOURCE_EXHAUSTED
+async def test_metrics_count_http_and_grpc_alike(api):
+    await api.ask(COMPLETIONS, " the fox", prompt="x")
+    await api.post(COMPLETIONS, prompt=[])
+    await api.post(COMPLETIONS, prompt="x", max_tokens=0)
+    answer = await api.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    lines = answer.body.decode().splitlines()
+    for line in (
+        'baton_requests_total{outcome="stop"} 1.0',
+        'baton_requests_rejected_total{reason="invalid"} 2.0',
+        f"baton_generated_tokens_total {len(ids(' the fox')):.1f}",
+        'baton_http_responses_total{status="200"} 1.0',
+        'baton_http_responses_total{status="400"} 2.0',
+    ):
+        assert line in lines
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
-async def test_of_several_answers_the_likeliest_are_told(model: Path, logprobs: int | None) -> None:
+async def test_of_several_answers_the_likeliest_are_told(api, logprobs):
     told = {" one": -3.0, " two": -1.0, " three": -2.0}
-    async with api_for(model) as api:
-        asked = {"prompt": ["x", "y"], "n": 2, "best_of": 3, "logprobs": logprobs}
-        answering = asyncio.create_task(api.post(COMPLETIONS, **asked))
-        for _ in range(2 * len(told)):
-            submit = await api.node.submitted()
-            index = int(submit.request_id.rpartition("-")[2])
-            text, logprob = list(told.items())[index % len(told)]
-            number, tokens = submit.number, ids(text)
-            assert submit.sampling.logprobs == 0
-            api.node.say(
-                {number: tokens},
-                ended={number: FINISH_REASON_STOP},
-                logprobs={number: [logprob] * len(tokens)},
-            )
-        answer = (await answering).json
+    asked = {"prompt": ["x", "y"], "n": 2, "best_of": 3, "logprobs": logprobs}
+    answering = asyncio.create_task(api.post(COMPLETIONS, **asked))
+    for _ in range(2 * len(told)):
+        submit = await api.node.submitted()
+        index = int(submit.request_id.rpartition("-")[2])
+        text, logprob = list(told.items())[index % len(told)]
+        number, tokens = submit.number, ids(text)
+        assert submit.sampling.logprobs == 0
+        api.node.finish(number, tokens, logprobs={number: [logprob] * len(tokens)})
+    answer = (await answering).json
     choices = answer["choices"]
     assert [(each["index"], each["text"]) for each in choices] == [
         *((0, " two"), (1, " three")),
@@ -564,9 +501,7 @@ async def test_of_several_answers_the_likeliest_are_told(model: Path, logprobs: 
     assert answer["usage"]["completion_tokens"] == num_tokens
 
 
-async def test_best_of_one_asks_for_nothing(model: Path) -> None:
-    async with api_for(model) as api:
-        for n in (None, 1):
-            answering = asyncio.create_task(api.post(COMPLETIONS, prompt="x", best_of=1, n=n))
-            submit = await api.complete()
-            assert not submit.sampling.HasField("logprobs") and (await answering).status == 200
+async def test_best_of_one_asks_for_nothing(api):
+    for n in (None, 1):
+        submit, answer = await api.ask(COMPLETIONS, prompt="x", best_of=1, n=n)
+        assert not submit.sampling.HasField("logprobs") and answer.status == 200

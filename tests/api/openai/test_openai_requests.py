@@ -4,7 +4,6 @@ field."""
 import asyncio
 import gzip
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,90 +12,54 @@ from grpc import StatusCode
 from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.openai.completions import CompletionFields
 from protos.decode_pb2 import FINISH_REASON_ERROR
-from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
-from tests.api.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, write_model
-from tests.api.talk import calling_model
-from tests.support.http_client import connected, post, request
+from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids, write_model
+from tests.api.rig import CHAT, COMPLETIONS, HELLO, Api, api_for
+from tests.support.http_client import post, request
 from tests.support.stub_decode_node import Submission
-
-
-@pytest.fixture(scope="module")
-def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calling_model(tmp_path_factory.mktemp("calling"))
 
 
 async def _submitted(api: Api, path: str, **fields: Any) -> Submission:
     """Return the submission of a request that succeeds."""
-    asking = asyncio.create_task(api.post(path, **fields))
-    submit = await api.complete()
-    answer = await asking
-    assert answer.status == 200, answer.body
-    return submit
+    return (await api.ask(path, **fields))[0]
 
 
-async def test_every_sampling_field_reaches_the_node(model: Path) -> None:
-    async with api_for(model) as api:
-        submit = await _submitted(
-            api,
-            COMPLETIONS,
-            prompt="x",
-            max_tokens=5,
-            temperature=0.5,
-            top_p=0.25,
-            top_k=4,
-            min_p=0.125,
-            seed=99,
-            stop_token_ids=[7, 8],
-            ignore_eos=True,
-            frequency_penalty=0.5,
-            presence_penalty=-0.5,
-            repetition_penalty=1.5,
-        )
-        sent = submit.sampling
-        assert (sent.max_tokens, sent.temperature, sent.top_p, sent.top_k) == (5, 0.5, 0.25, 4)
-        assert (sent.min_p, sent.seed, list(sent.stop_token_ids)) == (0.125, 99, [7, 8])
-        assert sent.ignore_eos
-        penalties = (sent.frequency_penalty, sent.presence_penalty, sent.repetition_penalty)
-        assert penalties == (0.5, -0.5, 1.5)
+async def test_every_sampling_field_reaches_the_node(api):
+    submit = await _submitted(
+        api,
+        COMPLETIONS,
+        prompt="x",
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=4,
+        min_p=0.125,
+        seed=99,
+        stop_token_ids=[7, 8],
+        ignore_eos=True,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        repetition_penalty=1.5,
+    )
+    sent = submit.sampling
+    assert (sent.max_tokens, sent.temperature, sent.top_p, sent.top_k) == (5, 0.5, 0.25, 4)
+    assert (sent.min_p, sent.seed, list(sent.stop_token_ids)) == (0.125, 99, [7, 8])
+    assert sent.ignore_eos
+    penalties = (sent.frequency_penalty, sent.presence_penalty, sent.repetition_penalty)
+    assert penalties == (0.5, -0.5, 1.5)
 
 
-async def test_null_is_as_good_as_absent(model: Path) -> None:
+async def test_null_is_as_good_as_absent(api):
     names = {*CompletionFields.__struct_fields__, *OF_COMPLETIONS}
-    async with api_for(model) as api:
-        submit = await _submitted(api, COMPLETIONS, **{**dict.fromkeys(names), "prompt": "x"})
-        assert (submit.sampling.max_tokens, submit.sampling.temperature) == (16, 1.0)
-        assert submit.sampling.HasField("seed")
+    submit = await _submitted(api, COMPLETIONS, **{**dict.fromkeys(names), "prompt": "x"})
+    assert (submit.sampling.max_tokens, submit.sampling.temperature) == (16, 1.0)
+    assert submit.sampling.HasField("seed")
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_what_changes_nothing_is_ignored(model: Path, path: str) -> None:
-    harmless = {
-        "user": "u",
-        "metadata": {"a": "b"},
-        "store": True,
-        "service_tier": "auto",
-        "nobody_knows_this": None,
-        "response_format": {"type": "text"},
-        "logit_bias": {},
-        "echo": False,
-        "skip_special_tokens": True,
-        "min_tokens": 0,
-        "top_k": 0,
-    }
-    if path == CHAT:
-        harmless |= {"logprobs": False, "tools": [], "tool_choice": "auto", "modalities": ["text"]}
-    prompt: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "x"}
-    async with api_for(model) as api:
-        submit = await _submitted(api, path, **prompt, **harmless)
-        assert submit.sampling.top_k == -1
-
-
-async def test_a_router_can_be_told_to_ignore_what_nobody_knows(model: Path) -> None:
+async def test_a_router_can_be_told_to_ignore_what_nobody_knows(model):
     async with api_for(model, ignore_unknown_fields=True) as api:
         for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
             await _submitted(api, path, **prompt, nobody_knows_this=[1], images=["a"])
-            answer = await api.post(path, **prompt, nobody_knows_this=[1], n=0)
-            assert (answer.status, answer.error["param"]) == (400, "n")
+            assert await api.refused(path, **prompt, nobody_knows_this=[1], n=0) == (400, "n")
 
 
 @pytest.mark.parametrize(
@@ -109,15 +72,12 @@ async def test_a_router_can_be_told_to_ignore_what_nobody_knows(model: Path) -> 
     ],
     ids=["text", "token ids", "texts", "lists of token ids"],
 )
-async def test_a_prompt_has_four_forms(
-    model: Path, prompt: object, token_ids: list[list[int]]
-) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt=prompt))
-        submits = [await api.complete() for _ in token_ids]
-        assert (await asking).status == 200
-        by_index = sorted(submits, key=lambda submit: submit.request_id)
-        assert [list(submit.token_ids) for submit in by_index] == token_ids
+async def test_a_prompt_has_four_forms(api, prompt, token_ids):
+    asking = asyncio.create_task(api.post(COMPLETIONS, prompt=prompt))
+    submits = [await api.complete() for _ in token_ids]
+    assert (await asking).status == 200
+    by_index = sorted(submits, key=lambda submit: submit.request_id)
+    assert [list(submit.token_ids) for submit in by_index] == token_ids
 
 
 @pytest.mark.parametrize(
@@ -134,10 +94,9 @@ async def test_a_prompt_has_four_forms(
         ),
     ],
 )
-async def test_messages_become_the_prompt(model: Path, messages: object, text: str) -> None:
-    async with api_for(model) as api:
-        submit = await _submitted(api, CHAT, messages=messages)
-        assert list(submit.token_ids) == [0, *ids(f"{text}[assistant]")]
+async def test_messages_become_the_prompt(api, messages, text):
+    submit = await _submitted(api, CHAT, messages=messages)
+    assert list(submit.token_ids) == [0, *ids(f"{text}[assistant]")]
 
 
 @pytest.mark.parametrize(
@@ -148,50 +107,44 @@ async def test_messages_become_the_prompt(model: Path, messages: object, text: s
         ({"max_tokens": 5, "max_completion_tokens": 5}, 5),
     ],
 )
-async def test_a_chat_has_two_names_for_its_length(
-    model: Path, fields: dict[str, int], expected: int
-) -> None:
-    async with api_for(model) as api:
-        submit = await _submitted(api, CHAT, messages=HELLO, **fields)
-        assert submit.sampling.max_tokens == expected
+async def test_a_chat_has_two_names_for_its_length(api, fields, expected):
+    submit = await _submitted(api, CHAT, messages=HELLO, **fields)
+    assert submit.sampling.max_tokens == expected
 
 
-async def test_the_first_of_several_choices_is_the_one_that_alone_would_be(model: Path) -> None:
-    async with api_for(model) as api:
-        alone = await _submitted(api, COMPLETIONS, prompt="x", seed=-3)
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt=["x", "y"], seed=-3, n=3))
-        submits = [await api.complete() for _ in range(6)]
-        assert (await asking).status == 200
-        seeds = [s.sampling.seed for s in sorted(submits, key=lambda s: s.request_id)]
-        assert seeds[0] == alone.sampling.seed == 2**64 - 3
-        assert len(set(seeds[:3])) == 3
-        assert seeds[:3] == seeds[3:]  # whichever prompt it is
+async def test_the_first_of_several_choices_is_the_one_that_alone_would_be(api):
+    alone = await _submitted(api, COMPLETIONS, prompt="x", seed=-3)
+    asking = asyncio.create_task(api.post(COMPLETIONS, prompt=["x", "y"], seed=-3, n=3))
+    submits = [await api.complete() for _ in range(6)]
+    assert (await asking).status == 200
+    seeds = [s.sampling.seed for s in sorted(submits, key=lambda s: s.request_id)]
+    assert seeds[0] == alone.sampling.seed == 2**64 - 3
+    assert len(set(seeds[:3])) == 3
+    assert seeds[:3] == seeds[3:]  # whichever prompt it is
 
 
-async def test_unset_seeds_of_several_choices_differ(model: Path) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", n=3))
-        submits = [await api.complete() for _ in range(3)]
-        assert (await asking).status == 200
-        assert len({submit.sampling.seed for submit in submits}) == 3
+async def test_unset_seeds_of_several_choices_differ(api):
+    asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", n=3))
+    submits = [await api.complete() for _ in range(3)]
+    assert (await asking).status == 200
+    assert len({submit.sampling.seed for submit in submits}) == 3
 
 
-async def test_what_tokens_may_not_be_reaches_the_node(model: Path) -> None:
-    async with api_for(model) as api:
-        submit = await _submitted(
-            api,
-            COMPLETIONS,
-            prompt="x",
-            max_tokens=9,
-            min_tokens=5,
-            logit_bias={"7": -100, "3": 1.5},
-            allowed_token_ids=[3, 7],
-            bad_words=["ab"],
-        )
-        sent = submit.sampling
-        assert (sent.min_tokens, dict(sent.logit_bias)) == (5, {3: 1.5, 7: -100.0})
-        assert list(sent.allowed_token_ids) == [3, 7]
-        assert len(sent.bad_word_ids) == 2 and all(len(word.ids) for word in sent.bad_word_ids)
+async def test_what_tokens_may_not_be_reaches_the_node(api):
+    submit = await _submitted(
+        api,
+        COMPLETIONS,
+        prompt="x",
+        max_tokens=9,
+        min_tokens=5,
+        logit_bias={"7": -100, "3": 1.5},
+        allowed_token_ids=[3, 7],
+        bad_words=["ab"],
+    )
+    sent = submit.sampling
+    assert (sent.min_tokens, dict(sent.logit_bias)) == (5, {3: 1.5, 7: -100.0})
+    assert list(sent.allowed_token_ids) == [3, 7]
+    assert len(sent.bad_word_ids) == 2 and all(len(word.ids) for word in sent.bad_word_ids)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +164,11 @@ async def test_what_tokens_may_not_be_reaches_the_node(model: Path) -> None:
     ],
 )
 async def test_max_tokens_that_do_not_fit_are_refused_by_the_name_that_the_client_gave(
-    model: Path, path: str, fields: dict[str, Any], field: str
-) -> None:
-    async with api_for(model) as api:
-        refused = await api.post(path, **fields)
-        assert (refused.status, refused.error["param"]) == (400, field)
-        assert "maximum context length is 64 tokens" in refused.error["message"]
+    api, path, fields, field
+):
+    refused = await api.post(path, **fields)
+    assert (refused.status, refused.error["param"]) == (400, field)
+    assert "maximum context length is 64 tokens" in refused.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -230,28 +182,18 @@ async def test_max_tokens_that_do_not_fit_are_refused_by_the_name_that_the_clien
         ("/v1/messages", {"messages": HELLO, "max_tokens": 32_000}),
     ],
 )
-async def test_a_default_max_tokens_is_cut_to_what_fits(
-    model: Path, path: str, fields: dict[str, Any]
-) -> None:
-    async with api_for(model) as api:
-        asked = asyncio.create_task(api.post(path, **fields))
-        submit = await api.complete("done")
-        assert (await asked).status == 200
-        assert len(submit.token_ids) + submit.sampling.max_tokens == CONTEXT_LENGTH
+async def test_a_default_max_tokens_is_cut_to_what_fits(api, path, fields):
+    submit, _ = await api.ask(path, "done", **fields)
+    assert len(submit.token_ids) + submit.sampling.max_tokens == CONTEXT_LENGTH
 
 
-async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(
-    model: Path,
-) -> None:
-    async with api_for(model) as api:
-        asking = asyncio.create_task(
-            post(api.router.http_port, COMPLETIONS, {"prompt": "x"}, x_request_id="abc")
-        )
-        submit = await api.complete()
-        answer = await asking
-        assert answer.headers["x-request-id"] == "abc"
-        assert answer.headers["baton-request-id"] == submit.request_id != "abc"
-        assert answer.json["id"] == f"cmpl-{submit.request_id}"
+async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(api):
+    submit, answer = await api.answered(
+        post(api.router.http_port, COMPLETIONS, {"prompt": "x"}, x_request_id="abc")
+    )
+    assert answer.headers["x-request-id"] == "abc"
+    assert answer.headers["baton-request-id"] == submit.request_id != "abc"
+    assert answer.json["id"] == f"cmpl-{submit.request_id}"
 
 
 @pytest.mark.parametrize(
@@ -319,19 +261,16 @@ async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(
     ],
     ids=str,
 )
-async def test_a_wrong_field_of_a_completion_is_named(
-    model: Path, fields: dict[str, Any], param: str | None
-) -> None:
-    async with api_for(model) as api:
-        if param is None:
-            await _submitted(api, COMPLETIONS, **fields)
-            return
-        answer = await api.post(COMPLETIONS, **fields)
-        assert (answer.status, answer.error["param"]) == (400, param), answer.body
-        assert answer.error["type"] == "invalid_request_error"
-        assert answer.error["message"].startswith(param.partition("[")[0].partition(".")[0])
-        assert api.router.admission.num_live == 0
-        assert not any(message.submits for message in api.node.received)
+async def test_a_wrong_field_of_a_completion_is_named(api, fields, param):
+    if param is None:
+        await _submitted(api, COMPLETIONS, **fields)
+        return
+    answer = await api.post(COMPLETIONS, **fields)
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+    assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["message"].startswith(param.partition("[")[0].partition(".")[0])
+    assert api.router.admission.num_live == 0
+    assert not any(message.submits for message in api.node.received)
 
 
 @pytest.mark.parametrize(
@@ -375,20 +314,16 @@ async def test_a_wrong_field_of_a_completion_is_named(
     ],
     ids=str,
 )
-async def test_a_wrong_field_of_a_chat_is_named(
-    model: Path, fields: dict[str, Any], param: str
-) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(CHAT, **fields)
-        assert answer.status == 400, answer.body
-        assert answer.error["param"].startswith(param)
-        assert not any(message.submits for message in api.node.received)
+async def test_a_wrong_field_of_a_chat_is_named(api, fields, param):
+    answer = await api.post(CHAT, **fields)
+    assert answer.status == 400, answer.body
+    assert answer.error["param"].startswith(param)
+    assert not any(message.submits for message in api.node.received)
 
 
-async def test_a_model_without_a_template_completes_but_does_not_chat(tmp_path: Path) -> None:
+async def test_a_model_without_a_template_completes_but_does_not_chat(tmp_path):
     async with api_for(write_model(tmp_path)) as api:
-        answer = await api.post(CHAT, messages=HELLO)
-        assert (answer.status, answer.error["param"]) == (400, "messages")
+        assert await api.refused(CHAT, messages=HELLO) == (400, "messages")
         await _submitted(api, COMPLETIONS, prompt="x")
 
 
@@ -411,46 +346,40 @@ async def test_a_model_without_a_template_completes_but_does_not_chat(tmp_path: 
     ],
     ids=lambda body: body[:40].decode("latin-1"),
 )
-async def test_a_body_that_is_no_request_is_400(model: Path, body: bytes) -> None:
-    async with api_for(model) as api, connected(api.router.http_port) as wire:
-        for path in (COMPLETIONS, CHAT):
-            await wire.send(request("POST", path, body.replace(b"\0", b"")))
-            answer = await wire.response()
-            assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+async def test_a_body_that_is_no_request_is_400(api, wire, body):
+    for path in (COMPLETIONS, CHAT):
+        await wire.send(request("POST", path, body.replace(b"\0", b"")))
+        answer = await wire.response()
+        assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
 
 
-async def test_a_large_prompt_is_not_multiplied_without_bound(model: Path) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(COMPLETIONS, prompt="x" * 200_000, n=100)
-        assert (answer.status, answer.error["param"]) == (413, "n")
-        answer = await api.post(COMPLETIONS, prompt="x" * 200_000)
-        assert (answer.status, answer.error["param"]) == (400, "prompt")  # longer than the context
+async def test_a_large_prompt_is_not_multiplied_without_bound(api):
+    answer = await api.post(COMPLETIONS, prompt="x" * 200_000, n=100)
+    assert (answer.status, answer.error["param"]) == (413, "n")
+    answer = await api.post(COMPLETIONS, prompt="x" * 200_000)
+    assert (answer.status, answer.error["param"]) == (400, "prompt")  # longer than the context
 
 
-async def test_only_json_is_taken(model: Path) -> None:
-    async with api_for(model) as api, connected(api.router.http_port) as wire:
-        await wire.post(COMPLETIONS, {"prompt": "x"}, content_type="text/plain")
-        assert (await wire.response()).status == 415
-        await wire.post(
-            COMPLETIONS, {"prompt": "x"}, content_type="application/JSON; charset=UTF-8"
-        )
-        await api.complete()
-        assert (await wire.response()).status == 200
+async def test_only_json_is_taken(api, wire):
+    await wire.post(COMPLETIONS, {"prompt": "x"}, content_type="text/plain")
+    assert (await wire.response()).status == 415
+    await wire.post(COMPLETIONS, {"prompt": "x"}, content_type="application/JSON; charset=UTF-8")
+    await api.complete()
+    assert (await wire.response()).status == 200
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "x" * 5000], ids=["gzip", "long"])
-async def test_a_compressed_body_is_rejected_with_what_to_do(model: Path, encoding: str) -> None:
+async def test_a_compressed_body_is_rejected_with_what_to_do(api, wire, encoding):
     """Seen failing: 400, the body is not valid JSON. Inflated it could be a thousand times its
     size."""
-    async with api_for(model) as api, connected(api.router.http_port) as wire:
-        body = gzip.compress(b'{"prompt": "x"}')
-        await wire.post(COMPLETIONS, body, content_encoding=encoding)
-        answer = await wire.response()
-        assert (answer.status, answer.headers["accept-encoding"]) == (415, "identity")
-        assert "send it uncompressed" in answer.error["message"] and len(answer.body) < 300
-        await wire.post(COMPLETIONS, {"prompt": "x"}, content_encoding="identity")
-        await api.complete()
-        assert (await wire.response()).status == 200
+    body = gzip.compress(b'{"prompt": "x"}')
+    await wire.post(COMPLETIONS, body, content_encoding=encoding)
+    answer = await wire.response()
+    assert (answer.status, answer.headers["accept-encoding"]) == (415, "identity")
+    assert "send it uncompressed" in answer.error["message"] and len(answer.body) < 300
+    await wire.post(COMPLETIONS, {"prompt": "x"}, content_encoding="identity")
+    await api.complete()
+    assert (await wire.response()).status == 200
 
 
 @pytest.mark.parametrize(
@@ -462,44 +391,37 @@ async def test_a_compressed_body_is_rejected_with_what_to_do(model: Path, encodi
     ],
     ids=["format", "guided", "tools"],
 )
-async def test_a_form_that_nodes_refuse_is_named_as_its_client_named_it(
-    calling: Path, fields: dict[str, Any], name: str
-) -> None:
+async def test_a_form_that_nodes_refuse_is_named_as_its_client_named_it(talking, fields, name):
     """Seen failing: json_schema or structural_tag, which the client had not sent."""
-    async with api_for(calling) as api:
-        asking = asyncio.create_task(api.post(CHAT, messages=HELLO, **fields))
-        submit = await api.node.submitted()
-        kind = submit.sampling.guide.WhichOneof("form")
-        api.node.say(
-            ended={submit.number: FINISH_REASON_ERROR},
-            error=f"sampling.{kind}: #: not cannot be enforced",
-            error_code=StatusCode.INVALID_ARGUMENT.value[0],
-        )
-        answer = await asking
-        assert answer.status == 400 and answer.error["param"].startswith(name), answer.body
-        assert answer.error["message"].startswith(f"{answer.error['param']}: #: not cannot")
+    asking = asyncio.create_task(talking.post(CHAT, messages=HELLO, **fields))
+    submit = await talking.node.submitted()
+    kind = submit.sampling.guide.WhichOneof("form")
+    talking.node.finish(
+        submit.number,
+        reason=FINISH_REASON_ERROR,
+        error=f"sampling.{kind}: #: not cannot be enforced",
+        error_code=StatusCode.INVALID_ARGUMENT.value[0],
+    )
+    answer = await asking
+    assert answer.status == 400 and answer.error["param"].startswith(name), answer.body
+    assert answer.error["message"].startswith(f"{answer.error['param']}: #: not cannot")
 
 
-async def test_a_request_id_that_is_too_long_is_400_and_one_that_comes_again_is_not(
-    model: Path,
-) -> None:
-    async with api_for(model) as api, connected(api.router.http_port) as wire:
-        await wire.post(COMPLETIONS, {"prompt": "x"}, x_request_id="x" * 257)
-        answer = await wire.response()
-        assert (answer.status, "request_id" in answer.error["message"]) == (400, True)
-        await wire.post(COMPLETIONS, {"prompt": "x"}, x_request_id="same")
-        port = api.router.http_port
-        again = post(port, COMPLETIONS, {"prompt": "x"}, x_request_id="same")
-        asking = asyncio.create_task(again)
-        for _ in range(2):
-            await api.complete()
-        for each in (await wire.response(), await asking):
-            assert (each.status, each.headers["x-request-id"]) == (200, "same")
+async def test_a_request_id_that_is_too_long_is_400_and_one_that_comes_again_is_not(api, wire):
+    await wire.post(COMPLETIONS, {"prompt": "x"}, x_request_id="x" * 257)
+    answer = await wire.response()
+    assert (answer.status, "request_id" in answer.error["message"]) == (400, True)
+    await wire.post(COMPLETIONS, {"prompt": "x"}, x_request_id="same")
+    port = api.router.http_port
+    again = post(port, COMPLETIONS, {"prompt": "x"}, x_request_id="same")
+    asking = asyncio.create_task(again)
+    for _ in range(2):
+        await api.complete()
+    for each in (await wire.response(), await asking):
+        assert (each.status, each.headers["x-request-id"]) == (200, "same")
 
 
-async def test_the_log_of_refused_requests_is_bounded(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_log_of_refused_requests_is_bounded(model, caplog):
     caplog.set_level(logging.INFO)
     async with api_for(model) as api:
         for _ in range(30):

@@ -2,91 +2,68 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protos.decode_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
-from tests.api.openai.openai_rig import api_for
-from tests.api.talk import CALL, Talk, calling_model, talk
+from protos.decode_pb2 import FINISH_REASON_LENGTH
+from tests.api.models import CALL
+from tests.api.rig import Api
 
 RESPONSES = "/v1/responses"
 TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "name": "add",
-        "parameters": {"type": "object", "properties": {}},
-        "strict": True,
-    }
+    {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True},
 ]
 
 
-@pytest.fixture(scope="module")
-def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calling_model(tmp_path_factory.mktemp("calling"))
-
-
-async def _asked(talking: Talk, text: str, **fields: Any) -> tuple[Any, str]:
+async def _asked(talking: Api, text: str, **fields: Any) -> tuple[Any, str]:
     """The response that `text` becomes, and the prompt."""
-    asking = asyncio.create_task(
-        talking.api.client.responses.create(**{"model": talking.api.model, **fields})
+    asked = talking.client.responses.create(model=talking.model, **fields)
+    submit, response = await talking.answered(asked, text)
+    return response, talking.text(submit.token_ids)
+
+
+async def test_a_text_is_answered(talking):
+    response, prompt = await _asked(
+        talking, "hello you", input="hi", instructions="Be kind.", max_output_tokens=50
     )
-    prompt = await talking.answer(text)
-    return await asking, prompt
+    assert prompt.startswith("[system] Be kind.") and "[user] hi" in prompt
+    assert response.output_text == "hello you"
+    assert (response.status, response.object) == ("completed", "response")
+    assert response.id.startswith("resp_") and response.instructions == "Be kind."
+    usage = response.usage
+    assert usage.output_tokens == len(talking.ids("hello you"))
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert usage.output_tokens_details.reasoning_tokens == 0
 
 
-async def test_a_text_is_answered(calling: Path) -> None:
-    async with talk(calling) as talking:
-        response, prompt = await _asked(
-            talking, "hello you", input="hi", instructions="Be kind.", max_output_tokens=50
-        )
-        assert prompt.startswith("[system] Be kind.") and "[user] hi" in prompt
-        assert response.output_text == "hello you"
-        assert (response.status, response.object) == ("completed", "response")
-        assert response.id.startswith("resp_") and response.instructions == "Be kind."
-        usage = response.usage
-        assert usage.output_tokens == len(talking.ids("hello you"))
-        assert usage.total_tokens == usage.input_tokens + usage.output_tokens
-        assert usage.output_tokens_details.reasoning_tokens == 0
+async def test_what_was_thought_said_and_called_are_items_that_can_be_sent_back(talking):
+    response, prompt = await _asked(
+        talking, f"<think>hm</think>Well.\n{CALL}", input="hi", tools=TOOLS
+    )
+    assert '"name": "add"' in prompt
+    thought, message, call = response.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "hm")
+    assert (message.type, message.content[0].text) == ("message", "Well.")
+    assert (call.type, call.name) == ("function_call", "add")
+    assert call.arguments == '{"a": 27, "b": 15}'
+    again: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        *response.output,
+        {"type": "function_call_output", "call_id": call.call_id, "output": "42"},
+    ]
+    response, prompt = await _asked(talking, "It is 42.", input=again, tools=TOOLS)
+    said = prompt.partition("[assistant]")[2]
+    assert said.index("hm</think>") < said.index("Well.") < said.index('"a": 27')
+    assert said.count("[assistant]") == 1  # the one that is asked for
+    assert f"({call.call_id})" in said
+    assert response.output_text == "It is 42."
 
 
-async def test_what_was_thought_said_and_called_are_items_that_can_be_sent_back(
-    calling: Path,
-) -> None:
-    async with talk(calling) as talking:
-        response, prompt = await _asked(
-            talking, f"<think>hm</think>Well.\n{CALL}", input="hi", tools=TOOLS
-        )
-        assert '"name": "add"' in prompt
-        thought, message, call = response.output
-        assert (thought.type, thought.content[0].text) == ("reasoning", "hm")
-        assert (message.type, message.content[0].text) == ("message", "Well.")
-        assert (call.type, call.name) == ("function_call", "add")
-        assert call.arguments == '{"a": 27, "b": 15}'
-        again: list[Any] = [
-            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-            *response.output,
-            {"type": "function_call_output", "call_id": call.call_id, "output": "42"},
-        ]
-        response, prompt = await _asked(talking, "It is 42.", input=again, tools=TOOLS)
-        said = prompt.partition("[assistant]")[2]
-        assert said.index("hm</think>") < said.index("Well.") < said.index('"a": 27')
-        assert said.count("[assistant]") == 1  # the one that is asked for
-        assert f"({call.call_id})" in said
-        assert response.output_text == "It is 42."
-
-
-async def test_a_stream_is_what_openais_client_makes_a_response_of(calling: Path) -> None:
-    async with talk(calling) as talking:
-        kinds = []
-        asking = asyncio.create_task(_streamed(talking, kinds))
-        number, _ = await talking.asked()
-        tokens = talking.ids(f"<think>hm</think>Well.\n{CALL}</s>")
-        for token in tokens[:-1]:
-            talking.api.node.say({number: [token]})
-        talking.api.node.say({number: tokens[-1:]}, ended={number: FINISH_REASON_STOP})
-        response = await asking
+async def test_a_stream_is_what_openais_client_makes_a_response_of(talking):
+    kinds = []
+    text = f"<think>hm</think>Well.\n{CALL}</s>"
+    _, response = await talking.say_one_by_one(text, _streamed(talking, kinds))
     thought, message, call = response.output
     assert thought.content[0].text == "hm"
     assert message.content[0].text == "Well."
@@ -100,8 +77,8 @@ async def test_a_stream_is_what_openais_client_makes_a_response_of(calling: Path
     assert kinds.count("response.output_item.done") == 3
 
 
-async def _streamed(talking: Talk, kinds: list[str]) -> Any:
-    stream = talking.api.client.responses.stream(model=talking.api.model, input="hi", tools=TOOLS)
+async def _streamed(talking: Api, kinds: list[str]) -> Any:
+    stream = talking.client.responses.stream(model=talking.model, input="hi", tools=TOOLS)
     numbers = []
     async with stream as events:
         async for event in events:
@@ -111,44 +88,35 @@ async def _streamed(talking: Talk, kinds: list[str]) -> Any:
         return await events.get_final_response()
 
 
-async def test_an_answer_that_is_cut_off_is_incomplete(calling: Path) -> None:
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(talking.api.post(RESPONSES, input="hi"))
-        await talking.answer("hello", reason=FINISH_REASON_LENGTH)
-        told = (await asking).json
-        assert told["status"] == "incomplete"
-        assert told["incomplete_details"] == {"reason": "max_output_tokens"}
-        assert told["output"][0]["status"] == "incomplete"
+async def test_an_answer_that_is_cut_off_is_incomplete(talking):
+    asked = talking.post(RESPONSES, input="hi")
+    told = (await talking.answered(asked, "hello", reason=FINISH_REASON_LENGTH))[1].json
+    assert told["status"] == "incomplete"
+    assert told["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert told["output"][0]["status"] == "incomplete"
 
 
-async def test_an_answer_can_have_a_form_or_be_a_call(calling: Path) -> None:
+async def test_an_answer_can_have_a_form_or_be_a_call(talking):
     schema = {"type": "object"}
     form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
-    async with talk(calling) as talking:
-        for fields, guided in (
-            ({"text": form}, schema),
-            ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "add"}}, None),
-        ):
-            asking = asyncio.create_task(talking.api.post(RESPONSES, input="hi", **fields))
-            submit = await talking.api.node.submitted()
-            told = json.loads(submit.sampling.guide.json_schema)
-            assert told == guided if guided else told["maxItems"] == 1
-            talking.api.node.say(
-                {submit.number: talking.ids("{}")}, ended={submit.number: FINISH_REASON_STOP}
-            )
-            assert (await asking).status == 200
+    for fields, guided in (
+        ({"text": form}, schema),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "add"}}, None),
+    ):
+        submit, _ = await talking.ask(RESPONSES, "{}", input="hi", **fields)
+        told = json.loads(submit.sampling.guide.json_schema)
+        assert told == guided if guided else told["maxItems"] == 1
 
 
-async def test_what_goes_wrong_in_a_stream_is_an_event(calling: Path) -> None:
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(talking.api.post(RESPONSES, input="hi", stream=True))
-        number, _ = await talking.asked()
-        node = talking.api.node
-        node.say({number: talking.ids("hello")})
-        node.say({number: talking.ids("x" * 4000)})
-        events = (await asking).body.decode().strip().split("\n\n")
-        assert events[0].startswith("event: response.created\ndata: {")
-        assert events[-1].startswith('event: error\ndata: {"type":"error"')
+async def test_what_goes_wrong_in_a_stream_is_an_event(talking):
+    asking = asyncio.create_task(talking.post(RESPONSES, input="hi", stream=True))
+    number = (await talking.node.submitted()).number
+    node = talking.node
+    node.say({number: talking.ids("hello")})
+    node.say({number: talking.ids("x" * 4000)})
+    events = (await asking).body.decode().strip().split("\n\n")
+    assert events[0].startswith("event: response.created\ndata: {")
+    assert events[-1].startswith('event: error\ndata: {"type":"error"')
 
 
 @pytest.mark.parametrize(
@@ -177,17 +145,11 @@ async def test_what_goes_wrong_in_a_stream_is_an_event(calling: Path) -> None:
     ],
     ids=str,
 )
-async def test_what_cannot_be_is_refused_by_name(
-    calling: Path, fields: dict[str, Any], param: str | None
-) -> None:
-    async with api_for(calling) as api:
-        answer = await api.post(RESPONSES, **fields)
-        assert answer.status == 400, answer.body
-        told = answer.error["param"]
-        assert told == param or (param is not None and told.startswith(param)), answer.body
+async def test_what_cannot_be_is_refused_by_name(talking, fields, param):
+    await talking.refuses(param, RESPONSES, **fields)
 
 
-async def test_hints_of_responses_are_ignored_and_named(calling: Path) -> None:
+async def test_hints_of_responses_are_ignored_and_named(talking):
     """Seen failing: 400."""
     hints = {
         "reasoning": {"effort": "high"},
@@ -196,23 +158,16 @@ async def test_hints_of_responses_are_ignored_and_named(calling: Path) -> None:
         "max_tool_calls": 3,
         "include": ["web_search_call.action.sources"],
     }
-    async with talk(calling) as talking:
-        asking = asyncio.create_task(talking.api.post(RESPONSES, input="hi", **hints))
-        await talking.answer("hello")
-        answer = await asking
-        assert answer.status == 200, answer.body
-        named = {*answer.headers["baton-ignored-fields"].split(", ")}
-        assert named == {"reasoning.effort", "text.verbosity", "truncation", "max_tool_calls"}
+    _, answer = await talking.ask(RESPONSES, "hello", input="hi", **hints)
+    named = {*answer.headers["baton-ignored-fields"].split(", ")}
+    assert named == {"reasoning.effort", "text.verbosity", "truncation", "max_tool_calls"}
 
 
-async def test_errors_name_the_field_that_responses_have(calling: Path, model: Path) -> None:
+async def test_errors_name_the_field_that_responses_have(talking, api):
     """Seen failing: messages[1].tool_calls, which no client of this endpoint has sent."""
-    async with talk(calling) as talking:
-        call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a'}
-        asking = asyncio.create_task(talking.api.post(RESPONSES, instructions="x", input=[call]))
-        assert '"arguments": {"a}' in await talking.answer("hello")
-        assert (await asking).status == 200
-    async with api_for(model) as api:
-        answer = await api.post(RESPONSES, instructions="x", input=[call])
-        assert (answer.status, answer.error["param"]) == (400, "input")
-        assert answer.error["message"].startswith("input: this model's chat template has no place")
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a'}
+    submit, _ = await talking.ask(RESPONSES, "hello", instructions="x", input=[call])
+    assert '"arguments": {"a}' in talking.text(submit.token_ids)
+    answer = await api.post(RESPONSES, instructions="x", input=[call])
+    assert (answer.status, answer.error["param"]) == (400, "input")
+    assert answer.error["message"].startswith("input: this model's chat template has no place")

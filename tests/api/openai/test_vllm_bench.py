@@ -1,13 +1,11 @@
 """Requests as `vllm bench serve` sends them, with every field and header that it sets, and of the
 answers what it reads. Taken from its source; docs/load.md has the command."""
 
-import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api.openai.openai_rig import CHAT, COMPLETIONS, Api, api_for
+from tests.api.rig import CHAT, COMPLETIONS, Api
 from tests.support.http_client import Response, get, post
 
 ASKED = {"stream": True, "stream_options": {"include_usage": True}}
@@ -21,18 +19,18 @@ EXTRA = {"temperature": 0.0, "top_p": 0.9, "top_k": 10, "min_p": 0.0, "frequency
 
 
 async def answered(api: Api, path: str, **fields: Any) -> Response:
-    asking = asyncio.create_task(
+    submit, answer = await api.answered(
         post(
             api.router.http_port,
             path,
             {"model": api.model, **fields, **ASKED},
             x_request_id="bench-0a1b2c3d-0",
             authorization="Bearer none",
-        )
+        ),
+        "quick",
+        cached_tokens=1,
     )
-    submit = await api.complete("quick", cached_tokens=1)
     assert submit.sampling.max_tokens == 8
-    answer = await asking
     assert answer.headers["x-request-id"] == "bench-0a1b2c3d-0"
     return answer
 
@@ -49,23 +47,17 @@ def tokens_and_usage(response: Response) -> tuple[list[dict[str, Any]], dict[str
 
 
 @pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, EXTRA], ids=["plain", "eos", "extra"])
-async def test_its_completions_are_answered(model: Path, more: dict[str, Any]) -> None:
-    async with api_for(model) as api:
-        chosen, usage = tokens_and_usage(await answered(api, COMPLETIONS, **COMPLETION, **more))
-    assert "".join(choice["text"] for choice in chosen) == "quick"
+@pytest.mark.parametrize("path, asked", [(COMPLETIONS, COMPLETION), (CHAT, CONVERSATION)])
+async def test_its_requests_are_answered(api, path, asked, more):
+    chosen, usage = tokens_and_usage(await answered(api, path, **asked, **more))
+    texts = [
+        choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in chosen
+    ]
+    assert "".join(texts) == "quick"
     assert usage["completion_tokens"] > 0 and usage["prompt_tokens"] > 0
 
 
-@pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, EXTRA], ids=["plain", "eos", "extra"])
-async def test_its_conversations_are_answered(model: Path, more: dict[str, Any]) -> None:
-    async with api_for(model) as api:
-        chosen, usage = tokens_and_usage(await answered(api, CHAT, **CONVERSATION, **more))
-    assert "".join(choice["delta"].get("content") or "" for choice in chosen) == "quick"
-    assert usage["completion_tokens"] > 0 and usage["prompt_tokens"] > 0
-
-
-async def test_it_finds_out_the_model_and_reads_metrics(model: Path) -> None:
-    async with api_for(model) as api:
-        (first,) = (await get(api.router.http_port, "/v1/models")).json["data"]
-        assert first["id"] == first["root"] == api.model
-        assert (await get(api.router.http_port, "/metrics")).status == 200
+async def test_it_finds_out_the_model_and_reads_metrics(api):
+    (first,) = (await get(api.router.http_port, "/v1/models")).json["data"]
+    assert first["id"] == first["root"] == api.model
+    assert (await get(api.router.http_port, "/metrics")).status == 200

@@ -8,28 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
 from api.parsers.harmony import ENDS, MARKERS
-from protos import router_pb2
-from protos.decode_pb2 import FINISH_REASON_STOP
-from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO
-from tests.api.rig import collect, router_for, write_model
-from tests.api.talk import CONTEXT, Spoken, talk
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.api.models import calling_model
+from tests.api.rig import CHAT, COMPLETIONS, HELLO, Api, api_for, collect, tool
+from tests.support.http_client import Response
 
 TEMPLATE = """{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>
 final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}
 {% if tools %}{{ tools | tojson }}{% endif %}
 {% if add_generation_prompt %}<|start|>assistant{% endif %}"""
-ADD: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
-SUB: dict[str, Any] = {"type": "function", "function": {"name": "sub"}}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ADD, SUB = tool("add", parameters=PARAMETERS), tool("sub")
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
@@ -42,39 +32,46 @@ def call(name: str, arguments: str) -> str:
 
 _ADD, _SUB = call("add", '{"a": 27}'), call("sub", "{}")
 CALLS = f"{THOUGHT}{_ADD}<|end|><|start|>assistant{_SUB}<|call|>"
-
-
-def _model(directory: Path, *, special: bool) -> Path:
-    model = write_model(directory, chat_template=TEMPLATE)
-    file = model / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file))
-    if special:
-        tokens = [AddedToken(text, special=True) for text in (*MARKERS, *ENDS)]
-        tokenizer.add_special_tokens(tokens)
-        tokenizer.save(str(file))
-    config = model / "config.json"
-    config.write_text(config.read_text().replace(" 64,", f" {CONTEXT},").replace("320", "400"))
-    return model
+STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _model(tmp_path_factory.mktemp("harmony"), special=True)
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calling_model(tmp_path_factory.mktemp("harmony"), TEMPLATE, (*MARKERS, *ENDS))
 
 
-def _shape(form: Mapping[str, Any], model: Path) -> str:
+async def _shape_of(talking: Api, **fields: Any) -> str:
+    """The format that the answer to a conversation is held to, as something like an expression."""
+    guide = await talking.guide_of(CHAT, messages=HELLO, **fields)
+    return _shape(json.loads(guide.structural_tag)["format"], talking)
+
+
+def _said(answer: Response, stream: bool) -> tuple[list[Any], list[Any]]:
+    """The choices of an answer, or of its events, and the messages or parts of one in them."""
+    if stream:
+        choices = [event["choices"][0] for event in answer.events]
+        return choices, [one["delta"] for one in choices]
+    choices = answer.json["choices"]
+    return choices, [choices[0]["message"]]
+
+
+def _joined(messages: list[Any], field: str) -> str:
+    return "".join(one.get(field) or "" for one in messages)
+
+
+def _shape(form: Mapping[str, Any], talking: Api) -> str:
     """A tag's format as something like an expression, with tokens as they are spelt."""
     match form:
         case {"type": "sequence", "elements": elements}:
-            return "".join(_shape(each, model) for each in elements)
+            return "".join(_shape(each, talking) for each in elements)
         case {"type": "or", "elements": elements}:
-            return f"({'|'.join(_shape(each, model) for each in elements)})"
+            return f"({'|'.join(_shape(each, talking) for each in elements)})"
         case {"type": "optional", "content": content}:
-            return f"({_shape(content, model)})?"
+            return f"({_shape(content, talking)})?"
         case {"type": "star", "content": content}:
-            return f"({_shape(content, model)})*"
+            return f"({_shape(content, talking)})*"
         case {"type": "token", "token": token}:
-            return Spoken(model).text([token])
+            return talking.text([token])
         case {"type": "const_string", "value": value}:
             return str(value)
         case {"type": "regex", "pattern": pattern}:
@@ -97,7 +94,7 @@ def _call_shape(name: str, schema: str) -> str:
     return f"({header})<|constrain|>json<|message|>{schema}"
 
 
-ADD_SHAPE = _call_shape("add", json.dumps(ADD["function"]["parameters"]))
+ADD_SHAPE = _call_shape("add", json.dumps(PARAMETERS))
 SUB_SHAPE = _call_shape("sub", '{"type": "object"}')
 FREE_ADD_SHAPE = _call_shape("add", '{"type": "object"}')
 CALL_SHAPES = (
@@ -119,14 +116,8 @@ SAID = r"<|channel|>(analysis|commentary|final)<|message|>/[\s\S]*/"
             {"tool_choice": "required", "parallel_tool_calls": False},
             f"{MAY_THINK}({ADD_SHAPE}|{SUB_SHAPE})",
         ),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "sub"}}},
-            f"{MAY_THINK}{SUB_SHAPE}",
-        ),
-        (
-            {"response_format": FORMAT},
-            f"{MAY_THINK}({FINAL}{json.dumps(SCHEMA)}|{CALL_SHAPES})",
-        ),
+        ({"tool_choice": tool("sub")}, f"{MAY_THINK}{SUB_SHAPE}"),
+        ({"response_format": FORMAT}, f"{MAY_THINK}({FINAL}{json.dumps(SCHEMA)}|{CALL_SHAPES})"),
         (
             {"response_format": {"type": "json_object"}},
             f'{MAY_THINK}({FINAL}{{"type": "object"}}|{CALL_SHAPES})',
@@ -136,109 +127,70 @@ SAID = r"<|channel|>(analysis|commentary|final)<|message|>/[\s\S]*/"
             f"{MAY_THINK}({FINAL}{json.dumps(SCHEMA)}|({FREE_ADD_SHAPE}|{SUB_SHAPE}))",
         ),
         ({"guided_regex": "a+"}, f"{MAY_THINK}({FINAL}/a+/|{CALL_SHAPES})"),
-        (
-            {"guided_choice": ["a", "b"]},
-            f'{MAY_THINK}({FINAL}`root ::= "a" | "b"`|{CALL_SHAPES})',
-        ),
-        (
-            {"guided_regex": "a+", "tool_choice": "none"},
-            f"{MAY_THINK}{FINAL}/a+/",
-        ),
+        ({"guided_choice": ["a", "b"]}, f'{MAY_THINK}({FINAL}`root ::= "a" | "b"`|{CALL_SHAPES})'),
+        ({"guided_regex": "a+", "tool_choice": "none"}, f"{MAY_THINK}{FINAL}/a+/"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )
-async def test_an_answer_is_held_to_its_channels(
-    model: Path, fields: dict[str, Any], shape: str
-) -> None:
-    async with talk(model) as talking:
-        asking = asyncio.create_task(
-            talking.api.post(CHAT, messages=HELLO, tools=[ADD, SUB], **fields)
-        )
-        guide = (await talking.api.complete()).sampling.guide
-        assert (await asking).status == 200
-        assert _shape(json.loads(guide.structural_tag)["format"], model) == shape
+async def test_an_answer_is_held_to_its_channels(talking, fields, shape):
+    assert await _shape_of(talking, tools=[ADD, SUB], **fields) == shape
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_calls_that_must_be_made_are_heard_behind_the_thought(
-    model: Path, stream: bool
-) -> None:
-    async with talk(model) as talking:
-        asking = asyncio.create_task(
-            talking.api.post(
-                CHAT, messages=HELLO, tools=[ADD, SUB], tool_choice="required", stream=stream
-            )
-        )
-        number, _ = await talking.asked()
-        *tokens, last = talking.ids(CALLS)
-        for token in tokens:
-            talking.api.node.say({number: [token]})
-        talking.api.node.say({number: [last]}, ended={number: FINISH_REASON_STOP})
-        answer = await asking
-    if stream:
-        choices = [event["choices"][0] for event in answer.events]
-        said = [one["delta"] for one in choices]
-    else:
-        choices = answer.json["choices"]
-        said = [choices[0]["message"]]
+@STREAM
+async def test_calls_that_must_be_made_are_heard_behind_the_thought(talking, stream):
+    fields = {"tools": [ADD, SUB], "tool_choice": "required", "stream": stream}
+    asked = talking.post(CHAT, messages=HELLO, **fields)
+    _, answer = await talking.say_one_by_one(CALLS, asked)
+    choices, said = _said(answer, stream)
     parts = [part["function"] for one in said for part in one.get("tool_calls") or ()]
     assert [part["name"] for part in parts if part.get("name")] == ["add", "sub"]
     assert "".join(part.get("arguments") or "" for part in parts) == '{"a": 27}{}'
-    assert "".join(one.get("content") or "" for one in said) == ""
-    assert "".join(one.get("reasoning_content") or "" for one in said) == "hm"
+    assert (_joined(said, "content"), _joined(said, "reasoning_content")) == ("", "hm")
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_markers_that_are_spelt_with_other_tokens_are_text(model: Path, stream: bool) -> None:
+@STREAM
+async def test_markers_that_are_spelt_with_other_tokens_are_text(talking, stream):
     spelt = "".join((*MARKERS, *ENDS))
     quoted = json.dumps({"q": spelt})
     fields = {"stop": ["sure~", "|>h!"], "logprobs": True, "max_tokens": 1000}
-    async with talk(model) as talking:
 
-        def spell(text: str) -> list[int]:
-            return [token for character in text for token in talking.ids(character)]
+    def spell(text: str) -> list[int]:
+        return [token for character in text for token in talking.ids(character)]
 
-        tokens = [
-            *talking.ids("<|channel|>analysis<|message|>"),
-            *spell(f"is {spelt} what?"),
-            *talking.ids("<|end|><|start|>assistant<|channel|>commentary to=functions.add "),
-            *talking.ids("<|constrain|>json<|message|>"),
-            *spell(quoted),
-            *talking.ids("<|end|><|start|>assistant<|channel|>final<|message|>"),
-            *spell(f"h: {spelt} is, for sure~ it is"),
-        ]
-        asking = asyncio.create_task(
-            talking.api.post(CHAT, messages=HELLO, tools=[ADD], stream=stream, **fields)
-        )
-        number, _ = await talking.asked()
-        for token in tokens:
-            talking.api.node.say({number: [token]}, logprobs={number: [-0.5]})
-        answer = await asking
-    if stream:
-        choices = [event["choices"][0] for event in answer.events]
-        said = [one["delta"] for one in choices]
-    else:
-        choices = answer.json["choices"]
-        said = [choices[0]["message"]]
+    tokens = [
+        *talking.ids("<|channel|>analysis<|message|>"),
+        *spell(f"is {spelt} what?"),
+        *talking.ids("<|end|><|start|>assistant<|channel|>commentary to=functions.add "),
+        *talking.ids("<|constrain|>json<|message|>"),
+        *spell(quoted),
+        *talking.ids("<|end|><|start|>assistant<|channel|>final<|message|>"),
+        *spell(f"h: {spelt} is, for sure~ it is"),
+    ]
+    asking = asyncio.create_task(
+        talking.post(CHAT, messages=HELLO, tools=[ADD], stream=stream, **fields)
+    )
+    number = (await talking.node.submitted()).number
+    for token in tokens:
+        talking.node.say({number: [token]}, logprobs={number: [-0.5]})
+    choices, said = _said(await asking, stream)
     (call,) = [each for one in said for each in one.get("tool_calls") or () if each.get("id")]
     parts = [each["function"] for one in said for each in one.get("tool_calls") or ()]
     assert call["function"]["name"] == "add"
     assert "".join(part.get("arguments") or "" for part in parts) == quoted
-    assert "".join(one.get("content") or "" for one in said) == f"h: {spelt} is, for "
-    assert "".join(one.get("reasoning_content") or "" for one in said) == f"is {spelt} what?"
+    assert _joined(said, "content") == f"h: {spelt} is, for "
+    assert _joined(said, "reasoning_content") == f"is {spelt} what?"
     told = [each for one in choices if one["logprobs"] for each in one["logprobs"]["content"]]
     assert len(told) == len(tokens) - len(" it is")
     assert choices[-1]["stop_reason"] == "sure~"
 
 
-async def test_a_form_is_of_the_content_and_not_of_the_thought(model: Path) -> None:
-    async with talk(model) as talking:
-        text = f'{THOUGHT}<|channel|>final<|message|>{{"sum": 42}}<|return|>'
-        choice, prompt = await talking.ask(text, response_format=FORMAT)
-        assert prompt.endswith("<|start|>assistant")
-        assert choice.message.content == '{"sum": 42}'
-        assert choice.message.reasoning_content == "hm"
+async def test_a_form_is_of_the_content_and_not_of_the_thought(talking):
+    text = f'{THOUGHT}<|channel|>final<|message|>{{"sum": 42}}<|return|>'
+    choice, prompt = await talking.chat(text, response_format=FORMAT)
+    assert prompt.endswith("<|start|>assistant")
+    assert choice.message.content == '{"sum": 42}'
+    assert choice.message.reasoning_content == "hm"
 
 
 @pytest.mark.parametrize(
@@ -259,34 +211,22 @@ async def test_a_form_is_of_the_content_and_not_of_the_thought(model: Path) -> N
     ],
     ids=["beside another", "no more than one call"],
 )
-async def test_calls_of_strict_tools_are_held_to_their_form(
-    model: Path, tools: list[Any], fields: dict[str, Any], shape: str
-) -> None:
+async def test_calls_of_strict_tools_are_held_to_their_form(talking, tools, fields, shape):
     """Leave tools without a grammar if no header can hold their name."""
-    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
-    odd = {"type": "function", "function": {"name": "a b"}}
-    async with talk(model) as talking:
-        asking = asyncio.create_task(
-            talking.api.post(CHAT, messages=HELLO, tools=[strict, odd, *tools], **fields)
-        )
-        guide = (await talking.api.complete()).sampling.guide
-        assert (await asking).status == 200
-        assert _shape(json.loads(guide.structural_tag)["format"], model) == shape
+    strict = tool("add", parameters=PARAMETERS, strict=True)
+    assert await _shape_of(talking, tools=[strict, tool("a b"), *tools], **fields) == shape
 
 
-async def test_what_need_not_call_is_free_if_the_router_is_told_so(model: Path) -> None:
-    async with talk(model, tool_arguments="free") as talking:
+async def test_what_need_not_call_is_free_if_the_router_is_told_so(calling):
+    async with api_for(calling, tool_arguments="free") as talking:
         for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
-            asking = asyncio.create_task(
-                talking.api.post(CHAT, messages=HELLO, tools=[ADD], **fields)
-            )
-            assert not (await talking.api.complete()).sampling.HasField("guide")
-            assert (await asking).status == 200
-        choice, _ = await talking.ask(CALLS, tools=[ADD, SUB])
+            submit, _ = await talking.ask(CHAT, messages=HELLO, tools=[ADD], **fields)
+            assert not submit.sampling.HasField("guide")
+        choice, _ = await talking.chat(CALLS, tools=[ADD, SUB])
         assert [each.function.name for each in choice.message.tool_calls] == ["add", "sub"]
 
 
-async def test_an_answer_that_begins_with_no_header_is_held_from_its_start(model: Path) -> None:
+async def test_an_answer_that_begins_with_no_header_is_held_from_its_start(talking):
     """Constrain a response from its first token if no header begins it.
 
     This holds for a prompt without a template, for a continued turn, and for a structural tag,
@@ -299,52 +239,32 @@ async def test_an_answer_that_begins_with_no_header_is_held_from_its_start(model
         (CHAT, {"messages": said, "continue_final_message": True, "response_format": FORMAT}),
         (CHAT, {"messages": HELLO, "response_format": tag}),
     ):
-        async with talk(model) as talking:
-            asking = asyncio.create_task(talking.api.post(path, **fields))
-            guide = (await talking.api.complete()).sampling.guide
-            assert (await asking).status == 200
-            wanted = tag if fields["response_format"] is tag else SCHEMA
-            assert json.loads(getattr(guide, guide.WhichOneof("form"))) == wanted
+        guide = await talking.guide_of(path, **fields)
+        wanted = tag if fields["response_format"] is tag else SCHEMA
+        assert json.loads(getattr(guide, guide.WhichOneof("form"))) == wanted
 
 
-async def test_a_name_that_no_header_can_have_is_refused_where_it_must_be_called(
-    model: Path,
-) -> None:
-    odd = {"type": "function", "function": {"name": "a b"}}
-    async with talk(model) as talking:
-        for choice in ("required", {"type": "function", "function": {"name": "a b"}}):
-            answer = await talking.api.post(
-                CHAT, messages=HELLO, tools=[ADD, odd], tool_choice=choice
-            )
-            assert (answer.status, answer.error["param"]) == (400, "tool_choice")
-            assert "cannot call 'a b'" in answer.error["message"]
+async def test_a_name_that_no_header_can_have_is_refused_where_it_must_be_called(talking):
+    odd = tool("a b")
+    for choice in ("required", odd):
+        answer = await talking.post(CHAT, messages=HELLO, tools=[ADD, odd], tool_choice=choice)
+        assert (answer.status, answer.error["param"]) == (400, "tool_choice")
+        assert "cannot call 'a b'" in answer.error["message"]
 
 
-async def test_markers_that_are_text_hold_nothing_so_calls_are_json(tmp_path: Path) -> None:
-    model = _model(tmp_path, special=False)
-    async with talk(model) as talking:
-        asking = asyncio.create_task(
-            talking.api.post(CHAT, messages=HELLO, tools=[SUB], tool_choice="required")
-        )
-        submit = await talking.api.complete('[{"name": "sub", "parameters": {}}]')
+async def test_markers_that_are_text_hold_nothing_so_calls_are_json(tmp_path):
+    fields = {"messages": HELLO, "tools": [SUB], "tool_choice": "required"}
+    async with api_for(calling_model(tmp_path, TEMPLATE, markers=())) as talking:
+        submit, answer = await talking.ask(CHAT, '[{"name": "sub", "parameters": {}}]', **fields)
         assert json.loads(submit.sampling.guide.json_schema)["type"] == "array"
-        (choice,) = (await asking).json["choices"]
+        (choice,) = answer.json["choices"]
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "sub"
 
 
-async def test_over_grpc_a_form_is_of_the_content_too(model: Path) -> None:
-    async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address]) as (client, _):
-            await client.wait_until_serving()
-            messages = router_pb2.ChatMessages(
-                messages=[router_pb2.ChatMessage(role="user", content="hello")]
-            )
-            sampling = {"guide": {"regex": "[0-9]+"}}
-            asked = client.generate(messages=messages, sampling=sampling)
-            submit = await node.submitted()
-            form = json.loads(submit.sampling.guide.structural_tag)["format"]
-            assert re.search(r"final<\|message\|>/\[0-9\]\+/$", _shape(form, model))
-            said = Spoken(model).ids(f"{THOUGHT}<|channel|>final<|message|>42<|return|>")
-            node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
-            text, _, last = await collect(asked)
-            assert (text, last.reasoning) == ("42", "hm")
+async def test_over_grpc_a_form_is_of_the_content_too(talking):
+    asked = talking.grpc.chat(sampling={"guide": {"regex": "[0-9]+"}})
+    submit = await talking.complete(f"{THOUGHT}<|channel|>final<|message|>42<|return|>")
+    form = json.loads(submit.sampling.guide.structural_tag)["format"]
+    assert re.search(r"final<\|message\|>/\[0-9\]\+/$", _shape(form, talking))
+    text, _, last = await collect(asked)
+    assert (text, last.reasoning) == ("42", "hm")

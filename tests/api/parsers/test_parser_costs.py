@@ -41,7 +41,7 @@ def _begins(markers: tuple[str, ...]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_no_more_text_waits_than_may_be_the_start_of_a_marker(name: str) -> None:
+def test_no_more_text_waits_than_may_be_the_start_of_a_marker(name):
     """Bound the pending text, because each character scans it again. 40,000 spaces took 2.3 s."""
     grammar, markers = GRAMMARS[name]
     for begin in _begins(markers):
@@ -56,7 +56,7 @@ def test_no_more_text_waits_than_may_be_the_start_of_a_marker(name: str) -> None
                 source.feed(unit, ())
 
 
-def test_a_grammar_that_has_ended_keeps_no_text() -> None:
+def test_a_grammar_that_has_ended_keeps_no_text():
     """Harmony's ends where a message is not followed by another."""
     sources: list[ParserSource] = []
 
@@ -70,7 +70,7 @@ def test_a_grammar_that_has_ended_keeps_no_text() -> None:
     assert len(sources[0]) < LONGEST
 
 
-def test_the_arguments_of_a_call_are_joined_once() -> None:
+def test_the_arguments_of_a_call_are_joined_once():
     """Not with each of their parts: of a whole answer all are heard at once."""
 
     class Parts(str):
@@ -88,7 +88,7 @@ def test_the_arguments_of_a_call_are_joined_once() -> None:
     assert (heard.content, [call.arguments for call in heard.calls]) == ("yz", ["xxxx"])
 
 
-def test_a_brace_that_begins_no_call_is_told_once() -> None:
+def test_a_brace_that_begins_no_call_is_told_once():
     parser = GrammarParser(lambda source: formats.mistral(source, TOOLS))
     said = [*parser.push('[TOOL_CALLS]{"a": 1}', ()), *parser.finish()]
     assert "".join(each.text for each in said if isinstance(each, ContentEvent)) == '{"a": 1}'

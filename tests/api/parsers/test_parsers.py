@@ -301,13 +301,13 @@ CASES: dict[str, tuple[ModelFormat, str, Told]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_answer_is_told_apart(name: str) -> None:
+def test_an_answer_is_told_apart(name):
     speech, text, told = CASES[name]
     assert listened(speech, [text]) == told
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_the_same_wherever_it_is_cut(name: str) -> None:
+def test_it_is_the_same_wherever_it_is_cut(name):
     speech, text, told = CASES[name]
     for cut in range(len(text) + 1):
         assert listened(speech, [text[:cut], text[cut:]]) == told, text[:cut]
@@ -366,7 +366,7 @@ WITH_TOKENS: dict[str, tuple[str, Told]] = {
 
 
 @pytest.mark.parametrize("name", WITH_TOKENS)
-def test_where_a_marker_is_a_special_token_its_spelling_is_none(name: str) -> None:
+def test_where_a_marker_is_a_special_token_its_spelling_is_none(name):
     """Seen failing with markers found by their text alone."""
     written, told = WITH_TOKENS[name]
     parts = written.split("~")
@@ -378,7 +378,7 @@ def test_where_a_marker_is_a_special_token_its_spelling_is_none(name: str) -> No
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_where_all_markers_are_special_tokens_nothing_else_changes(name: str) -> None:
+def test_where_all_markers_are_special_tokens_nothing_else_changes(name):
     speech, text, told = CASES[name]
     markers = [*speech.markers(calls=True)]
     marks = [at for at in range(len(text)) if text.startswith(tuple(markers), at)]
@@ -388,12 +388,12 @@ def test_where_all_markers_are_special_tokens_nothing_else_changes(name: str) ->
         assert listened(spoken, [*pieces, ""], marks=marks) == told, size
 
 
-def test_text_that_only_begins_like_a_marker_is_not_held_back_where_that_is_a_token() -> None:
+def test_text_that_only_begins_like_a_marker_is_not_held_back_where_that_is_a_token():
     listener = StreamParser(SPOKEN["hermes"].parser("", TOOLS, reasons=True))
     assert listener.hear("~ <tool", [], last=False).content == "~ <tool"
 
 
-def test_what_comes_is_told_before_the_rest_is_there() -> None:
+def test_what_comes_is_told_before_the_rest_is_there():
     listener = StreamParser(QWEN3.parser("", TOOLS, reasons=True))
     assert listener.hear("<think>hm", last=False).reasoning == "hm"
     assert listener.hear("</think>So", last=False).content == "So"
@@ -411,24 +411,24 @@ def test_what_comes_is_told_before_the_rest_is_there() -> None:
         ("what is <think>?[assistant]\n", "hi", Told("hi")),
     ],
 )
-def test_the_end_of_the_prompt_says_whether_it_is_thinking(end: str, text: str, told: Told) -> None:
+def test_the_end_of_the_prompt_says_whether_it_is_thinking(end, text, told):
     assert listened(QWEN3, [text], end) == told
     if "<think>?" not in end:
         assert listened(R1, [text], end) == told
 
 
 @pytest.mark.parametrize("speech", [QWEN3, R1], ids=["qwen3", "r1"])
-def test_reasoning_can_be_left_out(speech: ModelFormat) -> None:
+def test_reasoning_can_be_left_out(speech):
     assert listened(speech, ["<think>hm</th", "ink>hi"], reasons=False) == Told("hi")
 
 
-def test_who_may_call_no_tool_says_what_would_be_a_call() -> None:
+def test_who_may_call_no_tool_says_what_would_be_a_call():
     assert listened(HERMES, [hermes("{}")], tools=None) == Told(hermes("{}"))
     text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
     assert listened(HARMONY, [text], tools=None) == Told("{}")
 
 
-def test_of_several_calls_only_the_first_is_told_where_they_may_not_be_parallel() -> None:
+def test_of_several_calls_only_the_first_is_told_where_they_may_not_be_parallel():
     text = hermes(PARIS) + hermes("{}")
     for pieces in ([text], list(text)):
         assert listened(HERMES, pieces, parallel=False).calls == [("f", PARIS)]
@@ -448,7 +448,7 @@ def test_of_several_calls_only_the_first_is_told_where_they_may_not_be_parallel(
         ("<|start|>assistant<|channel|>", ModelFormat("harmony", "harmony")),
     ],
 )
-def test_a_template_shows_how_its_model_speaks(template: str, speech: ModelFormat) -> None:
+def test_a_template_shows_how_its_model_speaks(template, speech):
     assert speech_of(template, "auto", "auto") == speech
     assert speech_of(template, "none", "none") == ModelFormat()
     assert speech_of(template, "deepseek-r1", "hermes") == ModelFormat("deepseek-r1", "hermes")

@@ -25,17 +25,9 @@ from router.policy import DecodeChoice, PlacementKey, PrefillChoice, make_policy
 from router.policy.load import NodeLoad
 from router.policy.policies import NAMES
 from router.policy.prefix_index import PrefixIndex
-from tests.api.openai.openai_rig import ids
-from tests.api.rig import (
-    CONTEXT_LENGTH,
-    VOCABULARY_SIZE,
-    WAIT_S,
-    eventually,
-    router_for,
-    write_model,
-)
+from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids, write_model
+from tests.api.rig import WAIT_S, eventually, router_for
 from tests.support.http_client import get, post
-from tests.support.stub_decode_node import StubDecodeNode
 from tests.support.stub_pooling_node import StubPoolingNode
 
 EMBEDDINGS = "/v1/embeddings"
@@ -75,28 +67,33 @@ async def site(model, *, num_nodes=1, **knobs):
         yield Site(nodes, router, client)
 
 
+@pytest.fixture
+async def rig(model):
+    async with site(model) as rig:
+        yield rig
+
+
 def with_config(model, **fields):
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-async def test_every_form_of_input_becomes_token_ids_and_its_vectors_come_in_order(model):
-    async with site(model) as rig:
-        told = (await rig.post(EMBEDDINGS, input=["the fox", "dog"])).json
-        assert [each["embedding"][0] for each in told["data"]] == [
-            1 + len(ids("the fox")),
-            1 + len(ids("dog")),
-        ]
-        assert told["usage"] == {
-            "prompt_tokens": 2 + len(ids("the fox")) + len(ids("dog")),
-            "total_tokens": 2 + len(ids("the fox")) + len(ids("dog")),
-        }
-        for given in ([5, 6, 7], [[5, 6, 7]]):
-            (only,) = (await rig.post(EMBEDDINGS, input=given)).json["data"]
-            assert only == {"object": "embedding", "index": 0, "embedding": [3.0, 5.0]}
-        (text,) = (await rig.post(EMBEDDINGS, input=[9, 8], encoding_format="base64")).json["data"]
-        assert b64decode(text["embedding"]) == struct.pack("<2f", 2.0, 9.0)
-        assert {(call.pool, call.normalize) for call in rig.calls} == {(POOL_LAST, True)}
+async def test_every_form_of_input_becomes_token_ids_and_its_vectors_come_in_order(rig):
+    told = (await rig.post(EMBEDDINGS, input=["the fox", "dog"])).json
+    assert [each["embedding"][0] for each in told["data"]] == [
+        1 + len(ids("the fox")),
+        1 + len(ids("dog")),
+    ]
+    assert told["usage"] == {
+        "prompt_tokens": 2 + len(ids("the fox")) + len(ids("dog")),
+        "total_tokens": 2 + len(ids("the fox")) + len(ids("dog")),
+    }
+    for given in ([5, 6, 7], [[5, 6, 7]]):
+        (only,) = (await rig.post(EMBEDDINGS, input=given)).json["data"]
+        assert only == {"object": "embedding", "index": 0, "embedding": [3.0, 5.0]}
+    (text,) = (await rig.post(EMBEDDINGS, input=[9, 8], encoding_format="base64")).json["data"]
+    assert b64decode(text["embedding"]) == struct.pack("<2f", 2.0, 9.0)
+    assert {(call.pool, call.normalize) for call in rig.calls} == {(POOL_LAST, True)}
 
 
 async def test_a_checkpoint_says_how_its_embeddings_are_made(model):
@@ -179,20 +176,19 @@ async def test_a_reranker_is_asked_in_words_for_a_yes_or_a_no(tmp_path, model):
             pass
 
 
-async def test_labels_are_scored_after_texts_or_after_token_ids(model):
-    async with site(model) as rig:
-        rig.nodes[0].vector = lambda token_ids: [math.log(0.1), math.log(0.3)]
-        fields = {"query": [5], "items": [[6, 7], [8]], "label_token_ids": [1, 2]}
-        plain = (await rig.post("/v1/score", **fields)).json
-        assert plain["object"] == "scoring"
-        assert plain["scores"] == [pytest.approx([0.1, 0.3])] * 2
-        within = (await rig.post("/v1/score", apply_softmax=True, item_first=True, **fields)).json
-        assert within["scores"] == [pytest.approx([0.25, 0.75])] * 2
-        assert [list(each.ids) for call in rig.calls for each in call.prompts] == [
-            *([5, 6, 7], [5, 8]),
-            *([6, 7, 5], [8, 5]),
-        ]
-        assert {(call.pool, *call.label_token_ids) for call in rig.calls} == {(POOL_TOKENS, 1, 2)}
+async def test_labels_are_scored_after_texts_or_after_token_ids(rig):
+    rig.nodes[0].vector = lambda token_ids: [math.log(0.1), math.log(0.3)]
+    fields = {"query": [5], "items": [[6, 7], [8]], "label_token_ids": [1, 2]}
+    plain = (await rig.post("/v1/score", **fields)).json
+    assert plain["object"] == "scoring"
+    assert plain["scores"] == [pytest.approx([0.1, 0.3])] * 2
+    within = (await rig.post("/v1/score", apply_softmax=True, item_first=True, **fields)).json
+    assert within["scores"] == [pytest.approx([0.25, 0.75])] * 2
+    assert [list(each.ids) for call in rig.calls for each in call.prompts] == [
+        *([5, 6, 7], [5, 8]),
+        *([6, 7, 5], [8, 5]),
+    ]
+    assert {(call.pool, *call.label_token_ids) for call in rig.calls} == {(POOL_TOKENS, 1, 2)}
 
 
 async def test_many_inputs_go_to_all_nodes_in_calls_of_some(model):
@@ -247,15 +243,14 @@ async def test_what_all_nodes_refuse_is_told(model, error, status):
         assert not rig.router.admission.num_live
 
 
-async def test_a_client_that_leaves_takes_its_calls_with_it(model):
-    async with site(model) as rig:
-        (node,) = rig.nodes
-        node.pooling.clear()
-        asking = asyncio.create_task(rig.post(EMBEDDINGS, input=[5]))
-        await eventually(lambda: node.calls)
-        asking.cancel()
-        await eventually(lambda: node.num_cancelled)
-        await eventually(lambda: not rig.router.admission.num_live)
+async def test_a_client_that_leaves_takes_its_calls_with_it(rig):
+    (node,) = rig.nodes
+    node.pooling.clear()
+    asking = asyncio.create_task(rig.post(EMBEDDINGS, input=[5]))
+    await eventually(lambda: node.calls)
+    asking.cancel()
+    await eventually(lambda: node.num_cancelled)
+    await eventually(lambda: not rig.router.admission.num_live)
 
 
 @pytest.mark.parametrize(
@@ -291,36 +286,29 @@ async def test_a_client_that_leaves_takes_its_calls_with_it(model):
         ),
     ],
 )
-async def test_what_is_wrong_is_refused_by_name_before_a_node_hears_of_it(
-    model, path, fields, said
-):
-    async with site(model) as rig:
-        answer = await rig.post(path, **fields)
-        if said is None:  # an empty text has the token that every text starts with
-            assert answer.status == 200
-            return
-        assert answer.status in (400, 404)
-        assert said in answer.error["message"]
-        assert not rig.calls
+async def test_what_is_wrong_is_refused_by_name_before_a_node_hears_of_it(rig, path, fields, said):
+    answer = await rig.post(path, **fields)
+    if said is None:  # an empty text has the token that every text starts with
+        assert answer.status == 200
+        return
+    assert answer.status in (400, 404)
+    assert said in answer.error["message"]
+    assert not rig.calls
 
 
-async def test_a_router_without_prefill_nodes_says_that_it_has_none(model):
-    async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address]) as (client, router):
-            await client.wait_until_serving()
-            for path, fields in (
-                (EMBEDDINGS, {"input": "a"}),
-                ("/score", {"text_1": "a", "text_2": "b"}),
-            ):
-                refused = await post(router.http_port, path, fields)
-                assert refused.status == 400
-                assert "made by prefill nodes, and this router has none" in refused.error["message"]
+async def test_a_router_without_prefill_nodes_says_that_it_has_none(node, router):
+    for path, fields in (
+        (EMBEDDINGS, {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+    ):
+        refused = await post(router.http_port, path, fields)
+        assert refused.status == 400
+        assert "made by prefill nodes, and this router has none" in refused.error["message"]
 
 
-async def test_what_was_pooled_is_counted(model):
-    async with site(model) as rig:
-        await rig.post(EMBEDDINGS, input=[[5, 6], [7]])
-        text = (await get(rig.router.http_port, "/metrics")).body.decode()
-        assert 'baton_requests_total{outcome="pooled"} 1.0' in text
-        (ended,) = (await get(rig.router.http_port, "/requests")).json["requests"]
-        assert (ended["outcome"], ended["prompt_tokens"]) == ("pooled", 3)
+async def test_what_was_pooled_is_counted(rig):
+    await rig.post(EMBEDDINGS, input=[[5, 6], [7]])
+    text = (await get(rig.router.http_port, "/metrics")).body.decode()
+    assert 'baton_requests_total{outcome="pooled"} 1.0' in text
+    (ended,) = (await get(rig.router.http_port, "/requests")).json["requests"]
+    assert (ended["outcome"], ended["prompt_tokens"]) == ("pooled", 3)

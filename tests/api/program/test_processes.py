@@ -4,44 +4,42 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from api.program import assembly
+from api.program.assembly import run_router
+from api.text import model_files
 from common import rpc
+from common.config import RouterConfig
 from common.errors import ConfigError
-from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.router_pb2 import DrainRouterRequest, GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
-from tests.api.rig import Client, collect, eventually
+from router.workers import ProcessSlot
+from tests.api.rig import ABSENT, ON_ANY_PORT, Client, collect, eventually
 from tests.support.http_client import post
 from tests.support.programs import Program
 from tests.support.stub_decode_node import StubDecodeNode, Submission
 
-ABSENT = "127.0.0.1:1"
-ANY_PORTS = ("--port", "0", "--http-port", "0")
 START_S = 180.0
 
 
-@pytest.fixture
-def programs() -> Iterator[list[Program]]:
-    started: list[Program] = []
-    yield started
-    for program in started:
-        program.close()
-
-
 class Rig:
-    """A router of several processes, which this one's stub node answers."""
+    """A router of two processes that are up, which this one's stub node answers."""
 
-    def __init__(self, model: Path, decode: str, *flags: str, processes: int = 2) -> None:
-        arguments = ("--model", str(model), "--decode", decode, *ANY_PORTS, *flags)
-        self.program = Program("router", *arguments, "--processes", str(processes))
-
-    def wait_until_up(self) -> None:
+    def __init__(self, start: Callable[..., Program], decode: str = ABSENT) -> None:
+        self.program = start("--processes", "2", decode=decode)
         self.program.line_with("all router processes started", START_S)
+
+    async def line_with(self, words: str) -> None:
+        await asyncio.to_thread(self.program.line_with, words, START_S)
+
+    async def ends(self) -> None:
+        assert await asyncio.to_thread(self.program.exit_code) == 0
 
     def port(self, field: str) -> int:
         """address or http, of the line in which a process says where it listens."""
@@ -54,19 +52,15 @@ class Rig:
         return [int(pid) for pid in path.read_text().split()]
 
 
-async def test_two_processes_serve_one_port_and_end_together(
-    model: Path, programs: list[Program]
-) -> None:
+async def test_two_processes_serve_one_port_and_end_together(start):
     seen: list[Submission] = []
 
     def answer(submit: Submission) -> None:
         seen.append(submit)
-        node.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
+        node.finish(submit.number, [66])
 
     async with StubDecodeNode(on_submit=answer) as node:
-        rig = Rig(model, node.address)
-        programs.append(rig.program)
-        await asyncio.to_thread(rig.wait_until_up)
+        rig = await asyncio.to_thread(Rig, start, node.address)
         assert len(rig.pids()) == 2
         await eventually(lambda: len(node.streams) == 2)
         port, http_port = rig.port("address"), rig.port("http")
@@ -85,35 +79,27 @@ async def test_two_processes_serve_one_port_and_end_together(
             assert answered.json["choices"][0]["text"] == "a"
         assert len({submit.request_id for submit in seen}) == 9
         rig.program.send(signal.SIGTERM)
-        assert await asyncio.to_thread(rig.program.exit_code) == 0
+        await rig.ends()
         assert rig.program.output.count(" stopped") == 2
 
 
-async def test_a_process_that_is_killed_is_started_again(
-    model: Path, programs: list[Program]
-) -> None:
+async def test_a_process_that_is_killed_is_started_again(start):
     async with StubDecodeNode() as node:
-        rig = Rig(model, node.address)
-        programs.append(rig.program)
-        await asyncio.to_thread(rig.wait_until_up)
+        rig = await asyncio.to_thread(Rig, start, node.address)
         victim, other = rig.pids()
         os.kill(victim, signal.SIGKILL)
-        await asyncio.to_thread(rig.program.line_with, "router process ended")
+        await rig.line_with("router process ended")
         async with asyncio.timeout(START_S):
             while len(node.streams) < 2 or len(pids := rig.pids()) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert other in pids and victim not in pids
         rig.program.send(signal.SIGTERM)
-        assert await asyncio.to_thread(rig.program.exit_code) == 0
+        await rig.ends()
 
 
-async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all(
-    model: Path, programs: list[Program]
-) -> None:
+async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all(start):
     async with StubDecodeNode() as node:
-        rig = Rig(model, node.address)
-        programs.append(rig.program)
-        await asyncio.to_thread(rig.wait_until_up)
+        rig = await asyncio.to_thread(Rig, start, node.address)
         before = rig.pids()
         address = f"127.0.0.1:{rig.port('address')}"
         async with rpc.make_channel(address) as channel:
@@ -123,11 +109,11 @@ async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all
             submit = await node.submitted()
             await client.stub.Drain(DrainRouterRequest(in_turn=True), timeout=START_S)
             # Of a process that drains, or its successor: none of the requests.
-            await asyncio.to_thread(rig.program.line_with, "router process restarted process=0")
-            await asyncio.to_thread(rig.program.line_with, " draining ", START_S)
-            node.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
+            await rig.line_with("router process restarted process=0")
+            await rig.line_with(" draining ")
+            node.finish(submit.number, [66])
             assert (await collect(call))[0] == "a"
-        await asyncio.to_thread(rig.program.line_with, "all router processes restarted", START_S)
+        await rig.line_with("all router processes restarted")
         after = rig.pids()
         assert len(after) == 2 and not set(before) & set(after)
         assert "router process ended" not in rig.program.output
@@ -136,52 +122,32 @@ async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all
             state = (await stub.GetCluster(GetClusterRequest(), timeout=START_S)).router
             assert state.processes == 2 and state.oldest_process_s < state.uptime_s
             await stub.Drain(DrainRouterRequest(), timeout=START_S)
-        assert await asyncio.to_thread(rig.program.exit_code) == 0
+        await rig.ends()
 
 
 @pytest.mark.parametrize(
-    "flag, start, second",
+    "flag, words, second",
     [
         ("--port", "baton serve router: --port: cannot listen", "1"),
         ("--http-port", "baton serve router: --http-port: cannot", "2"),
     ],
 )
-def test_another_router_on_the_port_of_several_is_one_clear_line(
-    model: Path, programs: list[Program], flag: str, start: str, second: str
-) -> None:
-    rig = Rig(model, ABSENT)
-    programs.append(rig.program)
-    rig.wait_until_up()
-    taken = str(rig.port("address" if flag == "--port" else "http"))
-    other = Program(
-        *("router", "--model", str(model), "--decode", ABSENT, *ANY_PORTS),
-        *(flag, taken, "--processes", second),
-    )
-    programs.append(other)
+def test_another_router_on_the_port_of_several_is_one_clear_line(start, flag, words, second):
+    taken = str(Rig(start).port("address" if flag == "--port" else "http"))
+    other = start(flag, taken, "--processes", second)
     assert other.exit_code() == 2
-    assert other.output.splitlines()[-1].startswith(start)
+    assert other.output.splitlines()[-1].startswith(words)
     assert "Traceback" not in other.output
 
 
-def test_what_no_process_can_start_with_is_said_once(
-    tmp_path: Path, programs: list[Program]
-) -> None:
-    rig = Rig(tmp_path, ABSENT, processes=3)
-    programs.append(rig.program)
-    assert rig.program.exit_code() == 2
-    assert (
-        len(
-            [
-                line
-                for line in rig.program.output.splitlines()
-                if line.startswith("baton serve router:")
-            ]
-        )
-        == 1
-    )
+def test_what_no_process_can_start_with_is_said_once(start, tmp_path):
+    router = start("--processes", "3", model=tmp_path)
+    assert router.exit_code() == 2
+    lines = router.output.splitlines()
+    assert sum(line.startswith("baton serve router:") for line in lines) == 1
 
 
-def test_a_port_that_is_reserved_is_only_for_those_who_share_it() -> None:
+def test_a_port_that_is_reserved_is_only_for_those_who_share_it():
     with rpc.reserved("127.0.0.1", 0) as port:
         with pytest.raises(ConfigError, match="Address already in use"):
             with rpc.reserved("127.0.0.1", port):
@@ -200,3 +166,29 @@ def test_a_port_that_is_reserved_is_only_for_those_who_share_it() -> None:
     # That connection lingers, which must not keep the next router out.
     with rpc.reserved("127.0.0.1", port):
         pass
+
+
+# Successors ---------------------------------------------------------------------------------------
+
+
+def _config(model: Path, node: str) -> RouterConfig:
+    return RouterConfig(server=ON_ANY_PORT, http_port=0, model=str(model), decode=(node,))
+
+
+def _place(directory: Path) -> ProcessSlot:
+    return ProcessSlot(0, 2, str(directory), time.monotonic(), again=True)
+
+
+async def test_it_listens_once_a_request_could_be_placed(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(assembly, "FIRST_LOOK_S", 120.0)
+    async with StubDecodeNode() as node, asyncio.timeout(110.0):
+        config = _config(model, node.address)
+        async with run_router(config, model_files.load(config.model), _place(tmp_path)) as router:
+            assert router.cluster.usable()
+
+
+async def test_it_listens_all_the_same_where_no_node_answers(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(assembly, "FIRST_LOOK_S", 0.05)
+    config = _config(model, "127.0.0.1:1")
+    async with run_router(config, model_files.load(config.model), _place(tmp_path)) as router:
+        assert router.port and not router.cluster.usable()

@@ -16,7 +16,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from common import rpc
-from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.router_pb2 import GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from router.metrics import DECLARED
@@ -44,7 +43,7 @@ class Node(StubDecodeNode):
     def _on_submitted(self, submit: Submission) -> None:
         self.submits.append(submit)
         if submit.sampling.max_tokens < LIVE_TOKENS:
-            self.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
+            self.finish(submit.number, [66])
 
 
 class Whole:
@@ -170,7 +169,7 @@ async def router(model: Path) -> AsyncIterator[Whole]:
         yield whole
 
 
-async def test_requests_of_every_process_are_listed_whichever_is_asked(router: Whole) -> None:
+async def test_requests_of_every_process_are_listed_whichever_is_asked(router):
     async with router.live(MANY, label="one-of-many"):
         expected = {submit.request_id for submit in router.node.submits[-MANY:]}
         for answer in await router.get_from_all("/requests"):
@@ -191,7 +190,7 @@ async def test_requests_of_every_process_are_listed_whichever_is_asked(router: W
         assert (answer.status, answer.error["code"]) == (404, "request_not_found")
 
 
-async def test_the_state_of_the_router_is_that_of_all_its_processes(router: Whole) -> None:
+async def test_the_state_of_the_router_is_that_of_all_its_processes(router):
     async with router.live(MANY):
         answers = [answer.json["router"] for answer in await router.get_from_all("/cluster")]
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
@@ -208,9 +207,7 @@ async def test_the_state_of_the_router_is_that_of_all_its_processes(router: Whol
     assert (said.live_requests, said.max_requests, said.processes) == (MANY, 2 * 1024, 2)
 
 
-async def test_one_port_tells_what_all_processes_count_and_so_does_the_http_port(
-    router: Whole,
-) -> None:
+async def test_one_port_tells_what_all_processes_count_and_so_does_the_http_port(router):
     before = value(await router.scraped(), "baton_requests_total", outcome="stop")
     await router.ended(MANY)
     at_once = [_families(answer) for answer in await router.get_from_all("/metrics")]
@@ -227,9 +224,7 @@ async def test_one_port_tells_what_all_processes_count_and_so_does_the_http_port
         assert value(await router.scraped(), "baton_inflight_requests") == MANY
 
 
-async def test_a_process_that_does_not_answer_is_told_of_and_what_it_counted_stays(
-    router: Whole,
-) -> None:
+async def test_a_process_that_does_not_answer_is_told_of_and_what_it_counted_stays(router):
     await router.ended(MANY)
     whole = value(await router.scraped(), "baton_requests_total", outcome="stop")
     stopped = router.pids[0]
@@ -249,9 +244,7 @@ async def test_a_process_that_does_not_answer_is_told_of_and_what_it_counted_sta
         os.kill(stopped, signal.SIGCONT)
 
 
-async def test_no_counter_falls_and_no_clock_begins_anew_when_a_process_is_replaced(
-    router: Whole,
-) -> None:
+async def test_no_counter_falls_and_no_clock_begins_anew_when_a_process_is_replaced(router):
     await router.ended(MANY)
     whole = value(await router.scraped(), "baton_requests_total", outcome="stop")
     victim, killed_at = router.pids[0], time.monotonic()
@@ -275,12 +268,12 @@ async def test_no_counter_falls_and_no_clock_begins_anew_when_a_process_is_repla
         assert min(node["seen_s"], answer.json["router"]["uptime_s"]) > asked_at - killed_at
 
 
-async def test_nobody_else_can_open_the_directory_in_which_processes_meet(router: Whole) -> None:
+async def test_nobody_else_can_open_the_directory_in_which_processes_meet(router):
     assert stat.S_IMODE(router.directory.stat().st_mode) == 0o700
     assert {path.name for path in router.directory.iterdir()} == {"0.sock", "1.sock", "2.sock"}
 
 
-async def test_the_directory_goes_with_the_router(model: Path) -> None:
+async def test_the_directory_goes_with_the_router(model):
     async with whole_router(model) as router:
         directory = router.directory
         router.program.send(signal.SIGTERM)

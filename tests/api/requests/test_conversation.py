@@ -9,7 +9,7 @@ from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, Pro
 from api.requests.prompts import check_conversation, render_conversation
 from api.text.chat_template import ChatTemplate
 from api.text.limits import MAX_SETTINGS_BYTES, MAX_VALUES
-from common.errors import InvalidRequest
+from common.errors import ConfigError, InvalidRequest
 
 MAX = 10_000
 USER = ChatTurn("user", "hi")
@@ -33,12 +33,12 @@ def called(arguments: str = '{"a": 1}') -> ChatTurn:
     return ChatTurn("assistant", None, tool_calls=(PastToolCall("f", arguments, "call-1"),))
 
 
-def test_tools_reach_the_template() -> None:
+def test_tools_reach_the_template():
     assert '"name": "f"' in prompt(CALLING, tools=[TOOL])
     assert prompt(CALLING).startswith("null[user]")
 
 
-def test_a_template_without_a_place_for_tools_gets_none() -> None:
+def test_a_template_without_a_place_for_tools_gets_none():
     with pytest.raises(InvalidRequest, match=r"^tools: this model's chat template has no place"):
         prompt(PLAIN, tools=[TOOL])
     with pytest.raises(InvalidRequest, match=r"^messages\[1\].tool_calls: this model's chat"):
@@ -56,9 +56,7 @@ def test_a_template_without_a_place_for_tools_gets_none() -> None:
         ("{% for key, value in a.items() %}{{ key }}={{ value }}{% endfor %}", "a=1"),
     ],
 )
-def test_the_arguments_of_a_call_are_what_either_kind_of_template_wants(
-    printed: str, expected: str
-) -> None:
+def test_the_arguments_of_a_call_are_what_either_kind_of_template_wants(printed, expected):
     source = "{% set a = messages[0].tool_calls[0].function.arguments %}" + printed
     assert prompt(source, called('{"a":1}')) == expected
 
@@ -68,9 +66,7 @@ def test_the_arguments_of_a_call_are_what_either_kind_of_template_wants(
     ["{", '{"a": 1', "[1]", "no JSON", "[" * 4000 + "]" * 4000, "{" + "[]," * MAX_VALUES],
     ids=["half", "cut off", "a list", "text", "deep", "many values"],
 )
-def test_arguments_that_are_no_object_reach_the_template_as_they_were_written(
-    arguments: str,
-) -> None:
+def test_arguments_that_are_no_object_reach_the_template_as_they_were_written(arguments):
     """Seen failing: 400, so that an agent whose model wrote a broken call could not continue."""
     given = "{% set a = messages[0].tool_calls[0].function.arguments %}"
     template = ChatTemplate(
@@ -82,30 +78,30 @@ def test_arguments_that_are_no_object_reach_the_template_as_they_were_written(
     assert told.split("|") == [arguments] * 4
 
 
-def test_a_call_without_arguments_has_none() -> None:
+def test_a_call_without_arguments_has_none():
     source = "{{ messages[0].tool_calls[0].function.arguments | length }}"
     assert prompt(source, called("")) == "0"
 
 
-def test_who_only_calls_says_nothing_and_who_says_nothing_says_an_empty_text() -> None:
+def test_who_only_calls_says_nothing_and_who_says_nothing_says_an_empty_text():
     assert prompt("{{ messages[0].content is none }}{{ tool_calls }}", called()) == "True"
     assert prompt("{{ 'x' + messages[0].content }}", ChatTurn("assistant", None)) == "x"
 
 
-def test_the_answer_to_a_call_names_it() -> None:
+def test_the_answer_to_a_call_names_it():
     answer = ChatTurn("tool", "42", name="f", tool_call_id="call-1")
     source = "{% for m in messages %}{{ m.name }} {{ m.tool_call_id }} {{ m.content }}{% endfor %}"
     assert prompt(source, answer) == "f call-1 42"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_what_was_thought_has_the_templates_own_name(name: str) -> None:
+def test_what_was_thought_has_the_templates_own_name(name):
     assert (
         prompt(f"{{{{ messages[0].{name} }}}}", ChatTurn("assistant", "x", reasoning="hm")) == "hm"
     )
 
 
-def test_settings_reach_the_template_and_others_are_refused_with_a_guess() -> None:
+def test_settings_reach_the_template_and_others_are_refused_with_a_guess():
     source = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}"
     assert prompt(source, settings={"enable_thinking": False}) == "no"
     expected = r"^chat_template_kwargs: .* no setting 'enable_thinkin' \(did you mean enable_think"
@@ -119,13 +115,13 @@ def test_settings_reach_the_template_and_others_are_refused_with_a_guess() -> No
 @pytest.mark.parametrize(
     "name", ["messages", "tools", "bos_token", "raise_exception", "add_generation_prompt", "range"]
 )
-def test_a_setting_takes_nobodys_place(name: str) -> None:
+def test_a_setting_takes_nobodys_place(name):
     source = "{{ bos_token }}{{ raise_exception }}{{ add_generation_prompt }}{{ range }}{{ tools }}"
     with pytest.raises(InvalidRequest, match=r"no setting"):
         prompt(PLAIN + source, settings={name: "x"})
 
 
-def test_settings_and_tools_count_before_anything_is_rendered() -> None:
+def test_settings_and_tools_count_before_anything_is_rendered():
     source = "{{ raise_exception('rendered') }}{{ tools }}{{ x }}"
     with pytest.raises(InvalidRequest, match=r"chat_template_kwargs has 16394 bytes"):
         prompt(source, settings={"x": "y" * (MAX_SETTINGS_BYTES + 2)})
@@ -135,7 +131,7 @@ def test_settings_and_tools_count_before_anything_is_rendered() -> None:
         prompt(source + "tool_calls", called('{"a":"%s"}' % ("x" * MAX)))
 
 
-def test_a_conversation_ends_as_it_is_asked_to() -> None:
+def test_a_conversation_ends_as_it_is_asked_to():
     turns = USER, ChatTurn("assistant", "ho ")
     assert prompt(OPENING, *turns) == "[user]hi[assistant]ho [assistant]"
     assert prompt(OPENING, *turns, ending=PromptEnding.CLOSED) == "[user]hi[assistant]ho "
@@ -144,7 +140,7 @@ def test_a_conversation_ends_as_it_is_asked_to() -> None:
     assert continued == "[user]hi</s>[assistant]ho "
 
 
-def test_a_template_that_leaves_the_last_message_out_cannot_continue_it() -> None:
+def test_a_template_that_leaves_the_last_message_out_cannot_continue_it():
     with pytest.raises(InvalidRequest, match=r"^continue_final_message: "):
         prompt(
             "{{ messages[0].content }}",
@@ -154,7 +150,7 @@ def test_a_template_that_leaves_the_last_message_out_cannot_continue_it() -> Non
         )
 
 
-def test_what_a_client_writes_is_no_template() -> None:
+def test_what_a_client_writes_is_no_template():
     content = "{{ 7 * 7 }}{% for x in range(9) %}x{% endfor %}"
     assert prompt(PLAIN, ChatTurn("user", content)) == f"[user]{content}"
 
@@ -170,7 +166,56 @@ def test_what_a_client_writes_is_no_template() -> None:
         "{{ '%s' % settings.nothing.nothing }}",
     ],
 )
-def test_a_template_reaches_no_further_than_what_it_is_given(source: str) -> None:
+def test_a_template_reaches_no_further_than_what_it_is_given(source):
     settings: dict[str, Any] = {"settings": {}} if "settings" in source else {}
     with pytest.raises(InvalidRequest, match=r"^messages: refused by the model's chat template"):
         prompt(source + "{# tool_calls #}", called(), settings=settings)
+
+
+# Templates ----------------------------------------------------------------------------------------
+
+
+MESSAGES = [{"role": "user", "content": "<hi> & ü"}]
+
+
+def render(source: str) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(
+        MESSAGES, max_characters=1000
+    )
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}", "<s><hi> & ü</s>"),
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "<hi> & ü"}]'),
+        ("{% if tools %}x{% endif %}{{ add_generation_prompt }}", "True"),
+        ("{% for m in messages %}{% break %}{% endfor %}done", "done"),
+        ("{% generation %}{{ messages[0].role }}{% endgeneration %}!", "user!"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("  {% if true %}\nx\n  {% endif %}\n", "x\n"),
+    ],
+)
+def test_a_template_renders(source, expected):
+    assert render(source) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[7].content.nothing }}",
+        "{{ 1 + messages[0].role }}",
+        "{{ ''.__class__.__mro__ }}{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_that_raises_refuses_the_request(source):
+    with pytest.raises(InvalidRequest, match="messages: refused"):
+        render(source)
+
+
+def test_what_is_no_template_is_a_wrong_configuration():
+    with pytest.raises(ConfigError, match="chat template"):
+        render("{% for %}")

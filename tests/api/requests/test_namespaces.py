@@ -1,16 +1,14 @@
 """From the salt that a client gives to the namespace that the node is told."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from api.requests.validation import MAX_SALT_CHARACTERS
 from common.requests.namespace import NAMESPACE_BYTES, namespace_of
-from protos.decode_pb2 import FINISH_REASON_STOP
-from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
-from tests.api.rig import Client, collect, failure, router_for
+from tests.api.models import ids
+from tests.api.rig import CHAT, COMPLETIONS, HELLO, Api, Client, api_for, collect, failure
 from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -29,73 +27,60 @@ BAD = pytest.mark.parametrize(
 
 async def submitted(api: Api, path: str, **fields: Any) -> bytes:
     """The namespace that the node is told."""
-    asking = asyncio.create_task(api.post(path, **PROMPTS[path], **fields))
-    submit = await api.complete()
-    assert (await asking).status == 200
+    submit, _ = await api.ask(path, **PROMPTS[path], **fields)
     return submit.namespace
 
 
 async def asked(client: Client, node: StubDecodeNode, **fields: Any) -> bytes:
     call = client.generate("x", **fields)
-    submit = await node.submitted()
-    node.say({submit.number: ids("y")}, ended={submit.number: FINISH_REASON_STOP})
+    submit = await node.complete(ids("y"))
     await collect(call)
     return submit.namespace
 
 
 @BOTH
-async def test_a_salt_is_a_namespace_and_none_is_the_shared_one(model: Path, path: str) -> None:
-    async with api_for(model) as api:
-        for salt in ("a", "b", " a", LONG, "\0"):
-            namespace = await submitted(api, path, cache_salt=salt)
-            assert namespace == namespace_of(salt) and len(namespace) == NAMESPACE_BYTES
-        assert await submitted(api, path) == b""
-        assert await submitted(api, path, cache_salt=None) == b""
+async def test_a_salt_is_a_namespace_and_none_is_the_shared_one(api, path):
+    for salt in ("a", "b", " a", LONG, "\0"):
+        namespace = await submitted(api, path, cache_salt=salt)
+        assert namespace == namespace_of(salt) and len(namespace) == NAMESPACE_BYTES
+    assert await submitted(api, path) == b""
+    assert await submitted(api, path, cache_salt=None) == b""
 
 
-async def test_it_is_the_same_one_over_grpc(model: Path) -> None:
-    async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address]) as (client, _):
-            await client.wait_until_serving()
-            assert await asked(client, node, cache_salt="a") == namespace_of("a")
-            assert await asked(client, node) == b""
-            for salt in ("", LONG + "x"):
-                error = await failure(client.generate("x", cache_salt=salt))
-                assert error.code().name == "INVALID_ARGUMENT"
-                assert str(error.details()).startswith("cache_salt ")
+async def test_it_is_the_same_one_over_grpc(client, node):
+    assert await asked(client, node, cache_salt="a") == namespace_of("a")
+    assert await asked(client, node) == b""
+    for salt in ("", LONG + "x"):
+        error = await failure(client.generate("x", cache_salt=salt))
+        assert error.code().name == "INVALID_ARGUMENT"
+        assert str(error.details()).startswith("cache_salt ")
 
 
-async def test_all_choices_of_all_prompts_are_in_it(model: Path) -> None:
-    async with api_for(model) as api:
-        fields = {"prompt": ["x", "y"], "n": 2, "cache_salt": "a"}
-        asking = asyncio.create_task(api.post(COMPLETIONS, **fields))
-        namespaces = [(await api.complete()).namespace for _ in range(4)]
-        assert (await asking).status == 200
-        assert namespaces == [namespace_of("a")] * 4
+async def test_all_choices_of_all_prompts_are_in_it(api):
+    fields = {"prompt": ["x", "y"], "n": 2, "cache_salt": "a"}
+    asking = asyncio.create_task(api.post(COMPLETIONS, **fields))
+    namespaces = [(await api.complete()).namespace for _ in range(4)]
+    assert (await asking).status == 200
+    assert namespaces == [namespace_of("a")] * 4
 
 
 @BOTH
 @BAD
-async def test_a_salt_that_keeps_nothing_apart_or_is_too_long_is_refused(
-    model: Path, path: str, salt: str, sentence: str
-) -> None:
-    async with api_for(model) as api:
-        answer = await api.post(path, **PROMPTS[path], cache_salt=salt)
-        assert (answer.status, answer.error["param"]) == (400, "cache_salt")
-        assert answer.error["message"] == sentence
+async def test_a_salt_that_keeps_nothing_apart_or_is_too_long_is_refused(api, path, salt, sentence):
+    answer = await api.post(path, **PROMPTS[path], cache_salt=salt)
+    assert (answer.status, answer.error["param"]) == (400, "cache_salt")
+    assert answer.error["message"] == sentence
 
 
 @pytest.mark.parametrize("salt", [b"7", b'["a"]', b'"\\ud800"', b'"\xff"'])
-async def test_a_salt_that_is_no_text_is_refused(model: Path, salt: bytes) -> None:
-    async with api_for(model) as api:
-        body = b'{"prompt":"x","cache_salt":' + salt + b"}"
-        assert (await post(api.router.http_port, COMPLETIONS, body)).status == 400
+async def test_a_salt_that_is_no_text_is_refused(api, salt):
+    body = b'{"prompt":"x","cache_salt":' + salt + b"}"
+    assert (await post(api.router.http_port, COMPLETIONS, body)).status == 400
 
 
-async def test_what_was_cached_can_be_left_out_of_usage(model: Path) -> None:
+async def test_what_was_cached_can_be_left_out_of_usage(model):
     async with api_for(model, hide_cached_tokens=True) as api:
         for path, prompt in PROMPTS.items():
-            asking = asyncio.create_task(api.post(path, **prompt))
-            await api.complete(cached_tokens=1)
-            usage = (await asking).json["usage"]
+            _, answer = await api.answered(api.post(path, **prompt), cached_tokens=1)
+            usage = answer.json["usage"]
             assert set(usage) == {"prompt_tokens", "completion_tokens", "total_tokens"}

@@ -1,7 +1,6 @@
 """Priorities of requests: allowed values, and the values that nodes receive."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from grpc import StatusCode
@@ -11,9 +10,8 @@ from api.auth.client import Client, KeyUsage
 from api.requests.limiter import PriorityLimits
 from common.config import ClientsConfig
 from common.errors import InvalidRequest
-from protos.decode_pb2 import FINISH_REASON_STOP
 from tests.api.auth.rig import bearer, entry, write
-from tests.api.rig import collect, failure, router_for
+from tests.api.rig import collect, fails, router_for, served
 from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode, Submission
 
@@ -38,9 +36,7 @@ def _client(priority: int | None) -> Client:
         (5, -10, -20, -20),
     ],
 )
-def test_a_request_has_what_it_asks_for_up_to_what_it_may(
-    highest: int, of_key: int | None, asked: int | None, given: int
-) -> None:
+def test_a_request_has_what_it_asks_for_up_to_what_it_may(highest, of_key, asked, given):
     assert PriorityLimits(highest).decide(asked, _client(of_key)) == given
     turned = PriorityLimits(highest, low_values_first=True)
     assert turned.decide(-asked if asked else asked, _client(of_key)) == given
@@ -49,7 +45,7 @@ def test_a_request_has_what_it_asks_for_up_to_what_it_may(
 @pytest.mark.parametrize(
     "highest, of_key, asked", [(0, None, 1), (0, None, -101), (5, None, 6), (5, -10, -9)]
 )
-def test_more_than_it_may_is_refused(highest: int, of_key: int | None, asked: int) -> None:
+def test_more_than_it_may_is_refused(highest, of_key, asked):
     ends = highest if of_key is None else of_key
     with pytest.raises(InvalidRequest, match=rf"priority must be in \[-100, {ends}\], got {asked}"):
         PriorityLimits(highest).decide(asked, _client(of_key))
@@ -59,21 +55,20 @@ def test_more_than_it_may_is_refused(highest: int, of_key: int | None, asked: in
 
 
 async def _submitted(node: StubDecodeNode) -> Submission:
-    submit = await node.submitted()
-    node.say(ended={submit.number: FINISH_REASON_STOP})
+    submit = await node.complete()
     return submit
 
 
-async def test_over_grpc_a_client_may_say_that_it_can_wait_and_nothing_else(model: Path) -> None:
-    async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, _):
-        await client.wait_until_serving()
-        for fields, priority in (({}, 0), ({"priority": -3}, -3)):
-            call = client.generate("x", **fields)
-            assert (await _submitted(node)).priority == priority
-            await collect(call)
-        error = await failure(client.generate("x", priority=1))
-        assert error.code() is StatusCode.INVALID_ARGUMENT
-        assert "priority must be in [-100, 0], got 1" in error.details()
+async def test_over_grpc_a_client_may_say_that_it_can_wait_and_nothing_else(client, node):
+    for fields, priority in (({}, 0), ({"priority": -3}, -3)):
+        call = client.generate("x", **fields)
+        assert (await _submitted(node)).priority == priority
+        await collect(call)
+    await fails(
+        client.generate("x", priority=1),
+        StatusCode.INVALID_ARGUMENT,
+        "priority must be in [-100, 0], got 1",
+    )
 
 
 _BODIES = {
@@ -85,22 +80,20 @@ _BODIES = {
 
 
 @pytest.mark.parametrize("path", _BODIES)
-async def test_over_http_every_dialect_has_it(model: Path, path: str) -> None:
+async def test_over_http_every_dialect_has_it(model, path):
     clients = ClientsConfig(priority=9, low_priority_values_first=True)
-    async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address], clients=clients) as (client, router):
-            await client.wait_until_serving()
-            for asked, priority in ((None, 9), (-9, 9), (4, -4)):
-                body = {**_BODIES[path], "priority": asked}
-                answer = asyncio.create_task(post(router.http_port, path, body))
-                assert (await _submitted(node)).priority == priority
-                assert (await answer).status == 200
-            answer = await post(router.http_port, path, {**_BODIES[path], "priority": -10})
-            assert answer.status == 400
-            assert "priority must be in [-9, 100], got -10" in answer.body.decode()
+    async with served(model, clients=clients) as (_, node, router):
+        for asked, priority in ((None, 9), (-9, 9), (4, -4)):
+            body = {**_BODIES[path], "priority": asked}
+            answer = asyncio.create_task(post(router.http_port, path, body))
+            assert (await _submitted(node)).priority == priority
+            assert (await answer).status == 200
+        answer = await post(router.http_port, path, {**_BODIES[path], "priority": -10})
+        assert answer.status == 400
+        assert "priority must be in [-9, 100], got -10" in answer.body.decode()
 
 
-async def test_nodes_know_clients_by_a_number_and_their_weight(model: Path, tmp_path: Path) -> None:
+async def test_nodes_know_clients_by_a_number_and_their_weight(model, tmp_path):
     """Two choices of one client have the same number; every router makes the same of a name."""
     file = write(tmp_path / "keys", entry("alice", weight=2.0), entry("bob"))
     clients = ClientsConfig(api_keys=file)
@@ -121,19 +114,17 @@ async def test_nodes_know_clients_by_a_number_and_their_weight(model: Path, tmp_
     assert (twice, once) == (2.0, 1.0)
 
 
-async def test_a_key_may_be_more_or_less_urgent_than_others(model: Path, tmp_path: Path) -> None:
+async def test_a_key_may_be_more_or_less_urgent_than_others(model, tmp_path):
     file = write(tmp_path / "keys", entry("alice", priority=5), entry("bob", priority=-5))
     clients = ClientsConfig(api_keys=file)
-    async with StubDecodeNode() as node:
-        async with router_for(model, decode=[node.address], clients=clients) as (client, router):
-            await client.wait_until_serving()
-            for name, priority in (("alice", 5), ("bob", -5)):
-                asked = post(
-                    router.http_port,
-                    "/v1/completions",
-                    {"prompt": "x"},
-                    authorization=bearer(name),
-                )
-                answer = asyncio.create_task(asked)
-                assert (await _submitted(node)).priority == priority
-                assert (await answer).status == 200
+    async with served(model, clients=clients) as (_, node, router):
+        for name, priority in (("alice", 5), ("bob", -5)):
+            asked = post(
+                router.http_port,
+                "/v1/completions",
+                {"prompt": "x"},
+                authorization=bearer(name),
+            )
+            answer = asyncio.create_task(asked)
+            assert (await _submitted(node)).priority == priority
+            assert (await answer).status == 200

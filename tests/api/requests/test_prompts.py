@@ -20,7 +20,7 @@ from api.text.chat_template import ChatTemplate
 from api.text.limits import ModelLimits
 from api.text.tokenizer import RouterTokenizer, num_bytes
 from common.errors import InvalidRequest
-from tests.api.rig import byte_level_tokenizer, sentencepiece_like_tokenizer
+from tests.api.models import byte_level_tokenizer, sentencepiece_like_tokenizer
 
 CONTEXT = 1000
 CLIENT = by_address("192.0.2.1")
@@ -73,7 +73,7 @@ def prompts(encoder: Encoder, template: str = "") -> PromptEncoder:
 
 
 @pytest.mark.parametrize("character, num", [("x", 10_001), ("ö", 5_001), ("\U0001f600", 2_501)])
-async def test_a_text_of_too_many_bytes_is_not_encoded(character: str, num: int) -> None:
+async def test_a_text_of_too_many_bytes_is_not_encoded(character, num):
     encoder = Encoder()
     expected = rf"text has {num_bytes(character * num)} bytes of text; .* takes at most 10000"
     with pytest.raises(InvalidRequest, match=expected):
@@ -82,14 +82,14 @@ async def test_a_text_of_too_many_bytes_is_not_encoded(character: str, num: int)
     assert len(await prompts(encoder).checked(TextPrompt(character * (num - 1)), CLIENT)) == 7
 
 
-async def test_a_text_that_is_found_too_long_in_pieces_is_not_encoded_whole() -> None:
+async def test_a_text_that_is_found_too_long_in_pieces_is_not_encoded_whole():
     encoder = Encoder(exceeds=True)
     with pytest.raises(InvalidRequest, match=f"text has more than {CONTEXT} tokens"):
         await prompts(encoder).checked(TextPrompt("x" * (4 * CONTEXT + 1)), CLIENT)
     assert encoder.num_encoded == 0
 
 
-async def test_messages_of_too_many_bytes_are_not_rendered() -> None:
+async def test_messages_of_too_many_bytes_are_not_rendered():
     template = "{{ raise_exception('rendered') }}"
     with pytest.raises(InvalidRequest, match="messages has 10001 bytes of text"):
         await prompts(Encoder(), template).checked(
@@ -97,7 +97,7 @@ async def test_messages_of_too_many_bytes_are_not_rendered() -> None:
         )
 
 
-async def test_rendering_ends_where_the_prompt_is_too_long() -> None:
+async def test_rendering_ends_where_the_prompt_is_too_long():
     template = (
         "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
         "{{ raise_exception('rendered to the end') }}"
@@ -108,12 +108,12 @@ async def test_rendering_ends_where_the_prompt_is_too_long() -> None:
     assert encoder.num_encoded == 0
 
 
-async def test_of_too_many_token_ids_none_is_looked_at() -> None:
+async def test_of_too_many_token_ids_none_is_looked_at():
     with pytest.raises(InvalidRequest, match="token_ids has 10000000 tokens"):
         await prompts(Encoder()).checked(TokenIdsPrompt(Untouchable()), CLIENT)
 
 
-async def test_a_prompt_of_several_choices_is_encoded_once() -> None:
+async def test_a_prompt_of_several_choices_is_encoded_once():
     encoder = Encoder()
     subject, shared = prompts(encoder), SharedPrompt(TextPrompt("x"))
     answers = await asyncio.gather(*(subject.checked(shared, CLIENT) for _ in range(8)))
@@ -121,7 +121,7 @@ async def test_a_prompt_of_several_choices_is_encoded_once() -> None:
     assert encoder.num_encoded == 1
 
 
-async def test_a_choice_that_goes_away_leaves_the_encoding_to_another() -> None:
+async def test_a_choice_that_goes_away_leaves_the_encoding_to_another():
     encoder = Encoder()
     encoder.may_go_on.clear()
     subject, shared = prompts(encoder), SharedPrompt(TextPrompt("x"))
@@ -135,7 +135,7 @@ async def test_a_choice_that_goes_away_leaves_the_encoding_to_another() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_like_tokenizer])
-async def test_pieces_never_say_too_long_of_what_fits(make: object, kind: str) -> None:
+async def test_pieces_never_say_too_long_of_what_fits(make, kind):
     tokenizer = make()  # type: ignore[operator]
     subject = RouterTokenizer(tokenizer.to_str().encode())
     text = (KINDS[kind] * 200_000)[:200_000]
@@ -144,7 +144,7 @@ async def test_pieces_never_say_too_long_of_what_fits(make: object, kind: str) -
     assert await subject.surely_exceeds(text, num_tokens - 1000)
 
 
-def test_a_token_has_as_many_bytes_as_its_text() -> None:
+def test_a_token_has_as_many_bytes_as_its_text():
     byte_level, pieces = byte_level_tokenizer(), sentencepiece_like_tokenizer()
     byte_level.add_tokens(["<" + "ö" * 30 + ">"])
     pieces.add_tokens(["<" + "ö" * 30 + ">"])
@@ -152,7 +152,7 @@ def test_a_token_has_as_many_bytes_as_its_text() -> None:
     assert RouterTokenizer(byte_level.to_str().encode()).longest_token_bytes == 62
 
 
-async def test_a_short_text_does_not_wait_behind_long_ones() -> None:
+async def test_a_short_text_does_not_wait_behind_long_ones():
     subject = RouterTokenizer(byte_level_tokenizer().to_str().encode(), cores=1)
     slow = SlowWithLong(subject._tokenizer)
     subject._tokenizer = slow  # type: ignore[assignment]
@@ -186,7 +186,7 @@ class SlowWithLong:
         return await self._inner.async_encode_batch_fast(texts, **how)
 
 
-async def test_many_tokens_are_decoded_as_few_are() -> None:
+async def test_many_tokens_are_decoded_as_few_are():
     tokenizer = byte_level_tokenizer()
     subject = RouterTokenizer(tokenizer.to_str().encode())
     ids = tokenizer.encode(WORDS * 200, add_special_tokens=False).ids
@@ -204,7 +204,7 @@ class Remembering(Encoder):
         return await super().encode(text, add_special_tokens=add_special_tokens)
 
 
-async def test_a_template_that_heeds_who_speaks_is_told() -> None:
+async def test_a_template_that_heeds_who_speaks_is_told():
     encoder = Remembering()
     template = (
         "{% for m in messages %}{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}: "
@@ -215,7 +215,7 @@ async def test_a_template_that_heeds_who_speaks_is_told() -> None:
     assert encoder.text == "user ada: hi;assistant: ho;"
 
 
-async def test_who_speaks_is_no_way_around_the_limit_of_a_prompt() -> None:
+async def test_who_speaks_is_no_way_around_the_limit_of_a_prompt():
     named = ChatPrompt([ChatTurn("user", "hi", "x" * LIMITS.text_bytes)])
     with pytest.raises(InvalidRequest, match="bytes of text"):
         await prompts(Encoder(), "{{ messages[0].content }}").encode(named, CLIENT)

@@ -22,10 +22,11 @@ from api.text.limits import MAX_MESSAGES, ModelLimits
 from api.text.tokenizer import RouterTokenizer
 from common.config import RouterConfig
 from common.errors import ConfigError, InvalidRequest
+from common.requests.sampling import SamplingParams
 from kvtransfer.pairs.codec import MAX_BUDGET_S
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
 from protos.sampling_pb2 import Sampling
-from tests.api.rig import CHAT_TEMPLATE, CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
+from tests.api.models import CHAT_TEMPLATE, CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
 
 CLIENT = by_address("192.0.2.1")
 LIMITS = ModelLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, longest_token_bytes=16)
@@ -43,6 +44,12 @@ def tokens(*ids: int) -> TokenIds:
 
 def messages(*turns: tuple[str, str]) -> ChatMessages:
     return ChatMessages(messages=[ChatMessage(role=role, content=text) for role, text in turns])
+
+
+async def parsed(**fields: Any) -> SamplingParams:
+    """The sampling of a gRPC request with these fields, which is valid."""
+    request = from_request(GenerateRequest(**fields))
+    return (await parse(request, "r", prompts(), LIMITS, CLIENT)).spec.sampling
 
 
 @pytest.mark.parametrize(
@@ -63,9 +70,9 @@ def messages(*turns: tuple[str, str]) -> ChatMessages:
         ({"messages": messages(("tool", "x"))}, "messages: refused by .*: no tools here"),
     ],
 )
-async def test_a_bad_prompt_is_refused(fields: dict[str, Any], sentence: str) -> None:
+async def test_a_bad_prompt_is_refused(fields, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
-        await parse(from_request(GenerateRequest(**fields)), "r", prompts(), LIMITS, CLIENT)
+        await parsed(**fields)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +93,13 @@ async def test_a_bad_prompt_is_refused(fields: dict[str, Any], sentence: str) ->
         ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
         ({"repetition_penalty": 1e30}, "sampling.repetition_penalty must be from 1e-6 to 1e6"),
         ({"stop": [""]}, "sampling.stop has an empty"),
-        ({"stop": ["x"] * 17}, "sampling.stop has 17"),
         ({"stop": ["x", "y" * (MAX_STOP_CHARACTERS + 1)]}, r"sampling.stop\[1\]"),
-        ({"stop_token_ids": [1] * 17}, "sampling.stop_token_ids has 17"),
         ({"stop_token_ids": [1, VOCABULARY_SIZE]}, r"sampling.stop_token_ids\[1\]"),
     ],
 )
-async def test_bad_sampling_is_refused(fields: dict[str, Any], sentence: str) -> None:
-    request = GenerateRequest(text="x", sampling=Sampling(**fields))
+async def test_bad_sampling_is_refused(fields, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
-        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
+        await parsed(text="x", sampling=Sampling(**fields))
 
 
 class Counted(RouterTokenizer):
@@ -124,7 +128,7 @@ def answers(num: int = 128, **fields: Any) -> Sequence[GenerateParams]:
     return choices(given, [PromptIds([5, 6, 7])], samplings(given, 8), echo=True)
 
 
-async def test_answers_to_one_request_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_to_one_request_are_checked_once(monkeypatch):
     """They differ in id and seed alone: 64 KB of bad_words with n = 128 took 11.9 s."""
     checked, compiled = [], []
     check, compile_ = validation.sampling.check, validation.Automaton
@@ -158,9 +162,7 @@ async def test_answers_to_one_request_are_checked_once(monkeypatch: pytest.Monke
     ],
     ids=["characters", "tokens", "expression", "length"],
 )
-async def test_what_is_refused_costs_no_more_for_many_answers(
-    fields: dict[str, Any], sentence: str, num_words: int
-) -> None:
+async def test_what_is_refused_costs_no_more_for_many_answers(fields, sentence, num_words):
     tokenizer = Counted()
     shared = PromptEncoder(tokenizer, None, LIMITS, ModelFormat())
     asked = (parse(each, "r", shared, LIMITS, CLIENT) for each in answers(**fields))
@@ -170,7 +172,7 @@ async def test_what_is_refused_costs_no_more_for_many_answers(
     assert tokenizer.num_words == num_words
 
 
-async def test_a_prompt_that_is_refused_is_encoded_once_for_many_answers() -> None:
+async def test_a_prompt_that_is_refused_is_encoded_once_for_many_answers():
     tokenizer = Counted()
     shared = PromptEncoder(tokenizer, None, LIMITS, ModelFormat())
     given = GenerationFields(n=128)
@@ -192,15 +194,13 @@ async def test_a_prompt_that_is_refused_is_encoded_once_for_many_answers() -> No
         ("allowed_token_ids", [5] * 4097),
     ],
 )
-def test_a_list_of_a_body_that_is_too_long_is_not_copied_for_each_answer(
-    field: str, value: Any
-) -> None:
+def test_a_list_of_a_body_that_is_too_long_is_not_copied_for_each_answer(field, value):
     with pytest.raises(InvalidRequest, match=f"sampling.{field} has {len(value)} "):
         answers(**{field: value})
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_budget_that_is_no_time_is_refused(timeout_s: float) -> None:
+def test_a_budget_that_is_no_time_is_refused(timeout_s):
     with pytest.raises(InvalidRequest, match="timeout_s"):
         budget_s(from_request(GenerateRequest(timeout_s=timeout_s)).timeout_s, 600.0)
 
@@ -212,69 +212,55 @@ def test_a_budget_that_is_no_time_is_refused(timeout_s: float) -> None:
         ({"stop": ["x"] * 17}, "sampling.stop has 17 strings, 16 allowed"),
     ],
 )
-def test_lists_that_are_too_long_are_refused_before_they_are_copied(
-    fields: dict[str, Any], sentence: str
-) -> None:
+def test_lists_that_are_too_long_are_refused_before_they_are_copied(fields, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         from_request(GenerateRequest(text="x", sampling=Sampling(**fields)))
 
 
-def test_a_budget_is_the_shorter_of_the_clients_and_the_routers() -> None:
+def test_a_budget_is_the_shorter_of_the_clients_and_the_routers():
     assert budget_s(from_request(GenerateRequest()).timeout_s, 600.0) == 600.0
     assert budget_s(5.0, 600.0) == 5.0
     assert budget_s(900.0, 600.0) == 600.0
 
 
-def test_a_request_id_of_any_length_is_not_carried() -> None:
+def test_a_request_id_of_any_length_is_not_carried():
     with pytest.raises(InvalidRequest, match="request_id has 257"):
         check_label("x" * 257)
 
 
-async def test_messages_without_a_template_are_refused() -> None:
+async def test_messages_without_a_template_are_refused():
     request = TokenizeRequest(messages=messages(("user", "x")))
     with pytest.raises(InvalidRequest, match="no chat template"):
         await prompts(None).encode(from_prompt(request), CLIENT)
 
 
 @pytest.mark.parametrize("asked, expected", [(None, 44), (10, 10), (44, 44)])
-async def test_max_tokens_is_by_default_what_fits(asked: int | None, expected: int) -> None:
-    request = GenerateRequest(token_ids=tokens(*[5] * 20), sampling=Sampling(max_tokens=asked))
-    job = await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
-    assert job.spec.sampling.max_tokens == expected
+async def test_max_tokens_is_by_default_what_fits(asked, expected):
+    sampling = await parsed(token_ids=tokens(*[5] * 20), sampling=Sampling(max_tokens=asked))
+    assert sampling.max_tokens == expected
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "min_tokens"])
-async def test_more_tokens_than_fit_are_refused_where_the_client_set_them(field: str) -> None:
-    request = GenerateRequest(token_ids=tokens(*[5] * 20), sampling=Sampling(**{field: 45}))
+async def test_more_tokens_than_fit_are_refused_where_the_client_set_them(field):
     sentence = (
         rf"^sampling\.{field} is too large: 45\. This model's maximum context length is 64 tokens "
         r"and your request has 20 input tokens \(45 > 64 - 20\)\.$"
     )
     with pytest.raises(InvalidRequest, match=sentence):
-        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
+        await parsed(token_ids=tokens(*[5] * 20), sampling=Sampling(**{field: 45}))
 
 
-async def test_the_longest_prompt_leaves_room_for_one_token() -> None:
-    request = GenerateRequest(token_ids=tokens(*[5] * (CONTEXT_LENGTH - 1)))
-    assert (
-        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
-    ).spec.sampling.max_tokens == 1
+async def test_the_longest_prompt_leaves_room_for_one_token():
+    longest = tokens(*[5] * (CONTEXT_LENGTH - 1))
+    assert (await parsed(token_ids=longest)).max_tokens == 1
 
 
-async def test_an_unset_seed_is_drawn_anew_and_a_set_one_is_kept() -> None:
-    unset = GenerateRequest(text="x")
-    drawn = {
-        (await parse(from_request(unset), "r", prompts(), LIMITS, CLIENT)).spec.sampling.seed
-        for _ in range(8)
-    }
-    assert len(drawn) == 8
-    request = GenerateRequest(text="x", sampling=Sampling(seed=0))
-    assert (
-        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
-    ).spec.sampling.seed == 0
+async def test_an_unset_seed_is_drawn_anew_and_a_set_one_is_kept():
+    assert len({(await parsed(text="x")).seed for _ in range(8)}) == 8
+    assert (await parsed(text="x", sampling=Sampling(seed=0))).seed == 0
 
 
-async def test_special_tokens_start_a_text_but_not_a_rendered_template() -> None:
+async def test_special_tokens_start_a_text_but_not_a_rendered_template():
     plain = byte_level_tokenizer()
     text = await prompts().encode(from_prompt(TokenizeRequest(text="the fox")), CLIENT)
     assert text == [0, *plain.encode("the fox", add_special_tokens=False).ids]
@@ -286,7 +272,7 @@ async def test_special_tokens_start_a_text_but_not_a_rendered_template() -> None
     assert chat.count(0) == 1
 
 
-async def test_a_tokenizer_saved_with_truncation_still_encodes_everything() -> None:
+async def test_a_tokenizer_saved_with_truncation_still_encodes_everything():
     tokenizer = byte_level_tokenizer()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=32)
@@ -296,13 +282,13 @@ async def test_a_tokenizer_saved_with_truncation_still_encodes_everything() -> N
     assert len(ids) < 32
 
 
-def test_what_is_no_tokenizer_is_a_wrong_configuration() -> None:
+def test_what_is_no_tokenizer_is_a_wrong_configuration():
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         RouterTokenizer(b"{}")
 
 
 @pytest.mark.parametrize("num_characters", [1, 1023, 1024, 1025, 5000])
-async def test_texts_of_any_length_are_encoded_alike(num_characters: int) -> None:
+async def test_texts_of_any_length_are_encoded_alike(num_characters):
     tokenizer = byte_level_tokenizer()
     text = ("the quick brown fox jumps over the lazy dog; größer " * 100)[:num_characters]
     subject = RouterTokenizer(tokenizer.to_str().encode())
@@ -311,7 +297,7 @@ async def test_texts_of_any_length_are_encoded_alike(num_characters: int) -> Non
         assert await subject.encode(text, add_special_tokens=special) == expected
 
 
-def test_a_router_gives_no_longer_budget_than_nodes_take() -> None:
+def test_a_router_gives_no_longer_budget_than_nodes_take():
     assert RouterConfig(model="m", request_timeout_s=MAX_BUDGET_S).request_timeout_s == MAX_BUDGET_S
     for too_long in (MAX_BUDGET_S + 1, math.inf):
         with pytest.raises(ValueError, match="request_timeout_s"):

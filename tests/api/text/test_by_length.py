@@ -30,7 +30,7 @@ class Queue:
         return task
 
 
-async def test_the_shortest_that_waits_is_next() -> None:
+async def test_the_shortest_that_waits_is_next():
     queue = await Queue().taken()
     waits = [await queue.wait(name, size) for name, size in (("c", 900), ("a", 20), ("b", 300))]
     assert queue.had == []
@@ -39,7 +39,7 @@ async def test_the_shortest_that_waits_is_next() -> None:
     assert queue.had == ["a", "b", "c"]
 
 
-async def test_a_long_text_is_not_passed_for_ever() -> None:
+async def test_a_long_text_is_not_passed_for_ever():
     queue = await Queue().taken()
     long = await queue.wait("long", 1_000_000, arrived=0.0)
     soon = await queue.wait("soon", 1_000, arrived=1.0)
@@ -49,7 +49,7 @@ async def test_a_long_text_is_not_passed_for_ever() -> None:
     assert queue.had == ["soon", "long", "late"]
 
 
-async def test_more_text_than_may_wait_is_refused_and_takes_nothing() -> None:
+async def test_more_text_than_may_wait_is_refused_and_takes_nothing():
     queue = await Queue(max_waiting_bytes=1000).taken()
     first = await queue.wait("first", 900)
     with pytest.raises(Overloaded, match="900 bytes of text wait to be tokenised, 1000 allowed"):
@@ -62,7 +62,7 @@ async def test_more_text_than_may_wait_is_refused_and_takes_nothing() -> None:
     assert queue.had == ["second", "first", "third"]
 
 
-async def test_who_goes_away_waits_no_more() -> None:
+async def test_who_goes_away_waits_no_more():
     queue = await Queue(max_waiting_bytes=1000).taken()
     gone = await queue.wait("gone", 1000)
     gone.cancel()
@@ -73,7 +73,7 @@ async def test_who_goes_away_waits_no_more() -> None:
     assert queue.had == ["stays"]
 
 
-async def test_a_turn_that_comes_with_a_cancel_goes_to_the_next() -> None:
+async def test_a_turn_that_comes_with_a_cancel_goes_to_the_next():
     queue = await Queue().taken()
     gone, next_ = await queue.wait("gone", 1), await queue.wait("next", 2)
     queue.queue.give_back()

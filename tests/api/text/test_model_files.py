@@ -7,21 +7,21 @@ import pytest
 
 from api.text.model_files import load
 from common.errors import ConfigError
-from tests.api.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, write_model
+from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, write_model
 
 
 def edit(path: Path, **fields: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_a_directory_gives_limits_and_special_tokens(tmp_path: Path) -> None:
+def test_a_directory_gives_limits_and_special_tokens(tmp_path):
     files = load(str(write_model(tmp_path)))
     assert (files.context_length, files.vocabulary_size) == (CONTEXT_LENGTH, VOCABULARY_SIZE)
     assert files.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert (files.eos_token_ids, files.chat_template) == ((1,), None)
 
 
-def test_generation_config_says_which_tokens_end_an_answer(tmp_path: Path) -> None:
+def test_generation_config_says_which_tokens_end_an_answer(tmp_path):
     write_model(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     assert load(str(tmp_path)).eos_token_ids == (1, 7)
@@ -36,9 +36,7 @@ def test_generation_config_says_which_tokens_end_an_answer(tmp_path: Path) -> No
         ([{"name": "tool", "template": "c"}], None, None),
     ],
 )
-def test_the_chat_template_is_found_where_models_keep_it(
-    tmp_path: Path, config: object, file: str | None, expected: str | None
-) -> None:
+def test_the_chat_template_is_found_where_models_keep_it(tmp_path, config, file, expected):
     write_model(tmp_path, chat_template=config)
     if file is not None:
         (tmp_path / "chat_template.jinja").write_text(file)
@@ -46,7 +44,7 @@ def test_the_chat_template_is_found_where_models_keep_it(
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
-def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+def test_a_missing_file_is_named(tmp_path, missing):
     write_model(tmp_path)
     (tmp_path / missing).unlink()
     with pytest.raises(ConfigError, match=missing):
@@ -61,24 +59,24 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
 )
-def test_a_wrong_value_is_named(tmp_path: Path, fields: dict[str, object], named: str) -> None:
+def test_a_wrong_value_is_named(tmp_path, fields, named):
     edit(write_model(tmp_path) / "config.json", **fields)
     with pytest.raises(ConfigError, match=named):
         load(str(tmp_path))
 
 
-def test_broken_json_is_named(tmp_path: Path) -> None:
+def test_broken_json_is_named(tmp_path):
     (write_model(tmp_path) / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not JSON"):
         load(str(tmp_path))
 
 
-def test_a_directory_that_does_not_exist_is_no_hub_id(tmp_path: Path) -> None:
+def test_a_directory_that_does_not_exist_is_no_hub_id(tmp_path):
     with pytest.raises(ConfigError, match="no such directory"):
         load(str(tmp_path / "absent"))
 
 
-def test_a_hub_id_that_is_not_to_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_that_is_not_to_be_had_is_named(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         ConfigError, match="nobody/nothing is not a directory and cannot be downloaded"

@@ -3,7 +3,7 @@
 import random
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -21,7 +21,8 @@ from api.text.stops import (
 )
 from common.errors import InvalidRequest
 
-words = st.text("ab", max_size=12)
+texts = st.lists(st.text("ab", max_size=12), max_size=6)
+some_stops = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
 
 
 def strings(stops: list[str]) -> StopConditions:
@@ -36,6 +37,17 @@ def expressions(*patterns: str, stops: tuple[str, ...] = ()) -> StopConditions:
     return finder
 
 
+def fed(finder: StopConditions, pieces: Iterable[str]) -> tuple[str, bool]:
+    """The text that comes out of these pieces, and whether a stop has cut it."""
+    out = ""
+    for piece in pieces:
+        decided, stopped = finder.push(piece)
+        out += decided
+        if stopped:
+            return out, True
+    return out + finder.flush(), False
+
+
 def cut(text: str, stops: list[str]) -> tuple[str, bool]:
     """The meaning, one character at a time over the whole text."""
     for end in range(1, len(text) + 1):
@@ -45,33 +57,13 @@ def cut(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@given(
-    st.lists(words, max_size=6),
-    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
-)
-def test_any_split_gives_the_text_before_the_first_complete_stop(
-    pieces: list[str], stops: list[str]
-) -> None:
-    finder = strings(stops)
-    out = ""
-    for piece in pieces:
-        decided, stopped = finder.push(piece)
-        out += decided
-        if stopped:
-            break
-    else:
-        stopped = False
-        out += finder.flush()
-    assert (out, stopped) == cut("".join(pieces), stops)
+@given(texts, some_stops)
+def test_any_split_gives_the_text_before_the_first_complete_stop(pieces, stops):
+    assert fed(strings(stops), pieces) == cut("".join(pieces), stops)
 
 
-@given(
-    st.lists(words, max_size=6),
-    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
-)
-def test_only_what_may_be_the_start_of_a_stop_is_held_back(
-    pieces: list[str], stops: list[str]
-) -> None:
+@given(texts, some_stops)
+def test_only_what_may_be_the_start_of_a_stop_is_held_back(pieces, stops):
     finder = strings(stops)
     text = out = ""
     for piece in pieces:
@@ -96,16 +88,8 @@ def test_only_what_may_be_the_start_of_a_stop_is_held_back(
         (["xabc"], ["abc", "bc"], "x"),
     ],
 )
-def test_examples(pieces: list[str], stops: list[str], expected: str) -> None:
-    finder = strings(stops)
-    out = ""
-    for piece in pieces:
-        decided, stopped = finder.push(piece)
-        out += decided
-        if stopped:
-            assert out == expected
-            return
-    assert out + finder.flush() == expected
+def test_examples(pieces, stops, expected):
+    assert fed(strings(stops), pieces)[0] == expected
 
 
 EXPRESSIONS = [
@@ -132,7 +116,7 @@ EXPRESSIONS = [
 
 
 @given(st.lists(st.text("ab\n", max_size=8), max_size=5), st.sampled_from(EXPRESSIONS))
-def test_an_expression_finds_what_python_finds(pieces: list[str], pattern: str) -> None:
+def test_an_expression_finds_what_python_finds(pieces, pattern):
     """Find the earliest end of a match, and the longest match that ends there."""
     text, compiled = "".join(pieces), re.compile(pattern)
     found = next(
@@ -145,20 +129,12 @@ def test_an_expression_finds_what_python_finds(pieces: list[str], pattern: str) 
         None,
     )
     stops = expressions(pattern)
-    out = ""
-    for piece in pieces:
-        decided, stopped = stops.push(piece)
-        out += decided
-        if stopped:
-            break
-    else:
-        stopped = False
-        out += stops.flush()
+    out, stopped = fed(stops, pieces)
     assert (out, stopped) == (text[:found], found is not None)
     assert not stopped or ((stops.found and compiled.fullmatch(stops.found)) or "^" in pattern)
 
 
-def test_strings_and_expressions_stand_beside_each_other() -> None:
+def test_strings_and_expressions_stand_beside_each_other():
     stops = expressions(r"\d+\.", "[!?]{2}", stops=("END",))
     assert stops.push("1 EN? 12") == ("1 EN? ", False)
     assert stops.push("3.") == ("", True)
@@ -166,9 +142,7 @@ def test_strings_and_expressions_stand_beside_each_other() -> None:
 
 
 @given(st.integers(0, 2000), st.integers(2, MAX_HELD_CHARACTERS), st.integers(1, 700))
-def test_no_match_is_missed_for_others_that_began_before_it(
-    num_before: int, length: int, size: int
-) -> None:
+def test_no_match_is_missed_for_others_that_began_before_it(num_before, length, size):
     text = "a" + "x" * num_before + "a" + "x" * (length - 2) + "b"
     found = []
     for pieces in ([text], [text[start : start + size] for start in range(0, len(text), size)]):
@@ -183,7 +157,7 @@ def test_no_match_is_missed_for_others_that_began_before_it(
     assert found[0][0] == found[1][0] and found[0][2] == found[1][2]
 
 
-def test_no_more_text_is_held_back_than_promised() -> None:
+def test_no_more_text_is_held_back_than_promised():
     stops = expressions("a(?:.|\n)*b")
     text = out = ""
     for _ in range(3000):
@@ -194,7 +168,7 @@ def test_no_more_text_is_held_back_than_promised() -> None:
     assert stops.found == "ax--b"
 
 
-def test_a_text_that_no_longer_matches_is_released() -> None:
+def test_a_text_that_no_longer_matches_is_released():
     """Though another match may have begun: of those that have ended, no more than half is held."""
     stops = expressions("a{250}b")
     text = out = ""
@@ -223,12 +197,12 @@ def test_a_text_that_no_longer_matches_is_released() -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_no_expression_that_can_be_looked_for_is_refused(text: str, said: str) -> None:
+def test_what_is_no_expression_that_can_be_looked_for_is_refused(text, said):
     with pytest.raises(InvalidRequest, match=re.escape(said)):
         Automaton([text])
 
 
-def test_all_expressions_of_a_request_share_one_limit() -> None:
+def test_all_expressions_of_a_request_share_one_limit():
     Automaton(["a{100}", "b{156}"])
     with pytest.raises(InvalidRequest, match=r"^\[1\]: it is too long"):
         Automaton(["a{100}", "b{157}"])
@@ -249,9 +223,7 @@ COSTLY = [
 
 
 @pytest.mark.parametrize("pattern", COSTLY, ids=lambda pattern: pattern[:20])
-def test_a_character_costs_few_steps_whatever_the_expression(
-    pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_character_costs_few_steps_whatever_the_expression(pattern, monkeypatch):
     """Steps of the automaton forwards and backwards, each of as many lookups as it has bytes."""
     num_steps = 0
 
@@ -273,7 +245,7 @@ def test_a_character_costs_few_steps_whatever_the_expression(
     assert num_steps <= 5 * 2 * num_characters
 
 
-def test_the_set_of_a_repetition_is_made_once() -> None:
+def test_the_set_of_a_repetition_is_made_once():
     """It was copied with it: 1,020 characters took seconds and 171 MiB."""
     tracemalloc.start()
     try:
@@ -283,9 +255,7 @@ def test_the_set_of_a_repetition_is_made_once() -> None:
         tracemalloc.stop()
 
 
-def test_stop_strings_cost_nothing_before_a_text_has_begun_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stop_strings_cost_nothing_before_a_text_has_begun_them(monkeypatch):
     """Delay the preparation of stop strings. 16 strings for each of 128 choices took 1.5 s to
     prepare."""
     made = 0

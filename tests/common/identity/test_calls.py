@@ -119,6 +119,13 @@ class Node:
         async with rpc.make_channel(self.address) as channel:
             return await ended(drain(channel, metadata=metadata))
 
+    async def refuses(self, *metadata, words: str = "") -> str:
+        """The sentence with which a call that shows this is refused."""
+        code, sentence = await self.drained_with(*metadata)
+        assert code is Code.UNAUTHENTICATED and sentence
+        assert words in sentence
+        return sentence
+
 
 @pytest.fixture
 async def node():
@@ -216,18 +223,14 @@ async def test_a_new_secret_is_heard_beside_the_old_one_and_the_old_one_no_more_
 
 
 async def test_a_caller_without_a_secret_is_told_so(node, caplog):
-    code, sentence = await node.drained_with()
-    assert code is Code.UNAUTHENTICATED
-    assert "knows no cluster secret" in sentence
+    sentence = await node.refuses(words="knows no cluster secret")
     assert sentence in caplog.text and DRAIN in caplog.text  # on this side too
     assert node.refused.refusals == [("caller", "missing")]
 
 
 async def test_another_secret_is_refused(node):
     token = identity("operator", OTHER).token(DRAIN)
-    code, sentence = await node.drained_with(bearer(token.text))
-    assert code is Code.UNAUTHENTICATED
-    assert "another secret" in sentence
+    await node.refuses(bearer(token.text), words="another secret")
     assert node.refused.refusals == [("caller", "secret")]
 
 
@@ -244,14 +247,10 @@ async def test_a_role_may_call_what_the_table_says_and_nothing_else(node, method
 
 async def test_a_token_of_one_call_is_good_for_no_other(node):
     token = identity("operator").token(DESCRIBE)
-    code, sentence = await node.drained_with(bearer(token.text))
-    assert code is Code.UNAUTHENTICATED
-    assert f"made for {DESCRIBE!r}, not for {DRAIN!r}" in sentence
+    await node.refuses(bearer(token.text), words=f"made for {DESCRIBE!r}, not for {DRAIN!r}")
     token = identity("operator").token(DRAIN)
     assert await node.drained_with(bearer(token.text)) == (Code.OK, "")
-    code, sentence = await node.drained_with(bearer(token.text))
-    assert code is Code.UNAUTHENTICATED
-    assert "used before" in sentence
+    await node.refuses(bearer(token.text), words="used before")
     assert node.refused.refusals == [("caller", "call"), ("caller", "replayed")]
 
 
@@ -279,23 +278,21 @@ def _unsigned() -> str:
     return jwt.encode({"sub": "x"}, None, "none", headers={"kid": "operator"})
 
 
-def _bare() -> str:
+def _signed(**claims: object) -> str:
+    """A token of an operator with these claims."""
     key = secret.parse(SECRET, "the test", "node").keys["operator"][0]
-    return jwt.encode({"sub": "x", "aud": DRAIN}, key, "HS256", headers={"kid": "operator"})
+    whole = {"sub": "x", "aud": DRAIN, **claims}
+    return jwt.encode(whole, key, "HS256", headers={"kid": "operator"})
 
 
 def _lasting(seconds: float) -> str:
-    key = secret.parse(SECRET, "the test", "node").keys["operator"][0]
     now = time.time()
-    claims = {"sub": "x", "aud": DRAIN, "jti": "n", "iat": now, "exp": now + seconds}
-    return jwt.encode(claims, key, "HS256", headers={"kid": "operator"})
+    return _signed(jti="n", iat=now, exp=now + seconds)
 
 
 async def test_times_that_are_texts_harm_no_later_call(node):
-    key = secret.parse(SECRET, "the test", "node").keys["operator"][0]
     now = int(time.time())
-    claims = {"sub": "x", "aud": DRAIN, "jti": "n", "iat": now, "exp": str(now + 60)}
-    text = jwt.encode(claims, key, "HS256", headers={"kid": "operator"})
+    text = _signed(jti="n", iat=now, exp=str(now + 60))
     assert await node.drained_with(bearer(text)) == (Code.OK, "")
     token = identity("operator").token(DRAIN)
     assert await node.drained_with(bearer(token.text)) == (Code.OK, "")
@@ -311,13 +308,12 @@ async def test_times_that_are_texts_harm_no_later_call(node):
         (jwt.encode({}, "k" * 32, "HS256"), "malformed"),
         (_unsigned(), "malformed"),
         (_unsigned().replace(".", ".AAAA", 1), "malformed"),  # nor are its claims any
-        (_bare(), "malformed"),  # without an end
+        (_signed(), "malformed"),  # without an end
         (_lasting(3600.0), "malformed"),
     ],
 )
 async def test_what_is_no_token_is_refused_and_harms_nobody(node, text, reason):
-    code, sentence = await node.drained_with(bearer(text))
-    assert code is Code.UNAUTHENTICATED and sentence
+    await node.refuses(bearer(text))
     assert node.refused.refusals == [("caller", reason)]
 
 

@@ -94,9 +94,7 @@ async def observed(tmp_path: Path) -> AsyncIterator[Observed]:
         yield Observed(cluster, ports, logs)
 
 
-async def test_every_label_set_is_declared_and_nothing_is_counted_twice(
-    observed: Observed,
-) -> None:
+async def test_every_label_set_is_declared_and_nothing_is_counted_twice(observed):
     cluster = observed.cluster
     for _ in range(NUM_REQUESTS):  # the first one computes, the others find it cached
         await cluster.generate(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -184,7 +182,7 @@ def _check_sums(quiet: dict[str, Scrape]) -> None:
         assert total(scrape, "baton_kv_pages") == 40
 
 
-async def test_every_program_says_whose_request_a_line_is_about(observed: Observed) -> None:
+async def test_every_program_says_whose_request_a_line_is_about(observed):
     cluster = observed.cluster
     (prefill,), (decode,) = cluster.prefill, cluster.decode
 

@@ -37,13 +37,13 @@ def scrape(port: int) -> str:
         return str(answer.read().decode())
 
 
-def test_a_scraper_gets_the_registry(port: int) -> None:
+def test_a_scraper_gets_the_registry(port):
     assert "hits_total 3.0" in scrape(port)
 
 
 # Seen failing with nobody ended by _Server.process_request, and with the one that makes room still
 # counted until its thread has ended (the next in a burst ended it again): "timed out".
-def test_of_too_many_silent_connections_the_oldest_make_room(registry: CollectorRegistry) -> None:
+def test_of_too_many_silent_connections_the_oldest_make_room(registry):
     with served(registry, "127.0.0.1", 0, request_s=600.0) as port, contextlib.ExitStack() as exits:
         assert port is not None
         before = threading.active_count()
@@ -61,12 +61,12 @@ def test_of_too_many_silent_connections_the_oldest_make_room(registry: Collector
 
 
 # Seen failing with nobody ended by _Server.service_actions: "timed out".
-def test_a_silent_connection_ends_soon(port: int) -> None:
+def test_a_silent_connection_ends_soon(port):
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as silent:
         assert silent.recv(1) == b""
 
 
-def test_a_request_that_comes_byte_by_byte_ends_too(port: int) -> None:
+def test_a_request_that_comes_byte_by_byte_ends_too(port):
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as slow:
         deadline = time.monotonic() + WAIT_S
         ended = False
@@ -79,7 +79,7 @@ def test_a_request_that_comes_byte_by_byte_ends_too(port: int) -> None:
     assert ended
 
 
-def test_what_is_no_http_writes_nothing(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_http_writes_nothing(port, capfd):
     for data in (b"\x16\x03\x01\xff", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\n" * 70_000):
         with socket.create_connection(("127.0.0.1", port), WAIT_S) as stranger:
             with contextlib.suppress(OSError):  # it may have ended the connection already
@@ -90,9 +90,7 @@ def test_what_is_no_http_writes_nothing(port: int, capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err == ""
 
 
-def test_connections_that_no_thread_can_take_are_closed_and_forgotten(
-    port: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_that_no_thread_can_take_are_closed_and_forgotten(port, capfd, monkeypatch):
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -106,9 +104,7 @@ def test_connections_that_no_thread_can_take_are_closed_and_forgotten(
 
 
 # Seen failing with nobody who pauses: the thread that accepts takes a core.
-def test_without_descriptors_connections_are_asked_for_now_and_then(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_descriptors_connections_are_asked_for_now_and_then(port, monkeypatch):
     asked: list[float] = []
     often = threading.Event()
 
@@ -127,7 +123,7 @@ def test_without_descriptors_connections_are_asked_for_now_and_then(
     assert "hits_total 3.0" in scrape(port)
 
 
-def test_a_port_that_is_taken_is_one_sentence(registry: CollectorRegistry, port: int) -> None:
+def test_a_port_that_is_taken_is_one_sentence(registry, port):
     with pytest.raises(ConfigError, match="cannot serve metrics"):
         with served(registry, "127.0.0.1", port):
             pass

@@ -5,7 +5,6 @@ import select
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ def running(helper: Helper) -> int:
     return helper.pid
 
 
-def test_a_question_ends_by_its_limits_and_the_next_one_is_answered(helper: Helper) -> None:
+def test_a_question_ends_by_its_limits_and_the_next_one_is_answered(helper):
     assert helper.pid is None, "it was started before the first question"
     large = b"echo " + os.urandom(8 << 20)
     assert ask(helper, large) == Answer(ANSWERED, large[5:])
@@ -43,7 +42,7 @@ def test_a_question_ends_by_its_limits_and_the_next_one_is_answered(helper: Help
     assert helper.pid == first
 
 
-def test_a_helper_that_is_killed_is_started_again(helper: Helper) -> None:
+def test_a_helper_that_is_killed_is_started_again(helper):
     ask(helper, b"echo")
     os.kill(running(helper), signal.SIGKILL)
     with pytest.raises(HelperLost):
@@ -51,7 +50,7 @@ def test_a_helper_that_is_killed_is_started_again(helper: Helper) -> None:
     assert ask(helper, b"echo again").content == b"again"
 
 
-def test_a_question_ends_with_its_helper(helper: Helper, tmp_path: Path) -> None:
+def test_a_question_ends_with_its_helper(helper, tmp_path):
     """It would go on computing for nobody."""
     written = tmp_path / "pid"
     os.mkfifo(written)
@@ -72,7 +71,7 @@ def wait_for_end(process: int) -> None:
 
 
 @pytest.mark.parametrize("content", [b"spin", b"echo " + bytes(8 << 20)], ids=["answer", "send"])
-def test_every_wait_has_a_deadline(content: bytes) -> None:
+def test_every_wait_has_a_deadline(content):
     helper = Helper(MODULE, [], num_lanes=1, deadline_s=0.01)
     try:
         with pytest.raises(HelperLost):

@@ -72,10 +72,15 @@ def pair():
     theirs.close()
 
 
-def test_a_thread_never_blocks_on_a_front_that_does_not_read_and_nothing_is_lost(pair):
+@pytest.fixture
+def frames(pair):
+    """Both ends of the pair as sockets of a thread."""
     ours, theirs = pair
-    sender: FrameSocket[Either] = FrameSocket(ours, Either)
-    receiver: FrameSocket[Either] = FrameSocket(theirs, Either)
+    return FrameSocket(ours, Either), FrameSocket(theirs, Either)
+
+
+def test_a_thread_never_blocks_on_a_front_that_does_not_read_and_nothing_is_lost(frames):
+    sender, receiver = frames
     sent = [Note(i, bytes(100_000)) for i in range(100)]
     for note in sent:
         sender.send(note)
@@ -100,10 +105,8 @@ def test_a_front_stuck_beyond_the_bound_is_an_error(pair):
         fill()
 
 
-def test_end_of_file_comes_after_everything_that_was_sent(pair):
-    ours, theirs = pair
-    sender: FrameSocket[Either] = FrameSocket(ours, Either)
-    receiver: FrameSocket[Either] = FrameSocket(theirs, Either)
+def test_end_of_file_comes_after_everything_that_was_sent(frames):
+    sender, receiver = frames
     assert receiver.receive() == []
     sender.send(Note(1))
     sender.close()
@@ -113,10 +116,8 @@ def test_end_of_file_comes_after_everything_that_was_sent(pair):
     receiver.send(Note(2))  # to a front that is gone: told by `receive`, not here
 
 
-def test_what_a_dead_front_had_sent_is_still_read_when_a_send_fails_first(pair):
-    ours, theirs = pair
-    sender: FrameSocket[Either] = FrameSocket(ours, Either)
-    receiver: FrameSocket[Either] = FrameSocket(theirs, Either)
+def test_what_a_dead_front_had_sent_is_still_read_when_a_send_fails_first(frames):
+    sender, receiver = frames
     sender.send(Note(1))
     sender.close()
     receiver.send(Note(2))
@@ -254,7 +255,7 @@ class Torrent:
 
 
 # Seen failing with no bound in FrameSocket.receive: it never returns.
-def test_a_peer_that_is_always_faster_does_not_keep_the_reader_in_one_call() -> None:
+def test_a_peer_that_is_always_faster_does_not_keep_the_reader_in_one_call():
     torrent = Torrent()
     frames: FrameSocket[Note] = FrameSocket(torrent, Note)  # type: ignore[arg-type]
     assert frames.receive()

@@ -6,13 +6,15 @@ connection is closed.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import resource
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import msgspec
 import pytest
 
 from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone, socket_pair
+from common.process.resources import ENOUGH, allow_many
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
@@ -56,7 +58,7 @@ async def room(lane: CallLane) -> bool:
     return bool(done)
 
 
-async def test_whoever_sends_more_than_is_read_waits_and_others_go_on(ends: Ends) -> None:
+async def test_whoever_sends_more_than_is_read_waits_and_others_go_on(ends):
     ends.read(False)
     loud, quiet = CallLane(ends.front), CallLane(ends.front)
     num_sent = 0
@@ -74,14 +76,14 @@ async def test_whoever_sends_more_than_is_read_waits_and_others_go_on(ends: Ends
     assert await room(loud)
 
 
-async def test_when_much_waits_in_all_nobody_sends_more(ends: Ends) -> None:
+async def test_when_much_waits_in_all_nobody_sends_more(ends):
     ends.read(False)
     for _ in range(70):
         CallLane(ends.front).send(MIB)
     assert not await room(CallLane(ends.front))
 
 
-async def test_an_engine_that_reads_nothing_for_long_is_at_fault(ends: Ends) -> None:
+async def test_an_engine_that_reads_nothing_for_long_is_at_fault(ends):
     ends.read(False)
     lane = CallLane(ends.front, stuck_s=0.05)
     for _ in range(8):
@@ -90,7 +92,7 @@ async def test_an_engine_that_reads_nothing_for_long_is_at_fault(ends: Ends) -> 
         await asyncio.wait_for(lane.room(), 60)
 
 
-async def test_nobody_waits_for_an_engine_that_is_gone(ends: Ends) -> None:
+async def test_nobody_waits_for_an_engine_that_is_gone(ends):
     ends.read(False)
     lane = CallLane(ends.front)
     for _ in range(8):
@@ -101,3 +103,31 @@ async def test_nobody_waits_for_an_engine_that_is_gone(ends: Ends) -> None:
     await asyncio.wait_for(waiting, 60)
     with pytest.raises(PeerGone):
         lane.send(MIB)
+
+
+# Descriptors --------------------------------------------------------------------------------------
+
+
+FILES = resource.RLIMIT_NOFILE
+
+
+@pytest.fixture
+def hard() -> Iterator[int]:
+    """Yield the hard limit of this process. Restores both limits afterwards."""
+    before = resource.getrlimit(FILES)
+    yield before[1]
+    resource.setrlimit(FILES, before)
+
+
+# Seen failing with `allow_many` doing nothing.
+def test_a_low_limit_is_raised(hard):
+    resource.setrlimit(FILES, (512, hard))
+    allow_many()
+    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    assert resource.getrlimit(FILES) == (wanted, hard)
+
+
+def test_a_limit_that_is_as_high_as_can_be_stays(hard):
+    resource.setrlimit(FILES, (hard, hard))
+    allow_many()
+    assert resource.getrlimit(FILES) == (hard, hard)

@@ -23,7 +23,7 @@ def drained(
     return drain, at
 
 
-def test_nothing_is_known_and_nothing_refused_at_the_start() -> None:
+def test_nothing_is_known_and_nothing_refused_at_the_start():
     drain = QueueEstimator()
     at = 0.0
     for key in range(ENOUGH_SAMPLES - 1):
@@ -36,7 +36,7 @@ def test_nothing_is_known_and_nothing_refused_at_the_start() -> None:
     assert drain.backlog == (0.0, 0.0)
 
 
-def test_the_first_steps_of_a_process_are_no_measure() -> None:
+def test_the_first_steps_of_a_process_are_no_measure():
     drain = QueueEstimator()
     at = 0.0
     for key in range(ENOUGH_SAMPLES):
@@ -47,7 +47,7 @@ def test_the_first_steps_of_a_process_are_no_measure() -> None:
     assert drain.unit_s == pytest.approx(0.01)
 
 
-def test_what_waits_is_as_long_as_what_went_through_it_took() -> None:
+def test_what_waits_is_as_long_as_what_went_through_it_took():
     drain, at = drained(unit_s=0.01)
     drain.join(1000, QueueEntry(FIRST, 200), at)
     drain.join(1001, QueueEntry(FIRST, 100), at)
@@ -58,7 +58,7 @@ def test_what_waits_is_as_long_as_what_went_through_it_took() -> None:
     assert drain.queued_s == pytest.approx(1.5)
 
 
-def test_what_cannot_be_begun_in_time_is_refused_and_told_when_to_come_again() -> None:
+def test_what_cannot_be_begun_in_time_is_refused_and_told_when_to_come_again():
     drain, at = drained(unit_s=0.01)
     drain.join(1000, QueueEntry(FIRST, 300), at)
     drain.check(QueueEntry(at + 3.01, 10), at)
@@ -67,12 +67,12 @@ def test_what_cannot_be_begun_in_time_is_refused_and_told_when_to_come_again() -
     assert refused.value.retry_after_s == pytest.approx(2.0)
 
 
-def test_an_idle_queue_takes_everything_however_slow_it_was() -> None:
+def test_an_idle_queue_takes_everything_however_slow_it_was():
     drain, at = drained(unit_s=5.0)
     drain.check(QueueEntry(at - 100.0, 10**6), at)
 
 
-def test_an_hour_without_work_says_nothing() -> None:
+def test_an_hour_without_work_says_nothing():
     drain, at = drained(unit_s=0.01)
     at += 3600.0
     drain.join(1000, QueueEntry(FIRST, 10), at)
@@ -81,7 +81,7 @@ def test_an_hour_without_work_says_nothing() -> None:
     assert drain.unit_s == pytest.approx(0.01)
 
 
-def test_a_pause_in_the_midst_of_work_does_not_make_a_node_slow() -> None:
+def test_a_pause_in_the_midst_of_work_does_not_make_a_node_slow():
     drain, at = drained(unit_s=0.01)
     drain.join(1000, QueueEntry(FIRST, 10), at)
     at += 60.0
@@ -96,7 +96,7 @@ def test_a_pause_in_the_midst_of_work_does_not_make_a_node_slow() -> None:
     assert drain.unit_s == pytest.approx(0.01, rel=0.1)
 
 
-def test_a_node_that_has_become_slower_is_known_to_be_within_its_next_steps() -> None:
+def test_a_node_that_has_become_slower_is_known_to_be_within_its_next_steps():
     drain, at = drained(unit_s=0.01, steps=500)
     for key in range(1000, 1100):
         drain.join(key, QueueEntry(FIRST, 10), at)
@@ -106,7 +106,7 @@ def test_a_node_that_has_become_slower_is_known_to_be_within_its_next_steps() ->
     assert drain.unit_s == pytest.approx(0.1, rel=0.1)
 
 
-def test_who_is_served_anew_counts_once() -> None:
+def test_who_is_served_anew_counts_once():
     drain, at = drained()
     drain.join(1000, QueueEntry(FIRST, 100), at)
     drain.serve(1000, left=50)
@@ -122,6 +122,6 @@ def test_who_is_served_anew_counts_once() -> None:
     [(1.0, 10.0, 2.0, 1.0), (9.0, 10.0, 2.0, 8.0), (9.0, 10.0, 70.0, 5.0), (1e9, 10.0, 0.0, 10.0)],
 )
 def test_work_is_kept_free_of_a_budget_but_for_half_of_it_at_most(
-    queue_s: float, budget_s: float, work_s: float, expected: float
-) -> None:
+    queue_s, budget_s, work_s, expected
+):
     assert may_wait_s(queue_s, budget_s, work_s) == expected

@@ -39,20 +39,20 @@ def plainly(places: list[QueueEntry], newcomer: QueueEntry, begins: float, unit_
     return max(after[id(place)] - place.start_by for place in [*passed, newcomer])
 
 
-def test_one_who_must_begin_soon_goes_ahead_of_those_who_have_time() -> None:
+def test_one_who_must_begin_soon_goes_ahead_of_those_who_have_time():
     waiting = line(QueueEntry(10.0, 100), QueueEntry(9.0, 100), QueueEntry(FIRST, 50))
     late, ahead_s = waiting.late_s(QueueEntry(2.0, 100), begins=0.0, unit_s=0.01)
     assert late <= 0.0
     assert ahead_s == pytest.approx(0.5)
 
 
-def test_nobody_goes_ahead_of_one_that_would_be_late_for_it() -> None:
+def test_nobody_goes_ahead_of_one_that_would_be_late_for_it():
     waiting = line(QueueEntry(0.0, 100), QueueEntry(1.5, 100))
     late, _ = waiting.late_s(QueueEntry(1.2, 100), begins=0.0, unit_s=0.01)
     assert late == pytest.approx(0.5)
 
 
-def test_one_that_is_late_anyhow_keeps_nobody_out() -> None:
+def test_one_that_is_late_anyhow_keeps_nobody_out():
     waiting = line(QueueEntry(1.0, 300), QueueEntry(2.0, 100))
     late, _ = waiting.late_s(QueueEntry(0.5, 50), begins=0.0, unit_s=0.01)
     assert late <= 0.0
@@ -60,7 +60,7 @@ def test_one_that_is_late_anyhow_keeps_nobody_out() -> None:
     assert late == pytest.approx(0.5)
 
 
-def test_the_urgent_go_ahead_of_others_and_make_them_late() -> None:
+def test_the_urgent_go_ahead_of_others_and_make_them_late():
     waiting = line(QueueEntry(1.5, 100), QueueEntry(2.5, 100))
     late, ahead_s = waiting.late_s(QueueEntry(1.6, 100, priority=1), begins=0.0, unit_s=0.01)
     assert late <= 0.0
@@ -68,13 +68,13 @@ def test_the_urgent_go_ahead_of_others_and_make_them_late() -> None:
 
 
 # Seen failing with every one of them protected, and with none.
-def test_the_urgent_make_nobody_late_who_is_as_urgent() -> None:
+def test_the_urgent_make_nobody_late_who_is_as_urgent():
     waiting = line(QueueEntry(1.5, 100, priority=1), QueueEntry(0.5, 100))
     late, _ = waiting.late_s(QueueEntry(1.2, 100, priority=1), begins=1.0, unit_s=0.01)
     assert late == pytest.approx(0.5)
 
 
-def test_a_step_of_priority_is_worth_some_seconds_of_waiting_and_no_more() -> None:
+def test_a_step_of_priority_is_worth_some_seconds_of_waiting_and_no_more():
     waiting = line(QueueEntry(FIRST, 100, came=100.0), QueueEntry(FIRST, 100, came=200.0))
     newcomer = QueueEntry(1000.0, 1, priority=2, came=200.0 + 2 * STEP_S - 1.0)
     assert waiting.late_s(newcomer, begins=0.0, unit_s=0.01)[1] == pytest.approx(1.0)
@@ -84,7 +84,7 @@ def test_a_step_of_priority_is_worth_some_seconds_of_waiting_and_no_more() -> No
 
 # Seen failing with those behind not counted off, and with equal times taken for later ones.
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_comes_and_goes_it_is_as_if_the_line_were_served(seed: int) -> None:
+def test_whoever_comes_and_goes_it_is_as_if_the_line_were_served(seed):
     rng = random.Random(seed)
     waiting = QueueModel()
     places: dict[int, QueueEntry] = {}

@@ -63,6 +63,26 @@ async def served():
     await rpc.stop(server, 0.0)
 
 
+@contextlib.asynccontextmanager
+async def of_a_node(*more):
+    """The address of a server with a node's options and more, and nothing but its health."""
+    server = rpc.make_server((*rpc.NODE_SERVER_OPTIONS, *more))
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await rpc.add_health_and_reflection(server, ()).tell(True)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await rpc.stop(server, 0.0)
+
+
+def called(channel, path: str, data: bytes, *, streams: bool):
+    """A call of a method with these bytes as its message, and its first answer."""
+    if streams:
+        return channel.unary_stream(path)(data, timeout=60).read()
+    return channel.unary_unary(path)(data, timeout=60)
+
+
 async def failure(call) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -126,12 +146,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(served, method,
     # Seen failing (UNKNOWN) with the generated deserialiser in place of the tolerant one.
     path = f"/baton.v1.Router/{method}"
     channel = served[1]
-    call = (
-        channel.unary_unary(path)(data, timeout=60)
-        if method == "Tokenize"
-        else channel.unary_stream(path)(data, timeout=60).read()
-    )
-    code, sentence = await failure(call)
+    code, sentence = await failure(called(channel, path, data, streams=method == "Generate"))
     assert code is Code.INVALID_ARGUMENT
     assert "UTF-8" in sentence
 
@@ -155,34 +170,11 @@ def test_nothing_else_is_an_address(address):
 @pytest.mark.parametrize("method", ["Check", "Watch"])
 async def test_malformed_bytes_to_the_health_service_are_refused_without_a_line(method, caplog):
     """Seen failing (UNKNOWN, and a traceback each) with the service as grpcio registers it."""
-    server = rpc.make_server(rpc.NODE_SERVER_OPTIONS)
-    port = rpc.bind(server, "127.0.0.1", 0)
-    await rpc.add_health_and_reflection(server, ()).tell(True)
-    await server.start()
     path = f"/grpc.health.v1.Health/{method}"
-    async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
-        call = (
-            channel.unary_unary(path)(b"\xff\xff\xff", timeout=60)
-            if method == "Check"
-            else channel.unary_stream(path)(b"\xff\xff\xff", timeout=60).read()
-        )
-        code, _ = await failure(call)
-    await rpc.stop(server, 0.0)
+    async with of_a_node() as address, rpc.make_channel(address) as channel:
+        code, _ = await failure(called(channel, path, b"\xff\xff\xff", streams=method == "Watch"))
     assert code is Code.INVALID_ARGUMENT
     assert not caplog.records
-
-
-@contextlib.asynccontextmanager
-async def of_a_node(*more):
-    """The address of a server with a node's options and more, and nothing but its health."""
-    server = rpc.make_server((*rpc.NODE_SERVER_OPTIONS, *more))
-    port = rpc.bind(server, "127.0.0.1", 0)
-    await rpc.add_health_and_reflection(server, ()).tell(True)
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await rpc.stop(server, 0.0)
 
 
 async def healthy(address: str) -> bool:
@@ -268,13 +260,7 @@ def _varint(number: int) -> bytes:
 
 async def test_a_method_that_the_library_leaves_out_is_no_fault(caplog):
     """Health's List. Seen failing: INTERNAL, and a traceback."""
-    server = rpc.make_server()
-    port = rpc.bind(server, "127.0.0.1", 0)
-    rpc.add_health_and_reflection(server, ())
-    await server.start()
-    async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
-        list_all = channel.unary_unary("/grpc.health.v1.Health/List")
-        code, _ = await failure(list_all(b"", timeout=60))
-    await rpc.stop(server, 0.0)
+    async with of_a_node() as address, rpc.make_channel(address) as channel:
+        code, _ = await failure(called(channel, "/grpc.health.v1.Health/List", b"", streams=False))
     assert code is Code.UNIMPLEMENTED
     assert not caplog.records

@@ -34,7 +34,7 @@ def test_fields_of_messages_inside_a_message_count():
     ],
     ids=["text", "packed", "fixed"],
 )
-def test_a_long_field_is_one_field(request_: GenerateRequest, num_fields: int):
+def test_a_long_field_is_one_field(request_, num_fields):
     data = request_.SerializeToString()
     assert not exceeded(data, num_fields)
     assert exceeded(data, num_fields - 1)
@@ -45,7 +45,7 @@ def test_a_long_field_is_one_field(request_: GenerateRequest, num_fields: int):
     [b"\x2a\x00", b"\x1a\x00", b"\x12\x00", b"\x78\x01", b"\x7a\x00", b"\x7b\x7c", b"\x40\x01"],
     ids=["sampling", "messages", "text", "number", "bytes", "group", "unpacked"],
 )
-def test_what_is_merged_replaced_or_unknown_counts_too(field: bytes):
+def test_what_is_merged_replaced_or_unknown_counts_too(field):
     assert exceeded(field * 200)
 
 
@@ -54,7 +54,7 @@ def test_what_is_merged_replaced_or_unknown_counts_too(field: bytes):
     [b"\xff" * 1000, b"\x12\xff" + b"\xff" * 1000, b"\x78" + b"\xff" * 1000, b"\x12" + b"\x80" * 9],
     ids=["tag", "length", "value", "end"],
 )
-def test_what_is_no_message_is_left_to_the_parser(data: bytes):
+def test_what_is_no_message_is_left_to_the_parser(data):
     assert not exceeded(data, 2)
 
 

@@ -52,7 +52,7 @@ def test_without_an_endpoint_there_is_no_tracer_and_no_program_loads_the_library
 @pytest.mark.parametrize(
     "endpoint", ["collector:4317", "ftp://collector", "http://", "http://a b", "http://c:1/path"]
 )
-def test_an_endpoint_must_be_a_url_of_a_collector(endpoint: str):
+def test_an_endpoint_must_be_a_url_of_a_collector(endpoint):
     with pytest.raises(ValueError, match="OTLP over gRPC"):
         ServerConfig(port=0, otlp_endpoint=endpoint)
 

@@ -42,7 +42,7 @@ anything = st.builds(
 
 @settings(max_examples=100)
 @given(anything, durations)
-def test_what_a_node_says_is_cut_to_what_can_be(message: pb.Timeline, longest_s: float):
+def test_what_a_node_says_is_cut_to_what_can_be(message, longest_s):
     timeline = from_proto(message, longest_s)
     assert len(timeline.attempts) <= MAX_ATTEMPTS and len(timeline.intervals) <= MAX_INTERVALS
     for row in timeline.intervals:
@@ -61,9 +61,7 @@ ENDLESS = pb.Timeline(phase=[1, 2], attempt=[0, 0], start_s=[math.inf] * 2, end_
 @settings(max_examples=100)
 @given(anything, durations, durations, durations)
 @example(ENDLESS, 0.1, 0.1, 1.0)
-def test_the_parts_of_the_time_to_first_token_add_up_to_it(
-    message: pb.Timeline, tokenize_s: float, place_s: float, ttft_s: float
-):
+def test_the_parts_of_the_time_to_first_token_add_up_to_it(message, tokenize_s, place_s, ttft_s):
     parts = split_ttft(message, tokenize_s=tokenize_s, place_s=place_s, ttft_s=ttft_s)
     assert len(parts) == len(TtftPhase) and min(parts) >= 0.0
     assert math.isclose(sum(parts), ttft_s, rel_tol=1e-9, abs_tol=1e-9)
@@ -72,12 +70,7 @@ def test_the_parts_of_the_time_to_first_token_add_up_to_it(
 @settings(max_examples=100)
 @given(durations, durations, durations, durations, durations, durations)
 def test_durations_of_another_clock_are_put_between_the_messages_that_enclose_them(
-    opened: float,
-    to_grant: float,
-    to_token: float,
-    bootstrap: float,
-    waiting: float,
-    prefill: float,
+    opened, to_grant, to_token, bootstrap, waiting, prefill
 ):
     granted = opened + to_grant
     token = granted + to_token

@@ -37,7 +37,7 @@ def test_a_header_names_a_span_and_says_whether_it_is_sampled():
         f"01-{TRACE}-{SPAN}-01-" + "x" * 300,
     ],
 )
-def test_what_is_no_header_is_ignored(header: str):
+def test_what_is_no_header_is_ignored(header):
     assert parse(header) is None and checked(header) == ""
 
 
@@ -50,13 +50,13 @@ def test_what_is_no_header_is_ignored(header: str):
         (f"00-{TRACE}-{SPAN}-fe", HEADER[:-2] + "00"),
     ],
 )
-def test_what_later_versions_say_besides_is_not_passed_on(header: str, passed_on: str):
+def test_what_later_versions_say_besides_is_not_passed_on(header, passed_on):
     assert checked(header) == passed_on
 
 
 @settings(max_examples=100)
 @given(st.text(max_size=80) | st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"))
-def test_whatever_comes_is_a_header_of_ours_or_nothing(text: str):
+def test_whatever_comes_is_a_header_of_ours_or_nothing(text):
     header = checked(text)
     assert checked(header) == header
     assert not header or header.startswith("00-")

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.api.rig import byte_level_tokenizer
+from tests.api.models import byte_level_tokenizer
 from tools.bench.router import peers
 from tools.bench.support.record import ROOT, emit, say, table
 
