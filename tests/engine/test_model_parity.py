@@ -23,14 +23,13 @@ from tests.support.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
     LATENT_ARCHITECTURES,
-    VOCABULARY_SIZE,
     greedy_tokens,
     make_checkpoint,
     reference_model,
     to_transformers_4,
 )
 from tests.support.devices import CPU, CUDA
-from tests.support.steps import Recorder, Steps
+from tests.support.steps import Recorder, Steps, prompt
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -191,11 +190,6 @@ def device(request, monkeypatch):
     return CPU
 
 
-def prompt(length, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
-
-
 LOGITS_PROMPT = prompt(150)
 
 
@@ -274,17 +268,8 @@ def test_greedy_tokens_are_those_of_transformers(
     expected = expected_tokens(architecture, page_size)
     model = load(checkpoint(architecture), device, torch.float32)
     steps = Steps(model, page_size=page_size, num_slots=5)
-    slots = [steps.add(tokens) for tokens in prompts]
-    for slot in slots:
-        steps.prefill(slot, chunk=2 * page_size)
-    for _ in range(11):
-        steps.decode(*slots)
-    steps.settle()
+    assert steps.generate(prompts, 12, chunk=2 * page_size) == expected
     steps.close()
-    generated = [
-        steps.remove(slot)[len(tokens) :] for slot, tokens in zip(slots, prompts, strict=True)
-    ]
-    assert generated == expected
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
@@ -303,12 +288,7 @@ def test_rows_with_adapters_are_those_of_models_with_them_in_their_weights(
     prompts = [prompt(length, seed) for seed, length in enumerate([1, 16, 70, 33, 100, 17])]
     wanted = [*names, "", *names, ""]
     steps = Steps(model, num_slots=len(prompts), lora=lora)
-    slots = [steps.add(tokens, adapter=name) for tokens, name in zip(prompts, wanted, strict=True)]
-    for slot in slots:
-        steps.prefill(slot, chunk=32)
-    for _ in range(7):
-        steps.decode(*slots)
-    steps.settle()
+    told = steps.generate(prompts, 8, chunk=32, adapters=wanted)
     steps.close()
     for name in ("", *names):
         reference = reference_model(directory)
@@ -316,8 +296,7 @@ def test_rows_with_adapters_are_those_of_models_with_them_in_their_weights(
             merge(reference, tmp_path / name)
         rows = [row for row, each in enumerate(wanted) if each == name]
         expected = greedy_tokens(reference, [prompts[row] for row in rows], 8)
-        for row, answer in zip(rows, expected, strict=True):
-            assert steps.remove(slots[row])[len(prompts[row]) :] == answer
+        assert [told[row] for row in rows] == expected
 
 
 def test_a_mixed_batch_gives_what_its_rows_give_alone(tmp_path):
