@@ -16,7 +16,7 @@ from bench.traffic.lengths import Lengths
 from bench.traffic.load import LoadGenerator, LoadRun, poisson, until
 from bench.traffic.outcome import RequestOutcome
 from bench.traffic.workload import Workload, WorkloadRequest, WorkloadTrace
-from tests.support.stub_openai import until as until_time
+from tests.bench.stub_openai import until as until_time
 
 JOBS = [WorkloadRequest((number,), 1) for number in range(1, 100)]
 

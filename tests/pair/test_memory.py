@@ -119,7 +119,7 @@ def test_other_weights_are_put_where_weights_are(rig, greedy):
         assert not told(rig, node, PutWeights(weights)).error
         released(rig, node, tags=("weights",))
         taken_again(rig, node)
-        assert node.desk.weights == weights
+        assert node.control.weights == weights
     resumed(rig)
     assert ask(rig).tokens == greedy("new", PROMPT, 8)
 

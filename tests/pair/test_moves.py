@@ -16,8 +16,7 @@ from kvtransfer.messages import GrantHandoff, PagesReady
 from node.commands import DrainNode
 from node.messages import MigrateFrom
 from tests.pair.conftest import Known
-from tests.support.pair_node import Asked, Size
-from tests.support.pair_rig import PATIENT, PairRig
+from tests.pair.rig import PATIENT, Asked, PairRig, Size
 
 PROMPT = tuple(range(5, 45))
 TWO = (Size(), Size())
@@ -47,13 +46,10 @@ def _joined(asked: Asked, successor: Asked, num_known: int) -> list[int]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_request_goes_on_elsewhere_where_it_stopped(known: Known, overlap: bool) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True, overlap=overlap) as rig:
-        asked = _begin(rig, 4)
-        num_known = len(asked.tokens)
-        successor = _move(rig, asked)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED and successor.reason is FinishReason.LENGTH
-        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 40)
+    with PairRig(known.loaded, decode=TWO, moves=True, overlap_schedule=overlap) as rig:
+        tokens = rig.moved_midway(rig.ask(PROMPT, 40))
+        assert rig.asked[-1].reason is FinishReason.LENGTH
+        assert tokens == known.greedy(PROMPT, 40)
         # Nothing is computed again: not one prompt token was the second node's to compute.
         assert rig.decode[1].count("prompt_tokens") == 0
         assert rig.decode[1].count("moves/here") == rig.decode[0].count("moves/away") == 1
@@ -112,19 +108,15 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
 def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[str, Any]) -> None:
     with PairRig(known.loaded, decode=TWO, moves=True) as rig:
         sampling = {"seed": 7, **sampling}
-        undisturbed = rig.ask(PROMPT, **{"max_tokens": 40, **sampling})
-        rig.run()
+        undisturbed = rig.serve(PROMPT, **{"max_tokens": 40, **sampling})
         assert "thought" not in sampling or undisturbed.tokens.index(3) == 20
-        asked = _begin(rig, 4, **{"max_tokens": 40, **sampling})
-        num_known = len(asked.tokens)
-        successor = _move(rig, asked)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert _joined(asked, successor, num_known) == undisturbed.tokens
+        asked = rig.ask(PROMPT, **{"max_tokens": 40, **sampling})
+        tokens, successor = rig.moved_midway(asked), rig.asked[-1]
+        assert tokens == undisturbed.tokens
         assert successor.reason is undisturbed.reason
         assert not successor.prompt_logprobs  # they have been told
         if "logprobs" in sampling:
-            told = [*asked.logprobs[:num_known], *successor.logprobs]
+            told = asked.logprobs[: len(tokens) - len(successor.tokens)] + successor.logprobs
             assert len(successor.logprobs) == len(successor.tokens)
             for one, other in zip(told, undisturbed.logprobs, strict=True):
                 assert one.top_tokens == other.top_tokens
@@ -135,12 +127,8 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
 def test_windows_and_states_go_along(model: Callable[[str], Known], architecture: str) -> None:
     known = model(architecture)
     with PairRig(known.loaded, decode=TWO, moves=True) as rig:
-        asked = _begin(rig, 9)
-        num_known = len(asked.tokens)
-        successor = _move(rig, asked)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 40)
+        tokens = rig.moved_midway(rig.ask(PROMPT, 40), 9)
+        assert tokens == known.greedy(PROMPT, 40)
 
 
 def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
@@ -150,7 +138,7 @@ def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
         asked = _begin(rig, 4)
         _move(rig, asked)
         rig.run()
-        (grant,) = [g for g in rig.wires.seen if isinstance(g, GrantHandoff) and g.room_tokens]
+        (grant,) = [each for each in rig.wires.said(GrantHandoff) if each.room_tokens]
         assert grant.prefix_tokens == 32
         assert grant.gib_per_s > 0.0  # by which the source bounds its pause
 
@@ -273,7 +261,7 @@ def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: 
         source = rig.decode[0]
         asked = _begin(rig, 4, 400)
         rig.tell(source, DrainNode())
-        rig.until(lambda: source.desk.draining, "it drains")
+        rig.until(lambda: source.control.draining, "it drains")
         successor = _move(rig, asked)
         rig.until(lambda: source.router.drained, "nothing is left to do")
         assert asked.reason is FinishReason.MOVED
@@ -285,10 +273,7 @@ def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: 
 
 def _copied(rig: PairRig) -> list[int]:
     """Tokens that movers had here when they asked for the rest."""
-    grants = (
-        each for each in rig.wires.seen if isinstance(each, GrantHandoff) and each.room_tokens
-    )
-    return [grant.prefix_tokens for grant in grants]
+    return [each.prefix_tokens for each in rig.wires.said(GrantHandoff) if each.room_tokens]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.long)])
@@ -315,12 +300,8 @@ def test_states_are_read_once_it_stands_still(model: Callable[[str], Known]) -> 
     """The one that it goes on from is the newest; what is copied before is not in the way."""
     known = model("qwen3_next")
     with PairRig(known.loaded, decode=TWO, shares=PrefixSharingConfig()) as rig:
-        asked = _begin(rig, 30, 100)
-        num_known = len(asked.tokens)
-        successor = _move(rig, asked)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 100)
+        tokens = rig.moved_midway(rig.ask(PROMPT, 100), 30)
+        assert tokens == known.greedy(PROMPT, 100)
 
 
 @pytest.mark.parametrize(
@@ -335,13 +316,9 @@ def test_what_is_not_copied_before_is_read_while_it_stands_still(
     known: Known, source: Size, target: Size, copied: bool
 ) -> None:
     with PairRig(known.loaded, decode=(source, target), shares=PrefixSharingConfig()) as rig:
-        asked = _begin(rig, 30, 100)
-        num_known = len(asked.tokens)
-        successor = _move(rig, asked)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert [bool(tokens) for tokens in _copied(rig)] == [copied]
-        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 100)
+        tokens = rig.moved_midway(rig.ask(PROMPT, 100), 30)
+        assert [bool(num_tokens) for num_tokens in _copied(rig)] == [copied]
+        assert tokens == known.greedy(PROMPT, 100)
 
 
 @pytest.mark.parametrize("what", ["cancelled", "cut", "ended"])

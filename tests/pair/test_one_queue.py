@@ -4,8 +4,7 @@ import pytest
 
 from engine.scheduler import arrivals
 from node.commands import AbortRequests
-from tests.support.pair_node import Asked, Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import Asked, PairRig, Size
 
 LARGE = [n * 7 % 300 for n in range(100)]  # seven of eight pages
 SMALL = [5] * 20

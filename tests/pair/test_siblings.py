@@ -5,8 +5,7 @@ import math
 import pytest
 
 from decode_node import handoffs
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import PairRig, Size
 
 PAGE, NUM = 16, 4
 ROOMY = (Size(num_pages=256),)
@@ -101,8 +100,7 @@ def test_whoever_has_all_of_it_cached_waits_for_nobody(known):
     prompt = _prompt(100)
     with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
         (decode,) = rig.decode
-        rig.ask(prompt, 2)
-        rig.run()
+        rig.serve(prompt, 2)
         rig.faults[0].freeze()
         asked = [rig.ask(prompt, 20) for _ in range(NUM)]
         rig.until(lambda: decode.queue("transfer") == NUM, "all are granted")

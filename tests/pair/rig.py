@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import torch
 
-from common.config import PrefixSharingConfig, TransferConfig
-from common.process.ipc import FrameSocket, socket_pair
+from common.config import PrefixSharingConfig, SchedulerConfig, TransferConfig
+from common.process.ipc import socket_pair
 from common.request import Remaining, RequestSpec
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.images import Image
@@ -29,7 +29,6 @@ from common.requests.sampling import SamplingParams
 from engine.batch.request import FinishReason
 from engine.runner.stream import DeviceStream, WorkerStream
 from kvtransfer.backends.loopback import LoopbackBackend
-from kvtransfer.front_messages import PairInput
 from kvtransfer.messages import GrantHandoff
 from kvtransfer.transfer.thread import WakeUp
 from node.commands import Command
@@ -41,19 +40,19 @@ from node.messages import (
     RouterStreamClosed,
     SubmitRequest,
 )
-from tests.support.pair_node import (
+from tests.pair.node import (
     STREAM,
     Asked,
     Common,
     Loaded,
     Node,
     Size,
-    decode_node,
-    prefill_node,
+    make_node,
 )
-from tests.support.pair_wires import FrontEnd, Wires
+from tests.pair.wires import Wires
 
 TIMEOUT_S = 60.0  # for whatever a test waits for
+SCHEDULER = SchedulerConfig.model_fields
 NAP_S = 0.02  # between two looks when nothing moves: it may be time for something
 # Nothing is given up for being slow, unless a test wants it.
 # Every page is compared.
@@ -67,21 +66,25 @@ PATIENT = TransferConfig(
 )
 
 
+def prompt(length: int, seed: int = 1) -> list[int]:
+    """Return a prompt without repetitions, one for each seed."""
+    return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
+
+
 class PairRig:
     """Nodes of one model, paired all with all. `with` starts them and, unless the test has failed,
     waits until they are at rest and checks that nothing is left behind.
 
     Args:
         prefill, decode: one entry per node; decode nodes without any prefill node are colocated.
-        scheduler: fields of SchedulerConfig.
         make_stream: the forward stream of each node.
         moves: decode nodes are paired with each other too.
         shares: all nodes are paired with all others, and what they are told of others' prefixes
             they read, once they know what computing takes (`learn_what_computing_takes`).
         own_models: each node has the weights in tensors of its own.
         paired: wait until all nodes are.
-        config: fields of DecodeConfig. Who has lost all its owners waits for none, unless they
-            say so.
+        settings: of SchedulerConfig for all nodes, and of DecodeConfig. Unless they say so,
+            requests do not wait for a producer to return.
     """
 
     def __init__(
@@ -91,29 +94,24 @@ class PairRig:
         prefill: Sequence[Size] = (Size(),),
         decode: Sequence[Size] = (Size(),),
         page_size: int = 16,
-        chunk_tokens: int = 64,
         context_length: int = 512,
-        overlap: bool = True,
-        scheduler: dict[str, Any] | None = None,
         transfer: TransferConfig = PATIENT,
         make_stream: Callable[[], DeviceStream] = WorkerStream,
         moves: bool = False,
         shares: PrefixSharingConfig | None = None,
         own_models: bool = False,
         paired: bool = True,
-        **config: Any,
+        **settings: Any,
     ) -> None:
         torch.set_num_threads(1)
         self._wake = WakeUp()
+        settings = {"chunked_prefill_tokens": 64, "reconnect_wait_s": 0.0, **settings}
+        scheduler = {name: settings.pop(name) for name in SCHEDULER if name in settings}
         common = Common(
             loaded,
             page_size,
             context_length,
-            {
-                "overlap_schedule": overlap,
-                "chunked_prefill_tokens": chunk_tokens,
-                **(scheduler or {}),
-            },
+            scheduler,
             transfer,
             make_stream,
             LoopbackBackend(),
@@ -127,25 +125,20 @@ class PairRig:
         self._paired = paired
         self._numbers = itertools.count(1)
         self.wires = Wires()
-        made = [
-            prefill_node(
-                common,
-                1000 + i,
-                size,
-                *self._ends(f"prefill-{i}{port}", is_owner=True, is_reader=all_read),
-            )
+
+        def make(role: str, instance: int, size: Size, owner: bool, reader: bool, **fields) -> Node:
+            ours, theirs = socket_pair()
+            address = f"{role}-{instance % 1000}{port}"
+            front = self.wires.add(theirs, address, is_owner=owner, is_reader=reader)
+            return make_node(common, role, instance, size, front, ours, fields)
+
+        self.prefill = [
+            make("prefill", 1000 + i, size, owner=True, reader=all_read)
             for i, size in enumerate(prefill)
         ]
-        self.prefill = [node for node, _ in made]
-        self.faults = [faults for _, faults in made]  # of copies from prefill[i]
+        self.faults = [common.backend.faults(1000 + i) for i in range(len(prefill))]
         self.decode = [
-            decode_node(
-                common,
-                2000 + i,
-                size,
-                *self._ends(f"decode-{i}{port}", is_owner=moves),
-                {"reconnect_wait_s": 0.0, **config},
-            )
+            make("decode", 2000 + i, size, owner=moves, reader=True, **settings)
             for i, size in enumerate(decode)
         ]
         self._num_owners = len(prefill) + (len(decode) - 1 if moves else 0)
@@ -228,6 +221,12 @@ class PairRig:
         )
         return asked
 
+    def serve(self, *prompt: Any, **options: Any) -> Asked:
+        """Submit a request, and run until all have ended. For the arguments see `ask`."""
+        asked = self.ask(*prompt, **options)
+        self.run()
+        return asked
+
     def learn_what_computing_takes(self) -> None:
         """Every prefill node, or decode node without any, computes as many prompts as it takes."""
         for turn in range(9):
@@ -251,15 +250,18 @@ class PairRig:
             **msgspec.structs.asdict(asked.sampling),
         )
 
-    def moved_midway(self, asked: Asked) -> list[int]:
-        """Moves a request from the first decode node to the second once it generates, and runs
-        until all have ended; returns the tokens of both submissions."""
-        self.until(lambda: len(asked.tokens) >= 4, "it generates")
+    def moved_midway(self, asked: Asked, num_tokens: int = 4) -> list[int]:
+        """Move a request from the first decode node to the second once it has so many tokens, and
+        run until all have ended. Return the client's tokens. The second submission repeats the
+        tokens that the first one sent meanwhile."""
+        self.until(lambda: len(asked.tokens) >= num_tokens, "it generates")
         num_known = len(asked.tokens)
         successor = self.move(asked, 0, 1)
         self.until_granted(0)
         self.run()
         assert asked.reason is FinishReason.MOVED
+        repeated = asked.tokens[num_known:]
+        assert successor.tokens[: len(repeated)] == repeated
         return asked.tokens[:num_known] + successor.tokens
 
     def cancel(self, asked: Asked, node: int = 0) -> None:
@@ -304,7 +306,7 @@ class PairRig:
         for it: in between its requests do not go on, and the others have turns."""
         others = [one for one in self.nodes if one is not node]
         while not condition():
-            self.until(lambda: node.news, what, *others)
+            self.until(lambda: node.router.woken.is_set(), what, *others)
             self.turn(node)
 
     def until_granted(self, source: int) -> None:
@@ -349,7 +351,7 @@ class PairRig:
 
     def until_paired(self) -> None:
         self.until(
-            lambda: all(len(node.desk.links) == self._num_owners for node in self._readers),
+            lambda: all(len(node.control.links) == self._num_owners for node in self._readers),
             "all nodes are paired",
         )
 
@@ -386,11 +388,3 @@ class PairRig:
                 self.until_free()
                 for node in self.nodes:
                     node.check_at_rest()
-
-    def _ends(
-        self, address: str, *, is_owner: bool, is_reader: bool = True
-    ) -> tuple[FrontEnd, FrameSocket[PairInput]]:
-        """The front of a node, and its transfer thread's socket to it."""
-        ours, theirs = socket_pair()
-        front = self.wires.add(theirs, address, is_owner=is_owner, is_reader=is_reader)
-        return front, FrameSocket(ours, PairInput)

@@ -5,9 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.tracing.context import UNTRACED
+from decode_node.state import DecodeState
+from engine.batch.request import Request
 from kvtransfer.messages import GrantHandoff, PagesReady, PagesReleased
-from tests.support.pair_node import Asked, Loaded, Size
-from tests.support.pair_rig import PairRig
+from node.messages import Placement
+from node.request_state import Stage
+from node.timings import RequestTimings
+from tests.pair.rig import Asked, Loaded, PairRig, Size
 
 LONG = [n * 7 % 300 for n in range(100)]  # 7 pages, 4 chunks of 32 tokens
 OTHER = LONG[::-1]
@@ -118,7 +123,7 @@ class State:
 
     def rig(self, loaded: Loaded, **options: Any) -> PairRig:
         bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
-        options = {"chunk_tokens": 32, "scheduler": bold, **self.sizes, **options}
+        options = {"chunked_prefill_tokens": 32, **bold, **self.sizes, **options}
         return PairRig(loaded, **options)
 
 
@@ -138,3 +143,16 @@ EVERYWHERE = [
     State(retracted, {"decode": [Size(num_pages=5)]}),
     State(between_chunks_here),
 ]
+
+
+def make_decode_state(request: Request, **fields: Any) -> DecodeState:
+    """Return the record of a request that is prepared on a decode node.
+
+    Args:
+        fields: of DecodeState.
+    """
+    timings = RequestTimings(request.spec.request_id, request.num_prompt, UNTRACED, 0.0, 0.0)
+    own = {"timings": timings, "placement": Placement(), "on_end": lambda state, ending: None}
+    state = DecodeState(request=request, **{**own, **fields})
+    state.move(Stage.PREPARING, None)
+    return state

@@ -11,6 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -86,6 +87,10 @@ class Wires:
         front = FrontEnd(address, is_owner, is_reader, FrameSocket(sock, PairOutput))
         self._fronts.append(front)
         return front
+
+    def said(self, kind: type) -> list[Any]:
+        """Return the messages of this kind that have arrived."""
+        return [message for message in self.seen if isinstance(message, kind)]
 
     def register(self, poll: select.poll) -> None:
         for front in self._fronts:
