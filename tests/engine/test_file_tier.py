@@ -16,16 +16,7 @@ from engine.offload import page_files
 from engine.offload.file_tier import AFTER_FAULT_S
 from engine.offload.page_files import FileFault, PageFiles
 from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
-from tests.engine.test_tiers import (
-    KINDS,
-    SIZE,
-    FileTier,
-    Talks,
-    Told,
-    ask,
-    drawn,
-    fill_the_pool,
-)
+from tests.engine.test_tiers import KINDS, SIZE, FileTier, Talks, Told, ask, drawn, fill_the_pool
 from tests.support.engine_rig import Rig
 
 

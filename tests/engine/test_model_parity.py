@@ -94,10 +94,7 @@ VARIANTS = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    "qwen3_moe normalised, biased": (
-        "qwen3_moe",
-        {"norm_topk_prob": True, "attention_bias": True},
-    ),
+    "qwen3_moe normalised, biased": ("qwen3_moe", {"norm_topk_prob": True, "attention_bias": True}),
     "qwen3_moe window in all layers": (
         "qwen3_moe",
         {"use_sliding_window": True, "sliding_window": 21},
@@ -116,10 +113,7 @@ VARIANTS = {
             "qkv_bias": False,
         },
     ),
-    "mixtral window, every expert": (
-        "mixtral",
-        {"sliding_window": 17, "num_experts_per_tok": 4},
-    ),
+    "mixtral window, every expert": ("mixtral", {"sliding_window": 17, "num_experts_per_tok": 4}),
     "dots1 window, not normalised": (
         "dots1",
         {"sliding_window": 17, "max_window_layers": 1, "norm_topk_prob": False},
@@ -130,10 +124,7 @@ VARIANTS = {
     ),
     "deepseek_v3 yarn, biased": (
         "deepseek_v3",
-        {
-            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
-            "attention_bias": True,
-        },
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}, "attention_bias": True},
     ),
     "deepseek_v3 halves rotated, one group, not normalised": (
         "deepseek_v3",
@@ -151,10 +142,7 @@ VARIANTS = {
         },
     ),
     # These models' scores and logits are small: a cap of 3 bends them, one of 30 hardly does.
-    "gemma2 low caps": (
-        "gemma2",
-        {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0},
-    ),
+    "gemma2 low caps": ("gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0}),
     "gemma2 without caps": (
         "gemma2",
         {"attn_logit_softcapping": None, "final_logit_softcapping": None},

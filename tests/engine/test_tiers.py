@@ -271,13 +271,7 @@ def test_a_prompt_whose_node_is_split_while_it_is_saved_is_saved_whole():
 @pytest.mark.parametrize("windows", [(None,), (None, 40)], ids=["full", "window"])
 @pytest.mark.parametrize("state_pages", [0, 2])
 def test_of_a_prompt_longer_than_host_memory_the_beginning_is_saved_once(windows, state_pages):
-    rig = Rig(
-        num_pages=120,
-        swap_pages=0,
-        tier_pages=12,
-        windows=windows,
-        state_pages=state_pages,
-    )
+    rig = Rig(num_pages=120, swap_pages=0, tier_pages=12, windows=windows, state_pages=state_pages)
     prompt = drawn(1, 600)
     ask(rig, prompt)
     assert rig.tiers.saves.num_pages <= 12

@@ -40,15 +40,7 @@ from node.messages import (
     RouterStreamClosed,
     SubmitRequest,
 )
-from tests.pair.node import (
-    STREAM,
-    Asked,
-    Common,
-    Loaded,
-    Node,
-    Size,
-    make_node,
-)
+from tests.pair.node import STREAM, Asked, Common, Loaded, Node, Size, make_node
 from tests.pair.wires import Wires
 
 TIMEOUT_S = 60.0  # for whatever a test waits for
@@ -287,11 +279,7 @@ class PairRig:
             self._poll.poll(NAP_S * 1000.0)
 
     def until(
-        self,
-        condition: Callable[[], object],
-        what: str,
-        *nodes: Node,
-        timeout_s: float = TIMEOUT_S,
+        self, condition: Callable[[], object], what: str, *nodes: Node, timeout_s: float = TIMEOUT_S
     ) -> None:
         """Gives turns to every node, or to these, until `condition` is true."""
         deadline = time.monotonic() + timeout_s

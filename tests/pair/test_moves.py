@@ -88,8 +88,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
         pytest.param(SAMPLED, id="sampled-with-penalties"),
         pytest.param({"logprobs": 2}, id="log-probabilities"),
         pytest.param(
-            {"guide": GuidedDecoding("regex", "[a-z ]{200}"), "max_tokens": 60},
-            id="grammar",
+            {"guide": GuidedDecoding("regex", "[a-z ]{200}"), "max_tokens": 60}, id="grammar"
         ),
         pytest.param(
             SAMPLED | {"min_tokens": 30, "stop_token_ids": (9,), "logit_bias": ((9, 100.0),)},

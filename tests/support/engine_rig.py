@@ -114,11 +114,7 @@ class Rig:
             EngineConfig(model="fake", cache=cache, scheduler=self.config),
             shape,
             RequestLimits(
-                given.context_length,
-                VOCABULARY,
-                tables,
-                given.num_pages,
-                eos_token_ids=given.eos,
+                given.context_length, VOCABULARY, tables, given.num_pages, eos_token_ids=given.eos
             ),
             self.copier,
             store=self.store,
