@@ -68,7 +68,7 @@ CONFIGS: dict[str, type[Any]] = {"prefill": PrefillConfig, "decode": DecodeConfi
 
 
 class AllPass:
-    """A verifier that accepts every grammar. These tests have small ones."""
+    """A verifier that accepts every grammar."""
 
     def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
         return prepared(guide)
@@ -79,7 +79,7 @@ class AllPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """A checkpoint in memory; any number of engines may share it."""
+    """A checkpoint in memory that several engines may share."""
 
     directory: Path
     model: Model
@@ -131,20 +131,20 @@ class Common:
 
 @dataclass(eq=False)
 class Asked:
-    """A request of the router, and what it has been told about it."""
+    """A request of the router, and what the node has reported about it."""
 
     number: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
     tokens: list[int] = field(default_factory=list)
     ended: RequestEnded | None = None
-    cached_tokens: int | None = None  # None: not told yet
+    cached_tokens: int | None = None  # None: not reported yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     adapter: bytes = b""
     images: tuple[Image, ...] = ()
     ticket: int = 0
-    moves: bool = False  # it runs elsewhere, and is to come here
+    migrates: bool = False  # from another node
     predicted: PredictionUsage = NOTHING
 
     @property
@@ -165,7 +165,7 @@ class RouterEnd:
         self.asked: dict[int, Asked] = {}
         self.answers: list[NodeCallResult] = []
         self.pooled: list[PoolingDone] = []
-        self.trials: list[int] = []  # numbers of requests, as they began; 0: none any more
+        self.trials: list[int] = []  # quarantined requests as they began; 0: it has ended
         self.drained = False
         self.rested = False  # the event loop had nothing to do
 
@@ -173,7 +173,7 @@ class RouterEnd:
         return [self.inbox.popleft() for _ in range(len(self.inbox))]
 
     def post(self, message: EngineMessage) -> None:
-        match _read(msgspec.msgpack.encode(message)):  # as it is on the other side of a socket
+        match _read(msgspec.msgpack.encode(message)):  # as after a socket
             case StepTokens() as said:
                 self._note(said)
             case QuarantineStarted() as said:
@@ -186,7 +186,7 @@ class RouterEnd:
                 self.pooled.append(said)
 
     def wait(self, timeout_s: float) -> None:
-        """The rig sleeps, for all nodes at once."""
+        """Note that the node has nothing to do. The rig sleeps for all nodes at once."""
         self.rested = True
 
     def wake(self) -> None:
@@ -210,15 +210,15 @@ class RouterEnd:
         for number, token in zip(numbers, tokens, strict=True):
             asked = self.asked[number]
             assert asked.ended is None, "a token after the end"
-            begun = asked.cached_tokens is not None or asked.moves
-            assert begun, "a token, and nothing has begun"
+            begun = asked.cached_tokens is not None or asked.migrates
+            assert begun, "a token before the report of cached tokens"
             self.asked[number].tokens.append(token)
         for ended in step.ended:
             assert self.asked[ended.request].ended is None, "a request ended twice"
             self.asked[ended.request].ended = ended
 
 
-class Ears:
+class TurnCounter:
     """Counts the turns of a transfer thread."""
 
     def __init__(self) -> None:
@@ -226,24 +226,24 @@ class Ears:
         self._num_turns = 0
 
     def turn(self) -> float:
-        """On the transfer thread, in each turn between its input and what comes of that."""
+        """Count a turn. Called on the transfer thread, after it has read its input."""
         with self._heard:
             self._num_turns += 1
             self._heard.notify_all()
         return 0.0  # the engine is never late
 
     def wait(self, wake: Callable[[], None], timeout_s: float) -> None:
-        """Until the thread, which `wake` wakes, has dealt with all that there is for it now."""
+        """Wait until the thread, which `wake` wakes, has handled all input that is there now."""
         with self._heard:
-            # The turn under way may have looked before; what comes of the next one's input is done
-            # when the one after it has looked.
+            # The turn in progress may have read its input before. The results of the next turn are
+            # out when the turn after it begins.
             for _ in range(3):
                 wake()
                 assert self._heard.wait(timeout_s)
 
 
 class Node:
-    """`step` gives the event loop one turn and then checks the books."""
+    """A node. `step` runs one turn of its event loop, then the self-check."""
 
     def __init__(
         self, engine: Engine, runtime: NodeRuntime, role: Any, front: FrontEnd, config: EngineConfig
@@ -257,11 +257,11 @@ class Node:
         self.in_flight: LaunchedBatch | None = None
         overlap = config.scheduler.overlap_schedule
         self._loop = EventLoop(role, engine.runner, overlap=overlap, clock=runtime.clock)
-        self._ears = Ears()
-        self.transfer._engine_late_s = self._ears.turn  # its engine thread has turns by hand
+        self._turns = TurnCounter()
+        self.transfer._engine_late_s = self._turns.turn  # never late: the test gives its turns
 
     def step(self) -> bool:
-        """False if there was nothing to compute."""
+        """Run one turn. Return False if there was nothing to compute."""
         self.router.rested = False
         self.router.woken.clear()
         self.in_flight = self._loop.step(self.in_flight)
@@ -271,8 +271,8 @@ class Node:
         return not rested
 
     def catch_up(self, timeout_s: float) -> None:
-        """Until the transfer thread has dealt with all that there is for it now."""
-        self._ears.wait(self.transfer._wake_up.wake, timeout_s)
+        """Wait until the transfer thread has handled all input that is there now."""
+        self._turns.wait(self.transfer._wake_up.wake, timeout_s)
 
     def queue(self, name: str) -> int:
         return int(self.role.queues()[name])
@@ -289,7 +289,7 @@ class Node:
 
     @property
     def holds_nothing(self) -> bool:
-        """Every page is free or cached, and nothing is under way."""
+        """Return whether every page is free or cached, and no work is left."""
         held = self.engine.pages.by_holder()
         in_use = held["request"] + held["step"] + held["read"] + held["publication"]
         in_use += held["copy"]

@@ -1,5 +1,4 @@
-"""The states of a request between its submission and its end, each with a way to get there and
-to stay until the test goes on."""
+"""The states of a request, each with a function that brings a request there and keeps it there."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,8 @@ OTHER = LONG[::-1]
 
 
 def in_prealloc(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    """The decode pool is full of another one's pages; the owner has it in its bootstrap queue."""
+    """Another request has the decode node's pages. The prefill node has this one in its bootstrap
+    queue."""
     rig.faults[0].freeze()
     other = rig.ask(OTHER)
     rig.until(lambda: other.tokens, "the other one is being read")
@@ -38,7 +38,7 @@ def with_its_grant_under_way(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def waiting_at_the_owner(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    """The owner's pool is full of another one's publication."""
+    """The pages that the prefill node publishes for another request fill its pool."""
     rig.faults[0].freeze()
     other = rig.ask(OTHER)
     rig.until(lambda: other.tokens, "the other one is being read")
@@ -54,7 +54,7 @@ def between_chunks(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def published(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    """All is computed, and the reader has not heard of it."""
+    """The prompt is computed, and the decode node does not know it yet."""
     rig.wires.hold_back(PagesReady)
     asked = ask(LONG)
     _reach(rig, asked, lambda: rig.prefill[0].queue("inflight"))
@@ -76,7 +76,7 @@ def read_but_not_confirmed(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def confirmed(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    """Held is, or will be, among the events of the decode node's next poll."""
+    """The decode node gets the confirmation at its next poll."""
     asked = ask(LONG)
     prefill, decode = rig.prefill[0], rig.decode[0]
     _reach(rig, asked, lambda: decode.queue("transfer"))
@@ -102,7 +102,7 @@ def retracted(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def between_chunks_here(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    asked = ask(LONG, owners=[])
+    asked = ask(LONG, prefill=[])
     _reach(rig, asked, lambda: rig.decode[0].queue("chunked"))
     return asked
 
@@ -113,7 +113,7 @@ def _reach(rig: PairRig, asked: Asked, condition: Callable[[], object], *nodes: 
 
 @dataclass(frozen=True)
 class State:
-    """A state and the way to reach it: `reach` calls `ask` for the request and returns it."""
+    """A state. `reach` brings a request there, which it makes by `ask`."""
 
     reach: Callable[[PairRig, Callable[..., Asked]], Asked]
     sizes: dict[str, Any] = field(default_factory=dict)

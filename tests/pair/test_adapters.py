@@ -229,7 +229,7 @@ def test_what_the_prefill_node_has_not_loaded_is_computed_by_the_decode_node(kno
 
 def test_an_adapter_goes_with_a_request_that_moves(known, shelf):
     size = shelf.size("a")
-    with PairRig(known.loaded, prefill=[size], decode=[size, size], moves=True) as rig:
+    with PairRig(known.loaded, prefill=[size], decode=[size, size], migrates=True) as rig:
         asked = rig.ask(PROMPTS[1], 64, adapter=ids(rig)["a"])
         joined = rig.moved_midway(asked, 3)
         assert joined[:NUM_TOKENS] == shelf.greedy("a", PROMPTS[1])
@@ -239,7 +239,7 @@ def test_an_adapter_goes_with_a_request_that_moves(known, shelf):
 
 def test_a_request_does_not_move_to_where_it_would_have_another_adapter(known, shelf):
     size = shelf.size("a", "b")
-    with PairRig(known.loaded, prefill=[size], decode=[size, size], moves=True) as rig:
+    with PairRig(known.loaded, prefill=[size], decode=[size, size], migrates=True) as rig:
         by_name = ids(rig)
         asked = rig.ask(PROMPTS[1], 64, adapter=by_name["a"])
         rig.until(lambda: len(asked.tokens) >= 3, "it runs")

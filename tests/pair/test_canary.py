@@ -53,7 +53,7 @@ def test_a_node_whose_pages_are_wrong_is_not_used_until_they_are_right(
         with _spoiled(wrong):
             _pair_again(rig)
             rig.until(lambda: decode.count("canaries/failed"), "it is found")
-            asked = [rig.ask(PROMPT, owners=owners) for owners in ([0, 1], [0])]
+            asked = [rig.ask(PROMPT, prefill=owners) for owners in ([0, 1], [0])]
             rig.run()
             for each in asked:
                 assert each.tokens == known.greedy(PROMPT, 8)
@@ -115,7 +115,7 @@ def test_who_is_in_use_untried_and_wrong_is_in_use_no_more(
             resumed(rig, decode)
             rig.until(lambda: decode.count("canaries/failed"), "it is found")
             assert list(decode.control.links) == [rig.prefill[1].front.address]
-            asked = rig.serve(PROMPT, owners=[0, 1])
+            asked = rig.serve(PROMPT, prefill=[0, 1])
             assert asked.tokens == known.greedy(PROMPT, 8)
         rig.until_paired()
         assert decode.count("canaries/passed") == 3
@@ -141,7 +141,7 @@ def test_a_node_that_ends_on_trial_is_forgotten(known: Known) -> None:
         rig.until(lambda: decode.queue("prealloc") or decode.queue("transfer"), "it is on trial")
         rig.wires.cut(gone.front, decode.front)
         rig.until_free()
-        asked = rig.serve(PROMPT, owners=[0, 1])
+        asked = rig.serve(PROMPT, prefill=[0, 1])
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert list(decode.control.links) == [rig.prefill[1].front.address]
         assert decode.count("canaries/passed") == 2 and decode.count("canaries/unknown") == 0

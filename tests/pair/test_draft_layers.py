@@ -178,7 +178,7 @@ def test_who_is_replayed_elsewhere_finds_it_there(followed: Followed) -> None:
     answer = followed.answer(prompt, NUM_TOKENS)
     with PairRig(followed.loaded, prefill=[Size()] * 2, decode=[_size(), _size()]) as rig:
         whole = rig.serve(prompt, NUM_TOKENS, node=0)
-        replayed = rig.serve(prompt, NUM_TOKENS, generated=whole.tokens[:9], node=1, owners=[1, 0])
+        replayed = rig.serve(prompt, NUM_TOKENS, generated=whole.tokens[:9], node=1, prefill=[1, 0])
         assert (whole.tokens, replayed.tokens) == (answer, answer[9:])
         accepted, rejected = rig.decode[1].drafts()
         assert rejected == 0 and accepted > 0
@@ -186,7 +186,7 @@ def test_who_is_replayed_elsewhere_finds_it_there(followed: Followed) -> None:
 
 def test_a_request_that_moves_takes_it_along(followed: Followed) -> None:
     prompt = _prompts(256)[-1]
-    with PairRig(followed.loaded, decode=[_size(), _size()], moves=True) as rig:
+    with PairRig(followed.loaded, decode=[_size(), _size()], migrates=True) as rig:
         asked = rig.ask(prompt, 50)
         told = rig.moved_midway(asked)
         assert told == followed.answer(prompt, 50)
@@ -236,7 +236,7 @@ def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(
 
         def ask(number: int, **turn: Any) -> Asked:
             prompt, way, node = asking[number]
-            return rig.ask(prompt, NUM_TOKENS, **{"node": node, "owners": [1 - node]} | way | turn)
+            return rig.ask(prompt, NUM_TOKENS, **{"node": node, "prefill": [1 - node]} | way | turn)
 
         told = [ask(number) for number in range(6)]
         rig.until(lambda: all(one.tokens for one in told[:4]), "two run on each node")

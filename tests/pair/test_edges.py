@@ -131,7 +131,7 @@ def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known)
         assert rig.decode[0].count("local_prefills") == 1
         assert [said.source.spec.namespace for said in rig.wires.said(OpenHandoff)] == [theirs] * 2
         for namespace, cached in ((SHARED, 0), (theirs, 48)):
-            asked = rig.serve(PROMPT, namespace=namespace, owners=[])
+            asked = rig.serve(PROMPT, namespace=namespace, prefill=[])
             assert asked.tokens == known.greedy(PROMPT, 8)
             assert asked.cached_tokens == cached
         rig.until_paired()
@@ -150,7 +150,7 @@ def test_whether_a_prompt_is_short_is_a_matter_of_its_own_namespace(known):
 @pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["one owner", "another follows"])
 def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_elsewhere(known, owners):
     with PairRig(known.loaded, prefill=[Size(num_pages=3), Size()]) as rig:
-        asked = rig.serve(PROMPT, owners=owners)
+        asked = rig.serve(PROMPT, prefill=owners)
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert rig.decode[0].count("handoffs_failed") == 1
         assert (

@@ -57,7 +57,7 @@ def test_a_request_under_way_is_told_up_to_now(known):
 def test_a_lost_hand_off_says_why_and_the_next_one_where(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].fail_next("by the test")
-        rig.serve(LONG, owners=[0, 1], request_id=NAME)
+        rig.serve(LONG, prefill=[0, 1], request_id=NAME)
         (here,) = explained(rig, rig.decode[0])
         (lost,) = [event for event in here.events if event.what == "failed"]
         assert "hand-off 1" in lost.detail and "by the test" in lost.detail

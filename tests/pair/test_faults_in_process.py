@@ -36,8 +36,8 @@ def _frozen_read(rig: PairRig, prompt=LONG, **how) -> Asked:
 def test_slow_reads_delay_their_own_request_and_no_other(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].freeze()
-        slow = [rig.ask(LONG, owners=[0]), rig.ask(OTHER, owners=[0])]
-        fast = [rig.ask(LONG, owners=[1]), rig.ask(OTHER[:50], owners=[])]
+        slow = [rig.ask(LONG, prefill=[0]), rig.ask(OTHER, prefill=[0])]
+        fast = [rig.ask(LONG, prefill=[1]), rig.ask(OTHER[:50], prefill=[])]
         rig.run(*fast)
         assert [len(one.tokens) for one in slow] == [1, 1]  # told before its KV has landed
         assert rig.decode[0].queue("on_device") == 0
@@ -53,11 +53,11 @@ def test_a_page_that_changes_on_its_way_costs_its_attempt_and_no_answer(known, o
     """Seen failing with `PageChecksums.wrong` always empty: the attempt is held."""
     with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=32) as rig:
         rig.faults[0].corrupt_next()
-        asked = rig.serve(LONG, NUM_TOKENS, owners=owners)
+        asked = rig.serve(LONG, NUM_TOKENS, prefill=owners)
         known.check(asked)
         lost, *_ = asked.ended.timeline.attempts
         assert lost.outcome == "failed" and "not as published" in lost.reason
-        after = rig.serve(OTHER, NUM_TOKENS, owners=owners[:1])
+        after = rig.serve(OTHER, NUM_TOKENS, prefill=owners[:1])
         known.check(after)
 
 
@@ -66,7 +66,7 @@ def test_a_page_that_changes_on_its_way_costs_its_attempt_and_no_answer(known, o
 def test_a_read_that_fails_costs_its_attempt(known, fault, owners):
     with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=32) as rig:
         getattr(rig.faults[0], fault)("by the test")
-        asked = rig.serve(LONG, owners=owners)
+        asked = rig.serve(LONG, prefill=owners)
         known.check(asked)
         decode = rig.decode[0]
         assert (decode.count("handoffs_failed"), decode.count("handoffs_opened")) == (
@@ -74,7 +74,7 @@ def test_a_read_that_fails_costs_its_attempt(known, fault, owners):
             len(owners),
         )
         rig.until_paired()
-        again = rig.serve(OTHER, owners=[0])
+        again = rig.serve(OTHER, prefill=[0])
         known.check(again)
         assert decode.count("handoffs_completed") == len(owners)
 
@@ -103,7 +103,7 @@ def test_what_lands_late_lands_in_pages_that_nobody_has(known):
         rig.until(lambda: prefill.queue("inflight") == 2, "both are published")
         rig.cancel(gone)
         rig.until(lambda: gone.ended, "the first is cancelled")
-        heir = rig.ask(OTHER, 40, owners=[])  # would take the pages that were freed last
+        heir = rig.ask(OTHER, 40, prefill=[])  # would take the pages that were freed last
         rig.until(lambda: len(heir.tokens) == 3, "the third one runs")
         rig.faults[0].release()
         rig.until(lambda: rig.wires.said(ReadsDone), "all reads have ended", prefill)
@@ -257,7 +257,7 @@ def test_an_attempt_lost_when_time_is_up_opens_no_other(known):
         rig.let_time_pass(begun + 1.6)
         rig.run()
         assert asked.ended.error_code == 4
-        again = rig.serve(LONG, owners=[1])
+        again = rig.serve(LONG, prefill=[1])
         known.check(again)
         assert rig.prefill[1].count("handoffs_completed") == 1
         rig.wires.heal()

@@ -9,10 +9,10 @@ FULL = 8  # RESOURCE_EXHAUSTED
 
 def _busy(rig: PairRig, num_waiting: int) -> None:
     """One that runs for long, and prompts that wait for its only slot."""
-    running = rig.ask(PROMPT, 100, owners=[])
+    running = rig.ask(PROMPT, 100, prefill=[])
     rig.until(lambda: running.tokens, "it runs")
     for number in range(num_waiting):
-        rig.ask([number], 2, owners=[])
+        rig.ask([number], 2, prefill=[])
     rig.until(lambda: rig.decode[0].queue("waiting") == num_waiting, "they wait")
 
 
@@ -47,8 +47,8 @@ def test_a_replay_is_taken_where_new_requests_are_refused(known):
     tokens = known.greedy(PROMPT, 8)
     with PairRig(known.loaded, decode=[Size(max_running_requests=1, max_queued_requests=2)]) as rig:
         _busy(rig, 2)
-        refused = rig.ask(PROMPT, 8, owners=[])
-        replayed = rig.serve(PROMPT, 8, generated=tokens[:3], owners=[])
+        refused = rig.ask(PROMPT, 8, prefill=[])
+        replayed = rig.serve(PROMPT, 8, generated=tokens[:3], prefill=[])
         assert refused.ended.error_code == FULL
         assert replayed.tokens == tokens[3:]
 

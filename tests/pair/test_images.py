@@ -156,7 +156,7 @@ def test_a_replay_goes_on_with_the_tokens_that_are_out(model):
 
 
 def test_a_request_moves_with_its_images(model):
-    with rig_of(model, decode=[Size(), Size(prefix_cache=False)], moves=True) as rig:
+    with rig_of(model, decode=[Size(), Size(prefix_cache=False)], migrates=True) as rig:
         token_ids, images = with_images(*ONE)
         tokens = rig.moved_midway(rig.ask(token_ids, 40, images=images), 2)
         assert tokens == model.greedy(*ONE, num_tokens=40)
@@ -283,7 +283,7 @@ def test_other_weights_are_the_encoders_too(shelf, from_node):
     assert known["old"] != known["new"]
     loaded = Loaded.from_directory(shelf / "old")
     size = Size(weights_dir=shelf)
-    with PairRig(loaded, prefill=[size], decode=[size], own_models=True, moves=True) as rig:
+    with PairRig(loaded, prefill=[size], decode=[size], own_models=True, migrates=True) as rig:
         (owner,), (reader,) = rig.prefill, rig.decode
         asked = ask(rig, *ONE)
         rig.run()

@@ -76,7 +76,9 @@ def pair_of(shelf, lender="prefill", new="new"):
     fresh = Size(weights_dir=shelf, started_with=shelf / new)
     sizes = {"prefill": [size], "decode": [size], lender: [fresh]}
     loaded = Loaded.from_directory(shelf / "old")
-    return PairRig(loaded, **sizes, own_models=True, paired=False, shares=PrefixSharingConfig())
+    return PairRig(
+        loaded, **sizes, own_models=True, paired=False, prefix_sharing=PrefixSharingConfig()
+    )
 
 
 @pytest.fixture
@@ -206,7 +208,7 @@ def test_weights_that_came_from_a_node_are_lent_on(shelf, greedy):
     loaded = Loaded.from_directory(shelf / "old")
     nodes = {"prefill": [first, size], "decode": [size]}
     with PairRig(
-        loaded, **nodes, own_models=True, paired=False, shares=PrefixSharingConfig()
+        loaded, **nodes, own_models=True, paired=False, prefix_sharing=PrefixSharingConfig()
     ) as rig:
         (first, last), (middle,) = rig.prefill, rig.decode
         pause(rig)
@@ -221,7 +223,7 @@ def test_weights_that_came_from_a_node_are_lent_on(shelf, greedy):
         rig.until_paired()
         for owner in ([0], [1]):
             rig.flush(middle)
-            rig.run(asked := rig.ask(PROMPT, 8, owners=owner))
+            rig.run(asked := rig.ask(PROMPT, 8, prefill=owner))
             assert asked.tokens == greedy("new", PROMPT, 8)
 
 

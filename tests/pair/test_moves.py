@@ -46,7 +46,7 @@ def _joined(asked: Asked, successor: Asked, num_known: int) -> list[int]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_request_goes_on_elsewhere_where_it_stopped(known: Known, overlap: bool) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True, overlap_schedule=overlap) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True, overlap_schedule=overlap) as rig:
         tokens = rig.moved_midway(rig.ask(PROMPT, 40))
         assert rig.asked[-1].reason is FinishReason.LENGTH
         assert tokens == known.greedy(PROMPT, 40)
@@ -56,7 +56,7 @@ def test_a_request_goes_on_elsewhere_where_it_stopped(known: Known, overlap: boo
 
 
 def test_it_goes_there_and_back_and_there_again(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, tokens, at = _begin(rig, 3), [], 0
         for _ in range(3):
             num_known = len(asked.tokens)
@@ -105,7 +105,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
     ],
 )
 def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[str, Any]) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         sampling = {"seed": 7, **sampling}
         undisturbed = rig.serve(PROMPT, **{"max_tokens": 40, **sampling})
         assert "thought" not in sampling or undisturbed.tokens.index(3) == 20
@@ -125,13 +125,13 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
 @pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_next"])
 def test_windows_and_states_go_along(model: Callable[[str], Known], architecture: str) -> None:
     known = model(architecture)
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         tokens = rig.moved_midway(rig.ask(PROMPT, 40), 9)
         assert tokens == known.greedy(PROMPT, 40)
 
 
 def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         rig.run(rig.ask(PROMPT, 1, node=1))
         rig.run(rig.ask((*PROMPT, 3), 2, node=1))
         asked = _begin(rig, 4)
@@ -144,7 +144,7 @@ def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
 
 def test_while_one_is_on_its_way_nothing_is_launched_ahead(known: Known) -> None:
     """It would miss the step under way, and the one that is queued behind that."""
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         target = rig.decode[1]
         launch, seen = target.engine.runner.launch, list[tuple[bool, bool]]()
 
@@ -189,7 +189,7 @@ def _stays(rig: PairRig, known: Known, asked: Asked, successor: Asked) -> None:
 @pytest.mark.parametrize("sides", [("reader",), ("owner",), ("reader", "owner")])
 def test_it_goes_on_where_it_is_when_the_stream_is_cut(known: Known, sides: tuple[str]) -> None:
     transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "max_missed_heartbeats": 10})
-    with PairRig(known.loaded, decode=TWO, moves=True, transfer=transfer) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True, transfer=transfer) as rig:
         asked, successor = _paused(rig)
         rig.wires.cut(rig.decode[0].front, rig.decode[1].front, sides)
         rig.wires.let_go()
@@ -198,7 +198,7 @@ def test_it_goes_on_where_it_is_when_the_stream_is_cut(known: Known, sides: tupl
 
 
 def test_it_goes_on_where_it_is_when_its_mover_is_cancelled(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, successor = _paused(rig)
         rig.cancel(successor, node=1)
         rig.until(lambda: successor.ended and not rig.decode[0].queue("migrating"), "it goes on")
@@ -209,7 +209,7 @@ def test_it_goes_on_where_it_is_when_its_mover_is_cancelled(known: Known) -> Non
 
 
 def test_no_pause_lasts_for_ever(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, successor = _paused(rig)
         rig.until(lambda: len(asked.tokens) == 40, "it goes on after its longest pause")
         rig.wires.let_go()
@@ -217,7 +217,7 @@ def test_no_pause_lasts_for_ever(known: Known) -> None:
 
 
 def test_a_paused_request_may_be_cancelled(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, successor = _paused(rig)
         rig.cancel(asked)
         rig.until(lambda: asked.ended, "it is cancelled")
@@ -227,7 +227,7 @@ def test_a_paused_request_may_be_cancelled(known: Known) -> None:
 
 
 def test_an_unknown_ticket_and_an_unpaired_node_end_the_mover(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked = _begin(rig, 4, 400)
         nobody = MigrateFrom(rig.decode[0].front.address, 5)
         nowhere = MigrateFrom("nowhere:1", asked.ticket)
@@ -244,7 +244,7 @@ def test_an_unknown_ticket_and_an_unpaired_node_end_the_mover(known: Known) -> N
 
 def test_of_two_movers_one_gets_it(known: Known) -> None:
     """Its router has lost its stream to the first, and lives in the belief that it is gone."""
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked = _begin(rig, 4)
         num_known = len(asked.tokens)
         movers = [rig.move(asked, 0, 1) for _ in range(2)]
@@ -256,7 +256,7 @@ def test_of_two_movers_one_gets_it(known: Known) -> None:
 
 
 def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         source = rig.decode[0]
         asked = _begin(rig, 4, 400)
         rig.tell(source, DrainNode())
@@ -281,7 +281,7 @@ def test_it_stands_still_for_what_has_come_since_only(
 ) -> None:
     """Copy the generated tokens before the pause too: the node's tree inserts them on request."""
     known = model(architecture)
-    with PairRig(known.loaded, decode=TWO, shares=PrefixSharingConfig()) as rig:
+    with PairRig(known.loaded, decode=TWO, prefix_sharing=PrefixSharingConfig()) as rig:
         asked = _begin(rig, 30, 200)
         num_known = len(asked.tokens)
         successor = _move(rig, asked)
@@ -298,7 +298,7 @@ def test_it_stands_still_for_what_has_come_since_only(
 def test_states_are_read_once_it_stands_still(model: Callable[[str], Known]) -> None:
     """The one that it goes on from is the newest; what is copied before is not in the way."""
     known = model("qwen3_next")
-    with PairRig(known.loaded, decode=TWO, shares=PrefixSharingConfig()) as rig:
+    with PairRig(known.loaded, decode=TWO, prefix_sharing=PrefixSharingConfig()) as rig:
         tokens = rig.moved_midway(rig.ask(PROMPT, 100), 30)
         assert tokens == known.greedy(PROMPT, 100)
 
@@ -314,7 +314,9 @@ def test_states_are_read_once_it_stands_still(model: Callable[[str], Known]) -> 
 def test_what_is_not_copied_before_is_read_while_it_stands_still(
     known: Known, source: Size, target: Size, copied: bool
 ) -> None:
-    with PairRig(known.loaded, decode=(source, target), shares=PrefixSharingConfig()) as rig:
+    with PairRig(
+        known.loaded, decode=(source, target), prefix_sharing=PrefixSharingConfig()
+    ) as rig:
         tokens = rig.moved_midway(rig.ask(PROMPT, 100), 30)
         assert [bool(num_tokens) for num_tokens in _copied(rig)] == [copied]
         assert tokens == known.greedy(PROMPT, 100)
@@ -323,7 +325,9 @@ def test_what_is_not_copied_before_is_read_while_it_stands_still(
 @pytest.mark.parametrize("what", ["cancelled", "cut", "ended"])
 def test_while_it_is_copied_it_runs_on_whatever_happens(known: Known, what: str) -> None:
     transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "max_missed_heartbeats": 10})
-    with PairRig(known.loaded, decode=TWO, shares=PrefixSharingConfig(), transfer=transfer) as rig:
+    with PairRig(
+        known.loaded, decode=TWO, prefix_sharing=PrefixSharingConfig(), transfer=transfer
+    ) as rig:
         source, target = rig.decode
         asked = _begin(rig, 30, 100)
         rig.wires.hold_back(PagesReady)

@@ -82,27 +82,27 @@ def test_a_prefill_node_hears_that_what_it_gave_makes_no_numbers(known: Known) -
 # Seen failing without being told, however often it is asked: the other one lends it again.
 def test_who_lends_what_makes_no_numbers_does_so_once(known: Known) -> None:
     sizes = {"prefill": (ROOM, ROOM), "decode": (ROOM,)}
-    with PairRig(known.loaded, shares=ALWAYS, **sizes) as rig:
+    with PairRig(known.loaded, prefix_sharing=ALWAYS, **sizes) as rig:
         lender, reader = rig.prefill
         rig.learn_what_computing_takes()
-        rig.serve(range(5, 105), 2, owners=[0])
+        rig.serve(range(5, 105), 2, prefill=[0])
         rig.flush(rig.decode[0])
         spoil(lender, PageHolder.CACHE)
         hint = PrefixHint("prefill-0:1", 96)
-        rig.ask(range(5, 125), 20, owners=[1], prefix_at=[hint])
+        rig.ask(range(5, 125), 20, prefill=[1], prefix_hints=[hint])
         rig.run()  # to an error, or by what the decode node computes: whichever it hears of first
         assert reader.count("forgotten_prefixes/own") == 1
         rig.until(lambda: lender.count("forgotten_prefixes/asked") == 1, "the lender is told")
         rig.flush(rig.decode[0])  # which may have computed it
         before = reader.count("prompt_token_ways/computed")
-        again = rig.serve(range(5, 125), 20, owners=[1], prefix_at=[hint])
+        again = rig.serve(range(5, 125), 20, prefill=[1], prefix_hints=[hint])
         assert again.tokens == known.greedy(again.prompt, 20)
         assert reader.count("prompt_token_ways/computed") == before + 120
 
 
 def test_who_has_given_a_request_away_hears_that_it_makes_no_numbers(known: Known) -> None:
     sizes = {"prefill": (), "decode": (ROOM, ROOM)}
-    with PairRig(known.loaded, moves=True, mode="colocated", **sizes) as rig:
+    with PairRig(known.loaded, migrates=True, mode="colocated", **sizes) as rig:
         source, target = rig.decode
         asked = rig.ask(range(5, 75), 200)
         rig.until(lambda: len(asked.tokens) >= 4, "it generates")

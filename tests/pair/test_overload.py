@@ -114,10 +114,10 @@ def test_an_answer_that_goes_on_is_never_refused(known, mode):
 def test_who_has_lost_an_owner_may_wait_for_another_as_long_as_it_takes(known):
     with PairRig(known.loaded, prefill=(ROOMY, ROOMY), decode=(ROOMY,)) as rig:
         (first, second), (decode,) = rig.prefill, rig.decode
-        _know_how_fast(rig, owners=[1])
-        before = _busy(rig, second, owners=[1])
+        _know_how_fast(rig, prefill=[1])
+        before = _busy(rig, second, prefill=[1])
         num_opened = decode.count("handoffs_opened")
-        asked = rig.ask(SHORT, owners=[0, 1], queue_s=NOW)
+        asked = rig.ask(SHORT, prefill=[0, 1], queue_s=NOW)
         rig.until(
             lambda: decode.count("handoffs_opened") > num_opened, "it waits for the first", decode
         )

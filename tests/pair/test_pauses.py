@@ -209,7 +209,7 @@ def test_prompts_of_calls_for_vectors_are_paused_as_well(known, mode, status):
 
 
 def test_a_request_that_leaves_stays_where_it_is_paused(known):
-    with PairRig(known.loaded, decode=[Size(), Size()], moves=True) as rig:
+    with PairRig(known.loaded, decode=[Size(), Size()], migrates=True) as rig:
         asked = rig.ask(PROMPTS[1], 40)
         one_runs(rig)
         source, target = rig.decode

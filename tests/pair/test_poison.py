@@ -50,7 +50,7 @@ def test_a_prompt_that_was_under_way_goes_on_alone_at_both_nodes(known):
 
 def test_a_prompt_that_was_alone_in_a_second_engine_ends_there(known):
     with PairRig(known.loaded, prefill=[Size(), Size(), Size()], chunked_prefill_tokens=32) as rig:
-        guilty, other = rig.ask(LONG, NUM_TOKENS), rig.ask(OTHER, NUM_TOKENS, owners=[2])
+        guilty, other = rig.ask(LONG, NUM_TOKENS), rig.ask(OTHER, NUM_TOKENS, prefill=[2])
         _lose_engine(rig, 0)
         _lose_engine(rig, 1)
         rig.run()
@@ -65,7 +65,7 @@ def test_a_prompt_that_was_alone_in_a_second_engine_ends_there(known):
 
 def test_a_request_that_comes_with_a_death_is_told_before_it_computes_and_gets_its_tokens(known):
     with PairRig(known.loaded, prefill=[]) as rig:
-        suspect = rig.ask(LONG, NUM_TOKENS, engine_deaths=1)
+        suspect = rig.ask(LONG, NUM_TOKENS, engine_crashes=1)
         others = [rig.ask(OTHER, NUM_TOKENS), rig.ask(OTHER[:9], NUM_TOKENS)]
         rig.until(lambda: rig.decode[0].router.trials, "it computes alone")
         assert not suspect.tokens

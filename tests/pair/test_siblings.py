@@ -69,8 +69,8 @@ def test_if_the_first_does_not_come_the_next_goes_first(known, how):
     with PairRig(known.loaded, prefill=(*ROOMY, *ROOMY), decode=ROOMY) as rig:
         (decode,) = rig.decode
         rig.faults[0].freeze()
-        first = rig.ask(prompt, 20, owners=[0, 1])
-        rest = [rig.ask(prompt, 20, owners=[1]) for _ in range(NUM - 1)]
+        first = rig.ask(prompt, 20, prefill=[0, 1])
+        rest = [rig.ask(prompt, 20, prefill=[1]) for _ in range(NUM - 1)]
         rig.until(lambda: decode.queue("prealloc") == NUM - 1, "the others wait")
         if how == "cancelled":
             rig.cancel(first)
@@ -88,7 +88,7 @@ def test_nobody_waits_for_reads_that_take_too_long(known, monkeypatch):
     prompt = _prompt(100)
     with PairRig(known.loaded, prefill=(*ROOMY, *ROOMY), decode=ROOMY) as rig:
         rig.faults[0].freeze()
-        slow, other = rig.ask(prompt, 20, owners=[0]), rig.ask(prompt, 20, owners=[1])
+        slow, other = rig.ask(prompt, 20, prefill=[0]), rig.ask(prompt, 20, prefill=[1])
         rig.run(other)
         assert slow.ended is None
         rig.faults[0].release()

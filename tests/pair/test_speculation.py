@@ -191,7 +191,7 @@ def test_a_request_moves_among_drafts(known: Known, sampling: dict[str, Any]) ->
         Size(speculator=speculator("random", recall([text]), known.vocabulary_size, 3))
         for _ in range(2)
     ]
-    with PairRig(known.loaded, decode=sizes, moves=True) as rig:
+    with PairRig(known.loaded, decode=sizes, migrates=True) as rig:
         asked = rig.ask(prompt, 60, **{"seed": 1, **sampling})
         assert rig.moved_midway(asked) == undisturbed.tokens
         assert rig.decode[1].count("prompt_tokens") == 0

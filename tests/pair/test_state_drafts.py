@@ -157,7 +157,7 @@ def test_a_request_moves_among_drafts_with_its_state(
         undisturbed = rig.serve(prompt, 60, **{"seed": 1, **sampling})
     texts = [[*prompt, *undisturbed.tokens]]
     sizes = [_size("random", known, texts, max_running_requests=8) for _ in range(2)]
-    with PairRig(known.loaded, prefill=[room], decode=sizes, moves=True) as rig:
+    with PairRig(known.loaded, prefill=[room], decode=sizes, migrates=True) as rig:
         asked = rig.ask(prompt, 60, **{"seed": 1, **sampling})
         assert rig.moved_midway(asked) == undisturbed.tokens
         assert rig.decode[1].count("prompt_tokens") == 0
@@ -224,7 +224,7 @@ def test_a_layer_that_is_right_is_right_behind_prompts_of_another_node_and_off_t
 
 def test_a_layer_that_is_right_is_right_after_a_move(followed: Loaded) -> None:
     prompt, room = [7, *range(35)], Size(num_pages=NUM_PAGES)
-    with PairRig(followed, prefill=[room], decode=[_guessing(), _guessing()], moves=True) as rig:
+    with PairRig(followed, prefill=[room], decode=[_guessing(), _guessing()], migrates=True) as rig:
         asked = rig.ask(prompt, 60)
         assert rig.moved_midway(asked) == _followed(followed, prompt, 60)
         assert rig.decode[0].drafts()[1] == rig.decode[1].drafts()[1] == 0

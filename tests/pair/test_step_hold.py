@@ -62,7 +62,7 @@ def test_kv_never_lands_in_a_page_that_a_stale_forward_may_still_write(known):
     ) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         first = [
-            rig.ask(prompt, 30, stop_token_ids=(stop[2],), owners=[])
+            rig.ask(prompt, 30, stop_token_ids=(stop[2],), prefill=[])
             for prompt, stop in zip(ending, stops, strict=True)
         ]
         rig.until(lambda: all(one.tokens for one in first), "the first four run")

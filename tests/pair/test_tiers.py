@@ -117,7 +117,7 @@ TOLD = LONG // 16 * 16
 def forget_above(rig: PairRig) -> None:
     """The first prefill node's cache has room for others only, and the decode node has nothing."""
     for seed in range(11, 15):
-        rig.run(rig.ask(prompt(400, seed), 1, owners=[0]))
+        rig.run(rig.ask(prompt(400, seed), 1, prefill=[0]))
         rig.until_free()
     assert not rig.prefill[0].engine.cache.match(ints(PROMPTS[0])).num_tokens
     rig.flush(rig.decode[0])
@@ -125,13 +125,13 @@ def forget_above(rig: PairRig) -> None:
 
 def test_others_read_what_only_a_tier_has(known: Known) -> None:
     sizes = LENDS, ROOM
-    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), shares=ALWAYS) as rig:
+    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS) as rig:
         rig.learn_what_computing_takes()
         first, second = rig.prefill
-        rig.run(rig.ask(PROMPTS[0], ANSWER, owners=[0]))
+        rig.run(rig.ask(PROMPTS[0], ANSWER, prefill=[0]))
         forget_above(rig)
         hint = PrefixHint("prefill-0:1", TOLD)
-        asked = rig.ask([*PROMPTS[0], 1, 2], ANSWER, owners=[1], prefix_at=[hint])
+        asked = rig.ask([*PROMPTS[0], 1, 2], ANSWER, prefill=[1], prefix_hints=[hint])
         rig.run(asked)
         assert asked.tokens == known.greedy([*PROMPTS[0], 1, 2], ANSWER)
         assert second.count("prompt_token_ways/fetched") == TOLD
@@ -140,15 +140,15 @@ def test_others_read_what_only_a_tier_has(known: Known) -> None:
 
 def test_what_a_tier_has_is_not_read_from_others(known: Known) -> None:
     sizes = LENDS, ROOM
-    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), shares=ALWAYS) as rig:
+    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS) as rig:
         rig.learn_what_computing_takes()
         first, _ = rig.prefill
         for owner in range(2):
-            rig.run(rig.ask(PROMPTS[0], ANSWER, owners=[owner]))
+            rig.run(rig.ask(PROMPTS[0], ANSWER, prefill=[owner]))
         forget_above(rig)
         before = first.count("prompt_token_ways/fetched")
         hint = PrefixHint("prefill-1:1", TOLD)
-        rig.run(rig.ask([*PROMPTS[0], 1, 2], ANSWER, owners=[0], prefix_at=[hint]))
+        rig.run(rig.ask([*PROMPTS[0], 1, 2], ANSWER, prefill=[0], prefix_hints=[hint]))
         assert first.count("prompt_token_ways/fetched") == before and brought(first) == TOLD
 
 

@@ -64,7 +64,7 @@ def test_a_prompt_prefilled_here_has_no_attempt(known):
 def test_an_attempt_that_is_lost_is_told_with_its_reason_beside_the_one_that_was_not(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].fail_next("by the test")
-        asked = rig.serve(LONG, owners=[0, 1])
+        asked = rig.serve(LONG, prefill=[0, 1])
         check(asked.ended, len(asked.tokens))
         lost, held = asked.ended.timeline.attempts
         assert (lost.outcome, held.outcome) == ("failed", "completed")

@@ -31,7 +31,7 @@ def _cut_all(rig: PairRig) -> None:
 def _under_way(rig: PairRig) -> list[Asked]:
     """Requests in mid hand-off at either owner; the reads from the first rest."""
     rig.faults[0].freeze()
-    asked = [rig.ask(p, owners=[i % 2, 1 - i % 2]) for i, p in enumerate(PROMPTS)]
+    asked = [rig.ask(p, prefill=[i % 2, 1 - i % 2]) for i, p in enumerate(PROMPTS)]
     rig.until(lambda: rig.faults[0].wait_until_resting(1, 0.0), "a read has begun")
     return asked
 
@@ -105,7 +105,7 @@ def test_who_has_had_all_its_attempts_waits_for_no_owner(known, retries):
     with _rig(known, handoff_retries=retries) as rig:
         (decode,) = rig.decode
         rig.faults[0].freeze()
-        asked = rig.ask(LONG, owners=[0])
+        asked = rig.ask(LONG, prefill=[0])
         for attempt in range(retries + 1):
             rig.until(lambda: decode.queue("transfer"), "it is under way")
             _cut_all(rig)

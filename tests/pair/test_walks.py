@@ -98,7 +98,7 @@ class Walk:
             self.source.choice(self.prompts),
             self.source.choice((1, 4, 20, MAX_TOKENS)),
             node=node,
-            owners=self.source.sample(range(2), self.source.choice((0, 1, 2, 2, 2))),
+            prefill=self.source.sample(range(2), self.source.choice((0, 1, 2, 2, 2))),
             budget_s=0.05 if hurried else 300.0,
         )
         self.nodes[asked] = node
