@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from common.config import LoraConfig
-from engine.models import Model, load
+from engine.models import load
 from engine.models.families import read_decoder
 from tests.support import devices
 from tests.support.adapters import make_adapter, merge
@@ -29,7 +29,7 @@ from tests.support.checkpoints import (
     to_transformers_4,
 )
 from tests.support.devices import CPU, CUDA
-from tests.support.steps import Recorder, Steps, prompt
+from tests.support.steps import Recorder, Steps, logits_after, prompt
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -236,15 +236,10 @@ def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(
     checkpoint, expected_logits, variant, device
 ):
     tokens, expected = LOGITS_PROMPT, expected_logits(variant)
-    model = Recorder(load(checkpoint(variant), device, torch.float32))
-    steps = Steps(model, overlap=False)
-    slot = steps.add(tokens)
-    # Chunks of all kinds, each asked for its last logits; then one token at a time.
+    # Chunks of all kinds, then one token at a time.
     ends = [1, 16, 30, 33, 100, 101, *range(102, 151)]
-    for start, end in zip([0, *ends], ends, strict=False):
-        steps.launch([(slot, start, end)])
-    steps.close()
-    actual = torch.cat(model.seen).cpu()
+    model = load(checkpoint(variant), device, torch.float32)
+    actual = logits_after(model, tokens, ends).cpu()
     assert (actual - expected[[end - 1 for end in ends]]).abs().max() <= 1e-4
 
 
@@ -328,28 +323,18 @@ def test_shards_give_the_same_weights_as_one_file(tmp_path):
     whole = make_checkpoint(tmp_path / "whole", "qwen2")
     parts = make_checkpoint(tmp_path / "parts", "qwen2", max_shard_size="60KB")
     assert len(list(parts.glob("*.safetensors"))) > 2
-    outputs = []
-    for directory in (whole, parts):
-        model = Recorder(load(directory, CPU, torch.float32))
-        steps = Steps(model, overlap=False)
-        steps.prefill(steps.add(prompt(20)))
-        steps.close()
-        outputs.append(torch.cat(model.seen))
-    assert torch.equal(*outputs)
+    models = [load(directory, CPU, torch.float32) for directory in (whole, parts)]
+    assert torch.equal(*(logits_after(model, prompt(20)) for model in models))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_half_precision_stays_near_float32(tmp_path, dtype, architecture):
     directory = make_checkpoint(tmp_path, architecture)
-    outputs = []
-    for kind in (torch.float32, dtype):
-        model = Recorder(load(directory, CPU, kind))
-        steps = Steps(model, overlap=False)
-        steps.prefill(steps.add(prompt(50)), chunk=20)
-        steps.close()
-        outputs.append(model.seen[-1])
-    exact, rounded = outputs
+    exact, rounded = (
+        logits_after(load(directory, CPU, kind), prompt(50), (20, 40, 50))[-1]
+        for kind in (torch.float32, dtype)
+    )
     assert rounded.dtype == (torch.float32 if architecture == "gemma2" else dtype)
     assert (exact - rounded).abs().max() < 0.05 * exact.std()
 
@@ -369,13 +354,5 @@ def test_of_a_checkpoint_with_images_the_texts_are_served(tmp_path, architecture
     with_images.model.language_model.load_state_dict(text.model.state_dict())
     with_images.lm_head.load_state_dict(text.lm_head.state_dict())
     with_images.save_pretrained(tmp_path / "whole")
-    logits = [_last_logits(load(tmp_path / name, CPU, torch.float32)) for name in ("text", "whole")]
-    assert torch.equal(*logits)
-
-
-def _last_logits(model: Model) -> torch.Tensor:
-    recorder = Recorder(model)
-    steps = Steps(recorder, overlap=False)
-    steps.launch([(steps.add(prompt(40)), 0, 40)])
-    steps.close()
-    return recorder.seen[0]
+    models = [load(tmp_path / name, CPU, torch.float32) for name in ("text", "whole")]
+    assert torch.equal(*(logits_after(model, prompt(40)) for model in models))

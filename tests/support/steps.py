@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -266,3 +267,21 @@ class Recorder:
         logits = self._model.logits(hidden)
         self.seen.append(logits.clone())
         return logits
+
+
+def logits_after(
+    model: Model, tokens: Sequence[int], ends: Sequence[int] = (), **options: Any
+) -> torch.Tensor:
+    """Compute a prompt in chunks. Return the logits after each of them, [chunks, vocabulary].
+
+    Args:
+        ends: of the chunks; empty: one chunk.
+        options: of Steps.
+    """
+    recorder = Recorder(model)
+    steps = Steps(recorder, overlap=False, **options)
+    slot, ends = steps.add(tokens), [*ends] or [len(tokens)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        steps.launch([(slot, start, end)])
+    steps.close()
+    return torch.cat(recorder.seen)
