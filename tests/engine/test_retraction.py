@@ -33,9 +33,9 @@ def _away(rig: Rig) -> list[int]:
 
 
 @BOTH
-@pytest.mark.parametrize("host_pages", [0, 1, 6])
-def test_every_request_ends_right_though_pages_run_out(overlap, host_pages):
-    rig = _rig(overlap_schedule=overlap, swap_pages=host_pages)
+@pytest.mark.parametrize("swap_pages", [0, 1, 6])
+def test_every_request_ends_right_though_pages_run_out(overlap, swap_pages):
+    rig = _rig(overlap_schedule=overlap, swap_pages=swap_pages)
     for i in range(4):
         rig.add([i] * 14, max_tokens=60)
     rig.run()
@@ -147,12 +147,12 @@ def test_a_request_that_ends_with_the_step_in_flight_when_it_is_retracted_ends_r
 
 
 @BOTH
-@pytest.mark.parametrize("host_pages", [0, 6])
-def test_an_abort_while_retracted_ends_at_once_and_leaks_nothing(overlap, host_pages):
+@pytest.mark.parametrize("swap_pages", [0, 6])
+def test_an_abort_while_retracted_ends_at_once_and_leaks_nothing(overlap, swap_pages):
     """At several points of its absence, and of its way back."""
     aborted_away = 0
     for steps in range(17, 41, 2):
-        rig = _rig(overlap_schedule=overlap, swap_pages=host_pages, num_pages=5)
+        rig = _rig(overlap_schedule=overlap, swap_pages=swap_pages, num_pages=5)
         for i in range(3):
             rig.add([i] * 14, max_tokens=40)
         rig.step(steps)
@@ -231,10 +231,10 @@ def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_sa
 
 
 # Seen failing, both ways, where nobody looks at what the launched step has yet to write.
-@pytest.mark.parametrize("host_pages", [0, 6])
-def test_of_who_is_just_back_the_cache_learns_nothing_before_its_pages_are_filled(host_pages):
+@pytest.mark.parametrize("swap_pages", [0, 6])
+def test_of_who_is_just_back_the_cache_learns_nothing_before_its_pages_are_filled(swap_pages):
     """The cache's pages are lent to other nodes, which read them beside whatever was launched."""
-    rig = _rig(swap_pages=host_pages)
+    rig = _rig(swap_pages=swap_pages)
     requests = [rig.add([i] * 14, max_tokens=60) for i in range(3)]
     refused = 0
     while rig.has_work:

@@ -129,15 +129,15 @@ def test_windows_move_on_with_what_is_accepted(kind, windows):
 
 
 @pytest.mark.parametrize("state_pages", [0, 2])
-@pytest.mark.parametrize("host_pages", [0, 64])
+@pytest.mark.parametrize("swap_pages", [0, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_are_retracted_among_drafts_and_come_back(kind, host_pages, state_pages):
+def test_requests_are_retracted_among_drafts_and_come_back(kind, swap_pages, state_pages):
     """With the state behind what stands, if they have one."""
     rig = Rig(
         speculator=guesses(kind),
         num_pages=8 + 3 * state_pages,
         state_pages=state_pages,
-        swap_pages=host_pages,
+        swap_pages=swap_pages,
         max_running_requests=24,
         new_token_ratio=0.1,
         min_new_token_ratio=0.1,

@@ -67,10 +67,10 @@ def test_chunks_free_what_is_behind_them_while_the_prompt_is_computed():
     rig.complete()
 
 
-@pytest.mark.parametrize("chunk_tokens", [32, -1])
+@pytest.mark.parametrize("chunked_prefill_tokens", [32, -1])
 @pytest.mark.parametrize("length", [96, 97, 111, 112])
-def test_the_same_prompt_once_more_goes_on_before_its_end(length, chunk_tokens):
-    rig = Rig(windows=WINDOWS, num_pages=100, chunked_prefill_tokens=chunk_tokens)
+def test_the_same_prompt_once_more_goes_on_before_its_end(length, chunked_prefill_tokens):
+    rig = Rig(windows=WINDOWS, num_pages=100, chunked_prefill_tokens=chunked_prefill_tokens)
     first = rig.add(prompt(length), 4)
     rig.run()
     again = rig.add(prompt(length), 4)
