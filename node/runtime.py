@@ -138,12 +138,17 @@ class NodeRuntime:
 
     @classmethod
     def of(
-        cls, engine: Engine, start: EngineStart[C], prepare: Callable[[str], None]
+        cls,
+        engine: Engine,
+        start: EngineStart[C],
+        prepare: Callable[[str], None],
+        paths: Mapping[str, TransferBackend] | None = None,
     ) -> "NodeRuntime":
         """Make the parts.
 
         Args:
             prepare: see EngineControl.
+            paths: data paths by name; None: those that the configuration selects.
         Raises:
             ConfigError: no data path works here, or there is no memory for one.
         """
@@ -152,9 +157,10 @@ class NodeRuntime:
         if engine.shape.device.type == "cuda":
             clock.compiles.watch(triton.knobs.runtime)
         pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
-        paths = data_paths.backends(
-            start.config.transfer, tls=start.config.server.tls.cert is not None
-        )
+        if paths is None:
+            paths = data_paths.backends(
+                start.config.transfer, tls=start.config.server.tls.cert is not None
+            )
         data_paths.rehearse(paths, pool)
         reads = ReadMetrics(kv.page_bytes)
         transfer = _make_transfer(engine, start, clock, pool, paths, reads)

@@ -8,7 +8,7 @@ Each class is checked in a process of its own. If its default configuration is n
 reason is recorded. For the other classes, transformers saves a tiny random checkpoint, which is
 loaded by the transformers backend. Prompts of several lengths then go through a prefill and a
 decode node with chunks, hand-offs and both caches, once uncached and once cached. Both nodes are in
-one process, and pages cross by loopback (`tests.support.pair_rig`). Each greedy token is compared
+one process, and pages cross by loopback (`tests.pair.rig`). Each greedy token is compared
 with the class's own full forward over all tokens before it, without any cache.
 """
 
@@ -34,8 +34,8 @@ from common.errors import ConfigError
 from engine.models import open_checkpoint
 from engine.models.families import FAMILIES
 from engine.models.transformers_backend import TransformersCheckpoint
-from tests.support.pair_node import Loaded, Size
-from tests.support.pair_rig import PairRig
+from tests.pair.node import Loaded, Size
+from tests.pair.rig import PairRig
 from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
 
 FILE = Path(__file__).with_suffix(".jsonl")
@@ -128,7 +128,7 @@ def _through_a_pair(directory: Path) -> tuple[int, int]:
         loaded,
         prefill=[Size()],
         decode=[Size()],
-        chunk_tokens=CHUNK_TOKENS,
+        chunked_prefill_tokens=CHUNK_TOKENS,
         context_length=context,
     ) as rig:
         for _ in range(2):

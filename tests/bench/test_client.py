@@ -9,7 +9,7 @@ import pytest
 from bench.errors import InvalidInput, UnusableRun
 from bench.traffic.openai_client import OpenAiClient, base_url
 from bench.traffic.workload import WorkloadRequest
-from tests.support.stub_openai import Script, stub_openai
+from tests.bench.stub_openai import Script, stub_openai
 
 JOB = WorkloadRequest((5, 6, 7, 8), max_tokens=6)
 

@@ -14,9 +14,9 @@ from bench.commands.command import run as run_command
 from bench.systems import Machine, Serving
 from cli.demo_model import write
 from tests.bench.pages import Page
+from tests.bench.stub_openai import Script, stub_openai
 from tests.support.cluster import children_of
 from tests.support.programs import runs
-from tests.support.stub_openai import Script, stub_openai
 
 
 class Bench:

@@ -13,7 +13,7 @@ from bench.statistics import distribution, nearest_rank
 from bench.summary import Objectives, gaps_during, summary, warnings
 from bench.traffic.load import LoadGenerator, LoadRun, RequestOutcome, poisson, until
 from bench.traffic.workload import Lengths, Workload, WorkloadRequest, WorkloadTrace
-from tests.support.stub_openai import until as until_time
+from tests.bench.stub_openai import until as until_time
 
 JOBS = [WorkloadRequest((number,), 1) for number in range(1, 100)]
 

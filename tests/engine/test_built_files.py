@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,16 +26,19 @@ def model(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "model")
 
 
-def engine_of(model: Path, files: Path, **cache: object) -> Engine:
-    config = EngineConfig(
+def config_of(model: Path, files: Path, disk_bytes: int = 1 << 20, **cache: Any) -> EngineConfig:
+    return EngineConfig(
         model=str(model),
         device="cpu",
         cpu_kernels="off",
         threads=1,
-        cache=CacheConfig(num_pages=16, swap_pages=0, **cache),  # type: ignore[arg-type]
-        offload=OffloadConfig(cpu_bytes=1 << 20, disk_dir=files, disk_bytes=1 << 20),
+        cache=CacheConfig(**{"num_pages": 16, "swap_pages": 0, **cache}),
+        offload=OffloadConfig(cpu_bytes=1 << 20, disk_dir=files, disk_bytes=disk_bytes),
     )
-    return build(config)
+
+
+def engine_of(model: Path, files: Path, **cache: Any) -> Engine:
+    return build(config_of(model, files, **cache))
 
 
 def kept(engine: Engine) -> int:
@@ -114,12 +118,7 @@ def test_pages_of_other_numbers_are_of_no_use(model: Path, tmp_path: Path) -> No
 def test_the_other_role_of_a_node_has_them_too(model: Path, tmp_path: Path) -> None:
     engine = engine_of(model, tmp_path / "files")
     fill(engine)
-    config = EngineConfig(
-        model=str(model),
-        device="cpu",
-        cache=CacheConfig(num_pages=16, swap_pages=5),
-        offload=OffloadConfig(cpu_bytes=1 << 20, disk_dir=tmp_path / "files", disk_bytes=1 << 20),
-    )
+    config = config_of(model, tmp_path / "files", swap_pages=5)
     assert engine.equipped(config).tiers is engine.tiers
     engine.close()
 
@@ -138,12 +137,5 @@ def test_half_of_what_files_need_is_refused(told: dict[str, object], sentence: s
 
 
 def test_files_that_have_no_room_for_a_page_are_refused(model: Path, tmp_path: Path) -> None:
-    config = EngineConfig(
-        model=str(model),
-        device="cpu",
-        cpu_kernels="off",
-        threads=1,
-        offload=OffloadConfig(cpu_bytes=1 << 20, disk_dir=tmp_path / "files", disk_bytes=4097),
-    )
     with pytest.raises(ConfigError, match=r"engine\.offload\.disk_bytes: 4097 have no room"):
-        build(config)
+        build(config_of(model, tmp_path / "files", disk_bytes=4097))

@@ -15,20 +15,17 @@ from common.requests.namespace import (
 )
 from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheChange, CacheEvents
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
+from engine.kv_cache.pages import PageHolder
+from tests.engine.test_radix import SIZE, Books
 from tests.support.engine_rig import ints
 
-SIZE = 4
 
-
-class Watched:
+class Watched(Books):
     """A cache under random use, and one who hears of it."""
 
     def __init__(self, seed: int, *, num_pages: int = 48, max_untold: int = 1 << 16) -> None:
+        super().__init__(num_pages)
         self.random = random.Random(seed)
-        self.pages = PageAllocator(num_pages)
-        self.cache = PrefixCache(SIZE, self.pages)
         self.events = CacheEvents(self.cache, max_untold)
         self.known: set[int] = set()
         self.num_cleared = 0
@@ -77,20 +74,14 @@ class Watched:
         # Few different tokens: prompts share prefixes, and part in the middle of nodes.
         tokens = [self.random.randrange(2) for _ in range(self.random.randrange(1, 40))]
         namespace = self.random.choice((SHARED, SHARED, namespace_of("theirs")))
-        prefix = self.cache.match(ints(tokens), namespace)
-        self.pages.hold(prefix.pages, PageHolder.REQUEST)
-        num_fresh = -(-len(tokens) // SIZE) - len(prefix.pages)
-        fresh = self.cache.allocate(num_fresh, PageHolder.REQUEST)
-        if fresh is None:
-            self.pages.drop(prefix.pages, PageHolder.REQUEST)
-            return
-        self._live.append((tokens, namespace, np.concatenate([prefix.pages, fresh])))
-        self._prompts.add((tuple(tokens), namespace))
+        pages = self.begin(tokens, namespace)
+        if pages is not None:
+            self._live.append((tokens, namespace, pages))
+            self._prompts.add((tuple(tokens), namespace))
 
     def _end(self, number: int) -> None:
         tokens, namespace, pages = self._live.pop(number)
-        self.cache.insert(ints(tokens), PageHolding.of(pages), namespace)
-        self.pages.drop(pages, PageHolder.REQUEST)
+        self.end(tokens, pages, namespace)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,46 +4,30 @@ what is not whole there, or made with something else, is computed anew."""
 import errno
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from common.config import SchedulerConfig
 from common.errors import ConfigError
-from common.requests.namespace import SHARED, namespace_of, page_names
+from common.requests.namespace import SHARED, page_names
 from engine.offload import page_files
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.offload.file_tier import AFTER_FAULT_S
 from engine.offload.page_files import FileFault, PageFiles
-from tests.engine.test_tiers import (
-    ENDS,
-    KINDS,
-    SIZE,
-    Talks,
-    Told,
-    ask,
-    drawn,
-    fill_the_pool,
-    in_tree,
-)
+from tests.engine.test_tiers import KINDS, SIZE, FileTier, Talks, Told, ask, drawn, fill_the_pool
 from tests.support.engine_rig import Rig
-
-LONG = SchedulerConfig(new_token_ratio=0.01, min_new_token_ratio=0.01)
 
 
 def small(path: Path, **options: object) -> Rig:
-    """Neither device nor host memory has room for two long prompts."""
-    told = {"num_pages": 16, "host_pages": 0, "tier_pages": 48, "file_pages": 400, **options}
-    return Rig(file_dir=path, **told)  # type: ignore[arg-type]
+    return FileTier(path).rig(**options)
 
 
 def restarted(rig: Rig, **options: object) -> Rig:
     """The next process of the same node."""
     rig.run()
     rig.tiers.close()
-    return replace(rig, **options)  # type: ignore[arg-type]
+    return rig.again(**options)
 
 
 def file_of(path: Path, name: str = "pages") -> Path:
@@ -51,24 +35,10 @@ def file_of(path: Path, name: str = "pages") -> Path:
 
 
 def forgotten(rig: Rig, prompt: list[int]) -> None:
-    """Asks for so much else that only files have the prompt."""
-    fill_the_pool(rig, 500)
-    fill_the_pool(rig, 600)
-    assert in_tree(rig, prompt) == 0
+    """Ask for so much else that only files have the prompt."""
+    FileTier(Path()).forget(rig, prompt)
     way = rig.tiers.way(np.array(prompt, np.int32), SHARED)
     assert way is not None and len(way.filed) == len(prompt) // SIZE
-
-
-def test_what_host_memory_forgets_is_read_back(tmp_path):
-    rig = small(tmp_path)
-    prompt = drawn(1, 160)
-    ask(rig, prompt)
-    forgotten(rig, prompt)
-    before = rig.runner.num_tokens
-    again = ask(rig, [*prompt, 1, 2, 3])
-    assert again.cached_tokens == rig.tiers.file_tokens == 160
-    assert rig.runner.num_tokens - before < SIZE
-    rig.assert_at_rest()
 
 
 def test_it_is_there_after_a_restart(tmp_path):
@@ -82,22 +52,12 @@ def test_it_is_there_after_a_restart(tmp_path):
 
 
 def test_other_weights_find_nothing_of_it(tmp_path):
-    rig = small(tmp_path, made_with=b"a")
+    rig = small(tmp_path, weights=b"a")
     prompt = drawn(1, 160)
     ask(rig, prompt)
-    rig = restarted(rig, made_with=b"b")
+    rig = restarted(rig, weights=b"b")
     assert not len(rig.tiers.files.cache) and file_of(tmp_path).stat().st_size == 0
     assert ask(rig, prompt).cached_tokens == 0
-
-
-def test_one_namespace_gets_nothing_of_another(tmp_path):
-    rig = small(tmp_path)
-    prompt, salted = drawn(1, 160), namespace_of("salt")
-    ask(rig, prompt, namespace=salted)
-    rig = restarted(rig)
-    assert ask(rig, prompt).cached_tokens == 0
-    rig = restarted(rig)
-    assert ask(rig, prompt, namespace=salted).cached_tokens == 144
 
 
 def damage(path: Path, at: int, how: int) -> None:
@@ -146,7 +106,7 @@ def test_of_files_that_were_cut_off_or_changed_the_rest_is_found(tmp_path, name,
     rig.run()
     rig.tiers.close()
     damage(file_of(tmp_path, name), at, how)
-    rig = replace(rig)
+    rig = rig.again()
     assert len(rig.tiers.files.cache) == left
     ask(rig, drawn(1, 160))
     rig.assert_at_rest()
@@ -161,7 +121,7 @@ def test_a_record_in_anothers_place_is_none(tmp_path):
     first, second = HEADER_BYTES, HEADER_BYTES + RECORD_BYTES
     index[first:second] = index[second : second + RECORD_BYTES]
     file_of(tmp_path, "index").write_bytes(index)
-    assert len(replace(rig).tiers.files.cache) == 9
+    assert len(rig.again().tiers.files.cache) == 9
 
 
 def test_what_was_used_longest_ago_goes_first(tmp_path):
@@ -202,39 +162,6 @@ def test_a_flush_forgets_the_files_too_and_gives_the_disk_back(tmp_path):
     assert file_of(tmp_path).stat().st_size < 30 * 4 * SIZE
 
 
-@ENDS
-def test_what_was_being_read_of_what_is_gone_is_not_taken_in(tmp_path, end):
-    rig = small(tmp_path)
-    prompt = drawn(1, 160)
-    ask(rig, prompt)
-    forgotten(rig, prompt)
-    rig.store.delays.append(3)
-    request = rig.request(prompt, 4)
-    rig.come(request)
-    assert rig.coming and rig.tiers.busy
-    end(rig, prompt)
-    rig.check()
-    rig.run()
-    assert request.cached_tokens == 0 and rig.tokens[request.key] == rig.expected(request)[0]
-    rig.assert_at_rest()
-
-
-def test_who_wants_the_same_waits_for_the_one_read(tmp_path):
-    rig = small(tmp_path, num_pages=40, tier_pages=60)
-    stem = drawn(1, 160)
-    ask(rig, stem)
-    forgotten(rig, stem)
-    rig.store.delays.append(4)
-    twins = [rig.request([*stem, number], 4) for number in range(3)]
-    for twin in twins:
-        rig.come(twin)
-    assert len(rig.coming) == 3
-    rig.run()
-    assert [twin.cached_tokens for twin in twins] == [160] * 3
-    assert rig.tiers.file_tokens == 160 and rig.tiers.files.num_read == 10
-    rig.assert_at_rest()
-
-
 def test_a_full_disk_leaves_the_room_that_there_is(tmp_path, monkeypatch):
     most, write_all = HEADER_BYTES + 20 * RECORD_BYTES, page_files._write_all
 
@@ -268,20 +195,6 @@ def test_a_disk_that_fails_ends_nothing_and_is_tried_again(tmp_path):
     files._pages, now[0] = real, AFTER_FAULT_S
     ask(rig, drawn(3, 160), 1)
     assert rig.tiers.files.num_written >= 10
-    rig.assert_at_rest()
-
-
-def test_requests_that_leave_the_device_find_room_beside_it(tmp_path):
-    rig = small(tmp_path, num_pages=12, tier_pages=30, config=LONG)
-    rig.store.delays.extend([2, 0, 5] * 30)
-    for seed in range(6):
-        ask(rig, drawn(seed, 100))
-    requests = [rig.add(drawn(10 + i, 40), 60, ignore_eos=True) for i in range(3)]
-    rig.run()
-    counters = rig.scheduler.counters()
-    assert counters["retractions"] and not counters["recomputed"]
-    for request in requests:
-        assert rig.tokens[request.key] == rig.expected(request)[0]
     rig.assert_at_rest()
 
 
@@ -328,14 +241,14 @@ def talk(seed: int, path: Path, windows: tuple[int | None, ...], state_pages: in
         num_pages=rng.choice((16, 20, 40)) * wide + 2 * state_pages,
         windows=windows,
         state_pages=state_pages,
-        num_slots=rng.choice((1, 3)),
-        context=512,
-        host_pages=rng.choice((0, 8)),
+        max_running_requests=rng.choice((1, 3)),
+        context_length=512,
+        swap_pages=rng.choice((0, 8)),
         tier_pages=rng.choice((40, 90)) * wide,
-        file_dir=path,
+        disk_dir=path,
         file_pages=rng.choice((60, 400)) * wide,
-        overlap=rng.random() < 0.7,
-        config=SchedulerConfig(chunked_prefill_tokens=rng.choice((-1, 32, 100))),
+        overlap_schedule=rng.random() < 0.7,
+        chunked_prefill_tokens=rng.choice((-1, 32, 100)),
     )
     said = None
     for _ in range(2):
@@ -347,9 +260,7 @@ def talk(seed: int, path: Path, windows: tuple[int | None, ...], state_pages: in
         rig.before_poll.append(talks.poll)
         rig.run_until(lambda t=talks, r=rig: not (t.left or t.going or r.has_work))
         told.check()
-        rig.assert_at_rest()
-        for key, request in rig.requests.items():
-            assert rig.tokens[key] == rig.expected(request)[0][: len(rig.tokens[key])]
+        rig.complete()
         said, last, rig = talks.talks, rig, restarted(rig)
     return last
 

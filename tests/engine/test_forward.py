@@ -164,15 +164,7 @@ def test_a_long_row_among_short_ones_changes_no_token_by_graph_or_without(tmp_pa
         steps = Steps(model, num_slots=len(prompts) + 1, recorder=recorder)
         for size in steps.runner.graph_sizes:
             steps.runner.capture(size)
-        answers = []
-        for group in groups:
-            slots = [steps.add(tokens) for tokens in group]
-            for slot in slots:
-                steps.prefill(slot)
-            for _ in range(3):
-                steps.decode(*slots)
-            steps.settle()
-            answers += [steps.remove(slot) for slot in slots]
+        answers = [tokens for group in groups for tokens in steps.generate(group, 4)]
         steps.close()
         return answers
 

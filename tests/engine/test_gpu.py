@@ -13,20 +13,14 @@ from engine.models import load
 from engine.runner.graphs import CudaRecorder
 from tests.support.checkpoints import (
     NATIVE_ARCHITECTURES,
-    VOCABULARY_SIZE,
     greedy_tokens,
     make_checkpoint,
     reference_model,
 )
 from tests.support.devices import CUDA
-from tests.support.steps import GREEDY, Steps
+from tests.support.steps import GREEDY, Steps, prompt
 
 pytestmark = pytest.mark.gpu
-
-
-def prompt(length, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
 
 
 @pytest.mark.parametrize("architecture", NATIVE_ARCHITECTURES)
@@ -38,17 +32,8 @@ def test_greedy_tokens_by_graphs_are_those_of_transformers(tmp_path, architectur
     steps = Steps(load(directory, CUDA, torch.float32), num_slots=5, recorder=CudaRecorder())
     for size in steps.runner.graph_sizes:
         steps.runner.capture(size)
-    slots = [steps.add(tokens) for tokens in prompts]
-    for slot in slots:
-        steps.prefill(slot, chunk=32)
-    for _ in range(11):
-        steps.decode(*slots)
-    steps.settle()
+    assert steps.generate(prompts, 12, chunk=32) == expected
     steps.close()
-    generated = [
-        steps.remove(slot)[len(tokens) :] for slot, tokens in zip(slots, prompts, strict=True)
-    ]
-    assert generated == expected
 
 
 def test_tokens_are_those_of_a_cpu_whatever_is_sampled(tmp_path):
@@ -61,14 +46,8 @@ def test_tokens_are_those_of_a_cpu_whatever_is_sampled(tmp_path):
     answers = []
     for device in (torch.device("cpu"), CUDA):
         steps = Steps(load(directory, device, torch.float32))
-        slots = [steps.add(prompt(20, seed), own) for seed, own in enumerate(params)]
-        for slot in slots:
-            steps.prefill(slot)
-        for _ in range(20):
-            steps.decode(*slots)
-        steps.settle()
+        answers.append(steps.generate([prompt(20, seed) for seed in range(3)], 21, params))
         steps.close()
-        answers.append([steps.remove(slot) for slot in slots])
     assert answers[0] == answers[1]
 
 

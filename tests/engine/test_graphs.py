@@ -10,8 +10,8 @@ from common.requests.sampling import SamplingParams
 from engine.models import load
 from engine.runner.graphs import ladder
 from engine.runner.host_waits import Uncapturable, check_capturable
-from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
-from tests.support.steps import GREEDY, Steps
+from tests.support.checkpoints import make_checkpoint
+from tests.support.steps import GREEDY, Steps, prompt
 
 CPU = torch.device("cpu")
 PARAMS = [
@@ -48,15 +48,10 @@ def model(tmp_path_factory):
     return load(make_checkpoint(tmp_path_factory.mktemp("checkpoint")), CPU, torch.float32)
 
 
-def prompt(length):
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
-
-
 def generate(steps, num_requests, num_tokens):
     slots = []
     for number in range(num_requests):
-        slots.append(steps.add(prompt(5 + 13 * number), PARAMS[number % len(PARAMS)]))
+        slots.append(steps.add(prompt(5 + 13 * number, number), PARAMS[number % len(PARAMS)]))
         steps.prefill(slots[-1], chunk=16)
         for _ in range(2):
             steps.decode(*slots)  # one row more each time: every padding there is
@@ -178,18 +173,12 @@ def test_a_step_takes_the_smallest_graph_there_is_and_else_none(model):
 
 
 def test_the_rehearsal_writes_no_page_and_leaves_no_trace(model):
-    params = PARAMS[3]
     plain, rehearsed = Steps(model, num_slots=3), Steps(model, num_slots=3)
     rehearsed.runner.rehearse(70)
     assert (rehearsed.pool.tensor == 0xFF).all()  # as it was made
     answers = []
     for steps in (plain, rehearsed):
-        slot = steps.add(prompt(9), params)
-        steps.prefill(slot)
-        for _ in range(6):
-            steps.decode(slot)
-        steps.settle()
-        answers.append(steps.remove(slot))
+        answers.append(steps.generate([prompt(9)], 7, [PARAMS[3]]))
         steps.close()
     assert answers[0] == answers[1]
 

@@ -121,11 +121,7 @@ DECODE = [(1, 40), (1, 3), (1, 17)]
 ROWS = {
     "decode": (DECODE, {"_decode_kernel": 1}, {"_plan_kernel": 1}),
     "extend": ([(20, 20), (5, 40)], {"_extend_kernel": 1}, {}),
-    "mixed": (
-        [(20, 20), *DECODE],
-        {"_extend_kernel": 1, "_decode_kernel": 1},
-        {"_plan_kernel": 1},
-    ),
+    "mixed": ([(20, 20), *DECODE], {"_extend_kernel": 1, "_decode_kernel": 1}, {"_plan_kernel": 1}),
 }
 
 

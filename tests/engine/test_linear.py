@@ -55,11 +55,7 @@ FORMS = [
         PanelForm(BF16, COMPILED), BF16, 2e-2, id="bfloat16 panels", marks=in_panels(BF16)
     ),
     pytest.param(
-        Int8PanelForm(COMPILED),
-        BF16,
-        6e-2,
-        id="int8 panels of bfloat16",
-        marks=in_panels(I8),
+        Int8PanelForm(COMPILED), BF16, 6e-2, id="int8 panels of bfloat16", marks=in_panels(I8)
     ),
     pytest.param(
         Int8PanelForm(COMPILED), F32, 5e-2, id="int8 panels of float32", marks=in_panels(I8)

@@ -155,16 +155,39 @@ def test_an_idle_engine_finds_a_leak():
 # The step clock
 
 
+class TimedClock(StepClock):
+    """A clock of steps whose time the test moves."""
+
+    def __init__(self, **options: float) -> None:
+        self.time = FakeClock()
+        super().__init__(self.time, **options)
+
+    def step(self, batch: ScheduleBatch, seconds: float) -> None:
+        """Run one step of this duration."""
+        self.launched(batch)
+        self.time.now += seconds
+        self.finished()
+
+    def late_s(self, seconds: float = 0.0) -> float:
+        """Return by how much the engine is late after these seconds without progress."""
+        self.time.now += seconds
+        return self.reading.late_s(self.time.now)
+
+    def expected_s(self, batch: ScheduleBatch) -> float:
+        """Launch a step. Return its expected duration."""
+        self.launched(batch)
+        return self.reading.expected_s
+
+
 def test_the_clock_tells_the_step_under_way_and_since_when():
-    time = FakeClock()
-    clock = StepClock(time)
+    clock = TimedClock()
     assert clock.reading.started_at is None
     clock.launched(_batch(1))
     assert (clock.reading.step, clock.reading.started_at) == (1, 1000.0)
-    time.now = 1001.0
+    clock.time.now = 1001.0
     clock.launched(_batch(2))
     assert clock.reading.step == 1
-    time.now = 1003.0
+    clock.time.now = 1003.0
     clock.finished()
     assert (clock.reading.step, clock.reading.started_at) == (2, 1003.0)
     clock.finished()
@@ -172,92 +195,72 @@ def test_the_clock_tells_the_step_under_way_and_since_when():
 
 
 def test_a_prompts_duration_is_expected_by_its_tokens_and_a_decodes_by_the_step():
-    time = FakeClock()
-    clock = StepClock(time)
-    for mode, tokens, seconds in ((ForwardMode.EXTEND, 100, 2.0), (ForwardMode.DECODE, 1, 0.1)):
-        clock.launched(_batch(1, mode, tokens))
-        time.now += seconds
-        clock.finished()
-    clock.launched(_batch(2, ForwardMode.MIXED, 1000))
-    assert clock.reading.expected_s == pytest.approx(20.0)
+    clock = TimedClock()
+    clock.step(_batch(1, ForwardMode.EXTEND, 100), 2.0)
+    clock.step(_batch(1), 0.1)
+    assert clock.expected_s(_batch(2, ForwardMode.MIXED, 1000)) == pytest.approx(20.0)
     clock.finished()
-    clock.launched(_batch(3))
-    assert clock.reading.expected_s == pytest.approx(0.1)
+    assert clock.expected_s(_batch(3)) == pytest.approx(0.1)
 
 
 def test_the_expected_duration_follows_what_is_seen():
-    time = FakeClock()
-    clock = StepClock(time)
-    for _ in range(40):
-        clock.launched(_batch(1))
-        time.now += 0.5
-        clock.finished()
-    for _ in range(40):
-        clock.launched(_batch(1))
-        time.now += 2.0
-        clock.finished()
-    clock.launched(_batch(1))
-    assert clock.reading.expected_s == pytest.approx(2.0, rel=0.01)
+    clock = TimedClock()
+    for seconds in (0.5, 2.0):
+        for _ in range(40):
+            clock.step(_batch(1), seconds)
+    assert clock.expected_s(_batch(1)) == pytest.approx(2.0, rel=0.01)
+
+
+def test_copies_alone_say_nothing_of_what_a_step_takes():
+    clock = TimedClock()
+    clock.step(_batch(1), 0.1)
+    nobody = ints([])
+    clock.step(ScheduleBatch(2, ForwardMode.DECODE, nobody, nobody, nobody, nobody > 0), 9.0)
+    assert clock.expected_s(_batch(3)) == pytest.approx(0.1)
 
 
 def test_an_engine_between_steps_is_late_from_its_last_progress_on():
-    time = FakeClock()
-    clock = StepClock(time)
+    clock = TimedClock()
     for _ in range(3):
-        time.now += 9.0
-        assert clock.reading.late_s(time.now) == 9.0
+        assert clock.late_s(9.0) == 9.0
         clock.turned()
-        assert clock.reading.late_s(time.now) == 0.0
+        assert clock.late_s() == 0.0
 
 
 def test_a_long_step_may_take_five_times_what_its_tokens_took_before():
-    time = FakeClock()
-    clock = StepClock(time)
-    clock.launched(_batch(1, ForwardMode.EXTEND, 100))
-    time.now += 1.0
-    clock.finished()
+    clock = TimedClock()
+    clock.step(_batch(1, ForwardMode.EXTEND, 100), 1.0)
     clock.launched(_batch(2, ForwardMode.EXTEND, 1000))
-    time.now += 49.0
-    assert clock.reading.late_s(time.now) == 0.0
+    assert clock.late_s(49.0) == 0.0
     clock.launched(_batch(3, ForwardMode.EXTEND, 100))  # behind it; progress, too
-    time.now += 49.0
-    assert clock.reading.late_s(time.now) == 0.0
-    time.now += 2.0
-    assert clock.reading.late_s(time.now) == pytest.approx(1.0)
+    assert clock.late_s(49.0) == 0.0
+    assert clock.late_s(2.0) == pytest.approx(1.0)
 
 
 def test_what_a_step_was_allowed_ends_with_it():
-    time = FakeClock()
-    clock = StepClock(time)
-    step = _batch(1, ForwardMode.EXTEND, 100)
-    clock.launching(step)
-    clock.launched(step)
-    time.now += 50.0
-    clock.finished()
+    clock = TimedClock()
+    batch = _batch(1, ForwardMode.EXTEND, 100)
+    clock.launching(batch)
+    clock.step(batch, 50.0)
     assert clock.reading.allowed_s == 0.0
 
 
 # Seen failing: late after five times what such steps took, and at once after the compilation.
 def test_a_kernel_that_is_compiled_while_serving_may_take_as_long_as_a_first_step(caplog):
     """A stand-in has the hooks of triton.knobs.runtime, which Triton calls around a compilation."""
-    time, runtime = FakeClock(), SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
-    clock = StepClock(time, first_step_s=60.0)
+    runtime = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
+    clock = TimedClock(first_step_s=60.0)
     clock.compiles.watch(runtime)
-    clock.launched(_batch(1))
-    time.now += 1.0
-    clock.finished()
+    clock.step(_batch(1), 1.0)
     clock.launching(_batch(2))
-    time.now += 4.0
+    clock.time.now += 4.0
     told = {"key": "", "repr": "", "fn": SimpleNamespace(name="rope"), "compile": {}}
     assert not runtime.jit_cache_hook(**told)  # True: Triton does not compile it
-    time.now += 59.0
-    assert clock.reading.late_s(time.now) == 0.0
-    time.now += 2.0
-    assert clock.reading.late_s(time.now) == pytest.approx(1.0)  # a compiler that hangs is found
+    assert clock.late_s(59.0) == 0.0
+    assert clock.late_s(2.0) == pytest.approx(1.0)  # a compiler that hangs is found
     runtime.jit_post_compile_hook(**told)
-    assert clock.reading.late_s(time.now) == 0.0
-    time.now += 6.0
-    assert clock.reading.late_s(time.now) == pytest.approx(1.0)
+    assert clock.late_s() == 0.0
+    assert clock.late_s(6.0) == pytest.approx(1.0)
     assert clock.compiles.gauges() == {
         "total_kernels_compiled": 1.0,
         "total_kernel_compile_seconds": 61.0,
@@ -273,60 +276,38 @@ def test_the_hooks_are_those_of_triton():
 
 def test_an_operation_on_the_engine_thread_may_take_as_long_as_a_first_step():
     """A change of role compiles and captures."""
-    time = FakeClock()
-    clock = StepClock(time, first_step_s=60.0)
+    clock = TimedClock(first_step_s=60.0)
     with clock.operation():
-        time.now += 59.0
-        assert clock.reading.late_s(time.now) == 0.0
-        time.now += 2.0
-        assert clock.reading.late_s(time.now) == pytest.approx(1.0)
-    assert clock.reading.late_s(time.now) == 0.0
-    time.now += 2.0
-    assert clock.reading.late_s(time.now) == 2.0
+        assert clock.late_s(59.0) == 0.0
+        assert clock.late_s(2.0) == pytest.approx(1.0)
+    assert clock.late_s() == 0.0
+    assert clock.late_s(2.0) == 2.0
 
 
 def test_time_in_which_the_onlooker_stood_still_does_not_make_an_engine_late():
     """A process that was stopped: after it goes on either thread may be the first to run."""
-    time = FakeClock()
-    clock = StepClock(time)
-    lateness = Lateness(clock, look_s=1.0, now=time)
+    clock = TimedClock()
+    lateness = Lateness(clock, look_s=1.0, now=clock.time)
     assert lateness.look() == 0.0
-    time.now += 600.0
+    clock.time.now += 600.0
     assert lateness.look() == 2.0  # of what it has seen, at most two looks
     for late_s in (3.0, 4.0, 5.0):  # it watches, and the engine still does nothing
-        time.now += 1.0
+        clock.time.now += 1.0
         assert lateness.look() == late_s
     clock.turned()
     assert lateness.look() == 0.0
-
-
-def test_copies_alone_say_nothing_of_what_a_step_takes():
-    time = FakeClock()
-    clock = StepClock(time)
-    nobody = ints([])
-    copies = ScheduleBatch(2, ForwardMode.DECODE, nobody, nobody, nobody, nobody > 0)
-    for batch, seconds in ((_batch(1), 0.1), (copies, 9.0)):
-        clock.launched(batch)
-        time.now += seconds
-        clock.finished()
-    clock.launched(_batch(3))
-    assert clock.reading.expected_s == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
 @pytest.mark.parametrize("begin", ["launching", "launched"])
 def test_a_first_step_of_its_kind_may_compile(mode: ForwardMode, begin: str):
     """On a GPU within its launch, on a CPU within the step."""
-    time = FakeClock()
-    clock = StepClock(time, first_step_s=60.0)
+    clock = TimedClock(first_step_s=60.0)
     other = ForwardMode.DECODE if mode is ForwardMode.EXTEND else ForwardMode.EXTEND
-    clock.launched(_batch(1, other))
-    clock.finished()
+    clock.step(_batch(1, other), 0.0)
     getattr(clock, begin)(_batch(2, mode))
-    time.now += 59.0
-    assert clock.reading.late_s(time.now) == 0.0
-    time.now += 2.0
-    assert clock.reading.late_s(time.now) == pytest.approx(1.0)
+    assert clock.late_s(59.0) == 0.0
+    assert clock.late_s(2.0) == pytest.approx(1.0)
 
 
 def test_the_loop_tells_its_clock_of_every_turn_and_of_a_launch_before_it_begins():
@@ -341,16 +322,13 @@ def test_the_loop_tells_its_clock_of_every_turn_and_of_a_launch_before_it_begins
 
 
 def test_steps_are_counted_by_their_mode_with_their_size_and_time():
-    time = FakeClock()
-    clock = StepClock(time)
-    for mode, tokens, seconds in (
-        (ForwardMode.EXTEND, 100, 0.3),
-        (ForwardMode.EXTEND, 20, 0.3),
-        (ForwardMode.DECODE, 1, 0.02),
+    clock = TimedClock()
+    for batch, seconds in (
+        (_batch(1, ForwardMode.EXTEND, 100), 0.3),
+        (_batch(1, ForwardMode.EXTEND, 20), 0.3),
+        (_batch(1), 0.02),
     ):
-        clock.launched(_batch(1, mode, tokens))
-        time.now += seconds
-        clock.finished()
+        clock.step(batch, seconds)
     counted = clock.meter.distributions()
     seconds = counted["step_seconds/extend"]
     assert seconds.total == pytest.approx(0.6)
@@ -366,8 +344,8 @@ def test_steps_are_counted_by_their_mode_with_their_size_and_time():
 
 class Watched:
     def __init__(self) -> None:
-        self.time = FakeClock()
-        self.clock = StepClock(self.time)
+        self.clock = TimedClock()
+        self.time = self.clock.time
         self.work = False
         self.reports: list[float] = []
         self.dog = Watchdog(
@@ -417,12 +395,10 @@ def test_every_finished_step_starts_the_time_anew_and_a_new_standstill_is_told_a
     watched.work = True
     watched.look_for(1)
     for _ in range(5):
-        watched.clock.launched(_batch(1))
-        watched.clock.finished()
+        watched.clock.step(_batch(1), 0.0)
         assert watched.look_for(9) == 0
     assert watched.look_for(11) == 1
-    watched.clock.launched(_batch(2))
-    watched.clock.finished()
+    watched.clock.step(_batch(2), 0.0)
     assert [watched.look_for(s) for s in (1, 11)] == [1, 2]
 
 
@@ -433,8 +409,7 @@ def test_a_process_that_was_stopped_itself_tells_of_no_standstill():
     watched.look_for(1)
     watched.time.now += 3600.0
     assert watched.look_for(1) == 0
-    watched.clock.launched(_batch(1))
-    watched.clock.finished()
+    watched.clock.step(_batch(1), 0.0)
     assert watched.look_for(9) == 0
 
 

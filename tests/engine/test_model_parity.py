@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from common.config import LoraConfig
-from engine.models import Model, load
+from engine.models import load
 from engine.models.families import read_decoder
 from tests.support import devices
 from tests.support.adapters import make_adapter, merge
@@ -23,14 +23,13 @@ from tests.support.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
     LATENT_ARCHITECTURES,
-    VOCABULARY_SIZE,
     greedy_tokens,
     make_checkpoint,
     reference_model,
     to_transformers_4,
 )
 from tests.support.devices import CPU, CUDA
-from tests.support.steps import Recorder, Steps
+from tests.support.steps import Recorder, Steps, logits_after, prompt
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -95,10 +94,7 @@ VARIANTS = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    "qwen3_moe normalised, biased": (
-        "qwen3_moe",
-        {"norm_topk_prob": True, "attention_bias": True},
-    ),
+    "qwen3_moe normalised, biased": ("qwen3_moe", {"norm_topk_prob": True, "attention_bias": True}),
     "qwen3_moe window in all layers": (
         "qwen3_moe",
         {"use_sliding_window": True, "sliding_window": 21},
@@ -117,10 +113,7 @@ VARIANTS = {
             "qkv_bias": False,
         },
     ),
-    "mixtral window, every expert": (
-        "mixtral",
-        {"sliding_window": 17, "num_experts_per_tok": 4},
-    ),
+    "mixtral window, every expert": ("mixtral", {"sliding_window": 17, "num_experts_per_tok": 4}),
     "dots1 window, not normalised": (
         "dots1",
         {"sliding_window": 17, "max_window_layers": 1, "norm_topk_prob": False},
@@ -131,10 +124,7 @@ VARIANTS = {
     ),
     "deepseek_v3 yarn, biased": (
         "deepseek_v3",
-        {
-            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
-            "attention_bias": True,
-        },
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}, "attention_bias": True},
     ),
     "deepseek_v3 halves rotated, one group, not normalised": (
         "deepseek_v3",
@@ -152,10 +142,7 @@ VARIANTS = {
         },
     ),
     # These models' scores and logits are small: a cap of 3 bends them, one of 30 hardly does.
-    "gemma2 low caps": (
-        "gemma2",
-        {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0},
-    ),
+    "gemma2 low caps": ("gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0}),
     "gemma2 without caps": (
         "gemma2",
         {"attn_logit_softcapping": None, "final_logit_softcapping": None},
@@ -189,11 +176,6 @@ def device(request, monkeypatch):
         return CUDA
     devices.use(request.param, monkeypatch)
     return CPU
-
-
-def prompt(length, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
 
 
 LOGITS_PROMPT = prompt(150)
@@ -254,15 +236,10 @@ def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(
     checkpoint, expected_logits, variant, device
 ):
     tokens, expected = LOGITS_PROMPT, expected_logits(variant)
-    model = Recorder(load(checkpoint(variant), device, torch.float32))
-    steps = Steps(model, overlap=False)
-    slot = steps.add(tokens)
-    # Chunks of all kinds, each asked for its last logits; then one token at a time.
+    # Chunks of all kinds, then one token at a time.
     ends = [1, 16, 30, 33, 100, 101, *range(102, 151)]
-    for start, end in zip([0, *ends], ends, strict=False):
-        steps.launch([(slot, start, end)])
-    steps.close()
-    actual = torch.cat(model.seen).cpu()
+    model = load(checkpoint(variant), device, torch.float32)
+    actual = logits_after(model, tokens, ends).cpu()
     assert (actual - expected[[end - 1 for end in ends]]).abs().max() <= 1e-4
 
 
@@ -274,17 +251,8 @@ def test_greedy_tokens_are_those_of_transformers(
     expected = expected_tokens(architecture, page_size)
     model = load(checkpoint(architecture), device, torch.float32)
     steps = Steps(model, page_size=page_size, num_slots=5)
-    slots = [steps.add(tokens) for tokens in prompts]
-    for slot in slots:
-        steps.prefill(slot, chunk=2 * page_size)
-    for _ in range(11):
-        steps.decode(*slots)
-    steps.settle()
+    assert steps.generate(prompts, 12, chunk=2 * page_size) == expected
     steps.close()
-    generated = [
-        steps.remove(slot)[len(tokens) :] for slot, tokens in zip(slots, prompts, strict=True)
-    ]
-    assert generated == expected
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
@@ -303,12 +271,7 @@ def test_rows_with_adapters_are_those_of_models_with_them_in_their_weights(
     prompts = [prompt(length, seed) for seed, length in enumerate([1, 16, 70, 33, 100, 17])]
     wanted = [*names, "", *names, ""]
     steps = Steps(model, num_slots=len(prompts), lora=lora)
-    slots = [steps.add(tokens, adapter=name) for tokens, name in zip(prompts, wanted, strict=True)]
-    for slot in slots:
-        steps.prefill(slot, chunk=32)
-    for _ in range(7):
-        steps.decode(*slots)
-    steps.settle()
+    told = steps.generate(prompts, 8, chunk=32, adapters=wanted)
     steps.close()
     for name in ("", *names):
         reference = reference_model(directory)
@@ -316,8 +279,7 @@ def test_rows_with_adapters_are_those_of_models_with_them_in_their_weights(
             merge(reference, tmp_path / name)
         rows = [row for row, each in enumerate(wanted) if each == name]
         expected = greedy_tokens(reference, [prompts[row] for row in rows], 8)
-        for row, answer in zip(rows, expected, strict=True):
-            assert steps.remove(slots[row])[len(prompts[row]) :] == answer
+        assert [told[row] for row in rows] == expected
 
 
 def test_a_mixed_batch_gives_what_its_rows_give_alone(tmp_path):
@@ -361,28 +323,18 @@ def test_shards_give_the_same_weights_as_one_file(tmp_path):
     whole = make_checkpoint(tmp_path / "whole", "qwen2")
     parts = make_checkpoint(tmp_path / "parts", "qwen2", max_shard_size="60KB")
     assert len(list(parts.glob("*.safetensors"))) > 2
-    outputs = []
-    for directory in (whole, parts):
-        model = Recorder(load(directory, CPU, torch.float32))
-        steps = Steps(model, overlap=False)
-        steps.prefill(steps.add(prompt(20)))
-        steps.close()
-        outputs.append(torch.cat(model.seen))
-    assert torch.equal(*outputs)
+    models = [load(directory, CPU, torch.float32) for directory in (whole, parts)]
+    assert torch.equal(*(logits_after(model, prompt(20)) for model in models))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_half_precision_stays_near_float32(tmp_path, dtype, architecture):
     directory = make_checkpoint(tmp_path, architecture)
-    outputs = []
-    for kind in (torch.float32, dtype):
-        model = Recorder(load(directory, CPU, kind))
-        steps = Steps(model, overlap=False)
-        steps.prefill(steps.add(prompt(50)), chunk=20)
-        steps.close()
-        outputs.append(model.seen[-1])
-    exact, rounded = outputs
+    exact, rounded = (
+        logits_after(load(directory, CPU, kind), prompt(50), (20, 40, 50))[-1]
+        for kind in (torch.float32, dtype)
+    )
     assert rounded.dtype == (torch.float32 if architecture == "gemma2" else dtype)
     assert (exact - rounded).abs().max() < 0.05 * exact.std()
 
@@ -402,13 +354,5 @@ def test_of_a_checkpoint_with_images_the_texts_are_served(tmp_path, architecture
     with_images.model.language_model.load_state_dict(text.model.state_dict())
     with_images.lm_head.load_state_dict(text.lm_head.state_dict())
     with_images.save_pretrained(tmp_path / "whole")
-    logits = [_last_logits(load(tmp_path / name, CPU, torch.float32)) for name in ("text", "whole")]
-    assert torch.equal(*logits)
-
-
-def _last_logits(model: Model) -> torch.Tensor:
-    recorder = Recorder(model)
-    steps = Steps(recorder, overlap=False)
-    steps.launch([(steps.add(prompt(40)), 0, 40)])
-    steps.close()
-    return recorder.seen[0]
+    models = [load(tmp_path / name, CPU, torch.float32) for name in ("text", "whole")]
+    assert torch.equal(*(logits_after(model, prompt(40)) for model in models))

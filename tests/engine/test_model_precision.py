@@ -7,7 +7,7 @@ from engine.models import Model, load
 from engine.models.linear import onednn
 from tests.support import devices
 from tests.support.checkpoints import ARCHITECTURES, VOCABULARY_SIZE, make_checkpoint
-from tests.support.steps import Steps
+from tests.support.steps import logits_after
 
 CPU = torch.device("cpu")
 int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
@@ -19,33 +19,10 @@ BOUNDS = [
 ]
 
 
-class Recorder:
-    """A model that keeps the logits it gave."""
-
-    def __init__(self, model: Model) -> None:
-        self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
-        self.seen: list[torch.Tensor] = []
-        self._model = model
-
-    def forward(self, batch, pool, future_tokens, adapted=None, late=None):
-        return self._model.forward(batch, pool, future_tokens, adapted, late)
-
-    def logits(self, hidden):
-        logits = self._model.logits(hidden)
-        self.seen.append(logits.float().clone())
-        return logits
-
-
 def logits_of(model: Model, tokens: list[int]) -> torch.Tensor:
     """Return the logits of the chunks' last tokens, and of every token from 100 on."""
-    recorder = Recorder(model)
-    steps = Steps(recorder, overlap=False)
-    slot = steps.add(tokens)
     ends = [1, 16, 30, 33, 99, *range(100, len(tokens) + 1)]
-    for start, end in zip([0, *ends], ends, strict=False):
-        steps.launch([(slot, start, end)])
-    steps.close()
-    return torch.cat(recorder.seen)
+    return logits_after(model, tokens, ends).float()
 
 
 @pytest.mark.parametrize("products", ["torch", "compiled"])

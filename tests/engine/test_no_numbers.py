@@ -33,7 +33,7 @@ def is_right(rig: Rig, request: Request) -> bool:
 @BOTH
 @pytest.mark.parametrize("place", [0, 3], ids=["shared page", "own page"])
 def test_pages_that_turn_bad_cost_one_answer_each_that_runs_on_them(overlap, place):
-    rig = Rig(overlap=overlap, poison=POISON)
+    rig = Rig(overlap_schedule=overlap, poison=POISON)
     stem = drawn(1, 2 * SIZE)
     ask(rig, stem)
     ask(rig, stem, namespace=OTHERS)
@@ -61,7 +61,7 @@ def test_who_runs_on_the_same_prefix_goes_on(overlap, windows, state_pages):
         windows=windows,
         state_pages=state_pages,
         tier_pages=40 * width,
-        overlap=overlap,
+        overlap_schedule=overlap,
         poison=POISON,
     )
     told = Told(rig)

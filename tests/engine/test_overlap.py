@@ -3,7 +3,6 @@ that has ended meanwhile."""
 
 import pytest
 
-from common.config import SchedulerConfig
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason
 from tests.support.engine_rig import Rig
@@ -38,7 +37,7 @@ def test_a_result_is_processed_while_the_next_forward_runs():
 
 
 def test_without_overlap_nothing_is_launched_before_the_result_is_processed():
-    rig, runner = _manual_rig(overlap=False)
+    rig, runner = _manual_rig(overlap_schedule=False)
     request = rig.add([1, 2, 3], max_tokens=3)
     try:
         for done in range(1, 4):
@@ -65,7 +64,7 @@ def test_the_pipeline_is_one_step_deep():
 
 @pytest.mark.parametrize("overlap_prefills", [True, False])
 def test_two_prefills_in_a_row_overlap_unless_told_not_to(overlap_prefills):
-    rig = Rig(overlap_prefills=overlap_prefills, config=SchedulerConfig(mixed_chunk=False))
+    rig = Rig(overlap_prefills=overlap_prefills, mixed_chunk=False)
     rig.add([1] * 20, max_tokens=5)
     rig.step()
     rig.add([2] * 20, max_tokens=5)
@@ -120,7 +119,7 @@ def test_a_page_is_closed_to_transfers_while_a_forward_may_still_write_it(after)
 def test_a_slot_is_not_reused_while_a_forward_has_it():
     """Seen failing with the wait for launched steps in SlotTable.release removed: the token
     of the stale forward was told as the next request's."""
-    rig = Rig(num_slots=1, eos=EOS)
+    rig = Rig(max_running_requests=1, eos=EOS)
     prompt = _eos_prompt(rig, 3)
     ending = rig.add(prompt, max_tokens=100)
     following = rig.add([9, 9], max_tokens=4, ignore_eos=True)
@@ -133,7 +132,7 @@ def test_a_slot_is_not_reused_while_a_forward_has_it():
 
 
 def test_what_a_batch_says_never_changes_after_its_launch():
-    rig = Rig(num_pages=6, config=SchedulerConfig(new_token_ratio=0.02))
+    rig = Rig(num_pages=6, new_token_ratio=0.02)
     for i in range(4):
         rig.add([i] * 14, max_tokens=60)
     seen = []

@@ -4,16 +4,14 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from common.config import SchedulerConfig
 from common.priority import STEP_S
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.sampling import SamplingParams
-from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.waiting import PolicyName, SchedulePolicy
-from tests.support.engine_rig import Rig, ints
+from tests.engine.test_radix import Books
+from tests.support.engine_rig import Rig
 from tests.support.fake_clock import FakeClock
 from tests.support.specs import make_request
 
@@ -40,14 +38,11 @@ def _request(
     )
 
 
-def _cache(*prompts: list[int]) -> PrefixCache:
-    pages = PageAllocator(64)
-    cache = PrefixCache(4, pages)
+def _cache(*prompts: list[int], namespace: Namespace = SHARED) -> PrefixCache:
+    books = Books()
     for prompt in prompts:
-        fresh = pages.allocate(len(prompt) // 4, PageHolder.REQUEST)
-        cache.insert(ints(prompt), PageHolding.of(fresh))
-        pages.drop(fresh, PageHolder.REQUEST)
-    return cache
+        books.learn(prompt, namespace)
+    return books.cache
 
 
 def _order(policy: str, cache: PrefixCache, requests: list[Request]) -> list[int]:
@@ -74,10 +69,7 @@ def test_lpm_falls_back_to_fcfs_when_the_queue_is_long():
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
 def test_what_another_namespace_has_cached_makes_no_request_go_first(policy):
-    pages = PageAllocator(8)
-    cache = PrefixCache(4, pages)
-    fresh = pages.allocate(1, PageHolder.REQUEST)
-    cache.insert(ints([2] * 4), PageHolding.of(fresh), ONE)
+    cache = _cache([2] * 4, namespace=ONE)
     requests = [_request(1, [1] * 9, namespace=ONE), _request(2, [2] * 9, namespace=OTHER)]
     assert _order(policy, cache, requests) == [1, 2]
     assert _order(policy, cache, [*requests, _request(3, [2] * 9, namespace=ONE)]) == [3, 1, 2]
@@ -112,10 +104,9 @@ def test_routing_key_prefers_the_key_that_most_on_the_device_have():
 
 
 def test_of_keys_those_count_whose_requests_have_not_ended():
-    rig = Rig(num_slots=4)
-    requests = [rig.request([i] * 8, 2 + i, routing_key=key) for i, key in enumerate((3, 0, 3))]
-    for request in requests:
-        rig.scheduler.add(request)
+    rig = Rig(max_running_requests=4)
+    for number, key in enumerate((3, 0, 3)):
+        rig.add([number] * 8, 2 + number, routing_key=key)
     rig.step()
     assert rig.table.routing_keys() == {3: 2}
     rig.run()
@@ -129,7 +120,7 @@ def test_random_is_a_permutation():
 
 
 def test_of_requests_with_a_common_prefix_one_goes_first_and_the_others_use_its_kv():
-    rig = Rig(num_slots=8)
+    rig = Rig(max_running_requests=8)
     document = [3] * 64
     for i in range(4):
         rig.add([*document, i, i], max_tokens=4)
@@ -139,12 +130,11 @@ def test_of_requests_with_a_common_prefix_one_goes_first_and_the_others_use_its_
     assert len(first.slots) == 2  # one of the four, and the one that shares nothing
     rig.run()
     assert [rig.requests[i].cached_tokens for i in (1, 2, 3, 4)] == [0, 64, 64, 64]
-    for request in rig.requests.values():
-        assert rig.tokens[request.key] == rig.expected(request)[0]
+    rig.check_answers()
 
 
 def test_nobody_waits_for_a_prompt_of_another_namespace_nor_uses_its_kv():
-    rig = Rig(num_slots=8)
+    rig = Rig(max_running_requests=8)
     document = [3] * 64
     for i, namespace in enumerate((ONE, OTHER, SHARED, ONE)):
         rig.add([*document, i, i], max_tokens=4, namespace=namespace)
@@ -152,12 +142,11 @@ def test_nobody_waits_for_a_prompt_of_another_namespace_nor_uses_its_kv():
     assert len(rig.runner.batches[0].slots) == 3  # the fourth waits for the first
     rig.run()
     assert [request.cached_tokens for request in rig.requests.values()] == [0, 0, 0, 64]
-    for request in rig.requests.values():
-        assert rig.tokens[request.key] == rig.expected(request)[0]
+    rig.check_answers()
 
 
 def test_nobody_waits_for_more_than_the_common_prefix():
-    rig = Rig(num_slots=8)
+    rig = Rig(max_running_requests=8)
     rig.add([*[3] * 48, *[4] * 400], max_tokens=50)
     rig.add([*[3] * 48, *[5] * 10], max_tokens=2)
     rig.step(3)
@@ -168,7 +157,7 @@ def test_nobody_waits_for_more_than_the_common_prefix():
 
 
 def test_a_short_common_prefix_is_not_waited_for():
-    rig = Rig(num_slots=8)
+    rig = Rig(max_running_requests=8)
     for i in range(3):
         rig.add([*[3] * 16, *[i] * 20], max_tokens=2)
     rig.step()
@@ -176,7 +165,7 @@ def test_a_short_common_prefix_is_not_waited_for():
 
 
 def test_without_a_prefix_cache_nobody_waits():
-    rig = Rig(num_slots=8, prefix_cache=False)
+    rig = Rig(max_running_requests=8, prefix_cache=False)
     for _ in range(3):
         rig.add([3] * 64, max_tokens=2)
     rig.step()
@@ -185,7 +174,7 @@ def test_without_a_prefix_cache_nobody_waits():
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof", "random", "fcfs"])
 def test_the_waiting_queue_is_tried_in_the_order_of_its_policy(policy):
-    rig = Rig(num_slots=1, config=SchedulerConfig(policy=policy))
+    rig = Rig(max_running_requests=1, policy=policy)
     rig.add([7] * 40, max_tokens=1)
     rig.run()
     rng = np.random.default_rng(1)

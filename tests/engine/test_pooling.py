@@ -4,11 +4,7 @@ heads of transformers."""
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.errors import ConfigError, InvalidRequest

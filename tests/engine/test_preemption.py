@@ -2,7 +2,6 @@
 
 import pytest
 
-from common.config import SchedulerConfig
 from common.priority import STEP_S
 from engine.batch.request import FinishReason, Request
 from engine.kv_cache.pages import PageHolder
@@ -15,23 +14,9 @@ OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "ove
 
 def _rig(**options: object) -> Rig:
     """Six pages, and little is reserved for growth."""
-    config: dict[str, object] = {
-        "preemption_threshold": BY,
-        "new_token_ratio": 0.02,
-        "min_new_token_ratio": 0.01,
-        "new_token_ratio_steps": 1,
-    }
-    mine = {key: options.pop(key) for key in (*config, "max_preempted_requests") if key in options}
-    config |= mine
-    return Rig(
-        **{  # type: ignore[arg-type]
-            "num_pages": 6,
-            "host_pages": 16,
-            "vandal": False,
-            "config": SchedulerConfig(**config),  # type: ignore[arg-type]
-            **options,
-        },
-    )
+    bold = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.01, "new_token_ratio_steps": 1}
+    sizes = {"num_pages": 6, "swap_pages": 16, "vandal": False, "preemption_threshold": BY}
+    return Rig(**{**bold, **sizes, **options})
 
 
 def _preempted(rig: Rig) -> dict[str, int]:
@@ -43,19 +28,13 @@ def _until_begun(rig: Rig, *requests: Request) -> None:
     rig.run_until(lambda: all(rig.tokens[request.key] for request in requests))
 
 
-def _assert_all_as_expected(rig: Rig) -> None:
-    for key, request in rig.requests.items():
-        assert rig.tokens[key] == rig.expected(request)[0]
-    rig.assert_at_rest()
-
-
 # Seen failing without the step that only saves: the only one that ran was never taken off.
 @OVERLAP
 @pytest.mark.parametrize("num_running", [1, 3])
 def test_the_urgent_takes_the_place_of_the_least_urgent_and_all_get_their_tokens(
     overlap, num_running
 ):
-    rig = _rig(overlap=overlap)
+    rig = _rig(overlap_schedule=overlap)
     length = 90 // num_running
     low = [rig.add([n] * (length - 20), 24, priority=-n) for n in range(num_running)]
     _until_begun(rig, *low)
@@ -63,8 +42,7 @@ def test_the_urgent_takes_the_place_of_the_least_urgent_and_all_get_their_tokens
     rig.run_until(lambda: urgent.key in rig.finished)
     assert sum(request.key in rig.finished for request in low) < num_running
     assert low[-1].preemptions == 1
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
     assert sum(_preempted(rig).values()) >= 1
     computed = sum(len(rig.came_with[key]) + len(rig.tokens[key]) - 1 for key in rig.requests)
     assert rig.runner.num_tokens <= computed + len(rig.requests)  # overlap may add one for each
@@ -72,7 +50,7 @@ def test_the_urgent_takes_the_place_of_the_least_urgent_and_all_get_their_tokens
 
 @OVERLAP
 def test_one_that_joins_with_its_kv_takes_a_place_too(overlap):
-    rig = _rig(overlap=overlap)
+    rig = _rig(overlap_schedule=overlap)
     low = rig.add([1] * 70, 20)
     _until_begun(rig, low)
     prompt = [2] * 60
@@ -95,7 +73,7 @@ def test_one_that_joins_with_its_kv_takes_a_place_too(overlap):
 
 # Seen failing with a slot for each request that may run and no more.
 def test_where_all_places_are_taken_one_is_made_though_there_are_pages():
-    rig = _rig(num_pages=64, host_pages=64, num_slots=2)
+    rig = _rig(num_pages=64, swap_pages=64, max_running_requests=2)
     low = [rig.add([n], 40) for n in range(2)]
     _until_begun(rig, *low)
     urgent = rig.add([9], 5, priority=BY)
@@ -103,12 +81,11 @@ def test_where_all_places_are_taken_one_is_made_though_there_are_pages():
     rig.step()
     assert rig.scheduler.queues()["on_device"] == 2
     assert [request.preemptions for request in low].count(1) == 1
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 def test_no_more_are_away_than_there_are_slots_for():
-    rig = _rig(num_pages=64, host_pages=64, num_slots=2, max_preempted_requests=1)
+    rig = _rig(num_pages=64, swap_pages=64, max_running_requests=2, max_preempted_requests=1)
     low = [rig.add([n], 60) for n in range(2)]
     _until_begun(rig, *low)
     urgent = [rig.add([9 + n], 5, priority=BY) for n in range(4)]
@@ -116,12 +93,11 @@ def test_no_more_are_away_than_there_are_slots_for():
         rig.step()
         assert rig.scheduler.num_retracted <= 1
         assert rig.scheduler.queues()["on_device"] <= 2
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 @pytest.mark.parametrize(
-    "options", [{"preemption_threshold": 0}, {"host_pages": 0}, {"host_pages": 1}]
+    "options", [{"preemption_threshold": 0}, {"swap_pages": 0}, {"swap_pages": 1}]
 )
 def test_nobody_is_preempted_where_it_is_off_or_there_is_no_host_memory(options):
     rig = _rig(**options)
@@ -131,7 +107,7 @@ def test_nobody_is_preempted_where_it_is_off_or_there_is_no_host_memory(options)
     rig.run()
     assert sum(_preempted(rig).values()) == 0
     assert urgent.admitted > 0.0
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 def test_nobody_is_preempted_by_one_that_is_not_urgent_enough():
@@ -141,7 +117,7 @@ def test_nobody_is_preempted_by_one_that_is_not_urgent_enough():
     rig.add([9] * 60, 10, priority=BY - 1)
     rig.run()
     assert sum(_preempted(rig).values()) == 0
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 # Seen failing with victims taken as long as there were any.
@@ -155,7 +131,7 @@ def test_nobody_is_preempted_in_vain():
     assert urgent.admitted == 0.0 or high.key in rig.finished
     rig.run()
     assert sum(_preempted(rig).values()) == 0
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 def test_those_between_wait_until_who_was_preempted_is_back():
@@ -168,8 +144,7 @@ def test_those_between_wait_until_who_was_preempted_is_back():
     while rig.scheduler.num_retracted:
         assert between.slot is None
         rig.step()
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 # Seen failing with no bound: the low one never ended.
@@ -189,8 +164,7 @@ def test_a_request_is_preempted_a_few_times_at_most_however_many_urgent_ones_com
     rig.run_until(lambda: low.key in rig.finished)
     assert low.preemptions == MAX_PREEMPTIONS
     assert len(urgent) > MAX_PREEMPTIONS
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 # Seen failing without ageing, and with one that ends with the absence.
@@ -213,14 +187,13 @@ def test_what_was_preempted_comes_back_before_ever_new_urgent_ones():
     rig.clock.now += 2 * STEP_S
     rig.run_until(lambda: low.key in rig.finished)
     assert low.preemptions == 1
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 @OVERLAP
 def test_one_that_is_aborted_while_away_leaks_nothing(overlap):
     for steps in range(1, 8):
-        rig = _rig(overlap=overlap)
+        rig = _rig(overlap_schedule=overlap)
         low = rig.add([1] * 70, 20)
         _until_begun(rig, low)
         urgent = rig.add([9] * 60, 10, priority=BY)
@@ -235,7 +208,7 @@ def test_one_that_is_aborted_while_away_leaks_nothing(overlap):
 @OVERLAP
 def test_whoever_takes_a_place_may_leave_before_it_has_it(overlap):
     for steps in range(1, 6):
-        rig = _rig(overlap=overlap)
+        rig = _rig(overlap_schedule=overlap)
         low = rig.add([1] * 70, 20)
         _until_begun(rig, low)
         urgent = rig.add([9] * 60, 10, priority=BY)
@@ -249,7 +222,7 @@ def test_whoever_takes_a_place_may_leave_before_it_has_it(overlap):
 # Seen failing with who is away counted as there: the device was idle until STEP_S had passed.
 @OVERLAP
 def test_who_may_come_before_those_away_has_the_device_if_it_merely_fits(overlap):
-    rig = _rig(overlap=overlap, new_token_ratio=1.0, min_new_token_ratio=1.0)
+    rig = _rig(overlap_schedule=overlap, new_token_ratio=1.0, min_new_token_ratio=1.0)
     low = rig.add([1] * 70, 20)
     _until_begun(rig, low)
     urgent = rig.add([9] * 60, 10, priority=BY)
@@ -259,5 +232,4 @@ def test_who_may_come_before_those_away_has_the_device_if_it_merely_fits(overlap
     _until_begun(rig, next_one)
     assert urgent.key in rig.finished and rig.scheduler.num_retracted == 1
     rig.pages.drop(elsewhere, PageHolder.READ)
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()

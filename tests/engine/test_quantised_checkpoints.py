@@ -16,10 +16,9 @@ from engine.models.linear import choose, onednn, rounding_of
 from engine.models.spec import NOT_QUANTISED
 from engine.models.weights import load_weights, weight_bytes
 from tests.engine.test_linear import nbytes
-from tests.engine.test_model_parity import Recorder, prompt
 from tests.support.checkpoints import make_checkpoint
 from tests.support.quantised import FORMATS, INT8, compressed, requantised
-from tests.support.steps import Steps
+from tests.support.steps import logits_after, prompt
 from tests.support.tiny_models import make_tiny
 
 CPU = torch.device("cpu")
@@ -38,11 +37,7 @@ def dequantised(monkeypatch):
 
 
 def logits(directory, dtype=torch.float32):
-    model = Recorder(load(directory, CPU, dtype))
-    steps = Steps(model, overlap=False)
-    steps.prefill(steps.add(prompt(50)), chunk=20)
-    steps.close()
-    return torch.cat(model.seen)
+    return logits_after(load(directory, CPU, dtype), prompt(50), (20, 40, 50))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -22,14 +22,18 @@ class Books:
         self.cache = PrefixCache(SIZE, self.pages, enabled=enabled)
 
     def begin(self, tokens: list[int], namespace=SHARED):
-        """A request's pages: its cached prefix, held, and fresh ones."""
+        """Return a request's pages: its cached prefix, held, and fresh ones. None: there are too
+        few."""
         prefix = self.cache.match(ints(tokens), namespace)
         self.pages.hold(prefix.pages, PageHolder.REQUEST)
         fresh = self.cache.allocate(-(-len(tokens) // SIZE) - len(prefix.pages), PageHolder.REQUEST)
-        assert fresh is not None
+        if fresh is None:
+            self.pages.drop(prefix.pages, PageHolder.REQUEST)
+            return None
         return np.concatenate([prefix.pages, fresh])
 
     def end(self, tokens: list[int], pages, namespace=SHARED) -> None:
+        assert pages is not None
         self.cache.insert(ints(tokens), PageHolding.of(pages), namespace)
         self.pages.drop(pages, PageHolder.REQUEST)
         self.check()
@@ -277,16 +281,14 @@ def test_every_match_holds_the_tokens_that_were_asked_for(seed):
         needed = -(-len(tokens) // SIZE) - len(match.pages)
         books.pages.hold(match.pages, PageHolder.REQUEST)
         possible = needed <= books.cache.num_available
-        fresh = books.cache.allocate(needed, PageHolder.REQUEST)
-        assert (fresh is not None) == possible
-        if fresh is None:
-            books.pages.drop(match.pages, PageHolder.REQUEST)
-        else:
-            pages = np.concatenate([match.pages, fresh])
+        books.pages.drop(match.pages, PageHolder.REQUEST)
+        pages = books.begin(tokens, namespace)
+        assert (pages is not None) == possible
+        if pages is not None:
             for i, page in enumerate(pages.tolist()):
                 contents[page] = namespace, tuple(tokens[i * SIZE : (i + 1) * SIZE])
             live.append((tokens, namespace, pages))
-        while live and (fresh is None or rng.random() < 0.4):
+        while live and (pages is None or rng.random() < 0.4):
             tokens, namespace, pages = live.pop(rng.randrange(len(live)))
             if rng.random() < 0.8:
                 books.cache.insert(ints(tokens), PageHolding.of(pages), namespace)

@@ -42,7 +42,7 @@ def test_traffic_launches_no_kernel_that_was_not_rehearsed(
 ) -> None:
     directory = make_checkpoint(tmp_path, architecture, **sizes)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = (sys.executable, "-m", "tests.support.rehearsed", directory, dtype, graphs, "3")
+    command = (sys.executable, "-m", "tests.engine.rehearsed", directory, dtype, graphs, "3")
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=570)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from common.config import SchedulerConfig
 from common.errors import EngineFault
 from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageHolder
@@ -12,11 +11,11 @@ from tests.support.engine_rig import Rig
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 # Next to nothing is reserved for growth, so that requests which cannot all end are let in.
-BOLD = SchedulerConfig(new_token_ratio=0.02, min_new_token_ratio=0.01, new_token_ratio_steps=1)
+BOLD = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.01, "new_token_ratio_steps": 1}
 
 
 def _rig(**options) -> Rig:
-    return Rig(**{"num_pages": 6, "host_pages": 6, "config": BOLD, **options})
+    return Rig(**{"num_pages": 6, "swap_pages": 6, **BOLD, **options})
 
 
 def _until_retracted(rig: Rig, num: int = 1) -> None:
@@ -33,41 +32,33 @@ def _away(rig: Rig) -> list[int]:
     return [r.key for r in live if r.slot is None or not len(rig.table.pages_of(r.slot))]
 
 
-def _assert_all_as_expected(rig: Rig) -> None:
-    for key, request in rig.requests.items():
-        assert rig.tokens[key] == rig.expected(request)[0]
-    rig.assert_at_rest()
-
-
 @BOTH
-@pytest.mark.parametrize("host_pages", [0, 1, 6])
-def test_every_request_ends_right_though_pages_run_out(overlap, host_pages):
-    rig = _rig(overlap=overlap, host_pages=host_pages)
+@pytest.mark.parametrize("swap_pages", [0, 1, 6])
+def test_every_request_ends_right_though_pages_run_out(overlap, swap_pages):
+    rig = _rig(overlap_schedule=overlap, swap_pages=swap_pages)
     for i in range(4):
         rig.add([i] * 14, max_tokens=60)
     rig.run()
     assert rig.scheduler.counters()["retractions"] > 0
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 @BOTH
 def test_kv_comes_back_from_host_memory_without_being_recomputed(overlap):
-    rig = _rig(overlap=overlap)
+    rig = _rig(overlap_schedule=overlap)
     for i in range(3):
         rig.add([i] * 14, max_tokens=60)
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
     assert rig.scheduler.counters()["retractions"] > 0
     assert rig.runner.num_tokens == 3 * (14 + 59)
 
 
 @BOTH
 def test_without_host_memory_it_is_recomputed_through_the_waiting_queue(overlap):
-    rig = _rig(overlap=overlap, host_pages=0)
+    rig = _rig(overlap_schedule=overlap, swap_pages=0)
     for i in range(3):
         rig.add([i] * 14, max_tokens=60)
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
     assert rig.scheduler.counters()["recomputed"] > 0
     assert len(rig.admitted) > 3
     assert all(request.cached_tokens == 0 for request in rig.requests.values())
@@ -83,8 +74,7 @@ def test_fewest_outputs_go_first_then_the_longest_prompt():
     _until_retracted(rig, 2)
     assert _away(rig) == [short.key, long.key]
     assert old.key not in _away(rig)
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 # Seen failing with outputs looked at first.
@@ -96,8 +86,7 @@ def test_the_least_urgent_go_before_those_with_fewer_outputs():
     _until_retracted(rig)
     assert _away(rig) == [old.key]
     assert all(rig.tokens[request.key] for request in new)
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 def test_one_request_is_kept_and_waits_for_a_page_that_somebody_else_holds():
@@ -109,8 +98,7 @@ def test_one_request_is_kept_and_waits_for_a_page_that_somebody_else_holds():
     assert len(rig.tokens[request.key]) < 40
     assert rig.scheduler.num_retracted == 0
     rig.pages.drop(lent, PageHolder.READ)
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 def test_nobody_new_is_let_in_before_the_retracted_are_back():
@@ -122,8 +110,7 @@ def test_nobody_new_is_let_in_before_the_retracted_are_back():
     while rig.scheduler.num_retracted:
         assert late.slot is None
         rig.step()
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 def test_a_retraction_makes_admission_more_cautious():
@@ -156,17 +143,16 @@ def test_a_request_that_ends_with_the_step_in_flight_when_it_is_retracted_ends_r
     rig = _until_seen_retracted(stop={victim: told[-1]})
     assert rig.finished[victim].reason is FinishReason.STOP
     assert rig.tokens[victim] == told
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 @BOTH
-@pytest.mark.parametrize("host_pages", [0, 6])
-def test_an_abort_while_retracted_ends_at_once_and_leaks_nothing(overlap, host_pages):
+@pytest.mark.parametrize("swap_pages", [0, 6])
+def test_an_abort_while_retracted_ends_at_once_and_leaks_nothing(overlap, swap_pages):
     """At several points of its absence, and of its way back."""
     aborted_away = 0
     for steps in range(17, 41, 2):
-        rig = _rig(overlap=overlap, host_pages=host_pages, num_pages=5)
+        rig = _rig(overlap_schedule=overlap, swap_pages=swap_pages, num_pages=5)
         for i in range(3):
             rig.add([i] * 14, max_tokens=40)
         rig.step(steps)
@@ -194,22 +180,20 @@ def test_pages_of_the_retracted_are_closed_to_others_until_they_are_saved():
     rig.runner.kv[stolen] = -9
     rig.step()
     rig.pages.drop(stolen, PageHolder.READ)
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 # Seen failing with the pages of all that are saved dropped as one array.
 @BOTH
 def test_requests_that_share_a_prefix_may_be_retracted_at_once(overlap):
-    rig = _rig(num_pages=9, host_pages=20, overlap=overlap)
+    rig = _rig(num_pages=9, swap_pages=20, overlap_schedule=overlap)
     prefix = [7] * rig.page_size
     rig.add([*prefix, 0], max_tokens=2)
     rig.run()
     for i in range(5):
         rig.add([*prefix, i], max_tokens=60)
     _until_retracted(rig, 2)
-    rig.run()
-    _assert_all_as_expected(rig)
+    rig.complete()
 
 
 # Seen failing while nobody looked at host pages.
@@ -230,16 +214,14 @@ def test_a_host_page_is_nobody_elses_until_the_step_that_copies_it_is_over():
         rig.abort(request)
     assert len(copied) and (rig.tiers.host.pages.holds(PageHolder.STEP)[copied] == 1).all()
     rig.run()
-    assert rig.tiers.host.pages.num_free == rig.host_pages
+    assert rig.tiers.host.pages.num_free == rig.options.swap_pages
 
 
 def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_same():
     """Its chunk is told, and so the first token of its answer: seen failing without."""
-    hopeful = SchedulerConfig(
-        chunked_prefill_tokens=48, new_token_ratio=0.01, min_new_token_ratio=0.01
-    )
+    hopeful = {"chunked_prefill_tokens": 48, "new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
     rng = random.Random(5)
-    rig = Rig(num_pages=14, host_pages=200, config=hopeful)
+    rig = Rig(num_pages=14, swap_pages=200, **hopeful)
     for _ in range(40):
         rig.add(rng.choices(range(3, 90), k=rng.choice((15, 16, 31, 32, 40))), 40, ignore_eos=True)
         rig.step(rng.randrange(3))
@@ -249,10 +231,10 @@ def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_sa
 
 
 # Seen failing, both ways, where nobody looks at what the launched step has yet to write.
-@pytest.mark.parametrize("host_pages", [0, 6])
-def test_of_who_is_just_back_the_cache_learns_nothing_before_its_pages_are_filled(host_pages):
+@pytest.mark.parametrize("swap_pages", [0, 6])
+def test_of_who_is_just_back_the_cache_learns_nothing_before_its_pages_are_filled(swap_pages):
     """The cache's pages are lent to other nodes, which read them beside whatever was launched."""
-    rig = _rig(host_pages=host_pages)
+    rig = _rig(swap_pages=swap_pages)
     requests = [rig.add([i] * 14, max_tokens=60) for i in range(3)]
     refused = 0
     while rig.has_work:
@@ -266,4 +248,4 @@ def test_of_who_is_just_back_the_cache_learns_nothing_before_its_pages_are_fille
             there = rig.runner.kv[match.holding.tables[0]].ravel()
             assert there.tolist() == tokens[: match.num_tokens].tolist()
     assert refused > 0
-    _assert_all_as_expected(rig)
+    rig.complete()

@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-from common.config import SchedulerConfig
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason, RequestEnd
 from engine.kv_cache.pages import PageHolder
@@ -16,7 +15,7 @@ CAUTIOUS = {"new_token_ratio": 1.0, "min_new_token_ratio": 1.0}
 
 def _full(policy: str = "fcfs", **config: object) -> Rig:
     """A pool of ten pages of which two are free, and which nobody gives back."""
-    rig = Rig(num_pages=10, vandal=False, config=SchedulerConfig(policy=policy, **config))
+    rig = Rig(num_pages=10, vandal=False, policy=policy, **config)
     rig.scheduler.allocate(8, PageHolder.PUBLICATION)
     return rig
 
@@ -37,7 +36,7 @@ def test_who_waits_behind_a_request_without_room_gets_in_when_that_one_leaves():
 # Seen failing likewise, under all of them.
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "lof"])
 def test_a_request_that_ranks_before_the_one_without_room_is_tried_when_it_comes(policy):
-    rig = Rig(num_pages=10, vandal=False, config=SchedulerConfig(policy=policy))
+    rig = Rig(num_pages=10, vandal=False, policy=policy)
     known = [3] * 16
     rig.add([*known, 5], max_tokens=1)
     rig.run()
@@ -53,10 +52,8 @@ def test_a_request_that_ranks_before_the_one_without_room_is_tried_when_it_comes
 
 # Seen failing likewise: it waited until the running one had ended.
 def test_a_request_gets_in_when_what_was_kept_free_for_others_suffices():
-    config = SchedulerConfig(
-        new_token_ratio=1.0, min_new_token_ratio=0.01, new_token_ratio_steps=20
-    )
-    rig = Rig(num_pages=20, vandal=False, config=config)
+    config = {"new_token_ratio": 1.0, "min_new_token_ratio": 0.01, "new_token_ratio_steps": 20}
+    rig = Rig(num_pages=20, vandal=False, **config)
     running = rig.add([1] * 16, max_tokens=290)
     rig.step()
     waiting = rig.add([2] * 40, max_tokens=2)
@@ -123,7 +120,7 @@ def test_nobody_is_tried_again_while_there_is_no_more_room(monkeypatch):
 # Seen failing with the growth of the first not reserved: both are admitted, and one is retracted.
 @pytest.mark.parametrize("num_pages, num_admitted", [(8, 2), (7, 1)])
 def test_one_forward_admits_only_requests_that_can_all_grow(num_pages, num_admitted):
-    rig = Rig(num_pages=num_pages, vandal=False, config=SchedulerConfig(**CAUTIOUS))
+    rig = Rig(num_pages=num_pages, vandal=False, **CAUTIOUS)
     for n in range(2):  # each has a page, and three to grow into
         rig.add([n] * 16, max_tokens=48)
     rig.step()
@@ -137,8 +134,8 @@ def test_one_forward_admits_only_requests_that_can_all_grow(num_pages, num_admit
 def test_a_last_chunk_shares_its_forward_only_with_requests_that_leave_it_room(
     num_pages, num_admitted
 ):
-    config = SchedulerConfig(chunked_prefill_tokens=16, **CAUTIOUS)
-    rig = Rig(num_pages=num_pages, vandal=False, config=config)
+    config = {"chunked_prefill_tokens": 16, **CAUTIOUS}
+    rig = Rig(num_pages=num_pages, vandal=False, **config)
     rig.add([1] * 24, max_tokens=48)  # two pages, and three to grow into
     rig.add([2] * 8, max_tokens=1)
     rig.step(2)
@@ -150,13 +147,13 @@ def test_a_last_chunk_shares_its_forward_only_with_requests_that_leave_it_room(
 # Seen failing with a ratio that decays in steps without decode rows, and with one that does not
 # beside prompts.
 def test_the_reserve_shrinks_with_each_decode_step_beside_prompts_and_with_no_other():
-    config = SchedulerConfig(
-        chunked_prefill_tokens=32,
-        new_token_ratio=0.5,
-        min_new_token_ratio=0.1,
-        new_token_ratio_steps=9,
-    )
-    rig = Rig(config=config)
+    config = {
+        "chunked_prefill_tokens": 32,
+        "new_token_ratio": 0.5,
+        "min_new_token_ratio": 0.1,
+        "new_token_ratio_steps": 9,
+    }
+    rig = Rig(**config)
     asked = rig.request([1] * 16, max_tokens=128)
     rig.add([2] * 320, max_tokens=1)
     rig.step(10)
@@ -202,7 +199,7 @@ def test_one_that_has_waited_too_long_is_overtaken_by_nobody_of_the_other_kind_e
 
 
 def test_who_comes_late_from_another_queue_has_the_place_of_its_arrival():
-    rig = Rig(num_slots=1)
+    rig = Rig(max_running_requests=1)
     rig.add([0], max_tokens=3)
     rig.step()
     for arrived in (2.0, 4.0, 3.0, 1.0):
@@ -231,9 +228,9 @@ def test_who_gets_the_slot_of_a_suspect_that_has_ended_shares_its_forwards():
         rig.run()
         return rig.scheduler.counters()["steps"] - before
 
-    rig = Rig(num_slots=2)
+    rig = Rig(max_running_requests=2)
     suspect = rig.add([3] * 40, max_tokens=20, suspect=True)
     rig.run_until(lambda: len(rig.tokens[suspect.key]) == 1)  # of the four that it is alone for
     rig.abort(suspect)
     rig.run()
-    assert num_steps(rig) == num_steps(Rig(num_slots=2))
+    assert num_steps(rig) == num_steps(Rig(max_running_requests=2))

@@ -60,13 +60,8 @@ def make_steps(request):
 
 def generate(steps, *wanted, num_tokens=8, beside=()):
     """Tokens generated after [0] for each of these parameters, all at once."""
-    slots = [steps.add([0], own) for own in (*wanted, *beside)]
-    for slot in slots:
-        steps.prefill(slot)
-    for _ in range(num_tokens - 1):
-        steps.decode(*slots)
-    steps.settle()
-    return [steps.remove(slot)[1:] for slot in slots][: len(wanted)]
+    params = [*wanted, *beside]
+    return steps.generate([[0]] * len(params), num_tokens, params)[: len(wanted)]
 
 
 PLAIN = [7, 0, 7, 0, 7, 0, 7, 0]

@@ -8,10 +8,8 @@ from functools import partial
 
 import pytest
 
-from common.config import SchedulerConfig
 from common.requests.namespace import namespace_of
-from engine.batch.request import FinishReason, Request
-from engine.speculative import Speculator
+from engine.batch.request import Request
 from tests.support.drafters import KINDS, speculator
 from tests.support.engine_rig import Rig
 from tests.support.fake_backend import VOCABULARY, foretold
@@ -19,44 +17,33 @@ from tests.support.fake_backend import VOCABULARY, foretold
 pytestmark = pytest.mark.slow
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
-MAX_STEPS = 20000
 
 
-def make_rig(
-    rng: random.Random,
-    *,
-    pressure: bool,
-    urgent: bool,
-    tier_pages: int,
-    speculator: Speculator | None,
-) -> Rig:
+def make_rig(rng: random.Random, *, pressure: bool, urgent: bool, **options: object) -> Rig:
     """Under pressure the pool is small, growth is hardly reserved and few requests stop early."""
     page_size = rng.choice((16, 16, 16, 64))
     num_pages = rng.choice((4, 6, 10, 16) if pressure else (16, 40, 120))
     return Rig(
         num_pages=num_pages,
         page_size=page_size,
-        num_slots=rng.choice((3, 8, 16) if pressure else (1, 3, 8, 16)),
-        context=rng.choice((128, 512)),
-        host_pages=rng.choice((0, 3, num_pages)),
-        tier_pages=tier_pages,
+        max_running_requests=rng.choice((3, 8, 16) if pressure else (1, 3, 8, 16)),
+        context_length=rng.choice((128, 512)),
+        swap_pages=rng.choice((0, 3, num_pages)),
         eos=() if pressure else rng.choice(((5,), (5, 11, 12))),
-        overlap=rng.random() < 0.7,
+        overlap_schedule=rng.random() < 0.7,
         overlap_prefills=rng.random() < 0.5,
         prefix_cache=rng.random() < 0.8,
         lifo=rng.random() < 0.7,
-        config=SchedulerConfig(
-            policy=rng.choice(POLICIES),
-            chunked_prefill_tokens=rng.choice((-1, 16, 64, 100)),
-            max_prefill_tokens=rng.choice((1, 64, 16384)),
-            mixed_chunk=rng.random() < 0.4,
-            new_token_ratio=0.1 if pressure else rng.choice((0.3, 0.7)),
-            min_new_token_ratio=0.01,
-            new_token_ratio_steps=rng.choice((1, 50)),
-            preemption_threshold=rng.choice((1, 5)) if urgent else 0,
-            max_preempted_requests=rng.choice((1, 3, 16)) if urgent else 1,
-        ),
-        speculator=speculator,
+        policy=rng.choice(POLICIES),
+        chunked_prefill_tokens=rng.choice((-1, 16, 64, 100)),
+        max_prefill_tokens=rng.choice((1, 64, 16384)),
+        mixed_chunk=rng.random() < 0.4,
+        new_token_ratio=0.1 if pressure else rng.choice((0.3, 0.7)),
+        min_new_token_ratio=0.01,
+        new_token_ratio_steps=rng.choice((1, 50)),
+        preemption_threshold=rng.choice((1, 5)) if urgent else 0,
+        max_preempted_requests=rng.choice((1, 3, 16)) if urgent else 1,
+        **options,
     )
 
 
@@ -79,7 +66,7 @@ class Traffic:
         rng = self.rng
         self.stems = [[rng.randrange(VOCABULARY) for _ in range(100)] for _ in range(3)]
         pool = self.rig.table.tables.max_tokens(self.rig.num_pages)
-        self.longest = min(self.rig.context - 2, pool - 1, 300)
+        self.longest = min(self.rig.options.context_length - 2, pool - 1, 300)
 
     @property
     def over(self) -> bool:
@@ -145,19 +132,10 @@ class Traffic:
         return [*stem, *(rng.randrange(VOCABULARY) for _ in range(length))][: self.longest]
 
 
-def run_workload(
-    seed: int,
-    *,
-    pressure: bool,
-    urgent: bool = False,
-    tier_pages: int = 0,
-    speculator: Speculator | None = None,
-) -> Rig:
-    """urgent: some requests are, and take the places of others."""
+def run_workload(seed: int, *, pressure: bool, urgent: bool = False, **options: object) -> Rig:
+    """Run one workload. `urgent`: some requests are, and take the places of others."""
     rng = random.Random(seed)
-    rig = make_rig(
-        rng, pressure=pressure, urgent=urgent, tier_pages=tier_pages, speculator=speculator
-    )
+    rig = make_rig(rng, pressure=pressure, urgent=urgent, **options)
     rig.copier.delays.extend(random.Random(seed).choices((0, 0, 1, 2, 7), k=1000))
     traffic = Traffic(
         rig,
@@ -170,32 +148,19 @@ def run_workload(
         priorities=(0, 5, -5, 0, 1) if urgent else (0,),
     )
     rig.before_poll.append(traffic.poll)
-    for _ in range(MAX_STEPS):
-        rig.step()
-        if traffic.over:
-            break
-    else:
-        raise AssertionError(f"no end in sight: {rig.scheduler.queues()}")
-    rig.assert_at_rest()
-    for key, request in rig.requests.items():
-        tokens, reason = rig.expected(request)
-        if rig.finished[key].reason is FinishReason.ABORT:
-            tokens, reason = tokens[: len(rig.tokens[key])], FinishReason.ABORT
-        assert (rig.tokens[key], rig.finished[key].reason) == (tokens, reason)
+    rig.run_until(lambda: traffic.over, max_steps=20000)
+    assert len(rig.sent) == len(rig.requests)
+    rig.complete()
     return rig
 
 
 MORE_PLAIN = [pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 60)]
 
 
+@pytest.mark.parametrize("pressure", [False, True], ids=["room", "pages run out"])
 @pytest.mark.parametrize("seed", [*range(6), *MORE_PLAIN])
-def test_every_request_gets_the_oracles_tokens(seed):
-    run_workload(seed, pressure=False)
-
-
-@pytest.mark.parametrize("seed", [*range(6), *MORE_PLAIN])
-def test_every_request_gets_the_oracles_tokens_when_pages_run_out(seed):
-    run_workload(seed, pressure=True)
+def test_every_request_gets_the_oracles_tokens(seed, pressure):
+    run_workload(seed, pressure=pressure)
 
 
 MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60)]
@@ -212,10 +177,7 @@ def test_every_request_gets_the_oracles_tokens_with_a_tier_below(seed, tier_page
     run_workload(seed, pressure=True, urgent=seed % 2 > 0, tier_pages=tier_pages)
 
 
-MORE_GUESSED = [pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60)]
-
-
-@pytest.mark.parametrize("seed", [*range(3), *MORE_GUESSED])
+@pytest.mark.parametrize("seed", [*range(3), *MORE_SEEDS])
 def test_every_request_gets_the_oracles_tokens_when_some_are_guessed(seed):
     kind = KINDS[seed % 3]
     foretell = partial(foretold, vocabulary_size=VOCABULARY)

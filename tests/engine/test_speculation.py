@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from common.config import SchedulerConfig
 from common.requests.logprobs import NOTHING
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason, Request
@@ -30,21 +29,13 @@ def verified(rig: Rig) -> list[int]:
     return [batch.num_tokens - len(batch.slots) for batch in steps]
 
 
-def check_answers(rig: Rig) -> None:
-    for key, request in rig.requests.items():
-        tokens, reason = rig.expected(request)
-        assert (rig.tokens[key], rig.finished[key].reason) == (tokens, reason)
-    rig.assert_at_rest()
-
-
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_without_drafts(kind, overlap):
-    rig = Rig(speculator=guesses(kind), overlap=overlap, num_slots=40)
+    rig = Rig(speculator=guesses(kind), overlap_schedule=overlap, max_running_requests=40)
     for length in (1, 15, 16, 17, 40):
         rig.add([length] * length, max_tokens=length + 30)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     counters = rig.scheduler.counters()
     accepted, rejected = (counters[f"draft_tokens/{name}"] for name in ("accepted", "rejected"))
     assert accepted + rejected == sum(verified(rig)) > 0
@@ -56,10 +47,9 @@ def test_answers_are_those_without_drafts(kind, overlap):
 def test_drafts_that_stand_save_their_steps(overlap):
     """With overlap no turn is lost for them: a step is launched before it is known whether the
     drafts of the step before stand."""
-    rig = Rig(speculator=guesses("right"), overlap=overlap)
+    rig = Rig(speculator=guesses("right"), overlap_schedule=overlap)
     rig.add([1, 2, 3], max_tokens=51)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert len(rig.runner.batches) == 1 + 10  # 5 tokens each, after the prompt's own
     assert rig.runner.done_at_launch == [max(0, step - overlap) for step in range(11)]
 
@@ -67,8 +57,7 @@ def test_drafts_that_stand_save_their_steps(overlap):
 def test_a_draft_that_does_not_stand_costs_no_step():
     rig = Rig(speculator=guesses("wrong"))
     rig.add([1, 2, 3], max_tokens=30)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert len(rig.runner.batches) == 30
 
 
@@ -76,8 +65,7 @@ def test_after_a_rejected_draft_the_step_in_flight_goes_on_at_the_right_place():
     """Each step, though launched as if all drafts before stood, gives a token at least."""
     rig = Rig(speculator=guesses("random"))
     rig.add([5] * 20, max_tokens=200)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert any(batch.early is not None for batch in rig.runner.batches)
     counters = rig.scheduler.counters()
     assert len(rig.runner.batches) == 200 - counters["draft_tokens/accepted"]
@@ -97,8 +85,7 @@ def test_a_row_has_drafts_in_the_step_after_a_wrong_one_too():
 
     rig = Rig(speculator=speculator("right", foretell, VOCABULARY, MAX_DRAFTS))
     rig.add([5] * 20, max_tokens=200)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert rig.scheduler.counters()["draft_tokens/rejected"] > 0
     modes = [batch.mode for batch in rig.runner.batches]
     assert set(modes[1 : -MAX_DRAFTS - 1]) == {ForwardMode.VERIFY}
@@ -110,14 +97,13 @@ def test_an_answer_ends_within_accepted_drafts(kind):
     behind its end is not told. What its last step writes is written while its pages are its own.
 
     Seen failing with steps that hold the page of a row's last token alone."""
-    rig = Rig(speculator=guesses(kind), eos=(5, 6, 7), num_slots=64)
+    rig = Rig(speculator=guesses(kind), eos=(5, 6, 7), max_running_requests=64)
     for first in range(30):
         answer = FORETELL([first, 1], 12)
         rig.add([first, 1], max_tokens=100)
         rig.add([first, 1], max_tokens=1 + first % 12, ignore_eos=True)
         rig.add([first, 1], max_tokens=100, ignore_eos=True, stop=(answer[first % 12],))
-    rig.run()
-    check_answers(rig)
+    rig.complete()
 
 
 def test_a_request_that_is_cancelled_among_drafts_ends_with_its_step():
@@ -139,27 +125,26 @@ def test_windows_move_on_with_what_is_accepted(kind, windows):
     rig = Rig(speculator=guesses(kind), windows=windows, num_pages=200)
     for length in (3, 16, 50):
         rig.add([length] * length, max_tokens=120)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
 
 
 @pytest.mark.parametrize("state_pages", [0, 2])
-@pytest.mark.parametrize("host_pages", [0, 64])
+@pytest.mark.parametrize("swap_pages", [0, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_are_retracted_among_drafts_and_come_back(kind, host_pages, state_pages):
+def test_requests_are_retracted_among_drafts_and_come_back(kind, swap_pages, state_pages):
     """With the state behind what stands, if they have one."""
     rig = Rig(
         speculator=guesses(kind),
         num_pages=8 + 3 * state_pages,
         state_pages=state_pages,
-        host_pages=host_pages,
-        num_slots=24,
-        config=SchedulerConfig(new_token_ratio=0.1, min_new_token_ratio=0.1),
+        swap_pages=swap_pages,
+        max_running_requests=24,
+        new_token_ratio=0.1,
+        min_new_token_ratio=0.1,
     )
     for first in range(6):
         rig.add([first] * 14, max_tokens=60)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert rig.scheduler.counters()["retractions"] > 0
     assert verified(rig)
 
@@ -174,44 +159,41 @@ def test_who_had_all_pages_with_its_drafts_comes_back(num_tokens, state_pages):
         num_pages=4 + state_pages,
         state_pages=state_pages,
         vandal=False,
-        config=SchedulerConfig(new_token_ratio=0.9, preemption_threshold=5),
+        new_token_ratio=0.9,
+        preemption_threshold=5,
     )
     first = rig.add([1] * 40, max_tokens=24)
     rig.run_until(lambda: 40 + len(rig.tokens[first.key]) >= num_tokens)
     rig.add([2] * 16, max_tokens=4, priority=5)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert sum(rig.scheduler.counters()[f"preempted/{n}"] for n in ("low", "normal", "high")) == 1
 
 
 def test_nobody_is_retracted_for_a_draft():
     """One has no page for its drafts until the other one has ended."""
-    bold = SchedulerConfig(new_token_ratio=0.01, min_new_token_ratio=0.01)
-    rig = Rig(speculator=guesses("right"), num_pages=4, vandal=False, config=bold)
+    bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
+    rig = Rig(speculator=guesses("right"), num_pages=4, vandal=False, **bold)
     rig.add([1] * 28, max_tokens=30)
     rig.add([2] * 28, max_tokens=3)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert rig.scheduler.counters()["retractions"] == 0
 
 
 def test_a_step_samples_no_more_tokens_than_there_are_slots():
-    rig = Rig(speculator=guesses("right"), num_slots=6)
+    rig = Rig(speculator=guesses("right"), max_running_requests=6)
     for first in range(4):
         rig.add([first] * 5, max_tokens=30)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert max(batch.num_tokens for batch in rig.runner.batches[1:]) == 6
 
 
 def test_a_prompt_beside_rows_that_may_be_early_changes_nothing():
-    rig = Rig(speculator=guesses("random"), config=SchedulerConfig(chunked_prefill_tokens=16))
+    rig = Rig(speculator=guesses("random"), chunked_prefill_tokens=16)
     rig.add([3] * 10, max_tokens=200)
     for turn in range(6):
         rig.step(6)
         rig.add([turn] * 40, max_tokens=20)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     modes = {batch.mode for batch in rig.runner.batches if batch.early is not None}
     assert ForwardMode.MIXED in modes
 
@@ -219,8 +201,7 @@ def test_a_prompt_beside_rows_that_may_be_early_changes_nothing():
 def test_who_may_share_no_forward_has_no_drafts():
     rig = Rig(speculator=guesses("right"))
     rig.add([1, 2, 3], max_tokens=20, suspect=True)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
 
 
 def test_who_has_stopped_goes_on_with_all_that_was_accepted():
@@ -244,8 +225,7 @@ def test_who_has_stopped_goes_on_with_all_that_was_accepted():
         kv = rig.runner.kv[stopped.holding.tables[0]].ravel()[: len(told) - 1]
         assert kv.tolist() == told[:-1]
         rig.scheduler.resume(request)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
 
 
 def _predicting(rig: Rig, prediction: Callable[[list[int]], list[int]], **options: Any) -> Request:
@@ -260,11 +240,10 @@ def _clueless() -> Speculator:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 def test_an_answer_that_is_as_predicted_comes_as_soon_as_its_drafts_stand(overlap):
-    rig = Rig(speculator=_clueless(), overlap=overlap)
+    rig = Rig(speculator=_clueless(), overlap_schedule=overlap)
     request = _predicting(rig, list)
     other = rig.add([1, 2, 3], 60)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     told = rig.predicted[request.key]
     assert told.accepted >= 60 * MAX_DRAFTS // (MAX_DRAFTS + 1) - MAX_DRAFTS
     counters = rig.scheduler.counters()
@@ -279,8 +258,7 @@ def test_a_prediction_that_is_wrong_in_places_costs_no_token():
     rig = Rig(speculator=_clueless())
     edited = _predicting(rig, lambda answer: [*answer[:20], 1, *answer[22:]])
     alien = _predicting(rig, lambda answer: [7] * 40)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert min(rig.predicted[edited.key].accepted, rig.predicted[edited.key].rejected) > 0
     assert alien.key not in rig.predicted or rig.predicted[alien.key].accepted == 0
 
@@ -288,8 +266,7 @@ def test_a_prediction_that_is_wrong_in_places_costs_no_token():
 def test_what_others_guess_is_nobodys_prediction():
     rig = Rig(speculator=guesses("right"))
     request = _predicting(rig, lambda answer: [VOCABULARY - 1] * 3)
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert rig.scheduler.counters()["draft_tokens/accepted"] > 0
     assert rig.predicted.get(request.key, NOTHING).accepted == 0
 
@@ -298,11 +275,11 @@ def test_a_prediction_comes_back_with_a_request_that_had_left_the_device():
     rig = Rig(
         speculator=_clueless(),
         num_pages=8,
-        num_slots=24,
-        config=SchedulerConfig(new_token_ratio=0.1, min_new_token_ratio=0.1),
+        max_running_requests=24,
+        new_token_ratio=0.1,
+        min_new_token_ratio=0.1,
     )
     asked = [rig.add([n] * 14, 60, prediction=FORETELL([n] * 14, 60)) for n in range(6)]
-    rig.run()
-    check_answers(rig)
+    rig.complete()
     assert rig.scheduler.counters()["retractions"] > 0
     assert all(rig.predicted[request.key].accepted > 20 for request in asked)

@@ -16,10 +16,10 @@ from engine.models import Model, load
 from engine.models.blocks.late_states import LateStates
 from engine.runner import forwards as forwards_module
 from kernels import device
+from tests.engine.stream_order import GPU, Operation, StreamOrder, followed
+from tests.engine.traffic import Traffic
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps
-from tests.support.stream_order import GPU, Operation, StreamOrder, followed
-from tests.support.traffic import Traffic
 
 pytestmark = pytest.mark.skipif(
     not device.INTERPRETED, reason="kernels that Triton compiles cannot be followed"

@@ -20,7 +20,7 @@ from engine.models.transformers_backend.skeleton import products
 from tests.engine.test_model_precision import logits_of
 from tests.engine.test_refill import TOKENS, int8
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
-from tests.support.steps import Recorder, Steps
+from tests.support.steps import Recorder, Steps, logits_after
 from tests.support.tiny_models import VOCABULARY_SIZE, WINDOW, make_tiny, tiny_config
 
 CPU = torch.device("cpu")
@@ -147,28 +147,16 @@ def test_greedy_tokens_of_overlapping_decode_steps_are_those_of_generate(checkpo
     prompts = [tokens_of(length, length) for length in (1, 15, 40)]
     expected = greedy_tokens(reference_model(directory), prompts, 12)
     steps = Steps(load(directory, CPU, torch.float32), num_slots=3)
-    slots = [steps.add(prompt) for prompt in prompts]
-    for slot in slots:
-        steps.prefill(slot, chunk=32)
-    for _ in range(11):
-        steps.decode(*slots)
-    steps.settle()
+    assert steps.generate(prompts, 12, chunk=32) == expected
     steps.close()
-    generated = [
-        steps.remove(slot)[len(prompt) :] for slot, prompt in zip(slots, prompts, strict=True)
-    ]
-    assert generated == expected
 
 
 def test_what_is_computed_natively_and_by_the_class_is_the_same(tmp_path):
     directory = make_checkpoint(tmp_path, "gemma2")
     seen = []
     for backend in ("native", "transformers"):
-        model = Recorder(load(directory, CPU, torch.float32, backend=backend))
-        steps = Steps(model, overlap=False)
-        steps.prefill(steps.add(tokens_of(100, 3)), chunk=30)
-        steps.close()
-        seen.append(torch.cat(model.seen))
+        model = load(directory, CPU, torch.float32, backend=backend)
+        seen.append(logits_after(model, tokens_of(100, 3), (30, 60, 90, 100)))
     assert (seen[0] - seen[1]).abs().max() <= 1e-4
 
 
@@ -226,13 +214,10 @@ def test_products_take_the_forms_that_the_processor_is_fast_with(checkpoints, ki
     seen = []
     for dtype, form in ((torch.float32, "none"), (torch.bfloat16, quantize)):
         try:
-            model = Recorder(servable.load(CPU, dtype, form))
+            model = servable.load(CPU, dtype, form)
         except ConfigError as error:
             pytest.skip(str(error))
-        steps = Steps(model, overlap=False)
-        steps.prefill(steps.add(tokens_of(50, 4)), chunk=20)
-        steps.close()
-        seen.append(model.seen[-1].float())
+        seen.append(logits_after(model, tokens_of(50, 4), (20, 40, 50))[-1].float())
     exact, rounded = seen
     assert (exact - rounded).abs().max() < 0.2 * exact.std()
 

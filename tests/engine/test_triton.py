@@ -6,8 +6,8 @@ import torch
 from common.requests.sampling import SamplingParams
 from engine.models import load
 from kernels import device
-from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
-from tests.support.steps import GREEDY, Steps
+from tests.support.checkpoints import make_checkpoint
+from tests.support.steps import GREEDY, Steps, prompt
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PARAMS = [
@@ -17,16 +17,12 @@ PARAMS = [
 ]
 
 
-def prompt(length):
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
-
-
 def generate(model):
     """Two prompts in chunks, one that joins while they decode, in the same forward as they."""
     steps = Steps(model, num_slots=3)
     first, second, third = (
-        steps.add(prompt(length), params) for length, params in zip((20, 3, 7), PARAMS, strict=True)
+        steps.add(prompt(length, length), params)
+        for length, params in zip((20, 3, 7), PARAMS, strict=True)
     )
     steps.prefill(first, chunk=16)
     steps.prefill(second)

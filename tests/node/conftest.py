@@ -15,10 +15,7 @@ STUB = "tests.support.stub_node"
 
 
 def stub_config(model: str = "echo", port: int = 0, **front: object) -> DecodeConfig:
-    return DecodeConfig(
-        server=ServerConfig(port=port, **front),
-        engine=EngineConfig(model=model),
-    )
+    return DecodeConfig(server=ServerConfig(port=port, **front), engine=EngineConfig(model=model))
 
 
 @pytest.fixture

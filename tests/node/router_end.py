@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 
@@ -127,3 +128,12 @@ class RouterEnd:
         for request, reason, error, code in zip(*columns, strict=True):
             assert request not in self.ends
             self.ends[request] = (reason, error, code)
+
+
+@contextmanager
+def busy(address: str, num_tokens: int = 100) -> Iterator[RouterEnd]:
+    """A router with one request that generates."""
+    with RouterEnd(address) as router:
+        router.send(submit(1, [1, 2], num_tokens))
+        router.wait_for(lambda: router.tokens)
+        yield router

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from protos import node_pb2, node_pb2_grpc, router_pb2
 from tests.node.conftest import describe, eventually
-from tests.node.router_end import RouterEnd, submit
+from tests.node.router_end import RouterEnd, busy, submit
 from tests.support.certificates import Authority
 from tests.support.cluster import free_ports
 from tests.support.programs import await_end, runs
@@ -51,9 +51,7 @@ def test_describe_names_both_processes_and_what_the_engine_counts(start_node):
 def test_a_killed_engine_fails_every_stream_and_the_node_at_once(start_node):
     node = start_node()
     address = node.address()
-    with RouterEnd(address) as router:
-        router.send(submit(1, [1], 100_000))
-        router.wait_for(lambda: router.tokens)
+    with busy(address, 100_000) as router:
         os.kill(describe(address).pids[1], signal.SIGKILL)
         assert router.wait_until_over() is ABORTED
         assert "killed by SIGKILL" in router.call.details()
@@ -62,19 +60,10 @@ def test_a_killed_engine_fails_every_stream_and_the_node_at_once(start_node):
     assert "the engine was killed by SIGKILL" in node.line_with(" ERROR ")
 
 
-def test_an_engine_exception_is_the_nodes_last_word(start_node):
-    node = start_node("crash")
-    with RouterEnd(node.address()) as router:
-        router.send(submit(1, [1]))
-        assert router.wait_until_over() is ABORTED
-        assert "the stub was told to crash" in router.call.details()
-    assert node.exit_code() == 1
-    assert "Traceback" in node.output
-
-
-def test_an_engine_that_does_not_end_after_its_exception_is_killed(start_node):
-    # Seen failing where the front waits for it.
-    node = start_node("stuck-after-crash")
+# Seen failing where the server process waits for an engine that does not end.
+@pytest.mark.parametrize("model", ["crash", "stuck-after-crash"])
+def test_an_engine_exception_is_the_nodes_last_word(start_node, model):
+    node = start_node(model)
     engine = describe(node.address()).pids[1]
     with RouterEnd(node.address()) as router:
         router.send(submit(1, [1]))
@@ -82,11 +71,12 @@ def test_an_engine_that_does_not_end_after_its_exception_is_killed(start_node):
         assert "the stub was told to crash" in router.call.details()
     assert node.exit_code() == 1
     assert not runs(engine)
+    assert "Traceback" in node.output
 
 
 def test_a_front_that_is_held_at_its_end_says_by_what_and_ends_all_the_same(start_node):
     # Seen failing, by the deadline of the test, without the timer.
-    node = start_node("crash", module="tests.support.held_node")
+    node = start_node("crash", module="tests.node.held_node")
     engine = describe(node.address()).pids[1]
     with RouterEnd(node.address()) as router:
         router.send(submit(1, [1]))
@@ -119,7 +109,7 @@ def _front_that_imports(environment):
         "import asyncio\n"
         "from node.frontend.frontend import EngineProcess\n"
         "async def main():\n"
-        "    print(EngineProcess('tests.support.slow_import').pid, flush=True)\n"
+        "    print(EngineProcess('tests.node.slow_import').pid, flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
@@ -171,9 +161,7 @@ def test_a_signal_to_the_whole_group_drains_the_node(start_node, number):
     node = start_node()
     address = node.address()
     engine = describe(address).pids[1]
-    with RouterEnd(address) as router:
-        router.send(submit(1, [1, 2], 100))
-        router.wait_for(lambda: router.tokens)
+    with busy(address) as router:
         node.send_to_group(number)
         router.wait_for(lambda: router.statuses[-1].state == "draining")
         router.send(submit(2, [1], 4))
@@ -198,9 +186,7 @@ def test_a_signal_after_a_drain_call_lets_the_drain_go_on(start_node):
     # What Kubernetes sends: preStop calls Drain, then comes SIGTERM.
     node = start_node()
     address = node.address()
-    with RouterEnd(address) as router:
-        router.send(submit(1, [1, 2], 100))
-        router.wait_for(lambda: router.tokens)
+    with busy(address) as router:
         node_call(address, "Drain", node_pb2.DrainRequest())
         node.line_with("draining")
         node.send(signal.SIGTERM)
@@ -212,9 +198,7 @@ def test_a_signal_after_a_drain_call_lets_the_drain_go_on(start_node):
 
 def test_a_second_signal_ends_the_node_now(start_node):
     node = start_node()
-    with RouterEnd(node.address()) as router:
-        router.send(submit(1, [1], 1_000_000))
-        router.wait_for(lambda: router.tokens)
+    with busy(node.address(), 1_000_000) as router:
         node.send(signal.SIGINT)
         node.line_with("draining")
         node.send(signal.SIGINT)
@@ -225,9 +209,7 @@ def test_a_second_signal_ends_the_node_now(start_node):
 
 def test_a_drain_ends_when_its_time_is_over(start_node):
     node = start_node(drain_timeout_s=0.3)
-    with RouterEnd(node.address()) as router:
-        router.send(submit(1, [1], 1_000_000))
-        router.wait_for(lambda: router.tokens)
+    with busy(node.address(), 1_000_000) as router:
         node.send(signal.SIGTERM)
         assert router.wait_until_over() is UNAVAILABLE
         assert "still running after 0.3 s" in router.call.details()

@@ -15,7 +15,7 @@ from node.roles import other
 from prefill_node import program as prefill
 from protos import node_pb2, node_pb2_grpc
 from tests.node.conftest import StartNode, describe, eventually
-from tests.node.router_end import RouterEnd, submit
+from tests.node.router_end import RouterEnd, busy, submit
 from tests.support.programs import runs
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -54,9 +54,7 @@ def test_a_node_changes_its_role_and_comes_back_as_another_with_the_same_process
     node = start_node()
     address = node.address()
     first = describe(address)
-    with RouterEnd(address) as router:
-        router.send(submit(1, [1, 2], 100))
-        router.wait_for(lambda: router.tokens)
+    with busy(address) as router:
         switched = beside(lambda: switch(address, "prefill"))
         router.wait_for(lambda: router.statuses[-1].state == "draining")
         router.wait_for_end(1)  # in peace
@@ -117,9 +115,7 @@ def test_a_node_that_is_to_end_changes_its_role_no_more(start_node: StartNode) -
     node = start_node()
     address = node.address()
     engine = describe(address).pids[1]
-    with RouterEnd(address) as router:
-        router.send(submit(1, [1, 2], 200))
-        router.wait_for(lambda: router.tokens)
+    with busy(address, 200) as router:
         switched = beside(lambda: switch(address, "prefill"))
         node.line_with("changing role")
         node.send(signal.SIGTERM)

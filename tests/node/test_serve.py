@@ -203,10 +203,7 @@ def test_a_bad_submit_ends_that_request_and_not_the_stream(address, bad, sentenc
 @pytest.mark.parametrize(
     "bad, sentence",
     [
-        (
-            decode_pb2.ToNode(peers=decode_pb2.Peers(prefill_addresses=["dns:///x"])),
-            "host:port",
-        ),
+        (decode_pb2.ToNode(peers=decode_pb2.Peers(prefill_addresses=["dns:///x"])), "host:port"),
         (
             decode_pb2.ToNode(peers=decode_pb2.Peers(prefill_addresses=["h:1"] * 1025)),
             "1025 prefill_addresses",

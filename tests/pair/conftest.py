@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from common.config import CacheConfig, EngineConfig
 from common.page_tables import PageTables
 from engine.kv_cache.layout import KVLayout
 from engine.sizing import kept_in
+from tests.pair.rig import Asked, Loaded
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
-from tests.support.pair_node import Loaded
+from tests.support.noise_model import write
 
 
 @dataclass(eq=False)
@@ -41,6 +43,11 @@ class Known:
             self.remembered[tuple(prompt)] = tokens
         return tokens[:count]
 
+    def check(self, *asked: Asked) -> None:
+        """Check that these requests have the tokens of transformers, as many as they asked for."""
+        for one in asked:
+            assert one.tokens == self.greedy(one.prompt, one.sampling.max_tokens)
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
@@ -60,3 +67,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
 def known(model: Callable[[str], Known]) -> Known:
     """Return a model for tests that are independent of the architecture."""
     return model("qwen3")
+
+
+@pytest.fixture(scope="session")
+def noise(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Tokenizer]:
+    """Return a model whose tokens are random, and its tokenizer of bytes."""
+    directory = tmp_path_factory.mktemp("noise") / "model"
+    write(directory)
+    return Loaded.from_directory(directory), Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -6,9 +6,9 @@ import contextlib
 import pytest
 
 from common.config import LoraConfig
-from engine.batch.request import FinishReason
 from kvtransfer.messages import HandoffFailed, OpenHandoff
 from node.messages import LoadAdapter, UnloadAdapter
+from tests.pair.rig import PairRig, Size
 from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import (
     ARCHITECTURES,
@@ -18,8 +18,6 @@ from tests.support.checkpoints import (
     greedy_tokens,
     reference_model,
 )
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
 from tests.support.specs import make_request
 
 NUM_TOKENS = 8
@@ -76,8 +74,8 @@ def test_requests_with_several_adapters_and_none_are_computed_beside_each_other(
     known, shelf, overlap
 ):
     wanted = [(name, prompt) for prompt in PROMPTS for name in (None, *NAMES)]
-    size = shelf.size(*NAMES, num_slots=16, num_pages=256)
-    with PairRig(known.loaded, prefill=[size], decode=[size], overlap=overlap) as rig:
+    size = shelf.size(*NAMES, max_running_requests=16, num_pages=256)
+    with PairRig(known.loaded, prefill=[size], decode=[size], overlap_schedule=overlap) as rig:
         by_name = ids(rig)
         for cold in ((), (rig.prefill[0],)):
             rig.flush(*cold)
@@ -94,13 +92,11 @@ def test_no_adapter_finds_the_kv_of_another(known, shelf):
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         by_name = ids(rig)
         for name in ("a", None, "b"):
-            asked = rig.ask(prompt, NUM_TOKENS, adapter=by_name[name])
-            rig.run()
+            asked = rig.serve(prompt, NUM_TOKENS, adapter=by_name[name])
             assert asked.tokens == shelf.greedy(name, prompt)
             assert asked.cached_tokens == 0
         again = rig.ask(prompt, NUM_TOKENS, adapter=by_name["a"])
-        salted = rig.ask(prompt, NUM_TOKENS, adapter=by_name["a"], namespace=b"s" * 16)
-        rig.run()
+        salted = rig.serve(prompt, NUM_TOKENS, adapter=by_name["a"], namespace=b"s" * 16)
         assert again.cached_tokens > 0
         assert salted.cached_tokens == 0
         assert tokens_of(again, salted) == [shelf.greedy("a", prompt)] * 2
@@ -110,9 +106,8 @@ def test_an_open_names_the_adapter_and_the_part_of_the_namespace_that_is_its_own
     size = shelf.size("a")
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         adapter = ids(rig)["a"]
-        rig.ask(PROMPTS[1], adapter=adapter, namespace=b"s" * 16)
-        rig.run()
-        (told,) = [said for said in rig.wires.seen if isinstance(said, OpenHandoff)]
+        rig.serve(PROMPTS[1], adapter=adapter, namespace=b"s" * 16)
+        (told,) = rig.wires.said(OpenHandoff)
     assert told.source.spec.adapter == adapter
     assert told.source.spec.namespace == b"s" * 16
 
@@ -120,7 +115,7 @@ def test_an_open_names_the_adapter_and_the_part_of_the_namespace_that_is_its_own
 def test_more_adapters_than_slots_take_turns(known, shelf):
     """Complete all requests: none is overtaken without limit."""
     wanted = [(name, prompt) for name in (*NAMES, None) for prompt in PROMPTS]
-    size = shelf.size(*NAMES, slots=1, num_slots=16, num_pages=256)
+    size = shelf.size(*NAMES, slots=1, max_running_requests=16, num_pages=256)
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         by_name = ids(rig)
         asked = [rig.ask(prompt, NUM_TOKENS, adapter=by_name[name]) for name, prompt in wanted]
@@ -166,7 +161,7 @@ def occupied(shelf):
 def test_who_waits_for_a_slot_of_a_prefill_node_counts_among_those_that_wait_there(
     known, shelf, occupied
 ):
-    few, many = shelf.size("a", "b", slots=1, max_waiting=1), shelf.size("a", "b", slots=2)
+    few, many = shelf.size("a", "b", slots=1, max_queued_requests=1), shelf.size("a", "b", slots=2)
     with PairRig(known.loaded, prefill=[few], decode=[many], handoff_retries=0) as rig:
         leave = occupied(rig)
         waits = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=ids(rig)["b"])
@@ -207,8 +202,7 @@ def test_an_adapter_that_is_unloaded_while_it_is_used_stays_with_its_requests(kn
             rig.tell(node, UnloadAdapter("a"))
             rig.tell(node, UnloadAdapter("b"))
         rig.until(lambda: all(node.router.answers for node in rig.nodes), "both are unloaded")
-        refused = rig.ask(PROMPTS[1], adapter=by_name["a"])
-        rig.run()
+        refused = rig.serve(PROMPTS[1], adapter=by_name["a"])
         assert "is not loaded" in refused.ended.error
         assert tokens_of(runs, waits) == [
             shelf.greedy("a", PROMPTS[2]),
@@ -224,10 +218,9 @@ def test_what_the_prefill_node_has_not_loaded_is_computed_by_the_decode_node(kno
         known.loaded, prefill=[shelf.size("b")], decode=[shelf.size("a")], handoff_retries=0
     ) as rig:
         adapter = dict(rig.decode[0].engine.loader.names())["a"]
-        asked = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=adapter)
-        rig.run()
+        asked = rig.serve(PROMPTS[2], NUM_TOKENS, adapter=adapter)
         # More may follow: what the reader said before it heard of the first is refused too.
-        refusal = next(said for said in rig.wires.seen if isinstance(said, HandoffFailed))
+        refusal = rig.wires.said(HandoffFailed)[0]
         assert refusal.reason == f"adapter: {adapter.hex()} is not loaded on this node"
         assert asked.tokens == shelf.greedy("a", PROMPTS[2])
         assert rig.prefill[0].count("refused/adapter") == 1
@@ -236,24 +229,17 @@ def test_what_the_prefill_node_has_not_loaded_is_computed_by_the_decode_node(kno
 
 def test_an_adapter_goes_with_a_request_that_moves(known, shelf):
     size = shelf.size("a")
-    with PairRig(known.loaded, prefill=[size], decode=[size, size], moves=True) as rig:
+    with PairRig(known.loaded, prefill=[size], decode=[size, size], migrates=True) as rig:
         asked = rig.ask(PROMPTS[1], 64, adapter=ids(rig)["a"])
-        rig.until(lambda: len(asked.tokens) >= 3, "it runs")
-        num_known = len(asked.tokens)
-        successor = rig.move(asked, 0, 1)
-        rig.until_granted(0)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        joined = [*asked.tokens[:num_known], *successor.tokens]
+        joined = rig.moved_midway(asked, 3)
         assert joined[:NUM_TOKENS] == shelf.greedy("a", PROMPTS[1])
-        alone = rig.ask(PROMPTS[1], 64, adapter=asked.adapter)
-        rig.run()
+        alone = rig.serve(PROMPTS[1], 64, adapter=asked.adapter)
         assert joined == alone.tokens
 
 
 def test_a_request_does_not_move_to_where_it_would_have_another_adapter(known, shelf):
     size = shelf.size("a", "b")
-    with PairRig(known.loaded, prefill=[size], decode=[size, size], moves=True) as rig:
+    with PairRig(known.loaded, prefill=[size], decode=[size, size], migrates=True) as rig:
         by_name = ids(rig)
         asked = rig.ask(PROMPTS[1], 64, adapter=by_name["a"])
         rig.until(lambda: len(asked.tokens) >= 3, "it runs")
@@ -261,7 +247,9 @@ def test_a_request_does_not_move_to_where_it_would_have_another_adapter(known, s
         refused = rig.move(asked, 0, 1)
         source, *others = rig.decode[0], rig.decode[1], rig.prefill[0]
         while not refused.ended:  # the source's request does not go on meanwhile
-            rig.until(lambda: source.news or refused.ended, "it is refused", *others)
+            rig.until(
+                lambda: source.router.woken.is_set() or refused.ended, "it is refused", *others
+            )
             rig.turn(source)
         rig.run()
         assert refused.ended.error.endswith("the request has another adapter")
@@ -278,8 +266,7 @@ def test_adapters_are_loaded_while_others_are_computed(known, shelf):
         assert [node.router.answers[0].error for node in rig.nodes] == ["", ""]
         adapter = ids(rig)["later"]
         assert [node.router.answers[0].adapter for node in rig.nodes] == [adapter] * 2
-        asked = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=adapter)
-        rig.run()
+        asked = rig.serve(PROMPTS[2], NUM_TOKENS, adapter=adapter)
         assert asked.tokens == shelf.greedy("b", PROMPTS[2])
         assert len(before.tokens) == 64
 

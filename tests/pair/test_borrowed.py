@@ -8,9 +8,8 @@ import torch
 
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
+from tests.pair.rig import Loaded, PairRig, Size
 from tests.support.checkpoints import greedy_tokens, reference_model
-from tests.support.pair_node import Loaded, Size
-from tests.support.pair_rig import PairRig
 from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
 
 NUM_TOKENS = 14
@@ -36,10 +35,10 @@ def test_greedy_tokens_through_a_pair_are_those_of_transformers(tmp_path, kind):
     num_pages = tables.pages_to_compute(3 * CHUNK_TOKENS + 5 + NUM_TOKENS)
     with PairRig(
         loaded,
-        prefill=[Size(num_slots=4)],
-        decode=[Size(num_pages=num_pages, num_slots=16)],
-        chunk_tokens=CHUNK_TOKENS,
-        scheduler=BOLD,
+        prefill=[Size(max_running_requests=4)],
+        decode=[Size(num_pages=num_pages, max_running_requests=16)],
+        chunked_prefill_tokens=CHUNK_TOKENS,
+        **BOLD,
     ) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         for cold in ((prefill, decode), (), (decode,)):

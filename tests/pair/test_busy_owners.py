@@ -12,9 +12,8 @@ from grpc import StatusCode
 from engine.batch.request import FinishReason
 from kvtransfer.messages import HandoffFailed
 from kvtransfer.ports import ClosedEvent, FailCommand, OpenedEvent
-from tests.support.pair_node import Asked, Node, Size
-from tests.support.pair_rig import PairRig
-from tests.support.pair_states import LONG
+from tests.pair.rig import Asked, Node, PairRig, Size
+from tests.pair.states import LONG
 
 RETRY_AFTER_S = 1.5
 REASON = "too much waits here"

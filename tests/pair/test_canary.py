@@ -7,9 +7,8 @@ import pytest
 
 from decode_node import canary
 from tests.pair.conftest import Known
+from tests.pair.rig import PATIENT, Node, PairRig, Size
 from tests.pair.test_pauses import computes_nothing, paused, resumed
-from tests.support.pair_node import Node, Size
-from tests.support.pair_rig import PATIENT, PairRig
 
 CANARY = PATIENT.model_copy(update={"canary_tokens": 6})
 PROMPT = tuple(range(5, 45))
@@ -32,15 +31,14 @@ def _spoiled(node: Node) -> Iterator[None]:
 def _pair_again(rig: PairRig, owner: int = 0) -> None:
     prefill, decode = rig.prefill[owner], rig.decode[0]
     rig.wires.cut(prefill.front, decode.front)
-    rig.until(lambda: prefill.front.address not in decode.desk.links, "the pair is over")
+    rig.until(lambda: prefill.front.address not in decode.control.links, "the pair is over")
     rig.wires.heal()
 
 
 def test_a_node_that_computes_as_this_one_is_used(known: Known) -> None:
     with PairRig(known.loaded, transfer=CANARY) as rig:
         decode = rig.decode[0]
-        asked = rig.ask(PROMPT)
-        rig.run()
+        asked = rig.serve(PROMPT)
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert decode.count("canaries/passed") == 1 and decode.count("canaries/failed") == 0
         assert decode.count("handoffs_completed") == 2 and decode.count("local_prefills") == 0
@@ -55,11 +53,11 @@ def test_a_node_whose_pages_are_wrong_is_not_used_until_they_are_right(
         with _spoiled(wrong):
             _pair_again(rig)
             rig.until(lambda: decode.count("canaries/failed"), "it is found")
-            asked = [rig.ask(PROMPT, owners=owners) for owners in ([0, 1], [0])]
+            asked = [rig.ask(PROMPT, prefill=owners) for owners in ([0, 1], [0])]
             rig.run()
             for each in asked:
                 assert each.tokens == known.greedy(PROMPT, 8)
-            assert list(decode.desk.links) == [rig.prefill[1].front.address]
+            assert list(decode.control.links) == [rig.prefill[1].front.address]
             assert decode.count("local_prefills/no_prefill_node") == 1
             assert decode.count("canaries/passed") == 2
 
@@ -79,7 +77,7 @@ def test_a_node_that_was_wrong_stays_out_while_it_cannot_be_told(
         with monkeypatch.context() as no_time:
             no_time.setattr(canary, "BUDGET_S", 1e-9)
             rig.until(lambda: decode.count("canaries/unknown") >= 2, "it is tried twice")
-            assert list(decode.desk.links) == [rig.prefill[1].front.address]
+            assert list(decode.control.links) == [rig.prefill[1].front.address]
         rig.until_paired()
         assert decode.count("canaries/passed") == 3
 
@@ -100,7 +98,7 @@ def test_who_is_paired_while_requests_wait_is_tried_afterwards_once(known: Known
         assert decode.count("canaries/passed") == 1
         resumed(rig, decode)
         rig.until(lambda: decode.count("canaries/passed") == 2, "it is tried")
-        assert decode.desk.links
+        assert decode.control.links
         rig.until_free()
         handed = decode.count("handoffs_completed")
         assert computes_nothing(rig) and decode.count("handoffs_completed") == handed
@@ -116,9 +114,8 @@ def test_who_is_in_use_untried_and_wrong_is_in_use_no_more(
             _pair_again_while_busy(rig)
             resumed(rig, decode)
             rig.until(lambda: decode.count("canaries/failed"), "it is found")
-            assert list(decode.desk.links) == [rig.prefill[1].front.address]
-            asked = rig.ask(PROMPT, owners=[0, 1])
-            rig.run()
+            assert list(decode.control.links) == [rig.prefill[1].front.address]
+            asked = rig.serve(PROMPT, prefill=[0, 1])
             assert asked.tokens == known.greedy(PROMPT, 8)
         rig.until_paired()
         assert decode.count("canaries/passed") == 3
@@ -131,7 +128,7 @@ def test_who_ends_on_trial_while_in_use_is_gone(known: Known) -> None:
         resumed(rig, decode)
         rig.until(lambda: decode.queue("prealloc") or decode.queue("transfer"), "it is on trial")
         rig.wires.cut(gone.front, decode.front)
-        rig.until(lambda: not decode.desk.links, "it is gone")
+        rig.until(lambda: not decode.control.links, "it is gone")
         rig.wires.heal()
         rig.until_paired()
         assert decode.count("canaries/passed") == 2
@@ -144,10 +141,9 @@ def test_a_node_that_ends_on_trial_is_forgotten(known: Known) -> None:
         rig.until(lambda: decode.queue("prealloc") or decode.queue("transfer"), "it is on trial")
         rig.wires.cut(gone.front, decode.front)
         rig.until_free()
-        asked = rig.ask(PROMPT, owners=[0, 1])
-        rig.run()
+        asked = rig.serve(PROMPT, prefill=[0, 1])
         assert asked.tokens == known.greedy(PROMPT, 8)
-        assert list(decode.desk.links) == [rig.prefill[1].front.address]
+        assert list(decode.control.links) == [rig.prefill[1].front.address]
         assert decode.count("canaries/passed") == 2 and decode.count("canaries/unknown") == 0
         rig.wires.heal()
         rig.until_paired()

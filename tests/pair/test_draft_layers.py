@@ -16,6 +16,7 @@ import torch
 from common.config import SpeculativeConfig
 from engine.models import load
 from engine.speculative import AllDrafts, HeadDrafter, Speculator
+from tests.pair.rig import Asked, Loaded, PairRig, Size
 from tests.support.checkpoints import make_checkpoint
 from tests.support.drafters import (
     make_eagle,
@@ -26,15 +27,13 @@ from tests.support.drafters import (
     make_knower,
     make_mtp,
 )
-from tests.support.pair_node import Asked, Loaded, Size
-from tests.support.pair_rig import PairRig
 
 NUM_TOKENS = 24
 BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 CPU = torch.device("cpu")
 LONG = pytest.mark.long
-ROOM = Size(num_pages=256, num_slots=32)
+ROOM = Size(num_pages=256, max_running_requests=32)
 
 
 def _loaded(directory: Path, **speculative: Any) -> Loaded:
@@ -44,18 +43,13 @@ def _loaded(directory: Path, **speculative: Any) -> Loaded:
 
 def _size(max_drafts: int = 3, **fields: Any) -> Size:
     drafts = Speculator(HeadDrafter(), AllDrafts(max_drafts), max_drafts)
-    return Size(**{"num_slots": 32, "speculator": drafts, **fields})
+    return Size(**{"max_running_requests": 32, "speculator": drafts, **fields})
 
 
 def _prompts(vocabulary_size: int) -> list[list[int]]:
     """Return prompts with lengths around a page's edge."""
     source = random.Random(5)
     return [[source.randrange(vocabulary_size) for _ in range(n)] for n in (1, 15, 16, 33)]
-
-
-def _drafts(rig: PairRig, node: int = 0) -> tuple[int, int]:
-    decode = rig.decode[node]
-    return decode.count("draft_tokens/accepted"), decode.count("draft_tokens/rejected")
 
 
 @dataclass(frozen=True)
@@ -111,12 +105,12 @@ def test_a_layer_that_is_right_is_right_behind_every_token(
     from its own vectors; at every place in a page.
 
     Seen failing with vectors of tokens that fill a page alone."""
-    with PairRig(followed.loaded, decode=[_size(max_drafts)], overlap=overlap) as rig:
+    with PairRig(followed.loaded, decode=[_size(max_drafts)], overlap_schedule=overlap) as rig:
         asked = {tuple(p): rig.ask(p, NUM_TOKENS) for p in _prompts(256)}
         rig.run()
         for prompt, one in asked.items():
             assert one.tokens == followed.answer(list(prompt), NUM_TOKENS)
-        accepted, rejected = _drafts(rig)
+        accepted, rejected = rig.decode[0].drafts()
         assert rejected == 0
         assert accepted >= len(asked) * (NUM_TOKENS - 1) * max_drafts // (max_drafts + 1) - 5
 
@@ -124,7 +118,7 @@ def test_a_layer_that_is_right_is_right_behind_every_token(
 def test_prompts_in_chunks_and_prefixes_in_the_cache_leave_it_right(followed: Followed) -> None:
     """On a node that computes prompts itself; later turns begin behind pages of earlier ones, which
     drafts have written."""
-    with PairRig(followed.loaded, prefill=(), decode=[_size()], chunk_tokens=16) as rig:
+    with PairRig(followed.loaded, prefill=(), decode=[_size()], chunked_prefill_tokens=16) as rig:
         first = [rig.ask(prompt, NUM_TOKENS) for prompt in _prompts(256)]
         rig.run()
         turns = [[*one.prompt, *one.tokens, 9, 8, 7] for one in first]
@@ -133,7 +127,7 @@ def test_prompts_in_chunks_and_prefixes_in_the_cache_leave_it_right(followed: Fo
         for turn, one in zip(turns, second, strict=True):
             assert one.cached_tokens == (len(turn) - 4) // 16 * 16
             assert one.tokens == followed.answer(turn, NUM_TOKENS)
-        accepted, rejected = _drafts(rig)
+        accepted, rejected = rig.decode[0].drafts()
         assert rejected == 0 and accepted > 0
 
 
@@ -144,39 +138,37 @@ def test_a_prefix_on_both_nodes_leaves_it_right(followed: Followed) -> None:
         one = rig.ask(prompt, NUM_TOKENS)
         rig.run(one)
         again = rig.ask(prompt, NUM_TOKENS)
-        more = rig.ask([*prompt, *one.tokens, 5], NUM_TOKENS)
-        rig.run()
+        more = rig.serve([*prompt, *one.tokens, 5], NUM_TOKENS)
         assert again.tokens == one.tokens and again.cached_tokens
         assert more.tokens == followed.answer([5], NUM_TOKENS)
-        assert _drafts(rig)[1] == 0
+        assert rig.decode[0].drafts()[1] == 0
 
 
-@pytest.mark.parametrize("host_pages", [64, pytest.param(0, marks=LONG)])
-def test_who_was_off_the_device_comes_back_to_it(followed: Followed, host_pages: int) -> None:
+@pytest.mark.parametrize("swap_pages", [64, pytest.param(0, marks=LONG)])
+def test_who_was_off_the_device_comes_back_to_it(followed: Followed, swap_pages: int) -> None:
     prompts = [[first] * 12 for first in range(1, 9)]
-    size = _size(num_pages=12, num_slots=40, host_pages=host_pages)
-    with PairRig(followed.loaded, decode=[size], scheduler=BOLD) as rig:
+    size = _size(num_pages=12, max_running_requests=40, swap_pages=swap_pages)
+    with PairRig(followed.loaded, decode=[size], **BOLD) as rig:
         asked = [rig.ask(prompt, 40) for prompt in prompts]
         rig.run()
         for prompt, one in zip(prompts, asked, strict=True):
             assert one.tokens == followed.answer(prompt, 40)
         assert rig.decode[0].count("retractions") > 0
-        assert _drafts(rig)[1] == 0
+        assert rig.decode[0].drafts()[1] == 0
 
 
 # Seen failing, both, with vectors of tokens that fill a page alone.
 def test_who_made_room_for_an_urgent_one_comes_back_to_it(followed: Followed) -> None:
     size = _size(num_pages=7, prefix_cache=False)
     scheduler = {"preemption_threshold": 10, "new_token_ratio": 0.02, "min_new_token_ratio": 0.01}
-    with PairRig(followed.loaded, decode=[size], scheduler=scheduler) as rig:
+    with PairRig(followed.loaded, decode=[size], **scheduler) as rig:
         low = rig.ask([3] * 70, 40)
         rig.until(lambda: len(low.tokens) > 3, "the first runs")
-        high = rig.ask([4] * 60, 20, priority=50)
-        rig.run()
+        high = rig.serve([4] * 60, 20, priority=50)
         assert rig.decode[0].count("preempted/normal") == 1
         assert low.tokens == followed.answer([3], 40)
         assert high.tokens == followed.answer([4], 20)
-        accepted, rejected = _drafts(rig)
+        accepted, rejected = rig.decode[0].drafts()
         assert rejected == 0 and accepted > 0
 
 
@@ -184,23 +176,21 @@ def test_who_is_replayed_elsewhere_finds_it_there(followed: Followed) -> None:
     prompt = _prompts(256)[-1]
     answer = followed.answer(prompt, NUM_TOKENS)
     with PairRig(followed.loaded, prefill=[Size()] * 2, decode=[_size(), _size()]) as rig:
-        whole = rig.ask(prompt, NUM_TOKENS, node=0)
-        rig.run()
-        replayed = rig.ask(prompt, NUM_TOKENS, generated=whole.tokens[:9], node=1, owners=[1, 0])
-        rig.run()
+        whole = rig.serve(prompt, NUM_TOKENS, node=0)
+        replayed = rig.serve(prompt, NUM_TOKENS, generated=whole.tokens[:9], node=1, prefill=[1, 0])
         assert (whole.tokens, replayed.tokens) == (answer, answer[9:])
-        accepted, rejected = _drafts(rig, 1)
+        accepted, rejected = rig.decode[1].drafts()
         assert rejected == 0 and accepted > 0
 
 
 def test_a_request_that_moves_takes_it_along(followed: Followed) -> None:
     prompt = _prompts(256)[-1]
-    with PairRig(followed.loaded, decode=[_size(), _size()], moves=True) as rig:
+    with PairRig(followed.loaded, decode=[_size(), _size()], migrates=True) as rig:
         asked = rig.ask(prompt, 50)
         told = rig.moved_midway(asked)
         assert told == followed.answer(prompt, 50)
-        assert _drafts(rig)[1] == _drafts(rig, 1)[1] == 0
-        assert _drafts(rig, 1)[0] > 0
+        assert rig.decode[0].drafts()[1] == rig.decode[1].drafts()[1] == 0
+        assert rig.decode[1].drafts()[0] > 0
 
 
 def _answers(loaded: Loaded, size: Size, ways: list[dict[str, Any]]) -> list[Asked]:
@@ -209,7 +199,7 @@ def _answers(loaded: Loaded, size: Size, ways: list[dict[str, Any]]) -> list[Ask
         asked = [rig.ask(p, NUM_TOKENS, **way) for p in prompts for way in ways]
         rig.run()
         if size.speculator is not None:
-            assert _drafts(rig)[1] > 0
+            assert rig.decode[0].drafts()[1] > 0
         return asked
 
 
@@ -234,18 +224,18 @@ def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(
     source = random.Random(6)
     prompts = [[source.randrange(256) for _ in range(33)] for _ in range(8)]
     asking = [(p, SAMPLED if n % 2 else {}, n // 2 % 2) for n, p in enumerate(prompts)]
-    with PairRig(guessed[0], decode=[Size(num_slots=32)]) as rig:
+    with PairRig(guessed[0], decode=[Size(max_running_requests=32)]) as rig:
         plain = [rig.ask(prompt, NUM_TOKENS, **way) for prompt, way, _ in asking]
         rig.run()
     expected = [one.tokens for one in plain]
     small = _size(num_pages=7, prefix_cache=False)
     scheduler = {**BOLD, "preemption_threshold": 10}
     both = [Size(), Size()]
-    with PairRig(guessed[1], prefill=both, decode=[small] * 2, scheduler=scheduler) as rig:
+    with PairRig(guessed[1], prefill=both, decode=[small] * 2, **scheduler) as rig:
 
         def ask(number: int, **turn: Any) -> Asked:
             prompt, way, node = asking[number]
-            return rig.ask(prompt, NUM_TOKENS, **{"node": node, "owners": [1 - node]} | way | turn)
+            return rig.ask(prompt, NUM_TOKENS, **{"node": node, "prefill": [1 - node]} | way | turn)
 
         told = [ask(number) for number in range(6)]
         rig.until(lambda: all(one.tokens for one in told[:4]), "two run on each node")
@@ -254,7 +244,7 @@ def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(
         assert [one.tokens for one in told] == expected
         assert sum(node.count("retractions") for node in rig.decode) > 0
         assert sum(node.count("preempted/normal") for node in rig.decode) > 0
-        assert all(_drafts(rig, node)[1] > 0 for node in range(2))
+        assert all(rig.decode[node].drafts()[1] > 0 for node in range(2))
         lost = (4, 7)
         replayed = [ask(n, generated=expected[n][:9], node=1 - asking[n][2]) for n in lost]
         rig.run()
@@ -275,22 +265,21 @@ def test_drafts_are_drawn_with_their_requests_own_noise(
     head = make_knower(tmp_path / "head", followed.loaded.directory)
     loaded = _loaded(followed.loaded.directory, method="eagle", draft_model=str(head))
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.06}, {"temperature": 0.0}]
-    with PairRig(loaded, decode=[_size()], overlap=overlap) as rig:
+    with PairRig(loaded, decode=[_size()], overlap_schedule=overlap) as rig:
         asked = [
             rig.ask(prompt, NUM_TOKENS + number, **(HOT | {"seed": number} | way))
             for number, prompt in enumerate(_prompts(256))
             for way in ways
         ]
         rig.run()
-        accepted, rejected = _drafts(rig)
+        accepted, rejected = rig.decode[0].drafts()
         assert rejected == 0 and accepted > len(asked) * NUM_TOKENS // 2
         first, hot = asked[-len(ways) :][0], HOT | {"seed": 3}
         expected = [token if place % 5 else 0 for place, token in enumerate(first.tokens)]
-        again = rig.ask(first.prompt, len(first.tokens), prediction=expected, **hot)
-        rig.run()
+        again = rig.serve(first.prompt, len(first.tokens), prediction=expected, **hot)
         assert again.tokens == first.tokens
         assert again.predicted.rejected > 0
-        assert _drafts(rig)[1] == again.predicted.rejected
+        assert rig.decode[0].drafts()[1] == again.predicted.rejected
 
 
 def test_a_prediction_goes_before_what_the_layer_guesses(followed: Followed) -> None:
@@ -298,10 +287,9 @@ def test_a_prediction_goes_before_what_the_layer_guesses(followed: Followed) -> 
     answer = followed.answer(prompt, NUM_TOKENS)
     with PairRig(followed.loaded, decode=[_size()]) as rig:
         edited = rig.ask(prompt, NUM_TOKENS, prediction=[*answer[:12], 1, *answer[14:]])
-        plain = rig.ask(prompt, NUM_TOKENS)
-        rig.run()
+        plain = rig.serve(prompt, NUM_TOKENS)
         assert edited.tokens == plain.tokens == answer
         assert edited.predicted.accepted > 0
-        accepted, rejected = _drafts(rig)
+        accepted, rejected = rig.decode[0].drafts()
         assert rejected == edited.predicted.rejected
         assert accepted > edited.predicted.accepted

@@ -17,15 +17,10 @@ from kvtransfer.pairs import codec
 from kvtransfer.transfer import link as link_module
 from node.messages import DrainNode
 from protos import kvtransfer_pb2
+from tests.pair.rig import Loaded, PairRig, Size
 from tests.support.checkpoints import make_checkpoint
-from tests.support.pair_node import Loaded, Size
-from tests.support.pair_rig import PairRig
 
 PROMPT = list(range(40, 90))  # three pages and a part
-
-
-def _said(rig: PairRig, kind: type) -> list:
-    return [message for message in rig.wires.seen if isinstance(message, kind)]
 
 
 @pytest.mark.parametrize("ends_by", ["max_tokens", "stop token", "EOS"])
@@ -41,22 +36,21 @@ def test_a_request_that_its_first_token_ends_is_cancelled_and_never_joins(known,
     }
     with PairRig(loaded) as rig:
         rig.faults[0].freeze()
-        asked = rig.ask(PROMPT, **ways[ends_by])
-        rig.run()
+        asked = rig.serve(PROMPT, **ways[ends_by])
         assert asked.tokens == [token]
         expected = FinishReason.LENGTH if ends_by == "max_tokens" else FinishReason.STOP
         assert asked.reason is expected
         rig.until_free(*rig.prefill)
-        assert len(_said(rig, CancelHandoff)) == 1 and not _said(rig, ReadsDone)
+        assert len(rig.wires.said(CancelHandoff)) == 1 and not rig.wires.said(ReadsDone)
         assert rig.decode[0].pages("cache") == 0  # what has landed is not trusted
         rig.faults[0].release()
 
 
 # Rule 4 of the hand-off. Seen failing without the abort: all twenty chunks are computed.
 def test_the_prompt_of_a_cancelled_hand_off_is_computed_no_further(known):
-    with PairRig(known.loaded, chunk_tokens=16) as rig:
+    with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         asked = rig.ask([n % 300 for n in range(320)])
-        rig.until(lambda: _said(rig, PagesReady), "its first chunk is published")
+        rig.until(lambda: rig.wires.said(PagesReady), "its first chunk is published")
         rig.cancel(asked)
         rig.until_free()
         assert rig.prefill[0].count("steps") < 20
@@ -67,11 +61,10 @@ def test_a_prompt_that_is_cached_whole_moves_no_page(known):
     with PairRig(known.loaded) as rig:
         for _ in range(2):
             rig.wires.seen.clear()
-            asked = rig.ask(prompt)
-            rig.run()
+            asked = rig.serve(prompt)
             assert asked.tokens == known.greedy(prompt, 8)
             rig.until_free()
-        assert [(said.start, said.end, said.pages) for said in _said(rig, PagesReady)] == [
+        assert [(said.start, said.end, said.pages) for said in rig.wires.said(PagesReady)] == [
             (48, 48, ())
         ]
         assert asked.cached_tokens == 48
@@ -84,7 +77,7 @@ def test_a_link_whose_first_probe_was_slow_is_reported_as_fast_as_a_later_one(kn
     monkeypatch.setattr(link_module, "FIRST_PROBE_S", 0.01)
     monkeypatch.setattr(LoopbackConnection, "probe", lambda self: next(probes, 3.0))
     with PairRig(known.loaded, decode=[Size(), Size()]) as rig:
-        links = [node.desk.links for node in rig.decode]
+        links = [node.control.links for node in rig.decode]
         rig.until(
             lambda: all(each == {"prefill-0": ("loopback", 3.0)} for each in links),
             "the links have been measured again",
@@ -103,14 +96,13 @@ def test_cached_tokens_are_reported_before_the_prompt_is_computed(known):
 # Seen failing without the publication at admission: (0, 80) as one range, after a forward.
 def test_what_an_owner_has_cached_is_published_before_anything_is_computed(known):
     prompt = [n * 7 % 300 for n in range(100)]
-    with PairRig(known.loaded, decode=[Size(prefix_cache=False)], chunk_tokens=32) as rig:
+    with PairRig(known.loaded, decode=[Size(prefix_cache=False)], chunked_prefill_tokens=32) as rig:
         rig.run(rig.ask(prompt[:49], 1))
         rig.until_free()
         rig.wires.seen.clear()
-        asked = rig.ask(prompt)
-        rig.run()
+        asked = rig.serve(prompt)
         assert asked.tokens == known.greedy(prompt, 8)
-        ranges = [(said.start, said.end) for said in _said(rig, PagesReady)]
+        ranges = [(said.start, said.end) for said in rig.wires.said(PagesReady)]
         assert ranges == [(0, 48), (48, 80), (80, 100)]
 
 
@@ -121,13 +113,12 @@ def test_what_a_namespace_has_cached_on_either_node_is_of_no_use_to_another(know
         for namespace in (one, other, SHARED):
             for cached, computed in ((0, 48), (48, 16)):  # at least one token is always computed
                 rig.wires.seen.clear()
-                asked = rig.ask(prompt, namespace=namespace)
-                rig.run()
+                asked = rig.serve(prompt, namespace=namespace)
                 assert asked.tokens == known.greedy(prompt, 8)
                 rig.until_free()
                 assert asked.cached_tokens == cached
-                assert [said.prefix_tokens for said in _said(rig, GrantHandoff)] == [cached]
-                assert [said.compute_tokens for said in _said(rig, HandoffQueued)] == [computed]
+                assert [said.prefix_tokens for said in rig.wires.said(GrantHandoff)] == [cached]
+                assert [said.compute_tokens for said in rig.wires.said(HandoffQueued)] == [computed]
 
 
 def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known):
@@ -135,14 +126,12 @@ def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known)
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         for faults in rig.faults:
             faults.fail_next("by the test")
-        asked = rig.ask(PROMPT, namespace=theirs)
-        rig.run()
+        asked = rig.serve(PROMPT, namespace=theirs)
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert rig.decode[0].count("local_prefills") == 1
-        assert [said.source.spec.namespace for said in _said(rig, OpenHandoff)] == [theirs] * 2
+        assert [said.source.spec.namespace for said in rig.wires.said(OpenHandoff)] == [theirs] * 2
         for namespace, cached in ((SHARED, 0), (theirs, 48)):
-            asked = rig.ask(PROMPT, namespace=namespace, owners=[])
-            rig.run()
+            asked = rig.serve(PROMPT, namespace=namespace, prefill=[])
             assert asked.tokens == known.greedy(PROMPT, 8)
             assert asked.cached_tokens == cached
         rig.until_paired()
@@ -152,8 +141,7 @@ def test_whether_a_prompt_is_short_is_a_matter_of_its_own_namespace(known):
     with PairRig(known.loaded, local_prefill_max_tokens=20) as rig:
         for namespace, num_local in ((namespace_of("one"), 1), (namespace_of("other"), 2)):
             for _ in range(2):  # the second is short, for what the first has left
-                asked = rig.ask(PROMPT, namespace=namespace)
-                rig.run()
+                asked = rig.serve(PROMPT, namespace=namespace)
                 assert asked.tokens == known.greedy(PROMPT, 8)
             assert rig.decode[0].count("local_prefills") == num_local
             rig.until_free()
@@ -162,12 +150,11 @@ def test_whether_a_prompt_is_short_is_a_matter_of_its_own_namespace(known):
 @pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["one owner", "another follows"])
 def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_elsewhere(known, owners):
     with PairRig(known.loaded, prefill=[Size(num_pages=3), Size()]) as rig:
-        asked = rig.ask(PROMPT, owners=owners)
-        rig.run()
+        asked = rig.serve(PROMPT, prefill=owners)
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert rig.decode[0].count("handoffs_failed") == 1
         assert (
-            len(_said(rig, OpenHandoff)) == 1
+            len(rig.wires.said(OpenHandoff)) == 1
         )  # the owner has said that others would refuse it too
         assert rig.decode[0].count("local_prefills") == 1
 
@@ -179,23 +166,21 @@ def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_elsewhere(known, own
 )
 def test_what_can_never_be_served_is_refused_and_opens_nothing(known, prompt):
     with PairRig(known.loaded, decode=[Size(num_pages=4)]) as rig:
-        asked = rig.ask(prompt)
-        rig.run()
+        asked = rig.serve(prompt)
         assert asked.reason is FinishReason.ERROR
         assert asked.ended.error_code == 3 and "token_ids" in asked.ended.error
-        assert not _said(rig, OpenHandoff)
+        assert not rig.wires.said(OpenHandoff)
 
 
 def test_a_request_that_holds_pages_without_a_slot_cannot_starve_the_one_that_runs(known):
     """Seen failing with kept slots never set by the decode role: the running request waited for
     pages of the granted one, which waited for its slot."""
     bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
-    tight = [Size(num_pages=6, num_slots=1)]
-    with PairRig(known.loaded, decode=tight, scheduler=bold) as rig:
+    tight = [Size(num_pages=6, max_running_requests=1)]
+    with PairRig(known.loaded, decode=tight, **bold) as rig:
         first, second = rig.ask([7] * 10, 80), rig.ask([9] * 30, 4)
         rig.run()
-        assert first.tokens == known.greedy(first.prompt, 80)
-        assert second.tokens == known.greedy(second.prompt, 4)
+        known.check(first, second)
 
 
 def test_tokens_generated_before_may_be_in_the_owners_cache(known):
@@ -205,10 +190,8 @@ def test_tokens_generated_before_may_be_in_the_owners_cache(known):
     prompt = PROMPT[:28]
     tokens = known.greedy(prompt, 20)
     with PairRig(known.loaded, decode=[Size(), Size()]) as rig:
-        rig.ask([*prompt, *tokens[:8]], 1)
-        rig.run()
-        replayed = rig.ask(prompt, 20, generated=tokens[:8], node=1)
-        rig.run()
+        rig.serve([*prompt, *tokens[:8]], 1)
+        replayed = rig.serve(prompt, 20, generated=tokens[:8], node=1)
         assert replayed.tokens == tokens[8:]
 
 
@@ -219,7 +202,7 @@ def test_a_draining_prefill_node_finishes_what_it_has_and_takes_nothing_new(know
         before = rig.ask(PROMPT)
         rig.until(lambda: first.queue("inflight"), "the first node has published")
         rig.tell(first, DrainNode())
-        rig.until(lambda: first.desk.draining, "the first node drains")
+        rig.until(lambda: first.control.draining, "the first node drains")
         after = rig.ask(PROMPT[::-1])
         rig.run(after)
         assert not first.router.drained
@@ -227,8 +210,7 @@ def test_a_draining_prefill_node_finishes_what_it_has_and_takes_nothing_new(know
         rig.run()
         rig.until(lambda: first.router.drained, "the first node has drained")
         assert (first.count("handoffs_completed"), second.count("handoffs_completed")) == (1, 1)
-        for asked in (before, after):
-            assert asked.tokens == known.greedy(asked.prompt, 8)
+        known.check(before, after)
 
 
 def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known):
@@ -236,8 +218,7 @@ def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known
         (decode,) = rig.decode
         before = rig.ask(PROMPT)
         rig.tell(decode, DrainNode())
-        after = rig.ask(PROMPT)
-        rig.run()
+        after = rig.serve(PROMPT)
         assert before.tokens == known.greedy(PROMPT, 8)
         assert after.reason is FinishReason.ERROR and after.ended.error_code == 14
         rig.until(lambda: decode.router.drained, "the node has drained")
@@ -245,33 +226,30 @@ def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known
 
 # Seen failing without the count of tokens at the prefill node's door: both are taken.
 def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
-    prompts = PROMPT[:48], PROMPT[16:64]
-    with PairRig(known.loaded, scheduler={"max_queued_tokens": 60}) as rig:
-        (decode,) = rig.decode
-        asked = [rig.ask(prompt) for prompt in prompts]
-        rig.until(lambda: decode.count("handoffs_opened") == 2, "both are opened", decode)
-        rig.settle()
+    with PairRig(known.loaded, decode=[Size(), Size()], max_queued_tokens=60) as rig:
+        (prefill,) = rig.prefill
+        rig.wires.hold_back(GrantHandoff)
+        asked = [rig.ask(PROMPT[:48])]
+        rig.until(lambda: prefill.queue("bootstrap"), "the first waits for its grant")
+        asked.append(rig.ask(PROMPT[16:64], node=1))
+        rig.until(lambda: prefill.count("refused/overloaded"), "the second is refused")
+        rig.wires.let_go()
         rig.run()
-        for one, prompt in zip(asked, prompts, strict=True):
-            assert one.tokens == known.greedy(prompt, 8)
-        assert rig.prefill[0].count("refused/overloaded") == 1
+        known.check(*asked)
         rig.until_free()
-        assert rig.prefill[0].count("handoffs_completed") == 1
+        assert prefill.count("handoffs_completed") == prefill.count("refused/overloaded") == 1
 
 
 # Seen failing without the count of tokens in ActiveRequests: the second is served.
 def test_a_decode_node_refuses_what_is_too_many_tokens_together_and_takes_it_later(known):
     tight = [Size(num_pages=4)]
-    with PairRig(
-        known.loaded, prefill=[], decode=tight, scheduler={"max_queued_tokens": 10}
-    ) as rig:
+    with PairRig(known.loaded, prefill=[], decode=tight, max_queued_tokens=10) as rig:
         first, second = rig.ask(PROMPT[:48]), rig.ask(PROMPT[:40])
         rig.run()
         assert first.tokens == known.greedy(first.prompt, 8)
         assert second.reason is FinishReason.ERROR and second.ended.error_code == 8
         assert "queue is full (48 of 74 tokens)" in second.ended.error
-        third = rig.ask(PROMPT[:40])
-        rig.run()
+        third = rig.serve(PROMPT[:40])
         assert third.tokens == known.greedy(third.prompt, 8)
 
 
@@ -288,8 +266,7 @@ def test_a_first_token_that_there_is_not_costs_the_attempt_and_not_the_request(k
 
     monkeypatch.setattr(codec, "_ready_proto", lying)
     with PairRig(known.loaded) as rig:
-        asked = rig.ask(PROMPT[:48])
-        rig.run()
+        asked = rig.serve(PROMPT[:48])
         assert asked.tokens == known.greedy(PROMPT[:48], 8)
         assert rig.decode[0].count("handoffs_failed") == 1
         rig.until_free()

@@ -8,9 +8,8 @@ import pytest
 
 from engine.batch.request import FinishReason
 from node.messages import AbortRequests
-from tests.support.pair_node import Asked
-from tests.support.pair_rig import PairRig
-from tests.support.pair_states import AT_THE_OWNER, EVERYWHERE, being_read
+from tests.pair.rig import Asked, PairRig
+from tests.pair.states import AT_THE_OWNER, EVERYWHERE, being_read
 
 CANCEL_S = 20.0  # until no page is held for a request that was cancelled: less than any patience
 
@@ -33,7 +32,7 @@ def _operator_aborts(rig: PairRig, asked: Asked) -> None:
 @pytest.mark.parametrize("end", [_cancel, _router_leaves, _operator_aborts])
 @pytest.mark.parametrize("state", EVERYWHERE, ids=str)
 def test_a_request_that_is_aborted_in_this_state_gives_all_back(known, state, end, overlap):
-    with state.rig(known.loaded, overlap=overlap) as rig:
+    with state.rig(known.loaded, overlap_schedule=overlap) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         asked = state.reach(
             rig, lambda *prompt, **how: rig.ask(*prompt, request_id="doomed", **how)
@@ -55,12 +54,10 @@ def test_a_request_that_is_aborted_in_this_state_gives_all_back(known, state, en
         if state.reach is being_read:
             assert decode.pages("read") == 7
         rig.faults[0].release()
-        again = rig.ask(asked.prompt)
-        rig.run()
+        again = rig.serve(asked.prompt)
         assert again.tokens == known.greedy(again.prompt, 8)
         if end is not _router_leaves:
-            for other in others:
-                assert other.tokens == known.greedy(other.prompt, other.sampling.max_tokens)
+            known.check(*others)
 
 
 @pytest.mark.parametrize("state", EVERYWHERE, ids=str)
@@ -74,8 +71,7 @@ def test_a_request_whose_time_is_up_in_this_state_gives_all_back(known, state):
         assert asked.tokens == known.greedy(asked.prompt, len(asked.tokens))
         rig.wires.let_go()
         rig.faults[0].release()
-        again = rig.ask(asked.prompt)
-        rig.run()
+        again = rig.serve(asked.prompt)
         assert again.tokens == known.greedy(again.prompt, 8)
 
 

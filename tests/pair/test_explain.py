@@ -3,9 +3,8 @@
 from common.requests.timeline import RequestTrace
 from kvtransfer.messages import GrantHandoff
 from node.messages import ExplainRequests
-from tests.support.pair_node import Node, Size
-from tests.support.pair_rig import PairRig
-from tests.support.pair_states import LONG, OTHER
+from tests.pair.rig import Node, PairRig, Size
+from tests.pair.states import LONG, OTHER
 
 NAME = "the one"
 
@@ -26,10 +25,9 @@ def whats(flight: RequestTrace) -> list[str]:
 
 
 def test_a_hand_off_is_told_by_both_nodes_from_its_submission_to_its_end(known):
-    with PairRig(known.loaded, chunk_tokens=32) as rig:
+    with PairRig(known.loaded, chunked_prefill_tokens=32) as rig:
         rig.ask(LONG, request_id=NAME)
-        rig.ask(OTHER, request_id="another")
-        rig.run()
+        rig.serve(OTHER, request_id="another")
         (here,) = explained(rig, rig.decode[0])
         told = whats(here)
         assert [what for what in told if what not in ("read", "first token")] == [
@@ -59,8 +57,7 @@ def test_a_request_under_way_is_told_up_to_now(known):
 def test_a_lost_hand_off_says_why_and_the_next_one_where(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].fail_next("by the test")
-        rig.ask(LONG, owners=[0, 1], request_id=NAME)
-        rig.run()
+        rig.serve(LONG, prefill=[0, 1], request_id=NAME)
         (here,) = explained(rig, rig.decode[0])
         (lost,) = [event for event in here.events if event.what == "failed"]
         assert "hand-off 1" in lost.detail and "by the test" in lost.detail
@@ -73,8 +70,7 @@ def test_a_lost_hand_off_says_why_and_the_next_one_where(known):
 
 def test_a_prompt_that_is_prefilled_here_says_why(known):
     with PairRig(known.loaded, prefill=()) as rig:
-        rig.ask(LONG, request_id=NAME)
-        rig.run()
+        rig.serve(LONG, request_id=NAME)
         (here,) = explained(rig, rig.decode[0])
         assert whats(here) == [
             "submitted",
@@ -89,7 +85,7 @@ def test_a_prompt_that_is_prefilled_here_says_why(known):
 
 def test_a_retracted_request_says_when_it_was_off_the_device(known):
     bold = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.02}
-    with PairRig(known.loaded, decode=[Size(num_pages=16)], scheduler=bold) as rig:
+    with PairRig(known.loaded, decode=[Size(num_pages=16)], **bold) as rig:
         for number, prompt in enumerate((LONG, OTHER)):
             rig.ask(prompt, 60, request_id=f"{number}")
         rig.run()
@@ -104,15 +100,14 @@ def test_a_retracted_request_says_when_it_was_off_the_device(known):
 
 def test_what_was_refused_says_so_on_both_nodes(known):
     with PairRig(known.loaded, context_length=64) as rig:
-        rig.ask(LONG, request_id=NAME)
-        rig.run()
+        rig.serve(LONG, request_id=NAME)
         (here,) = explained(rig, rig.decode[0])
         assert whats(here) == ["submitted", "accepted", "ended"]
         assert here.events[-1].detail.startswith("error: ")
 
 
 def test_what_a_tier_had_of_a_prompt_is_told_too(known):
-    small = Size(num_pages=12, tier_pages=100, host_pages=0)
+    small = Size(num_pages=12, tier_pages=100, swap_pages=0)
     with PairRig(known.loaded, prefill=(), decode=[small]) as rig:
         prompts = [[(seed * 31 + 7 * at) % 250 for at in range(100)] for seed in range(3)]
         for number, prompt in enumerate((*prompts, prompts[0])):

@@ -9,10 +9,9 @@ import pytest
 from common.config import TransferConfig
 from kvtransfer.messages import Heartbeat, PagesReleased, ReadsDone
 from node.messages import AbortRequests
-from tests.support.pair_node import Asked, Size
-from tests.support.pair_rig import PATIENT, PairRig
-from tests.support.pair_states import AT_THE_OWNER, EVERYWHERE, LONG, OTHER, between_chunks
-from tests.support.pair_wires import BOTH
+from tests.pair.rig import PATIENT, Asked, PairRig, Size
+from tests.pair.states import AT_THE_OWNER, EVERYWHERE, LONG, OTHER, between_chunks
+from tests.pair.wires import BOTH
 
 NUM_TOKENS = 8
 WHOLE = 128  # tokens per chunk: the prompts here are published, and read, at once
@@ -20,11 +19,6 @@ MAX_ASKED = 20
 NERVOUS = TransferConfig(
     heartbeat_s=0.1, max_missed_heartbeats=10, release_timeout_s=1.0, canary_tokens=0
 )
-
-
-def _check(known, *asked: Asked) -> None:
-    for one in asked:
-        assert one.tokens == known.greedy(one.prompt, one.sampling.max_tokens)
 
 
 def _frozen_read(rig: PairRig, prompt=LONG, **how) -> Asked:
@@ -42,50 +36,46 @@ def _frozen_read(rig: PairRig, prompt=LONG, **how) -> Asked:
 def test_slow_reads_delay_their_own_request_and_no_other(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].freeze()
-        slow = [rig.ask(LONG, owners=[0]), rig.ask(OTHER, owners=[0])]
-        fast = [rig.ask(LONG, owners=[1]), rig.ask(OTHER[:50], owners=[])]
+        slow = [rig.ask(LONG, prefill=[0]), rig.ask(OTHER, prefill=[0])]
+        fast = [rig.ask(LONG, prefill=[1]), rig.ask(OTHER[:50], prefill=[])]
         rig.run(*fast)
         assert [len(one.tokens) for one in slow] == [1, 1]  # told before its KV has landed
         assert rig.decode[0].queue("on_device") == 0
         rig.faults[0].release()
         rig.faults[0].delay(0.01)
         rig.run()
-        _check(known, *slow, *fast)
+        known.check(*slow, *fast)
         assert rig.decode[0].count("handoffs_failed") == 0
 
 
 @pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["then here", "then elsewhere"])
 def test_a_page_that_changes_on_its_way_costs_its_attempt_and_no_answer(known, owners):
     """Seen failing with `PageChecksums.wrong` always empty: the attempt is held."""
-    with PairRig(known.loaded, prefill=[Size(), Size()], chunk_tokens=32) as rig:
+    with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=32) as rig:
         rig.faults[0].corrupt_next()
-        asked = rig.ask(LONG, NUM_TOKENS, owners=owners)
-        rig.run()
-        _check(known, asked)
+        asked = rig.serve(LONG, NUM_TOKENS, prefill=owners)
+        known.check(asked)
         lost, *_ = asked.ended.timeline.attempts
         assert lost.outcome == "failed" and "not as published" in lost.reason
-        after = rig.ask(OTHER, NUM_TOKENS, owners=owners[:1])
-        rig.run()
-        _check(known, after)
+        after = rig.serve(OTHER, NUM_TOKENS, prefill=owners[:1])
+        known.check(after)
 
 
 @pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["then here", "then elsewhere"])
 @pytest.mark.parametrize("fault", ["fail_next", "truncate_next"])
 def test_a_read_that_fails_costs_its_attempt(known, fault, owners):
-    with PairRig(known.loaded, prefill=[Size(), Size()], chunk_tokens=32) as rig:
+    with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=32) as rig:
         getattr(rig.faults[0], fault)("by the test")
-        asked = rig.ask(LONG, owners=owners)
-        rig.run()
-        _check(known, asked)
+        asked = rig.serve(LONG, prefill=owners)
+        known.check(asked)
         decode = rig.decode[0]
         assert (decode.count("handoffs_failed"), decode.count("handoffs_opened")) == (
             1,
             len(owners),
         )
         rig.until_paired()
-        again = rig.ask(OTHER, owners=[0])
-        rig.run()
-        _check(known, again)
+        again = rig.serve(OTHER, prefill=[0])
+        known.check(again)
         assert decode.count("handoffs_completed") == len(owners)
 
 
@@ -98,7 +88,7 @@ def test_a_read_past_its_deadline_is_given_up_and_its_neighbours_are_read_again(
         rig.until(lambda: decode.count("handoffs_failed"), "the late read is given up")
         rig.faults[0].release()
         rig.run()
-        _check(known, late, neighbour)
+        known.check(late, neighbour)
         assert (decode.count("handoffs_failed"), decode.count("handoffs_completed")) == (1, 1)
         assert decode.count("local_prefills") == 1
 
@@ -106,23 +96,19 @@ def test_a_read_past_its_deadline_is_given_up_and_its_neighbours_are_read_again(
 def test_what_lands_late_lands_in_pages_that_nobody_has(known):
     """Seen failing with the READ hold of PageReservations.reserve removed: the request that got the
     pages of the cancelled one went on with KV of that one."""
-    with PairRig(known.loaded, chunk_tokens=WHOLE) as rig:
+    with PairRig(known.loaded, chunked_prefill_tokens=WHOLE) as rig:
         (prefill,) = rig.prefill
         gone = _frozen_read(rig)
         behind = rig.ask(LONG[20:])  # its read waits for the frozen one
         rig.until(lambda: prefill.queue("inflight") == 2, "both are published")
         rig.cancel(gone)
         rig.until(lambda: gone.ended, "the first is cancelled")
-        heir = rig.ask(OTHER, 40, owners=[])  # would take the pages that were freed last
+        heir = rig.ask(OTHER, 40, prefill=[])  # would take the pages that were freed last
         rig.until(lambda: len(heir.tokens) == 3, "the third one runs")
         rig.faults[0].release()
-        rig.until(lambda: _seen(rig, ReadsDone), "all reads have ended", prefill)
+        rig.until(lambda: rig.wires.said(ReadsDone), "all reads have ended", prefill)
         rig.run()
-        _check(known, heir, behind)
-
-
-def _seen(rig: PairRig, kind: type) -> bool:
-    return any(isinstance(message, kind) for message in rig.wires.seen)
+        known.check(heir, behind)
 
 
 def test_the_pages_of_a_lost_attempt_are_not_those_of_the_next(known):
@@ -130,7 +116,7 @@ def test_the_pages_of_a_lost_attempt_are_not_those_of_the_next(known):
     one.
 
     Seen failing in the same way."""
-    with PairRig(known.loaded, chunk_tokens=WHOLE) as rig:
+    with PairRig(known.loaded, chunked_prefill_tokens=WHOLE) as rig:
         (prefill,) = rig.prefill
         asked = _frozen_read(rig, request_id="doomed")
         behind = rig.ask(LONG[20:])
@@ -138,22 +124,24 @@ def test_the_pages_of_a_lost_attempt_are_not_those_of_the_next(known):
         rig.tell(prefill, AbortRequests("doomed"))
         rig.until(lambda: len(asked.tokens) == 3, "it runs, prefilled here")
         rig.faults[0].release()
-        rig.until(lambda: _seen(rig, ReadsDone), "all reads have ended", prefill)
+        rig.until(lambda: rig.wires.said(ReadsDone), "all reads have ended", prefill)
         rig.run()
-        _check(known, asked, behind)
+        known.check(asked, behind)
 
 
 def test_published_pages_are_nobody_elses_while_they_may_be_read(known):
     """Seen failing with the PUBLICATION hold of the owner's Handoffs.admitted removed: the second
     prompt was computed into the pages of the first, and then the rest of these was read."""
-    with PairRig(known.loaded, prefill=[Size(prefix_cache=False)], chunk_tokens=WHOLE) as rig:
+    with PairRig(
+        known.loaded, prefill=[Size(prefix_cache=False)], chunked_prefill_tokens=WHOLE
+    ) as rig:
         (prefill,) = rig.prefill
         first = _frozen_read(rig)
         second = rig.ask(OTHER)
         rig.until(lambda: prefill.queue("inflight") == 2, "both are published")
         rig.faults[0].release()
         rig.run()
-        _check(known, first, second)
+        known.check(first, second)
 
 
 def test_nothing_is_computed_from_pages_that_have_not_landed(known):
@@ -166,7 +154,7 @@ def test_nothing_is_computed_from_pages_that_have_not_landed(known):
         assert len(asked.tokens) == 1 and rig.decode[0].queue("on_device") == 0
         rig.faults[0].release()
         rig.run()
-        _check(known, asked)
+        known.check(asked)
 
 
 def test_nothing_is_computed_from_pages_that_their_owner_had_let_go(known):
@@ -179,7 +167,7 @@ def test_nothing_is_computed_from_pages_that_their_owner_had_let_go(known):
         known.loaded,
         prefill=[Size(prefix_cache=False)],
         decode=[Size(), Size()],
-        chunk_tokens=WHOLE,
+        chunked_prefill_tokens=WHOLE,
         transfer=PATIENT.model_copy(update={"release_timeout_s": 2.0}),  # the thief has as long
     ) as rig:
         (prefill,), (decode, other) = rig.prefill, rig.decode
@@ -190,7 +178,7 @@ def test_nothing_is_computed_from_pages_that_their_owner_had_let_go(known):
         rig.until(lambda: prefill.queue("inflight"), "the owner has used the pages anew")
         rig.faults[0].release()
         rig.run()
-        _check(known, asked, thief)
+        known.check(asked, thief)
         assert (decode.count("handoffs_failed"), decode.count("handoffs_completed")) == (1, 0)
         assert other.count("handoffs_completed") == 1
         rig.wires.heal()
@@ -210,15 +198,14 @@ def test_a_stream_that_is_cut_costs_its_attempts_and_is_replaced(known, state, s
         rig.wires.let_go()
         rig.faults[0].release()
         rig.run()
-        _check(known, *rig.asked)
+        known.check(*rig.asked)
         rig.wires.heal()
         rig.until(lambda: rig.wires.num_begun > 1, "the reader has noticed")
         rig.until_paired()
         held = decode.count("handoffs_completed")
         for _ in range(MAX_ASKED):  # until the engine knows the new stream it prefills by itself
-            again = rig.ask(asked.prompt)
-            rig.run()
-            _check(known, again)
+            again = rig.serve(asked.prompt)
+            known.check(again)
             if decode.count("handoffs_completed") > held:
                 return
         raise AssertionError("no hand-off went over the new stream")
@@ -232,7 +219,7 @@ def test_a_silent_stream_is_ended_by_both(known):
         rig.until(lambda: prefill.holds_nothing, "the owner has let go")
         rig.faults[0].release()
         rig.run()
-        _check(known, asked)
+        known.check(asked)
         rig.wires.let_go()
         rig.until_paired()
 
@@ -242,19 +229,18 @@ def test_a_done_that_nobody_answers_is_given_up(known):
         known.loaded, transfer=PATIENT.model_copy(update={"release_timeout_s": 0.2})
     ) as rig:
         rig.wires.hold_back(PagesReleased)
-        asked = rig.ask(LONG)
-        rig.run()
-        _check(known, asked)
+        asked = rig.serve(LONG)
+        known.check(asked)
         assert rig.decode[0].count("local_prefills") == 1
         rig.wires.let_go()
 
 
 def test_an_owner_that_computes_no_further_is_given_up(known):
     transfer = PATIENT.model_copy(update={"chunk_timeout_s": 0.3})
-    with PairRig(known.loaded, transfer=transfer, chunk_tokens=16) as rig:
+    with PairRig(known.loaded, transfer=transfer, chunked_prefill_tokens=16) as rig:
         asked = between_chunks(rig, rig.ask)
         rig.until(lambda: asked.ended, "the decode node prefills by itself", *rig.decode)
-        _check(known, asked)
+        known.check(asked)
         rig.settle()
         rig.until_free(*rig.prefill)  # it stops at the next chunk's edge
         assert rig.prefill[0].count("generated_tokens") == 0
@@ -263,7 +249,7 @@ def test_an_owner_that_computes_no_further_is_given_up(known):
 def test_an_attempt_lost_when_time_is_up_opens_no_other(known):
     """Seen failing with an Open sent all the same: the other owner refused the pair for its
     negative budget."""
-    with PairRig(known.loaded, prefill=[Size(), Size()], chunk_tokens=16) as rig:
+    with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=16) as rig:
         (decode,) = rig.decode
         begun = time.monotonic()
         asked = between_chunks(rig, partial(rig.ask, budget_s=1.5))
@@ -271,9 +257,8 @@ def test_an_attempt_lost_when_time_is_up_opens_no_other(known):
         rig.let_time_pass(begun + 1.6)
         rig.run()
         assert asked.ended.error_code == 4
-        again = rig.ask(LONG, owners=[1])
-        rig.run()
-        _check(known, again)
+        again = rig.serve(LONG, prefill=[1])
+        known.check(again)
         assert rig.prefill[1].count("handoffs_completed") == 1
         rig.wires.heal()
 
@@ -290,7 +275,7 @@ def test_two_readers_of_one_owner_do_not_meet(known, state):
         rig.wires.let_go()
         rig.faults[0].release()
         rig.run()
-        _check(known, *rig.asked)
+        known.check(*rig.asked)
         rig.wires.heal()
         rig.until_paired()
         assert other.count("handoffs_completed") == 1 and twin.ended

@@ -1,8 +1,7 @@
 """Refusals at a full queue, and the requests that are never refused."""
 
 from node.messages import AbortRequests
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import PairRig, Size
 
 PROMPT = list(range(40, 90))
 FULL = 8  # RESOURCE_EXHAUSTED
@@ -10,15 +9,15 @@ FULL = 8  # RESOURCE_EXHAUSTED
 
 def _busy(rig: PairRig, num_waiting: int) -> None:
     """One that runs for long, and prompts that wait for its only slot."""
-    running = rig.ask(PROMPT, 100, owners=[])
+    running = rig.ask(PROMPT, 100, prefill=[])
     rig.until(lambda: running.tokens, "it runs")
     for number in range(num_waiting):
-        rig.ask([number], 2, owners=[])
+        rig.ask([number], 2, prefill=[])
     rig.until(lambda: rig.decode[0].queue("waiting") == num_waiting, "they wait")
 
 
 def test_no_more_requests_wait_than_may_in_both_queues_together(known):
-    with PairRig(known.loaded, decode=[Size(num_slots=1, max_waiting=3)]) as rig:
+    with PairRig(known.loaded, decode=[Size(max_running_requests=1, max_queued_requests=3)]) as rig:
         _busy(rig, 2)
         last, refused = rig.ask([7], 2), rig.ask([8], 2)
         rig.run(refused)
@@ -29,7 +28,7 @@ def test_no_more_requests_wait_than_may_in_both_queues_together(known):
 
 # Seen failing with the bound in Scheduler.add: RESOURCE_EXHAUSTED after one token.
 def test_a_request_that_has_told_a_token_goes_on_here_however_many_wait(known):
-    with PairRig(known.loaded, decode=[Size(num_slots=2, max_waiting=2)]) as rig:
+    with PairRig(known.loaded, decode=[Size(max_running_requests=2, max_queued_requests=2)]) as rig:
         (decode,) = rig.decode
         rig.faults[0].freeze()
         told = rig.ask(PROMPT, 8, request_id="told")
@@ -46,19 +45,18 @@ def test_a_request_that_has_told_a_token_goes_on_here_however_many_wait(known):
 # Seen failing with one bound for all: RESOURCE_EXHAUSTED of an answer half told.
 def test_a_replay_is_taken_where_new_requests_are_refused(known):
     tokens = known.greedy(PROMPT, 8)
-    with PairRig(known.loaded, decode=[Size(num_slots=1, max_waiting=2)]) as rig:
+    with PairRig(known.loaded, decode=[Size(max_running_requests=1, max_queued_requests=2)]) as rig:
         _busy(rig, 2)
-        refused = rig.ask(PROMPT, 8, owners=[])
-        replayed = rig.ask(PROMPT, 8, generated=tokens[:3], owners=[])
-        rig.run()
+        refused = rig.ask(PROMPT, 8, prefill=[])
+        replayed = rig.serve(PROMPT, 8, generated=tokens[:3], prefill=[])
         assert refused.ended.error_code == FULL
         assert replayed.tokens == tokens[3:]
 
 
 # Seen failing with prompts that count until their grant only.
 def test_a_prefill_node_counts_granted_prompts_too(known):
-    owner = Size(num_slots=1, max_waiting=2)
-    with PairRig(known.loaded, prefill=[owner], chunk_tokens=16) as rig:
+    owner = Size(max_running_requests=1, max_queued_requests=2)
+    with PairRig(known.loaded, prefill=[owner], chunked_prefill_tokens=16) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         asked = [rig.ask([n] * 200) for n in range(2)]
         rig.until(lambda: decode.queue("transfer") == 2, "both are granted", decode)
@@ -69,5 +67,4 @@ def test_a_prefill_node_counts_granted_prompts_too(known):
         rig.settle()  # while the first is computed
         rig.run()
         assert prefill.count("refused/overloaded") == 1
-        for one in asked:
-            assert one.tokens == known.greedy(one.prompt, 8)
+        known.check(*asked)

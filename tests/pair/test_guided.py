@@ -6,16 +6,13 @@ import threading
 
 import pytest
 from grpc import StatusCode
-from tokenizers import Tokenizer
 
 from api.parsers.harmony import CHANNEL, CONSTRAIN, MESSAGE, START, Channels
 from api.parsers.harmony import END as END_MARKER
 from common.requests.sampling import JSON_OBJECT, GuidedDecoding, ReasoningTokens, as_form, tag
 from engine.grammar import matching
 from engine.grammar.matching import Match
-from tests.support.noise_model import write
-from tests.support.pair_node import Loaded, Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import PairRig, Size
 
 SCHEMA = {
     "type": "object",
@@ -52,13 +49,6 @@ TAG = GuidedDecoding(
 )
 END = 258  # of an answer, to the noise model
 PROMPTS = [list(range(40, 40 + length)) for length in (1, 15, 64, 150)]
-
-
-@pytest.fixture(scope="module")
-def noise(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("noise") / "model"
-    write(directory)
-    return Loaded.from_directory(directory), Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
 def _holds(guide, text):
@@ -107,20 +97,19 @@ def test_every_finished_answer_has_its_form(noise, pool, overlap):
     with PairRig(
         loaded,
         prefill=() if pool == "colocated" else [Size()],
-        decode=[Size(num_pages=num_pages, num_slots=12)],
-        overlap=overlap,
-        scheduler={"new_token_ratio": 0.1, "min_new_token_ratio": 0.1},
+        decode=[Size(num_pages=num_pages, max_running_requests=12)],
+        overlap_schedule=overlap,
+        new_token_ratio=0.1,
+        min_new_token_ratio=0.1,
         **({"mode": "colocated"} if pool == "colocated" else {}),
     ) as rig:
         asked = _asked(rig, tokenizer)
-        free = rig.ask(PROMPTS[1], 20)
-        rig.run()
+        free = rig.serve(PROMPTS[1], 20)
         for guide, one in asked:
             assert one.reason.name == "STOP", one.ended
             text = tokenizer.decode(one.tokens, skip_special_tokens=True)
             assert _holds(guide, text), text
-        alone = rig.ask(PROMPTS[1], 20)
-        rig.run()
+        alone = rig.serve(PROMPTS[1], 20)
         assert free.tokens == alone.tokens
 
 
@@ -130,10 +119,9 @@ def test_an_answer_that_goes_on_elsewhere_keeps_its_form(noise):
     loaded, _ = noise
     with PairRig(loaded) as rig:
         for guide in (PERSON, ANSWER):
-            whole = rig.ask(PROMPTS[2], 120, guide=guide, ignore_eos=False)
-            rig.run()
+            whole = rig.serve(PROMPTS[2], 120, guide=guide, ignore_eos=False)
             for count in (1, 2, len(whole.tokens) - 1):
-                rest = rig.ask(
+                rest = rig.serve(
                     PROMPTS[2],
                     120,
                     generated=whole.tokens[:count],
@@ -141,7 +129,6 @@ def test_an_answer_that_goes_on_elsewhere_keeps_its_form(noise):
                     ignore_eos=False,
                     seed=whole.sampling.seed,
                 )
-                rig.run()
                 assert whole.tokens[:count] + rest.tokens == whole.tokens
 
 
@@ -181,8 +168,9 @@ def test_a_form_begins_behind_the_thought(noise, pool):
     loaded, tokenizer = noise
     with PairRig(
         loaded,
-        decode=[Size(num_pages=20 if pool == "small" else 96, num_slots=12)],
-        scheduler={"new_token_ratio": 0.1, "min_new_token_ratio": 0.1},
+        decode=[Size(num_pages=20 if pool == "small" else 96, max_running_requests=12)],
+        new_token_ratio=0.1,
+        min_new_token_ratio=0.1,
     ) as rig:
         close, asked = _thinking(rig, tokenizer)
         rig.run()
@@ -195,7 +183,7 @@ def test_a_form_begins_behind_the_thought(noise, pool):
             assert _holds(guide, text), text
         for _, one in asked:
             for count in (1, one.tokens.index(close) + 1):
-                rest = rig.ask(
+                rest = rig.serve(
                     one.prompt,
                     150,
                     generated=one.tokens[:count],
@@ -205,7 +193,6 @@ def test_a_form_begins_behind_the_thought(noise, pool):
                         if name != "max_tokens"
                     },
                 )
-                rig.run()
                 assert one.tokens[:count] + rest.tokens == one.tokens
 
 
@@ -277,8 +264,7 @@ def test_an_answer_that_may_think_may_as_well_not(noise):
     with PairRig(loaded) as rig:
         plain = rig.ask(PROMPTS[1], 20, **fields)
         bias = ((opens, 100.0), (close, 5.0))
-        thinking = rig.ask(PROMPTS[1], 40, logit_bias=bias, thinking_budget=4, **fields)
-        rig.run()
+        thinking = rig.serve(PROMPTS[1], 40, logit_bias=bias, thinking_budget=4, **fields)
         assert _holds(DATE, tokenizer.decode(plain.tokens, skip_special_tokens=True))
         assert thinking.tokens[0] == opens and close in thinking.tokens[:6]
 
@@ -297,8 +283,7 @@ def test_what_is_no_guide_is_refused_with_its_place_and_costs_nobody_else(noise,
     loaded, _ = noise
     with PairRig(loaded) as rig:
         refused = rig.ask(PROMPTS[0], 8, guide=guide)
-        fine = rig.ask(PROMPTS[0], 4)
-        rig.run()
+        fine = rig.serve(PROMPTS[0], 4)
         assert refused.ended.error_code == StatusCode.INVALID_ARGUMENT.value[0]
         assert refused.ended.error.startswith(f"sampling.{guide.kind}: ")
         assert where in refused.ended.error
@@ -343,7 +328,7 @@ def test_only_its_own_row_waits_for_a_matcher(noise, monkeypatch, overlap, coloc
     loaded, tokenizer = noise
     fields = {"guide": SLOW, "ignore_eos": False, "temperature": 1.0, "seed": 4}
     where = {"prefill": (), "mode": "colocated"} if colocated else {}
-    with PairRig(loaded, overlap=overlap, **where) as rig:
+    with PairRig(loaded, overlap_schedule=overlap, **where) as rig:
         alone = [rig.ask(PROMPTS[1], 60, **fields), rig.ask(PROMPTS[2], 40)]
         rig.run()
         stands, gate = _gated(monkeypatch, at)
@@ -360,8 +345,7 @@ def test_only_its_own_row_waits_for_a_matcher(noise, monkeypatch, overlap, coloc
         rig.run()
         assert slow.tokens == alone[0].tokens and free.tokens == alone[1].tokens
         assert _holds(DATE, tokenizer.decode(date.tokens, skip_special_tokens=True))
-        again = rig.ask(PROMPTS[1], 60, **fields)
-        rig.run()
+        again = rig.serve(PROMPTS[1], 60, **fields)
         assert again.tokens == slow.tokens
 
 
@@ -391,8 +375,7 @@ def test_an_answer_over_the_budget_of_its_grammar_ends_and_no_other(noise, monke
             "min_tokens": 190,
         }
         slow = rig.ask(PROMPTS[1], 200, **fields)
-        free = rig.ask(PROMPTS[2], 60)
-        rig.run()
+        free = rig.serve(PROMPTS[2], 60)
         assert slow.ended.error_code == StatusCode.INVALID_ARGUMENT.value[0]
         assert slow.ended.error.startswith("sampling.guide: its grammar has taken")
         assert 1 < len(slow.tokens) < 200
@@ -408,7 +391,6 @@ def test_an_answer_ends_where_its_grammar_ends(noise, fields):
     """
     loaded, tokenizer = noise
     with PairRig(loaded) as rig:
-        one = rig.ask(PROMPTS[1], 60, guide=GuidedDecoding("ebnf", 'root ::= "zebra"'), **fields)
-        rig.run()
+        one = rig.serve(PROMPTS[1], 60, guide=GuidedDecoding("ebnf", 'root ::= "zebra"'), **fields)
         assert one.reason.name == "STOP"
         assert tokenizer.decode(one.tokens, skip_special_tokens=True) == "zebra"

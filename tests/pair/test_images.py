@@ -22,11 +22,10 @@ from engine.models import load
 from engine.models.families import read_decoder
 from engine.models.vision.seeing import VisionTower
 from engine.speculative import AllDrafts, Speculator
+from tests.pair.rig import Loaded, PairRig, Size
 from tests.pair.test_pauses import resumed, told
 from tests.pair.test_weights import pause, put
 from tests.support.drafters import recall, speculator
-from tests.support.pair_node import Loaded, Size
-from tests.support.pair_rig import PairRig
 from tests.support.vision import (
     greedy_vision_tokens,
     make_vision_checkpoint,
@@ -76,9 +75,9 @@ def seen(node):
     return counts.encoded, counts.found
 
 
-@pytest.mark.parametrize("chunk_tokens", [512, 16], ids=["whole", "cut_through_images"])
-def test_answers_are_those_of_transformers(model, chunk_tokens):
-    with rig_of(model, chunk_tokens=chunk_tokens) as rig:
+@pytest.mark.parametrize("chunked_prefill_tokens", [512, 16], ids=["whole", "cut_through_images"])
+def test_answers_are_those_of_transformers(model, chunked_prefill_tokens):
+    with rig_of(model, chunked_prefill_tokens=chunked_prefill_tokens) as rig:
         asked = {parts: ask(rig, *parts) for parts in (ONE, TWO, TEXT)}
         rig.run()
         for parts, one in asked.items():
@@ -128,7 +127,7 @@ def test_an_image_that_is_twice_in_a_prompt_is_encoded_once(model):
 
 
 def test_a_decode_node_without_owners_computes_them_itself(model):
-    with rig_of(model, prefill=[], mode="colocated", chunk_tokens=16) as rig:
+    with rig_of(model, prefill=[], mode="colocated", chunked_prefill_tokens=16) as rig:
         asked = [ask(rig, *parts) for parts in (ONE, TWO, TEXT)]
         rig.run()
         assert [one.tokens for one in asked] == [model.greedy(*p) for p in (ONE, TWO, TEXT)]
@@ -136,11 +135,11 @@ def test_a_decode_node_without_owners_computes_them_itself(model):
 
 
 def test_who_was_retracted_is_computed_anew_with_its_images(model):
-    size = Size(num_pages=13, host_pages=0, num_slots=4, prefix_cache=False)
+    size = Size(num_pages=13, swap_pages=0, max_running_requests=4, prefix_cache=False)
     # Of 47 tokens each: three pages, and a fourth for the answer.
     prompts = [("Look: ", picture(6, 6, 20 + i), "...") for i in range(4)]
     ratio = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
-    with rig_of(model, prefill=[], decode=[size], mode="colocated", scheduler=ratio) as rig:
+    with rig_of(model, prefill=[], decode=[size], mode="colocated", **ratio) as rig:
         asked = [ask(rig, *parts) for parts in prompts]
         rig.run()
         assert [one.tokens for one in asked] == [model.greedy(*parts) for parts in prompts]
@@ -151,22 +150,15 @@ def test_a_replay_goes_on_with_the_tokens_that_are_out(model):
     token_ids, images = with_images(*TWO)
     answer = model.greedy(*TWO)
     with rig_of(model) as rig:
-        asked = rig.ask(token_ids, NUM_TOKENS, generated=answer[:3], images=images)
-        rig.run()
+        asked = rig.serve(token_ids, NUM_TOKENS, generated=answer[:3], images=images)
         assert asked.tokens == answer[3:]
 
 
 def test_a_request_moves_with_its_images(model):
-    with rig_of(model, decode=[Size(), Size(prefix_cache=False)], moves=True) as rig:
+    with rig_of(model, decode=[Size(), Size(prefix_cache=False)], migrates=True) as rig:
         token_ids, images = with_images(*ONE)
-        asked = rig.ask(token_ids, 40, images=images)
-        rig.until(lambda: len(asked.tokens) >= 2, "it runs")
-        out = list(asked.tokens)
-        moved = rig.move(asked, 0, 1)
-        rig.until_granted(0)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert out + moved.tokens == model.greedy(*ONE, num_tokens=40)
+        tokens = rig.moved_midway(rig.ask(token_ids, 40, images=images), 2)
+        assert tokens == model.greedy(*ONE, num_tokens=40)
 
 
 def test_what_a_node_cannot_compute_it_refuses(model):
@@ -289,8 +281,8 @@ def test_other_weights_are_the_encoders_too(shelf, from_node):
     }
     assert known["old"] != known["new"]
     loaded = Loaded.from_directory(shelf / "old")
-    size = Size(weights_directory=shelf)
-    with PairRig(loaded, prefill=[size], decode=[size], own_models=True, moves=True) as rig:
+    size = Size(weights_dir=shelf)
+    with PairRig(loaded, prefill=[size], decode=[size], own_models=True, migrates=True) as rig:
         (owner,), (reader,) = rig.prefill, rig.decode
         asked = ask(rig, *ONE)
         rig.run()
@@ -298,7 +290,7 @@ def test_other_weights_are_the_encoders_too(shelf, from_node):
         pause(rig)
         put(rig, owner)
         if from_node:
-            take = TakeWeights(owner.desk.weights, owner.front.address)
+            take = TakeWeights(owner.control.weights, owner.front.address)
             assert not told(rig, reader, take).error
         else:
             put(rig, reader)
@@ -319,14 +311,14 @@ def test_weights_whose_encoder_is_another_are_refused(shelf):
         {each: tensors[each] for each in tensors if each != name}, broken / "model.safetensors"
     )
     loaded = Loaded.from_directory(shelf / "old")
-    sizes = {"prefill": (), "decode": [Size(weights_directory=shelf)]}
+    sizes = {"prefill": (), "decode": [Size(weights_dir=shelf)]}
     with PairRig(loaded, **sizes, own_models=True) as rig:
         assert name in told(rig, rig.decode[0], PrepareWeights("broken")).error
 
 
 def test_memory_of_the_encoder_is_given_back_and_taken_again(shelf):
     loaded = Loaded.from_directory(shelf / "old")
-    size = Size(weights_directory=shelf)
+    size = Size(weights_dir=shelf)
     with PairRig(loaded, prefill=[size], decode=[size], own_models=True) as rig:
         before = ask(rig, *ONE)
         rig.run()

@@ -18,10 +18,9 @@ from node.messages import (
     TakeWeights,
 )
 from node.sharing import weight_reads
+from tests.pair.rig import Loaded, PairRig, Size
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, put, shelf
-from tests.support.pair_node import Loaded, Size
-from tests.support.pair_rig import PairRig
 
 __all__ = ["greedy", "shelf"]  # fixtures
 
@@ -38,7 +37,7 @@ class Pair:
     def tell(self, *, of=None, weights=None):
         """The taker is to take them."""
         lender = of or self.lender
-        command = TakeWeights(weights or lender.desk.weights, lender.front.address)
+        command = TakeWeights(weights or lender.control.weights, lender.front.address)
         self.rig.tell(self.taker, command)
         self.num_answers = len(self.taker.router.answers)
 
@@ -54,7 +53,7 @@ class Pair:
 
     @property
     def num_opened(self):
-        opened = [each for each in self.rig.wires.seen if isinstance(each, OpenHandoff)]
+        opened = self.rig.wires.said(OpenHandoff)
         return sum(isinstance(each.source, Weights) for each in opened)
 
     def until_halfway(self):
@@ -73,11 +72,13 @@ class Pair:
 
 
 def pair_of(shelf, lender="prefill", new="new"):
-    size = Size(weights_directory=shelf)
-    fresh = Size(weights_directory=shelf, started_with=shelf / new)
+    size = Size(weights_dir=shelf)
+    fresh = Size(weights_dir=shelf, started_with=shelf / new)
     sizes = {"prefill": [size], "decode": [size], lender: [fresh]}
     loaded = Loaded.from_directory(shelf / "old")
-    return PairRig(loaded, **sizes, own_models=True, paired=False, shares=PrefixSharingConfig())
+    return PairRig(
+        loaded, **sizes, own_models=True, paired=False, prefix_sharing=PrefixSharingConfig()
+    )
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_who_has_taken_them_answers_with_them_and_finds_nothing_of_the_old(shelf
         assert before.tokens == greedy("old" if takes in rig.decode else "new", PROMPT, 8)
         pause(rig, takes)
         answer = pair.take()
-        assert not answer.error and takes.desk.weights == answer.weights == has.desk.weights
+        assert not answer.error and takes.control.weights == answer.weights == has.control.weights
         assert takes.pages("cache") == 0 and pair.num_opened > 2
         resumed(rig, takes)
         rig.until_paired()
@@ -194,7 +195,7 @@ def test_what_is_not_what_was_wanted_is_not_put_in_place(shelf, greedy, tmp_path
 def test_who_has_other_weights_lends_none_and_who_is_not_paused_takes_none(pair, greedy):
     assert pair.take().error == "this node is not paused"
     pause(pair.rig, pair.taker)
-    assert pair.take(of=pair.taker).weights == pair.taker.desk.weights  # there is nothing to do
+    assert pair.take(of=pair.taker).weights == pair.taker.control.weights  # there is nothing to do
     with impatient():
         assert "it does not pair with this node" in pair.take(weights=b"o" * 16).error
     pair.still_has(greedy)
@@ -202,27 +203,27 @@ def test_who_has_other_weights_lends_none_and_who_is_not_paused_takes_none(pair,
 
 def test_weights_that_came_from_a_node_are_lent_on(shelf, greedy):
     """By one that was started with others, after whoever had the files has others, too."""
-    size = Size(weights_directory=shelf)
-    first = Size(weights_directory=shelf, started_with=shelf / "new")
+    size = Size(weights_dir=shelf)
+    first = Size(weights_dir=shelf, started_with=shelf / "new")
     loaded = Loaded.from_directory(shelf / "old")
     nodes = {"prefill": [first, size], "decode": [size]}
     with PairRig(
-        loaded, **nodes, own_models=True, paired=False, shares=PrefixSharingConfig()
+        loaded, **nodes, own_models=True, paired=False, prefix_sharing=PrefixSharingConfig()
     ) as rig:
         (first, last), (middle,) = rig.prefill, rig.decode
         pause(rig)
         taken = Pair(rig, first, middle).take()
         assert not taken.error
         put(rig, first, "old")
-        assert middle.desk.weights == taken.weights != first.desk.weights
+        assert middle.control.weights == taken.weights != first.control.weights
         answer = Pair(rig, middle, last).take()
-        assert not answer.error and answer.weights == last.desk.weights == taken.weights
+        assert not answer.error and answer.weights == last.control.weights == taken.weights
         put(rig, first, "new")
         resumed(rig)
         rig.until_paired()
         for owner in ([0], [1]):
             rig.flush(middle)
-            rig.run(asked := rig.ask(PROMPT, 8, owners=owner))
+            rig.run(asked := rig.ask(PROMPT, 8, prefill=owner))
             assert asked.tokens == greedy("new", PROMPT, 8)
 
 

@@ -79,11 +79,11 @@ def test_what_is_lent_is_not_given_back_before_its_reader_is_done(known):
     with rig_of(known, prefill=TWO) as rig:
         lender, _ = rig.prefill
         rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
+        answered(rig, known, rig.ask(prompt(100), 2, prefill=[0]))
         rig.flush(rig.decode[0])
         rig.wires.hold_back(ReadsDone)
         hint = PrefixHint(lender.front.address, 96)
-        asked = rig.ask([*prompt(100), *prompt(30, 7)], 5, owners=[1], prefix_at=[hint])
+        asked = rig.ask([*prompt(100), *prompt(30, 7)], 5, prefill=[1], prefix_hints=[hint])
         rig.until(lambda: lender.pages("publication"), "it is lent")
         pause(rig, lender)
         answers, before = lender.router.answers, len(lender.router.answers)
@@ -119,7 +119,7 @@ def test_other_weights_are_put_where_weights_are(rig, greedy):
         assert not told(rig, node, PutWeights(weights)).error
         released(rig, node, tags=("weights",))
         taken_again(rig, node)
-        assert node.desk.weights == weights
+        assert node.control.weights == weights
     resumed(rig)
     assert ask(rig).tokens == greedy("new", PROMPT, 8)
 

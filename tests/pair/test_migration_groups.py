@@ -3,7 +3,7 @@
 from decode_node.queues import FetchQueue
 from engine.batch.request import FinishReason, RequestEnd
 from node.messages import MigrateFrom, Placement
-from tests.support.decode_states import make_decode_state
+from tests.pair.states import make_decode_state
 from tests.support.specs import make_request
 
 CANCELLED = RequestEnd(FinishReason.ABORT, "cancelled")

@@ -14,8 +14,7 @@ from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import GrantHandoff, PagesReady
 from node.messages import DrainNode, MigrateFrom
 from tests.pair.conftest import Known
-from tests.support.pair_node import Asked, Size
-from tests.support.pair_rig import PATIENT, PairRig
+from tests.pair.rig import PATIENT, Asked, PairRig, Size
 
 PROMPT = tuple(range(5, 45))
 TWO = (Size(), Size())
@@ -45,20 +44,17 @@ def _joined(asked: Asked, successor: Asked, num_known: int) -> list[int]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_request_goes_on_elsewhere_where_it_stopped(known: Known, overlap: bool) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True, overlap=overlap) as rig:
-        asked = _begin(rig, 4)
-        num_known = len(asked.tokens)
-        successor = _move(rig, asked)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED and successor.reason is FinishReason.LENGTH
-        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 40)
+    with PairRig(known.loaded, decode=TWO, migrates=True, overlap_schedule=overlap) as rig:
+        tokens = rig.moved_midway(rig.ask(PROMPT, 40))
+        assert rig.asked[-1].reason is FinishReason.LENGTH
+        assert tokens == known.greedy(PROMPT, 40)
         # Nothing is computed again: not one prompt token was the second node's to compute.
         assert rig.decode[1].count("prompt_tokens") == 0
         assert rig.decode[1].count("moves/here") == rig.decode[0].count("moves/away") == 1
 
 
 def test_it_goes_there_and_back_and_there_again(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, tokens, at = _begin(rig, 3), [], 0
         for _ in range(3):
             num_known = len(asked.tokens)
@@ -90,8 +86,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
         pytest.param(SAMPLED, id="sampled-with-penalties"),
         pytest.param({"logprobs": 2}, id="log-probabilities"),
         pytest.param(
-            {"guide": GuidedDecoding("regex", "[a-z ]{200}"), "max_tokens": 60},
-            id="grammar",
+            {"guide": GuidedDecoding("regex", "[a-z ]{200}"), "max_tokens": 60}, id="grammar"
         ),
         pytest.param(
             SAMPLED | {"min_tokens": 30, "stop_token_ids": (9,), "logit_bias": ((9, 100.0),)},
@@ -108,21 +103,17 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
     ],
 )
 def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[str, Any]) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         sampling = {"seed": 7, **sampling}
-        undisturbed = rig.ask(PROMPT, **{"max_tokens": 40, **sampling})
-        rig.run()
+        undisturbed = rig.serve(PROMPT, **{"max_tokens": 40, **sampling})
         assert "thought" not in sampling or undisturbed.tokens.index(3) == 20
-        asked = _begin(rig, 4, **{"max_tokens": 40, **sampling})
-        num_known = len(asked.tokens)
-        successor = _move(rig, asked)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert _joined(asked, successor, num_known) == undisturbed.tokens
+        asked = rig.ask(PROMPT, **{"max_tokens": 40, **sampling})
+        tokens, successor = rig.moved_midway(asked), rig.asked[-1]
+        assert tokens == undisturbed.tokens
         assert successor.reason is undisturbed.reason
         assert not successor.prompt_logprobs  # they have been told
         if "logprobs" in sampling:
-            told = [*asked.logprobs[:num_known], *successor.logprobs]
+            told = asked.logprobs[: len(tokens) - len(successor.tokens)] + successor.logprobs
             assert len(successor.logprobs) == len(successor.tokens)
             for one, other in zip(told, undisturbed.logprobs, strict=True):
                 assert one.top_tokens == other.top_tokens
@@ -132,30 +123,26 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
 @pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_next"])
 def test_windows_and_states_go_along(model: Callable[[str], Known], architecture: str) -> None:
     known = model(architecture)
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
-        asked = _begin(rig, 9)
-        num_known = len(asked.tokens)
-        successor = _move(rig, asked)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 40)
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
+        tokens = rig.moved_midway(rig.ask(PROMPT, 40), 9)
+        assert tokens == known.greedy(PROMPT, 40)
 
 
 def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         rig.run(rig.ask(PROMPT, 1, node=1))
         rig.run(rig.ask((*PROMPT, 3), 2, node=1))
         asked = _begin(rig, 4)
         _move(rig, asked)
         rig.run()
-        (grant,) = [g for g in rig.wires.seen if isinstance(g, GrantHandoff) and g.room_tokens]
+        (grant,) = [each for each in rig.wires.said(GrantHandoff) if each.room_tokens]
         assert grant.prefix_tokens == 32
         assert grant.gib_per_s > 0.0  # by which the source bounds its pause
 
 
 def test_while_one_is_on_its_way_nothing_is_launched_ahead(known: Known) -> None:
     """It would miss the step under way, and the one that is queued behind that."""
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         target = rig.decode[1]
         launch, seen = target.engine.runner.launch, list[tuple[bool, bool]]()
 
@@ -200,7 +187,7 @@ def _stays(rig: PairRig, known: Known, asked: Asked, successor: Asked) -> None:
 @pytest.mark.parametrize("sides", [("reader",), ("owner",), ("reader", "owner")])
 def test_it_goes_on_where_it_is_when_the_stream_is_cut(known: Known, sides: tuple[str]) -> None:
     transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "max_missed_heartbeats": 10})
-    with PairRig(known.loaded, decode=TWO, moves=True, transfer=transfer) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True, transfer=transfer) as rig:
         asked, successor = _paused(rig)
         rig.wires.cut(rig.decode[0].front, rig.decode[1].front, sides)
         rig.wires.let_go()
@@ -209,7 +196,7 @@ def test_it_goes_on_where_it_is_when_the_stream_is_cut(known: Known, sides: tupl
 
 
 def test_it_goes_on_where_it_is_when_its_mover_is_cancelled(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, successor = _paused(rig)
         rig.cancel(successor, node=1)
         rig.until(lambda: successor.ended and not rig.decode[0].queue("migrating"), "it goes on")
@@ -220,7 +207,7 @@ def test_it_goes_on_where_it_is_when_its_mover_is_cancelled(known: Known) -> Non
 
 
 def test_no_pause_lasts_for_ever(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, successor = _paused(rig)
         rig.until(lambda: len(asked.tokens) == 40, "it goes on after its longest pause")
         rig.wires.let_go()
@@ -228,7 +215,7 @@ def test_no_pause_lasts_for_ever(known: Known) -> None:
 
 
 def test_a_paused_request_may_be_cancelled(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked, successor = _paused(rig)
         rig.cancel(asked)
         rig.until(lambda: asked.ended, "it is cancelled")
@@ -238,7 +225,7 @@ def test_a_paused_request_may_be_cancelled(known: Known) -> None:
 
 
 def test_an_unknown_ticket_and_an_unpaired_node_end_the_mover(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked = _begin(rig, 4, 400)
         nobody = MigrateFrom(rig.decode[0].front.address, 5)
         nowhere = MigrateFrom("nowhere:1", asked.ticket)
@@ -255,7 +242,7 @@ def test_an_unknown_ticket_and_an_unpaired_node_end_the_mover(known: Known) -> N
 
 def test_of_two_movers_one_gets_it(known: Known) -> None:
     """Its router has lost its stream to the first, and lives in the belief that it is gone."""
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         asked = _begin(rig, 4)
         num_known = len(asked.tokens)
         movers = [rig.move(asked, 0, 1) for _ in range(2)]
@@ -267,11 +254,11 @@ def test_of_two_movers_one_gets_it(known: Known) -> None:
 
 
 def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: Known) -> None:
-    with PairRig(known.loaded, decode=TWO, moves=True) as rig:
+    with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
         source = rig.decode[0]
         asked = _begin(rig, 4, 400)
         rig.tell(source, DrainNode())
-        rig.until(lambda: source.desk.draining, "it drains")
+        rig.until(lambda: source.control.draining, "it drains")
         successor = _move(rig, asked)
         rig.until(lambda: source.router.drained, "nothing is left to do")
         assert asked.reason is FinishReason.MOVED
@@ -283,10 +270,7 @@ def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: 
 
 def _copied(rig: PairRig) -> list[int]:
     """Tokens that movers had here when they asked for the rest."""
-    grants = (
-        each for each in rig.wires.seen if isinstance(each, GrantHandoff) and each.room_tokens
-    )
-    return [grant.prefix_tokens for grant in grants]
+    return [each.prefix_tokens for each in rig.wires.said(GrantHandoff) if each.room_tokens]
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.long)])
@@ -295,7 +279,7 @@ def test_it_stands_still_for_what_has_come_since_only(
 ) -> None:
     """Copy the generated tokens before the pause too: the node's tree inserts them on request."""
     known = model(architecture)
-    with PairRig(known.loaded, decode=TWO, shares=PrefixSharingConfig()) as rig:
+    with PairRig(known.loaded, decode=TWO, prefix_sharing=PrefixSharingConfig()) as rig:
         asked = _begin(rig, 30, 200)
         num_known = len(asked.tokens)
         successor = _move(rig, asked)
@@ -312,13 +296,9 @@ def test_it_stands_still_for_what_has_come_since_only(
 def test_states_are_read_once_it_stands_still(model: Callable[[str], Known]) -> None:
     """The one that it goes on from is the newest; what is copied before is not in the way."""
     known = model("qwen3_next")
-    with PairRig(known.loaded, decode=TWO, shares=PrefixSharingConfig()) as rig:
-        asked = _begin(rig, 30, 100)
-        num_known = len(asked.tokens)
-        successor = _move(rig, asked)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 100)
+    with PairRig(known.loaded, decode=TWO, prefix_sharing=PrefixSharingConfig()) as rig:
+        tokens = rig.moved_midway(rig.ask(PROMPT, 100), 30)
+        assert tokens == known.greedy(PROMPT, 100)
 
 
 @pytest.mark.parametrize(
@@ -332,20 +312,20 @@ def test_states_are_read_once_it_stands_still(model: Callable[[str], Known]) -> 
 def test_what_is_not_copied_before_is_read_while_it_stands_still(
     known: Known, source: Size, target: Size, copied: bool
 ) -> None:
-    with PairRig(known.loaded, decode=(source, target), shares=PrefixSharingConfig()) as rig:
-        asked = _begin(rig, 30, 100)
-        num_known = len(asked.tokens)
-        successor = _move(rig, asked)
-        rig.run()
-        assert asked.reason is FinishReason.MOVED
-        assert [bool(tokens) for tokens in _copied(rig)] == [copied]
-        assert _joined(asked, successor, num_known) == known.greedy(PROMPT, 100)
+    with PairRig(
+        known.loaded, decode=(source, target), prefix_sharing=PrefixSharingConfig()
+    ) as rig:
+        tokens = rig.moved_midway(rig.ask(PROMPT, 100), 30)
+        assert [bool(num_tokens) for num_tokens in _copied(rig)] == [copied]
+        assert tokens == known.greedy(PROMPT, 100)
 
 
 @pytest.mark.parametrize("what", ["cancelled", "cut", "ended"])
 def test_while_it_is_copied_it_runs_on_whatever_happens(known: Known, what: str) -> None:
     transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "max_missed_heartbeats": 10})
-    with PairRig(known.loaded, decode=TWO, shares=PrefixSharingConfig(), transfer=transfer) as rig:
+    with PairRig(
+        known.loaded, decode=TWO, prefix_sharing=PrefixSharingConfig(), transfer=transfer
+    ) as rig:
         source, target = rig.decode
         asked = _begin(rig, 30, 100)
         rig.wires.hold_back(PagesReady)

@@ -7,14 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.pair.conftest import Known
+from tests.pair.rig import Loaded, PairRig, Size, prompt
 from tests.support.checkpoints import make_checkpoint
-from tests.support.pair_node import Loaded, Size
-from tests.support.pair_rig import PairRig
 
 LONG = 150
 NUM_TOKENS = 20
 ROOM = Size(num_pages=256)
-NARROW = Size(num_pages=256, kept_in="fp8_e4m3")
+NARROW = Size(num_pages=256, kv_dtype="fp8_e4m3")
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma2", "qwen3_next", "deepseek_v3"])
@@ -23,17 +22,13 @@ def known(request, model) -> Known:
     return model(request.param)
 
 
-def prompt(length: int, seed: int = 1) -> list[int]:
-    return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
-
-
 PROMPTS = [prompt(length, length) for length in (1, 16, 17, LONG)]
 
 
 def answers(loaded: Loaded, prefill: list[Size], decode: Size) -> list[list[int]]:
     """Return the responses of two rounds, the second one from the cache."""
     chunks = {"chunked_prefill_tokens": 32}
-    with PairRig(loaded, prefill=prefill, decode=[decode], scheduler=chunks) as rig:
+    with PairRig(loaded, prefill=prefill, decode=[decode], **chunks) as rig:
         asked = []
         for _ in range(2):
             asked += [rig.ask(each, NUM_TOKENS) for each in PROMPTS]
@@ -65,7 +60,7 @@ def with_scales(directory: Path, key: float, value: float) -> Loaded:
 
 def test_scales_of_a_checkpoint_change_what_is_kept_and_not_what_it_means(tmp_path: Path) -> None:
     """Powers of two cancel out to the digit, where nothing is too large or too small."""
-    size = Size(num_pages=256, kept_in="fp8_e5m2")
+    size = Size(num_pages=256, kv_dtype="fp8_e5m2")
     plain, scaled, large = (
         answers(with_scales(tmp_path / name, *scales), [], size)
         for name, scales in (

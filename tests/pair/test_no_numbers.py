@@ -11,8 +11,7 @@ from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import PagesReady
 from tests.pair.conftest import Known
-from tests.support.pair_node import Asked, Node, Size
-from tests.support.pair_rig import PATIENT, PairRig
+from tests.pair.rig import PATIENT, Asked, Node, PairRig, Size
 
 MANY = 60  # tokens
 ROOM = Size(num_pages=256)
@@ -44,23 +43,20 @@ def test_a_request_whose_logits_are_no_numbers_ends_alone(known: Known) -> None:
         assert spoiled.ended.error_code == StatusCode.INTERNAL.value[0]
         assert spoiled.reason == FinishReason.ERROR
         assert other.tokens == known.greedy(other.prompt, MANY)
-        again = rig.ask(spoiled.prompt, MANY)
-        rig.run()
+        again = rig.serve(spoiled.prompt, MANY)
         assert again.tokens == known.greedy(again.prompt, MANY)
 
 
 def test_a_prefill_node_computes_anew_what_made_no_numbers(known: Known) -> None:
     with PairRig(known.loaded) as rig:
         (owner,), (reader,) = rig.prefill, rig.decode
-        rig.ask(range(5, 75), 1)
-        rig.run()
+        rig.serve(range(5, 75), 1)
         rig.flush(reader)  # else it needs little of the other's
         owner.engine.pool.tensor[np.flatnonzero(owner.engine.pages.holds(PageHolder.CACHE))] = 0xFF
         spoiled = rig.ask(range(5, 90), MANY)
         rig.run()  # to an error, or by what the decode node computes: whichever it hears of first
         computed_here = reader.count("local_prefills")
-        again = rig.ask(spoiled.prompt, MANY)
-        rig.run()
+        again = rig.serve(spoiled.prompt, MANY)
         assert again.tokens == known.greedy(again.prompt, MANY)
         assert reader.count("local_prefills") == computed_here
 
@@ -77,8 +73,7 @@ def test_a_prefill_node_hears_that_what_it_gave_makes_no_numbers(known: Known) -
         rig.run()
         assert ended_at_fault(spoilt)
         rig.until(lambda: owner.count("forgotten_prefixes/asked") == 1, "its owner is told")
-        again = rig.ask(spoilt.prompt, MANY)
-        rig.run()
+        again = rig.serve(spoilt.prompt, MANY)
         assert again.tokens == known.greedy(again.prompt, MANY)
         assert reader.count("forgotten_prefixes/own") == 1
         assert owner.count("forgotten_prefixes/own") == 0
@@ -87,29 +82,27 @@ def test_a_prefill_node_hears_that_what_it_gave_makes_no_numbers(known: Known) -
 # Seen failing without being told, however often it is asked: the other one lends it again.
 def test_who_lends_what_makes_no_numbers_does_so_once(known: Known) -> None:
     sizes = {"prefill": (ROOM, ROOM), "decode": (ROOM,)}
-    with PairRig(known.loaded, shares=ALWAYS, **sizes) as rig:
+    with PairRig(known.loaded, prefix_sharing=ALWAYS, **sizes) as rig:
         lender, reader = rig.prefill
         rig.learn_what_computing_takes()
-        rig.ask(range(5, 105), 2, owners=[0])
-        rig.run()
+        rig.serve(range(5, 105), 2, prefill=[0])
         rig.flush(rig.decode[0])
         spoil(lender, PageHolder.CACHE)
         hint = PrefixHint("prefill-0:1", 96)
-        rig.ask(range(5, 125), 20, owners=[1], prefix_at=[hint])
+        rig.ask(range(5, 125), 20, prefill=[1], prefix_hints=[hint])
         rig.run()  # to an error, or by what the decode node computes: whichever it hears of first
         assert reader.count("forgotten_prefixes/own") == 1
         rig.until(lambda: lender.count("forgotten_prefixes/asked") == 1, "the lender is told")
         rig.flush(rig.decode[0])  # which may have computed it
         before = reader.count("prompt_token_ways/computed")
-        again = rig.ask(range(5, 125), 20, owners=[1], prefix_at=[hint])
-        rig.run()
+        again = rig.serve(range(5, 125), 20, prefill=[1], prefix_hints=[hint])
         assert again.tokens == known.greedy(again.prompt, 20)
         assert reader.count("prompt_token_ways/computed") == before + 120
 
 
 def test_who_has_given_a_request_away_hears_that_it_makes_no_numbers(known: Known) -> None:
     sizes = {"prefill": (), "decode": (ROOM, ROOM)}
-    with PairRig(known.loaded, moves=True, mode="colocated", **sizes) as rig:
+    with PairRig(known.loaded, migrates=True, mode="colocated", **sizes) as rig:
         source, target = rig.decode
         asked = rig.ask(range(5, 75), 200)
         rig.until(lambda: len(asked.tokens) >= 4, "it generates")
@@ -121,6 +114,5 @@ def test_who_has_given_a_request_away_hears_that_it_makes_no_numbers(known: Know
         assert asked.reason is FinishReason.MOVED
         assert ended_at_fault(successor)
         rig.until(lambda: source.count("forgotten_prefixes/asked") == 1, "the source is told")
-        again = rig.ask(asked.prompt, MANY)
-        rig.run()
+        again = rig.serve(asked.prompt, MANY)
         assert again.tokens == known.greedy(again.prompt, MANY)

@@ -4,8 +4,7 @@ import pytest
 
 from engine.scheduler import arrivals
 from node.messages import AbortRequests
-from tests.support.pair_node import Asked, Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import Asked, PairRig, Size
 
 LARGE = [n * 7 % 300 for n in range(100)]  # seven of eight pages
 SMALL = [5] * 20
@@ -29,7 +28,7 @@ def test_a_large_one_of_either_queue_is_not_passed_for_ever_by_small_ones_of_the
     known, large
 ):
     """There are always two small ones of the other kind that run and two that wait."""
-    here, away = {"owners": []}, {"owners": [0]}
+    here, away = {"prefill": []}, {"prefill": [0]}
     ways = (here, away) if large == "prompt" else (away, here)
     with PairRig(known.loaded, decode=SMALL_NODE) as rig:
         small = [_ask_small(rig, number, **ways[1]) for number in range(2)]
@@ -58,11 +57,11 @@ def _waits(rig: PairRig) -> bool:
 @pytest.mark.parametrize("goes_on", ["elsewhere", "here"])
 def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
     with PairRig(known.loaded, prefill=[Size(), Size()], decode=SMALL_NODE) as rig:
-        running = rig.ask(LARGE[:60], 60, owners=[])
+        running = rig.ask(LARGE[:60], 60, prefill=[])
         rig.until(lambda: running.tokens, "it runs")
-        first = _ask_small(rig, 1, owners=[0, 1], request_id="first")
-        second = rig.ask(LARGE, 2, owners=[1])
-        third = _ask_small(rig, 3, owners=[1])
+        first = _ask_small(rig, 1, prefill=[0, 1], request_id="first")
+        second = rig.ask(LARGE, 2, prefill=[1])
+        third = _ask_small(rig, 3, prefill=[1])
         (node,) = rig.decode
         # From here until the loss the first one's pages must not come free.
         rig.until(lambda: node.queue("prealloc") == 3, "three wait", node)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
-from tests.support.pair_states import (
+from tests.pair.rig import PairRig, Size
+from tests.pair.states import (
     being_read,
     between_chunks,
     in_prealloc,
@@ -16,7 +15,7 @@ STATES = [
     (in_prealloc, "prealloc", "bootstrap", {"decode": [Size(num_pages=8)]}),
     (with_its_grant_under_way, "transfer", "bootstrap", {}),
     (waiting_at_the_owner, "transfer", "prefilling", {"prefill": [Size(num_pages=8)]}),
-    (between_chunks, "transfer", "prefilling", {"chunk_tokens": 32}),
+    (between_chunks, "transfer", "prefilling", {"chunked_prefill_tokens": 32}),
     (being_read, "transfer", "inflight", {}),
 ]
 
@@ -41,7 +40,7 @@ def test_who_waits_for_an_owner_is_named_too(known):
     with PairRig(known.loaded, reconnect_wait_s=300.0) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         rig.wires.cut(prefill.front, decode.front)
-        rig.until(lambda: not decode.desk.links, "it is paired with none")
+        rig.until(lambda: not decode.control.links, "it is paired with none")
         rig.ask(range(50), request_id="mine")
         rig.until(lambda: decode.queue("unpaired"), "it waits")
         assert decode.role.handoffs() == [{"queue": "unpaired", "request_id": "mine"}]

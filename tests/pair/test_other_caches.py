@@ -1,44 +1,114 @@
-"""Layers that keep latents or a state in place of keys and values: what they keep leaves the device
-with its request, comes back with it, and is made anew where nobody has it."""
+"""Layers that keep windows, states or latents in place of all keys and values.
+
+Only live pages travel. They leave the device with their request and come back with it.
+"""
 
 import pytest
 
+from kvtransfer.messages import PagesReady
+from tests.pair.rig import PairRig, Size, prompt
 from tests.support.checkpoints import LATENT_ARCHITECTURES
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
 
-ROOM = Size(num_pages=128)
 LONG = 150
+ROOM = Size(num_pages=128)
+BOLD = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
+WINDOW = 24  # of gemma3_text as these tests make it: two pages, and three at a page's edge
+LENGTHS = {
+    "gemma3_text": (1, 16, WINDOW, 48, 300),
+    "qwen3_next": (1, 48, LONG),
+    "qwen3_5_text": (3, 70),
+    "qwen3_5_moe_text": (3, 70),
+    **dict.fromkeys(LATENT_ARCHITECTURES, (1, 16, 17, LONG)),
+}
+KINDS = pytest.mark.parametrize(
+    "architecture", ["gemma3_text", "qwen3_next", *LATENT_ARCHITECTURES]
+)
 
 
-@pytest.fixture(scope="module", params=[*LATENT_ARCHITECTURES, "qwen3_next"])
-def known(request, model):
-    return model(request.param)
+def handed(rig: PairRig) -> int:
+    return sum(len(ready.pages) for ready in rig.wires.said(PagesReady))
 
 
-def prompt(length: int, seed: int = 1) -> list[int]:
-    return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
+@pytest.mark.parametrize("architecture", LENGTHS)
+def test_answers_are_those_of_transformers_and_only_live_pages_travel(model, architecture):
+    known, lengths = model(architecture), LENGTHS[architecture]
+    tables = known.tables(16)
+    assert tables.windows[1:] == (WINDOW,) * 3 or architecture != "gemma3_text"
+    with PairRig(known.loaded, prefill=[ROOM], decode=[ROOM], chunked_prefill_tokens=32) as rig:
+        asked = [rig.ask(prompt(length, length), 30) for length in lengths]
+        rig.run()
+        known.check(*asked)
+        assert handed(rig) == sum(tables.pages_for(length) for length in lengths)
+        for ready in rig.wires.said(PagesReady):
+            if ready.last and tables.state_pages:  # a state goes with the last pages
+                pages_of_tokens = tables.num_pages(ready.end) - ready.start // 16
+                assert len(ready.pages) == pages_of_tokens + tables.state_pages
 
 
-@pytest.mark.parametrize("host_pages, recomputed", [(64, False), (0, True)])
-def test_a_request_that_leaves_the_device_comes_back(known, host_pages, recomputed):
-    bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
-    num_pages = 3 * known.tables(16).pages_for(64) + 2
-    size = Size(num_pages=num_pages, num_slots=8, host_pages=host_pages)
-    with PairRig(known.loaded, decode=[size], scheduler=bold) as rig:
+@pytest.mark.parametrize(
+    "architecture, length",
+    [("gemma3_text", 300), ("qwen3_next", 144), *((kind, LONG) for kind in LATENT_ARCHITECTURES)],
+)
+def test_a_full_hit_here_needs_the_windows_and_states_from_there(model, architecture, length):
+    known = model(architecture)
+    with PairRig(known.loaded, prefill=[ROOM], decode=[ROOM]) as rig:
+        known.check(rig.serve(prompt(length), 20))
+        rig.wires.seen.clear()
+        again = rig.serve(prompt(length), 20)
+        known.check(again)
+        assert again.cached_tokens == length // 16 * 16
+        assert handed(rig) == known.tables(16).pages_for(length) - length // 16
+        rig.flush(*rig.decode)
+        known.check(rig.serve(prompt(length), 20))
+        assert rig.prefill[0].count("cached_tokens") >= 2 * ((length - 1) // 16 * 16)
+
+
+def test_the_next_turn_of_a_conversation_goes_on_from_where_the_last_prompt_left_a_state(model):
+    known = model("qwen3_next")
+    with PairRig(known.loaded, prefill=[ROOM], decode=[ROOM]) as rig:
+        first = rig.serve(prompt(100), 20)
+        second = rig.serve([*prompt(100), *first.tokens, *prompt(20, 3)], 20)
+        known.check(second)
+        assert rig.prefill[0].count("cached_tokens") == 96
+        # Of the attention layer the decode node has the answer's pages too.
+        assert second.cached_tokens == (100 + 20 - 1) // 16 * 16
+
+
+def test_more_answers_than_fit_with_all_their_pages_fit_with_their_windows(model):
+    """Retract some of the responses that do not fit, and continue them later."""
+    known = model("gemma3_text")
+    tables = known.tables(16)
+    for factor, retracts in ((1.0, True), (2.2, False)):
+        num_pages = int(factor * tables.pages_to_compute(300))
+        with PairRig(known.loaded, decode=[Size(num_pages=num_pages)], **BOLD) as rig:
+            asked = [rig.ask(prompt(200, seed), 60) for seed in range(3)]
+            rig.run()
+            known.check(*asked)
+            assert (rig.decode[0].count("retractions") > 0) is retracts
+            assert 3 * tables.pages_to_compute(260) > num_pages
+
+
+@pytest.mark.parametrize("architecture", [*LATENT_ARCHITECTURES, "qwen3_next"])
+@pytest.mark.parametrize("swap_pages, recomputed", [(64, False), (0, True)])
+def test_a_request_that_leaves_the_device_comes_back(model, architecture, swap_pages, recomputed):
+    known = model(architecture)
+    size = Size(num_pages=3 * known.tables(16).pages_for(64) + 2, swap_pages=swap_pages)
+    with PairRig(known.loaded, decode=[size], **BOLD) as rig:
         asked = [rig.ask(prompt(50, seed), 60) for seed in range(3)]
         rig.run()
-        for seed, one in enumerate(asked):
-            assert one.tokens == known.greedy(prompt(50, seed), 60)
+        known.check(*asked)
         (decode,) = rig.decode
         assert decode.count("retractions") > 0
         assert (decode.count("recomputed") > 0) is recomputed
 
 
-def test_a_request_goes_on_elsewhere_and_is_computed_here_when_no_owner_is_left(known):
+@KINDS
+def test_a_request_goes_on_elsewhere_and_is_computed_here_when_no_owner_is_left(
+    model, architecture
+):
+    known = model(architecture)
     with PairRig(known.loaded, prefill=(), decode=[ROOM]) as rig:
         asked = rig.ask(prompt(LONG), 40)
-        replayed = rig.ask(prompt(LONG), 40, generated=known.greedy(prompt(LONG), 25))
-        rig.run()
-        assert asked.tokens == known.greedy(prompt(LONG), 40)
+        replayed = rig.serve(prompt(LONG), 40, generated=known.greedy(prompt(LONG), 25))
+        known.check(asked)
         assert replayed.tokens == known.greedy(prompt(LONG), 40)[25:]

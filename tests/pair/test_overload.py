@@ -9,8 +9,7 @@ from common.request import Remaining
 from engine.batch.request import FinishReason
 from kvtransfer.messages import HandoffId, PagesReady, Prompt
 from kvtransfer.ports import CancelCommand, OpenCommand
-from tests.support.pair_node import Asked, Node, Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import Asked, Node, PairRig, Size
 from tests.support.specs import make_spec
 
 SHORT = list(range(40, 60))
@@ -56,11 +55,6 @@ def _assert_refused(asked: Asked) -> None:
     assert asked.tokens == []
 
 
-def _assert_answered(known, *asked: Asked) -> None:
-    for each in asked:
-        assert each.tokens == known.greedy(each.prompt, each.sampling.max_tokens)
-
-
 def test_a_prefill_node_with_a_long_queue_refuses_at_once_what_cannot_make_it(known):
     with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
         _know_how_fast(rig)
@@ -75,7 +69,7 @@ def test_a_prefill_node_with_a_long_queue_refuses_at_once_what_cannot_make_it(kn
         _assert_refused(late)
         assert rig.decode[0].count("local_prefills") == 0
         rig.run()
-        _assert_answered(known, *before)
+        known.check(*before)
 
 
 def test_idle_nodes_refuse_nothing_however_little_time_there_is(known):
@@ -87,7 +81,7 @@ def test_idle_nodes_refuse_nothing_however_little_time_there_is(known):
             rig.let_time_pass(time.monotonic() + 0.2)
             rig.run(asked)
             rig.until_free()
-            _assert_answered(known, asked)
+            known.check(asked)
 
 
 def test_what_has_waited_as_long_as_it_may_is_dropped_before_any_work(known):
@@ -101,7 +95,7 @@ def test_what_has_waited_as_long_as_it_may_is_dropped_before_any_work(known):
         _assert_refused(late)
         assert node.count("refused/dropped") == 1
         rig.run()
-        _assert_answered(known, *before)
+        known.check(*before)
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
@@ -111,27 +105,26 @@ def test_an_answer_that_goes_on_is_never_refused(known, mode):
         _know_how_fast(rig)
         before = _busy(rig, rig.prefill[0] if owners else rig.decode[0])
         generated = known.greedy(SHORT, 4)
-        asked = rig.ask(SHORT, generated=generated[:2], max_tokens=4, queue_s=NOW)
-        rig.run()
+        asked = rig.serve(SHORT, generated=generated[:2], max_tokens=4, queue_s=NOW)
         assert asked.tokens == generated[2:]
-        _assert_answered(known, *before)
+        known.check(*before)
 
 
 # Seen failing without the new `start_by` in PrefillPlacement.retry: the second owner refuses it.
 def test_who_has_lost_an_owner_may_wait_for_another_as_long_as_it_takes(known):
     with PairRig(known.loaded, prefill=(ROOMY, ROOMY), decode=(ROOMY,)) as rig:
         (first, second), (decode,) = rig.prefill, rig.decode
-        _know_how_fast(rig, owners=[1])
-        before = _busy(rig, second, owners=[1])
+        _know_how_fast(rig, prefill=[1])
+        before = _busy(rig, second, prefill=[1])
         num_opened = decode.count("handoffs_opened")
-        asked = rig.ask(SHORT, owners=[0, 1], queue_s=NOW)
+        asked = rig.ask(SHORT, prefill=[0, 1], queue_s=NOW)
         rig.until(
             lambda: decode.count("handoffs_opened") > num_opened, "it waits for the first", decode
         )
         rig.wires.cut(first.front, decode.front)
         rig.until(lambda: decode.count("handoffs_failed"), "it is lost", decode)
         rig.run()
-        _assert_answered(known, asked, *before)
+        known.check(asked, *before)
         assert decode.count("handoff_retries") == 1
         assert decode.count("local_prefills") == 0
         rig.wires.heal()
@@ -150,7 +143,7 @@ def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_reader_says(
         opened = OpenCommand(
             id=HandoffId(2000, 1 << 20, 1),
             owner=1000,
-            weights=decode.desk.weights,
+            weights=decode.control.weights,
             remaining=Remaining(300.0, NOW),
             source=Prompt(make_spec(SHORT, num_generated=num_generated)),
         )
@@ -171,7 +164,7 @@ def test_a_node_that_prefills_itself_refuses_at_once_too(known):
         _assert_refused(late)
         assert rig.decode[0].count("refused/late") == 1
         rig.run()
-        _assert_answered(known, *before)
+        known.check(*before)
 
 
 def test_who_may_wait_less_is_begun_first(known):
@@ -184,7 +177,7 @@ def test_who_may_wait_less_is_begun_first(known):
         rig.until(lambda: decode.queue("transfer") > len(before), "all are granted", decode)
         rig.settle()
         rig.run()
-        _assert_answered(known, soon, *before)
+        known.check(soon, *before)
         last = [
             told.id.request for told in rig.wires.seen if isinstance(told, PagesReady) and told.last
         ]
@@ -202,7 +195,7 @@ def test_what_waits_for_pages_is_dropped_when_its_time_is_over(known):
         _assert_refused(late)
         assert rig.decode[0].count("refused/dropped") == 1
         rig.run()
-        _assert_answered(known, running)
+        known.check(running)
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])

@@ -3,7 +3,6 @@
 import numpy as np
 
 from common.requests.namespace import SHARED
-from decode_node.state import PageReservations
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import HandoffId
 from tests.support.engine_rig import Rig, ints
@@ -12,21 +11,10 @@ ID = HandoffId(1, 1, 1)
 PROMPT = ints([n % 90 for n in range(50)])  # three pages and a part
 
 
-def _destinations(rig: Rig) -> PageReservations:
-    return PageReservations(
-        scheduler=rig.scheduler,
-        pages=rig.pages,
-        cache=rig.cache,
-        tables=rig.table.tables,
-        tiers=rig.tiers,
-        page_bytes=1,
-    )
-
-
 # Rule 1 of the hand-off. Seen failing without the hold for reads.
 def test_pages_are_held_for_reads_after_the_request_has_dropped_them():
     rig = Rig(num_pages=8)
-    destinations = _destinations(rig)
+    destinations = rig.reservations
     destination = destinations.reserve(ID, PROMPT, SHARED)
     assert destination is not None and len(destination.fresh) == 4
     destinations.drop(destination)
@@ -42,7 +30,7 @@ def test_a_reservation_that_finds_too_few_pages_holds_nothing():
     rig.add(PROMPT.tolist()[:33], max_tokens=1)
     rig.run()
     lent = rig.scheduler.allocate(6, PageHolder.PUBLICATION)
-    assert _destinations(rig).reserve(ID, PROMPT, SHARED) is None
+    assert rig.reservations.reserve(ID, PROMPT, SHARED) is None
     held = rig.pages.by_holder()
     assert (held["request"], held["read"], held["cache"]) == (0, 0, 2)
     rig.pages.drop(lent, PageHolder.PUBLICATION)

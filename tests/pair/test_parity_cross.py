@@ -8,9 +8,8 @@ from itertools import product
 import pytest
 
 from kvtransfer.messages import PagesReady
+from tests.pair.rig import PairRig, Size
 from tests.support.checkpoints import ARCHITECTURES, EXPERT_ARCHITECTURES
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
 
 NUM_TOKENS = 14
 CHUNK_TOKENS = 64
@@ -85,12 +84,12 @@ def _check_greedy(known, page_size: int, overlap: bool, small_pool: bool) -> Non
     num_pages = least if small_pool else 128
     with PairRig(
         known.loaded,
-        prefill=[Size(num_slots=4)],
-        decode=[Size(num_pages=num_pages, num_slots=16)],
+        prefill=[Size(max_running_requests=4)],
+        decode=[Size(num_pages=num_pages, max_running_requests=16)],
         page_size=page_size,
-        chunk_tokens=CHUNK_TOKENS,
-        overlap=overlap,
-        scheduler=BOLD,
+        chunked_prefill_tokens=CHUNK_TOKENS,
+        overlap_schedule=overlap,
+        **BOLD,
     ) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         for cold in ((prefill, decode), (), (decode,), (prefill,)):
@@ -113,12 +112,11 @@ def test_what_either_side_has_cached_is_neither_computed_nor_read_again(known, c
         rig.flush(*(node for node in rig.nodes if node.front.address.split("-")[0] in cold))
         before = prefill.count("cached_tokens")
         rig.wires.seen.clear()
-        asked = rig.ask(prompt)
-        rig.run()
+        asked = rig.serve(prompt)
         assert asked.tokens == known.greedy(prompt, 8)
         assert asked.cached_tokens == (0 if cold == "prefill decode" else 96)
         assert prefill.count("cached_tokens") - before == (0 if "prefill" in cold else 96)
-        moved = sum(len(said.pages) for said in rig.wires.seen if isinstance(said, PagesReady))
+        moved = sum(len(said.pages) for said in rig.wires.said(PagesReady))
         assert moved == (7 if "decode" in cold else 1)
 
 
@@ -137,7 +135,7 @@ def test_sampled_tokens_do_not_depend_on_where_the_prompt_was_computed(
     ]
 
     def sampled(**options) -> list[list[int]]:
-        with PairRig(known.loaded, overlap=overlap, **options) as rig:
+        with PairRig(known.loaded, overlap_schedule=overlap, **options) as rig:
             asked = [
                 rig.ask(prompt, NUM_TOKENS, **{"seed": i, **ways[i % len(ways)]})
                 for i, prompt in enumerate(prompts)
@@ -148,5 +146,5 @@ def test_sampled_tokens_do_not_depend_on_where_the_prompt_was_computed(
     colocated = sampled(prefill=(), mode="colocated")
     assert sampled() == colocated
     least = 16 * known.tables(16).num_tables
-    assert sampled(decode=[Size(num_pages=least)], scheduler=BOLD) == colocated  # with retractions
+    assert sampled(decode=[Size(num_pages=least)], **BOLD) == colocated  # with retractions
     assert colocated[0] != known.greedy(prompts[0], NUM_TOKENS)

@@ -5,9 +5,8 @@ from grpc import StatusCode
 
 from common.request import GUILTY
 from kvtransfer.messages import PagesReady
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
-from tests.support.pair_states import LONG, OTHER
+from tests.pair.rig import PairRig, Size
+from tests.pair.states import LONG, OTHER
 
 NUM_TOKENS = 8
 
@@ -39,20 +38,19 @@ def _trials(rig: PairRig) -> set[int]:
 
 
 def test_a_prompt_that_was_under_way_goes_on_alone_at_both_nodes(known):
-    with PairRig(known.loaded, prefill=[Size(), Size()], chunk_tokens=32) as rig:
+    with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=32) as rig:
         under_way, other = rig.ask(LONG, NUM_TOKENS), rig.ask(OTHER, NUM_TOKENS)
         _lose_engine(rig, 0)
         scheduler = rig.prefill[1].role.scheduler
         rig.until(lambda: scheduler.on_trial, "it computes alone at the other prefill node")
         rig.run()
-        for asked in (under_way, other):
-            assert asked.tokens == known.greedy(asked.prompt, NUM_TOKENS)
+        known.check(under_way, other)
         assert under_way.number in _trials(rig)
 
 
 def test_a_prompt_that_was_alone_in_a_second_engine_ends_there(known):
-    with PairRig(known.loaded, prefill=[Size(), Size(), Size()], chunk_tokens=32) as rig:
-        guilty, other = rig.ask(LONG, NUM_TOKENS), rig.ask(OTHER, NUM_TOKENS, owners=[2])
+    with PairRig(known.loaded, prefill=[Size(), Size(), Size()], chunked_prefill_tokens=32) as rig:
+        guilty, other = rig.ask(LONG, NUM_TOKENS), rig.ask(OTHER, NUM_TOKENS, prefill=[2])
         _lose_engine(rig, 0)
         _lose_engine(rig, 1)
         rig.run()
@@ -67,12 +65,11 @@ def test_a_prompt_that_was_alone_in_a_second_engine_ends_there(known):
 
 def test_a_request_that_comes_with_a_death_is_told_before_it_computes_and_gets_its_tokens(known):
     with PairRig(known.loaded, prefill=[]) as rig:
-        suspect = rig.ask(LONG, NUM_TOKENS, engine_deaths=1)
+        suspect = rig.ask(LONG, NUM_TOKENS, engine_crashes=1)
         others = [rig.ask(OTHER, NUM_TOKENS), rig.ask(OTHER[:9], NUM_TOKENS)]
         rig.until(lambda: rig.decode[0].router.trials, "it computes alone")
         assert not suspect.tokens
         rig.run()
-        for asked in (suspect, *others):
-            assert asked.tokens == known.greedy(asked.prompt, NUM_TOKENS)
+        known.check(suspect, *others)
         told = rig.decode[0].router.trials
         assert _trials(rig) == {suspect.number} and told[-1] == 0

@@ -11,9 +11,8 @@ from transformers import AutoModel
 from common.requests.pooling import PoolingMode, PoolingParams
 from engine.scheduler.scheduler import DEADLINE_CHECK_S
 from node.messages import AbortRequests, CancelPooling, DrainNode, PoolingDone, SubmitPooling
+from tests.pair.rig import Node, PairRig, Size
 from tests.support.checkpoints import VOCABULARY_SIZE
-from tests.support.pair_node import Node, Size
-from tests.support.pair_rig import PairRig
 
 LAST = PoolingParams(PoolingMode.LAST)
 PROMPTS = [list(range(1, 1 + length)) for length in (1, 40, 130)]
@@ -62,13 +61,12 @@ def test_prompts_of_calls_are_pooled_beside_hand_offs_that_go_on(known, decoder)
             for vector, prompt in zip(told[number].vectors, prompts, strict=True):
                 found = torch.from_numpy(np.frombuffer(vector, "<f4").copy())
                 torch.testing.assert_close(found, last_state(decoder, prompt), atol=1e-4, rtol=1e-4)
-        for each, prompt in zip(asked, PROMPTS, strict=True):
-            assert each.tokens == known.greedy(prompt, 6)
+        known.check(*asked)
         assert node.count("pooled_prompts") == 6
 
 
 def test_a_call_that_nobody_waits_for_leaves_nothing_behind(known):
-    with PairRig(known.loaded, chunk_tokens=16) as rig:
+    with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         (node,) = rig.prefill
         call(node, 1, PROMPTS)
         rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
@@ -79,7 +77,7 @@ def test_a_call_that_nobody_waits_for_leaves_nothing_behind(known):
 
 
 def test_an_operator_ends_a_call_by_its_name(known):
-    with PairRig(known.loaded, chunk_tokens=16) as rig:
+    with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         (node,) = rig.prefill
         call(node, 1, PROMPTS)
         rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
@@ -88,7 +86,7 @@ def test_an_operator_ends_a_call_by_its_name(known):
 
 
 def test_a_call_ends_with_its_budget(known):
-    with PairRig(known.loaded, chunk_tokens=16) as rig:
+    with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         (node,) = rig.prefill
         call(node, 1, PROMPTS, budget_s=1e-6)
         rig.turn(node)
@@ -118,7 +116,7 @@ def test_what_cannot_be_computed_is_refused_whole(known, prompts, pooling, said)
 
 
 def test_too_many_that_wait_are_refused_and_one_alone_never_is(known):
-    with PairRig(known.loaded, prefill=[Size(max_waiting=4)]) as rig:
+    with PairRig(known.loaded, prefill=[Size(max_queued_requests=4)]) as rig:
         (node,) = rig.prefill
         # Both come before the first has begun.
         call(node, 1, [[token] for token in range(1, 9)])
@@ -129,12 +127,12 @@ def test_too_many_that_wait_are_refused_and_one_alone_never_is(known):
 
 
 def test_a_node_that_drains_answers_what_it_has_and_takes_no_more(known):
-    with PairRig(known.loaded, chunk_tokens=16) as rig:
+    with PairRig(known.loaded, chunked_prefill_tokens=16) as rig:
         (node,) = rig.prefill
         call(node, 1, PROMPTS)
         rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
         rig.tell(node, DrainNode())
-        rig.until(lambda: node.desk.draining, "it drains")
+        rig.until(lambda: node.control.draining, "it drains")
         call(node, 2, PROMPTS)
         told = {pooled.number: pooled for pooled in answered(rig, node, 2)}
         assert len(told[1].vectors) == 3

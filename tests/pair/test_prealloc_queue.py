@@ -3,6 +3,8 @@
 import math
 from collections.abc import Collection, Mapping
 
+import pytest
+
 from common.priority import STEP_S
 from decode_node.queues import PreallocQueue
 from decode_node.state import DecodeState, HandoffAttempt
@@ -10,9 +12,8 @@ from engine.batch.request import FinishReason, RequestEnd
 from engine.scheduler.arrivals import SKIP_AHEAD_S, FreeCapacity, PageClaim
 from kvtransfer.messages import GrantHandoff, HandoffId, PagesReady
 from node.timings import HandoffTimings
-from tests.support.decode_states import make_decode_state
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import PairRig, Size
+from tests.pair.states import make_decode_state
 from tests.support.specs import make_request
 
 SOON, LATE = 1.0, 10.0 + SKIP_AHEAD_S  # seconds after the first has come
@@ -66,59 +67,43 @@ def _attempt(
 def _granted(
     queue: PreallocQueue,
     now: float,
-    room: FreeCapacity,
+    num_pages: int = 9,
+    num_slots: int = 9,
+    *,
     num_unready: float = math.inf,
     claim: PageClaim | None = None,
 ) -> list[int]:
-    """The keys of those that are taken out, each with all of that room."""
-    keys = []
+    """Return the keys of the attempts that are granted, each with all of that capacity."""
+    keys, room = [], FreeCapacity(num_pages, num_slots)
     while (state := queue.take_fitting(now, room, num_unready, claim)) is not None:
         keys.append(state.key)
     return keys
 
 
-def test_attempts_are_granted_in_the_order_in_which_their_requests_came():
-    assert _granted(_queue(1, 1, 1), SOON, FreeCapacity(4, 4)) == [0, 1, 2]
+IN_TURN = {"clients": "aaaabb"}
+# Name: pages of the queue, its options, granted when nothing has waited long.
+ORDERS = {
+    "by arrival": ([1, 1, 1], {}, [0, 1, 2]),
+    "urgent first": ([1] * 4, {"urgent": (2, 3)}, [2, 3, 0, 1]),
+    "clients take turns": ([1] * 6, IN_TURN, [0, 4, 1, 5, 2, 3]),
+    "twice the weight has two turns in a round": (
+        [1] * 7,
+        {"clients": "aaaabbb", "weights": {"b": 2.0}},
+        [0, 4, 5, 1, 6, 2, 3],
+    ),
+    "later clients do not starve one that waits": (
+        [1] * 6,
+        {"clients": "aabcde"},
+        [0, 2, 3, 4, 5, 1],
+    ),
+    # Seen failing with turns among all: then 4 goes before 1, which is more urgent.
+    "turns within a priority": ([1] * 5, {"clients": "aaaab", "urgent": (0, 1)}, [0, 1, 2, 4, 3]),
+}
 
 
-# Seen failing with a queue by arrival.
-def test_the_urgent_are_granted_first():
-    assert _granted(_queue(1, 1, 1, 1, urgent=(2, 3)), SOON, FreeCapacity(4, 4)) == [2, 3, 0, 1]
-
-
-# Seen failing with a queue by arrival: 0 1 2 3 4 5.
-def test_clients_take_turns():
-    assert _granted(_queue(*[1] * 6, clients="aaaabb"), SOON, FreeCapacity(9, 9)) == [
-        0,
-        4,
-        1,
-        5,
-        2,
-        3,
-    ]
-
-
-def test_a_client_with_twice_the_weight_has_two_turns_in_a_round():
-    queue = _queue(*[1] * 7, clients="aaaabbb", weights={"b": 2.0})
-    assert _granted(queue, SOON, FreeCapacity(9, 9)) == [0, 4, 5, 1, 6, 2, 3]
-
-
-def test_new_clients_do_not_starve_one_that_waits():
-    """Each that comes later is a new client with one request: the first of `a` goes before them."""
-    assert _granted(_queue(*[1] * 6, clients="aabcde"), SOON, FreeCapacity(9, 9)) == [
-        0,
-        2,
-        3,
-        4,
-        5,
-        1,
-    ]
-
-
-# Seen failing with turns among all: then 4 goes before 1, which is more urgent.
-def test_turns_are_among_requests_of_one_priority():
-    queue = _queue(*[1] * 5, clients="aaaab", urgent=(0, 1))
-    assert _granted(queue, SOON, FreeCapacity(9, 9)) == [0, 1, 2, 4, 3]
+@pytest.mark.parametrize("num_pages, options, granted", ORDERS.values(), ids=list(ORDERS))
+def test_attempts_are_granted_by_priority_client_and_arrival(num_pages, options, granted):
+    assert _granted(_queue(*num_pages, **options), SOON) == granted
 
 
 def test_a_stream_of_new_clients_does_not_keep_one_waiting():
@@ -133,80 +118,64 @@ def test_a_stream_of_new_clients_does_not_keep_one_waiting():
     assert granted == [0, 2, 3, 1, 4]  # seen failing with new clients in the round under way
 
 
-def test_one_that_has_waited_too_long_for_its_turn_is_passed_by_none_behind():
-    queue = _queue(9, 1, 1, clients="aab")
-    assert _granted(queue, LATE, FreeCapacity(4, 4)) == []
-    assert queue.barrier(LATE, math.inf) == 0.0
-
-
 def test_who_leaves_the_queue_makes_those_behind_it_come_sooner():
     queue = _queue(*[1] * 5, clients="aaabb")
     first = next(state for state in queue if state.key == 0)
     assert queue.remove(first, RequestEnd(FinishReason.ABORT))
-    assert _granted(queue, SOON, FreeCapacity(9, 9)) == [1, 3, 2, 4]
+    assert _granted(queue, SOON) == [1, 3, 2, 4]
 
 
-def test_the_urgent_keep_their_place_while_others_are_small_enough():
-    queue = _queue(1, 9, urgent=(1,))
-    assert _granted(queue, SOON, FreeCapacity(4, 4)) == [0]
-    assert _granted(_queue(1, 9, urgent=(1,)), LATE, FreeCapacity(4, 4)) == []
+FIRST = {"urgent": (0,)}
+EARLY, LARGE = {"claim": PageClaim(0.5, 3)}, {"claim": PageClaim(0.5, 9)}
+URGENT = {"claim": PageClaim(0.5, 3, priority=1)}
+CAP = {"num_unready": 2}
+# Name: pages of the queue, its options, time, free pages and slots, limits, granted.
+CAPACITY = {
+    # Seen failing without skip-ahead.
+    "small ones overtake a large one for a while": ([9, 1, 9, 1], {}, SOON, (4, 4), {}, [1, 3]),
+    # Seen failing without ageing, and with ageing from when the attempt began (100.0).
+    "none overtakes one that has waited too long": ([9, 1, 1], {}, LATE, (4, 4), {}, []),
+    "which is granted when it fits": ([9, 1, 1], {}, LATE, (9, 4), {}, [0, 1, 2]),
+    "nor one that waits for its turn": ([9, 1, 1], {"clients": "aab"}, LATE, (4, 4), {}, []),
+    "small ones overtake an urgent one": ([1, 9], {"urgent": (1,)}, SOON, (4, 4), {}, [0]),
+    "but not for long": ([1, 9], {"urgent": (1,)}, LATE, (4, 4), {}, []),
+    "no slot": ([1], {}, SOON, (9, 0), {}, []),
+    # Seen failing without the cap.
+    "no more than may wait for producers": ([3, 2], {}, SOON, (9, 9), CAP, [1]),
+    "nor for one that has waited too long": ([3, 2], {}, LATE, (9, 9), CAP, []),
+    "an urgent prompt that came later": ([2], {}, SOON, (4, 4), URGENT, []),
+    "an urgent prompt and attempt": ([2], FIRST, SOON, (4, 4), URGENT, [0]),
+    "what an earlier prompt leaves": ([2, 2, 1], {}, SOON, (4, 4), EARLY, [0, 2]),
+    "a slot that an earlier prompt leaves": ([2, 2, 1], {}, SOON, (4, 1), EARLY, [0]),
+    "a prompt without room is overtaken": ([2, 2], {}, SOON, (4, 4), LARGE, [0, 1]),
+    "until it has waited too long": ([2, 2], {}, LATE, (4, 4), LARGE, [0]),
+}
 
 
-def test_an_urgent_prompt_has_its_room_before_an_attempt_that_came_first():
-    later = PageClaim(0.5, 3, priority=1)
-    assert _granted(_queue(2), SOON, FreeCapacity(4, 4), claim=later) == []
-    assert _granted(_queue(2, urgent=(0,)), SOON, FreeCapacity(4, 4), claim=later) == [0]
-
-
-# Seen failing without skip-ahead.
-def test_a_small_one_may_overtake_a_large_one_for_a_while():
-    assert _granted(_queue(9, 1, 9, 1), SOON, FreeCapacity(4, 4)) == [1, 3]
-
-
-# Seen failing without ageing, and with ageing from when the attempt began (100.0).
-def test_nobody_overtakes_one_that_has_waited_too_long():
-    queue = _queue(9, 1, 1)
-    assert _granted(queue, LATE, FreeCapacity(4, 4)) == []
-    assert _granted(queue, LATE, FreeCapacity(9, 4)) == [0, 1, 2]
-
-
-def test_nobody_is_granted_without_a_slot():
-    assert _granted(_queue(1), SOON, FreeCapacity(9, 0)) == []
-
-
-# Seen failing without the cap.
-def test_no_more_is_granted_than_may_wait_for_owners():
-    assert _granted(_queue(3, 2), SOON, FreeCapacity(9, 9), num_unready=2) == [1]
-    assert _granted(_queue(3, 2), LATE, FreeCapacity(9, 9), num_unready=2) == []
-
-
-def test_who_came_later_than_a_prompt_shares_what_that_leaves():
-    assert _granted(_queue(2, 2, 1), SOON, FreeCapacity(4, 4), claim=PageClaim(0.5, 3)) == [0, 2]
-    assert _granted(_queue(2, 2, 1), SOON, FreeCapacity(4, 1), claim=PageClaim(0.5, 3)) == [0]
-
-
-def test_a_prompt_without_room_is_overtaken_until_it_has_waited_too_long():
-    assert _granted(_queue(2, 2), SOON, FreeCapacity(4, 4), claim=PageClaim(0.5, 9)) == [0, 1]
-    assert _granted(_queue(2, 2), LATE, FreeCapacity(4, 4), claim=PageClaim(0.5, 9)) == [0]
+@pytest.mark.parametrize(
+    "num_pages, options, now, free, limits, granted", CAPACITY.values(), ids=list(CAPACITY)
+)
+def test_no_more_is_granted_than_there_is_room_for(num_pages, options, now, free, limits, granted):
+    assert _granted(_queue(*num_pages, **options), now, *free, **limits) == granted
 
 
 def test_prompts_do_not_pass_an_attempt_that_has_waited_too_long_for_their_pages():
     assert _queue(9, 1).barrier(SOON, math.inf) == math.inf
     assert _queue(9, 1).barrier(LATE, math.inf) == 0.0
-    assert _queue(9, 1).barrier(LATE, 2) == 1.0  # the first waits for owners
+    assert _queue(9, 1, 1, clients="aab").barrier(LATE, math.inf) == 0.0
+    assert _queue(9, 1).barrier(LATE, 2) == 1.0  # the first waits for producers
     assert _queue(9, 9, urgent=(1,)).barrier(LATE, math.inf) == 1.0 - STEP_S
 
 
 # Seen failing with a queue by arrival, and without the client in the engine's request.
 def test_a_client_with_many_requests_does_not_keep_another_one_waiting(known):
-    with PairRig(known.loaded, decode=[Size(num_slots=1)]) as rig:
+    with PairRig(known.loaded, decode=[Size(max_running_requests=1)]) as rig:
         many = [rig.ask([n] * 50, client=1) for n in range(6)]
         one = rig.ask([9] * 50, client=2)
         rig.until(lambda: one.ended is not None, "the other client has its answer")
         assert sum(asked.ended is not None for asked in many) <= 2
         rig.run()
-        for asked in (*many, one):
-            assert asked.tokens == known.greedy(asked.prompt, 8)
+        known.check(*many, one)
 
 
 # Seen failing without the cap, and with a cap that counts what is ready.
@@ -223,15 +192,14 @@ def test_a_hand_off_waits_while_too_many_pages_are_granted_and_not_ready(known):
         rig.until(lambda: _grants(rig) == 2, "the first one's token lets the second in")
         rig.faults[0].release()
         rig.run()
-        for one in asked:
-            assert one.tokens == known.greedy(one.prompt, 8)
+        known.check(*asked)
 
 
 # Seen failing with nothing kept for the growth of granted requests: both are granted.
 def test_a_granted_request_keeps_the_pages_that_it_will_grow_into(known):
     """Each has four pages, and one to grow into. One page is missing for both."""
     ratio = {"new_token_ratio": 1.0, "min_new_token_ratio": 1.0}
-    with PairRig(known.loaded, decode=[Size(num_pages=4 + 1 + 3)], scheduler=ratio) as rig:
+    with PairRig(known.loaded, decode=[Size(num_pages=4 + 1 + 3)], **ratio) as rig:
         rig.wires.hold_back(PagesReady)
         asked = [rig.ask([n] * 50, max_tokens=20) for n in range(2)]
         rig.until(lambda: _grants(rig) == 1, "one is granted")
@@ -241,9 +209,8 @@ def test_a_granted_request_keeps_the_pages_that_it_will_grow_into(known):
         rig.wires.let_go()
         rig.run()
         assert rig.decode[0].count("retractions") == 0
-        for one in asked:
-            assert one.tokens == known.greedy(one.prompt, 20)
+        known.check(*asked)
 
 
 def _grants(rig: PairRig) -> int:
-    return sum(isinstance(message, GrantHandoff) for message in rig.wires.seen)
+    return len(rig.wires.said(GrantHandoff))

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import PairRig, Size
 
 SMALL = (Size(num_pages=10, prefix_cache=False),)
 PREEMPTS = {"preemption_threshold": 10, "new_token_ratio": 0.02, "min_new_token_ratio": 0.01}
@@ -20,17 +19,16 @@ def test_an_urgent_request_takes_the_place_of_another_and_both_are_answered(
     owners = [0] if way == "hand-off" else []
     size = known.tables(16).pages_for(112)
     nodes = [Size(num_pages=size, prefix_cache=False)]
-    with PairRig(known.loaded, decode=nodes, scheduler=PREEMPTS) as rig:
+    with PairRig(known.loaded, decode=nodes, **PREEMPTS) as rig:
         (node,) = rig.decode
-        low = rig.ask(LOW, 40, owners=owners)
+        low = rig.ask(LOW, 40, prefill=owners)
         rig.until(lambda: len(low.tokens) > 3, "the first runs")
-        high = rig.ask(HIGH, 20, owners=owners, priority=50)
+        high = rig.ask(HIGH, 20, prefill=owners, priority=50)
         rig.run(high)
         assert low.ended is None
         assert node.count("preempted/normal") == 1
         rig.run()
-        assert low.tokens == known.greedy(LOW, 40)
-        assert high.tokens == known.greedy(HIGH, 20)
+        known.check(low, high)
 
 
 def test_where_it_is_off_the_urgent_goes_first_and_waits(known):
@@ -53,7 +51,7 @@ def test_where_it_is_off_the_urgent_goes_first_and_waits(known):
 
 
 def test_one_that_is_away_may_be_cancelled(known):
-    with PairRig(known.loaded, decode=SMALL, scheduler=PREEMPTS) as rig:
+    with PairRig(known.loaded, decode=SMALL, **PREEMPTS) as rig:
         (node,) = rig.decode
         low = rig.ask(LOW, 60)
         rig.until(lambda: len(low.tokens) > 3, "the first runs")

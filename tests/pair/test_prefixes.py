@@ -2,6 +2,8 @@
 computes everything, whatever the others have, say or do meanwhile."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -9,8 +11,7 @@ from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
 from kvtransfer.messages import OpenHandoff, PagesReady, Prefix, ReadsDone
 from tests.pair.conftest import Known
-from tests.support.pair_node import Asked, Node, Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import Asked, Node, PairRig, Size, prompt
 
 ROOM = Size(num_pages=256)
 SMALL = Size(num_pages=40)
@@ -18,15 +19,12 @@ TWO = (ROOM, ROOM)
 # Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
 ALWAYS = PrefixSharingConfig(max_cost_ratio=1e9, fetch_timeout_s=300.0)
 SALTED = b"s" * 16
+HINT = PrefixHint("prefill-0:1", 96)  # at the first of two prefill nodes
 PAGE = 16
 
 
-def prompt(length: int, seed: int = 1) -> list[int]:
-    return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
-
-
 def rig_of(known: Known, **how: object) -> PairRig:
-    fields = {"prefill": (ROOM,), "decode": (ROOM,), "shares": ALWAYS, **how}
+    fields = {"prefill": (ROOM,), "decode": (ROOM,), "prefix_sharing": ALWAYS, **how}
     return PairRig(known.loaded, **fields)  # type: ignore[arg-type]
 
 
@@ -41,16 +39,22 @@ def since(node: Node, before: tuple[int, ...]) -> tuple[int, ...]:
 
 def opened(rig: PairRig) -> list[OpenHandoff]:
     """Prefixes that were asked for."""
-    return [
-        one
-        for one in rig.wires.seen
-        if isinstance(one, OpenHandoff) and isinstance(one.source, Prefix)
-    ]
+    return [one for one in rig.wires.said(OpenHandoff) if isinstance(one.source, Prefix)]
 
 
 def answered(rig: PairRig, known: Known, asked: Asked) -> None:
     rig.run(asked)
     assert asked.tokens == known.greedy(asked.prompt, len(asked.tokens)) and asked.tokens
+
+
+@contextmanager
+def cached_at_first(known: Known, num_tokens: int = 100, **how: object) -> Iterator[PairRig]:
+    """Two prefill nodes, of which only the first has this prompt in its cache."""
+    with rig_of(known, **{"prefill": TWO, **how}) as rig:
+        rig.learn_what_computing_takes()
+        answered(rig, known, rig.ask(prompt(num_tokens), 2, prefill=[0]))
+        rig.flush(rig.decode[0])
+        yield rig
 
 
 def test_the_next_turn_is_read_from_where_the_last_answer_was_computed(known: Known) -> None:
@@ -74,14 +78,10 @@ def test_the_next_turn_is_read_from_where_the_last_answer_was_computed(known: Kn
 
 
 def test_a_prefill_node_reads_what_another_one_has(known: Known) -> None:
-    with rig_of(known, prefill=TWO) as rig:
-        rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
-        rig.flush(rig.decode[0])
+    with cached_at_first(known) as rig:
         before = ways(rig.prefill[1])
-        hint = PrefixHint("prefill-0:1", 96)
         rest = [*prompt(100), *prompt(30, 7)]
-        answered(rig, known, rig.ask(rest, 5, owners=[1], prefix_at=[hint]))
+        answered(rig, known, rig.ask(rest, 5, prefill=[1], prefix_hints=[HINT]))
         assert since(rig.prefill[1], before) == (0, 96, 34)
 
 
@@ -92,7 +92,7 @@ def test_a_decode_node_that_prefills_itself_reads_what_another_one_has(known: Kn
         answered(rig, known, first)
         longer = [*prompt(60), *first.tokens, *prompt(9, 3)]
         before = ways(rig.decode[1])
-        asked = rig.ask(longer, 10, node=1, prefix_at=[PrefixHint("decode-0:1", 80)])
+        asked = rig.ask(longer, 10, node=1, prefix_hints=[PrefixHint("decode-0:1", 80)])
         answered(rig, known, asked)
         assert since(rig.decode[1], before) == (0, 80, 19)
         assert asked.cached_tokens == 80
@@ -101,22 +101,18 @@ def test_a_decode_node_that_prefills_itself_reads_what_another_one_has(known: Kn
 @pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_text"])
 def test_states_and_windows_come_along(model, architecture: str) -> None:
     known = model(architecture)
-    with rig_of(known, prefill=TWO, chunk_tokens=32) as rig:
-        rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(130), 2, owners=[0]))
-        rig.flush(rig.decode[0])
+    with cached_at_first(known, 130, chunked_prefill_tokens=32) as rig:
         rest = [*prompt(130), *prompt(30, 7)]
         answered(
-            rig, known, rig.ask(rest, 20, owners=[1], prefix_at=[PrefixHint("prefill-0:1", 128)])
+            rig,
+            known,
+            rig.ask(rest, 20, prefill=[1], prefix_hints=[PrefixHint("prefill-0:1", 128)]),
         )
         assert rig.prefill[1].count("prompt_token_ways/fetched") == 128
 
 
 def test_who_was_told_wrong_computes(known: Known) -> None:
-    with rig_of(known, prefill=TWO) as rig:
-        rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(70), 2, owners=[0]))
-        rig.flush(rig.decode[0])
+    with cached_at_first(known, 70) as rig:
         (_, second) = rig.prefill
         # It has another prompt; it has less of it; nobody is there; and there is no such prompt.
         for number, (tokens, hint) in enumerate(
@@ -127,7 +123,7 @@ def test_who_was_told_wrong_computes(known: Known) -> None:
                 (prompt(90, 7), PrefixHint("prefill-0:1", 1 << 31)),
             )
         ):
-            answered(rig, known, rig.ask(tokens, 3, owners=[1], prefix_at=[hint]))
+            answered(rig, known, rig.ask(tokens, 3, prefill=[1], prefix_hints=[hint]))
             assert len(opened(rig)) == (1, 2, 2, 3)[number]
         assert second.count("prompt_token_ways/fetched") == 64
         assert second.count("prefix_fetches/failed") == 2
@@ -138,23 +134,19 @@ def test_who_was_told_wrong_computes(known: Known) -> None:
 def test_nobody_reads_what_is_of_another_namespace(known: Known) -> None:
     with rig_of(known, prefill=TWO) as rig:
         rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[0], namespace=SALTED))
+        answered(rig, known, rig.ask(prompt(100), 2, prefill=[0], namespace=SALTED))
         rig.flush(rig.decode[0])
-        hint = PrefixHint("prefill-0:1", 96)
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[1], prefix_at=[hint]))
+        answered(rig, known, rig.ask(prompt(100), 2, prefill=[1], prefix_hints=[HINT]))
         assert rig.prefill[1].count("prompt_token_ways/fetched") == 0
         rig.flush(*rig.decode, rig.prefill[1])
-        again = rig.ask(prompt(100), 2, owners=[1], prefix_at=[hint], namespace=SALTED)
+        again = rig.ask(prompt(100), 2, prefill=[1], prefix_hints=[HINT], namespace=SALTED)
         answered(rig, known, again)
         assert rig.prefill[1].count("prompt_token_ways/fetched") == 96
 
 
 @pytest.mark.parametrize("what", ["the read fails", "the stream is cut", "a byte is wrong"])
 def test_a_read_that_comes_to_nothing_costs_nothing_but_time(known: Known, what: str) -> None:
-    with rig_of(known, prefill=TWO) as rig:
-        rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
-        rig.flush(rig.decode[0])
+    with cached_at_first(known) as rig:
         match what:
             case "the read fails":
                 rig.faults[0].fail_next("the test wants it")
@@ -162,7 +154,7 @@ def test_a_read_that_comes_to_nothing_costs_nothing_but_time(known: Known, what:
                 rig.faults[0].corrupt_next()
             case _:
                 rig.wires.hold_back(PagesReady)
-        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixHint("prefill-0:1", 96)])
+        asked = rig.ask(prompt(100), 20, prefill=[1], prefix_hints=[HINT])
         if what == "the stream is cut":
             rig.until(lambda: opened(rig), "it asks")
             rig.wires.cut(rig.prefill[0].front, rig.prefill[1].front)
@@ -174,13 +166,10 @@ def test_a_read_that_comes_to_nothing_costs_nothing_but_time(known: Known, what:
 
 
 def test_what_is_lent_outlives_the_tree_that_it_was_in(known: Known) -> None:
-    with rig_of(known, prefill=TWO) as rig:
+    with cached_at_first(known) as rig:
         owner, reader = rig.prefill
-        rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
-        rig.flush(rig.decode[0])
         rig.wires.hold_back(ReadsDone)
-        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixHint("prefill-0:1", 96)])
+        asked = rig.ask(prompt(100), 20, prefill=[1], prefix_hints=[HINT])
         rig.until(lambda: owner.pages("publication") == 6, "it is lent")
         owner.role.scheduler.flush_cache()
         assert owner.pages("publication") == 6
@@ -191,16 +180,12 @@ def test_what_is_lent_outlives_the_tree_that_it_was_in(known: Known) -> None:
 
 
 def test_where_there_is_no_room_for_it_it_is_computed(known: Known) -> None:
-    with rig_of(known, prefill=(ROOM, Size(num_pages=8)), page_size=16) as rig:
-        rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
-        rig.flush(rig.decode[0])
+    with cached_at_first(known, prefill=(ROOM, Size(num_pages=8)), page_size=16) as rig:
         # Pages for one prompt of 100 tokens: another one that is computed has them.
         rig.faults[1].freeze()
-        busy = rig.ask(prompt(90, 9), 2, owners=[1])
+        busy = rig.ask(prompt(90, 9), 2, prefill=[1])
         rig.until(lambda: rig.prefill[1].queue("inflight"), "it has the pages")
-        hint = PrefixHint("prefill-0:1", 96)
-        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[hint])
+        asked = rig.ask(prompt(100), 20, prefill=[1], prefix_hints=[HINT])
         rig.until(lambda: rig.prefill[1].count("prefix_fetches/no_capacity"), "it is not tried")
         rig.faults[1].release()
         rig.run(busy)
@@ -209,22 +194,16 @@ def test_where_there_is_no_room_for_it_it_is_computed(known: Known) -> None:
 
 
 def test_no_more_than_a_part_of_the_pool_is_lent_at_once(known: Known) -> None:
-    with rig_of(known, prefill=(Size(num_pages=40), ROOM)) as rig:
-        rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(120), 2, owners=[0]))
-        rig.flush(rig.decode[0])
+    with cached_at_first(known, 120, prefill=(Size(num_pages=40), ROOM)) as rig:
         hint = PrefixHint("prefill-0:1", 112)  # 7 pages, and 5 may be lent
-        answered(rig, known, rig.ask(prompt(120), 20, owners=[1], prefix_at=[hint]))
+        answered(rig, known, rig.ask(prompt(120), 20, prefill=[1], prefix_hints=[hint]))
         assert rig.prefill[0].count("prefix_loans/refused") == 1
 
 
 def test_who_is_cancelled_while_its_prefix_is_read_leaves_nothing(known: Known) -> None:
-    with rig_of(known, prefill=TWO) as rig:
-        rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
-        rig.flush(rig.decode[0])
+    with cached_at_first(known) as rig:
         rig.wires.hold_back(ReadsDone)
-        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixHint("prefill-0:1", 96)])
+        asked = rig.ask(prompt(100), 20, prefill=[1], prefix_hints=[HINT])
         rig.until(lambda: rig.prefill[1].queue("fetching"), "it waits for its prefix")
         rig.cancel(asked)
         rig.run(asked)
@@ -232,14 +211,10 @@ def test_who_is_cancelled_while_its_prefix_is_read_leaves_nothing(known: Known) 
 
 
 def test_those_who_want_the_same_prefix_read_it_once(known: Known) -> None:
-    with rig_of(known, prefill=TWO) as rig:
-        rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
-        rig.flush(rig.decode[0])
+    with cached_at_first(known) as rig:
         rig.wires.hold_back(ReadsDone)
-        hint = PrefixHint("prefill-0:1", 96)
         both = [
-            rig.ask([*prompt(100), *prompt(20, seed)], 9, owners=[1], prefix_at=[hint])
+            rig.ask([*prompt(100), *prompt(20, seed)], 9, prefill=[1], prefix_hints=[HINT])
             for seed in (3, 4)
         ]
         rig.until(lambda: rig.prefill[1].queue("fetching") == 2, "both wait")
@@ -250,11 +225,10 @@ def test_those_who_want_the_same_prefix_read_it_once(known: Known) -> None:
 
 
 def test_who_is_not_to_share_neither_reads_nor_lends(known: Known) -> None:
-    with rig_of(known, prefill=TWO, shares=PrefixSharingConfig(enabled=False)) as rig:
+    with rig_of(known, prefill=TWO, prefix_sharing=PrefixSharingConfig(enabled=False)) as rig:
         rig.learn_what_computing_takes()
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
-        hint = PrefixHint("prefill-0:1", 96)
-        answered(rig, known, rig.ask(prompt(100), 2, owners=[1], prefix_at=[hint]))
+        answered(rig, known, rig.ask(prompt(100), 2, prefill=[0]))
+        answered(rig, known, rig.ask(prompt(100), 2, prefill=[1], prefix_hints=[HINT]))
         assert not opened(rig)
 
 
@@ -277,8 +251,8 @@ def test_conversations_wander_between_nodes_that_evict(known: Known) -> None:
                         talk,
                         source.randrange(3, 25),
                         node=source.randrange(2),
-                        owners=[source.randrange(2)],
-                        prefix_at=hints,
+                        prefill=[source.randrange(2)],
+                        prefix_hints=hints,
                     )
                 )
             for talk, one in zip(talks, asked, strict=True):

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kvtransfer.pairs import codec
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import PairRig, Size
 
 NUM_TOKENS = 10
 TOLERANCE = 1e-4
@@ -55,8 +54,8 @@ def test_logprobs_are_those_of_transformers(known, overlap, pool):
         known.loaded,
         prefill=() if pool == "colocated" else [Size()],
         decode=[Size(num_pages=num_pages)],
-        overlap=overlap,
-        scheduler=SMALL,
+        overlap_schedule=overlap,
+        **SMALL,
         **({"mode": "colocated"} if pool == "colocated" else {}),
     ) as rig:
         for _ in range(2):
@@ -64,8 +63,7 @@ def test_logprobs_are_those_of_transformers(known, overlap, pool):
                 rig.ask(prompt, NUM_TOKENS, logprobs=3, prompt_logprobs=number % 3)
                 for number, prompt in enumerate(asking)
             ]
-            plain = rig.ask(asking[1], NUM_TOKENS)
-            rig.run()
+            plain = rig.serve(asking[1], NUM_TOKENS)
             assert not plain.logprobs and not plain.prompt_logprobs
             for number, one in enumerate(asked):
                 assert one.tokens == known.greedy(one.prompt, NUM_TOKENS)
@@ -113,11 +111,9 @@ def test_a_token_that_there_is_not_in_a_request_ends_no_node(known):
             {"allowed_token_ids": (beyond,)},
             {"bad_word_ids": ((1, beyond),)},
         ):
-            refused = rig.ask([1, 2, 3], 4, **fields)
-            rig.run()
+            refused = rig.serve([1, 2, 3], 4, **fields)
             assert refused.ended.error.startswith(f"sampling.{next(iter(fields))}")
-        fine = rig.ask([1, 2, 3], 4)
-        rig.run()
+        fine = rig.serve([1, 2, 3], 4)
         assert fine.tokens == known.greedy([1, 2, 3], 4)
 
 
@@ -136,8 +132,7 @@ def test_a_first_token_without_what_is_to_be_told_costs_the_attempt_alone(
 
     monkeypatch.setattr(codec, "_ready_proto", lying)
     with PairRig(known.loaded) as rig:
-        asked = rig.ask(range(40), 4, logprobs=1, prompt_logprobs=0)
-        rig.run()
+        asked = rig.serve(range(40), 4, logprobs=1, prompt_logprobs=0)
         assert asked.tokens == known.greedy(range(40), 4)
         assert (len(asked.logprobs), len(asked.prompt_logprobs)) == (4, 39)
         assert rig.decode[0].count("handoffs_failed") == 1

@@ -14,10 +14,8 @@ from common.errors import InvalidRequest
 from common.requests.sampling import GuidedDecoding
 from engine.grammar.schemas import enforced as enforced_module
 from engine.grammar.schemas.enforced import enforced
-from tests.support.noise_model import write
-from tests.support.pair_node import Loaded, Size
-from tests.support.pair_rig import PairRig
-from tests.support.schemas import SCHEMAS
+from tests.pair.rig import Loaded, PairRig, Size
+from tests.pair.schemas import SCHEMAS
 
 FORMATS = FormatChecker()
 CLOSING = '"]}'
@@ -31,13 +29,6 @@ def _is_time(value: object) -> bool:
 @FORMATS.checks("date-time", raises=ValueError)
 def _is_moment(value: object) -> bool:
     return not isinstance(value, str) or bool(datetime.fromisoformat(value))
-
-
-@pytest.fixture(scope="module")
-def noise(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Tokenizer]:
-    directory = tmp_path_factory.mktemp("noise") / "model"
-    write(directory)
-    return Loaded.from_directory(directory), Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
 def _validator(schema: object) -> Validator:
@@ -62,7 +53,7 @@ def _answers(
     with PairRig(
         loaded,
         prefill=(),
-        decode=[Size(num_pages=1024, num_slots=64, max_waiting=4096)],
+        decode=[Size(num_pages=1024, max_running_requests=64, max_queued_requests=4096)],
         mode="colocated",
     ) as rig:
         for first in range(0, len(names), 48):

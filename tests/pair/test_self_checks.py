@@ -5,7 +5,7 @@ import pytest
 from common.errors import EngineFault
 from engine.kv_cache.pages import PageHolder
 from node.control import engine_control
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import PairRig
 
 
 # Seen failing without the call of `self_check` in the desk, and with a role that passes no check.

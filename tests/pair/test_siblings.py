@@ -5,8 +5,7 @@ import math
 import pytest
 
 from decode_node import handoffs
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import PairRig, Size
 
 PAGE, NUM = 16, 4
 ROOMY = (Size(num_pages=256),)
@@ -70,8 +69,8 @@ def test_if_the_first_does_not_come_the_next_goes_first(known, how):
     with PairRig(known.loaded, prefill=(*ROOMY, *ROOMY), decode=ROOMY) as rig:
         (decode,) = rig.decode
         rig.faults[0].freeze()
-        first = rig.ask(prompt, 20, owners=[0, 1])
-        rest = [rig.ask(prompt, 20, owners=[1]) for _ in range(NUM - 1)]
+        first = rig.ask(prompt, 20, prefill=[0, 1])
+        rest = [rig.ask(prompt, 20, prefill=[1]) for _ in range(NUM - 1)]
         rig.until(lambda: decode.queue("prealloc") == NUM - 1, "the others wait")
         if how == "cancelled":
             rig.cancel(first)
@@ -89,7 +88,7 @@ def test_nobody_waits_for_reads_that_take_too_long(known, monkeypatch):
     prompt = _prompt(100)
     with PairRig(known.loaded, prefill=(*ROOMY, *ROOMY), decode=ROOMY) as rig:
         rig.faults[0].freeze()
-        slow, other = rig.ask(prompt, 20, owners=[0]), rig.ask(prompt, 20, owners=[1])
+        slow, other = rig.ask(prompt, 20, prefill=[0]), rig.ask(prompt, 20, prefill=[1])
         rig.run(other)
         assert slow.ended is None
         rig.faults[0].release()
@@ -101,8 +100,7 @@ def test_whoever_has_all_of_it_cached_waits_for_nobody(known):
     prompt = _prompt(100)
     with PairRig(known.loaded, prefill=ROOMY, decode=ROOMY) as rig:
         (decode,) = rig.decode
-        rig.ask(prompt, 2)
-        rig.run()
+        rig.serve(prompt, 2)
         rig.faults[0].freeze()
         asked = [rig.ask(prompt, 20) for _ in range(NUM)]
         rig.until(lambda: decode.queue("transfer") == NUM, "all are granted")

@@ -12,9 +12,8 @@ from common.requests.sampling import GuidedDecoding
 from engine.batch.request import FinishReason
 from engine.speculative import AllDrafts, NgramDrafter, Speculator
 from tests.pair.conftest import Known
+from tests.pair.rig import Asked, PairRig, Size
 from tests.support.drafters import KINDS, recall, speculator
-from tests.support.pair_node import Asked, Size
-from tests.support.pair_rig import PairRig
 
 NUM_TOKENS = 40
 BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
@@ -44,12 +43,15 @@ def _prompts(vocabulary_size: int) -> list[list[int]]:
 def _guessing(kind: str, known: Known, prompts: list[list[int]]) -> Size:
     answers = [[*prompt, *known.greedy(prompt, NUM_TOKENS)] for prompt in prompts]
     return Size(
-        num_slots=32, speculator=speculator(kind, recall(answers), known.vocabulary_size, 4)
+        max_running_requests=32,
+        speculator=speculator(kind, recall(answers), known.vocabulary_size, 4),
     )
 
 
 def _repeating(min_match: int = 1) -> Size:
-    return Size(num_slots=32, speculator=Speculator(NgramDrafter(min_match), AllDrafts(5), 5))
+    return Size(
+        max_running_requests=32, speculator=Speculator(NgramDrafter(min_match), AllDrafts(5), 5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,19 +64,14 @@ def _repeating(min_match: int = 1) -> Size:
 def test_greedy_tokens_are_those_of_transformers(known: Known, kind: str, overlap: bool) -> None:
     prompts = _prompts(known.vocabulary_size)
     size = _repeating() if kind == "ngram" else _guessing(kind, known, prompts)
-    with PairRig(known.loaded, decode=[size], overlap=overlap) as rig:
+    with PairRig(known.loaded, decode=[size], overlap_schedule=overlap) as rig:
         asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
         rig.run()
         assert [one.tokens for one in asked] == [known.greedy(p, NUM_TOKENS) for p in prompts]
-        accepted, rejected = _drafts(rig)
+        accepted, rejected = rig.decode[0].drafts()
         assert accepted + rejected > 0
         assert (accepted > 0) == (kind != "wrong")
         assert (rejected > 0) == (kind != "right")
-
-
-def _drafts(rig: PairRig) -> tuple[int, int]:
-    decode = rig.decode[0]
-    return decode.count("draft_tokens/accepted"), decode.count("draft_tokens/rejected")
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", *OTHERS])
@@ -87,7 +84,7 @@ def test_windows_latents_and_experts_take_drafts(
         asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
         rig.run()
         assert [one.tokens for one in asked] == [known.greedy(p, NUM_TOKENS) for p in prompts]
-        assert min(_drafts(rig)) > 0
+        assert min(rig.decode[0].drafts()) > 0
 
 
 @pytest.mark.parametrize("kind", UNLIKE[:2])
@@ -128,9 +125,9 @@ def test_what_is_asked_of_each_token_alike_is_had_with_drafts(
         plain = ask(rig, {1: stop})
     texts = [[*one.prompt, *one.tokens, 1, 1, 1] for one in plain]
     guessed = speculator(kind, recall(texts), known.vocabulary_size, 4)
-    with PairRig(known.loaded, decode=[Size(num_slots=32, speculator=guessed)]) as rig:
+    with PairRig(known.loaded, decode=[Size(max_running_requests=32, speculator=guessed)]) as rig:
         told = ask(rig, {1: stop})
-        assert _drafts(rig)[0] > len(prompts) * NUM_TOKENS // 3
+        assert rig.decode[0].drafts()[0] > len(prompts) * NUM_TOKENS // 3
     for one, other in zip(told, plain, strict=True):
         assert one.tokens == other.tokens
         assert len(one.logprobs) == len(other.logprobs) == (one is not told[-1]) * len(one.tokens)
@@ -146,7 +143,7 @@ def _answers(known: Known, size: Size, prompts: list[list[int]]) -> tuple[list[A
     with PairRig(known.loaded, decode=[size]) as rig:
         asked = [rig.ask(p, NUM_TOKENS, **way) for p in prompts for way in ways]
         rig.run()
-        return asked, _drafts(rig)[0] if size.speculator else 0
+        return asked, rig.decode[0].drafts()[0] if size.speculator else 0
 
 
 @pytest.mark.parametrize("kind", UNLIKE)
@@ -158,10 +155,10 @@ def test_sampled_tokens_and_those_that_forbid_drafts_are_the_same_in_one_batch(
 
     Seen failing with rows that are not moved back, and with samples whose positions are not."""
     prompts = _prompts(known.vocabulary_size)[3:5]
-    plain, _ = _answers(known, Size(num_slots=32), prompts)
+    plain, _ = _answers(known, Size(max_running_requests=32), prompts)
     texts = [[*one.prompt, *one.tokens] for one in plain]
     guessed = speculator(kind, recall(texts), known.vocabulary_size, 3)
-    told, accepted = _answers(known, Size(num_slots=32, speculator=guessed), prompts)
+    told, accepted = _answers(known, Size(max_running_requests=32, speculator=guessed), prompts)
     assert [one.tokens for one in told] == [one.tokens for one in plain]
     assert (accepted > 0) == (kind != "wrong")
     for one, other in zip(told, plain, strict=True):
@@ -174,8 +171,8 @@ def test_a_small_pool_takes_requests_off_the_device_among_drafts(known: Known, k
     prompts = [[first] * 12 for first in range(1, 9)]
     answers = [[*prompt, *known.greedy(prompt, NUM_TOKENS)] for prompt in prompts]
     guessed = speculator(kind, recall(answers), known.vocabulary_size, 4)
-    size = Size(num_pages=12, num_slots=40, speculator=guessed)
-    with PairRig(known.loaded, decode=[size], scheduler=BOLD) as rig:
+    size = Size(num_pages=12, max_running_requests=40, speculator=guessed)
+    with PairRig(known.loaded, decode=[size], **BOLD) as rig:
         asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
         rig.run()
         assert [one.tokens for one in asked] == [known.greedy(p, NUM_TOKENS) for p in prompts]
@@ -186,14 +183,13 @@ def test_a_small_pool_takes_requests_off_the_device_among_drafts(known: Known, k
 def test_a_request_moves_among_drafts(known: Known, sampling: dict[str, Any]) -> None:
     prompt = tuple(range(5, 45))
     with PairRig(known.loaded) as rig:
-        undisturbed = rig.ask(prompt, 60, **{"seed": 1, **sampling})
-        rig.run()
+        undisturbed = rig.serve(prompt, 60, **{"seed": 1, **sampling})
     text = [*prompt, *undisturbed.tokens]
     sizes = [
         Size(speculator=speculator("random", recall([text]), known.vocabulary_size, 3))
         for _ in range(2)
     ]
-    with PairRig(known.loaded, decode=sizes, moves=True) as rig:
+    with PairRig(known.loaded, decode=sizes, migrates=True) as rig:
         asked = rig.ask(prompt, 60, **{"seed": 1, **sampling})
         assert rig.moved_midway(asked) == undisturbed.tokens
         assert rig.decode[1].count("prompt_tokens") == 0
@@ -205,12 +201,11 @@ def test_what_clients_expect_changes_no_answer(known: Known, sampling: dict[str,
     prompt = _prompts(known.vocabulary_size)[3]
     fields = {"seed": 1, **sampling}
     with PairRig(known.loaded) as rig:
-        undisturbed = rig.ask(prompt, NUM_TOKENS, **fields)
-        rig.run()
+        undisturbed = rig.serve(prompt, NUM_TOKENS, **fields)
     answer = undisturbed.tokens
     expected = [answer, [*answer[:15], 5, 5, 5, *answer[18:]], list(reversed(answer)), []]
     clueless = speculator("right", recall([]), known.vocabulary_size, 4)
-    with PairRig(known.loaded, decode=[Size(speculator=clueless, num_slots=32)]) as rig:
+    with PairRig(known.loaded, decode=[Size(speculator=clueless, max_running_requests=32)]) as rig:
         asked = [rig.ask(prompt, NUM_TOKENS, prediction=text, **fields) for text in expected]
         rig.run()
         assert all(one.tokens == answer for one in asked)
@@ -218,13 +213,12 @@ def test_what_clients_expect_changes_no_answer(known: Known, sampling: dict[str,
         assert asked[1].predicted.accepted > 0
         assert asked[3].predicted == NOTHING
         told = sum((one.predicted for one in asked), NOTHING)
-        assert (told.accepted, told.rejected) == _drafts(rig)
+        assert (told.accepted, told.rejected) == rig.decode[0].drafts()
 
 
 def test_a_prediction_of_tokens_that_the_model_has_not_is_refused(known: Known) -> None:
     with PairRig(known.loaded) as rig:
-        asked = rig.ask([1, 2, 3], 4, prediction=[known.vocabulary_size])
-        rig.run()
+        asked = rig.serve([1, 2, 3], 4, prediction=[known.vocabulary_size])
         assert asked.reason is FinishReason.ERROR
         assert asked.ended is not None and "prediction" in asked.ended.error
 
@@ -232,7 +226,10 @@ def test_a_prediction_of_tokens_that_the_model_has_not_is_refused(known: Known) 
 def test_a_node_that_prefills_by_itself_has_drafts_beside_prompts(known: Known) -> None:
     prompts = _prompts(known.vocabulary_size)
     with PairRig(
-        known.loaded, prefill=(), decode=[_guessing("random", known, prompts)], chunk_tokens=16
+        known.loaded,
+        prefill=(),
+        decode=[_guessing("random", known, prompts)],
+        chunked_prefill_tokens=16,
     ) as rig:
         first = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts[:3]]
         rig.until(lambda: len(first[0].tokens) > 4, "it generates")
@@ -240,7 +237,7 @@ def test_a_node_that_prefills_by_itself_has_drafts_beside_prompts(known: Known) 
         rig.run()
         told = [one.tokens for one in (*first, *others)]
         assert told == [known.greedy(prompt, NUM_TOKENS) for prompt in prompts]
-        assert min(_drafts(rig)) > 0
+        assert min(rig.decode[0].drafts()) > 0
 
 
 def test_what_was_accepted_is_in_the_prefix_cache_and_nothing_else(known: Known) -> None:
@@ -249,10 +246,8 @@ def test_what_was_accepted_is_in_the_prefix_cache_and_nothing_else(known: Known)
     texts = [[*prompt, *known.greedy(prompt, NUM_TOKENS)]]
     guessed = speculator("random", recall(texts), known.vocabulary_size, 4)
     with PairRig(known.loaded, prefill=(), decode=[Size(speculator=guessed)]) as rig:
-        first = rig.ask(prompt, NUM_TOKENS)
-        rig.run()
+        first = rig.serve(prompt, NUM_TOKENS)
         turn = [*prompt, *first.tokens, 9, 8, 7]
-        second = rig.ask(turn, 8)
-        rig.run()
+        second = rig.serve(turn, 8)
         assert second.cached_tokens == (len(prompt) + NUM_TOKENS - 1) // 16 * 16
         assert second.tokens == known.greedy(turn, 8)

@@ -13,9 +13,8 @@ from engine.kv_cache.layout import KVLayout
 from engine.models import load
 from engine.speculative import AllDrafts, HeadDrafter, NgramDrafter, Speculator
 from tests.pair.conftest import Known
+from tests.pair.rig import Asked, Loaded, PairRig, Size
 from tests.support.drafters import make_followed_hybrid, recall, speculator
-from tests.support.pair_node import Asked, Loaded, Size
-from tests.support.pair_rig import PairRig
 
 NUM_TOKENS = 30
 NUM_PAGES = 160
@@ -46,12 +45,9 @@ def _greedy(known: Known, prompts: list[list[int]]) -> list[list[int]]:
 
 def _size(kind: str, known: Known, texts: list[list[int]], **fields: Any) -> Size:
     guessed = speculator(kind, recall(texts), known.vocabulary_size, 4)
-    return Size(**{"num_pages": NUM_PAGES, "num_slots": 32, "speculator": guessed, **fields})
-
-
-def _drafts(rig: PairRig, node: int = 0) -> tuple[int, int]:
-    decode = rig.decode[node]
-    return decode.count("draft_tokens/accepted"), decode.count("draft_tokens/rejected")
+    return Size(
+        **{"num_pages": NUM_PAGES, "max_running_requests": 32, "speculator": guessed, **fields}
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,11 +64,11 @@ def test_greedy_tokens_are_those_of_transformers(known: Known, kind: str, overla
     answers = _greedy(known, prompts)
     size = _size(kind, known, [p + a for p, a in zip(prompts, answers, strict=True)])
     room = Size(num_pages=NUM_PAGES)
-    with PairRig(known.loaded, prefill=[room], decode=[size], overlap=overlap) as rig:
+    with PairRig(known.loaded, prefill=[room], decode=[size], overlap_schedule=overlap) as rig:
         asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
         rig.run()
         assert [one.tokens for one in asked] == answers
-        accepted, rejected = _drafts(rig)
+        accepted, rejected = rig.decode[0].drafts()
         assert accepted + rejected > 0
         assert (accepted > 0) == (kind != "wrong")
         assert (rejected > 0) == (kind != "right")
@@ -82,7 +78,7 @@ def test_greedy_tokens_are_those_of_transformers(known: Known, kind: str, overla
 def test_drafts_by_repetition_change_no_token(known: Known, sampling: dict[str, Any]) -> None:
     """Restrict the sampling to few tokens, which repeat themselves."""
     told: dict[bool, list[list[int]]] = {}
-    room = Size(num_pages=NUM_PAGES, num_slots=32)
+    room = Size(num_pages=NUM_PAGES, max_running_requests=32)
     for guesses in (False, True):
         size = replace(room, speculator=REPEATING) if guesses else room
         with PairRig(known.loaded, prefill=[room], decode=[size]) as rig:
@@ -90,7 +86,7 @@ def test_drafts_by_repetition_change_no_token(known: Known, sampling: dict[str, 
             asked = [rig.ask(prompt, NUM_TOKENS, **few) for prompt in _prompts(known)]
             rig.run()
             told[guesses] = [one.tokens for one in asked]
-            assert not guesses or min(_drafts(rig)) > 0
+            assert not guesses or min(rig.decode[0].drafts()) > 0
     assert told[True] == told[False]
 
 
@@ -107,7 +103,7 @@ def test_of_qwen3_5_too(model, architecture: str) -> None:
         asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
         rig.run()
         assert [one.tokens for one in asked] == answers
-        assert min(_drafts(rig)) > 0
+        assert min(rig.decode[0].drafts()) > 0
 
 
 def _answers(known: Known, size: Size) -> tuple[list[Asked], int]:
@@ -117,37 +113,37 @@ def _answers(known: Known, size: Size) -> tuple[list[Asked], int]:
     with PairRig(known.loaded, prefill=[room], decode=[size]) as rig:
         asked = [rig.ask(p, NUM_TOKENS, **way) for p in _prompts(known)[2:] for way in ways]
         rig.run()
-        return asked, _drafts(rig)[0] if size.speculator else 0
+        return asked, rig.decode[0].drafts()[0] if size.speculator else 0
 
 
 @pytest.mark.parametrize(
     "kind", ["random", *(pytest.param(kind, marks=LONG) for kind in ("right", "wrong"))]
 )
 def test_sampled_tokens_are_the_same_beside_rows_without_drafts(known: Known, kind: str) -> None:
-    plain, _ = _answers(known, Size(num_pages=NUM_PAGES, num_slots=32))
+    plain, _ = _answers(known, Size(num_pages=NUM_PAGES, max_running_requests=32))
     texts = [[*one.prompt, *one.tokens] for one in plain]
     told, accepted = _answers(known, _size(kind, known, texts))
     assert [one.tokens for one in told] == [one.tokens for one in plain]
     assert (accepted > 0) == (kind != "wrong")
 
 
-@pytest.mark.parametrize("host_pages", [NUM_PAGES, pytest.param(0, marks=LONG)])
+@pytest.mark.parametrize("swap_pages", [NUM_PAGES, pytest.param(0, marks=LONG)])
 def test_who_leaves_the_device_among_drafts_takes_the_right_state_along(
-    known: Known, host_pages: int
+    known: Known, swap_pages: int
 ) -> None:
     prompts = [[first] * 12 for first in range(1, 6)]
     answers = _greedy(known, prompts)
     texts = [p + a for p, a in zip(prompts, answers, strict=True)]
     tables = known.tables(16)
     num_pages = 5 * tables.pages_for(20)  # all may begin
-    size = _size("random", known, texts, num_pages=num_pages, host_pages=host_pages)
+    size = _size("random", known, texts, num_pages=num_pages, swap_pages=swap_pages)
     room = Size(num_pages=NUM_PAGES)
-    with PairRig(known.loaded, prefill=[room], decode=[size], scheduler=BOLD) as rig:
+    with PairRig(known.loaded, prefill=[room], decode=[size], **BOLD) as rig:
         asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
         rig.run()
         assert [one.tokens for one in asked] == answers
         assert rig.decode[0].count("retractions") > 0
-        assert min(_drafts(rig)) > 0
+        assert min(rig.decode[0].drafts()) > 0
 
 
 @pytest.mark.parametrize("sampling", WAYS)
@@ -156,15 +152,14 @@ def test_a_request_moves_among_drafts_with_its_state(
 ) -> None:
     prompt, room = tuple(range(5, 45)), Size(num_pages=NUM_PAGES)
     with PairRig(known.loaded, prefill=[room], decode=[room]) as rig:
-        undisturbed = rig.ask(prompt, 60, **{"seed": 1, **sampling})
-        rig.run()
+        undisturbed = rig.serve(prompt, 60, **{"seed": 1, **sampling})
     texts = [[*prompt, *undisturbed.tokens]]
-    sizes = [_size("random", known, texts, num_slots=8) for _ in range(2)]
-    with PairRig(known.loaded, prefill=[room], decode=sizes, moves=True) as rig:
+    sizes = [_size("random", known, texts, max_running_requests=8) for _ in range(2)]
+    with PairRig(known.loaded, prefill=[room], decode=sizes, migrates=True) as rig:
         asked = rig.ask(prompt, 60, **{"seed": 1, **sampling})
         assert rig.moved_midway(asked) == undisturbed.tokens
         assert rig.decode[1].count("prompt_tokens") == 0
-        assert min(_drafts(rig, 0)) + min(_drafts(rig, 1)) > 0
+        assert min(rig.decode[0].drafts()) + min(rig.decode[1].drafts()) > 0
 
 
 def test_a_node_that_prefills_by_itself_has_drafts_beside_prompts_and_goes_on_from_states(
@@ -176,16 +171,15 @@ def test_a_node_that_prefills_by_itself_has_drafts_beside_prompts_and_goes_on_fr
     texts = [p + a for p, a in zip(prompts, answers, strict=True)]
     size = _size("random", known, texts)
     chunks = {"chunked_prefill_tokens": 16, "mixed_chunk": True}
-    with PairRig(known.loaded, prefill=(), decode=[size], scheduler=chunks) as rig:
+    with PairRig(known.loaded, prefill=(), decode=[size], **chunks) as rig:
         first = rig.ask(prompts[0], NUM_TOKENS)
         rig.until(lambda: len(first.tokens) > 4, "it generates")
         others = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts[1:]]
         rig.run()
         assert [one.tokens for one in (first, *others)] == answers
-        assert min(_drafts(rig)) > 0
+        assert min(rig.decode[0].drafts()) > 0
         turn = [*texts[2], 9, 8, 7]
-        second = rig.ask(turn, 8)
-        rig.run()
+        second = rig.serve(turn, 8)
         assert second.cached_tokens == (len(prompts[2]) - 1) // 16 * 16
         assert second.tokens == known.greedy(turn, 8)
 
@@ -206,7 +200,7 @@ def _followed(loaded: Loaded, prompt: list[int], count: int) -> list[int]:
 
 def _guessing(num_pages: int = NUM_PAGES) -> Size:
     drafts = Speculator(HeadDrafter(), AllDrafts(3), 3)
-    return Size(num_pages=num_pages, num_slots=32, speculator=drafts)
+    return Size(num_pages=num_pages, max_running_requests=32, speculator=drafts)
 
 
 def test_a_layer_that_is_right_is_right_behind_prompts_of_another_node_and_off_the_device(
@@ -216,20 +210,20 @@ def test_a_layer_that_is_right_is_right_behind_prompts_of_another_node_and_off_t
     tables = KVLayout.of(spec.layers, 16, torch.float32, draft=spec.draft).tables
     prompts = [[first, *range(first)] for first in (9, 12, 14, 15)]
     room, small = Size(num_pages=NUM_PAGES), _guessing(len(prompts) * tables.pages_for(16))
-    with PairRig(followed, prefill=[room], decode=[small], scheduler=BOLD) as rig:
+    with PairRig(followed, prefill=[room], decode=[small], **BOLD) as rig:
         asked = [rig.ask(prompt, 60) for prompt in prompts]
         rig.run()
         for prompt, one in zip(prompts, asked, strict=True):
             assert one.tokens == _followed(followed, prompt, 60)
         assert rig.decode[0].count("retractions") > 0
-        accepted, rejected = _drafts(rig)
+        accepted, rejected = rig.decode[0].drafts()
         assert accepted > 0 and rejected == 0
 
 
 def test_a_layer_that_is_right_is_right_after_a_move(followed: Loaded) -> None:
     prompt, room = [7, *range(35)], Size(num_pages=NUM_PAGES)
-    with PairRig(followed, prefill=[room], decode=[_guessing(), _guessing()], moves=True) as rig:
+    with PairRig(followed, prefill=[room], decode=[_guessing(), _guessing()], migrates=True) as rig:
         asked = rig.ask(prompt, 60)
         assert rig.moved_midway(asked) == _followed(followed, prompt, 60)
-        assert _drafts(rig)[1] == _drafts(rig, 1)[1] == 0
-        assert _drafts(rig, 1)[0] > 0
+        assert rig.decode[0].drafts()[1] == rig.decode[1].drafts()[1] == 0
+        assert rig.decode[1].drafts()[0] > 0

@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtransfer.messages import ReadsDone
-from tests.support.pair_node import Size
-from tests.support.pair_rig import PairRig
+from tests.pair.rig import PairRig, Size
 
 PROMPT = [n * 11 % 300 for n in range(64)]  # four whole pages
 
@@ -57,12 +56,13 @@ def test_kv_never_lands_in_a_page_that_a_stale_forward_may_still_write(known):
     with PairRig(
         known.loaded,
         decode=[Size(num_pages=8, prefix_cache=False)],
-        scheduler={"new_token_ratio": 0.01, "min_new_token_ratio": 0.01},
+        new_token_ratio=0.01,
+        min_new_token_ratio=0.01,
         make_stream=lambda: next(makers),
     ) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         first = [
-            rig.ask(prompt, 30, stop_token_ids=(stop[2],), owners=[])
+            rig.ask(prompt, 30, stop_token_ids=(stop[2],), prefill=[])
             for prompt, stop in zip(ending, stops, strict=True)
         ]
         rig.until(lambda: all(one.tokens for one in first), "the first four run")
@@ -72,7 +72,7 @@ def test_kv_never_lands_in_a_page_that_a_stale_forward_may_still_write(known):
 
         def until_read() -> None:
             rig.until(
-                lambda: not decode.queue("transfer") or _seen(rig, ReadsDone),
+                lambda: not decode.queue("transfer") or rig.wires.said(ReadsDone),
                 "what is granted is read",
                 prefill,
             )
@@ -80,7 +80,3 @@ def test_kv_never_lands_in_a_page_that_a_stale_forward_may_still_write(known):
         streams[1].meanwhile = until_read
         rig.run()
         assert waiting.tokens == known.greedy(PROMPT, 8)
-
-
-def _seen(rig: PairRig, kind: type) -> bool:
-    return any(isinstance(message, kind) for message in rig.wires.seen)

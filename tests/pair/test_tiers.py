@@ -9,9 +9,8 @@ from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
 from kvtransfer.messages import PagesReady
 from tests.pair.conftest import Known
+from tests.pair.rig import Node, PairRig, Size, prompt
 from tests.support.engine_rig import ints
-from tests.support.pair_node import Node, Size
-from tests.support.pair_rig import PairRig
 
 ROOM = Size(num_pages=1024)
 LONG = 150
@@ -34,19 +33,15 @@ CASES = [
 ]
 
 
-def prompt(length: int, seed: int = 1) -> list[int]:
-    return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
-
-
 PROMPTS = [prompt(LONG, seed) for seed in range(1, 4)]
 
 
-def small(known: Known, kept_in: str = "auto") -> Size:
+def small(known: Known, kv_dtype: str = "auto") -> Size:
     """Room for one request and a half, and below for all there are."""
-    tables = known.tables(16, kept_in)
+    tables = known.tables(16, kv_dtype)
     num_pages = tables.pages_to_compute(LONG + TURNS * ANSWER)
     room = num_pages + max(num_pages // 2, tables.state_pages)  # the state is copied to be kept
-    return Size(num_pages=room, tier_pages=20 * num_pages, kept_in=kept_in)
+    return Size(num_pages=room, tier_pages=20 * num_pages, kv_dtype=kv_dtype)
 
 
 def brought(node: Node) -> int:
@@ -64,11 +59,11 @@ def one_by_one(rig: PairRig, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-def in_turns(known: Known, size: Size, kept_in: str, *, prefill: bool) -> tuple[Node, list[int]]:
+def in_turns(known: Known, size: Size, kv_dtype: str, *, prefill: bool) -> tuple[Node, list[int]]:
     """Conversations; the node that computes them, and all tokens."""
-    wide = Size(num_pages=1024, kept_in=kept_in)
+    wide = Size(num_pages=1024, kv_dtype=kv_dtype)
     how = {"prefill": (size,), "decode": (wide,)} if prefill else {"prefill": (), "decode": (size,)}
-    with PairRig(known.loaded, scheduler=CHUNKS, **how) as rig:
+    with PairRig(known.loaded, **CHUNKS, **how) as rig:
         (node,) = rig.prefill if prefill else rig.decode
         talks, told = PROMPTS, []
         for _ in range(TURNS):
@@ -78,11 +73,11 @@ def in_turns(known: Known, size: Size, kept_in: str, *, prefill: bool) -> tuple[
         return node, told
 
 
-@pytest.mark.parametrize("architecture, kept_in, prefill", CASES)
-def test_answers_are_the_same_wherever_the_pages_have_been(model, architecture, kept_in, prefill):
+@pytest.mark.parametrize("architecture, kv_dtype, prefill", CASES)
+def test_answers_are_the_same_wherever_the_pages_have_been(model, architecture, kv_dtype, prefill):
     known = model(architecture)
-    node, told = in_turns(known, small(known, kept_in), kept_in, prefill=prefill)
-    _, alone = in_turns(known, Size(num_pages=1024, kept_in=kept_in), kept_in, prefill=prefill)
+    node, told = in_turns(known, small(known, kv_dtype), kv_dtype, prefill=prefill)
+    _, alone = in_turns(known, Size(num_pages=1024, kv_dtype=kv_dtype), kv_dtype, prefill=prefill)
     assert told == alone
     if architecture in ("qwen3", "deepseek_v3"):  # all that was said before, but the last page
         assert brought(node) >= len(PROMPTS) * (TURNS - 1) * (LONG - 16)
@@ -95,7 +90,7 @@ def test_answers_are_the_same_from_files(model, architecture, tmp_path):
     """Use little host memory, and send all requests again to the next process."""
     known = model(architecture)
     size = small(known)
-    size = replace(size, host_pages=0, tier_pages=size.tier_pages // 5, file_dir=tmp_path)
+    size = replace(size, swap_pages=0, tier_pages=size.tier_pages // 5, disk_dir=tmp_path)
     told = []
     for _ in range(2):
         node, tokens = in_turns(known, size, "auto", prefill=False)
@@ -105,7 +100,7 @@ def test_answers_are_the_same_from_files(model, architecture, tmp_path):
 
 
 def test_a_decode_node_reads_only_what_no_tier_of_its_own_has(known: Known) -> None:
-    with PairRig(known.loaded, prefill=(ROOM,), decode=(small(known),), scheduler=CHUNKS) as rig:
+    with PairRig(known.loaded, prefill=(ROOM,), decode=(small(known),), **CHUNKS) as rig:
         one_by_one(rig, PROMPTS)
         before = len(rig.wires.seen)
         (again,) = one_by_one(rig, PROMPTS[:1])
@@ -124,7 +119,7 @@ TOLD = LONG // 16 * 16
 def forget_above(rig: PairRig) -> None:
     """The first prefill node's cache has room for others only, and the decode node has nothing."""
     for seed in range(11, 15):
-        rig.run(rig.ask(prompt(400, seed), 1, owners=[0]))
+        rig.run(rig.ask(prompt(400, seed), 1, prefill=[0]))
         rig.until_free()
     assert not rig.prefill[0].engine.cache.match(ints(PROMPTS[0])).num_tokens
     rig.flush(rig.decode[0])
@@ -132,13 +127,13 @@ def forget_above(rig: PairRig) -> None:
 
 def test_others_read_what_only_a_tier_has(known: Known) -> None:
     sizes = LENDS, ROOM
-    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), shares=ALWAYS) as rig:
+    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS) as rig:
         rig.learn_what_computing_takes()
         first, second = rig.prefill
-        rig.run(rig.ask(PROMPTS[0], ANSWER, owners=[0]))
+        rig.run(rig.ask(PROMPTS[0], ANSWER, prefill=[0]))
         forget_above(rig)
         hint = PrefixHint("prefill-0:1", TOLD)
-        asked = rig.ask([*PROMPTS[0], 1, 2], ANSWER, owners=[1], prefix_at=[hint])
+        asked = rig.ask([*PROMPTS[0], 1, 2], ANSWER, prefill=[1], prefix_hints=[hint])
         rig.run(asked)
         assert asked.tokens == known.greedy([*PROMPTS[0], 1, 2], ANSWER)
         assert second.count("prompt_token_ways/fetched") == TOLD
@@ -147,20 +142,20 @@ def test_others_read_what_only_a_tier_has(known: Known) -> None:
 
 def test_what_a_tier_has_is_not_read_from_others(known: Known) -> None:
     sizes = LENDS, ROOM
-    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), shares=ALWAYS) as rig:
+    with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS) as rig:
         rig.learn_what_computing_takes()
         first, _ = rig.prefill
         for owner in range(2):
-            rig.run(rig.ask(PROMPTS[0], ANSWER, owners=[owner]))
+            rig.run(rig.ask(PROMPTS[0], ANSWER, prefill=[owner]))
         forget_above(rig)
         before = first.count("prompt_token_ways/fetched")
         hint = PrefixHint("prefill-1:1", TOLD)
-        rig.run(rig.ask([*PROMPTS[0], 1, 2], ANSWER, owners=[0], prefix_at=[hint]))
+        rig.run(rig.ask([*PROMPTS[0], 1, 2], ANSWER, prefill=[0], prefix_hints=[hint]))
         assert first.count("prompt_token_ways/fetched") == before and brought(first) == TOLD
 
 
 def test_a_flush_empties_the_tier_too(known: Known) -> None:
-    with PairRig(known.loaded, prefill=(), decode=(small(known),), scheduler=CHUNKS) as rig:
+    with PairRig(known.loaded, prefill=(), decode=(small(known),), **CHUNKS) as rig:
         one_by_one(rig, PROMPTS)
         (node,) = rig.decode
         rig.flush(node)

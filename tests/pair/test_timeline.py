@@ -6,10 +6,9 @@ import pytest
 
 from common.requests.timeline import Phase
 from kvtransfer.messages import GrantHandoff, PagesReady
-from tests.support.pair_node import Asked, Size
-from tests.support.pair_rig import PairRig
-from tests.support.pair_states import EVERYWHERE, LONG, OTHER
-from tests.support.timeline_laws import CHAIN, LOCAL, ON_PREFILL_NODE, check, of
+from tests.pair.rig import Asked, PairRig, Size
+from tests.pair.states import EVERYWHERE, LONG, OTHER
+from tests.pair.timeline_laws import CHAIN, LOCAL, ON_PREFILL_NODE, check, of
 
 PAGE = 16
 DELAY_S = 0.15
@@ -25,9 +24,8 @@ def besides_delay(asked: Asked) -> float:
 
 
 def test_a_hand_off_goes_through_every_phase_of_both_nodes(known):
-    with PairRig(known.loaded, chunk_tokens=32) as rig:
-        asked = rig.ask(LONG)
-        rig.run()
+    with PairRig(known.loaded, chunked_prefill_tokens=32) as rig:
+        asked = rig.serve(LONG)
         check(asked.ended, len(asked.tokens))
         timeline = asked.ended.timeline
         (attempt,) = timeline.attempts
@@ -45,10 +43,8 @@ def test_a_hand_off_goes_through_every_phase_of_both_nodes(known):
 
 def test_a_prompt_whose_kv_is_here_moves_no_page(known):
     with PairRig(known.loaded) as rig:
-        rig.ask(LONG[: 4 * PAGE])
-        rig.run()
-        again = rig.ask(LONG[: 4 * PAGE])
-        rig.run()
+        rig.serve(LONG[: 4 * PAGE])
+        again = rig.serve(LONG[: 4 * PAGE])
         check(again.ended, len(again.tokens))
         assert again.ended.timeline.attempts[0].num_pages == 0
         assert again.ended.timeline.attempts[0].outcome == "completed"
@@ -56,8 +52,7 @@ def test_a_prompt_whose_kv_is_here_moves_no_page(known):
 
 def test_a_prompt_prefilled_here_has_no_attempt(known):
     with PairRig(known.loaded, prefill=()) as rig:
-        asked = rig.ask(LONG)
-        rig.run()
+        asked = rig.serve(LONG)
         check(asked.ended, len(asked.tokens))
         timeline = asked.ended.timeline
         assert not timeline.attempts
@@ -69,8 +64,7 @@ def test_a_prompt_prefilled_here_has_no_attempt(known):
 def test_an_attempt_that_is_lost_is_told_with_its_reason_beside_the_one_that_was_not(known):
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         rig.faults[0].fail_next("by the test")
-        asked = rig.ask(LONG, owners=[0, 1])
-        rig.run()
+        asked = rig.serve(LONG, prefill=[0, 1])
         check(asked.ended, len(asked.tokens))
         lost, held = asked.ended.timeline.attempts
         assert (lost.outcome, held.outcome) == ("failed", "completed")
@@ -82,8 +76,7 @@ def test_an_attempt_that_is_lost_is_told_with_its_reason_beside_the_one_that_was
 def test_what_follows_the_last_lost_attempt_is_prefilled_here(known):
     with PairRig(known.loaded) as rig:
         rig.faults[0].fail_next("by the test")
-        asked = rig.ask(LONG)
-        rig.run()
+        asked = rig.serve(LONG)
         check(asked.ended, len(asked.tokens))
         assert [one.outcome for one in asked.ended.timeline.attempts] == ["failed"]
         assert len(of(asked.ended.timeline, *LOCAL)) == 2
@@ -123,11 +116,9 @@ def test_time_in_which_pages_do_not_land_is_the_transfer(known):
 
 def test_the_wait_for_the_prefill_node_ends_with_its_first_chunk(known):
     """Seen failing with the moment of the last Ready in place of the first one's."""
-    with PairRig(known.loaded, chunk_tokens=32) as rig:
+    with PairRig(known.loaded, chunked_prefill_tokens=32) as rig:
         asked = rig.ask(LONG)
-        rig.until(
-            lambda: any(isinstance(m, PagesReady) for m in rig.wires.seen), "a chunk is there"
-        )
+        rig.until(lambda: rig.wires.said(PagesReady), "a chunk is there")
         rig.let_time_pass(time.monotonic() + DELAY_S)
         rig.run()
         check(asked.ended, len(asked.tokens))
@@ -137,7 +128,7 @@ def test_the_wait_for_the_prefill_node_ends_with_its_first_chunk(known):
 
 def test_a_request_taken_off_the_device_says_when_and_for_how_long(known):
     bold = {"new_token_ratio": 0.02, "min_new_token_ratio": 0.02}
-    with PairRig(known.loaded, decode=[Size(num_pages=16)], scheduler=bold) as rig:
+    with PairRig(known.loaded, decode=[Size(num_pages=16)], **bold) as rig:
         asked = [rig.ask(prompt, 60) for prompt in (LONG, OTHER)]
         rig.run()
         assert rig.decode[0].count("retractions")
@@ -162,8 +153,7 @@ def test_the_timeline_of_a_request_that_is_cancelled_in_this_state_ends_there(kn
 
 def test_a_request_that_is_refused_has_a_timeline_too(known):
     with PairRig(known.loaded, context_length=64) as rig:
-        asked = rig.ask(LONG)
-        rig.run()
+        asked = rig.serve(LONG)
         assert asked.ended.error
         check(asked.ended, 0)
         assert {row.phase for row in asked.ended.timeline.intervals} == {Phase.DISPATCH}

@@ -4,36 +4,34 @@ import pytest
 
 from common.errors import DeadlineExceeded
 from node.messages import AbortRequests
-from tests.support.pair_node import Asked, Size
-from tests.support.pair_rig import PairRig
-from tests.support.pair_states import LONG, OTHER
+from tests.pair.rig import Asked, PairRig, Size
+from tests.pair.states import LONG, OTHER
 
 PROMPTS = [LONG, OTHER, LONG[10:60], OTHER[20:]]
 FOR_EVER_S = 300.0
 
 
-def _check(known, *asked: Asked) -> None:
-    for one in asked:
-        assert one.tokens == known.greedy(one.prompt, one.sampling.max_tokens)
-
-
 def _rig(known, reconnect_wait_s: float = FOR_EVER_S, **how) -> PairRig:
     sizes = [Size(), Size()]
     return PairRig(
-        known.loaded, prefill=sizes, reconnect_wait_s=reconnect_wait_s, chunk_tokens=32, **how
+        known.loaded,
+        prefill=sizes,
+        reconnect_wait_s=reconnect_wait_s,
+        chunked_prefill_tokens=32,
+        **how,
     )
 
 
 def _cut_all(rig: PairRig) -> None:
     for prefill in rig.prefill:
         rig.wires.cut(prefill.front, rig.decode[0].front)
-    rig.until(lambda: not rig.decode[0].desk.links, "it is paired with none")
+    rig.until(lambda: not rig.decode[0].control.links, "it is paired with none")
 
 
 def _under_way(rig: PairRig) -> list[Asked]:
     """Requests in mid hand-off at either owner; the reads from the first rest."""
     rig.faults[0].freeze()
-    asked = [rig.ask(p, owners=[i % 2, 1 - i % 2]) for i, p in enumerate(PROMPTS)]
+    asked = [rig.ask(p, prefill=[i % 2, 1 - i % 2]) for i, p in enumerate(PROMPTS)]
     rig.until(lambda: rig.faults[0].wait_until_resting(1, 0.0), "a read has begun")
     return asked
 
@@ -52,7 +50,7 @@ def test_what_was_lost_with_all_pairs_goes_to_an_owner_again_and_is_not_prefille
         rig.faults[0].release()
         rig.wires.heal()
         rig.run()
-        _check(known, *asked, new)
+        known.check(*asked, new)
         assert decode.count("handoffs_failed") >= 2
         assert decode.count("local_prefills") == 0
 
@@ -65,7 +63,7 @@ def test_the_wait_for_an_owner_is_bounded(known):
         _cut_all(rig)
         rig.faults[0].release()
         rig.run()
-        _check(known, *asked)
+        known.check(*asked)
         assert decode.count("local_prefills") >= 2
         rig.wires.heal()
 
@@ -95,7 +93,7 @@ def test_other_owners_are_not_waited_for_while_one_is_there(known):
         rig.wires.cut(rig.prefill[0].front, decode.front)
         rig.faults[0].release()
         rig.run()
-        _check(known, *asked)
+        known.check(*asked)
         assert decode.count("local_prefills") == 0
         assert rig.prefill[1].count("handoffs_completed") == len(asked)
         rig.wires.heal()
@@ -107,7 +105,7 @@ def test_who_has_had_all_its_attempts_waits_for_no_owner(known, retries):
     with _rig(known, handoff_retries=retries) as rig:
         (decode,) = rig.decode
         rig.faults[0].freeze()
-        asked = rig.ask(LONG, owners=[0])
+        asked = rig.ask(LONG, prefill=[0])
         for attempt in range(retries + 1):
             rig.until(lambda: decode.queue("transfer"), "it is under way")
             _cut_all(rig)
@@ -120,7 +118,7 @@ def test_who_has_had_all_its_attempts_waits_for_no_owner(known, retries):
                 rig.faults[0].freeze()
                 rig.wires.heal()
         rig.run()
-        _check(known, asked)
+        known.check(asked)
         assert decode.count("handoffs_opened") == retries + 1
         assert decode.count("local_prefills") == 1
         rig.wires.heal()
@@ -139,7 +137,7 @@ def test_who_has_had_all_its_attempts_goes_to_no_owner_that_is_left(known):
         for faults in rig.faults[:2]:
             faults.release()
         rig.run()
-        _check(known, asked)
+        known.check(asked)
         assert decode.count("handoffs_opened") == 2
         assert decode.count("local_prefills") == 1
         rig.wires.heal()

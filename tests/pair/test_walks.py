@@ -21,9 +21,8 @@ from kvtransfer.messages import (
     ReadsDone,
 )
 from node.messages import AbortRequests, ContinueGeneration, FlushCache, PauseGeneration
-from tests.support.pair_node import Asked, Size
-from tests.support.pair_rig import PairRig
-from tests.support.timeline_laws import check
+from tests.pair.rig import Asked, PairRig, Size
+from tests.pair.timeline_laws import check
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +98,7 @@ class Walk:
             self.source.choice(self.prompts),
             self.source.choice((1, 4, 20, MAX_TOKENS)),
             node=node,
-            owners=self.source.sample(range(2), self.source.choice((0, 1, 2, 2, 2))),
+            prefill=self.source.sample(range(2), self.source.choice((0, 1, 2, 2, 2))),
             budget_s=0.05 if hurried else 300.0,
         )
         self.nodes[asked] = node
@@ -167,11 +166,15 @@ def test_every_request_ends_once_and_rightly(known, seed, pauses):
     prompts = [tokens[:length] for tokens in (stem, other) for length in PROMPT_TOKENS]
     with PairRig(
         known.loaded,
-        prefill=[Size(num_pages=20, num_slots=3), Size(num_pages=9, prefix_cache=seed % 2 == 0)],
-        decode=[Size(num_pages=10, num_slots=4), Size(num_pages=14, host_pages=4)],
-        chunk_tokens=32,
-        overlap=seed % 4 < 3,
-        scheduler={"new_token_ratio": 0.02, "min_new_token_ratio": 0.02},
+        prefill=[
+            Size(num_pages=20, max_running_requests=3),
+            Size(num_pages=9, prefix_cache=seed % 2 == 0),
+        ],
+        decode=[Size(num_pages=10, max_running_requests=4), Size(num_pages=14, swap_pages=4)],
+        chunked_prefill_tokens=32,
+        overlap_schedule=seed % 4 < 3,
+        new_token_ratio=0.02,
+        min_new_token_ratio=0.02,
         transfer=IMPATIENT,
         handoff_retries=1,
     ) as rig:

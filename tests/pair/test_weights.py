@@ -6,10 +6,9 @@ from common.pausing import PauseMode
 from engine.batch.request import FinishReason
 from kvtransfer.messages import OpenHandoff
 from node.messages import ContinueGeneration, PauseGeneration, PrepareWeights, PutWeights
+from tests.pair.rig import Loaded, PairRig, Size
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
-from tests.support.pair_node import Loaded, Size
-from tests.support.pair_rig import PairRig
 
 PROMPT = list(range(5, 75))
 MANY = 30  # tokens
@@ -38,7 +37,7 @@ def greedy(shelf):
 def rig(shelf):
     """Yield a rig of two engines with models of their own. The second owner stays unchanged."""
     loaded = Loaded.from_directory(shelf / "old")
-    size = Size(weights_directory=shelf)
+    size = Size(weights_dir=shelf)
     with PairRig(loaded, prefill=[size], decode=[size], own_models=True) as rig:
         yield rig
 
@@ -53,7 +52,7 @@ def put(rig, node, path="new") -> bytes:
     """With the node paused."""
     weights = prepared(rig, node, path)
     answer = told(rig, node, PutWeights(weights))
-    assert not answer.error and node.desk.weights == weights
+    assert not answer.error and node.control.weights == weights
     return weights
 
 
@@ -112,7 +111,7 @@ def test_nodes_with_different_weights_are_no_pair_until_they_have_the_same(rig, 
     pause(rig, early)
     put(rig, early)
     resumed(rig, early)
-    rig.until(lambda: not reader.desk.links, "the pair has ended")
+    rig.until(lambda: not reader.control.links, "the pair has ended")
     rig.flush(*rig.nodes)
     alone, handed = ask(rig), owner.count("handoffs_completed")
     name = "new" if early is reader else "old"
@@ -124,21 +123,21 @@ def test_nodes_with_different_weights_are_no_pair_until_they_have_the_same(rig, 
     rig.flush(*rig.nodes)
     assert ask(rig).tokens == greedy("new", PROMPT, 8)
     assert (owner.count("handoffs_completed"), owner.count("refused/weights")) == (handed + 1, 0)
-    opens = [each for each in rig.wires.seen if isinstance(each, OpenHandoff)]
+    opens = rig.wires.said(OpenHandoff)
     assert len({each.weights for each in opens}) == 2
 
 
 @pytest.mark.parametrize("fresh", ["prefill", "decode"])
 def test_new_weights_are_those_that_another_node_was_started_with(shelf, greedy, fresh):
-    same = [Size(weights_directory=shelf)]
+    same = [Size(weights_dir=shelf)]
     sizes = {"prefill": same, "decode": same}
-    sizes[fresh] = [Size(weights_directory=shelf, started_with=shelf / "new")]
+    sizes[fresh] = [Size(weights_dir=shelf, started_with=shelf / "new")]
     loaded = Loaded.from_directory(shelf / "old")
     with PairRig(loaded, **sizes, own_models=True, paired=False) as rig:
         (owner,), (reader,) = rig.prefill, rig.decode
         changed, started = (reader, owner) if fresh == "prefill" else (owner, reader)
         pause(rig, changed)
-        assert put(rig, changed) == started.desk.weights
+        assert put(rig, changed) == started.control.weights
         resumed(rig, changed)
         rig.until_paired()
         assert ask(rig).tokens == greedy("new", PROMPT, 8)
@@ -146,7 +145,7 @@ def test_new_weights_are_those_that_another_node_was_started_with(shelf, greedy,
         pause(rig, changed)
         put(rig, changed, "old")
         resumed(rig, changed)
-        rig.until(lambda: not reader.desk.links, "the pair has ended")
+        rig.until(lambda: not reader.control.links, "the pair has ended")
 
 
 def test_weights_are_changed_in_a_pause_alone_and_a_pause_lasts_until_they_are(rig, greedy):
@@ -162,7 +161,7 @@ def test_weights_are_changed_in_a_pause_alone_and_a_pause_lasts_until_they_are(r
     rig.until(lambda: len(node.router.answers) == before + 2, "two answers")
     refused, changed = node.router.answers[before:]
     assert refused.error == "its weights are being changed" and node.role.scheduler.paused
-    assert not changed.error and node.desk.weights == weights
+    assert not changed.error and node.control.weights == weights
     resumed(rig, node)
     rig.run()
     assert asked.reason is FinishReason.LENGTH
@@ -185,9 +184,7 @@ def test_a_node_with_incomplete_weights_does_not_go_on(rig, shelf):
 def test_files_have_nothing_of_other_weights(shelf, greedy, tmp_path):
     """Nor of the first ones, when these are back: what was cached is gone from everywhere."""
     loaded = Loaded.from_directory(shelf / "old")
-    size = Size(
-        num_pages=12, tier_pages=40, weights_directory=shelf, file_dir=tmp_path, host_pages=0
-    )
+    size = Size(num_pages=12, tier_pages=40, weights_dir=shelf, disk_dir=tmp_path, swap_pages=0)
     with PairRig(loaded, prefill=(), decode=[size], own_models=True) as rig:
         (node,) = rig.decode
         assert ask(rig).tokens == greedy("old", PROMPT, 8)

@@ -43,12 +43,7 @@ from common.identity.program import identity_of
 from common.identity.secret import new_secret
 from common.process.children import ChildProcess
 from common.rpc import make_channel
-from protos.node_pb2 import (
-    DescribeRequest,
-    DescribeResponse,
-    DrainRequest,
-    SwitchRequest,
-)
+from protos.node_pb2 import DescribeRequest, DescribeResponse, DrainRequest, SwitchRequest
 from protos.node_pb2_grpc import NodeStub
 from protos.router_pb2 import (
     ExplainRequest,
@@ -690,12 +685,7 @@ def held(description: DescribeResponse) -> dict[str, int]:
 
 
 def _program(
-    name: str,
-    module: str,
-    port: int,
-    model: Path,
-    flags: Sequence[str],
-    host: str = LOOPBACK,
+    name: str, module: str, port: int, model: Path, flags: Sequence[str], host: str = LOOPBACK
 ) -> Program:
     all_flags = (f"--model={model}", f"--port={port}", *flags)
     return Program(name, module, f"{host}:{port}", all_flags)

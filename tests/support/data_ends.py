@@ -14,13 +14,7 @@ import pytest
 from common.errors import TransferError
 from kvtransfer.backends.base import BackendConnection, Ints, Moves, RemotePool, TransferBackend
 from kvtransfer.backends.path_proof import prove_same_host
-from kvtransfer.backends.tcp.wire import (
-    INTRODUCTION,
-    KEY_BYTES,
-    MAGIC,
-    TcpDescription,
-    TcpProofs,
-)
+from kvtransfer.backends.tcp.wire import INTRODUCTION, KEY_BYTES, MAGIC, TcpDescription, TcpProofs
 from tests.support.data_children import (
     READER,
     REPLY_S,

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.page_tables import PageTables, num_pages_of
+from common.page_tables import PageTables
 from common.requests.logprobs import NOTHING, PredictionUsage
 from common.requests.namespace import Namespace, as_bytes
 from common.requests.sampling import SamplingParams
+from decode_node.state import PageReservations
 from engine.batch.batch import BatchResult, Ints, LaunchedBatch, ScheduleBatch
-from engine.batch.holding import NO_PAGE, PageHolding
+from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.core import CoreShape, EngineCore
@@ -28,6 +29,7 @@ from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.offload.page_files import PageFiles
 from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
 from engine.speculative import Speculator
+from kvtransfer.messages import HandoffId
 from tests.support.fake_backend import (
     VOCABULARY,
     FakeBackend,
@@ -47,95 +49,131 @@ def ints(values: Sequence[int]) -> Ints:
     return np.array(values, np.int32)
 
 
-@dataclass(eq=False)
-class Rig:
-    """One engine. `step` runs one iteration of the loop and checks all page holders."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Sizes of a rig, and its faults.
+
+    Attributes:
+        windows: by table.
+        tier_pages, file_pages: below the prefix cache, in host memory and in `disk_dir`.
+        weights: name the content of the files.
+        namespaces: of each file slot; None: those of a new directory.
+        vandal: between steps overwrite the pages that are free.
+        poison: a token that makes logits not finite.
+    """
 
     num_pages: int = 64
     page_size: int = 16
-    windows: tuple[int | None, ...] = (None,)  # by table
+    windows: tuple[int | None, ...] = (None,)
     state_pages: int = 0
-    num_slots: int = 8
-    context: int = 1024
-    host_pages: int = 64
+    context_length: int = 1024
+    swap_pages: int = 64
     tier_pages: int = 0
-    file_dir: Path | None = None  # of the tier below host memory
+    disk_dir: Path | None = None
     file_pages: int = 0
-    made_with: bytes = b""  # weights
-    whose: dict[int, Namespace | None] = field(default_factory=dict)  # namespace of each file slot
-    eos: tuple[int, ...] = ()
-    overlap: bool = True
-    overlap_prefills: bool = True
+    weights: bytes = b""
+    namespaces: dict[int, Namespace | None] | None = None
     prefix_cache: bool = True
+    eos: tuple[int, ...] = ()
     lifo: bool = True
     vandal: bool = True
     poison: int | None = None
-    config: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculator: Speculator | None = None
-    clock: FakeClock = field(default_factory=FakeClock)
 
-    def __post_init__(self) -> None:
-        tables = PageTables(self.page_size, self.windows, self.state_pages)
+
+class Rig:
+    """One engine. `step` runs one iteration of the loop and checks all page holders.
+
+    Args:
+        options: fields of Options, and of SchedulerConfig.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.given = options
+        own = {name: options[name] for name in Options.__slots__ if name in options}
+        steps = {name: value for name, value in options.items() if name not in own}
+        self.options = given = Options(**own)
+        self.config = SchedulerConfig(**{"max_running_requests": 8, **steps})
+        self.page_size, self.num_pages = given.page_size, given.num_pages
+        tables = PageTables(given.page_size, given.windows, given.state_pages)
         chunk = self.config.chunked_prefill_tokens or CHUNK_TOKENS
         shape = CoreShape(
             tables,
-            self.context,
-            self.num_pages,
-            self.host_pages,
-            self.tier_pages,
-            None if chunk < 0 else max(chunk, self.page_size),
+            given.context_length,
+            given.num_pages,
+            given.swap_pages,
+            given.tier_pages,
+            None if chunk < 0 else max(chunk, given.page_size),
         )
         self.backend = FakeBackend(shape)
         self.copier, self.store = self.backend.copier, self._files()
+        self.clock = FakeClock()
+        cache = CacheConfig(prefix_cache=given.prefix_cache)
         self.core = EngineCore.make(
-            EngineConfig(
-                model="fake",
-                cache=CacheConfig(prefix_cache=self.prefix_cache),
-                scheduler=self.config.model_copy(update={"max_running_requests": self.num_slots}),
-            ),
+            EngineConfig(model="fake", cache=cache, scheduler=self.config),
             shape,
-            RequestLimits(self.context, VOCABULARY, tables, self.num_pages, eos_token_ids=self.eos),
+            RequestLimits(
+                given.context_length, VOCABULARY, tables, given.num_pages, eos_token_ids=given.eos
+            ),
             self.copier,
             store=self.store,
-            speculator=self.speculator,
-            lifo=self.lifo,
+            speculator=given.speculator,
+            lifo=given.lifo,
             clock=self.clock,
         )
         self.table, self.pages = self.core.table, self.core.pages
         self.cache, self.tiers = self.core.cache, self.core.tiers
         self.admitted: list[tuple[int, Ints]] = []
         self.scheduler = Scheduler(self.config, self.core, self._on_admit)
+        self.reservations = PageReservations(
+            scheduler=self.scheduler,
+            pages=self.pages,
+            cache=self.cache,
+            tables=tables,
+            tiers=self.tiers,
+            page_bytes=1,
+        )
         self.coming: dict[int, Request] = {}  # by key
         self.role = RigRole(self)
-        self.use(FakeRunner(self.table, self.backend, poison=self.poison))
+        self.use(FakeRunner(self.table, self.backend, poison=given.poison))
         self.in_flight: LaunchedBatch | None = None
         self.tokens: dict[int, list[int]] = {}
         self.predicted: dict[int, PredictionUsage] = {}  # of those with a prediction
         self.finished: dict[int, RequestEnd] = {}
         self.chunks: list[ChunkDone] = []
         self.requests: dict[int, Request] = {}
+        self.sent: list[Request] = []
         self.came_with: dict[int, Ints] = {}  # a recomputed request's own tokens have grown
         self.before_poll: list[Callable[[], None]] = []
         self.landed: list[tuple[Request, PageHolding]] = []
         self.trials: list[int] = []  # keys, one for each step of a suspect alone
 
     def _files(self) -> LateFiles | None:
-        if self.file_dir is None:
+        given = self.options
+        if given.disk_dir is None:
             return None
         memory = self.backend.host_kv.view(np.uint8)
         files = PageFiles(
-            self.file_dir,
+            given.disk_dir,
             memory,
-            version=version_of({}, self.made_with),
-            num_bytes=HEADER_BYTES + self.file_pages * (memory.shape[1] + RECORD_BYTES),
+            version=version_of({}, given.weights),
+            num_bytes=HEADER_BYTES + given.file_pages * (memory.shape[1] + RECORD_BYTES),
         )
-        return LateFiles(files, self.backend, self.whose)
+        return LateFiles(files, self.backend, {} if given.namespaces is None else given.namespaces)
+
+    def again(self, **changes: Any) -> "Rig":
+        """Return the next process on the same files."""
+        known = {} if self.store is None else {"namespaces": self.store.whose}
+        return Rig(**{**self.given, **known, **changes})
 
     def use(self, runner: FakeRunner) -> None:
         """Run the engine on this runner."""
         self.runner = runner
-        beside = {"overlap": self.overlap, "overlap_prefills": self.overlap_prefills}
-        self.loop = EventLoop(self.role, runner, **beside)
+        overlap = {
+            "overlap": self.config.overlap_schedule,
+            "overlap_prefills": self.config.overlap_prefills,
+        }
+        self.loop = EventLoop(self.role, runner, **overlap)
 
     def request(
         self,
@@ -176,6 +214,7 @@ class Rig:
     def add(self, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Request:
         request = self.request(prompt, max_tokens, **options)
         self.scheduler.add(request)
+        self.sent.append(request)
         return request
 
     def come(self, request: Request) -> None:
@@ -185,6 +224,7 @@ class Rig:
             if self.coming.pop(request.key, None) is not None:
                 self.scheduler.add(request)
 
+        self.sent.append(request)
         self.coming[request.key] = request
         room = self.scheduler.free_capacity().num_pages
         way = self.tiers.way(request.token_ids[:-1], request.namespace)
@@ -196,27 +236,19 @@ class Rig:
         the last. Keep the request until `join_landed`. Return False if there is no capacity."""
         if self.scheduler.free_capacity().num_slots <= 0:
             return False
-        size, token_ids, tables = self.page_size, request.token_ids[:-1], self.table.tables
-        cached = self.cache.match(token_ids, request.namespace).shared
-        prefix_tokens = cached.shape[1] * size
-        self.pages.hold(cached.ravel(), PageHolder.REQUEST)
-        spans = tables.handed_over(len(token_ids), prefix_tokens)
-        fresh = self.scheduler.allocate(num_pages_of(spans), PageHolder.REQUEST)
-        if fresh is None:
-            self.pages.drop(cached.ravel(), PageHolder.REQUEST)
+        token_ids, handoff = request.token_ids[:-1], HandoffId(0, request.key, 1)
+        reserved = self.reservations.reserve(handoff, token_ids, request.namespace)
+        if reserved is None:
             return False
-        pages = np.full((tables.num_tables, tables.num_pages(len(token_ids))), NO_PAGE, np.int32)
-        pages[: tables.num_full, : cached.shape[1]] = cached
-        place = 0
-        for table, first, past in spans[: tables.num_tables]:
-            mine = pages[table, first:past] = fresh[place : place + past - first]
-            place += past - first
-            landing = token_ids[first * size : past * size]
-            self.runner.kv[mine, :] = np.resize(landing, (len(mine), size))
-        self.runner.kv[fresh[place:], :2] = state_of(token_ids)
-        holding = PageHolding(pages, fresh[place:])
+        holding = reserved.holding
+        for pages in holding.tables:
+            fresh = np.isin(pages, reserved.fresh)
+            self.runner.kv[pages[fresh]] = np.resize(token_ids, (len(pages), self.page_size))[fresh]
+        self.runner.kv[holding.state, :2] = state_of(token_ids)
+        self.reservations.reads_ended(handoff)
         self._check_whose(request, holding.flat())
         self.landed.append((request, holding))
+        self.sent.append(request)
         self.scheduler.kept.slots = len(self.landed)
         return True
 
@@ -264,10 +296,10 @@ class Rig:
         new: list[int] = []
         limit = min(
             request.num_prompt + sampling.max_tokens,
-            self.context,
+            self.options.context_length,
             self.table.tables.max_tokens(self.num_pages) + 1,
         )
-        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos)}
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.options.eos)}
         while True:
             token = next_token([*tokens, *new], VOCABULARY)
             new.append(token)
@@ -275,6 +307,22 @@ class Rig:
                 return new, FinishReason.STOP
             if len(tokens) + len(new) >= limit:
                 return new, FinishReason.LENGTH
+
+    def check_answers(self, *requests: Request) -> None:
+        """Check that these requests, or all, ended as expected. Cancelled ones may end early."""
+        for request in requests or self.sent:
+            told, ended = self.tokens[request.key], self.finished[request.key].reason
+            tokens, reason = self.expected(request)
+            if ended is FinishReason.ABORT:
+                tokens, reason = tokens[: len(told)], ended
+            assert (told, ended) == (tokens, reason)
+
+    def complete(self, *requests: Request) -> None:
+        """Run until every request has ended. Check that these, or all, ended as expected, and that
+        nothing is left."""
+        self.run()
+        self.check_answers(*requests)
+        self.assert_at_rest()
 
     def check(self) -> None:
         """Run the scheduler's self-check. The test itself holds read and published pages."""
@@ -340,7 +388,7 @@ class RigRole:
     def poll(self) -> None:
         rig = self.rig
         self.polls += 1
-        if rig.vandal:
+        if rig.options.vandal:
             self._vandalise()
         for call in rig.before_poll:
             call()

@@ -199,10 +199,7 @@ class _Server:
             # Without a leash, which would also end with the calling thread. The server ends when
             # this process, and with it the other end of the socket, is gone.
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                pass_fds=[theirs.fileno()],
+                command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()]
             )
         atexit.register(self._end)
 

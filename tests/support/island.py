@@ -29,10 +29,7 @@ class Island:
         outer, inner = self._outer, self._inner
         # What a fault does, and what ends it.
         self._faults: Mapping[str, tuple[Sequence[Sequence[str]], Sequence[Sequence[str]]]] = {
-            "cut": (
-                [("ip", "link", "set", outer, "down")],
-                [("ip", "link", "set", outer, "up")],
-            ),
+            "cut": ([("ip", "link", "set", outer, "down")], [("ip", "link", "set", outer, "up")]),
             "half open": (  # it is heard, and hears nothing
                 [("ip", "route", "add", "blackhole", f"{self.host}/32")],
                 [("ip", "route", "del", "blackhole", f"{self.host}/32")],

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +26,16 @@ from engine.runner.launched import LaunchedStep
 from engine.runner.stream import made_on
 from engine.sampling.composition import every_feature
 from engine.sizing import EngineShape
+from tests.support.checkpoints import VOCABULARY_SIZE
 from tests.support.specs import make_request
 
 GREEDY = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Return random tokens of the test checkpoints."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
 
 
 class Steps:
@@ -173,6 +181,38 @@ class Steps:
             [(slot, length - 1, length) for slot, length in zip(slots, lengths, strict=True)]
         )
 
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        sampling: Sequence[SamplingParams] = (),
+        *,
+        chunk: int = 10_000,
+        adapters: Sequence[str] = (),
+    ) -> list[list[int]]:
+        """Prefill all requests, then decode them together. Return their new tokens.
+
+        Args:
+            sampling, adapters: by request; empty: greedy, and no adapter.
+        """
+        slots = [
+            self.add(prompt, own, adapter=adapter)
+            for prompt, own, adapter in zip(
+                prompts,
+                sampling or [GREEDY] * len(prompts),
+                adapters or [""] * len(prompts),
+                strict=True,
+            )
+        ]
+        for slot in slots:
+            self.prefill(slot, chunk=chunk)
+        for _ in range(num_tokens - 1):
+            self.decode(*slots)
+        self.settle()
+        return [
+            self.remove(slot)[len(prompt) :] for slot, prompt in zip(slots, prompts, strict=True)
+        ]
+
     def settle(self) -> None:
         """Takes the result of the step in flight."""
         if self.in_flight is not None:
@@ -226,3 +266,21 @@ class Recorder:
         logits = self._model.logits(hidden)
         self.seen.append(logits.clone())
         return logits
+
+
+def logits_after(
+    model: Model, tokens: Sequence[int], ends: Sequence[int] = (), **options: Any
+) -> torch.Tensor:
+    """Compute a prompt in chunks. Return the logits after each of them, [chunks, vocabulary].
+
+    Args:
+        ends: of the chunks; empty: one chunk.
+        options: of Steps.
+    """
+    recorder = Recorder(model)
+    steps = Steps(recorder, overlap=False, **options)
+    slot, ends = steps.add(tokens), [*ends] or [len(tokens)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        steps.launch([(slot, start, end)])
+    steps.close()
+    return torch.cat(recorder.seen)

@@ -19,14 +19,7 @@ from common import limits, rpc
 from common.errors import EngineDied, FailedPrecondition, RequestFailed
 from common.request import tokens_of
 from common.rpc.streams import said
-from protos import (
-    decode_pb2,
-    decode_pb2_grpc,
-    node_pb2,
-    node_pb2_grpc,
-    router_pb2,
-    sampling_pb2,
-)
+from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2, sampling_pb2
 
 T = TypeVar("T")
 

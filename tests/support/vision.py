@@ -126,9 +126,7 @@ def _config() -> Qwen2_5_VLConfig:
 
 def image_processor(max_pixels: int = 64 * SIDE**2, **options: Any) -> Any:
     """transformers' own."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-        Qwen2VLImageProcessorPil,
-    )
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     size = {"shortest_edge": SIDE**2, "longest_edge": max_pixels}
     means = {"image_mean": MEAN, "image_std": STD}
@@ -174,10 +172,7 @@ def reference_vision_model(directory: Path) -> PreTrainedModel:
 
 
 def greedy_vision_tokens(
-    model: PreTrainedModel,
-    token_ids: Sequence[int],
-    images: Sequence[Image],
-    num_tokens: int,
+    model: PreTrainedModel, token_ids: Sequence[int], images: Sequence[Image], num_tokens: int
 ) -> list[int]:
     """Return the tokens that transformers generates. Its image processor gets each image at its
     size."""

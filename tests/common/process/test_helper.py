@@ -10,7 +10,7 @@ import pytest
 
 from common.process.helper import ANSWERED, CRASHED, NO_MEMORY, Answer, Helper, HelperLost, Question
 
-MODULE = "tests.support.helper_work"
+MODULE = "tests.common.process.helper_work"
 
 
 @pytest.fixture

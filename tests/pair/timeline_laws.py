@@ -13,13 +13,7 @@ from common.requests.timeline import (
 )
 from node.messages import RequestEnded
 
-CHAIN = (
-    Phase.PREALLOC_QUEUE,
-    Phase.PREFILL_WAIT,
-    Phase.TRANSFER,
-    Phase.RELEASE,
-    Phase.JOIN,
-)
+CHAIN = (Phase.PREALLOC_QUEUE, Phase.PREFILL_WAIT, Phase.TRANSFER, Phase.RELEASE, Phase.JOIN)
 ON_PREFILL_NODE = (Phase.BOOTSTRAP_QUEUE, Phase.WAITING_QUEUE, Phase.PREFILL)
 LOCAL = (Phase.LOCAL_QUEUE, Phase.LOCAL_PREFILL)
 

@@ -1,6 +1,8 @@
-"""A prefill or decode node without its front: engine, role and transfer thread of the product, and
-a router's end in place of the engine's channel."""
+"""A prefill or decode node without its server process: engine, runtime and role of the product.
 
+The end of a router takes the place of the engine's channel."""
+
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +26,6 @@ from common.config import (
     SchedulerConfig,
     TransferConfig,
 )
-from common.process.ipc import FrameSocket
 from common.requests.images import Image
 from common.requests.logprobs import NOTHING, PredictionUsage, TokenLogprobs
 from common.requests.namespace import UNNAMED
@@ -38,24 +39,14 @@ from engine.build import Engine, LoadedModel, assemble
 from engine.core import EngineCore
 from engine.grammar.compilers import prepared
 from engine.grammar.grammar_verifier import GrammarWorker
-from engine.kv_cache.cache_events import CacheEvents
 from engine.loop.loop import EventLoop
-from engine.memory_release import MemoryOccupation
 from engine.models import Model, content, load, open_checkpoint, stored_of
 from engine.offload.file_cache import version_of
 from engine.runner.stream import DeviceStream
 from engine.sizing import resolve_shape
 from engine.speculative import Speculator
-from kvtransfer.backends.base import PagePool, PageProducer
-from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults
-from kvtransfer.front_messages import PairInput
-from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion
-from kvtransfer.transfer.publisher import MAX_TOKENS
-from kvtransfer.transfer.reader import ReadMetrics
-from kvtransfer.transfer.sides import both_sides
-from kvtransfer.transfer.thread import TransferThread
-from node.control.engine_control import EngineControl
-from node.control.operations import EngineOperations
+from kvtransfer.backends.loopback import LoopbackBackend
+from node.engine_process import EngineStart
 from node.messages import (
     Drained,
     EngineMessage,
@@ -66,16 +57,16 @@ from node.messages import (
     RequestEnded,
     StepTokens,
 )
-from node.sharing.prefixes import PrefixSharing
-from node.sharing.weights import WeightSharing
+from node.runtime import NodeRuntime
 from prefill_node import engine as prefill_engine
-from tests.support.pair_wires import FrontEnd
+from tests.pair.wires import FrontEnd
 
 STREAM = 1  # of the only router
+CONFIGS: dict[str, type[Any]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
 
 class AllPass:
-    """A verifier that accepts every grammar. These tests have small ones."""
+    """A verifier that accepts every grammar."""
 
     def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
         return prepared(guide)
@@ -86,7 +77,7 @@ class AllPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """A checkpoint in memory; any number of engines may share it."""
+    """A checkpoint in memory that several engines may share."""
 
     directory: Path
     model: Model
@@ -98,20 +89,25 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Settings that differ between the nodes of a rig."""
+    """Settings that differ between the nodes of a rig. Names are those of the configuration.
+
+    Attributes:
+        tier_pages: host pages below the prefix cache, as in CoreShape.
+        kv_dtype: CacheConfig.dtype.
+        started_with: directory of other weights of the rig's model.
+    """
 
     num_pages: int = 64
-    num_slots: int = 8
-    host_pages: int = -1
-    tier_pages: int = 0  # of host memory, below the prefix cache
-    file_dir: Path | None = None  # of files below that
-    file_bytes: int = 1 << 24
+    max_running_requests: int = 8
+    max_queued_requests: int = 64
+    swap_pages: int = -1
+    tier_pages: int = 0
+    disk_dir: Path | None = None
     prefix_cache: bool = True
-    max_waiting: int = 64
-    kept_in: str = "auto"  # CacheConfig.dtype
+    kv_dtype: str = "auto"
     lora: LoraConfig = field(default_factory=LoraConfig)
-    weights_directory: Path | None = None
-    started_with: Path | None = None  # other weights of the rig's model
+    weights_dir: Path | None = None
+    started_with: Path | None = None
     speculator: Speculator | None = None
 
 
@@ -133,20 +129,20 @@ class Common:
 
 @dataclass(eq=False)
 class Asked:
-    """A request of the router, and what it has been told about it."""
+    """A request of the router, and what the node has reported about it."""
 
     number: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
     tokens: list[int] = field(default_factory=list)
     ended: RequestEnded | None = None
-    cached_tokens: int | None = None  # None: not told yet
+    cached_tokens: int | None = None  # None: not reported yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     adapter: bytes = b""
     images: tuple[Image, ...] = ()
     ticket: int = 0
-    moves: bool = False  # it runs elsewhere, and is to come here
+    migrates: bool = False  # from another node
     predicted: PredictionUsage = NOTHING
 
     @property
@@ -160,12 +156,14 @@ _read = msgspec.msgpack.Decoder(EngineMessage).decode
 class RouterEnd:
     """The channel of a node's engine thread. Checks that each request ends once, and last."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self.woken = threading.Event()  # since the node's last turn
         self.inbox: deque[FrontMessage] = deque()
         self.asked: dict[int, Asked] = {}
         self.answers: list[NodeCallResult] = []
         self.pooled: list[PoolingDone] = []
-        self.trials: list[int] = []  # numbers of requests, as they began; 0: none any more
+        self.trials: list[int] = []  # quarantined requests as they began; 0: it has ended
         self.drained = False
         self.rested = False  # the event loop had nothing to do
 
@@ -173,7 +171,7 @@ class RouterEnd:
         return [self.inbox.popleft() for _ in range(len(self.inbox))]
 
     def post(self, message: EngineMessage) -> None:
-        match _read(msgspec.msgpack.encode(message)):  # as it is on the other side of a socket
+        match _read(msgspec.msgpack.encode(message)):  # as after a socket
             case StepTokens() as said:
                 self._note(said)
             case QuarantineStarted() as said:
@@ -186,8 +184,13 @@ class RouterEnd:
                 self.pooled.append(said)
 
     def wait(self, timeout_s: float) -> None:
-        """The rig sleeps, for all nodes at once."""
+        """Note that the node has nothing to do. The rig sleeps for all nodes at once."""
         self.rested = True
+
+    def wake(self) -> None:
+        """Note that another thread has something for the engine thread."""
+        self.woken.set()
+        self._wake()
 
     def _note(self, step: StepTokens) -> None:
         assert step.stream == STREAM
@@ -205,34 +208,15 @@ class RouterEnd:
         for number, token in zip(numbers, tokens, strict=True):
             asked = self.asked[number]
             assert asked.ended is None, "a token after the end"
-            begun = asked.cached_tokens is not None or asked.moves
-            assert begun, "a token, and nothing has begun"
+            begun = asked.cached_tokens is not None or asked.migrates
+            assert begun, "a token before the report of cached tokens"
             self.asked[number].tokens.append(token)
         for ended in step.ended:
             assert self.asked[ended.request].ended is None, "a request ended twice"
             self.asked[ended.request].ended = ended
 
 
-class News:
-    """A flag that is set once the transfer thread has sent the engine thread something since its
-    last turn."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._told = threading.Event()
-        self._wake = wake
-
-    def __bool__(self) -> bool:
-        return self._told.is_set()
-
-    def tell(self) -> None:
-        self._told.set()
-        self._wake()
-
-    def forget(self) -> None:
-        self._told.clear()
-
-
-class Ears:
+class TurnCounter:
     """Counts the turns of a transfer thread."""
 
     def __init__(self) -> None:
@@ -240,53 +224,44 @@ class Ears:
         self._num_turns = 0
 
     def turn(self) -> float:
-        """On the transfer thread, in each turn between its input and what comes of that."""
+        """Count a turn. Called on the transfer thread, after it has read its input."""
         with self._heard:
             self._num_turns += 1
             self._heard.notify_all()
         return 0.0  # the engine is never late
 
     def wait(self, wake: Callable[[], None], timeout_s: float) -> None:
-        """Until the thread, which `wake` wakes, has dealt with all that there is for it now."""
+        """Wait until the thread, which `wake` wakes, has handled all input that is there now."""
         with self._heard:
-            # The turn under way may have looked before; what comes of the next one's input is done
-            # when the one after it has looked.
+            # The turn in progress may have read its input before. The results of the next turn are
+            # out when the turn after it begins.
             for _ in range(3):
                 wake()
                 assert self._heard.wait(timeout_s)
 
 
 class Node:
-    """`step` gives the event loop one turn and then checks the books."""
+    """A node. `step` runs one turn of its event loop, then the self-check."""
 
     def __init__(
-        self,
-        engine: Engine,
-        front: FrontEnd,
-        transfer: TransferThread[Any, Any],
-        role: Any,
-        router: RouterEnd,
-        desk: EngineControl,
-        news: News,
-        ears: Ears,
-        *,
-        overlap: bool,
+        self, engine: Engine, runtime: NodeRuntime, role: Any, front: FrontEnd, config: EngineConfig
     ) -> None:
         self.engine = engine
         self.front = front
-        self.transfer = transfer
+        self.transfer = runtime.transfer
         self.role = role
-        self.router = router
-        self.desk = desk
-        self.news = news
-        self._ears = ears
+        self.router: RouterEnd = runtime.channel
+        self.control = runtime.control
         self.in_flight: LaunchedBatch | None = None
-        self._loop = EventLoop(role, engine.runner, overlap=overlap)
+        overlap = config.scheduler.overlap_schedule
+        self._loop = EventLoop(role, engine.runner, overlap=overlap, clock=runtime.clock)
+        self._turns = TurnCounter()
+        self.transfer._engine_late_s = self._turns.turn  # never late: the test gives its turns
 
     def step(self) -> bool:
-        """False if there was nothing to compute."""
+        """Run one turn. Return False if there was nothing to compute."""
         self.router.rested = False
-        self.news.forget()
+        self.router.woken.clear()
         self.in_flight = self._loop.step(self.in_flight)
         rested = self.router.rested
         self.role.idle()
@@ -294,8 +269,8 @@ class Node:
         return not rested
 
     def catch_up(self, timeout_s: float) -> None:
-        """Until the transfer thread has dealt with all that there is for it now."""
-        self._ears.wait(self.transfer._wake_up.wake, timeout_s)
+        """Wait until the transfer thread has handled all input that is there now."""
+        self._turns.wait(self.transfer._wake_up.wake, timeout_s)
 
     def queue(self, name: str) -> int:
         return int(self.role.queues()[name])
@@ -303,12 +278,16 @@ class Node:
     def count(self, name: str) -> int:
         return int(self.role.counters()[name])
 
+    def drafts(self) -> tuple[int, int]:
+        """Return the draft tokens that were accepted and rejected."""
+        return self.count("draft_tokens/accepted"), self.count("draft_tokens/rejected")
+
     def pages(self, holder: str) -> int:
         return self.engine.pages.by_holder()[holder]
 
     @property
     def holds_nothing(self) -> bool:
-        """Every page is free or cached, and nothing is under way."""
+        """Return whether every page is free or cached, and no work is left."""
         held = self.engine.pages.by_holder()
         in_use = held["request"] + held["step"] + held["read"] + held["publication"]
         in_use += held["copy"]
@@ -328,113 +307,28 @@ class Node:
         return f"{self.front.address}: {self.role.queues()} {self.engine.pages.by_holder()}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Runtime:
-    """The parts of an engine that a role is assembled from. See RoleRuntime."""
-
-    instance: int
-    channel: RouterEnd
-    control: EngineControl
-    sharing: PrefixSharing
-    port: WeightSharing
-
-
-def prefill_node(
-    common: Common, instance: int, size: Size, front: FrontEnd, frames: FrameSocket[PairInput]
-) -> tuple[Node, LoopbackFaults]:
-    """The node, and the faults of copies from it."""
-    engine, config = _engine(common, size)
-    owner = common.backend.serve(_pool(engine), instance)
-    hello = _hello(engine, instance, front.address)
-    news, ears = News(common.wake), Ears()
-    transfer = _transfer(common, engine, hello, owner, frames, news, ears)
-    router, weights = RouterEnd(), _weights(instance, engine, transfer, news)
-    desk = _desk(router, engine, config, weights)
-    sharing = _sharing(common, instance, engine, weights)
-    runtime = Runtime(instance, router, desk, sharing, weights)
-    role = prefill_engine.make_role(engine, runtime, PrefillConfig(engine=config))
-    engine.guides.tell = engine.loader.tell = engine.copier.tell = news.tell
-    overlap = config.scheduler.overlap_schedule
-    node = Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
-    return node, owner.faults
-
-
-def decode_node(
+def make_node(
     common: Common,
+    role: str,
     instance: int,
     size: Size,
     front: FrontEnd,
-    frames: FrameSocket[PairInput],
+    transfer_socket: socket.socket,
     fields: dict[str, Any],
 ) -> Node:
-    """fields: of DecodeConfig."""
+    """fields: of the role's configuration."""
     engine, engine_config = _engine(common, size)
-    config = DecodeConfig(
+    config = CONFIGS[role](
         engine=engine_config, transfer=common.transfer, prefix_sharing=common.sharing, **fields
     )
-    owner = common.backend.serve(_pool(engine), instance)
-    hello = _hello(engine, instance, front.address)
-    news, ears = News(common.wake), Ears()
-    transfer = _transfer(common, engine, hello, owner, frames, news, ears)
-    router, weights = RouterEnd(), _weights(instance, engine, transfer, news)
-    desk = _desk(router, engine, engine_config, weights)
-    sharing = _sharing(common, instance, engine, weights)
-    runtime = Runtime(instance, router, desk, sharing, weights)
-    role = decode_engine.make_role(engine, runtime, config)
-    engine.guides.tell = engine.loader.tell = engine.copier.tell = news.tell
-    overlap = engine_config.scheduler.overlap_schedule
-    return Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
-
-
-def _transfer(
-    common: Common,
-    engine: Engine,
-    hello: PairHello,
-    owner: PageProducer,
-    frames: FrameSocket[PairInput],
-    news: News,
-    ears: Ears,
-) -> TransferThread[Any, Any]:
-    sides = both_sides(
-        common.transfer,
-        engine.shape.layout.tables,
-        hello,
-        _pool(engine),
-        {common.backend.name: common.backend},
-        {common.backend.name: owner},
-        ReadMetrics(engine.pool.page_bytes),
-        max_untaken_tokens=MAX_TOKENS,
-    )
-    return TransferThread(frames, sides, engine_late_s=ears.turn, wake_engine=news.tell)
-
-
-def _weights(
-    instance: int, engine: Engine, transfer: TransferThread[Any, Any], news: News
-) -> WeightSharing:
-    return WeightSharing(
-        engine.weights,
-        instance=instance,
-        cache=engine.cache,
-        pages=engine.pages,
-        pool=engine.pool.tensor,
-        port=transfer,
-        tell=news.tell,
-    )
-
-
-def _sharing(
-    common: Common, instance: int, engine: Engine, weights: WeightSharing
-) -> PrefixSharing:
-    return PrefixSharing(
-        common.sharing,
-        instance=instance,
-        page_bytes=engine.pool.page_bytes,
-        cache=engine.cache,
-        pages=engine.pages,
-        tiers=engine.tiers,
-        tables=engine.shape.layout.tables,
-        weights=weights,
-    )
+    channel = RouterEnd(common.wake)
+    start = EngineStart(role, config, instance, front.address, channel, transfer_socket)
+    paths = {common.backend.name: common.backend}
+    runtime = NodeRuntime.of(engine, start, lambda role: None, paths)
+    engine.guides.tell = engine.loader.tell = engine.copier.tell = channel.wake
+    module = prefill_engine if role == "prefill" else decode_engine
+    made = module.make_role(engine, runtime, config)
+    return Node(engine, runtime, made, front, engine_config)
 
 
 def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
@@ -447,20 +341,20 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         cache=CacheConfig(
             page_size=common.page_size,
             num_pages=size.num_pages,
-            swap_pages=size.host_pages,
+            swap_pages=size.swap_pages,
             prefix_cache=size.prefix_cache,
-            dtype=size.kept_in,
+            dtype=size.kv_dtype,
         ),
         offload=OffloadConfig()
-        if size.file_dir is None
-        else OffloadConfig(cpu_bytes=1, disk_dir=size.file_dir, disk_bytes=size.file_bytes),
+        if size.disk_dir is None
+        else OffloadConfig(cpu_bytes=1, disk_dir=size.disk_dir, disk_bytes=1 << 24),
         scheduler=SchedulerConfig(
-            max_running_requests=size.num_slots,
-            max_queued_requests=size.max_waiting,
+            max_running_requests=size.max_running_requests,
+            max_queued_requests=size.max_queued_requests,
             **common.scheduler,
         ),
         lora=size.lora,
-        weights_dir=size.weights_directory,
+        weights_dir=size.weights_dir,
     )
     loaded = _loaded(common, config, directory)
     shape = resolve_shape(config, loaded.model.spec, dtype=loaded.model.dtype, free=1 << 40)
@@ -468,7 +362,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     backend = TorchBackend.open(shape, common.make_stream())
     backend.pool.tensor.fill_(0xFF)  # NaN: reads of pages that were never written fail
     store = None
-    if size.file_dir is not None:
+    if size.disk_dir is not None:
         version = version_of({}, _content(common.loaded.directory))
         store = backend.open_files(config.offload, version)
     core = EngineCore.make(
@@ -502,37 +396,3 @@ def _loaded(common: Common, config: EngineConfig, directory: Path) -> LoadedMode
 
 def _content(directory: Path) -> bytes:
     return content(stored_of(open_checkpoint(directory), directory))
-
-
-def _pool(engine: Engine) -> PagePool:
-    pool = engine.pool
-    return PagePool(pool.base_address, pool.page_bytes, pool.num_pages, "cpu")
-
-
-def _hello(engine: Engine, instance: int, address: str) -> PairHello:
-    pool = engine.pool
-    return PairHello(
-        instance=instance,
-        protocol_version=PROTOCOL_VERSION,
-        fingerprint=engine.fingerprint,
-        paths=(),
-        regions=(PoolRegion(pool.base_address, pool.page_bytes, pool.num_pages),),
-        address=address,
-    )
-
-
-def _desk(
-    router: RouterEnd, engine: Engine, config: EngineConfig, weights: WeightSharing
-) -> EngineControl:
-    pools = (engine.pool.tensor, engine.host_pool.tensor)
-    memory = MemoryOccupation(engine.weights, engine.pages, pools, "", lambda: None)
-    return EngineControl(
-        router,
-        pages_by_holder=engine.pages.by_holder,
-        steps_finished=lambda: 0,
-        cache=CacheEvents(engine.cache),
-        adapters=engine.loader,
-        operations=EngineOperations(
-            engine.weights, weights, memory, engine.profiler(config, "test", lambda: 0)
-        ),
-    )

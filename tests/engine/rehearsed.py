@@ -1,6 +1,6 @@
 """Which kernels traffic would compile although the rehearsal is over. No GPU, and no interpreter.
 
-    python -m tests.support.rehearsed CHECKPOINT DTYPE GRAPHS SEED
+    python -m tests.engine.rehearsed CHECKPOINT DTYPE GRAPHS SEED
 
 prints an object: how many kernels were rehearsed, how many traffic launched, and those of them that
 were not rehearsed. For a process of its own: kernels are recorded as Triton would specialise them.
@@ -25,9 +25,9 @@ from engine.models.linear import onednn
 from kvtransfer.backends.base import PageCut, PagePool
 from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.wire import FrameKind
+from tests.engine.traffic import Traffic
 from tests.support.device_twin import DeviceTwin
 from tests.support.steps import Steps
-from tests.support.traffic import Traffic
 from tools.bench.resources.compilation import Launch, recorded
 
 ARCH = 90

@@ -1,7 +1,6 @@
-"""The pair streams between the frontends of all nodes of a PairRig, without gRPC and driven by
-hand.
+"""The pair streams between the nodes of a PairRig, without gRPC.
 
-Every record crosses as the bytes of its protobuf message. A test may hold messages of a kind back,
+Every record is sent as the bytes of its protobuf message. A test may hold back messages of a kind,
 and cut streams on one side or on both.
 """
 
@@ -11,6 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -36,13 +36,13 @@ BOTH = ("reader", "owner")
 
 @dataclass(eq=False)
 class FrontEnd:
-    """One node's front, as far as pair streams go."""
+    """The pair streams of one node's server process."""
 
     address: str
     is_owner: bool
     is_reader: bool
     frames: FrameSocket[PairOutput]
-    hello: PairHello | None = None  # what this node says first as a reader
+    hello: PairHello | None = None  # that this node sends as a consumer
     numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
     lines: dict[int, "_Line"] = field(default_factory=dict)  # open, by this front's number
 
@@ -52,13 +52,13 @@ class FrontEnd:
 
 @dataclass(eq=False)
 class _Line:
-    """One pair stream: its number at each end that still knows of it, and what is under way."""
+    """One pair stream: its number at each open end, and the messages in flight."""
 
     owner: FrontEnd
     reader: FrontEnd
     numbers: dict[FrontEnd, int] = field(default_factory=dict)
     under_way: dict[FrontEnd, deque[AnyMessage]] = field(default_factory=dict)  # by receiver
-    over: bool = False  # for the reader, which may then dial again
+    over: bool = False  # for the consumer, which may then dial again
 
     def __post_init__(self) -> None:
         self.under_way = {self.owner: deque(), self.reader: deque()}
@@ -68,7 +68,7 @@ class _Line:
 
 
 class Wires:
-    """Joins every reader to every owner. The test's thread only."""
+    """The network: joins every consumer to every producer. Used by the test's thread only."""
 
     def __init__(self) -> None:
         self._fronts: list[FrontEnd] = []
@@ -77,15 +77,19 @@ class Wires:
         self._cut_off: set[tuple[FrontEnd, FrontEnd]] = set()
         self._refused: set[tuple[FrontEnd, FrontEnd]] = set()
         self.num_begun = 0  # streams, ever
-        self.seen: list[AnyMessage] = []  # what has arrived, but for beats
+        self.seen: list[AnyMessage] = []  # messages that have arrived, without heartbeats
 
     def add(
         self, sock: socket.socket, address: str, *, is_owner: bool, is_reader: bool = True
     ) -> FrontEnd:
-        """The front of one node. `sock` leads to its transfer thread."""
+        """Add a node. `sock` leads to its transfer thread."""
         front = FrontEnd(address, is_owner, is_reader, FrameSocket(sock, PairOutput))
         self._fronts.append(front)
         return front
+
+    def said(self, kind: type) -> list[Any]:
+        """Return the messages of this kind that have arrived."""
+        return [message for message in self.seen if isinstance(message, kind)]
 
     def register(self, poll: select.poll) -> None:
         for front in self._fronts:
@@ -94,7 +98,7 @@ class Wires:
     # Faults ---------------------------------------------------------------------------------------
 
     def hold_back(self, *kinds: type) -> None:
-        """Messages of these kinds wait, and all that follow them on their way."""
+        """Hold back messages of these kinds, and all messages behind them on their streams."""
         self._held_back.update(kinds)
 
     def let_go(self) -> None:
@@ -108,11 +112,11 @@ class Wires:
         *,
         engine_died: bool = False,
     ) -> None:
-        """Ends the stream of this pair, lost messages and all; only `sides` come to know. No new
-        one begins before `heal`.
+        """End the stream of this pair. Its messages in flight are lost, and only `sides` notice. No
+        new stream begins before `heal`.
 
         Args:
-            engine_died: the reader hears that it was the owner's.
+            engine_died: report to the consumer that the producer's engine has crashed.
         """
         self._cut_off.add((reader, owner))
         for line in self._lines:
@@ -125,7 +129,7 @@ class Wires:
     # Carrying -------------------------------------------------------------------------------------
 
     def pump(self) -> bool:
-        """Moves all that can move. True if anything has."""
+        """Deliver all messages that are not held back. Return whether there were any."""
         moved = False
         for front in self._fronts:
             for output in front.frames.receive():
@@ -206,7 +210,7 @@ class Wires:
 
 
 def _across(record, *, as_reader: bool):
-    """The record as the peer parses it."""
+    """Return the record as the peer parses it."""
     kind = kvtransfer_pb2.FromReader if as_reader else kvtransfer_pb2.FromOwner
     sent = codec.to_proto(record, as_reader=as_reader).SerializeToString()
     return codec.parse(kind.FromString(sent))

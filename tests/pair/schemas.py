@@ -245,10 +245,7 @@ def _combined() -> Iterator[tuple[str, Any]]:
     yield "any of twice", {"anyOf": [COUNT, TEXT], "allOf": [{"anyOf": [FLAG, {"minimum": 50}]}]}
     yield "all of one", {"allOf": [COUNT]}
     yield "all of two limits", {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}
-    yield (
-        "all of two records",
-        {"allOf": [record({"a": COUNT}, "a"), record({"b": TEXT}, "b")]},
-    )
+    yield ("all of two records", {"allOf": [record({"a": COUNT}, "a"), record({"b": TEXT}, "b")]})
     yield (
         "all of two with one name",
         {"allOf": [record({"a": {"minimum": 5}}, "a"), record({"a": COUNT})]},

@@ -1,20 +1,25 @@
-"""The states of a request between its submission and its end, each with a way to get there and
-to stay until the test goes on."""
+"""The states of a request, each with a function that brings a request there and keeps it there."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.tracing.context import UNTRACED
+from decode_node.state import DecodeState
+from engine.batch.request import Request
 from kvtransfer.messages import GrantHandoff, PagesReady, PagesReleased
-from tests.support.pair_node import Asked, Loaded, Size
-from tests.support.pair_rig import PairRig
+from node.messages import Placement
+from node.request_state import Stage
+from node.timings import RequestTimings
+from tests.pair.rig import Asked, Loaded, PairRig, Size
 
 LONG = [n * 7 % 300 for n in range(100)]  # 7 pages, 4 chunks of 32 tokens
 OTHER = LONG[::-1]
 
 
 def in_prealloc(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    """The decode pool is full of another one's pages; the owner has it in its bootstrap queue."""
+    """Another request has the decode node's pages. The prefill node has this one in its bootstrap
+    queue."""
     rig.faults[0].freeze()
     other = rig.ask(OTHER)
     rig.until(lambda: other.tokens, "the other one is being read")
@@ -33,7 +38,7 @@ def with_its_grant_under_way(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def waiting_at_the_owner(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    """The owner's pool is full of another one's publication."""
+    """The pages that the prefill node publishes for another request fill its pool."""
     rig.faults[0].freeze()
     other = rig.ask(OTHER)
     rig.until(lambda: other.tokens, "the other one is being read")
@@ -49,7 +54,7 @@ def between_chunks(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def published(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    """All is computed, and the reader has not heard of it."""
+    """The prompt is computed, and the decode node does not know it yet."""
     rig.wires.hold_back(PagesReady)
     asked = ask(LONG)
     _reach(rig, asked, lambda: rig.prefill[0].queue("inflight"))
@@ -71,7 +76,7 @@ def read_but_not_confirmed(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def confirmed(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    """Held is, or will be, among the events of the decode node's next poll."""
+    """The decode node gets the confirmation at its next poll."""
     asked = ask(LONG)
     prefill, decode = rig.prefill[0], rig.decode[0]
     _reach(rig, asked, lambda: decode.queue("transfer"))
@@ -97,7 +102,7 @@ def retracted(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def between_chunks_here(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    asked = ask(LONG, owners=[])
+    asked = ask(LONG, prefill=[])
     _reach(rig, asked, lambda: rig.decode[0].queue("chunked"))
     return asked
 
@@ -108,7 +113,7 @@ def _reach(rig: PairRig, asked: Asked, condition: Callable[[], object], *nodes: 
 
 @dataclass(frozen=True)
 class State:
-    """A state and the way to reach it: `reach` calls `ask` for the request and returns it."""
+    """A state. `reach` brings a request there, which it makes by `ask`."""
 
     reach: Callable[[PairRig, Callable[..., Asked]], Asked]
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +123,7 @@ class State:
 
     def rig(self, loaded: Loaded, **options: Any) -> PairRig:
         bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
-        options = {"chunk_tokens": 32, "scheduler": bold, **self.sizes, **options}
+        options = {"chunked_prefill_tokens": 32, **bold, **self.sizes, **options}
         return PairRig(loaded, **options)
 
 
@@ -138,3 +143,16 @@ EVERYWHERE = [
     State(retracted, {"decode": [Size(num_pages=5)]}),
     State(between_chunks_here),
 ]
+
+
+def make_decode_state(request: Request, **fields: Any) -> DecodeState:
+    """Return the record of a request that is prepared on a decode node.
+
+    Args:
+        fields: of DecodeState.
+    """
+    timings = RequestTimings(request.spec.request_id, request.num_prompt, UNTRACED, 0.0, 0.0)
+    own = {"timings": timings, "placement": Placement(), "on_end": lambda state, ending: None}
+    state = DecodeState(request=request, **{**own, **fields})
+    state.move(Stage.PREPARING, None)
+    return state

@@ -1,8 +1,8 @@
-"""Prefill nodes and decode nodes in one process: everything is real but the fronts, the network
-and the turns of the event loops, which the test gives.
+"""Prefill nodes and decode nodes in one process, assembled by the product.
 
-Pages are given out last freed first, so that whoever lets go of one too early is found out, and
-the books of a node are checked after each of its turns.
+The server processes and the network are fakes, and the test gives each event loop its turns. Freed
+pages are reused first, which exposes premature releases. Every node runs its self-check after each
+turn.
 """
 
 import itertools
@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from common.addresses import PrefixHint
-from common.config import PrefixSharingConfig, TransferConfig
-from common.process.ipc import FrameSocket, socket_pair
+from common.config import PrefixSharingConfig, SchedulerConfig, TransferConfig
+from common.process.ipc import socket_pair
 from common.request import Remaining, RequestSpec
 from common.requests.images import Image
 from common.requests.namespace import NO_ADAPTER, SHARED, AdapterId, Namespace, as_bytes
@@ -27,7 +27,6 @@ from common.requests.sampling import SamplingParams
 from engine.batch.request import FinishReason
 from engine.runner.stream import DeviceStream, WorkerStream
 from kvtransfer.backends.loopback import LoopbackBackend
-from kvtransfer.front_messages import PairInput
 from kvtransfer.messages import GrantHandoff
 from kvtransfer.transfer.thread import WakeUp
 from node.messages import (
@@ -39,22 +38,13 @@ from node.messages import (
     RouterStreamClosed,
     SubmitRequest,
 )
-from tests.support.pair_node import (
-    STREAM,
-    Asked,
-    Common,
-    Loaded,
-    Node,
-    Size,
-    decode_node,
-    prefill_node,
-)
-from tests.support.pair_wires import FrontEnd, Wires
+from tests.pair.node import STREAM, Asked, Common, Loaded, Node, Size, make_node
+from tests.pair.wires import Wires
 
-TIMEOUT_S = 60.0  # for whatever a test waits for
-NAP_S = 0.02  # between two looks when nothing moves: it may be time for something
-# Nothing is given up for being slow, unless a test wants it.
-# Every page is compared.
+TIMEOUT_S = 60.0  # of every wait of a test
+SCHEDULER = SchedulerConfig.model_fields
+NAP_S = 0.02  # between two turns without any work
+# No timeout fires unless a test sets its own, and every page is compared.
 PATIENT = TransferConfig(
     max_missed_heartbeats=60,
     chunk_timeout_s=60.0,
@@ -65,21 +55,28 @@ PATIENT = TransferConfig(
 )
 
 
+def prompt(length: int, seed: int = 1) -> list[int]:
+    """Return a prompt without repetitions, one for each seed."""
+    return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
+
+
 class PairRig:
-    """Nodes of one model, paired all with all. `with` starts them and, unless the test has failed,
-    waits until they are at rest and checks that nothing is left behind.
+    """Nodes of one model. Every decode node is paired with every prefill node.
+
+    `with` starts the nodes. Its end waits until they are at rest and checks that nothing is left,
+    unless the test has failed.
 
     Args:
-        prefill, decode: one entry per node; decode nodes without any prefill node are colocated.
-        scheduler: fields of SchedulerConfig.
+        prefill, decode: one entry for each node. Without prefill nodes the decode nodes compute
+            prompts.
         make_stream: the forward stream of each node.
-        moves: decode nodes are paired with each other too.
-        shares: all nodes are paired with all others, and what they are told of others' prefixes
-            they read, once they know what computing takes (`learn_what_computing_takes`).
-        own_models: each node has the weights in tensors of its own.
-        paired: wait until all nodes are.
-        config: fields of DecodeConfig. Who has lost all its owners waits for none, unless they
-            say so.
+        migrates: pair decode nodes with each other, too.
+        prefix_sharing: pair all nodes with each other. They fetch prefixes that hints name, once
+            they know the duration of a prompt (`learn_what_computing_takes`).
+        own_models: each node has its own copy of the weights.
+        paired: wait until all nodes are paired.
+        settings: fields of SchedulerConfig for all nodes, and of DecodeConfig. By default requests
+            do not wait for a lost prefill node.
     """
 
     def __init__(
@@ -89,64 +86,55 @@ class PairRig:
         prefill: Sequence[Size] = (Size(),),
         decode: Sequence[Size] = (Size(),),
         page_size: int = 16,
-        chunk_tokens: int = 64,
         context_length: int = 512,
-        overlap: bool = True,
-        scheduler: dict[str, Any] | None = None,
         transfer: TransferConfig = PATIENT,
         make_stream: Callable[[], DeviceStream] = WorkerStream,
-        moves: bool = False,
-        shares: PrefixSharingConfig | None = None,
+        migrates: bool = False,
+        prefix_sharing: PrefixSharingConfig | None = None,
         own_models: bool = False,
         paired: bool = True,
-        **config: Any,
+        **settings: Any,
     ) -> None:
         torch.set_num_threads(1)
         self._wake = WakeUp()
+        settings = {"chunked_prefill_tokens": 64, "reconnect_wait_s": 0.0, **settings}
+        scheduler = {name: settings.pop(name) for name in SCHEDULER if name in settings}
         common = Common(
             loaded,
             page_size,
             context_length,
-            {
-                "overlap_schedule": overlap,
-                "chunked_prefill_tokens": chunk_tokens,
-                **(scheduler or {}),
-            },
+            scheduler,
             transfer,
             make_stream,
             LoopbackBackend(),
             self._wake.wake,
-            shares or PrefixSharingConfig(enabled=False),
+            prefix_sharing or PrefixSharingConfig(enabled=False),
             own_models,
         )
-        all_read, moves = shares is not None, moves or shares is not None
-        port = ":1" if all_read else ""  # they are named in messages, where addresses have one
+        all_read = prefix_sharing is not None
+        migrates |= all_read
+        port = ":1" if all_read else ""  # messages name them by host and port
         self._exits = ExitStack()
         self._paired = paired
         self._numbers = itertools.count(1)
         self.wires = Wires()
-        made = [
-            prefill_node(
-                common,
-                1000 + i,
-                size,
-                *self._ends(f"prefill-{i}{port}", is_owner=True, is_reader=all_read),
-            )
+
+        def make(role: str, instance: int, size: Size, owner: bool, reader: bool, **fields) -> Node:
+            ours, theirs = socket_pair()
+            address = f"{role}-{instance % 1000}{port}"
+            front = self.wires.add(theirs, address, is_owner=owner, is_reader=reader)
+            return make_node(common, role, instance, size, front, ours, fields)
+
+        self.prefill = [
+            make("prefill", 1000 + i, size, owner=True, reader=all_read)
             for i, size in enumerate(prefill)
         ]
-        self.prefill = [node for node, _ in made]
-        self.faults = [faults for _, faults in made]  # of copies from prefill[i]
+        self.faults = [common.backend.faults(1000 + i) for i in range(len(prefill))]
         self.decode = [
-            decode_node(
-                common,
-                2000 + i,
-                size,
-                *self._ends(f"decode-{i}{port}", is_owner=moves),
-                {"reconnect_wait_s": 0.0, **config},
-            )
+            make("decode", 2000 + i, size, owner=migrates, reader=True, **settings)
             for i, size in enumerate(decode)
         ]
-        self._num_owners = len(prefill) + (len(decode) - 1 if moves else 0)
+        self._num_owners = len(prefill) + (len(decode) - 1 if migrates else 0)
         self._readers = self.nodes if all_read else self.decode
         self.asked: list[Asked] = []
         self._poll = select.poll()
@@ -157,7 +145,7 @@ class PairRig:
     def nodes(self) -> list[Node]:
         return [*self.prefill, *self.decode]
 
-    # The router's and the operator's words --------------------------------------------------------
+    # Requests and commands ------------------------------------------------------------------------
 
     def ask(
         self,
@@ -168,34 +156,34 @@ class PairRig:
         budget_s: float = 300.0,
         queue_s: float = math.inf,
         node: int = 0,
-        owners: Sequence[int] | None = None,
+        prefill: Sequence[int] | None = None,
         request_id: str = "",
         namespace: Namespace = SHARED,
         adapter: AdapterId = NO_ADAPTER,
-        engine_deaths: int = 0,
+        engine_crashes: int = 0,
         move_from: MigrateFrom | None = None,
         priority: int = 0,
         routing_key: int = 0,
         client: int = 0,
-        prefix_at: Sequence[PrefixHint] = (),
+        prefix_hints: Sequence[PrefixHint] = (),
         prediction: Sequence[int] = (),
         images: Sequence[Image] = (),
         **sampling: Any,
     ) -> Asked:
-        """Submits to a decode node. Greedy and deaf to EOS unless `sampling` says otherwise.
+        """Submit a request to a decode node. By default it is greedy and ignores EOS.
 
         Args:
-            owners: indices of prefill nodes in order of preference; None: all.
+            prefill: indices of prefill nodes in order of preference; None: all.
         """
         number = next(self._numbers)
         fields = {"temperature": 0.0, "seed": number, "ignore_eos": True, **sampling}
         asked = Asked(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, **fields))
-        asked.ticket, asked.moves = (1 << 63) + number, move_from is not None
+        asked.ticket, asked.migrates = (1 << 63) + number, move_from is not None
         asked.adapter, asked.images = adapter, tuple(images)
         self.asked.append(asked)
         router = self.decode[node].router
         router.asked[number] = asked
-        indices = range(len(self.prefill)) if owners is None else owners
+        indices = range(len(self.prefill)) if prefill is None else prefill
         router.inbox.append(
             SubmitRequest(
                 stream=STREAM,
@@ -207,7 +195,7 @@ class PairRig:
                     sampling=asked.sampling,
                     namespace=namespace,
                     adapter=adapter,
-                    engine_crashes=engine_deaths,
+                    engine_crashes=engine_crashes,
                     priority=priority,
                     routing_key=routing_key,
                     client=client,
@@ -217,7 +205,7 @@ class PairRig:
                 remaining=Remaining(budget_s, queue_s),
                 placement=Placement(
                     prefill_addresses=tuple(self.prefill[i].front.address for i in indices),
-                    prefix_hints=tuple(prefix_at),
+                    prefix_hints=tuple(prefix_hints),
                     ticket=asked.ticket,
                     move_from=move_from,
                     own_address=self.decode[node].front.address,
@@ -226,19 +214,25 @@ class PairRig:
         )
         return asked
 
+    def serve(self, *prompt: Any, **options: Any) -> Asked:
+        """Submit a request, and run until all have ended. For the arguments see `ask`."""
+        asked = self.ask(*prompt, **options)
+        self.run()
+        return asked
+
     def learn_what_computing_takes(self) -> None:
-        """Every prefill node, or decode node without any, computes as many prompts as it takes."""
+        """Let every node that computes prompts learn their duration."""
         for turn in range(9):
             for i in range(len(self.prefill)):
-                self.ask([200, turn], 1, owners=[i])
+                self.ask([200, turn], 1, prefill=[i])
             if not self.prefill:
                 for i in range(len(self.decode)):
                     self.ask([200, turn], 1, node=i)
             self.run()
 
     def move(self, asked: Asked, source: int, target: int) -> Asked:
-        """Submits a request that runs on one decode node to another, with the tokens that it has;
-        returns the second submission."""
+        """Submit a request that runs on one decode node to another one, with its tokens so far.
+        Return the second submission."""
         return self.ask(
             asked.prompt,
             generated=asked.tokens,
@@ -249,15 +243,18 @@ class PairRig:
             **msgspec.structs.asdict(asked.sampling),
         )
 
-    def moved_midway(self, asked: Asked) -> list[int]:
-        """Moves a request from the first decode node to the second once it generates, and runs
-        until all have ended; returns the tokens of both submissions."""
-        self.until(lambda: len(asked.tokens) >= 4, "it generates")
+    def moved_midway(self, asked: Asked, num_tokens: int = 4) -> list[int]:
+        """Move a request from the first decode node to the second once it has so many tokens, and
+        run until all have ended. Return the client's tokens. The second submission repeats the
+        tokens that the first one sent meanwhile."""
+        self.until(lambda: len(asked.tokens) >= num_tokens, "it generates")
         num_known = len(asked.tokens)
         successor = self.move(asked, 0, 1)
         self.until_granted(0)
         self.run()
         assert asked.reason is FinishReason.MOVED
+        repeated = asked.tokens[num_known:]
+        assert successor.tokens[: len(repeated)] == repeated
         return asked.tokens[:num_known] + successor.tokens
 
     def cancel(self, asked: Asked, node: int = 0) -> None:
@@ -267,13 +264,13 @@ class PairRig:
         self.decode[node].router.inbox.append(RouterStreamClosed(STREAM))
 
     def tell(self, node: Node, command: Command) -> None:
-        """Give a node a command."""
+        """Send a command to a node."""
         node.router.inbox.append(NodeCall(next(self._numbers), command))
 
     # Turns ----------------------------------------------------------------------------------------
 
     def turn(self, *nodes: Node) -> None:
-        """One turn of every node, or of these; naps if nothing moves."""
+        """Give every node a turn, or these nodes. Sleep briefly if there was no work."""
         self._wake.clear()
         moved = self.wires.pump()
         for node in nodes or self.nodes:
@@ -283,13 +280,9 @@ class PairRig:
             self._poll.poll(NAP_S * 1000.0)
 
     def until(
-        self,
-        condition: Callable[[], object],
-        what: str,
-        *nodes: Node,
-        timeout_s: float = TIMEOUT_S,
+        self, condition: Callable[[], object], what: str, *nodes: Node, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Gives turns to every node, or to these, until `condition` is true."""
+        """Give turns to every node, or to these, until `condition` is true."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -298,27 +291,29 @@ class PairRig:
             self.turn(*nodes)
 
     def until_news(self, condition: Callable[[], object], what: str, node: Node) -> None:
-        """Until `condition`, with a turn for `node` only where its transfer thread has something
-        for it: in between its requests do not go on, and the others have turns."""
+        """Give turns until `condition` is true. `node` gets one only when its transfer thread has
+        something for it, so that its requests do not continue in between."""
         others = [one for one in self.nodes if one is not node]
         while not condition():
-            self.until(lambda: node.news, what, *others)
+            self.until(lambda: node.router.woken.is_set(), what, *others)
             self.turn(node)
 
     def until_granted(self, source: int) -> None:
-        """Until the decode node is to stop a request that has just been asked to move away. Its
-        requests cannot end before, however slow the transfer threads are."""
-        node, before = self.decode[source], self._num_moves_granted()
-        self.until_news(lambda: self._num_moves_granted() > before, "the move is granted", node)
+        """Run until the decode node gets the Grant of a migration that has just been requested. Its
+        requests cannot end before that, even if the transfer threads are slow."""
+        node, before = self.decode[source], self._num_migrations_granted()
+        self.until_news(
+            lambda: self._num_migrations_granted() > before, "the migration is granted", node
+        )
         self.settle()
         self.turn(node)
 
-    def _num_moves_granted(self) -> int:
-        return sum(isinstance(one, GrantHandoff) and one.room_tokens > 0 for one in self.wires.seen)
+    def _num_migrations_granted(self) -> int:
+        return sum(one.room_tokens > 0 for one in self.wires.said(GrantHandoff))
 
     def settle(self) -> None:
-        """Until all transfer threads have dealt with all that has been said, and with what they
-        have said to each other since. No node gets a turn."""
+        """Run until all transfer threads have handled all messages, and the messages that these
+        caused. No node gets a turn."""
         moved = True
         while moved:
             for node in self.nodes:
@@ -326,14 +321,14 @@ class PairRig:
             moved = self.wires.pump()
 
     def let_time_pass(self, until: float) -> None:
-        """No node gets a turn before time.monotonic() is `until`; messages go on."""
+        """Deliver messages until time.monotonic() is `until`. No node gets a turn."""
         while (left_s := until - time.monotonic()) > 0:
             self.wires.pump()
             self._poll.poll(1000.0 * min(left_s, NAP_S))
             self._wake.clear()
 
     def run(self, *asked: Asked) -> None:
-        """Until these requests, or all, have ended."""
+        """Run until these requests, or all, have ended."""
         awaited = asked or tuple(self.asked)
         self.until(lambda: all(one.ended for one in awaited), "the requests end")
 
@@ -341,23 +336,23 @@ class PairRig:
         awaited = nodes or tuple(self.nodes)
         self.until(
             lambda: all(node.holds_nothing for node in awaited),
-            "nothing is held any more",
+            "no page is held",
             timeout_s=timeout_s,
         )
 
     def until_paired(self) -> None:
         self.until(
-            lambda: all(len(node.desk.links) == self._num_owners for node in self._readers),
+            lambda: all(len(node.control.links) == self._num_owners for node in self._readers),
             "all nodes are paired",
         )
 
     def flush(self, *nodes: Node) -> None:
-        """Empties the prefix caches of nodes at rest."""
+        """Empty the prefix caches of nodes at rest."""
         self.until_free()
         for node in nodes:
             node.role.scheduler.flush_cache()
 
-    # Life -----------------------------------------------------------------------------------------
+    # Start and end --------------------------------------------------------------------------------
 
     def __enter__(self) -> "PairRig":
         self._exits.callback(self.wires.close)
@@ -384,11 +379,3 @@ class PairRig:
                 self.until_free()
                 for node in self.nodes:
                     node.check_at_rest()
-
-    def _ends(
-        self, address: str, *, is_owner: bool, is_reader: bool = True
-    ) -> tuple[FrontEnd, FrameSocket[PairInput]]:
-        """The front of a node, and its transfer thread's socket to it."""
-        ours, theirs = socket_pair()
-        front = self.wires.add(theirs, address, is_owner=is_owner, is_reader=is_reader)
-        return front, FrameSocket(ours, PairInput)
