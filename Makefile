@@ -28,7 +28,7 @@ up: $(SERVES)
 	@$(BIN)/baton up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: $(TESTS)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 4 --cpu-by-file 25 $(ARGS)
+	$(BIN)/python -m pytest --workers 3 --cpu-by-file 25 $(ARGS)
 
 test-long: $(TESTS)
 	$(BIN)/python -m pytest -m long $(ARGS)
