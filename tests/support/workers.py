@@ -20,6 +20,7 @@ from _pytest.capture import CaptureManager
 from _pytest.terminal import TerminalReporter
 
 from common.process.leash import follow_parent
+from tests.support import fork_server
 
 _number = 0  # of this worker: later ones in place of dead ones have the same
 
@@ -150,6 +151,7 @@ def _be_worker(session: pytest.Session, connection: Connection, number: int, par
     code = 1
     try:
         follow_parent(parent, signal.SIGTERM)
+        fork_server.fork_from_this_process()
         _apart(session.config.pluginmanager)
         session.config.pluginmanager.register(_Reporter(session.config, connection))
         _run_files(session, connection)
