@@ -84,6 +84,7 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             1,
             20_000,
             id="full-prefix-hit-and-tiny-pools",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             Plan(
@@ -136,7 +137,12 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             Plan((3,), (0,)), PATIENT, 2, 50_000, id="one-two-faults", marks=pytest.mark.long
         ),
         pytest.param(
-            Plan((7,), (0,), asynchronous=True), PATIENT, 1, 17_000, id="events-cross-commands"
+            Plan((7,), (0,), asynchronous=True),
+            PATIENT,
+            1,
+            17_000,
+            id="events-cross-commands",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             Plan((7,), (0,), late_owner=True), PATIENT, 1, 13_000, id="commands-cross-events"
