@@ -4,6 +4,7 @@ Set before any module that reads it is imported. Processes that tests start inhe
 """
 
 import asyncio
+import atexit
 import functools
 import gc
 import inspect
@@ -36,7 +37,7 @@ sys.dont_write_bytecode = False
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # or a kernel could not even be called without a GPU
 
-pytest_plugins = ["tests.support.cpu_seconds"]
+pytest_plugins = ["tests.support.cpu_seconds", "tests.support.workers"]
 
 settings.load_profile("ci")  # the same examples everywhere, however long each takes
 
@@ -45,7 +46,8 @@ settings.load_profile("ci")  # the same examples everywhere, however long each t
 def pytest_collection() -> Generator[None, object, object]:
     """Collect without garbage collection, which takes a fifth of the time and finds nothing.
 
-    All modules and tests stay until the end, so later collections need not look at them either.
+    All modules and tests stay until the end, so later collections need not look at them either,
+    and forked workers share their memory.
     """
     gc.disable()
     try:
@@ -55,8 +57,9 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or extension modules would report leaks at the end of the process
+# At the end of the process, or extension modules would report leaks. Not earlier, because pytest
+# collects garbage several times at the end of a run.
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -102,16 +105,6 @@ def _missing(items: list[pytest.Item]) -> dict[str, str]:
         for name, number in wanted.items()
         if count < number
     }
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
-    """With `--dist loadfile` xdist would give it to the next worker, which would die of it too."""
-    waiting, assigned = (getattr(sched, name, {}) for name in ("workqueue", "assigned_work"))
-    for files in (waiting, *assigned.values()):
-        for tests in files.values():
-            if crashitem in tests:
-                tests[crashitem] = True
 
 
 # A test that hangs fails alone: pytest-timeout's signal ends what waits in the main thread, but

@@ -34,36 +34,39 @@ SHAPES = ((384, 128), (320, 64), (64, 96), (1000, 72), (1, 16), (65, 601))
 packs = pytest.mark.skipif(not onednn.packs_bfloat16(), reason="no packed products here")
 multiplies_int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
 F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
-COMPILED = operators_here()
 
 
-def in_panels(dtype):
-    """A mark for tests of the products that are compiled for matrices of a dtype."""
-    there = COMPILED is not None and COMPILED.multiplies(dtype)
-    return pytest.mark.skipif(not there, reason="no such compiled product here")
+def compiled(dtype):
+    """Return the products that are compiled for matrices of a dtype, or skip the test."""
+    operators = operators_here()
+    if operators is None or not operators.multiplies(dtype):
+        pytest.skip("no such compiled product here")
+    return operators
+
+
+def panels(dtype):
+    return PanelForm(dtype, compiled(dtype))
+
+
+def int8_panels():
+    return Int8PanelForm(compiled(I8))
 
 
 # With the dtype of inputs and outputs, and the bound of errors in units of an output's usual size.
 FORMS = [
-    pytest.param(DenseForm(CPU, F32), F32, 3e-6, id="dense float32"),
-    pytest.param(DenseForm(CPU, BF16), BF16, 2e-2, id="dense bfloat16"),
-    pytest.param(PackedForm(BF16), BF16, 2e-2, id="packed bfloat16", marks=packs),
-    pytest.param(Int8Form(), BF16, 6e-2, id="int8 of bfloat16", marks=multiplies_int8),
-    pytest.param(Int8Form(), F32, 5e-2, id="int8 of float32", marks=multiplies_int8),
-    pytest.param(PanelForm(F32, COMPILED), F32, 3e-6, id="float32 panels", marks=in_panels(F32)),
-    pytest.param(
-        PanelForm(BF16, COMPILED), BF16, 2e-2, id="bfloat16 panels", marks=in_panels(BF16)
-    ),
-    pytest.param(
-        Int8PanelForm(COMPILED), BF16, 6e-2, id="int8 panels of bfloat16", marks=in_panels(I8)
-    ),
-    pytest.param(
-        Int8PanelForm(COMPILED), F32, 5e-2, id="int8 panels of float32", marks=in_panels(I8)
-    ),
+    pytest.param(lambda: DenseForm(CPU, F32), F32, 3e-6, id="dense float32"),
+    pytest.param(lambda: DenseForm(CPU, BF16), BF16, 2e-2, id="dense bfloat16"),
+    pytest.param(lambda: PackedForm(BF16), BF16, 2e-2, id="packed bfloat16", marks=packs),
+    pytest.param(Int8Form, BF16, 6e-2, id="int8 of bfloat16", marks=multiplies_int8),
+    pytest.param(Int8Form, F32, 5e-2, id="int8 of float32", marks=multiplies_int8),
+    pytest.param(lambda: panels(F32), F32, 3e-6, id="float32 panels"),
+    pytest.param(lambda: panels(BF16), BF16, 2e-2, id="bfloat16 panels"),
+    pytest.param(int8_panels, BF16, 6e-2, id="int8 panels of bfloat16"),
+    pytest.param(int8_panels, F32, 5e-2, id="int8 panels of float32"),
 ]
 INT8 = [
-    pytest.param(Int8Form(), marks=multiplies_int8, id="oneDNN"),
-    pytest.param(Int8PanelForm(COMPILED), marks=in_panels(I8), id="panels"),
+    pytest.param(Int8Form, marks=multiplies_int8, id="oneDNN"),
+    pytest.param(int8_panels, id="panels"),
 ]
 
 
@@ -73,8 +76,11 @@ def drawn(*shape, seed=0):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("form, dtype, bound", FORMS)
-def test_a_product_is_near_the_exact_one_at_any_number_of_rows(form, dtype, bound, biased, shape):
+@pytest.mark.parametrize("make_form, dtype, bound", FORMS)
+def test_a_product_is_near_the_exact_one_at_any_number_of_rows(
+    make_form, dtype, bound, biased, shape
+):
+    form = make_form()
     weight = drawn(*shape)
     bias = drawn(shape[0], seed=1).to(dtype) if biased else None
     linear = form.hold(weight, bias)
@@ -86,8 +92,9 @@ def test_a_product_is_near_the_exact_one_at_any_number_of_rows(form, dtype, boun
         assert ((y - exact).abs() <= bound * shape[1] ** 0.5).all()
 
 
-@pytest.mark.parametrize("form, dtype, bound", FORMS)
-def test_rows_between_other_columns_are_read_where_they_are(form, dtype, bound):
+@pytest.mark.parametrize("make_form, dtype, bound", FORMS)
+def test_rows_between_other_columns_are_read_where_they_are(make_form, dtype, bound):
+    form = make_form()
     linear = form.hold(drawn(96, 64), None)
     wide = drawn(5, 128, seed=2).to(dtype)
     torch.testing.assert_close(
@@ -95,8 +102,9 @@ def test_rows_between_other_columns_are_read_where_they_are(form, dtype, bound):
     )
 
 
-@pytest.mark.parametrize("form, dtype, bound", FORMS)
-def test_what_is_held_does_not_change_with_what_was_stored(form, dtype, bound):
+@pytest.mark.parametrize("make_form, dtype, bound", FORMS)
+def test_what_is_held_does_not_change_with_what_was_stored(make_form, dtype, bound):
+    form = make_form()
     stored, x = drawn(96, 64).to(dtype), drawn(3, 64, seed=2).to(dtype)
     linear = form.hold(stored, None)
     before = linear.apply(x)
@@ -104,15 +112,17 @@ def test_what_is_held_does_not_change_with_what_was_stored(form, dtype, bound):
     assert torch.equal(linear.apply(x), before)
 
 
-@pytest.mark.parametrize("form, dtype, bound", FORMS)
-def test_the_bytes_that_are_told_are_those_that_are_taken(form, dtype, bound):
+@pytest.mark.parametrize("make_form, dtype, bound", FORMS)
+def test_the_bytes_that_are_told_are_those_that_are_taken(make_form, dtype, bound):
+    form = make_form()
     for rows, columns in SHAPES:
         assert form.hold(drawn(rows, columns), None).nbytes == form.num_bytes(rows, columns)
 
 
-@pytest.mark.parametrize("form, dtype, bound", FORMS)
-def test_experts_are_near_their_exact_sum_at_any_number_of_rows(form, dtype, bound):
+@pytest.mark.parametrize("make_form, dtype, bound", FORMS)
+def test_experts_are_near_their_exact_sum_at_any_number_of_rows(make_form, dtype, bound):
     """In stacks or each by itself; nobody may want an expert, or all the same one."""
+    form = make_form()
     count, hidden, inner, k = 5, 96, 64, 2
     stored = [
         (drawn(2 * inner, hidden, seed=2 * n) / 9, drawn(hidden, inner, seed=2 * n + 1) / 8)
@@ -151,8 +161,9 @@ def test_a_torch_without_packed_products_computes_with_plain_ones(monkeypatch):
     assert form_of(CPU, torch.bfloat16, "none") == DenseForm(CPU, torch.bfloat16)
 
 
-@pytest.mark.parametrize("form", INT8)
-def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it(form):
+@pytest.mark.parametrize("make_form", INT8)
+def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it(make_form):
+    form = make_form()
     linear = form.hold(drawn(384, 128), drawn(384, seed=1))
     x = drawn(40, 128, seed=2) * torch.logspace(-6, 6, 40)[:, None]
     together = linear.apply(x)
@@ -160,9 +171,10 @@ def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it(form):
     assert torch.equal(together[:3], linear.apply(x[:3]))
 
 
-@pytest.mark.parametrize("form", INT8)
-def test_rows_and_channels_in_int8_have_scales_of_their_own(form):
+@pytest.mark.parametrize("make_form", INT8)
+def test_rows_and_channels_in_int8_have_scales_of_their_own(make_form):
     """Large ones take nothing from the precision of small ones beside them."""
+    form = make_form()
     sizes = torch.logspace(-4, 4, 12)
     weight, x = drawn(12, 256) * sizes[:, None], drawn(12, 256, seed=2) * sizes[:, None]
     exact = x @ weight.T
@@ -170,15 +182,17 @@ def test_rows_and_channels_in_int8_have_scales_of_their_own(form):
     assert error.abs().max() <= 5e-2 * 256**0.5
 
 
-@pytest.mark.parametrize("form", INT8)
-def test_a_row_of_zeros_in_int8_gives_the_bias(form):
+@pytest.mark.parametrize("make_form", INT8)
+def test_a_row_of_zeros_in_int8_gives_the_bias(make_form):
+    form = make_form()
     bias = drawn(96, seed=1)
     linear = form.hold(torch.cat([drawn(95, 64), torch.zeros(1, 64)]), bias)
     assert torch.equal(linear.apply(torch.zeros(2, 64)), bias.expand(2, -1))
 
 
-@pytest.mark.parametrize("form", INT8)
-def test_a_large_matrix_is_quantised_as_its_channels_are_alone(form):
+@pytest.mark.parametrize("make_form", INT8)
+def test_a_large_matrix_is_quantised_as_its_channels_are_alone(make_form):
+    form = make_form()
     weight, x = drawn(3000, 2048), drawn(2, 2048, seed=2)
     linear = form.hold(weight, None)
     for rows in (slice(0, 5), slice(2040, 2056), slice(2990, 3000)):
@@ -188,16 +202,13 @@ def test_a_large_matrix_is_quantised_as_its_channels_are_alone(form):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_row_in_panels_gives_the_same_to_the_bit_whatever_is_beside_it(dtype):
-    if COMPILED is None or not COMPILED.multiplies(dtype):
-        pytest.skip("no such compiled product here")
-    linear = PanelForm(dtype, COMPILED).hold(drawn(200, 1500), None)
+    linear = panels(dtype).hold(drawn(200, 1500), None)
     x = drawn(500, 1500, seed=2).to(dtype)
     together = linear.apply(x)
     for start, end in ((0, 1), (5, 7), (383, 386), (100, 480)):
         assert torch.equal(linear.apply(x[start:end]), together[start:end])
 
 
-@in_panels(I8)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_sums_in_int8_panels_are_those_of_integers(dtype):
     weight, bias, x = (
@@ -205,7 +216,7 @@ def test_sums_in_int8_panels_are_those_of_integers(dtype):
         drawn(130, seed=1).to(dtype),
         drawn(37, 999, seed=2).to(dtype),
     )
-    linear = Int8PanelForm(COMPILED).hold(weight, bias)
+    linear = int8_panels().hold(weight, bias)
     numbers, scales = rounded(weight)
     steps = 1e-30 + x.float().abs().amax(-1, keepdim=True) * torch.tensor(1 / 127.0)
     bytes = (x.float() / steps + 128.5).floor() - 128
@@ -214,17 +225,15 @@ def test_sums_in_int8_panels_are_those_of_integers(dtype):
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
-@in_panels(I8)
 def test_a_row_in_int8_that_is_not_finite_gives_nothing_finite(wrong):
     x = drawn(3, 64)
     x[1, 40] = wrong
-    y = Int8PanelForm(COMPILED).hold(drawn(96, 64), None).apply(x)
+    y = int8_panels().hold(drawn(96, 64), None).apply(x)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
-@in_panels(F32)
 def test_large_matrices_start_on_a_huge_page_and_small_ones_where_there_is_room():
-    form = PanelForm(F32, COMPILED)
+    form = panels(F32)
     large, small = (form.hold(torch.ones(rows, 1024), None) for rows in (1000, 64))
     assert large.weight.data_ptr() % (2 << 20) == 0
     for linear in (large, small):

@@ -268,17 +268,17 @@ def test_rows_with_adapters_are_those_of_models_with_them_in_their_weights(
         reference = reference_model(directory)
         make_adapter(tmp_path / name, reference, seed=seed, rank=rank, modules=modules)
     lora = LoraConfig(adapter_dir=tmp_path, preload=tuple(names), max_loras=2, max_rank=8)
-    prompts = [prompt(length, seed) for seed, length in enumerate([1, 16, 70, 33, 100, 17])]
+    prompts = [prompt(length, seed) for seed, length in enumerate([1, 16, 70, 33, 40, 17])]
     wanted = [*names, "", *names, ""]
     steps = Steps(model, num_slots=len(prompts), lora=lora)
-    told = steps.generate(prompts, 8, chunk=32, adapters=wanted)
+    told = steps.generate(prompts, 4, chunk=32, adapters=wanted)
     steps.close()
     for name in ("", *names):
         reference = reference_model(directory)
         if name:
             merge(reference, tmp_path / name)
         rows = [row for row, each in enumerate(wanted) if each == name]
-        expected = greedy_tokens(reference, [prompts[row] for row in rows], 8)
+        expected = greedy_tokens(reference, [prompts[row] for row in rows], 4)
         assert [told[row] for row in rows] == expected
 
 

@@ -1,4 +1,6 @@
+import inspect
 import random
+import sys
 import tracemalloc
 
 import numpy as np
@@ -163,18 +165,23 @@ def test_the_lineage_names_the_nodes_of_a_path():
     assert books.cache.lineage(ints([9] * 8)) == ()
 
 
-def test_a_conversation_of_a_thousand_turns_makes_a_tree_that_deep():
-    """Deeper than the interpreter's stack."""
-    books = Books(num_pages=1300)
-    tokens = [turn for turn in range(1200) for _ in range(SIZE)]
+def test_a_conversation_of_many_turns_makes_a_tree_that_is_deeper_than_the_stack():
+    turns = 300
+    books = Books(num_pages=turns)
+    tokens = [turn for turn in range(turns) for _ in range(SIZE)]
     pages = books.begin(tokens)
-    for num_pages in range(1, 1201):
-        books.cache.insert(ints(tokens[: num_pages * SIZE]), PageHolding.of(pages))
-    books.end(tokens, pages)
-    assert len(books.cache.lineage(ints(tokens))) == 1200
-    assert books.cache.evict(100) == 100
-    books.check()
-    assert books.cache.flush() == 1100
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + turns // 2)
+    try:
+        for num_pages in range(1, turns + 1):
+            books.cache.insert(ints(tokens[: num_pages * SIZE]), PageHolding.of(pages))
+        books.end(tokens, pages)
+        assert len(books.cache.lineage(ints(tokens))) == turns
+        assert books.cache.evict(100) == 100
+        books.check()
+        assert books.cache.flush() == turns - 100
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_a_namespace_finds_nothing_of_another_and_keeps_its_own():

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ),
         pytest.param("gemma2", "bfloat16", "graphs", {}, marks=pytest.mark.long),
         pytest.param("llama", "float32", "eager", {}, marks=pytest.mark.long),
-        ("qwen2_moe", "bfloat16", "graphs", {}),
+        pytest.param("qwen2_moe", "bfloat16", "graphs", {}, marks=pytest.mark.long),
         pytest.param("dots1", "bfloat16", "eager", {}, marks=pytest.mark.long),
         pytest.param(
             "qwen3_next", "bfloat16", "eager", {"linear_num_value_heads": 8}, marks=pytest.mark.long

@@ -11,7 +11,6 @@ from tests.support.devices import operators_here
 from tests.support.steps import Steps
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
-COMPILED = operators_here()
 WINDOWED = {
     "use_sliding_window": True,
     "sliding_window": 9,
@@ -61,7 +60,7 @@ def logits(model, stack):
 def test_one_call_gives_what_layers_give_one_by_one(
     tmp_path, architecture, dtype, quantize, multiplied
 ):
-    if not COMPILED.multiplies(multiplied):
+    if not operators_here().multiplies(multiplied):
         pytest.skip("no such compiled product here")
     directory = make_checkpoint(tmp_path, architecture, **MODELS[architecture])
     model = load(directory, CPU, dtype, quantize)

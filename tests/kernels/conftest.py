@@ -8,10 +8,13 @@ import torch
 
 from kernels import device
 from kernels.cpu.operators import Operators
+from tests.support import interpreter
 from tests.support.devices import operators_here
 
 # In Triton's interpreter where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if device.INTERPRETED:
+    interpreter.patch_language_once()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

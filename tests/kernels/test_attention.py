@@ -62,16 +62,15 @@ def test_scores_are_capped(implementation):
     case.check(7, soft_cap=2.0)
 
 
-@pytest.mark.parametrize("window", [None, 7, 600])
+@pytest.mark.parametrize("window", [None, 7, 550])
 def test_a_sink_takes_its_share_of_every_query(implementation, window):
     """Sinks that take next to nothing, some, and nearly all; of rows in one piece and in several,
     alone in a chunk or one of many."""
-    case = Case([(17, 17), (2, 30), (1, 20), (1, 1300), (1, 1)], heads=6, page_size=16)
+    case = Case([(17, 17), (2, 30), (1, 20), (1, 600), (1, 1)], heads=6, page_size=16)
     sinks = torch.tensor([-40.0, -1.0, 0.0, 1.5, 6.0, 40.0], device=case.q.device)
     case.check(window, sinks=sinks, atol=1e-5, rtol=1e-4)
-    case.check(window, 2.0, sinks, atol=1e-5, rtol=1e-4)
     half = sinks.to(torch.bfloat16)
-    case.check(window, sinks=half, atol=1e-5, rtol=1e-4)
+    case.check(window, 2.0, half, atol=1e-5, rtol=1e-4)
 
 
 def test_padding_rows_with_sinks_are_zero(implementation):
@@ -117,7 +116,7 @@ def test_production_shapes(
 
 def test_long_rows_are_taken_in_pieces(implementation):
     """Around several pieces of keys, with windows that begin inside one."""
-    rows = [(1, 1300), (1, 512), (1, 513), (1, 3), (1, 1024)]
+    rows = [(1, 1030), (1, 512), (1, 513), (1, 3)]
     case = Case(rows, heads=7, kv_heads=1, head_dim=24, page_size=32)
     case.q *= 5
     case.check(atol=1e-5, rtol=1e-4)

@@ -75,9 +75,9 @@ def test_every_layer_finds_the_scratch_as_the_first_one_did(monkeypatch, heads, 
     monkeypatch.setattr(decode_plan, "MIN_TILES", 1)
     case = Case(SKEWED, heads=heads, kv_heads=kv_heads)
     plan = case.plan()
-    layers = [paged_attention(case.q, case.kv, plan, scale=SCALE) for _ in range(3)]
+    layers = [paged_attention(case.q, case.kv, plan, scale=SCALE) for _ in range(2)]
     torch.testing.assert_close(layers[0].double(), case.expected(), atol=2e-6, rtol=1e-5)
-    assert torch.equal(layers[0], layers[1]) and torch.equal(layers[0], layers[2])
+    assert torch.equal(*layers)
 
 
 def test_a_window_drops_the_tiles_before_it():

@@ -42,15 +42,18 @@ def exact(x, gate_up, down, weights, ids, activation):
     return out
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    "shape, activation",
+    [*((shape, "silu") for shape in SHAPES), (SHAPES[-1], "gelu"), (SHAPES[-1], "gelu_tanh")],
+    ids=str,
+)
 def test_each_token_gets_the_sum_of_its_experts(implementation, shape, activation):
     given = drawn(*shape)
     actual = grouped_mlp(*given, activation)
     torch.testing.assert_close(actual.double(), exact(*given, activation), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], *SHAPES[3:]], ids=str)
 def test_gpt_oss_experts_have_biases_and_gates_that_are_clamped(implementation, shape):
     x, gate_up, down, weights, ids = drawn(*shape)
     gate_up *= 5  # beyond the limit, on either side

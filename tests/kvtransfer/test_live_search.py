@@ -89,7 +89,9 @@ EACH_OTHER = Stop(runs=1, asks=(2, 1)), Stop(runs=2, asks=(1, 0))
     "way, rooms, only, faults, states",
     [
         pytest.param(THERE_AND_BACK, 1, ("cancel", "pause is over"), 1, 9_500, id="there-and-back"),
-        pytest.param(EACH_OTHER, 1, ("end",), 1, 13_000, id="each-other-in-one-room"),
+        pytest.param(
+            EACH_OTHER, 1, ("end",), 1, 13_000, id="each-other-in-one-room", marks=pytest.mark.long
+        ),
         pytest.param(
             EACH_OTHER, 2, (), 0, 14_500, id="each-other-in-two-rooms", marks=pytest.mark.long
         ),

@@ -82,7 +82,13 @@ def test_no_interleaving_of_fetches_breaks_an_invariant(
     [
         # What one needs is what it lends.
         pytest.param(("evict",), 2, 1_400, id="no-page-to-spare"),
-        pytest.param(("read is late", "forget", "link breaks"), 4, 4_200, id="pages-for-both"),
+        pytest.param(
+            ("read is late", "forget", "link breaks"),
+            4,
+            4_200,
+            id="pages-for-both",
+            marks=pytest.mark.long,
+        ),
         pytest.param((), 2, 38_000, id="any-fault", marks=pytest.mark.long),
     ],
 )

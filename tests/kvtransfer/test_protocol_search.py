@@ -57,6 +57,7 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             PATIENT,
             1,
             20_000,
+            long=True,
         ),
         case(
             "full-prefix-hit-and-small-pools",
@@ -86,7 +87,14 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             1,
             500,
         ),
-        case("events-cross-commands", Plan((7,), (0,), asynchronous=True), PATIENT, 1, 17_000),
+        case(
+            "events-cross-commands",
+            Plan((7,), (0,), asynchronous=True),
+            PATIENT,
+            1,
+            17_000,
+            long=True,
+        ),
         case("commands-cross-events", Plan((7,), (0,), late_owner=True), PATIENT, 1, 13_000),
         case(
             "two-owners-one-fault",

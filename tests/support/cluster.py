@@ -8,6 +8,7 @@ failure inside it carries the ends of all logs.
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -58,7 +59,7 @@ from protos.router_pb2 import (
 )
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-from tests.support import fork_server
+from tests.support import fork_server, workers
 from tests.support.certificates import flags as tls_flags
 from tests.support.http_client import get
 from tests.support.island import Island
@@ -70,16 +71,22 @@ RPC_S = 120.0
 WAIT_S = 120.0  # for whatever a test waits for
 POLL_S = 0.02
 NUM_PAGES = 512
-# Below the range that the system takes ports of outgoing connections from; of each worker of
-# pytest-xdist its own, and none twice before all have been taken.
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-FREE_PORTS = range(20000 + WORKER % 4 * 3000, 23000 + WORKER % 4 * 3000)
-CANDIDATES = itertools.cycle(random.sample(FREE_PORTS, len(FREE_PORTS)))
 # However long the machine of a test takes for a beat, nobody is taken for silent.
 PATIENT_NODE = ("--transfer.max-missed-heartbeats=600", "--engine-heartbeat-timeout-s=600")
 PATIENT_ROUTER = ("--suspect-after-s=600", "--dead-after-s=600")
 # As environment of a cluster: what tests/support/poisoned does to its engines.
 POISONED = {"PYTHONPATH": f"{ROOT / 'tests/support/poisoned'}{os.pathsep}{ROOT}"}
+
+
+@functools.cache
+def _candidates(worker: int) -> Iterator[int]:
+    """Return ports of one worker, below the range of outgoing connections.
+
+    A port is repeated only after all others.
+    """
+    first = 20000 + worker % 4 * 3000
+    ports = range(first, first + 3000)
+    return itertools.cycle(random.sample(ports, len(ports)))
 
 
 def slowed(step_s: float) -> dict[str, str]:
@@ -695,7 +702,7 @@ def free_ports(count: int) -> Iterator[int]:
     """Ports that nothing listens on now."""
     chosen: set[int] = set()
     while len(chosen) < count:
-        port = next(CANDIDATES)
+        port = next(_candidates(workers.number()))
         if _is_free(port):
             chosen.add(port)
     return iter(chosen)
@@ -704,7 +711,7 @@ def free_ports(count: int) -> Iterator[int]:
 def free_row(count: int) -> range:
     """Return `count` consecutive free ports, for processes that count up from the first."""
     while True:
-        first = next(CANDIDATES)
+        first = next(_candidates(workers.number()))
         row = range(first, first + count)
         if all(map(_is_free, row)):
             return row

@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import pytest
 
-_ATTRIBUTE = "cpu_s"  # of a report: xdist sends it from its workers to the first process
+_ATTRIBUTE = "cpu_s"  # of a report: workers send it to the first process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +29,12 @@ class _Account:
     def __init__(self, most: int) -> None:
         self._most = most
         self._by_file: Counter[str] = Counter()
+        self._last = 0.0
+
+    def pytest_collection_finish(self) -> None:
+        self._by_file["collection"] = _used()
+
+    def pytest_runtest_logstart(self) -> None:
         self._last = _used()
 
     @pytest.hookimpl(wrapper=True)

@@ -10,12 +10,14 @@ the program had been started by exec. Of a node the engine process is forked too
 Other commands are started by exec, and so is everything that tests start otherwise, `baton up` for
 example.
 
-`python -m tests.support.fork_server DESCRIPTOR` is the server.
+`python -m tests.support.fork_server DESCRIPTOR` is the server. A worker of `--workers` forks its
+server from itself, because it has imported everything already.
 """
 
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import json
@@ -29,8 +31,9 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
@@ -43,7 +46,7 @@ PROGRAMS = {"router", "tests.support.stub_node", *_NODES}
 _ENGINE = "node.engine_main"
 # Read by an interpreter or a library when it is loaded: each combination needs its own server.
 _EARLY = (
-    "PYTHON",
+    "PYTHONHASHSEED",
     "LD_",
     "OMP_",
     "GOMP_",
@@ -162,14 +165,17 @@ def start(
     standard: Sequence[int],
 ) -> "_Forked":
     """Start `python -m MODULE ARGUMENTS` with these three standard files."""
-    early = tuple(sorted((k, v) for k, v in environment.items() if k.startswith(_EARLY)))
     request = {
         "module": module,
         "arguments": arguments,
         "environment": dict(environment),
         "directory": str(directory),
     }
-    return _Server.of(early).ask(request, standard)
+    return _Server.of(_early(environment)).ask(request, standard)
+
+
+def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((k, v) for k, v in environment.items() if k.startswith(_EARLY)))
 
 
 def _of_leashed(command: Sequence[str]) -> tuple[str, list[str]]:
@@ -181,26 +187,35 @@ def _of_leashed(command: Sequence[str]) -> tuple[str, list[str]]:
     return "", []
 
 
+def fork_from_this_process() -> None:
+    """Fork the server of programs that have this process's early variables.
+
+    Call this in a process with one thread, before it starts anything.
+    """
+    _servers[_early(os.environ)] = _Server(_fork)
+
+
+_servers: dict[tuple[tuple[str, str], ...], "_Server"] = {}
+
+
 class _Server:
-    """A server process, as the process that asks it."""
+    """A server process, as the process that asks it.
+
+    Args:
+        start: starts the process, which has the given end of a socket.
+    """
 
     @staticmethod
-    @cache
     def of(early: tuple[tuple[str, str], ...]) -> "_Server":
-        return _Server(dict(early))
+        if early not in _servers:
+            _servers[early] = _Server(partial(_exec, dict(early)))
+        return _servers[early]
 
-    def __init__(self, early: Mapping[str, str]) -> None:
+    def __init__(self, start: "Callable[[socket.socket], subprocess.Popen[bytes] | _Forked]"):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_START_S)
-        kept = {name: text for name, text in os.environ.items() if not name.startswith(_EARLY)}
-        environment = {**kept, **early}
-        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
         with theirs:
-            # Without a leash, which would also end with the calling thread. The server ends when
-            # this process, and with it the other end of the socket, is gone.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()]
-            )
+            self._process = start(theirs)
         atexit.register(self._end)
 
     def _end(self) -> None:
@@ -221,6 +236,47 @@ class _Server:
         return _Forked(int(reply))
 
 
+def _exec(early: Mapping[str, str], theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(_EARLY)}
+    # Without a leash, which would also end with the calling thread. The server ends when this
+    # process, and with it the other end of the socket, is gone.
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        env={**kept, **early},
+        pass_fds=[theirs.fileno()],
+    )
+
+
+def _fork(theirs: socket.socket) -> _Forked:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            _be_like_new(theirs.fileno())
+            main(theirs.fileno())
+            code = 0
+        except BaseException:  # noqa: BLE001  this process must not become another worker
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return _Forked(pid)
+
+
+def _be_like_new(kept: int) -> None:
+    """Undo what pytest has set in this process, and close its files but one."""
+    faulthandler.disable()
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    sys.meta_path[:] = [each for each in sys.meta_path if "_pytest" not in type(each).__module__]
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, 1 << 16)
+
+
 def _adopt_orphans(adopt: bool) -> None:
     if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0) != 0:
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
@@ -236,6 +292,24 @@ def _subprocess_with(start: object) -> SimpleNamespace:
 
 def main(descriptor: int) -> None:
     """Serve until the asking process closes its socket."""
+    requests = socket.socket(fileno=descriptor)
+    starter = os.getppid()
+    while True:
+        text, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
+        if not text:
+            return
+        _import_programs()
+        program = _fork_for(starter)
+        if program is None:
+            requests.close()
+            _run_program(json.loads(text), files)
+        for file in files:
+            os.close(file)
+        requests.send(str(program).encode())
+
+
+@cache
+def _import_programs() -> None:
     import api.program.processes
     import api.program.serving  # noqa: F401
     import decode_node.engine
@@ -248,19 +322,6 @@ def main(descriptor: int) -> None:
     assert int(thread) == os.getpid(), "a thread before the fork"
     gc.collect()
     gc.freeze()
-    requests = socket.socket(fileno=descriptor)
-    starter = os.getppid()
-    while True:
-        text, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
-        if not text:
-            return
-        program = _fork_for(starter)
-        if program is None:
-            requests.close()
-            _run_program(json.loads(text), files)
-        for file in files:
-            os.close(file)
-        requests.send(str(program).encode())
 
 
 def _fork_for(starter: int) -> int | None:
@@ -294,11 +355,21 @@ def _run_program(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     _place(files, (0, 1, 2))
     os.environ.clear()
     os.environ.update(request["environment"])
+    _use_python_path()
     module = request["module"]
     if module in _NODES:
         _fork_engine()
     os.execv = _run_instead  # type: ignore[assignment]
     _run_module(module, request["arguments"])
+
+
+def _use_python_path() -> None:
+    """Import from the folders of PYTHONPATH, as a new interpreter does."""
+    for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        if folder and folder not in sys.path:
+            sys.path.insert(0, folder)
+            if (customise := Path(folder, "sitecustomize.py")).exists():
+                runpy.run_path(str(customise))
 
 
 def _run_instead(path: str, command: Sequence[str]) -> NoReturn:
@@ -325,6 +396,8 @@ def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
     The interpreter does not take itself apart: with torch that would cost as much as the imports.
     """
     sys.argv = [module, *arguments]
+    if not hasattr(sys.modules.get(module), "__path__"):
+        sys.modules.pop(module, None)  # a test has imported it: run it again, as a program
     code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -19,11 +19,14 @@ POISON = 250
 DEADLY = "a forward that no kernel survives"
 
 
+RUNNER = "engine.runner.runner"
+
+
 class _Poisoner(importlib.abc.MetaPathFinder):
     """Changes the runner once it is imported, and imports nothing by itself."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        if name != "engine.runner.runner":
+        if name != RUNNER:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None and spec.loader is not None
@@ -63,4 +66,7 @@ def _poison(builder: Any, forwards: Any) -> None:
     builder.build, forwards._swap = poisoned_build, poisoned_swap
 
 
-sys.meta_path.insert(0, _Poisoner())
+if RUNNER in sys.modules:  # of a fork server
+    _poison(sys.modules[RUNNER].ModelRunner)
+else:
+    sys.meta_path.insert(0, _Poisoner())

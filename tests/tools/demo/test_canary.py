@@ -23,7 +23,7 @@ from tools.demo.tasks import Exchange
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
-NUM_ALONE = 6  # of the prompts, asked once more of one node
+NUM_ALONE = 2  # of the prompts, asked once more of one node
 NUM_AT_ONCE = 4
 CONTEXT_TOKENS = 2048
 PAGE = 16
@@ -75,7 +75,7 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-@pytest.mark.parametrize("num_prompts", [6, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_prompts", [2, pytest.param(100, marks=pytest.mark.long)])
 async def test_what_is_recalled_through_the_hand_off_is_true_and_what_one_node_recalls(
     tmp_path: Path, rig: Rig, cluster: Cluster, num_prompts: int
 ):
