@@ -369,7 +369,7 @@ def _use_python_path() -> None:
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
             if (customise := Path(folder, "sitecustomize.py")).exists():
-                runpy.run_path(str(customise))
+                runpy.run_path(str(customise), run_name="sitecustomize")
 
 
 def _run_instead(path: str, command: Sequence[str]) -> NoReturn:

@@ -66,7 +66,8 @@ def _poison(builder: Any, forwards: Any) -> None:
     builder.build, forwards._swap = poisoned_build, poisoned_swap
 
 
-if RUNNER in sys.modules:  # of a fork server
-    _poison(sys.modules[RUNNER].ModelRunner)
-else:
-    sys.meta_path.insert(0, _Poisoner())
+if __name__ == "sitecustomize":  # a test imports the constants, and keeps its own engines
+    if (runner := sys.modules.get(RUNNER)) is not None:  # of a fork server
+        _poison(runner.StepBuilder, runner.Forwards)
+    else:
+        sys.meta_path.insert(0, _Poisoner())
