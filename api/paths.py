@@ -25,7 +25,7 @@ from api.pooling.assembly import pooling_routes
 from api.pooling.vectors import PoolingService
 from api.requests.idempotency import IdempotencyCache
 from api.requests.served_model import ServedModel
-from common.version import VERSION
+from common import VERSION
 from router.metrics import RouterMetrics
 
 MODELS_PATH = "/v1/models"

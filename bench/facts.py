@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common.version import VERSION
+from common import VERSION
 
 PACKAGES = (
     "torch",

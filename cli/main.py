@@ -236,7 +236,7 @@ def main() -> int:
             _say(usage())
             return 0
         case ["--version"]:
-            from common.version import VERSION
+            from common import VERSION
 
             _say(f"baton {VERSION}")
             return 0

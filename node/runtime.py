@@ -158,9 +158,8 @@ class NodeRuntime:
             clock.compiles.watch(triton.knobs.runtime)
         pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
         if paths is None:
-            paths = data_paths.backends(
-                start.config.transfer, tls=start.config.server.tls.cert is not None
-            )
+            tls = start.config.server.tls.cert is not None
+            paths = data_paths.backends(start.config.transfer, tls=tls)
         data_paths.rehearse(paths, pool)
         reads = ReadMetrics(kv.page_bytes)
         transfer = _make_transfer(engine, start, clock, pool, paths, reads)
@@ -188,17 +187,8 @@ class NodeRuntime:
             prepare=clock.operation()(prepare),
         )
         sharing = _make_sharing(engine, start, weights)
-        return cls(
-            start.instance,
-            channel,
-            clock,
-            transfer,
-            control,
-            weights,
-            sharing,
-            profiler,
-            memory,
-        )
+        instance = start.instance
+        return cls(instance, channel, clock, transfer, control, weights, sharing, profiler, memory)
 
     @property
     def port(self) -> TransferPort:

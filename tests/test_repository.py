@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common import limits
-from common.version import VERSION
+from common import VERSION, limits
 from kvtransfer.pairing import PROTOCOL_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,8 +18,8 @@ from PIL import Image, ImageOps
 
 from api.images.picture import Decoded, ImageJob, Outcome, Refused
 from common.errors import InvalidRequest
+from common.model_directory import VisionFiles
 from common.process import helper
-from common.vision_files import VisionFiles
 
 # Limits of stored pixels. Decoding takes, in bytes a pixel at worst: JPEG 12 (progressive CMYK has
 # coefficients, and 2 if it is decoded at a smaller size), PNG 13, WEBP 17 (libwebp has three

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from common.vision_files import VisionFiles
+from common.model_directory import VisionFiles
 
 
 class ImageInput(msgspec.Struct, frozen=True):

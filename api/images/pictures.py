@@ -27,9 +27,9 @@ from common.config import ImagesConfig
 from common.errors import InvalidRequest, NodeUnavailable
 from common.limits import MAX_PIXEL_BYTES
 from common.logs import kv
+from common.model_directory import VisionFiles
 from common.process.helper import ANSWERED, Helper, HelperLost, Question
 from common.requests.images import Image
-from common.vision_files import VisionFiles
 
 log = logging.getLogger(__name__)
 

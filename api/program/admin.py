@@ -20,7 +20,7 @@ from api.dialect.generation_endpoint import ModelNames
 from api.grpc.service import AdminService
 from api.http.messages import Handler
 from api.program.nodes import RouterNodes
-from common.version import VERSION
+from common import VERSION
 from protos import router_pb2
 from router.cluster.cluster_state import NodeDescriber
 from router.cluster.engine_calls import AdapterCalls, EngineCalls

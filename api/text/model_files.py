@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.errors import ConfigError
-from common.model_directory import model_directory
-from common.vision_files import VisionFiles, vision_files
+from common.model_directory import VisionFiles, model_directory, vision_files
 
 Way = Literal["last", "mean", "cls"]
 

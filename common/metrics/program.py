@@ -10,9 +10,9 @@ from prometheus_client.core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from common import VERSION
 from common.identity.guard import REASONS, SIDES, Reason, Side
 from common.metrics.declared import MetricDeclaration
-from common.version import VERSION
 
 Purpose = Literal["shown", "authority", "shown_to_nodes", "authority_of_nodes"]
 REFUSED = MetricDeclaration(

@@ -5,7 +5,7 @@ from typing import Any
 
 from api import openapi
 from api.dialect import ignored_fields
-from common.version import VERSION
+from common import VERSION
 
 _HEAD = """# HTTP API
 

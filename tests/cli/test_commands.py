@@ -19,9 +19,8 @@ import pytest
 from cli import completion, generate, main
 from cli.demo_model import write
 from cli.main import COMMANDS, RENAMED, CliGroup, commands
-from common import settings
+from common import VERSION, settings
 from common.config import DecodeConfig, PrefillConfig, RouterConfig
-from common.version import VERSION
 from tests.support.cluster import free_ports
 
 NAMES = [name for name, _ in commands()]

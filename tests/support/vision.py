@@ -20,8 +20,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
+from common.model_directory import VisionFiles, vision_files
 from common.requests.images import Image
-from common.vision_files import VisionFiles, vision_files
 from tests.support.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make_tokenizer
 
 BEGIN, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"

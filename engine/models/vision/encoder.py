@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from common.limits import MAX_PIXEL_BYTES
+from common.model_directory import VisionFiles, vision_files
 from common.requests.images import Image
-from common.vision_files import VisionFiles, vision_files
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.refill import drain
