@@ -1,5 +1,6 @@
 """`--workers` runs every test once, in processes that share nothing after collection."""
 
+import os
 import re
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def run(directory, *flags):
     ran = subprocess.run(
         [*command, "-p", "no:cacheprovider"],
         cwd=directory,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,

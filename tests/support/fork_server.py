@@ -243,7 +243,7 @@ def _exec(early: Mapping[str, str], theirs: socket.socket) -> "subprocess.Popen[
     return subprocess.Popen(
         [sys.executable, "-m", __name__, str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
-        env={**kept, **early},
+        env=kept | early,
         pass_fds=[theirs.fileno()],
     )
 
@@ -396,8 +396,9 @@ def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
     The interpreter does not take itself apart: with torch that would cost as much as the imports.
     """
     sys.argv = [module, *arguments]
-    if not hasattr(sys.modules.get(module), "__path__"):
-        sys.modules.pop(module, None)  # a test has imported it: run it again, as a program
+    is_package = hasattr(sys.modules.get(module), "__path__")
+    # If a test has imported it, it runs once more, as a program.
+    sys.modules.pop(f"{module}.__main__" if is_package else module, None)
     code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
