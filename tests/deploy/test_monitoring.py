@@ -12,7 +12,7 @@ from prometheus_client.utils import floatToGoString
 
 from common.metrics.declared import MetricDeclaration
 from common.metrics.program import ROLES
-from docs.generate.rules import rules as generated
+from docs.generate import rules as generated
 from node import metrics as node
 from router import metrics as router
 from tests.deploy.manifests import KUBERNETES, named, of_kind

@@ -517,7 +517,14 @@ def serving_of(root: Path, case: Case, recorder: Any = None) -> Serving:
     return Serving(build(config), config, recorder)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Together these have every field of a step and every kind of page. The others take 60 s.
+QUICK = ("dense", "windows", "ngram", "states", "images", "adapters")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in CASES],
+)
 def test_a_second_rank_runs_every_step_from_its_bytes(name: str, tmp_path: Path) -> None:
     """The comparison of steps and memory fails if a field of a step is not encoded."""
     case = CASES[name]

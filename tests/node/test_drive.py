@@ -10,9 +10,9 @@ from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.requests.timeline import RequestTrace
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.build import build
-from engine.loop import watchdog
 from engine.loop.clock import StepClock
 from engine.scheduler.scheduler import Scheduler
+from node import runtime
 from node.runtime import drive
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_rig import Rig
@@ -70,7 +70,7 @@ def test_an_engine_that_stands_still_with_work_waiting_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = threading.Event()
-    monkeypatch.setattr(watchdog, "end_process", ended.set)
+    monkeypatch.setattr(runtime, "end_process", ended.set)
     config = EngineConfig(
         model=str(make_checkpoint(tmp_path)),
         device="cpu",
