@@ -17,7 +17,7 @@ class Costs:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def process_time(self) -> float:
+    def thread_time(self) -> float:
         return self.now
 
 
@@ -50,7 +50,7 @@ def matcher(monkeypatch: pytest.MonkeyPatch) -> type[Matcher]:
         clock = Costs()
 
     monkeypatch.setattr(trials.xgrammar, "GrammarMatcher", Own)
-    monkeypatch.setattr(trials.time, "process_time", Own.clock.process_time)
+    monkeypatch.setattr(trials.time, "thread_time", Own.clock.thread_time)
     return Own
 
 
