@@ -29,8 +29,7 @@ from common.requests.namespace import (
     AdapterId,
     Namespace,
     as_bytes,
-    check_adapter,
-    check_namespace,
+    check_identity,
     within,
 )
 from common.requests.sampling import SamplingParams
@@ -122,6 +121,19 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class PredictionUsage(msgspec.Struct, frozen=True):
+    """Predicted tokens used as drafts: in the response (accepted), or wrong (rejected)."""
+
+    accepted: int = 0
+    rejected: int = 0
+
+    def __add__(self, other: "PredictionUsage") -> "PredictionUsage":
+        return PredictionUsage(self.accepted + other.accepted, self.rejected + other.rejected)
+
+
+NOT_PREDICTED = PredictionUsage()
+
+
 class Remaining(NamedTuple):
     """Seconds left of a request's limits when the message was sent.
 
@@ -167,8 +179,8 @@ def from_proto(proto: pb.Request) -> RequestSpec:
         token_ids=proto.token_ids,
         num_generated=proto.num_generated,
         sampling=sampling.from_proto(proto.sampling, max_tokens=0, seed=0),
-        namespace=check_namespace(proto.namespace),
-        adapter=check_adapter(proto.adapter),
+        namespace=check_identity("namespace", proto.namespace),
+        adapter=check_identity("adapter", proto.adapter),
         priority=proto.priority,
         routing_key=proto.routing_key,
         client=proto.client,

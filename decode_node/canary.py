@@ -27,7 +27,7 @@ from grpc import StatusCode
 from common.errors import NodeUnavailable
 from common.logs import kv
 from common.request import Remaining, RequestSpec
-from common.requests.namespace import NAMESPACE_BYTES, as_bytes
+from common.requests.namespace import IDENTITY_BYTES, as_bytes
 from common.requests.sampling import SamplingParams
 from decode_node.active_requests import DecodeCounters
 from engine.batch.request import FinishReason
@@ -243,7 +243,7 @@ class Canary:
                         sampling=SamplingParams(
                             max_tokens=self._num_tokens, temperature=0.0, seed=0, ignore_eos=True
                         ),
-                        namespace=secrets.token_bytes(NAMESPACE_BYTES),
+                        namespace=secrets.token_bytes(IDENTITY_BYTES),
                     ),
                     remaining=Remaining(BUDGET_S),
                     placement=Placement(prefill_addresses=addresses),

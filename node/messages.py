@@ -13,8 +13,8 @@ from common.addresses import PrefixHint
 from common.distribution import HistogramCounts
 from common.pausing import PauseMode
 from common.queueing import QueueBacklog
-from common.request import Remaining, RequestSpec
-from common.requests.logprobs import Logprobs, PredictionUsage
+from common.request import PredictionUsage, Remaining, RequestSpec
+from common.requests.logprobs import Logprobs
 from common.requests.namespace import NO_ADAPTER, SHARED, UNNAMED, AdapterId, Namespace, WeightsId
 from common.requests.pooling import PoolingParams
 from common.requests.timeline import NOTHING, RequestTraces, Timeline

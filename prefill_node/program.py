@@ -29,7 +29,7 @@ from common.errors import (
 from common.identity.guard import CallAuthenticator
 from common.request import MAX_DEATHS
 from common.requests import pooling
-from common.requests.namespace import check_namespace
+from common.requests.namespace import check_identity
 from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import MAX_TOKEN_ID
 from kvtransfer.pairs.dialer import PairDialer
@@ -169,14 +169,14 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
             pooling=_pooling(request),
             budget_s=request.budget_s,
             queue_s=request.queue_s if request.HasField("queue_s") else math.inf,
-            namespace=check_namespace(request.namespace),
+            namespace=check_identity("namespace", request.namespace),
             engine_deaths=min(request.engine_deaths, MAX_DEATHS),
         )
 
 
 def _pooling(request: pooling_pb2.PoolRequest) -> PoolingParams:
     if request.pool not in _POOLS:
-        raise InvalidRequest(f"pool is {request.pool}, which is none that there is")
+        raise InvalidRequest(f"pool is {request.pool}, which is no pooling mode")
     some = request.label_token_ids[: pooling.MAX_TOLD_TOKENS + 1]
     wanted = PoolingParams(PoolingMode(request.pool), tuple(some))
     pooling.check(wanted)

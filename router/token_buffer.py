@@ -12,7 +12,8 @@ import msgspec
 
 from common.errors import NodeUnavailable, ServingError
 from common.limits import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS, VERSION
-from common.requests.logprobs import NOTHING, PredictionUsage, TokenLogprobs
+from common.request import NOT_PREDICTED, PredictionUsage
+from common.requests.logprobs import TokenLogprobs
 from common.requests.namespace import BYTES_PER_TOKEN
 from protos.decode_pb2 import Peers, Submit, ToNode
 
@@ -41,7 +42,7 @@ class NodeOutput(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    predicted: PredictionUsage = NOTHING
+    predicted: PredictionUsage = NOT_PREDICTED
 
 
 class TokenBuffer:
@@ -60,7 +61,7 @@ class TokenBuffer:
         self.cached_tokens: int | None = None  # cached prompt tokens, from the node's first report
         # Of all prompt tokens except the first, as sent with the first generated token.
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
-        self.predicted = NOTHING  # predicted tokens since the last output
+        self.predicted = NOT_PREDICTED  # predicted tokens since the last output
         self._wants_logprobs = wants_logprobs
         self._logprobs: list[TokenLogprobs] = []  # of tokens not taken yet or about to come
         self._room = max_tokens
@@ -160,7 +161,7 @@ class TokenBuffer:
             if self._wants_logprobs:
                 logprobs = self._logprobs[: len(tokens)]
                 self._logprobs = self._logprobs[len(tokens) :]
-            predicted, self.predicted = self.predicted, NOTHING
+            predicted, self.predicted = self.predicted, NOT_PREDICTED
             stream_end = end if isinstance(end, StreamEnd) else None
             result = take(
                 NodeOutput(

@@ -1,4 +1,4 @@
-"""Server at this process's socket that answers the other processes of this router."""
+"""The worker processes of one router: their sockets, and questions to each other."""
 
 import asyncio
 import inspect

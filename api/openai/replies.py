@@ -16,7 +16,7 @@ from api.dialect.events import (
 )
 from api.http.messages import Headers, HttpRequest
 from api.requests.answer import FinalChunk, LikelyTokenText, OutputChunk, PromptReport, TokenReport
-from common.requests.logprobs import NOTHING
+from common.request import NOT_PREDICTED
 
 StopReason: TypeAlias = str | int | msgspec.UnsetType
 _encode = msgspec.json.Encoder().encode
@@ -193,7 +193,7 @@ def _completion_details(
     predicted = [end.usage.predicted for end in ends if end.usage.predicted is not None]
     if not predicted:
         return msgspec.UNSET
-    of_all = sum(predicted, NOTHING)
+    of_all = sum(predicted, NOT_PREDICTED)
     return CompletionTokensDetails(of_all.accepted, of_all.rejected)
 
 

@@ -30,7 +30,7 @@ from router.cluster.node_ends import LivenessLimits
 from router.cluster.pooling_nodes import NO_PREFILL_NODE, PoolingNodes
 from router.cluster.sources import Discovery
 from router.metrics import RouterMetrics
-from router.policy import HEED_PREFIXES, make_policy
+from router.policy import USE_PREFIX_INDEX, make_policy
 from router.policy.load import NodeLoad
 from router.policy.prefix_index import PrefixHints, PrefixIndex
 from router.timelines import TimelineRecorder
@@ -196,7 +196,7 @@ async def make_nodes(base: RouterBase) -> RouterNodes:
         state,
         cluster,
         base.make_channel,
-        CacheWatch(prefixes) if config.policy in HEED_PREFIXES else None,
+        CacheWatch(prefixes) if config.policy in USE_PREFIX_INDEX else None,
         pooling,
         budget_s=config.request_timeout_s,
         patience=LivenessLimits(config.suspect_after_s, config.dead_after_s),

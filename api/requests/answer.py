@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from api.text.stops import StopConditions
 from api.text.tokenizer import Detokenizer
-from common.requests.logprobs import NOTHING, PredictionUsage, TokenLogprobs
+from common.request import NOT_PREDICTED, PredictionUsage
+from common.requests.logprobs import TokenLogprobs
 from router.token_buffer import NodeOutput, StreamEnd
 
 Spell: TypeAlias = Callable[[int], bytes]  # returns the bytes of a token
@@ -141,7 +142,7 @@ class ResponseBuilder:
         self._stops = stops
         self._options = options
         self._tells_prompt = options.tells_prompt  # None after it is returned
-        self._predicted = NOTHING if options.predicts else None
+        self._predicted = NOT_PREDICTED if options.predicts else None
         self._cached_tokens: int | None = None  # as reported by the first node
         self.token_ids: list[int] = []  # all tokens so far
         self._length = 0  # of the text so far

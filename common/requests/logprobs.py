@@ -1,6 +1,4 @@
-"""Statistics about tokens, in the form sent from node to router: log-probabilities of consecutive
-tokens, and the use of predicted outputs, which clients send with a request.
-"""
+"""Log-probabilities of consecutive tokens, in the form sent from node to router."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,19 +9,6 @@ import msgspec
 from common.errors import ProtocolViolation
 from common.requests.sampling import MAX_LOGPROBS
 from protos import sampling_pb2 as pb
-
-
-class PredictionUsage(msgspec.Struct, frozen=True):
-    """Predicted tokens used as drafts: in the response (accepted), or wrong (rejected)."""
-
-    accepted: int = 0
-    rejected: int = 0
-
-    def __add__(self, other: "PredictionUsage") -> "PredictionUsage":
-        return PredictionUsage(self.accepted + other.accepted, self.rejected + other.rejected)
-
-
-NOTHING = PredictionUsage()
 
 
 class Logprobs(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ from xxhash import xxh3_64
 
 from common.errors import InvalidRequest
 
-NAMESPACE_BYTES = 16
+IDENTITY_BYTES = 16  # of a namespace, an adapter and a weight version
 Namespace: TypeAlias = bytes
 SHARED: Namespace = b""
 
@@ -50,7 +50,7 @@ def namespace_of(salt: str, owner: str = "") -> Namespace:
     """
     return blake2b(
         salt.encode(),
-        digest_size=NAMESPACE_BYTES,
+        digest_size=IDENTITY_BYTES,
         key=owner.encode(),
         person=b"baton namespace",
     ).digest()
@@ -68,30 +68,20 @@ def part_of(namespace: Namespace, content: bytes, *, person: bytes) -> Namespace
     """
     if not content:
         return namespace
-    digest = blake2b(content, digest_size=NAMESPACE_BYTES, person=person)
+    digest = blake2b(content, digest_size=IDENTITY_BYTES, person=person)
     digest.update(namespace)
     return digest.digest()
 
 
-def check_namespace(namespace: bytes) -> Namespace:
-    """Return the namespace. Raises InvalidRequest if its length is wrong."""
-    if len(namespace) not in (0, NAMESPACE_BYTES):
-        raise InvalidRequest(
-            f"namespace has {len(namespace)} bytes; it has {NAMESPACE_BYTES}, or none"
-        )
-    return namespace
+def check_identity(field: str, value: bytes) -> bytes:
+    """Return the value. Raises InvalidRequest if it has neither 16 bytes nor none."""
+    if len(value) not in (0, IDENTITY_BYTES):
+        raise InvalidRequest(f"{field} has {len(value)} bytes; it has {IDENTITY_BYTES}, or none")
+    return value
 
 
-ADAPTER_BYTES = 16
 AdapterId: TypeAlias = bytes
 NO_ADAPTER: AdapterId = b""
-
-
-def check_adapter(adapter: bytes) -> AdapterId:
-    """Return the id. Raises InvalidRequest if its length is wrong."""
-    if len(adapter) not in (0, ADAPTER_BYTES):
-        raise InvalidRequest(f"adapter has {len(adapter)} bytes; it has {ADAPTER_BYTES}, or none")
-    return adapter
 
 
 def within(namespace: Namespace, adapter: AdapterId) -> Namespace:
@@ -99,16 +89,8 @@ def within(namespace: Namespace, adapter: AdapterId) -> Namespace:
     return part_of(namespace, adapter, person=b"baton adapted KV")
 
 
-WEIGHTS_BYTES = 16
 WeightsId: TypeAlias = bytes
 UNNAMED: WeightsId = b""  # not reported or not known
-
-
-def check_weights(weights: bytes) -> WeightsId:
-    """Return the version. Raises InvalidRequest if its length is wrong."""
-    if len(weights) not in (0, WEIGHTS_BYTES):
-        raise InvalidRequest(f"weights has {len(weights)} bytes; it has {WEIGHTS_BYTES}, or none")
-    return weights
 
 
 def made_with(namespace: Namespace, weights: WeightsId) -> Namespace:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.requests.namespace import ADAPTER_BYTES, AdapterId
+from common.requests.namespace import IDENTITY_BYTES, AdapterId
 from engine.models.checkpoint import FLOATS, Checkpoint, StoredTensor
 from engine.models.fields import Fields
 from engine.models.linear import Product
@@ -117,7 +117,7 @@ def read_adapter(
     _check_rank(directory, stored.tensors, names, limits.max_rank)
     if num_bytes > limits.max_bytes:
         raise ConfigError(f"{directory}: {num_bytes} bytes in {dtype}, {limits.max_bytes} allowed")
-    digest = blake2b(digest_size=ADAPTER_BYTES, person=b"baton adapter")
+    digest = blake2b(digest_size=IDENTITY_BYTES, person=b"baton adapter")
     pairs = {}
     for name in names:
         down, up = (stored.read(f"{_PREFIX}{name}{side}") for side in (_DOWN, _UP))

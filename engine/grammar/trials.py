@@ -45,7 +45,7 @@ _Bits = NDArray[np.int32]
 _Choice = Callable[[_Bits, int, np.random.Generator], int]
 
 
-class TooDear(Exception):
+class TooExpensive(Exception):
     """A token takes more time than a response may spend, or will in a longer response."""
 
 
@@ -65,7 +65,7 @@ class Walks:
                 forbid(self._going_on, token)
 
     def check(self, grammar: Any) -> None:
-        """Walk through the grammar. Raises TooDear.
+        """Walk through the grammar. Raises TooExpensive.
 
         Costs are CPU time of this thread. The clock of a process with RLIMIT_CPU only moves with
         the kernel's ticks of some ms, so most tokens would seem to cost nothing.
@@ -94,9 +94,9 @@ class Walks:
             now_s = time.thread_time()
             costs_s.append(now_s - began_s)
             if sum(costs_s[-_WINDOW:]) > _WINDOW * S_PER_TOKEN:
-                raise TooDear
+                raise TooExpensive
             if len(costs_s) == NUM_TOKENS and _grows(costs_s):
-                raise TooDear
+                raise TooExpensive
             allowed = bits[0] & self._going_on
             if now_s > until_s or not allowed.any():
                 return
@@ -161,7 +161,7 @@ def _verdict(compilers: GrammarCompilers, walks: Walks, guide: GuidedDecoding) -
     resource.setrlimit(resource.RLIMIT_CPU, (until_s, until_s))
     try:
         walks.check(grammar)
-    except TooDear:
+    except TooExpensive:
         field, limit_ms = f"sampling.{guide.kind}", round(1e3 * S_PER_TOKEN)
         return Verdict(
             refusal=f"{field}: following it takes more than {limit_ms} ms of a core for a token, "

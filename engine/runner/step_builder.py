@@ -47,7 +47,7 @@ class StepBuilder:
         """Build a step at its launch, and the work of choosing its tokens. All of it is copied.
 
         Args:
-            graph_of: rows of the captured graph for a step. 0: there is none.
+            graph_of: returns the rows of the captured graph for a step. 0: no graph fits.
         """
         if not len(batch.slots):
             return Step(swap_out=batch.swap_out, swap_in=batch.swap_in), NOTHING_ASKED

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from common import distribution
 from common.distribution import HistogramCounts, LiveHistogram
-from common.requests.logprobs import NOTHING, PredictionUsage
+from common.request import NOT_PREDICTED, PredictionUsage
 from engine.batch.batch import AcceptedRuns, ForwardMode, Ints, ScheduleBatch, StateCheckpoint
 from engine.batch.image_tokens import in_vocabulary
 from engine.batch.request import Request
@@ -59,7 +59,7 @@ class Speculation:
         self._finished = 0.0
         self._num_drafted = 0
         self._num_accepted = 0
-        self._predicted = NOTHING
+        self._predicted = NOT_PREDICTED
         core.table.tell_of_requests(self._acquired)
 
     def counters(self) -> dict[str, int]:

@@ -257,4 +257,4 @@ def _check_holds(
         counts[held] += 1
     wrong = np.flatnonzero(counts != pages.holds(holder))
     if len(wrong):
-        raise EngineFault(f"{what} {wrong} have {holder.name} holds that nobody knows of")
+        raise EngineFault(f"{what} {wrong} have {holder.name} holds that belong to no request")

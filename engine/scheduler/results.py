@@ -12,7 +12,8 @@ import numpy as np
 from grpc import StatusCode
 from numpy.typing import NDArray
 
-from common.requests.logprobs import Logprobs, PredictionUsage, join
+from common.request import PredictionUsage
+from common.requests.logprobs import Logprobs, join
 from engine.batch.batch import (
     NOT_FINITE,
     AcceptedRuns,

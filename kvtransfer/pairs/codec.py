@@ -14,7 +14,7 @@ from common import addresses, request
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
 from common.request import MAX_BUDGET_S
 from common.requests.logprobs import from_proto, to_fields
-from common.requests.namespace import BYTES_PER_TOKEN, check_namespace, check_weights
+from common.requests.namespace import BYTES_PER_TOKEN, check_identity
 from common.requests.sampling import MAX_TOKEN_ID
 from common.requests.timeline import PrefillTimes
 from common.rpc.streams import said
@@ -215,7 +215,7 @@ def _open(body: pb.Open) -> OpenHandoff:
     try:
         return OpenHandoff(
             id_of(body),
-            check_weights(body.weight_version),
+            check_identity("weights", body.weight_version),
             request.remaining_from_proto(body.remaining),
             _source(body),
         )
@@ -234,7 +234,7 @@ def _source(body: pb.Open) -> Source:
             return Live(request.from_proto(live.request), live.ticket)
         case pb.Prefix() as prefix:
             _check_tokens(prefix.token_ids)
-            namespace = check_namespace(prefix.namespace)
+            namespace = check_identity("namespace", prefix.namespace)
             return Prefix(prefix.token_ids, namespace, prefix.ticket)
         case pb.Weights() as weights:
             _at_most("pieces", weights.num_pieces, MAX_TOKENS)
@@ -269,7 +269,7 @@ def _source_fields(source: Source) -> dict[str, Any]:
 def _forget(body: pb.Forget) -> InvalidatePrefix:
     _check_tokens(body.token_ids)
     try:
-        namespace = check_namespace(body.namespace)
+        namespace = check_identity("namespace", body.namespace)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
     return InvalidatePrefix(body.token_ids, namespace)

@@ -1,7 +1,7 @@
 """One hand-off at the consumer, and the links of its streams.
 
-A hand-off, from Open to its end: the valid next messages, and the pages to read into. Knows nothing
-of streams, links or deadlines.
+`HandoffAttempt` has the valid next messages from Open to the end, and the pages to read into. It
+knows no streams, links or deadlines.
 
 Each stream has a link. Its reads wait, or are posted to it and may still write. The reads of an
 attempt end on all links. A closing link outlives its stream. Pure, like the ConsumerEnd that owns

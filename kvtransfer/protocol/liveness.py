@@ -4,10 +4,12 @@ A heartbeat means that this node's engine makes progress (rule 7). While it does
 
 The states of a hand-off are the same on both ends:
 
-BOOTSTRAPPING opened, not granted WAITING_FOR_INPUT granted, nothing published TRANSFERRING pages
-published, being read SUCCESS | FAILED ended
+    BOOTSTRAPPING      opened, not granted
+    WAITING_FOR_INPUT  granted, nothing published
+    TRANSFERRING       pages published, being read
+    SUCCESS | FAILED   ended
 
-BOOTSTRAPPING -> WAITING_FOR_INPUT -> TRANSFERRING -> SUCCESS; all but SUCCESS -> FAILED
+    BOOTSTRAPPING -> WAITING_FOR_INPUT -> TRANSFERRING -> SUCCESS;  all but SUCCESS -> FAILED
 """
 
 import heapq

@@ -169,7 +169,7 @@ class MemoryCalls:
     def _go_on(
         self, number: int, step: _Step, tags: tuple[str, ...], role: ControlledRole
     ) -> Iterator[NodeCallResult]:
-        """Process the first of these tags, or answer if there is none."""
+        """Process the first of these tags. If no tag is left, send the response."""
         if tags:
             try:
                 self._under_way = _UnderWay(number, step, tags[0], tags[1:], step(tags[0]))

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.requests.logprobs import Logprobs, PredictionUsage
+from common.request import PredictionUsage
+from common.requests.logprobs import Logprobs
 from node.control.engine_control import FrontendChannel
 from node.messages import RequestEnded, StepTokens
 

@@ -17,7 +17,7 @@ from common.config import check_adapter_name
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError, cut
 from common.pausing import memory_tags, pause_mode
 from common.queueing import QueueBacklog
-from common.requests.namespace import check_weights
+from common.requests.namespace import check_identity
 from common.requests.timeline import RequestTraces, traces_to_proto
 from common.rpc import check_address
 from common.rpc.streams import OutgoingStream
@@ -328,7 +328,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Put prepared weights in place. Fails with FAILED_PRECONDITION and the reason why other
         weights stay in use.
         """
-        weights = check_weights(request.id)
+        weights = check_identity("weights", request.id)
         await self._engine.ask(PutWeights(weights), timeout_s=WEIGHTS_S)
         return node_pb2.PutWeightsResponse()
 
@@ -338,7 +338,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Take another node's weights. Fails with FAILED_PRECONDITION and the reason why other
         weights stay in use.
         """
-        weights, address = check_weights(request.id), check_address(request.address)
+        weights, address = check_identity("weights", request.id), check_address(request.address)
         self._pair_with(address)
         await self._engine.ask(TakeWeights(weights, address), timeout_s=WEIGHTS_S)
         return node_pb2.TakeWeightsResponse()

@@ -2,8 +2,7 @@
 
 A node whose tokenizer differs from the router's would return wrong text, so it gets no requests.
 Operators' calls go to all nodes at once (ask_all). The role that a node reports counts, wherever
-its address was listed. NodeDescriber asks the same
-nodes about one request.
+its address was listed. NodeDescriber asks the same nodes about one request.
 """
 
 import asyncio

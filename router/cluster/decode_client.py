@@ -20,9 +20,9 @@ from common import limits, request, rpc
 from common.addresses import PrefixHint
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
 from common.logs import kv
-from common.request import Remaining, RequestSpec
-from common.requests.logprobs import PredictionUsage, from_proto
-from common.requests.namespace import UNNAMED, AdapterId, WeightsId, check_adapter, check_weights
+from common.request import PredictionUsage, Remaining, RequestSpec
+from common.requests.logprobs import from_proto
+from common.requests.namespace import UNNAMED, AdapterId, WeightsId, check_identity
 from common.rpc import streams
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
@@ -433,7 +433,9 @@ def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
     if len(status.adapters) > limits.MAX_ADAPTERS:
         raise ProtocolViolation(f"the node has {len(status.adapters)} adapters")
     try:
-        return {each.name: check_adapter(each.id) for each in status.adapters if each.id}
+        return {
+            each.name: check_identity("adapter", each.id) for each in status.adapters if each.id
+        }
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
 
@@ -441,7 +443,7 @@ def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
 def _weights(status: decode_pb2.Status) -> WeightsId:
     """Return the weight version. Raises ProtocolViolation if it is invalid."""
     try:
-        return check_weights(status.weights)
+        return check_identity("weights", status.weights)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
 

@@ -1,10 +1,10 @@
 """Routing policies: one policy per file and one table of names. Policies open no connections."""
 
 from router.policy.load import DecodeChoice, PlacementDecision, PlacementKey, PrefillChoice
-from router.policy.policies import HEED_PREFIXES, RoutingPolicy, make_policy
+from router.policy.policies import USE_PREFIX_INDEX, RoutingPolicy, make_policy
 
 __all__ = [
-    "HEED_PREFIXES",
+    "USE_PREFIX_INDEX",
     "DecodeChoice",
     "PlacementDecision",
     "PlacementKey",

@@ -1,8 +1,7 @@
-"""Types of a placement, and the load and expected queue time of each node.
+"""The placement of a request, and the load and expected queue time of each node.
 
-Load that this router has placed on its nodes and that they do not report yet.
-
-Charged when a request is placed:
+`NodeLoad` is load that this router has placed on its nodes and that they do not report yet. It is
+charged when a request is placed:
 
     prefill node   the prompt's uncached tokens, and a request     until the first token, or the end
     decode node    the prompt's tokens, for the pages they take    until a Status shows those pages:
@@ -335,7 +334,8 @@ class NodeBacklogs:
         """Return the choices, with those of their prefill nodes, that can start a prompt in time.
 
         Raises:
-            QueueFull: there is none. `retry_after_s` is the expected time until there is one.
+            QueueFull: no node can start it in time. `retry_after_s` is the expected time until
+                one can.
         """
         if due is WHENEVER:
             return choices

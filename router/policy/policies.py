@@ -312,7 +312,7 @@ _POLICIES: dict[str, Callable[[NodeLoad, PrefixIndex, random.Random], RoutingPol
     "consistent_hash": lambda load, prefixes, rng: ConsistentHash(load),
 }
 NAMES = tuple(_POLICIES)
-HEED_PREFIXES = frozenset({"prefix_aware"})  # policies that use the prefix index
+USE_PREFIX_INDEX = frozenset({"prefix_aware"})  # policies that use the prefix index
 
 
 def make_policy(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.requests.logprobs import NOTHING
+from common.request import NOT_PREDICTED
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason, Request
 from engine.speculative import Speculator
@@ -268,7 +268,7 @@ def test_what_others_guess_is_nobodys_prediction():
     request = _predicting(rig, lambda answer: [VOCABULARY - 1] * 3)
     rig.complete()
     assert rig.scheduler.counters()["draft_tokens/accepted"] > 0
-    assert rig.predicted.get(request.key, NOTHING).accepted == 0
+    assert rig.predicted.get(request.key, NOT_PREDICTED).accepted == 0
 
 
 def test_a_prediction_comes_back_with_a_request_that_had_left_the_device():

@@ -5,7 +5,7 @@ import pytest
 from common.requests.sampling import JSON_OBJECT, GuidedDecoding
 from engine.grammar import trials
 from engine.grammar.compilers import GrammarCompilers, prepared
-from engine.grammar.trials import TooDear, Walks
+from engine.grammar.trials import TooExpensive, Walks
 
 EOS = 256
 WORDS = [bytes([byte]) for byte in range(EOS)] + [b""]
@@ -57,7 +57,7 @@ def matcher(monkeypatch: pytest.MonkeyPatch) -> type[Matcher]:
 def test_a_grammar_that_becomes_dear_late_is_found(matcher: type[Matcher]) -> None:
     walks = Walks(WORDS, (EOS,))
     matcher.since = trials.NUM_TOKENS - trials._WINDOW
-    with pytest.raises(TooDear):
+    with pytest.raises(TooExpensive):
         walks.check(None)
     matcher.since = trials.NUM_TOKENS
     walks.check(None)
@@ -81,7 +81,7 @@ def test_a_cost_that_grows_faster_than_the_text_is_found_while_it_is_small(
         monkeypatch.setattr(matcher, "fill_next_token_bitmask", fill)
         monkeypatch.setattr(trials, "WALKS_S", 1e9)
         if refused:
-            with pytest.raises(TooDear):
+            with pytest.raises(TooExpensive):
                 walks.check(None)
         else:
             walks.check(None)
@@ -105,7 +105,7 @@ def test_grammars_with_many_readings_of_one_text_are_dear() -> None:
         GuidedDecoding("ebnf", "root ::= s\ns ::= s s | [a-z ]"),
         GuidedDecoding("regex", "((a*)*b*)*"),
     ):
-        with pytest.raises(TooDear):
+        with pytest.raises(TooExpensive):
             walks.check(made.compiled(prepared(guide)))
     for guide in (
         JSON_OBJECT,

@@ -7,6 +7,7 @@ every loan of pages is given back exactly once); contents of pages are tracked c
 
 import copy
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -133,7 +134,7 @@ class Job(NamedTuple):
     pages: tuple[int, ...]  # held for the request
 
 
-class Side(Generic[E]):
+class Side(ABC, Generic[E]):
     """A protocol end that is copied only when an input is about to change it.
 
     Its engine may take the end's events later, and the end the engine's commands.
@@ -166,9 +167,10 @@ class Side(Generic[E]):
             return []
         return self._obeyed(command)
 
+    @abstractmethod
     def _obeyed(self, command: Any) -> list[Output]:
         """Return the outputs of the end for a command of its engine."""
-        raise NotImplementedError
+        ...
 
     @staticmethod
     def _crossing(action: SendMessage | EndStream) -> Output:

@@ -26,8 +26,9 @@ from common.config import (
     SchedulerConfig,
     TransferConfig,
 )
+from common.request import NOT_PREDICTED, PredictionUsage
 from common.requests.images import Image
-from common.requests.logprobs import NOTHING, PredictionUsage, TokenLogprobs
+from common.requests.logprobs import TokenLogprobs
 from common.requests.namespace import UNNAMED
 from common.requests.sampling import GuidedDecoding, Prepared, SamplingParams
 from decode_node import engine as decode_engine
@@ -143,7 +144,7 @@ class Asked:
     images: tuple[Image, ...] = ()
     ticket: int = 0
     migrates: bool = False  # from another node
-    predicted: PredictionUsage = NOTHING
+    predicted: PredictionUsage = NOT_PREDICTED
 
     @property
     def reason(self) -> FinishReason | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.requests.logprobs import NOTHING
+from common.request import NOT_PREDICTED
 from common.requests.sampling import GuidedDecoding
 from engine.batch.request import FinishReason
 from engine.speculative import AllDrafts, NgramDrafter, Speculator
@@ -211,8 +211,8 @@ def test_what_clients_expect_changes_no_answer(known: Known, sampling: dict[str,
         assert all(one.tokens == answer for one in asked)
         assert asked[0].predicted.accepted > NUM_TOKENS // 2
         assert asked[1].predicted.accepted > 0
-        assert asked[3].predicted == NOTHING
-        told = sum((one.predicted for one in asked), NOTHING)
+        assert asked[3].predicted == NOT_PREDICTED
+        told = sum((one.predicted for one in asked), NOT_PREDICTED)
         assert (told.accepted, told.rejected) == rig.decode[0].drafts()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.page_tables import PageTables
-from common.requests.logprobs import NOTHING, PredictionUsage
+from common.request import NOT_PREDICTED, PredictionUsage
 from common.requests.namespace import Namespace, as_bytes
 from common.requests.sampling import SamplingParams
 from decode_node.state import PageReservations
@@ -411,7 +411,7 @@ class RigRole:
             assert stream == 1 and int(number) not in rig.finished
             rig.tokens[int(number)].append(int(token))
         for (_, key), predicted in outcome.predicted:
-            rig.predicted[key] = rig.predicted.get(key, NOTHING) + predicted
+            rig.predicted[key] = rig.predicted.get(key, NOT_PREDICTED) + predicted
         for chunk in outcome.chunks:
             self._check_kv(chunk)
             rig.chunks.append(chunk)

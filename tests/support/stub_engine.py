@@ -16,7 +16,7 @@ import numpy as np
 from common.config import DecodeConfig
 from common.errors import ConfigError
 from common.process.ipc import FrameSocket, PeerGone
-from common.requests.logprobs import PredictionUsage
+from common.request import PredictionUsage
 from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheEvents
 from engine.kv_cache.pages import PageAllocator, PageHolder

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from api.requests.validation import MAX_SALT_CHARACTERS
-from common.requests.namespace import NAMESPACE_BYTES, namespace_of
+from common.requests.namespace import IDENTITY_BYTES, namespace_of
 from tests.api.models import ids
 from tests.api.rig import CHAT, COMPLETIONS, HELLO, Api, Client, api_for, collect, failure
 from tests.support.http_client import post
@@ -42,7 +42,7 @@ async def asked(client: Client, node: StubDecodeNode, **fields: Any) -> bytes:
 async def test_a_salt_is_a_namespace_and_none_is_the_shared_one(api, path):
     for salt in ("a", "b", " a", LONG, "\0"):
         namespace = await submitted(api, path, cache_salt=salt)
-        assert namespace == namespace_of(salt) and len(namespace) == NAMESPACE_BYTES
+        assert namespace == namespace_of(salt) and len(namespace) == IDENTITY_BYTES
     assert await submitted(api, path) == b""
     assert await submitted(api, path, cache_salt=None) == b""
 
