@@ -1,0 +1,6 @@
+"""The ranks of a node, each with its part of the model, and the collectives between them."""
+
+from engine.ranks.group import Group
+from engine.ranks.share import WHOLE, Share
+
+__all__ = ["WHOLE", "Group", "Share"]

@@ -1,0 +1,51 @@
+"""Collectives between the ranks of a node, which all call them in the same order."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Group(Protocol):
+    """The ranks of a node. Forward stream only.
+
+    Every call waits until the other ranks make the same call, and raises EngineFault if one of them
+    ends or is too late. Nothing may be called afterwards.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: number of ranks.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over all ranks, with the same bits on every rank.
+
+        Args:
+            x: contiguous, of the same shape and dtype on all ranks.
+        """
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks in the order of ranks, joined along the last dimension.
+
+        Args:
+            x: contiguous, of the same shape and dtype on all ranks.
+        """
+        ...
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Return the tensor of rank 0.
+
+        Args:
+            x: contiguous. On other ranks, any tensor of the same shape and dtype.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the resources of this rank."""
+        ...

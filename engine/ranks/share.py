@@ -1,0 +1,38 @@
+"""The part of a model that a rank has."""
+
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from engine.ranks.group import Group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """One of the `size` equal parts of a model.
+
+    Attributes:
+        group: the ranks with the other parts. None: there are none, or nothing is computed (a
+            survey of the weights).
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Group | None = None
+
+    def part(self, count: int, name: str) -> range:
+        """Return this rank's part of `count` units that are split evenly.
+
+        Args:
+            name: of the units, for the error.
+        Raises:
+            ConfigError: the number of ranks does not divide `count`.
+        """
+        if count % self.size:
+            raise ConfigError(
+                f"engine.parallel.tp: {self.size} ranks cannot have equal parts of {count} {name}"
+            )
+        own = count // self.size
+        return range(self.rank * own, (self.rank + 1) * own)
+
+
+WHOLE = Share()

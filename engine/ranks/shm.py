@@ -1,0 +1,180 @@
+"""Collectives in shared memory, for ranks on one CPU host.
+
+Each rank has a counter and two buffers, which alternate. In its call number n a rank writes its
+part into buffer n % 2 and sets its counter to n. It reads the part of another rank once that rank's
+counter is at least n. A buffer is written again in call n + 2. Each writer then waits until all
+counters are at least n + 1, because a rank that has begun call n + 1 has read all parts of call n.
+
+A waiting rank yields its core for a moment and then sleeps on the counter (futex).
+"""
+
+import ctypes
+import math
+import mmap
+import os
+import platform
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.errors import EngineFault
+
+BUFFER_BYTES = 1 << 20  # larger tensors are divided
+_LINE = 64  # bytes of a cache line. Counters are in separate ones.
+_YIELD_S = 100e-6
+_SLEEP_S = 0.02  # between two looks at the processes of the other ranks
+_FUTEX = {"x86_64": 202, "aarch64": 98}
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_libc = ctypes.CDLL(None)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_SLEEP = _Timespec(0, int(_SLEEP_S * 1e9))
+
+
+def memory_bytes(size: int) -> int:
+    """Return the bytes of the file that `size` ranks share."""
+    return size * (2 * _LINE + 2 * BUFFER_BYTES)
+
+
+class SharedMemoryGroup:
+    """A Group of ranks that share a file.
+
+    Args:
+        memory: descriptor of a file of `memory_bytes` zeros, for example a memfd.
+        others: pidfds of the other ranks, by rank.
+        timeout_s: longest wait for another rank.
+    """
+
+    def __init__(
+        self, rank: int, size: int, memory: int, others: dict[int, int], timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._others = others
+        self._timeout_s = timeout_s
+        self._map = mmap.mmap(memory, memory_bytes(size))
+        whole: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        lines = whole[: size * 2 * _LINE].view(np.int64).reshape(size, 2, _LINE // 8)
+        self._counters, self._sleepers = lines[:, 0, 0], lines[:, 1, 0]
+        self._addresses = [self._counters[each:].ctypes.data for each in range(size)]
+        self._buffers = whole[size * 2 * _LINE :].reshape(2, size, BUFFER_BYTES)
+        self._number = 0
+        self._ended = select.poll()
+        for pidfd in others.values():
+            self._ended.register(pidfd, select.POLLIN)
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._in_pieces(x, self._sum)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._in_pieces(x, self._first)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        whole = x.new_empty(self.size, x.numel())
+        for piece, begin in _pieces(x.view(-1)):
+            for rank, part in enumerate(self._exchange(piece, range(self.size))):
+                whole[rank, begin : begin + len(piece)] = part
+        return torch.cat([*whole.view(self.size, *x.shape)], dim=-1)
+
+    def close(self) -> None:
+        for pidfd in self._others.values():
+            os.close(pidfd)
+
+    def _in_pieces(self, x: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
+        flat = x.view(-1)
+        if flat.nbytes <= BUFFER_BYTES:
+            return combine(flat).view(x.shape)
+        return torch.cat([combine(piece) for piece, _ in _pieces(flat)]).view(x.shape)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Add in the order of ranks, 16-bit numbers in float32."""
+        parts = self._exchange(x, range(self.size))
+        total = parts[0].to(torch.float32 if x.dtype.itemsize == 2 else x.dtype, copy=True)
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def _first(self, x: Tensor) -> Tensor:
+        return self._exchange(x, (0,))[0].clone()
+
+    def _exchange(self, x: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """Write this rank's part if it is one of `ranks`. Return the parts of `ranks`, as views
+        that are valid until the next call."""
+        number = self._number = self._number + 1
+        buffers = self._buffers[number % 2, :, : x.nbytes]
+        if self.rank in ranks:
+            for rank in range(self.size):
+                self._wait_for(rank, number - 1)
+            buffers[self.rank] = x.view(torch.uint8).numpy()
+        self._fence()
+        self._counters[self.rank] = number
+        self._fence()
+        if self._sleepers[self.rank]:
+            self._sleepers[self.rank] = 0
+            _futex(self._addresses[self.rank], _FUTEX_WAKE, 0x7FFFFFFF, None)
+        for rank in ranks:
+            self._wait_for(rank, number)
+        self._fence()
+        return [torch.from_numpy(buffers[rank]).view(x.dtype) for rank in ranks]
+
+    def _wait_for(self, rank: int, number: int) -> None:
+        """Wait until a rank's counter is at least `number`."""
+        if self._counters[rank] >= number:
+            return
+        began = time.monotonic()
+        while self._counters[rank] < number:
+            waited = time.monotonic() - began
+            if waited < _YIELD_S:
+                _libc.sched_yield()  # unlike os.sched_yield, releases the GIL in every Python
+                continue
+            self._sleepers[rank] = 1
+            self._fence()
+            seen = int(self._counters[rank])
+            if seen < number:
+                low = seen & 0xFFFFFFFF  # a futex is the first half of a counter
+                _futex(self._addresses[rank], _FUTEX_WAIT, low, ctypes.byref(_SLEEP))
+            self._check(rank, waited)
+
+    def _check(self, rank: int, waited: float) -> None:
+        ended = {pidfd for pidfd, _ in self._ended.poll(0)}
+        for other, pidfd in self._others.items():
+            if pidfd in ended:
+                raise EngineFault(f"rank {other} has ended")
+        if waited > self._timeout_s:
+            raise EngineFault(f"rank {rank} is {self._timeout_s:g} s late in a collective")
+
+    def _fence(self) -> None:
+        """Order the accesses to shared memory before and after it, on every kind of CPU."""
+        self._lock.release()
+        self._lock.acquire()
+
+
+def _pieces(flat: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Yield parts of at most BUFFER_BYTES, and their first elements."""
+    most = BUFFER_BYTES // flat.dtype.itemsize
+    for number in range(math.ceil(len(flat) / most)):
+        yield flat[number * most : (number + 1) * most], number * most
+
+
+def _futex(address: int, operation: int, value: int, timeout: object) -> None:
+    _libc.syscall(
+        ctypes.c_long(_FUTEX[platform.machine()]),
+        ctypes.c_void_p(address),
+        ctypes.c_int(operation),
+        ctypes.c_uint32(value),
+        timeout,
+        None,
+        ctypes.c_uint32(0),
+    )

@@ -1,0 +1,105 @@
+"""Collectives between ranks that are processes of their own, in shared memory and by gloo."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.ranks.shm import memory_bytes
+from tests.support import fork_server
+
+KINDS = ("shm", "gloo")
+PATIENCE_S = 120.0
+
+
+class Ranks:
+    """Processes that run one scenario."""
+
+    def __init__(self, scenario: str, kind: str, size: int, store: Path, timeout_s: float) -> None:
+        environment = {**os.environ}
+        self.programs, sockets, self._outputs = [], [], []
+        for _ in range(size):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            output = tempfile.TemporaryFile()  # noqa: SIM115
+            standard = theirs.fileno(), output.fileno(), 2
+            module = "tests.support.rank_program"
+            with theirs:
+                self.programs.append(
+                    fork_server.start(module, [scenario], environment, Path.cwd(), standard)
+                )
+            sockets.append(ours)
+            self._outputs.append(output)
+        memory = os.memfd_create("ranks")
+        os.truncate(memory, memory_bytes(size))
+        pidfds = [os.pidfd_open(program.pid) for program in self.programs]
+        for rank, ours in enumerate(sockets):
+            place = {"rank": rank, "size": size, "kind": kind, "timeout_s": timeout_s}
+            others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
+            text = json.dumps(place | {"store": str(store)}).encode()
+            socket.send_fds(ours, [text], [memory, *others])
+            ours.close()
+        for file in (memory, *pidfds):
+            os.close(file)
+
+    def result(self, rank: int) -> str:
+        assert self.programs[rank].wait(PATIENCE_S) == 0
+        self._outputs[rank].seek(0)
+        text: str = json.loads(self._outputs[rank].read())
+        return text
+
+    def close(self) -> None:
+        for program, output in zip(self.programs, self._outputs, strict=True):
+            program.kill()
+            program.wait()
+            output.close()
+
+
+@contextlib.contextmanager
+def ranks(
+    scenario: str, kind: str, size: int, directory: Path, timeout_s: float = 60.0
+) -> Iterator[Ranks]:
+    running = Ranks(scenario, kind, size, directory / "store", timeout_s)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_get_the_same_bits_of_the_right_results(
+    kind: str, size: int, tmp_path: Path
+) -> None:
+    with ranks("compare", kind, size, tmp_path) as running:
+        assert len({running.result(rank) for rank in range(size)}) == 1
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_rank_ends_the_waits_of_the_others_at_once(
+    kind: str, size: int, tmp_path: Path
+) -> None:
+    with ranks("killed", kind, size, tmp_path) as running:
+        last = size - 1
+        assert running.programs[last].wait(PATIENCE_S) == -signal.SIGKILL
+        began = time.monotonic()
+        errors = {running.result(rank) for rank in range(last)}
+        assert time.monotonic() - began < 20
+        expected = f"rank {last} has ended" if kind == "shm" else "a rank has ended"
+        assert all(expected in error for error in errors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_rank_ends_the_waits_of_the_others_by_their_deadline(
+    kind: str, tmp_path: Path
+) -> None:
+    with ranks("frozen", kind, 2, tmp_path, timeout_s=2.0) as running:
+        expected = "rank 1 is 2 s late" if kind == "shm" else "is late"
+        assert expected in running.result(0)
