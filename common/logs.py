@@ -58,6 +58,13 @@ def setup(program: str, level: str, log_format: Format = "text") -> None:
     sys.unraisablehook = _unraisable
 
 
+def in_use() -> tuple[str, Format]:
+    """Return the level and the format of this process's log, for `setup` in a child."""
+    root = logging.getLogger()
+    is_json = any(isinstance(handler.formatter, _Json) for handler in root.handlers)
+    return logging.getLevelName(root.level), "json" if is_json else "text"
+
+
 class LogFields:
     """Fields of a log line, rendered only if the line is written."""
 

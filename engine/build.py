@@ -29,6 +29,7 @@ from engine.grammar.guides import GrammarCache
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
+from engine.loop.watchdog import end_process
 from engine.models import (
     LoadableModel,
     Model,
@@ -40,15 +41,20 @@ from engine.models import (
 )
 from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.linear import rounding_of
-from engine.models.precision import choose_precision
+from engine.models.precision import Precision, choose_precision
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import version_of
 from engine.processor import matrix_features, threads_at_hand
+from engine.ranks import WHOLE, Share
+from engine.ranks.messages import StartSteps
+from engine.ranks.processes import Followers
 from engine.runner.copier import PageCopier
 from engine.runner.cpu import use_cpu
+from engine.runner.forwards import Forwards
 from engine.runner.gpu import use_gpu
 from engine.runner.graphs import CudaRecorder
 from engine.runner.profiler import Profiler
+from engine.runner.ranked import LeadingForwards, largest_step
 from engine.runner.runner import ModelRunner
 from engine.runner.stream import DeviceStream
 from engine.sampling.composition import every_feature
@@ -58,8 +64,10 @@ from engine.sizing import (
     EngineShape,
     free_bytes,
     host_pages_of,
+    part_of,
     resolve_device,
     resolve_shape,
+    whole_layout,
 )
 from engine.speculative import Speculator
 from engine.update import WeightUpdater
@@ -77,6 +85,7 @@ class LoadedModel:
         constants: the model's part of the fingerprint.
         weights_id: of the files in `directory`; computed in parallel to loading.
         bank: the device memory of its adapters.
+        followers: the processes with the other parts. None: this one has the whole model.
     """
 
     directory: Path
@@ -86,6 +95,11 @@ class LoadedModel:
     tokenizer_hash: str
     weights_id: "Future[WeightsId]"
     bank: AdapterBank
+    followers: Followers | None = None
+
+    @property
+    def share(self) -> Share:
+        return WHOLE if self.followers is None else self.followers.share
 
     def limits(self, shape: EngineShape) -> RequestLimits:
         """Return the limits of an engine of these sizes."""
@@ -107,8 +121,8 @@ class LoadedModel:
             **self.constants,
             "page_size": str(shape.layout.page_size),
             "kv_dtype": str(shape.layout.dtype).removeprefix("torch."),
-            "kv_layout": shape.layout.describe(),
-            "kv_token_bytes": str(shape.layout.token_bytes),
+            "kv_layout": shape.whole.describe(),
+            "kv_token_bytes": str(shape.whole.token_bytes),
         }
 
 
@@ -230,6 +244,18 @@ class Engine:
         self.copier.close()
         self.tiers.close()
         self.weights.close()
+        if self.loaded.followers is not None:
+            self.loaded.followers.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedModel:
+    """A checkpoint that is to be loaded in a process that is set up for its device."""
+
+    directory: Path
+    servable: LoadableModel
+    device: torch.device
+    precision: Precision
 
 
 def build(config: EngineConfig) -> Engine:
@@ -239,47 +265,137 @@ def build(config: EngineConfig) -> Engine:
         ConfigError: the model is not supported, or does not fit.
     """
     loaded = load(config)
-    backend = TorchBackend.open(plan(config, loaded))
-    return assemble(config, loaded, make_core(config, loaded, backend), backend)
+    try:
+        backend = TorchBackend.open(plan(config, loaded))
+        return assemble(config, loaded, make_core(config, loaded, backend), backend)
+    except BaseException:
+        if loaded.followers is not None:
+            loaded.followers.close()
+        raise
 
 
 def load(config: EngineConfig) -> LoadedModel:
-    """Load the model, and set up this process for its device.
+    """Load the model, and set up this process for its device. Starts the followers of a node with
+    several ranks, and waits until they have loaded their parts.
 
     Raises:
         ConfigError: the model is not supported, or its weights do not fit.
     """
+    opened = open_model(config)
+    weights_id = _named(stored_of(opened.servable, opened.directory))
+    if config.parallel.tp == 1:
+        return _loaded(config, opened, weights_id, None)
+    check_ranks(config, opened.device)
+    followers = Followers(config)
+    try:
+        loaded = _loaded(config, opened, weights_id, followers)
+        followers.loaded()
+        return loaded
+    except BaseException:
+        followers.close()
+        raise
+
+
+def open_model(config: EngineConfig) -> OpenedModel:
+    """Read the configuration of the model, and set up this process for its device.
+
+    Raises:
+        ConfigError: the model is not supported.
+    """
     device = resolve_device(config.device)
     if device.type == "cpu":
-        use_cpu(config.threads or threads_at_hand(os.environ), config.cpu_kernels)
+        threads = config.threads or max(1, threads_at_hand(os.environ) // config.parallel.tp)
+        use_cpu(threads, config.cpu_kernels)
     else:
         use_gpu(device)  # in this thread, which launches kernels
     directory = model_directory(config.model, weights=True)
     servable = open_checkpoint(directory, config.model_backend, config.speculative)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
-    weights_id = _named(stored_of(servable, directory))
-    model = _load(servable, device, precision.dtype, config)
-    rounding = rounding_of(device, config.quantize, int8_stored=model.spec.int8_stored)
+    return OpenedModel(directory, servable, device, precision)
+
+
+def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[Model, AdapterBank]:
+    """Load a rank's part of the model, and allocate the memory of its adapters.
+
+    Raises:
+        ConfigError: the weights do not fit.
+    """
+    device, dtype, quantize = opened.device, opened.precision.dtype, config.quantize
+    needed = opened.servable.weight_bytes(device, dtype, quantize, share)
+    free = _free_bytes(device, config, share)
+    if needed > free:
+        raise ConfigError(
+            f"{config.model}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} "
+            f"GiB of {device} may be used (engine.cache.memory_fraction "
+            f"{config.cache.memory_fraction})"
+        )
+    model = opened.servable.load(device, dtype, quantize, share)
+    return model, bank_of(config.lora, model, _free_bytes(device, config, share))
+
+
+def _loaded(
+    config: EngineConfig,
+    opened: OpenedModel,
+    weights_id: Future[WeightsId],
+    followers: Followers | None,
+) -> LoadedModel:
+    share = WHOLE if followers is None else followers.share
+    model, bank = load_part(config, opened, share)
+    rounding = rounding_of(
+        model.device, config.quantize, int8_stored=model.spec.int8_stored, num_ranks=share.size
+    )
     log.info(
         "model loaded %s",
         kv(
-            device=str(device),
-            computed=servable.computed,
-            dtype=str(precision),
-            reason=precision.because,
+            device=str(model.device),
+            ranks=share.size,
+            computed=opened.servable.computed,
+            dtype=str(opened.precision),
+            reason=opened.precision.because,
             quantize=rounding,
             stored=model.spec.stored,
             threads=torch.get_num_threads(),
         ),
     )
     return LoadedModel(
-        directory,
-        servable,
+        opened.directory,
+        opened.servable,
         model,
-        {**constants(servable), "dtype": str(precision), "quantize": rounding},
-        tokenizer_hash(directory),
+        {**constants(opened.servable), "dtype": str(opened.precision), "quantize": rounding},
+        tokenizer_hash(opened.directory),
         weights_id,
-        bank_of(config.lora, model, free_bytes(device, config.cache.memory_fraction)),
+        bank,
+        followers,
+    )
+
+
+def check_ranks(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError if several ranks do not support a configured feature."""
+    unsupported = {
+        "engine.lora.adapter_dir": config.lora.adapter_dir is not None,
+        "engine.offload.cpu_bytes": config.offload.cpu_bytes > 0,
+        "engine.weights_dir": config.weights_dir is not None,
+        "engine.device (only cpu)": device.type != "cpu",
+    }
+    named = [name for name, is_set in unsupported.items() if is_set]
+    if named:
+        raise ConfigError(
+            f"engine.parallel.tp: {config.parallel.tp} ranks do not support {', '.join(named)}"
+        )
+
+
+def pages_of(
+    config: EngineConfig, model: Model, share: Share, num_pages: int, num_host_pages: int
+) -> tuple[KVPool, HostPool]:
+    """Allocate the pages of a follower.
+
+    Raises:
+        ConfigError: there is not enough memory.
+    """
+    layout = part_of(whole_layout(config, model.spec, model.dtype, model.device), share)
+    return (
+        KVPool(layout, num_pages, model.device),
+        HostPool(layout, num_host_pages, model.device),
     )
 
 
@@ -291,8 +407,8 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
     """
     model = loaded.model
     fraction = config.cache.memory_fraction
-    free = free_bytes(model.device, fraction)
-    shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free)
+    free = _free_bytes(model.device, config, loaded.share)
+    shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free, share=loaded.share)
     if model.device.type == "cpu":
         return shape
     seeing = 0 if model.seeing is None else model.seeing.needed_bytes()
@@ -359,6 +475,8 @@ def assemble(
     )
     recorder = _recorder(config, model.device)
     runner = backend.runner(model, core.table, features, adapters, recorder)
+    if loaded.followers is not None:
+        runner = _leading(runner, config, loaded.followers, backend)
     _prepare_runner(runner, config, backend.shape)
     _report(backend, adapters)
     return Engine(
@@ -371,6 +489,30 @@ def assemble(
         GrammarCache(*of_tokens, verifier or SubprocessVerifier(*of_tokens)),
         WeightUpdater(config, loaded.directory, loaded.servable, model, loaded.weights_id.result()),
     )
+
+
+def _leading(
+    runner: ModelRunner, config: EngineConfig, followers: Followers, backend: TorchBackend
+) -> ModelRunner:
+    """Return the runner with its steps sent to followers, which are started."""
+    shape, forwards, group = backend.shape, runner.forwards, followers.share.group
+    assert isinstance(forwards, Forwards) and group is not None
+    sizes = runner.builder.sizes(forwards.spec)
+    num_bytes = largest_step(
+        largest_forward(shape, config.scheduler.num_slots),
+        shape.tables.num_tables,
+        sizes.num_slots,
+        sizes.max_pages,
+        shape.num_pages + shape.num_host_pages,
+    )
+
+    def start(block_bytes: int) -> StartSteps:
+        pages = shape.num_pages, shape.num_host_pages
+        return StartSteps(*pages, sizes.num_slots, sizes.max_pages, block_bytes)
+
+    ring = followers.start(start, num_bytes)
+    followers.watch(end_process)
+    return ModelRunner(runner.builder, LeadingForwards(forwards, followers, group, ring))
 
 
 def _report(backend: TorchBackend, adapters: AdapterManager) -> None:
@@ -423,18 +565,10 @@ def _prepare_runner(runner: ModelRunner, config: EngineConfig, shape: EngineShap
         prepare(runner, largest_forward(shape, config.scheduler.num_slots))
 
 
-def _load(
-    servable: LoadableModel, device: torch.device, dtype: torch.dtype, config: EngineConfig
-) -> Model:
-    needed = servable.weight_bytes(device, dtype, config.quantize)
+def _free_bytes(device: torch.device, config: EngineConfig, share: Share) -> int:
+    """Return this rank's part of the free memory. Ranks on a CPU share its memory."""
     free = free_bytes(device, config.cache.memory_fraction)
-    if needed > free:
-        raise ConfigError(
-            f"{config.model}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} "
-            f"GiB of {device} may be used (engine.cache.memory_fraction "
-            f"{config.cache.memory_fraction})"
-        )
-    return servable.load(device, dtype, config.quantize)
+    return free // share.size if device.type == "cpu" else free
 
 
 def prepare(runner: ModelRunner, num_tokens: int) -> None:

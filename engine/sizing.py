@@ -18,6 +18,7 @@ from engine.core import CoreShape
 from engine.kv_cache.layout import KVLayout
 from engine.models import ModelSpec
 from engine.models.linear import form_of, rounding_of
+from engine.ranks import WHOLE, Share
 from engine.runner.gpu import check_allocator, has_gpu
 from kernels.narrow import FIRST_ARCHITECTURE
 
@@ -40,12 +41,15 @@ class EngineShape(CoreShape):
     """The actual sizes of an engine.
 
     Attributes:
+        layout: of this rank's pages.
+        whole: layout of the whole model, which nodes compare.
         prefill_tokens: prompt tokens of the largest forward.
     """
 
     device: torch.device
     dtype: torch.dtype
     layout: KVLayout
+    whole: KVLayout
     prefill_tokens: int
 
 
@@ -128,15 +132,36 @@ def kept_in(config: EngineConfig, device: torch.device) -> torch.dtype | None:
     return _NARROW[config.cache.dtype]
 
 
+def whole_layout(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> KVLayout:
+    """Return the layout of pages with all heads of a model."""
+    kept_as = kept_in(config, device)
+    return KVLayout.of(spec.layers, config.cache.page_size, dtype, kept_as, spec.draft)
+
+
+def part_of(whole: KVLayout, share: Share) -> KVLayout:
+    """Return the layout of a rank's pages. Raise ConfigError if the ranks cannot split the
+    model."""
+    if share.size == 1:
+        return whole
+    return whole.share(share.rank, share.size, range(len(whole.places)))
+
+
 def resolve_shape(
-    config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype, free: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    free: int,
+    share: Share = WHOLE,
 ) -> EngineShape:
     """Determine the actual sizes for the model on this machine.
 
     Args:
         dtype: that the model is computed in.
-        free: bytes of device memory for pages, after the weights, the largest forward and the
-            graphs.
+        free: bytes of device memory for this rank's pages, after the weights, the largest forward
+            and the graphs.
     Raises:
         ConfigError: the model does not fit; the error has the numbers.
     """
@@ -147,9 +172,9 @@ def resolve_shape(
             f"engine.context_length: {context_length} is more than the model's "
             f"{spec.context_length}"
         )
-    page_size = config.cache.page_size
-    layout = KVLayout.of(spec.layers, page_size, dtype, kept_in(config, device), spec.draft)
-    room = min(free, _cpu_room(free)) if device.type == "cpu" else free
+    whole = whole_layout(config, spec, dtype, device)
+    layout = part_of(whole, share)
+    room = min(free, _cpu_room(free, share.size)) if device.type == "cpu" else free
     num_pages = config.cache.num_pages or _pages_in(room, config, layout, context_length)
     if num_pages * layout.page_bytes > free:
         raise ConfigError(
@@ -162,6 +187,7 @@ def resolve_shape(
         device=device,
         dtype=dtype,
         layout=layout,
+        whole=whole,
         tables=layout.tables,
         context_length=context_length,
         num_pages=num_pages,
@@ -197,8 +223,8 @@ def _pages_in(room: int, config: EngineConfig, layout: KVLayout, context_length:
     return num_pages
 
 
-def _cpu_room(free: int) -> int:
-    return max(CPU_POOL_BYTES, int(CPU_POOL_FRACTION * free))
+def _cpu_room(free: int, num_ranks: int) -> int:
+    return max(CPU_POOL_BYTES // num_ranks, int(CPU_POOL_FRACTION * free))
 
 
 def _chunk_tokens(

@@ -86,6 +86,8 @@ class WeightUpdater:
         self._under_way = False
         self._prepared: tuple[WeightsId, _Source] | None = None
         self._directory = directory
+        num_ranks = config.parallel.tp
+        self._fixed = f"weights: {num_ranks} ranks keep theirs" if num_ranks > 1 else ""
         # Source of the current weights; None: no longer available.
         self._source: _Source | None = _Source(directory, served)
         self._lent: tuple[_Source, OneFile] | None = None  # used by the thread that reads them
@@ -115,8 +117,9 @@ class WeightUpdater:
 
         Raises:
             Overloaded: another update is in progress.
-            FailedPrecondition: the file cannot be created.
+            FailedPrecondition: the file cannot be created, or the weights cannot be updated.
         """
+        self._check_changeable()
         if self._under_way:
             raise Overloaded("other weights are under way already")
         if self._source is not None and self._source.received is not None:
@@ -177,6 +180,7 @@ class WeightUpdater:
 
     def check_drainable(self) -> None:
         """Raise FailedPrecondition if their memory cannot be released."""
+        self._check_changeable()
         if self._model.device.type != "cpu":
             raise FailedPrecondition(
                 "weights: they are in a device's memory, which is not given back"
@@ -211,6 +215,10 @@ class WeightUpdater:
         if not self._under_way:
             self._forget_prepared()
             self._forget_source()
+
+    def _check_changeable(self) -> None:
+        if self._fixed:
+            raise FailedPrecondition(self._fixed)
 
     def _begin(self, work: Callable[[], T]) -> Future[T]:
         self._under_way = True

@@ -37,7 +37,7 @@ def serve(
     """Serve `pool` over every backend that this machine supports, in the same order.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there are backends, and this machine supports none of them.
     """
     owners: dict[str, PageProducer] = {}
     reasons = []
@@ -47,7 +47,7 @@ def serve(
         except TransferError as error:
             log.warning("data path unavailable %s", kv(path=name, reason=error))
             reasons.append(f"{name}: {error}")
-    if not owners:
+    if backends and not owners:
         raise ConfigError(
             f"transfer.backend: no data path can be served here: {'; '.join(reasons)}"
         )

@@ -148,7 +148,8 @@ class NodeRuntime:
 
         Args:
             prepare: see EngineControl.
-            paths: data paths by name; None: those that the configuration selects.
+            paths: data paths by name; None: those that the configuration selects, and none for
+                a node with several ranks, which exchanges no pages.
         Raises:
             ConfigError: no data path works here, or there is no memory for one.
         """
@@ -157,6 +158,9 @@ class NodeRuntime:
         if engine.shape.device.type == "cuda":
             clock.compiles.watch(triton.knobs.runtime)
         pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
+        num_ranks = engine.loaded.share.size
+        if num_ranks > 1:
+            paths = {}
         if paths is None:
             tls = start.config.server.tls.cert is not None
             paths = data_paths.backends(start.config.transfer, tls=tls)
@@ -167,7 +171,7 @@ class NodeRuntime:
             engine.weights,
             engine.pages,
             (kv.tensor, engine.host_pool.tensor),
-            data_paths.why_pinned(paths, pool),
+            f"{num_ranks} ranks keep it" if num_ranks > 1 else data_paths.why_pinned(paths, pool),
             channel.wake,
         )
         profiler = engine.profiler(start.config.engine, start.role, lambda: clock.reading.finished)

@@ -66,6 +66,8 @@ class RequestedSystem:
     # cert, key and ca for every process, or nothing
     tls: TlsConfig = field(default_factory=TlsConfig)
     secret_file: Path | None = None  # for every process; None: they have the variable
+    prefill_tp: int = 1
+    decode_tp: int = 1
     served_model_name: str = ""  # "": the name in `model`
 
 
@@ -76,7 +78,7 @@ def programs(wish: RequestedSystem) -> list[Program]:
     """Return the router first, then prefill nodes, then decode nodes.
 
     Without prefill nodes the decode nodes are colocated. CUDA devices are assigned to nodes in
-    turn, and nodes on one device share its memory. On a CPU the nodes of a role share its cores.
+    turn, and nodes on one device share its memory. On a CPU the ranks of a role share its cores.
     The two roles overlap on the same cores, because they rarely compute at the same time.
 
     Raises:
@@ -192,8 +194,19 @@ def _device_flags(wish: RequestedSystem) -> list[list[str]]:
         nodes_per_device = -(-num_nodes // num_devices)
         fraction = CacheConfig().memory_fraction / nodes_per_device
         memory = f"--engine.cache.memory-fraction={fraction:.3f}"
-        return [[f"--device=cuda:{node % num_devices}", memory] for node in range(num_nodes)]
+        tp = [tp_flags(wish.prefill_tp)] * wish.prefill + [tp_flags(wish.decode_tp)] * wish.decode
+        return [
+            [f"--device=cuda:{node % num_devices}", memory, *tp[node]] for node in range(num_nodes)
+        ]
     if wish.device == "cuda":
         raise ConfigError("--device cuda: this machine has no CUDA device that can be used")
-    threads = max(1, threads_at_hand(os.environ) // max(wish.prefill, wish.decode))
-    return [["--device=cpu", f"--engine.threads={threads}"]] * num_nodes
+    ranks = [wish.prefill_tp] * wish.prefill + [wish.decode_tp] * wish.decode
+    num_ranks = max(wish.prefill * wish.prefill_tp, wish.decode * wish.decode_tp)
+    threads = max(1, threads_at_hand(os.environ) // num_ranks)
+    flags = ["--device=cpu", f"--engine.threads={threads}"]
+    return [[*flags, *tp_flags(tp)] for tp in ranks]
+
+
+def tp_flags(tp: int) -> list[str]:
+    """Return the flags of a node with `tp` ranks."""
+    return [f"--engine.parallel.tp={tp}"] if tp > 1 else []

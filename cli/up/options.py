@@ -42,6 +42,14 @@ def parser() -> settings.ConfigArgumentParser:
         metavar="N",
         help="number of decode nodes. 0: only embeddings and scores (1)",
     )
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}-tp",
+            type=int,
+            default=1,
+            metavar="N",
+            help=f"tensor-parallel ranks of each {role} node (1)",
+        )
     parser.add_argument("--host", default=plan.HOST, help="address of all processes (%(default)s)")
     parser.add_argument(
         "--port", type=_port, default=plan.ROUTER_PORT, help="gRPC port of the router (%(default)s)"
@@ -122,6 +130,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     reads = parser()
     options, node_flags = reads.parse_known_args(_with_router_flags(arguments))
     reads.refuse_strangers(node_flags, PrefillConfig, DecodeConfig)
+    if min(options.prefill_tp, options.decode_tp) < 1:
+        settings.wrong(PROGRAM, "--prefill-tp and --decode-tp must be 1 or more")
     if min(options.prefill, options.decode) < 0 or not options.prefill + options.decode:
         settings.wrong(PROGRAM, "--prefill and --decode must be 0 or more, and one of them 1")
     return options, node_flags
@@ -151,7 +161,7 @@ def wish(
     Raises:
         ConfigError: the model or the secret is not available.
     """
-    _check_flags(options.model or "demo", node_flags, options.router_flags)
+    _check_flags(options, node_flags)
     model = _have_model(options.model, screen)
     wished = plan.RequestedSystem(
         model=model,
@@ -164,6 +174,8 @@ def wish(
         decode_port=options.decode_port,
         metrics_port=options.metrics_port,
         device=options.device,
+        prefill_tp=options.prefill_tp,
+        decode_tp=options.decode_tp,
         node_flags=tuple(node_flags),
         router_flags=tuple(options.router_flags),
         tls=client.tls_config(options),
@@ -204,15 +216,17 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _check_flags(model: str, node_flags: list[str], router_flags: list[str]) -> None:
-    """Exit if a process would reject the flags."""
-    records: tuple[tuple[type[ConfigRecord], list[str]], ...] = (
-        (PrefillConfig, node_flags),
-        (DecodeConfig, node_flags),
-        (RouterConfig, router_flags),
-    )
+def _check_flags(options: argparse.Namespace, node_flags: list[str]) -> None:
+    """Exit if a process that is to be started would reject its flags."""
+    colocated = [] if options.prefill else ["--mode=colocated"]
+    records: list[tuple[type[ConfigRecord], list[str]]] = [(RouterConfig, options.router_flags)]
+    if options.prefill:
+        records.append((PrefillConfig, [*plan.tp_flags(options.prefill_tp), *node_flags]))
+    if options.decode:
+        tp = plan.tp_flags(options.decode_tp)
+        records.append((DecodeConfig, [*tp, *colocated, *node_flags]))
     for record, flags in records:
-        settings.read(record, PROGRAM, [f"--model={model}", *flags])
+        settings.read(record, PROGRAM, [f"--model={options.model or 'demo'}", *flags])
 
 
 def _have_model(model: str | None, screen: Screen) -> str:

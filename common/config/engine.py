@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common.config.record import ConfigRecord, Positive, Seconds
+from common.copy_map import MAX_RANKS
 from common.limits import MAX_ADAPTERS
 from common.priority import HIGHEST, LOWEST
 
@@ -266,6 +267,26 @@ class SpeculativeConfig(ConfigRecord):
         return self.method in ("mtp", "eagle")
 
 
+class ParallelConfig(ConfigRecord):
+    """Ranks: processes that compute a model together, each with a part of its weights and pages."""
+
+    tp: int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="Tensor-parallel ranks of this node, see docs/parallel.md. threads counts for "
+        "each of them",
+    )
+    collectives: Literal["auto", "shm", "gloo"] = Field(
+        "auto",
+        description="Exchange of tensors between ranks. auto: shm, in shared memory; gloo: "
+        "torch.distributed over loopback, slower, for comparisons",
+    )
+    collective_s: Seconds = Field(
+        30.0, description="Seconds that a rank waits for the others before the node is terminated"
+    )
+
+
 class EngineConfig(ConfigRecord):
     """The model and the device it runs on."""
 
@@ -314,6 +335,7 @@ class EngineConfig(ConfigRecord):
         description="CUDA graphs for decode steps of decode nodes, captured at start. off: for "
         "debugging",
     )
+    parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     offload: OffloadConfig = OffloadConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

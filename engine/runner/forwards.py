@@ -160,7 +160,7 @@ class Forwards:
         fit use a larger graph or none."""
         graphs = self._graphs
         assert graphs is not None
-        self._enqueue(lambda: graphs.capture(size)).wait()
+        self.enqueue(lambda: graphs.capture(size)).wait()
 
     def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
         """Enqueue a step.
@@ -174,7 +174,7 @@ class Forwards:
             if step.rows is not None:
                 self._sample(self._forward(step, step.rows, sampling), sampling, output)
 
-        return self._enqueue(work)
+        return self.enqueue(work)
 
     def launch_forward(
         self, step: Step, sampling: TokenSampling
@@ -194,9 +194,18 @@ class Forwards:
                 sent = [*done[0].sent, *upload(added, self._model.device)]
                 self._sample(replace(done[0], sent=sent), whole, output)
 
-            return self._enqueue(work)
+            return self.enqueue(work)
 
-        return self._enqueue(work), launch
+        return self.enqueue(work), launch
+
+    def enqueue(self, work: Callable[[], None]) -> StreamEvent:
+        """Enqueue work of the forward stream."""
+
+        def enqueue() -> None:
+            with torch.inference_mode():
+                work()
+
+        return self._stream.submit(enqueue)
 
     def _made_graphs(self, recorder: Recorder) -> DecodeGraphs:
         sizes, tables = self._sizes, self._pool.layout.tables
@@ -213,13 +222,6 @@ class Forwards:
                 beside_bytes=sizes.sampling_bytes,
             ),
         )
-
-    def _enqueue(self, work: Callable[[], None]) -> StreamEvent:
-        def enqueue() -> None:
-            with torch.inference_mode():
-                work()
-
-        return self._stream.submit(enqueue)
 
     def _swap(self, step: Step) -> None:
         if step.swap_out is not None:

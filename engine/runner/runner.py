@@ -10,6 +10,7 @@ from engine.models import Model
 from engine.runner.forwards import Forwards
 from engine.runner.graphs import Recorder
 from engine.runner.launched import LaunchedStep, StepOutput
+from engine.runner.ranked import LeadingForwards
 from engine.runner.step_builder import StepBuilder
 from engine.runner.stream import DeviceStream, StreamEvent
 from engine.sampling.composition import SamplingFeatures
@@ -18,7 +19,7 @@ from engine.sampling.composition import SamplingFeatures
 class ModelRunner:
     """Runs a model for the requests of a table. Engine thread only."""
 
-    def __init__(self, builder: StepBuilder, forwards: Forwards) -> None:
+    def __init__(self, builder: StepBuilder, forwards: Forwards | LeadingForwards) -> None:
         self.builder = builder
         self.forwards = forwards
 

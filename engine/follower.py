@@ -1,0 +1,114 @@
+"""The process of a rank that follows rank 0 of its node: `python -m engine.follower DESCRIPTOR`.
+
+Rank 0 starts it, never a user. It has a part of the weights and pages, and no requests.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from common import logs
+from common.config import EngineConfig
+from common.errors import ConfigError
+from engine.adapters.library import AdapterCache
+from engine.build import load_part, open_model, pages_of
+from engine.ranks import Share
+from engine.ranks.messages import (
+    MAX_PACKET_BYTES,
+    FromFollower,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    StartRank,
+    StartSteps,
+    ToFollower,
+)
+from engine.ranks.processes import open_group
+from engine.ranks.ring import StepRing
+from engine.runner.forwards import Forwards, ForwardSizes
+from engine.runner.ranked import follow
+from engine.runner.stream import open_stream
+
+_MAX_RANKS_FILES = 257  # the pidfds of all other ranks, and one memory
+
+log = logging.getLogger(__name__)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToFollower)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def serve(steps: socket.socket) -> None:
+    """Load, then run steps until rank 0 closes its end."""
+    message, files = _receive(steps)
+    if not isinstance(message, StartRank):
+        return
+    rank, (memory, *pidfds) = message.rank, files
+    logs.setup(f"rank {rank}", message.log_level, message.log_format)
+    config = EngineConfig.model_validate_json(message.config)
+    group = open_group(config.parallel, rank, memory, pidfds, message.store)
+    os.close(memory)
+    share = Share(rank, message.size, group)
+    model, bank = load_part(config, open_model(config), share)
+    _send(steps, RankLoaded())
+    message, files = _receive(steps)
+    if not isinstance(message, StartSteps):
+        return
+    pool, host_pool = pages_of(config, model, share, message.num_pages, message.num_host_pages)
+    sizes = ForwardSizes(message.num_slots, message.max_pages)
+    stream = open_stream(model.device)
+    forwards = Forwards(model, pool, host_pool, bank, stream, sizes)
+    ring = StepRing(files[0], message.block_bytes)
+    os.close(files[0])
+    _send(steps, RankReady())
+    follow(steps, ring, forwards, group, AdapterCache(0, 0).hold)
+
+
+def main(descriptor: int) -> NoReturn:
+    # Only rank 0 decides when to end. Both may be sent to the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)
+    steps = socket.socket(fileno=descriptor)
+    try:
+        serve(steps)
+    except ConfigError as error:
+        _fail(steps, RankFailed(str(error), config=True), 2)
+    except Exception as error:
+        log.exception("the rank failed")
+        _fail(steps, RankFailed(f"{type(error).__name__}: {error}"[:2000], config=False), 1)
+    _leave(0)
+
+
+def _fail(steps: socket.socket, last: RankFailed, exit_code: int) -> NoReturn:
+    with contextlib.suppress(OSError):  # rank 0 may be what failed
+        _send(steps, last)
+    _leave(exit_code)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End the process, whatever its forward stream does."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _receive(steps: socket.socket) -> tuple[ToFollower | None, Sequence[int]]:
+    """Return a message and its files. None: rank 0 has ended."""
+    packet, files, _, _ = socket.recv_fds(steps, MAX_PACKET_BYTES, _MAX_RANKS_FILES)
+    for file in files:
+        os.set_inheritable(file, False)
+    return (_decoder.decode(packet) if packet else None), files
+
+
+def _send(steps: socket.socket, message: FromFollower) -> None:
+    steps.send(_encoder.encode(message))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,227 @@
+"""The followers of a node: processes that rank 0 starts, and that end with it.
+
+    start: StartRank -> ... loads ... -> RankLoaded; StartSteps -> RankReady; then headers of steps
+
+Rank 0 is a node's engine process. If a follower ends, it ends too, and with it the node. Frozen
+followers are found by the timeout of the next collective. A follower that cannot load reports one
+sentence, which is rank 0's error.
+"""
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common import logs
+from common.config import EngineConfig, ParallelConfig
+from common.errors import ConfigError, EngineFault
+from common.logs import kv
+from common.process.leash import leashed
+from engine.ranks.gloo import GlooGroup
+from engine.ranks.group import Group
+from engine.ranks.messages import (
+    MAX_PACKET_BYTES,
+    FromFollower,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    StartRank,
+    StartSteps,
+)
+from engine.ranks.ring import StepRing, ring_memory, whole_pages
+from engine.ranks.share import Share
+from engine.ranks.shm import SharedMemoryGroup, memory_bytes
+
+_PROGRAM = "engine.follower"
+_LOAD_S = 3600.0  # for weights from a slow disk
+_CLOSE_S = 5.0
+
+log = logging.getLogger(__name__)
+_encoder = msgspec.msgpack.Encoder()
+_from_follower: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Follower:
+    process: "subprocess.Popen[bytes]"
+    socket: socket.socket
+    pidfd: int
+
+
+def open_group(
+    config: ParallelConfig, rank: int, memory: int, pidfds: Sequence[int], store: str
+) -> Group:
+    """Open the collectives of one rank.
+
+    Args:
+        memory: descriptor of `memory_bytes` zeros, for shm.
+        pidfds: of the other ranks, by rank. Owned by the group.
+        store: path for the rendezvous of gloo.
+    """
+    if config.collectives == "gloo":
+        for pidfd in pidfds:
+            os.close(pidfd)
+        return GlooGroup(rank, config.tp, Path(store), config.collective_s)
+    others = dict(zip((each for each in range(config.tp) if each != rank), pidfds, strict=True))
+    return SharedMemoryGroup(rank, config.tp, memory, others, config.collective_s)
+
+
+class Followers:
+    """All ranks but rank 0, as rank 0 sees them. Engine thread only.
+
+    Attributes:
+        share: of rank 0.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the followers, which load their parts of the model meanwhile. Made on the main
+        thread: they end with the thread that makes them."""
+        size, settings = config.parallel.tp, config.model_dump_json().encode()
+        self._followers: list[_Follower] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="baton-ranks-")
+        self._closed, self._end = os.pipe()
+        self._watcher: threading.Thread | None = None
+        store = str(Path(self._directory.name) / "store")
+        memory = os.memfd_create("baton-collectives", os.MFD_CLOEXEC)
+        pidfds = [os.pidfd_open(os.getpid())]
+        try:
+            os.truncate(memory, memory_bytes(size))
+            for _ in range(1, size):
+                self._followers.append(_start())
+            pidfds += [each.pidfd for each in self._followers]
+            for rank, follower in enumerate(self._followers, start=1):
+                others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
+                start = StartRank(rank, size, settings, store, *logs.in_use())
+                _send(follower, start, [memory, *others])
+            own = [os.dup(pidfd) for pidfd in pidfds[1:]]
+            self.share = Share(0, size, open_group(config.parallel, 0, memory, own, store))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(memory)
+            os.close(pidfds[0])
+
+    def loaded(self) -> None:
+        """Wait until all followers have loaded their parts.
+
+        Raises:
+            ConfigError: one cannot. The error is its sentence.
+        """
+        self._await(RankLoaded)
+
+    def start(self, make: Callable[[int], StartSteps], num_bytes: int) -> StepRing:
+        """Wait until all followers are ready for steps, and return the blocks of steps.
+
+        Args:
+            make: returns the message, of a block's size.
+            num_bytes: of the largest step.
+        Raises:
+            ConfigError: as `loaded`.
+        """
+        block_bytes = whole_pages(num_bytes)
+        memory = ring_memory(block_bytes)
+        try:
+            for follower in self._followers:
+                _send(follower, make(block_bytes), [memory])
+            ring = StepRing(memory, block_bytes)
+        finally:
+            os.close(memory)
+        self._await(RankReady)
+        return ring
+
+    def send(self, header: bytes) -> None:
+        """Send the header of a step to all followers. Never blocks.
+
+        Raises:
+            EngineFault: a follower does not read, or has ended.
+        """
+        for rank, follower in enumerate(self._followers, start=1):
+            try:
+                follower.socket.send(header, socket.MSG_DONTWAIT)
+            except OSError as error:
+                raise EngineFault(f"rank {rank} takes no steps: {error}") from error
+
+    def watch(self, on_end: Callable[[], None]) -> None:
+        """Have `on_end` called by another thread when a follower ends before `close`."""
+        self._watcher = threading.Thread(target=self._watch, args=(on_end,), name="ranks")
+        self._watcher.daemon = True
+        self._watcher.start()
+
+    def close(self) -> None:
+        """End the followers, and wait until they have ended."""
+        os.close(self._end)
+        if self._watcher is not None:
+            self._watcher.join()
+        os.close(self._closed)
+        for follower in self._followers:
+            follower.socket.close()  # they end at its end of file
+        deadline = time.monotonic() + _CLOSE_S
+        for follower in self._followers:
+            try:
+                follower.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                follower.process.kill()
+                follower.process.wait()
+            os.close(follower.pidfd)
+        self._directory.cleanup()
+
+    def _await(self, expected: type[FromFollower]) -> None:
+        deadline = time.monotonic() + _LOAD_S
+        for rank, follower in enumerate(self._followers, start=1):
+            ready, _, _ = select.select(
+                [follower.socket], [], [], max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                raise EngineFault(f"rank {rank} has not started within {_LOAD_S:.0f} s")
+            packet = follower.socket.recv(MAX_PACKET_BYTES)
+            if not packet:
+                raise EngineFault(f"rank {rank} ended with code {follower.process.wait()}")
+            match _from_follower.decode(packet):
+                case RankFailed(error=error, config=True):
+                    raise ConfigError(error)
+                case RankFailed(error=error):
+                    raise EngineFault(f"rank {rank}: {error}")
+                case message if not isinstance(message, expected):
+                    raise EngineFault(f"rank {rank} sent {type(message).__name__}")
+
+    def _watch(self, on_end: Callable[[], None]) -> None:
+        ranks = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
+        ended, _, _ = select.select([*ranks, self._closed], [], [])
+        if self._closed in ended:
+            return
+        rank = ranks[ended[0]]
+        code = self._followers[rank - 1].process.wait()
+        log.error("a rank has ended, and so does this node %s", kv(rank=rank, exit_code=code))
+        on_end()
+
+
+def _start() -> _Follower:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", _PROGRAM, str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(
+            leashed(command, signal.SIGKILL),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+    return _Follower(process, ours, os.pidfd_open(process.pid))
+
+
+def _send(follower: _Follower, message: StartRank | StartSteps, files: Sequence[int]) -> None:
+    try:
+        socket.send_fds(follower.socket, [_encoder.encode(message)], files)
+    except OSError:
+        log.warning("a rank ended before it was told to start")  # `loaded` finds it

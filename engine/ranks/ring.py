@@ -1,0 +1,47 @@
+"""The tensors of steps in memory that all ranks share.
+
+Packing a step into a block is its broadcast. A block is written again only when every rank has
+finished the step that it held.
+"""
+
+import mmap
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCKS = 8  # rank 0 is at most three steps ahead of the last rank
+_PAGE = 4096
+
+
+def ring_memory(block_bytes: int) -> int:
+    """Return the descriptor of new memory for a ring. Memory is used as far as blocks are filled.
+
+    Args:
+        block_bytes: a result of `whole_pages`.
+    """
+    memory = os.memfd_create("baton-steps", os.MFD_CLOEXEC)
+    os.truncate(memory, BLOCKS * block_bytes)
+    return memory
+
+
+def whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE
+
+
+class StepRing:
+    """The blocks, by the number of the step.
+
+    Args:
+        memory: of `ring_memory`. The caller may close it.
+    """
+
+    def __init__(self, memory: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        shared = mmap.mmap(memory, BLOCKS * block_bytes)
+        self._blocks: NDArray[np.uint8] = np.frombuffer(shared, np.uint8).reshape(BLOCKS, -1)
+
+    def block(self, number: int) -> NDArray[np.uint8]:
+        """Return the block of step `number`, uint8 [block_bytes]."""
+        block: NDArray[np.uint8] = self._blocks[number % BLOCKS]
+        return block

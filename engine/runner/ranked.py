@@ -1,0 +1,209 @@
+"""Steps of a node with several ranks: rank 0 decides and samples, followers run its steps.
+
+Rank 0 sends each step before it runs it. All ranks then make the same collectives in the same
+order: the layers' sums, the gathers of logits, and the broadcasts of drafts and tokens. Followers
+apply the head to the same inputs and have no sampling work.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError, EngineFault
+from common.requests.namespace import AdapterId
+from engine.adapters.stored import LoraAdapter
+from engine.batch.forward import ForwardBatch
+from engine.kv_cache.kv import HostPool
+from engine.models import ModelSpec
+from engine.ranks import Group
+from engine.ranks.messages import MAX_PACKET_BYTES
+from engine.ranks.ring import BLOCKS, StepRing
+from engine.runner.forwards import Draw, Forwards, SampleLater, TokenSampling
+from engine.runner.graphs import Recorder
+from engine.runner.launch_message import Launch, block_bytes, decode, encode
+from engine.runner.launched import StepOutput
+from engine.runner.step import Step
+from engine.runner.stream import StreamEvent
+from engine.sampling.composition import SampledTokens
+from engine.sampling.heads import HiddenStates
+
+_NO_TOKENS = torch.empty(0, dtype=torch.int32)
+_TOKEN_BYTES = 64  # of a token in a step, without its locations: ids, positions, places, slots
+_PAGE_BYTES = 16  # of a page in a step: its id in a table, or both ids of a copy
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Launch)
+
+
+class _Leading:
+    """The sampling of rank 0, which broadcasts all drawn tokens."""
+
+    def __init__(self, sampling: TokenSampling, group: Group) -> None:
+        self._sampling = sampling
+        self._group = group
+
+    def tensors(self) -> list[Tensor]:
+        return self._sampling.tensors()
+
+    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
+        draw = self._sampling.draws(sent, early)
+        return lambda logits, places: self._group.broadcast(draw(logits, places))
+
+    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        sampled = self._sampling.sample(states, sent)
+        if not states.inputs.chosen:
+            return sampled
+        return replace(sampled, tokens=self._group.broadcast(sampled.tokens))
+
+
+class _Following:
+    """The sampling of a follower, which receives all drawn tokens."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
+        return lambda logits, places: self._received(len(logits))
+
+    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        for _ in states.logits():
+            pass  # each is a part of the logits, which rank 0 gathers
+        if not states.inputs.chosen:
+            return SampledTokens(_NO_TOKENS)
+        return SampledTokens(self._received(states.num_samples))
+
+    def _received(self, count: int) -> Tensor:
+        return self._group.broadcast(torch.zeros(count, dtype=torch.int32))
+
+
+class StepSender(Protocol):
+    def send(self, header: bytes) -> None:
+        """Send the header of a step to all followers, without waiting."""
+        ...
+
+
+class LeadingForwards:
+    """The forwards of rank 0. Has the interface of Forwards. Engine thread only."""
+
+    graph_sizes: tuple[int, ...] = ()
+
+    def __init__(
+        self, forwards: Forwards, followers: StepSender, group: Group, ring: StepRing
+    ) -> None:
+        self._forwards = forwards
+        self._followers = followers
+        self._group = group
+        self._ring = ring
+        self._events: list[StreamEvent | None] = [None] * BLOCKS  # of the newest steps
+        self._number = 0
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._forwards.spec
+
+    def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "LeadingForwards":
+        raise ConfigError("engine.parallel.tp: a node with several ranks cannot change its role")
+
+    def graph_of(self, rows: ForwardBatch) -> int:
+        return 0
+
+    def capture(self, size: int) -> None:
+        raise EngineFault("no graph is captured with several ranks")
+
+    def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
+        """Send and enqueue a step, see Forwards.launch."""
+        self._send(step)
+        event = self._forwards.launch(step, _Leading(sampling, self._group), output)
+        return self._noted(_ended(step, event, self._forwards, self._group))
+
+    def launch_forward(
+        self, step: Step, sampling: TokenSampling
+    ) -> tuple[StreamEvent, SampleLater]:
+        """Send a step and enqueue its forward, see Forwards.launch_forward."""
+        self._send(step)
+        group = self._group
+        event, launch = self._forwards.launch_forward(step, _Leading(sampling, group))
+
+        def launch_sampling(
+            whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
+        ) -> StreamEvent:
+            return launch(_Leading(whole, group), added, output)
+
+        return self._noted(event), launch_sampling
+
+    def _send(self, step: Step) -> None:
+        """Send a step, in the block of the step BLOCKS steps ago."""
+        num_bytes, ring = block_bytes(step), self._ring
+        if num_bytes > ring.block_bytes:
+            raise EngineFault(f"a step of {num_bytes} bytes, {ring.block_bytes} fit into a block")
+        # No rank reads that block any more if rank 0 is done with the step after it: that one has
+        # collectives, which a rank begins when it is done with everything before.
+        later = self._events[(self._number + 1) % BLOCKS]
+        if later is not None:
+            later.wait()
+        header = _encoder.encode(encode(step, ring.block(self._number)))
+        if len(header) > MAX_PACKET_BYTES:
+            raise EngineFault(f"the header of a step takes {len(header)} bytes")
+        self._followers.send(header)
+
+    def _noted(self, event: StreamEvent) -> StreamEvent:
+        self._events[self._number % BLOCKS] = event
+        self._number += 1
+        return event
+
+
+def follow(
+    steps: socket.socket,
+    ring: StepRing,
+    forwards: Forwards,
+    group: Group,
+    adapter: Callable[[AdapterId], LoraAdapter],
+) -> None:
+    """Run rank 0's steps until it closes its end.
+
+    Args:
+        adapter: returns an adapter of this rank.
+    """
+    number, running = 0, None
+    while header := steps.recv(MAX_PACKET_BYTES):
+        step = decode(_decoder.decode(header), ring.block(number), adapter)
+        event = forwards.launch(step, _Following(group), StepOutput())
+        event = _ended(step, event, forwards, group)
+        if running is not None:
+            running.wait()
+        number, running = number + 1, event
+
+
+def largest_step(
+    num_tokens: int, num_tables: int, num_slots: int, max_pages: int, num_copies: int
+) -> int:
+    """Return a size that no step exceeds, in bytes.
+
+    Args:
+        num_tokens: of the largest forward.
+        max_pages: of one row, in all page tables together.
+        num_copies: pages that are swapped.
+    """
+    tokens = num_tokens * (_TOKEN_BYTES + 16 * num_tables)
+    pages = num_slots * max_pages + 2 * num_copies
+    return (1 << 20) + 2 * tokens + _PAGE_BYTES * pages
+
+
+def _ended(step: Step, event: StreamEvent, forwards: Forwards, group: Group) -> StreamEvent:
+    """Return an event of a step after which each rank has begun with the end of it. A step without
+    rows has no collective of its own."""
+    if step.rows is not None:
+        return event
+    return forwards.enqueue(lambda: _meet(group))
+
+
+def _meet(group: Group) -> None:
+    group.all_reduce(torch.zeros(1))

@@ -1,0 +1,302 @@
+"""Engines with several ranks, as processes, have the tokens of engines with one rank."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config import (
+    CacheConfig,
+    DecodeConfig,
+    EngineConfig,
+    ParallelConfig,
+    PrefillConfig,
+    SchedulerConfig,
+)
+from common.errors import ConfigError, EngineFault, FailedPrecondition
+from engine.build import Engine, build
+from engine.loop.loop import EventLoop
+from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
+from tests.support.checkpoints import make_checkpoint
+from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.specs import make_request
+from tests.support.vision import make_vision_checkpoint, picture, with_images
+
+NUM_PAGES = 26
+PATIENCE_S = 120.0
+
+
+def config_of(tp: int = 1, num_pages: int = NUM_PAGES, **fields: Any) -> EngineConfig:
+    parallel = fields.pop("parallel", {})
+    return EngineConfig(
+        **{"device": "cpu", "dtype": "float32", "threads": 1, "cpu_kernels": "off", **fields},
+        parallel=ParallelConfig(tp=tp, **parallel),
+        cache=CacheConfig(num_pages=num_pages, swap_pages=2 * num_pages),
+        scheduler=SchedulerConfig(
+            chunked_prefill_tokens=32,
+            max_running_requests=12,
+            new_token_ratio=0.05,
+            min_new_token_ratio=0.01,
+        ),
+    )
+
+
+class Serving:
+    """A role that has nothing but a scheduler, and collects the tokens of its requests."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine: Engine = build(config)
+        self.scheduler = self.engine.scheduler(config, lambda request, holding: None)
+        self.answers: dict[int, list[int]] = defaultdict(list)
+        self.vectors: list[Any] = []
+        self.retracted = 0
+        self._added = 0
+        self._loop = EventLoop(self, self.engine.runner)
+
+    def poll(self) -> None:
+        pass
+
+    def next_batch(self) -> Any:
+        batch = self.scheduler.next_batch()
+        self.retracted += batch is not None and batch.swap_out is not None
+        return batch
+
+    def finish(self, batch: Any, result: Any) -> None:
+        outcome = self.scheduler.finish(batch, result)
+        for key, token in zip(outcome.requests, outcome.tokens, strict=True):
+            self.answers[int(key)].append(int(token))
+        for finished in outcome.finished:
+            assert not finished.finish.error
+            self.engine.adapters.release(finished.request.key)
+
+    def idle(self) -> None:
+        pass
+
+    def add(self, tokens: Sequence[int], **options: Any) -> None:
+        self._added += 1
+        request = make_request(tokens, key=self._added, **options)
+        self.engine.adapters.hold(request)
+        assert self.engine.adapters.take_slot(request)
+        self.scheduler.add(request)
+
+    def run(self) -> None:
+        in_flight = None
+        while self.scheduler.has_work or in_flight is not None:
+            in_flight = self._loop.step(in_flight)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def serve_text(serving: Serving) -> None:
+    """Requests with every kind of sampling, then more tokens than the pages have room for."""
+    for number, sampling in enumerate(EVERY_SAMPLING):
+        serving.add(prompt(5 + 16 * number, number), sampling=sampling)
+        pooling = EVERY_POOLING[number % len(EVERY_POOLING)]
+        serving.add(prompt(20, number), sampling=sampled(max_tokens=1), pooling=pooling)
+    serving.run()
+    for number in range(8):
+        serving.add(prompt(10, number), sampling=sampled(max_tokens=70, ignore_eos=True))
+    serving.run()
+    assert serving.retracted
+
+
+def serve_again(serving: Serving) -> None:
+    """Requests that continue from the prefix cache."""
+    serve_text(serving)
+    serve_text(serving)
+
+
+def serve_images(serving: Serving) -> None:
+    for number in range(2):
+        tokens, images = with_images("see ", picture(3, 5, number), " and then")
+        serving.add(tokens, images=images, sampling=EVERY_SAMPLING[number])
+    serving.add(prompt(20), sampling=sampled())
+    serving.run()
+
+
+def answers(config: EngineConfig, serve: Any) -> dict[int, list[int]]:
+    serving = Serving(config)
+    try:
+        serve(serving)
+        return serving.answers
+    finally:
+        serving.close()
+
+
+def drafting(root: Path, method: str, architecture: str, make: Any = None, **fields: Any) -> Any:
+    return drafted(method, architecture, make, **fields)(root)
+
+
+QUICK = {"dense", "drafts"}
+CASES: dict[str, tuple[int, Any, int, Any]] = {
+    "dense": (2, lambda root: {"model": str(make_checkpoint(root))}, NUM_PAGES, serve_text),
+    "drafts": (2, lambda root: drafting(root, "ngram", "llama"), NUM_PAGES, serve_text),
+    "four ranks": (
+        4,
+        lambda root: {"model": str(make_checkpoint(root, "qwen3"))},
+        NUM_PAGES,
+        serve_again,
+    ),
+    "windows": (2, lambda root: {"model": str(make_checkpoint(root, "gemma2"))}, 40, serve_text),
+    "sinks": (2, lambda root: {"model": str(make_checkpoint(root, "gpt_oss"))}, 40, serve_text),
+    "experts": (
+        2,
+        lambda root: {"model": str(make_checkpoint(root, "qwen3_moe"))},
+        NUM_PAGES,
+        serve_text,
+    ),
+    "latents": (
+        2,
+        lambda root: drafting(root, "mtp", "deepseek_v3", make_mtp),
+        NUM_PAGES,
+        serve_text,
+    ),
+    "states": (
+        2,
+        lambda root: drafting(root, "mtp", "qwen3_5_text", make_hybrid_mtp),
+        88,
+        serve_again,
+    ),
+    "eagle": (2, lambda root: drafting(root, "eagle", "llama", make_eagle), NUM_PAGES, serve_text),
+    "eagle 3": (
+        2,
+        lambda root: drafting(root, "eagle", "llama", make_eagle3, num_hidden_layers=7),
+        NUM_PAGES,
+        serve_text,
+    ),
+    "images": (
+        2,
+        lambda root: {"model": str(make_vision_checkpoint(root))},
+        NUM_PAGES,
+        serve_images,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in CASES],
+)
+def test_several_ranks_have_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+    tp, make, num_pages, serve = CASES[name]
+    fields = make(tmp_path)
+    one = answers(config_of(1, num_pages, **fields), serve)
+    assert one and answers(config_of(tp, num_pages, **fields), serve) == one
+
+
+def test_gloo_gives_the_same_tokens(tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path))
+
+    def serve(serving: Serving) -> None:
+        serving.add(prompt(40), sampling=sampled(temperature=0.9))
+        serving.run()
+
+    one = answers(config_of(1, model=model), serve)
+    assert answers(config_of(2, model=model, parallel={"collectives": "gloo"}), serve) == one
+
+
+def test_each_rank_has_its_part_of_weights_and_pages(tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path))
+    one, two = Serving(config_of(1, model=model)), Serving(config_of(2, model=model))
+    try:
+        assert 2 * two.engine.shape.layout.page_bytes == one.engine.shape.layout.page_bytes
+        assert two.engine.fingerprint == one.engine.fingerprint
+        for serving in (one, two):
+            serving.add(prompt(40), sampling=sampled())
+            serving.run()
+        ours, whole = two.engine.pool, one.engine.pool
+        assert np.isfinite(ours.layers[0].float()[0].numpy()).all()
+        assert ours.layers[0].shape[1] * 2 == whole.layers[0].shape[1]
+    finally:
+        one.close()
+        two.close()
+
+
+def test_a_step_of_a_frozen_rank_ends_by_its_deadline(tmp_path: Path) -> None:
+    parallel = {"collective_s": 1.0}
+    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path)), parallel=parallel))
+    followers: Any = serving.engine.loaded.followers
+    (follower,) = followers._followers
+    os.kill(follower.process.pid, signal.SIGSTOP)
+    serving.add(prompt(40), sampling=sampled())
+    with pytest.raises(EngineFault, match="rank 1 is 1 s late in a collective"):
+        serving.run()
+    follower.process.kill()
+    serving.close()
+
+
+def test_a_killed_rank_is_noticed_while_nothing_runs(tmp_path: Path) -> None:
+    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
+    followers: Any = serving.engine.loaded.followers
+    ended = threading.Event()
+    followers.watch(ended.set)
+    (follower,) = followers._followers
+    assert not ended.is_set()
+    follower.process.kill()
+    assert ended.wait(PATIENCE_S)
+    serving.close()
+
+
+def test_ranks_end_with_rank_0(tmp_path: Path) -> None:
+    """Rank 0 is killed in the midst of its work."""
+    config = config_of(2, model=str(make_checkpoint(tmp_path))).model_dump_json()
+    program = (
+        "import sys\n"
+        "from common.config import EngineConfig\n"
+        "from engine.build import build\n"
+        "engine = build(EngineConfig.model_validate_json(sys.argv[1]))\n"
+        "print(engine.loaded.followers._followers[0].process.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, config]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        pidfd = os.pidfd_open(int(first.stdout.readline()))
+        first.kill()
+    assert select.select([pidfd], [], [], PATIENCE_S)[0] == [pidfd]
+    os.close(pidfd)
+
+
+def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path))
+    with pytest.raises(ConfigError, match="3 ranks cannot have equal parts of"):
+        build(config_of(3, model=model))
+
+
+def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path))
+    for fields, named in (
+        ({"weights_dir": tmp_path}, "engine.weights_dir"),
+        ({"lora": {"adapter_dir": tmp_path}}, "engine.lora.adapter_dir"),
+        ({"offload": {"cpu_bytes": 1 << 20}}, "engine.offload.cpu_bytes"),
+    ):
+        with pytest.raises(ConfigError, match=f"2 ranks do not support {named}"):
+            build(config_of(2, model=model, **fields))
+    engine = config_of(2, model=model)
+    with pytest.raises(ValueError, match="a prefill node has one rank"):
+        PrefillConfig(engine=engine)
+    with pytest.raises(ValueError, match="only a node in mode colocated has several ranks"):
+        DecodeConfig(engine=engine)
+
+
+def test_what_would_change_one_rank_alone_is_refused(tmp_path: Path) -> None:
+    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
+    try:
+        with pytest.raises(FailedPrecondition, match="2 ranks keep theirs"):
+            serving.engine.weights.check_drainable()
+        with pytest.raises(FailedPrecondition, match="2 ranks keep theirs"):
+            serving.engine.weights.receive()
+        with pytest.raises(ConfigError, match="several ranks cannot change its role"):
+            serving.engine.equipped(config_of(2, model=""))
+    finally:
+        serving.close()
