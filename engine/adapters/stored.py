@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.requests.namespace import IDENTITY_BYTES, AdapterId
 from engine.models.checkpoint import FLOATS, Checkpoint, StoredTensor
 from engine.models.fields import Fields
-from engine.models.linear import Product
+from engine.models.linear import MatrixPart, Product, kept
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
@@ -105,11 +105,7 @@ def read_adapter(
     _check_size(directory / WEIGHTS, limits.max_bytes)
     scale = _scale(Fields.of(directory / CONFIG))
     stored = Checkpoint(directory, [directory / WEIGHTS])
-    modules = {
-        name: (outputs, product.inputs)
-        for product in products
-        for name, outputs in product.modules.items()
-    }
+    modules = {name: part for product in products for name, part in product.parts.items()}
     names = _modules(directory, stored.tensors)
     num_bytes = 0
     for name in names:
@@ -124,6 +120,8 @@ def read_adapter(
         digest.update(f"{name} {down.dtype} {up.dtype} {tuple(down.shape)} {scale!r}\n".encode())
         for tensor in (down, up):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        part = modules[name]
+        down, up = part.cut_inputs(down), kept(up, part.outputs)
         pairs[name] = LoraPair(
             _held(down.to(dtype), pinned), _held((up.float() * scale).to(dtype), pinned)
         )
@@ -185,12 +183,13 @@ def _check_module(
     directory: Path,
     tensors: Mapping[str, StoredTensor],
     name: str,
-    modules: Mapping[str, tuple[int, int]],
+    modules: Mapping[str, MatrixPart],
 ) -> int:
-    """Check a module's pair. Return the number of its values."""
+    """Check a module's pair. Return the number of values that are kept."""
     if name not in modules:
         raise ConfigError(f"{directory}: the model has no {name} that an adapter may add to")
-    outputs, inputs = modules[name]
+    part = modules[name]
+    outputs, inputs = part.rows, part.columns
     down, up = (tensors[f"{_PREFIX}{name}{side}"] for side in (_DOWN, _UP))
     for tensor in (down, up):
         if tensor.dtype not in FLOATS:
@@ -201,7 +200,7 @@ def _check_module(
             f"{directory}: {name} has shapes {down.shape} and {up.shape}, the model asks for "
             f"({rank or 'rank'}, {inputs}) and ({outputs}, {rank or 'rank'})"
         )
-    return rank * (inputs + outputs)
+    return rank * (len(part.inputs) + part.num_outputs)
 
 
 def _check_rank(

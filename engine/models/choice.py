@@ -20,6 +20,7 @@ from engine.models.linear import Product
 from engine.models.native import NativeCheckpoint
 from engine.models.spec import ModelSpec
 from engine.models.vision.seeing import VisionTower
+from engine.ranks import WHOLE, Share
 
 NO_DRAFTS = SpeculativeConfig()
 
@@ -106,19 +107,27 @@ class LoadableModel(Protocol):
         """
         ...
 
-    def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
+    def weight_bytes(
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
+    ) -> int:
         """Return the bytes that `load` allocates.
 
+        Args:
+            share: the part of the model. Its group is not used.
         Raises:
-            ConfigError: as `stored`, or the requested form is not supported here.
+            ConfigError: as `stored`, or the requested form is not supported here, or the model
+                cannot be split between the ranks.
         """
         ...
 
-    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Model:
-        """Load the model. Raises ConfigError as `weight_bytes`."""
+    def load(
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
+    ) -> Model:
+        """Load a rank's part of the model. Its forwards and heads use the collectives of the
+        share's group. Raises ConfigError as `weight_bytes`."""
         ...
 
-    def refill(self, model: Model, quantize: Quantize) -> None:
+    def refill(self, model: Model, quantize: Quantize, share: Share = WHOLE) -> None:
         """Replace the weights of a model that was loaded with the same arguments.
 
         The new checkpoint has the same configuration. Nothing may compute with the model meanwhile.

@@ -16,13 +16,15 @@ from engine.models.blocks.norm import Norm, RmsNorm
 from engine.models.blocks.protocol import AdaptedLinear, LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
 from engine.models.drafting import DraftHead, DraftLayer, DraftLayerSpec
-from engine.models.linear import Linear, Product
+from engine.models.linear import GatheredLinear, Linear, Product, kept, own_outputs
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
 from engine.models.stack import LayerByLayer, stack_of, tap
 from engine.models.vision.seeing import VisionTower
 from kernels.layers.embedding import embed
+
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class DecoderSpec:
             classes=classes,
             layers=tuple(layers),
             norm=norm,
-            products=[each for each in source.products if self._adaptable(each, head)],
+            products=[each for each in source.products if self._adaptable(each)],
             drafter=drafter,
         )
 
@@ -89,18 +91,22 @@ class DecoderSpec:
         yield self.norm.build(source, f"{self.prefix}norm", hidden)
         yield None if self.drafter is None else self.drafter.build(site)
 
-    def _adaptable(self, product: Product, head: Linear | None) -> bool:
+    def _adaptable(self, product: Product) -> bool:
         drafts = self.drafter is not None and any(
-            name.startswith(self.drafter.prefix) for name in product.modules
+            name.startswith(self.drafter.prefix) for name in product.parts
         )
-        return product.linear is not head and not drafts
+        return _HEAD not in product.parts and not drafts
 
     def _head(self, source: BlockWeights, embedding: Tensor) -> Linear | None:
         if not self.model.generates:
             return None
+        rows, group = self.model.vocabulary_size, source.share.group
+        own = (own_outputs(rows, source.share),)
         if self.tied_embeddings:
-            return source.tied(embedding)
-        return source.linear({"lm_head": self.model.vocabulary_size}, self.model.hidden_size)
+            head = source.tied(kept(embedding, own))
+        else:
+            head = source.linear({_HEAD: rows}, self.model.hidden_size, outputs={_HEAD: own})
+        return head if group is None else GatheredLinear(head, group, rows)
 
     def _classes(self, source: BlockWeights) -> Tensor | None:
         labels = self.model.num_labels

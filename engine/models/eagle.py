@@ -27,6 +27,7 @@ from engine.models.quantized import scheme_of
 from engine.models.spec import ModelSpec
 from engine.models.weights.reader import TensorReader
 from engine.models.weights.survey import TensorInventory, TensorNeeds
+from engine.ranks import WHOLE, Share
 
 _FLAG = "engine.speculative.draft_model"
 _UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # copies of the model's own, or unused
@@ -60,27 +61,33 @@ class EagleCheckpoint:
         else:
             self.spec = _first(config, self._checkpoint)
 
-    def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
+    def weight_bytes(
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
+    ) -> int:
         """Return the bytes that `load` allocates. Raises ConfigError if the checkpoint is
         incomplete."""
-        return self._survey(device, dtype, quantize).num_bytes
+        return self._survey(device, dtype, quantize, share).num_bytes
 
-    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> DraftLayer:
+    def load(
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
+    ) -> DraftLayer:
         """Load the layer. Raises ConfigError as `weight_bytes`."""
-        self._survey(device, dtype, quantize)
+        self._survey(device, dtype, quantize, share)
         form = form_of(device, dtype, quantize)
-        reader = TensorReader(self._checkpoint, self._scheme, device, dtype, form)
+        reader = TensorReader(self._checkpoint, self._scheme, device, dtype, form, share)
         return self.spec.build(LayerSite(reader, self._hidden_size))
 
     def hash(self) -> str:
         """Return a hash of its configuration and of all bytes of its weights."""
-        needs = self._survey(torch.device("cpu"), torch.float32, "none")
+        needs = self._survey(torch.device("cpu"), torch.float32, "none", WHOLE)
         stored = {name: self._checkpoint.tensors[name] for name in sorted(needs.stored)}
         return hashlib.sha256(repr(self.spec).encode() + content(stored)).hexdigest()
 
-    def _survey(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> TensorNeeds:
+    def _survey(
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
+    ) -> TensorNeeds:
         form = form_of(device, dtype, quantize)
-        source = TensorInventory(self._checkpoint, self._scheme, form, dtype)
+        source = TensorInventory(self._checkpoint, self._scheme, form, dtype, share)
         self.spec.build(LayerSite(source, self._hidden_size))
         self._checkpoint.check(source.needs.stored, self._scheme.ignored, _UNUSED)
         return source.needs

@@ -21,6 +21,7 @@ from engine.models.refill import drain
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
 from engine.models.weights import load_weights, refill_weights, stored_tensors, weight_bytes
+from engine.ranks import WHOLE, Share
 
 
 class NativeCheckpoint:
@@ -78,26 +79,32 @@ class NativeCheckpoint:
         stored = stored_tensors(Checkpoint(self._directory), self._decoder)
         return stored if self._sight is None else (*stored, *self._sight.stored())
 
-    def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
-        beside = 0 if self._sight is None else self._sight.weight_bytes(dtype)
+    def weight_bytes(
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
+    ) -> int:
+        beside = 0
+        if self._sight is not None and share.rank == 0:
+            beside += self._sight.weight_bytes(dtype)
         if self._eagle is not None:
-            beside += self._eagle.weight_bytes(device, dtype, quantize)
+            beside += self._eagle.weight_bytes(device, dtype, quantize, share)
         checkpoint = Checkpoint(self._directory)
-        return beside + weight_bytes(checkpoint, self._decoder, device, dtype, quantize)
+        return beside + weight_bytes(checkpoint, self._decoder, device, dtype, quantize, share)
 
-    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Decoder:
+    def load(
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
+    ) -> Decoder:
         checkpoint = Checkpoint(self._directory)
-        model = load_weights(checkpoint, self._decoder, device, dtype, quantize)
+        model = load_weights(checkpoint, self._decoder, device, dtype, quantize, share)
         if self._sight is not None:
             model.seeing = self._sight.load(device, dtype)
         if self._eagle is not None:
-            model.drafter = model.drafting(self._eagle.load(device, dtype, quantize))
+            model.drafter = model.drafting(self._eagle.load(device, dtype, quantize, share))
         return model
 
-    def refill(self, model: object, quantize: Quantize) -> None:
+    def refill(self, model: object, quantize: Quantize, share: Share = WHOLE) -> None:
         if not isinstance(model, Decoder):
             raise ConfigError(f"{self._directory}: the model that runs is not computed natively")
-        refill_weights(model, Checkpoint(self._directory), self._decoder, quantize)
+        refill_weights(model, Checkpoint(self._directory), self._decoder, quantize, share)
         if self._sight is not None and model.seeing is not None:
             self._sight.refill(model.seeing)
 

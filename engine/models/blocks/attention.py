@@ -1,16 +1,16 @@
 """Attention of one layer over paged keys and values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from engine.kv_cache.states import PagedKV
+from engine.kv_cache.states import PagedKV, own_heads
 from engine.models.blocks.norm import Norm, RmsNorm
 from engine.models.blocks.plans import attention_plan
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.rotation import Rope, Rotation
-from engine.models.linear import Linear
+from engine.models.linear import Linear, scaled
 from kernels.attention.paged import paged_attention
 from kernels.narrow import KVScales
 from kernels.pages.rope_and_store import rope_and_store
@@ -55,22 +55,32 @@ class Attention:
 
     def build(self, site: LayerSite) -> "AttentionBlock":
         source = site.source.within("self_attn.")
+        share = source.share
+        heads = share.part(self.heads, "attention heads")
+        kv_heads = own_heads(self.kv_heads, share.rank, share.size)
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         norm, size = self.qk_norm, self.head_dim
-        queries = 2 * q if self.output_gate else q
+        of_head = 2 * size if self.output_gate else size
+        own_kv = (scaled(kv_heads, size),)
         return AttentionBlock(
-            spec=self,
+            spec=replace(self, heads=len(heads), kv_heads=len(kv_heads)),
             rotation=site.shared.get(self.rope, lambda: self.rope.build(source.device)),
             qkv=source.linear(
-                {"q_proj": queries, "k_proj": kv, "v_proj": kv},
+                {"q_proj": self.heads * of_head, "k_proj": kv, "v_proj": kv},
                 site.hidden_size * (2 if self.of_two else 1),
                 bias=self.qkv_bias,
+                outputs={"q_proj": (scaled(heads, of_head),), "k_proj": own_kv, "v_proj": own_kv},
             ),
             q_norm=None if norm is None else norm.build(source, "q_norm", size),
             k_norm=None if norm is None else norm.build(source, "k_norm", size),
             kv_scales=KVScales(source.scale("k_scale"), source.scale("v_scale")),
-            sinks=source.tensor("sinks", (self.heads,)) if self.sinks else None,
-            output=source.linear({"o_proj": site.hidden_size}, q, bias=self.output_bias),
+            sinks=source.tensor("sinks", (self.heads,), rows=(heads,)) if self.sinks else None,
+            output=source.linear(
+                {"o_proj": site.hidden_size},
+                q,
+                bias=self.output_bias,
+                inputs=scaled(heads, size),
+            ),
         )
 
 

@@ -4,7 +4,7 @@ The state of a request has the same size after any number of tokens.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from engine.kv_cache.states import RecurrentState, StateCells
 from engine.models.blocks.norm import Norm, RmsNorm
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
-from engine.models.linear import Linear
+from engine.models.linear import Linear, Ranges, scaled
 from kernels.linear_attention.causal_conv import causal_conv
 from kernels.linear_attention.delta_rule import Gates, delta_rule
 from kernels.linear_attention.gated_norm import gated_rms_norm
@@ -38,7 +38,9 @@ class Projected(NamedTuple):
 class Projection(Protocol):
     """The layout in which a checkpoint stores the input projection."""
 
-    def build(self, spec: "DeltaNet", source: BlockWeights, hidden_size: int) -> Linear: ...
+    def build(self, spec: "DeltaNet", source: BlockWeights, hidden_size: int, own: range) -> Linear:
+        """Return the product for these key heads and their value heads."""
+        ...
 
     def columns(self, spec: "DeltaNet") -> Tensor:
         """Return the columns of the product that feed the convolution: int32 [heads, channels]."""
@@ -95,18 +97,33 @@ class DeltaNet:
 
     def build(self, site: LayerSite) -> "DeltaNetBlock":
         source, hidden = site.source.within("linear_attn."), site.hidden_size
-        heads, values = self.value_heads, self.value_heads * self.value_dim
-        stored = source.tensor("conv1d.weight", (self.heads * self.channels, 1, self.width))
+        heads = source.share.part(self.heads, "key heads of a delta net")
+        values = scaled(heads, self.group)
+        own = replace(self, heads=len(heads), value_heads=len(values))
+        stored = source.tensor(
+            "conv1d.weight",
+            (self.heads * self.channels, 1, self.width),
+            rows=_by_kind(self, heads),
+        )
+
+        def by_value_head(name: str) -> Tensor:
+            shape = (self.value_heads,)
+            return source.tensor(name, shape, dtype=torch.float32, rows=(values,))
+
         return DeltaNetBlock(
-            spec=self,
-            projection=self.projection.build(self, source, hidden),
-            columns=site.shared.get(self, lambda: self.projection.columns(self).to(source.device)),
+            spec=own,
+            projection=self.projection.build(self, source, hidden, heads),
+            columns=site.shared.get(own, lambda: own.projection.columns(own).to(source.device)),
             # Convolution weights are stored by kind, independent of the projection's layout.
-            convolution=stored[ByKind().columns(self).to(source.device), 0],
-            a_log=source.tensor("A_log", (heads,), dtype=torch.float32),
-            dt_bias=source.tensor("dt_bias", (heads,), dtype=torch.float32),
+            convolution=stored[ByKind().columns(own).to(source.device), 0],
+            a_log=by_value_head("A_log"),
+            dt_bias=by_value_head("dt_bias"),
             norm=self.norm.build(source, "norm", self.value_dim),
-            output=source.linear({"out_proj": hidden}, values),
+            output=source.linear(
+                {"out_proj": hidden},
+                self.value_heads * self.value_dim,
+                inputs=scaled(values, self.value_dim),
+            ),
         )
 
 
@@ -144,13 +161,14 @@ class DeltaNetBlock:
 class ByKeyHead:
     """Layout of Qwen3-Next: for each key head its q, k, values and gates, then its b and a."""
 
-    def build(self, spec: DeltaNet, source: BlockWeights, hidden_size: int) -> Linear:
-        gates = spec.group * spec.value_dim
-        rows = {
-            "in_proj_qkvz": spec.heads * (spec.channels + gates),
-            "in_proj_ba": 2 * spec.value_heads,
+    def build(self, spec: DeltaNet, source: BlockWeights, hidden_size: int, own: range) -> Linear:
+        of_head = {
+            "in_proj_qkvz": spec.channels + spec.group * spec.value_dim,
+            "in_proj_ba": 2 * spec.group,
         }
-        return source.linear(rows, hidden_size)
+        rows = {name: spec.heads * size for name, size in of_head.items()}
+        outputs = {name: (scaled(own, size),) for name, size in of_head.items()}
+        return source.linear(rows, hidden_size, outputs=outputs)
 
     def columns(self, spec: DeltaNet) -> Tensor:
         of_head = spec.channels + spec.group * spec.value_dim
@@ -167,7 +185,7 @@ class ByKeyHead:
 class ByKind:
     """Layout of Qwen3.5: q of all heads, then all k, all values, all gates, all b, all a."""
 
-    def build(self, spec: DeltaNet, source: BlockWeights, hidden_size: int) -> Linear:
+    def build(self, spec: DeltaNet, source: BlockWeights, hidden_size: int, own: range) -> Linear:
         values = spec.value_heads * spec.value_dim
         rows = {
             "in_proj_qkv": spec.heads * spec.channels,
@@ -175,7 +193,14 @@ class ByKind:
             "in_proj_b": spec.value_heads,
             "in_proj_a": spec.value_heads,
         }
-        return source.linear(rows, hidden_size)
+        own_values = scaled(own, spec.group)
+        outputs = {
+            "in_proj_qkv": _by_kind(spec, own),
+            "in_proj_z": (scaled(own_values, spec.value_dim),),
+            "in_proj_b": (own_values,),
+            "in_proj_a": (own_values,),
+        }
+        return source.linear(rows, hidden_size, outputs=outputs)
 
     def columns(self, spec: DeltaNet) -> Tensor:
         values = spec.group * spec.value_dim
@@ -192,6 +217,15 @@ class ByKind:
         ends = itertools.accumulate((spec.heads * spec.channels, values, value_heads, value_heads))
         z, b, a = (_by_head(x[:, start:end], spec) for start, end in itertools.pairwise(ends))
         return Projected(z, b, a)
+
+
+def _by_kind(spec: DeltaNet, own: range) -> Ranges:
+    """Return the channels of these key heads where those of all heads are stored by kind: q, k,
+    values."""
+    keys = spec.heads * spec.key_dim
+    q, values = scaled(own, spec.key_dim), scaled(own, spec.group * spec.value_dim)
+    k = range(keys + q.start, keys + q.stop)
+    return q, k, range(2 * keys + values.start, 2 * keys + values.stop)
 
 
 def _by_head(x: Tensor, spec: DeltaNet) -> Tensor:

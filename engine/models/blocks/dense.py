@@ -27,11 +27,17 @@ class DenseMlp:
 
     def build(self, site: LayerSite) -> "DenseBlock":
         source, inner = site.source.within(f"{self.module}."), self.intermediate_size
-        gates = {"gate_proj": inner, "up_proj": inner}
+        own = source.share.part(inner, f"inner numbers of {self.module}")
+        gates, kept = ("gate_proj", "up_proj"), (own,)
         return DenseBlock(
             activation=self.activation,
-            gate_up=source.linear(gates, site.hidden_size, bias=self.bias),
-            down=source.linear({"down_proj": site.hidden_size}, inner, bias=self.bias),
+            gate_up=source.linear(
+                dict.fromkeys(gates, inner),
+                site.hidden_size,
+                bias=self.bias,
+                outputs=dict.fromkeys(gates, kept),
+            ),
+            down=source.linear({"down_proj": site.hidden_size}, inner, bias=self.bias, inputs=own),
         )
 
 

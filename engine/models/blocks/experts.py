@@ -66,7 +66,9 @@ class Experts:
             router=source.tensor(f"{self.router}.weight", (self.count, hidden), dtype=exact),
             router_bias=bias,
             choice_bias=choice_bias,
-            experts=source.experts(shape),
+            experts=source.experts(
+                shape, source.share.part(shape.inner, "inner numbers of experts")
+            ),
             shared=None if self.shared is None else self.shared.build(site),
             shared_gate=gate,
         )

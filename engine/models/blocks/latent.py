@@ -5,7 +5,7 @@ The projections to keys and values are moved to the queries and the outputs. On 
 unfolded to keys and values where that needs less work.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from engine.models.blocks.norm import Norm, RmsNorm
 from engine.models.blocks.plans import latent_plans
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.rotation import Rope, Rotation
-from engine.models.linear import Linear
+from engine.models.linear import Linear, scaled
 from kernels.attention.paged import paged_attention
 from kernels.attention.unfolded import MaskExpansion
 from kernels.pages.store_latents import rope_and_store_latents
@@ -68,20 +68,28 @@ class LatentAttention:
 
     def build(self, site: LayerSite) -> "LatentAttentionBlock":
         source = site.source.within("self_attn.")
+        heads = source.share.part(self.heads, "attention heads")
         queries, latents = self.heads * self.query_dim, self.rank + self.rotated
+        own_queries = (scaled(heads, self.query_dim),)
         name, size, query_norm, query_up = "q_proj", queries, None, None
         if self.query_rank is not None:
             name, size = "q_a_proj", self.query_rank
             query_norm = self.norm.build(source, "q_a_layernorm", self.query_rank)
-            query_up = source.linear({"q_b_proj": queries}, self.query_rank)
+            query_up = source.linear(
+                {"q_b_proj": queries}, self.query_rank, outputs={"q_b_proj": own_queries}
+            )
         of_head = self.key_dim + self.value_dim
-        up = source.matrix("kv_b_proj", self.heads * of_head, self.rank)
-        by_head = up.view(self.heads, of_head, self.rank)
+        own_up = (scaled(heads, of_head),)
+        up = source.matrix("kv_b_proj", self.heads * of_head, self.rank, own_up)
+        by_head = up.view(len(heads), of_head, self.rank)
         return LatentAttentionBlock(
-            spec=self,
+            spec=replace(self, heads=len(heads)),
             rotation=site.shared.get(self.rope, lambda: self.rope.build(source.device)),
             down=source.linear(
-                {name: size, "kv_a_proj_with_mqa": latents}, site.hidden_size, bias=self.bias
+                {name: size, "kv_a_proj_with_mqa": latents},
+                site.hidden_size,
+                bias=self.bias,
+                outputs={"q_proj": own_queries},
             ),
             query_norm=query_norm,
             query_up=query_up,
@@ -92,7 +100,10 @@ class LatentAttention:
                 values=by_head[:, self.key_dim :].transpose(1, 2).contiguous(),
             ),
             output=source.linear(
-                {"o_proj": site.hidden_size}, self.heads * self.value_dim, bias=self.bias
+                {"o_proj": site.hidden_size},
+                self.heads * self.value_dim,
+                bias=self.bias,
+                inputs=scaled(heads, self.value_dim),
             ),
         )
 

@@ -13,7 +13,9 @@ from engine.models.blocks.protocol import (
     Mixer,
     MixerSpec,
     ModelStep,
+    summed,
 )
+from engine.ranks import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class LayerSpec:
             ffn_norm=norm("pre_feedforward_layernorm" if self.post_norms else after),
             ffn=self.ffn.build(site),
             ffn_post_norm=norm("post_feedforward_layernorm") if self.post_norms else None,
+            group=site.source.share.group,
         )
         site.source.tidy()
         return layer
@@ -59,6 +62,7 @@ class Layer:
     ffn_norm: RmsNorm
     ffn: Ffn
     ffn_post_norm: RmsNorm | None
+    group: Group | None = None  # ranks whose outputs of the mixer and of the net are summed
 
     def forward(
         self, x: Tensor, residual: Tensor | None, step: ModelStep, kept: KeptStates
@@ -72,9 +76,11 @@ class Layer:
             The same two for the next layer.
         """
         x, residual = self.mixer_norm.forward(x, residual)
-        x = _normed(self.mixer.forward(x, step, kept), self.mixer_post_norm)
+        x = summed(self.mixer.forward(x, step, kept), self.group)
+        x = _normed(x, self.mixer_post_norm)
         x, residual = self.ffn_norm.forward(x, residual)
-        return _normed(self.ffn.forward(x, step), self.ffn_post_norm), residual
+        x = summed(self.ffn.forward(x, step), self.group)
+        return _normed(x, self.ffn_post_norm), residual
 
 
 def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:

@@ -14,6 +14,7 @@ from engine.kv_cache.states import LayerState
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.source import BlockWeights
 from engine.models.linear import Linear
+from engine.ranks import Group
 from kernels.linear_attention.state_cells import CellView
 
 T = TypeVar("T")
@@ -101,11 +102,16 @@ class KeptStates:
     cells: Mapping[str, CellView]
 
 
+def summed(x: Tensor, group: Group | None) -> Tensor:
+    """Return the sum of the ranks' parts of an output. None: this is the only rank."""
+    return x if group is None else group.all_reduce(x)
+
+
 class Mixer(Protocol):
     """The part of a layer that mixes tokens. It stores KV or states for later tokens."""
 
     def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
-        """Mix the step's tokens.
+        """Mix the step's tokens. With several ranks, the output is the sum over the ranks.
 
         Args:
             x: [num_tokens, hidden].
@@ -126,7 +132,8 @@ class Ffn(Protocol):
     """The part of a layer that handles each token alone."""
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
-        """Return the output for x [num_tokens, hidden], of the same shape."""
+        """Return the output for x [num_tokens, hidden], of the same shape. With several ranks, the
+        output is the sum over the ranks."""
         ...
 
 

@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.linear import ExpertNet, Linear, Product
+from engine.models.linear import NO_CUTS, ExpertNet, Linear, Product, Ranges
 from engine.models.quantized.experts import ExpertShape
+from engine.ranks import Share
 
 
 class BlockWeights(Protocol):
@@ -23,35 +24,59 @@ class BlockWeights(Protocol):
         ...
 
     @property
+    def share(self) -> Share:
+        """The part of the model that is built. Shapes are those of the whole model. Blocks request
+        the ranges that this part keeps."""
+        ...
+
+    @property
     def products(self) -> Sequence[Product]:
         """The products that `linear` has made so far, including those made through `within`."""
         ...
 
     def within(self, prefix: str) -> "BlockWeights": ...
 
-    def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
+    def linear(
+        self,
+        rows: Mapping[str, int],
+        columns: int,
+        *,
+        bias: bool = False,
+        outputs: Mapping[str, Ranges] = NO_CUTS,
+        inputs: range | None = None,
+    ) -> Linear:
         """Return the matrices of several modules joined along the outputs, optionally with biases.
 
         Args:
             rows: module -> outputs, of a stored `weight` [outputs, columns] and `bias` [outputs].
+            outputs: module -> kept outputs. All outputs of other modules are kept.
+            inputs: kept inputs of all modules. The sum of the ranks' products is the whole product,
+                so rank 0 alone has the biases. None: every rank has the whole product.
         """
         ...
 
-    def matrix(self, module: str, rows: int, columns: int) -> Tensor:
-        """Return a module's matrix [rows, columns] in the model's compute dtype, for callers that
-        multiply by parts of it."""
+    def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
+        """Return the kept outputs of a module's matrix [rows, columns] in the model's compute
+        dtype, for callers that multiply by parts of it. None: all outputs."""
         ...
 
-    def experts(self, shape: ExpertShape) -> ExpertNet:
-        """Return the experts stored under the module `experts`."""
+    def experts(self, shape: ExpertShape, inner: range) -> ExpertNet:
+        """Return the experts stored under the module `experts`, each with these of its inner
+        numbers. Rank 0 alone has the biases of the outputs."""
         ...
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype | None = None,
+        rows: Ranges | None = None,
     ) -> Tensor:
         """Return a stored tensor.
 
         Args:
+            rows: kept part of the first dimension. None: everything.
             dtype: dtype of the result. None: the model's compute dtype.
         """
         ...

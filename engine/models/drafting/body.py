@@ -15,7 +15,9 @@ from engine.models.blocks.protocol import (
     KeptStates,
     LayerSite,
     ModelStep,
+    summed,
 )
+from engine.ranks import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class BodySpec:
             mixer=self.mixer.build(site),
             ffn_norm=self.built_norm(site, "post_attention_layernorm"),
             ffn=self.ffn.build(site),
+            group=site.source.share.group,
         )
 
 
@@ -57,6 +60,7 @@ class Body:
     mixer: KeepingMixer
     ffn_norm: RmsNorm
     ffn: Ffn
+    group: Group | None = None  # as in Layer
 
     def keep(self, joined: Tensor, step: ModelStep, kept: KeptStates) -> None:
         """Store KV, see DraftLayer.
@@ -74,5 +78,6 @@ class Body:
         Args:
             past: vectors that bypass the mixer, [num_tokens, hidden].
         """
-        normed, residual = self.ffn_norm.forward(self.mixer.forward(joined, step, kept), past)
-        return residual + self.ffn.forward(normed, step)
+        mixed = summed(self.mixer.forward(joined, step, kept), self.group)
+        normed, residual = self.ffn_norm.forward(mixed, past)
+        return residual + summed(self.ffn.forward(normed, step), self.group)

@@ -2,19 +2,28 @@
 memory."""
 
 from engine.models.linear.choose import form_of, rounding_of
+from engine.models.linear.gathered import GatheredLinear, own_outputs
 from engine.models.linear.matrix import Matrix, StoredExpert, joined
+from engine.models.linear.part import NO_CUTS, MatrixPart, Ranges, kept, scaled
 from engine.models.linear.product import Product
 from engine.models.linear.protocol import ExpertNet, Form, Linear, held
 
 __all__ = [
+    "NO_CUTS",
     "ExpertNet",
     "Form",
+    "GatheredLinear",
     "Linear",
     "Matrix",
+    "MatrixPart",
     "Product",
+    "Ranges",
     "StoredExpert",
     "form_of",
     "held",
     "joined",
+    "kept",
+    "own_outputs",
     "rounding_of",
+    "scaled",
 ]

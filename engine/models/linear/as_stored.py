@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.models.linear.experts import SeparateLinear, each
+from engine.models.linear.matrix import Matrix
 from engine.models.linear.protocol import Form, Linear, StoredExperts
 from kernels.experts.grouped_mlp import Gate
 
@@ -27,6 +28,9 @@ class AsStoredForm:
 
     def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Linear:
         return self.int8.hold_int8(stored, scale, bias)
+
+    def rounded(self, matrix: Matrix) -> Matrix:
+        return matrix
 
     def tied(self, embedding: Tensor) -> Linear:
         return self.rest.tied(embedding)

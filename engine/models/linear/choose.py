@@ -40,12 +40,19 @@ def form_of(
     return DenseForm(device, dtype)
 
 
-def rounding_of(device: torch.device, quantize: Quantize, *, int8_stored: bool) -> str:
+def rounding_of(
+    device: torch.device, quantize: Quantize, *, int8_stored: bool, ranks: int = 1
+) -> str:
     """Return how inputs and weights of products are rounded here. Nodes compare it because KV
-    depends on it."""
+    depends on it.
+
+    Args:
+        ranks: parts of the model. Each part scales its own int8 inputs.
+    """
+    rounding: str = quantize
     if quantize == "none" and int8_stored and _int8(device) is not None:
-        return "int8 as stored"
-    return quantize
+        rounding = "int8 as stored"
+    return rounding if rounding == "none" or ranks == 1 else f"{rounding} by parts"
 
 
 def _int8(device: torch.device) -> Form | None:

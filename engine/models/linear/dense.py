@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.linear.experts import StackedLinear, stack
+from engine.models.linear.matrix import Matrix
 from engine.models.linear.protocol import StoredExperts
 from kernels.experts.grouped_mlp import Gate
 
@@ -47,6 +48,9 @@ class DenseForm:
 
     def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> DenseLinear:
         return self.hold(stored.float() * scale[:, None], bias)
+
+    def rounded(self, matrix: Matrix) -> Matrix:
+        return matrix
 
     def tied(self, embedding: Tensor) -> DenseLinear:
         return DenseLinear(embedding)

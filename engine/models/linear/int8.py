@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.models.linear import onednn
 from engine.models.linear.experts import SeparateLinear, each
+from engine.models.linear.matrix import Matrix
 from engine.models.linear.protocol import StoredExperts
 from kernels.experts.grouped_mlp import Gate
 
@@ -61,6 +62,9 @@ class Int8Form:
     def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Int8Channel:
         offset = row_sums(stored) * scale * -ZERO
         return Int8Channel(onednn.pack_int8(stored), scale, offset, bias)
+
+    def rounded(self, matrix: Matrix) -> Matrix:
+        return matrix if matrix.scale is not None else Matrix(*rounded(matrix.numbers))
 
     def tied(self, embedding: Tensor) -> Int8Channel:
         return self.hold(embedding, None)

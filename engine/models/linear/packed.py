@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.models.linear import onednn
 from engine.models.linear.experts import SeparateLinear, each
+from engine.models.linear.matrix import Matrix
 from engine.models.linear.protocol import StoredExperts
 from kernels.experts.grouped_mlp import Gate
 
@@ -42,6 +43,9 @@ class PackedForm:
 
     def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> PackedLinear:
         return self.hold(stored.float() * scale[:, None], bias)
+
+    def rounded(self, matrix: Matrix) -> Matrix:
+        return matrix
 
     def tied(self, embedding: Tensor) -> PackedLinear:
         return self.hold(embedding, None)

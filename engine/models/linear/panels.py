@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.int8 import ZERO, rounded, row_sums
+from engine.models.linear.matrix import Matrix
 from engine.models.linear.protocol import Linear, StoredExperts
 from kernels.cpu.layers import PanelMatrix
 from kernels.cpu.operators import WORD_BYTES, Operators
@@ -63,6 +64,9 @@ class PanelForm:
         packed = self.operators.pack_panels(stored.to(self.dtype))
         outputs, inputs = stored.shape
         return Panels(self.operators, packed, (outputs, inputs), bias)
+
+    def rounded(self, matrix: Matrix) -> Matrix:
+        return matrix
 
     def tied(self, embedding: Tensor) -> Linear:
         """Return the tied head. In float32 a copy in panels would take too much memory, so the head
@@ -132,6 +136,9 @@ class Int8PanelForm:
         zeros = row_sums(stored) * ZERO
         outputs, inputs = stored.shape
         return Int8Panels(self.operators, packed, (outputs, inputs), scale, zeros, bias)
+
+    def rounded(self, matrix: Matrix) -> Matrix:
+        return matrix if matrix.scale is not None else Matrix(*rounded(matrix.numbers))
 
     def tied(self, embedding: Tensor) -> Int8Panels:
         return self.hold(embedding, None)

@@ -72,6 +72,11 @@ class Form(Protocol):
         form multiplies int8, else it becomes floats."""
         ...
 
+    def rounded(self, matrix: Matrix) -> Matrix:
+        """Return a matrix in the numbers that this form multiplies. A rank rounds whole rows before
+        it cuts them, so that its numbers are those of the whole model."""
+        ...
+
     def tied(self, embedding: Tensor) -> Linear:
         """Return the head that is tied to the embedding [vocabulary, hidden]. The embedding remains
         in use, and is shared if this form can compute with it."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.models.checkpoint import Checkpoint, TensorRequest
-from engine.models.linear import Matrix, StoredExpert, joined
+from engine.models.linear import Matrix, MatrixPart, StoredExpert, joined
 from engine.models.quantized.mxfp4 import are_mxfp4, read_mxfp4, wanted_mxfp4
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
@@ -49,6 +49,13 @@ class ExpertShape:
     inner: int
     gate: Gate
     storage: ExpertStorage
+
+    def parts(self, inner: range) -> tuple[MatrixPart, MatrixPart]:
+        """Return the parts of gate_up [2 * inner, hidden] and down [hidden, inner] of each expert
+        with these of its inner numbers."""
+        up = range(self.inner + inner.start, self.inner + inner.stop)
+        gate_up = MatrixPart.of(2 * self.inner, self.hidden, (inner, up))
+        return gate_up, MatrixPart.of(self.hidden, self.inner, inputs=inner)
 
 
 @dataclass(frozen=True, slots=True)

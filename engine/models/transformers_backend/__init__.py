@@ -23,6 +23,7 @@ from engine.models.transformers_backend import loading
 from engine.models.transformers_backend.held import drain_modules, refill_modules
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.skeleton import MetaModel, skeleton
+from engine.ranks import WHOLE, Share
 
 # Fields of a configuration that do not affect KV.
 _NOT_COMPARED = ("_name_or_path", "dtype", "eos_token_id", "torch_dtype", "transformers_version")
@@ -55,17 +56,22 @@ class TransformersCheckpoint:
     def stored(self) -> Iterable[str]:
         return Checkpoint(self._directory).tensors
 
-    def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
+    def weight_bytes(
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
+    ) -> int:
+        self._check(share)
         return loading.weight_bytes(self._skeleton, device, dtype, quantize)
 
     def load(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> TransformersModel:
+        self._check(share)
         return loading.load(
             self._directory, self._scheme, self._skeleton, self.spec, device, dtype, quantize
         )
 
-    def refill(self, model: object, quantize: Quantize) -> None:
+    def refill(self, model: object, quantize: Quantize, share: Share = WHOLE) -> None:
+        self._check(share)
         if not isinstance(model, TransformersModel):
             raise ConfigError(f"{self._directory}: the model that runs is not transformers'")
         refill_modules(model.modules, self.load(model.device, model.dtype, quantize).modules)
@@ -75,6 +81,14 @@ class TransformersCheckpoint:
         assert isinstance(model, TransformersModel)
         drain_modules(model.modules)
         trim()
+
+    def _check(self, share: Share) -> None:
+        if share.size > 1:
+            raise ConfigError(
+                f"engine.parallel.tp: {self.spec.architecture} is computed by transformers, which "
+                f"does not split models between {share.size} ranks; natively computed models are "
+                "split"
+            )
 
     def config_hash(self) -> str:
         """Return a hash of all configuration fields that affect the computation."""

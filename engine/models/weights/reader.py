@@ -19,14 +19,18 @@ from common.process.resources import trim
 from engine.models.checkpoint import Checkpoint, StoredTensor, own_copy
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.linear import (
+    NO_CUTS,
     ExpertNet,
     Form,
     Linear,
     Matrix,
+    MatrixPart,
     Product,
+    Ranges,
     StoredExpert,
     held,
     joined,
+    kept,
 )
 from engine.models.open_files import OpenFiles
 from engine.models.quantized.experts import ExpertLocation, ExpertShape
@@ -34,6 +38,7 @@ from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
 from engine.models.refill import refill
 from engine.models.weights.survey import TensorNeeds, form_for, survey
+from engine.ranks import WHOLE, Share
 
 AHEAD_BYTES = 512 << 20
 TOLD_EVERY_S = 10.0
@@ -89,76 +94,108 @@ class TensorReader:
     device: torch.device
     dtype: torch.dtype
     form: Form
+    share: Share = WHOLE
     prefix: str = ""
     products: list[Product] = field(default_factory=list)
 
     def within(self, prefix: str) -> "TensorReader":
         return replace(self, prefix=self.prefix + prefix)
 
-    def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
+    def linear(
+        self,
+        rows: Mapping[str, int],
+        columns: int,
+        *,
+        bias: bool = False,
+        outputs: Mapping[str, Ranges] = NO_CUTS,
+        inputs: range | None = None,
+    ) -> Linear:
+        parts = {
+            module: MatrixPart.of(count, columns, outputs.get(module), inputs)
+            for module, count in rows.items()
+        }
         added = None
-        if bias:
-            added = self._own([f"{module}.bias" for module in rows])
-        matrices = [self._matrix(module, outputs, columns) for module, outputs in rows.items()]
-        made = held(self.form, joined(matrices), added)
-        modules = {self.prefix + module: outputs for module, outputs in rows.items()}
-        self.products.append(Product(made, modules, columns))
+        if bias and self._adds_bias(inputs):
+            biases = [
+                kept(self._stored(f"{module}.bias"), part.outputs) for module, part in parts.items()
+            ]
+            added = self._own(torch.cat(biases) if len(biases) > 1 else biases[0])
+        made = held(self.form, joined([self._matrix(*each) for each in parts.items()]), added)
+        modules = {self.prefix + module: part for module, part in parts.items()}
+        self.products.append(Product(made, modules))
         return made
 
-    def matrix(self, module: str, rows: int, columns: int) -> Tensor:
-        return own_copy(self._matrix(module, rows, columns).floats(), self.device, self.dtype)
+    def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
+        part = MatrixPart.of(rows, columns, outputs)
+        return self._own(self._matrix(module, part).floats())
 
-    def experts(self, shape: ExpertShape) -> ExpertNet:
+    def experts(self, shape: ExpertShape, inner: range) -> ExpertNet:
         place = ExpertLocation(self.checkpoint, self.scheme, f"{self.prefix}experts.")
+        gate_up, down = shape.parts(inner)
 
-        def owned(bias: Tensor | None) -> Tensor | None:
-            return None if bias is None else own_copy(bias, self.device, self.dtype)
+        def owned(bias: Tensor | None, outputs: Ranges) -> Tensor | None:
+            return None if bias is None else self._own(kept(bias, outputs))
 
         def stored() -> Iterator[StoredExpert]:
             for number in range(shape.count):
                 one = shape.storage.read(number, shape, place)
-                biases = owned(one.gate_up_bias), owned(one.down_bias)
-                yield StoredExpert(one.gate_up, one.down, *biases)
+                down_bias = one.down_bias if self._adds_bias(inner) else None
+                yield StoredExpert(
+                    self._cut(one.gate_up, gate_up),
+                    self._cut(one.down, down),
+                    owned(one.gate_up_bias, gate_up.outputs),
+                    owned(down_bias, down.outputs),
+                )
 
         return self.form.experts(stored(), shape.count, shape.gate)
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype | None = None,
+        rows: Ranges | None = None,
     ) -> Tensor:
-        return own_copy(self._stored([name]), self.device, dtype or self.dtype)
+        return own_copy(kept(self._stored(name), rows), self.device, dtype or self.dtype)
 
     def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return own_copy(self._stored([name]), self.device, torch.int64)
+        return own_copy(self._stored(name), self.device, torch.int64)
 
     def scale(self, name: str) -> float:
         stored = self.prefix + name in self.checkpoint.tensors
-        return float(self._stored([name])) if stored else 1.0
+        return float(self._stored(name)) if stored else 1.0
 
     def tied(self, embedding: Tensor) -> Linear:
         return self.form.tied(embedding)
 
     def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
         if not from_one:
-            return self._own([name])
+            return self._own(self._stored(name))
         # A small difference would be lost if 1 + difference were rounded to 16 bits.
-        return own_copy(self._stored([name]).float() + 1, self.device, torch.float32)
+        return own_copy(self._stored(name).float() + 1, self.device, torch.float32)
 
     def tidy(self) -> None:
         """Return free memory to the system. Packing and widening leave holes between the matrices
         that stay."""
         trim()
 
-    def _matrix(self, module: str, rows: int, columns: int) -> Matrix:
+    def _matrix(self, module: str, part: MatrixPart) -> Matrix:
         module = self.prefix + module
         scheme = storing(self.scheme, PLAIN, module, self.checkpoint)
-        return scheme.matrix(module, rows, columns, self.checkpoint)
+        return self._cut(scheme.matrix(module, part.rows, part.columns, self.checkpoint), part)
 
-    def _own(self, names: list[str]) -> Tensor:
-        return own_copy(self._stored(names), self.device, self.dtype)
+    def _cut(self, matrix: Matrix, part: MatrixPart) -> Matrix:
+        return part.cut(self.form.rounded(matrix) if part.splits_inputs else matrix)
 
-    def _stored(self, names: list[str]) -> Tensor:
-        tensors = [self.checkpoint.read(self.prefix + name) for name in names]
-        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    def _adds_bias(self, inputs: range | None) -> bool:
+        return inputs is None or self.share.rank == 0
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return own_copy(tensor, self.device, self.dtype)
+
+    def _stored(self, name: str) -> Tensor:
+        return self.checkpoint.read(self.prefix + name)
 
 
 def load_weights(
@@ -167,21 +204,26 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
     quantize: Quantize = "none",
+    share: Share = WHOLE,
 ) -> Decoder:
-    """Load the decoder onto `device`. One matrix at a time is in memory twice.
+    """Load a rank's part of the decoder onto `device`. One matrix at a time is in memory twice.
 
     Raises:
         ConfigError: as `stored_tensors` and `form_of`.
     """
     form = form_for(spec, device, dtype, quantize)
-    needs = survey(checkpoint, spec, form, dtype)
+    needs = survey(checkpoint, spec, form, dtype, share)
     with OpenFiles() as files:
         watched = _watched(checkpoint, needs, files)
-        return spec.build(TensorReader(watched, spec.stored, device, dtype, form))
+        return spec.build(TensorReader(watched, spec.stored, device, dtype, form, share))
 
 
 def refill_weights(
-    decoder: Decoder, checkpoint: Checkpoint, spec: DecoderSpec, quantize: Quantize
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    quantize: Quantize,
+    share: Share = WHOLE,
 ) -> None:
     """Replace the weights of a decoder by others of the same configuration. One part at a time is
     in memory twice.
@@ -191,10 +233,10 @@ def refill_weights(
         EngineFault: the weights differ in more than values. Some are already replaced.
     """
     form = form_for(spec, decoder.device, decoder.dtype, quantize)
-    needs = survey(checkpoint, spec, form, decoder.dtype)
+    needs = survey(checkpoint, spec, form, decoder.dtype, share)
     with OpenFiles() as files:
         watched = _watched(checkpoint, needs, files)
-        reader = TensorReader(watched, spec.stored, decoder.device, decoder.dtype, form)
+        reader = TensorReader(watched, spec.stored, decoder.device, decoder.dtype, form, share)
         fresh = spec.parts(reader)
         for present in decoder.parts:
             refill(present, next(fresh))

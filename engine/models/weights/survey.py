@@ -11,12 +11,22 @@ from torch import Tensor
 from common.config import Quantize
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.decoder import DecoderSpec
-from engine.models.linear import ExpertNet, Form, Linear, Product, form_of
+from engine.models.linear import (
+    NO_CUTS,
+    ExpertNet,
+    Form,
+    Linear,
+    MatrixPart,
+    Product,
+    Ranges,
+    form_of,
+)
 from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertLocation, ExpertShape
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
+from engine.ranks import WHOLE, Share
 
 # Old Llama checkpoints store the inverse frequencies, which follow from the configuration.
 _IGNORED = frozenset({".rotary_emb.inv_freq"})
@@ -38,12 +48,14 @@ class TensorNeeds:
 
 @dataclass(frozen=True, slots=True)
 class TensorInventory:
-    """A Source whose tensors have no storage. It records the requested tensors."""
+    """A Source whose tensors have no storage. It records the requested tensors, which are whole,
+    and counts the bytes of the kept parts."""
 
     checkpoint: Checkpoint
     scheme: Scheme
     form: Form
     dtype: torch.dtype
+    share: Share = WHOLE
     needs: TensorNeeds = field(default_factory=TensorNeeds)
     prefix: str = ""
 
@@ -58,40 +70,60 @@ class TensorInventory:
     def within(self, prefix: str) -> "TensorInventory":
         return replace(self, prefix=self.prefix + prefix)
 
-    def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
-        for module, outputs in rows.items():
-            self._note_matrix(module, outputs, columns)
+    def linear(
+        self,
+        rows: Mapping[str, int],
+        columns: int,
+        *,
+        bias: bool = False,
+        outputs: Mapping[str, Ranges] = NO_CUTS,
+        inputs: range | None = None,
+    ) -> Linear:
+        total = 0
+        for module, count in rows.items():
+            self._note_matrix(module, count, columns)
+            num_kept = MatrixPart.of(count, columns, outputs.get(module)).num_outputs
             if bias:
-                self.tensor(f"{module}.bias", (outputs,))
-        total = sum(rows.values())
-        self.needs.num_bytes += self._matrix_bytes(rows, total, columns)
-        return DenseLinear(_nothing((total, columns), self.dtype))
+                biases = num_kept if inputs is None or self.share.rank == 0 else 0
+                self._kept(f"{module}.bias", (count,), self.dtype, biases)
+            total += num_kept
+        num_inputs = columns if inputs is None else len(inputs)
+        self.needs.num_bytes += self._matrix_bytes(rows, total, num_inputs)
+        return DenseLinear(_nothing((total, num_inputs), self.dtype))
 
-    def matrix(self, module: str, rows: int, columns: int) -> Tensor:
+    def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
         self._note_matrix(module, rows, columns)
-        self.needs.num_bytes += rows * columns * self.dtype.itemsize
-        return _nothing((rows, columns), self.dtype)
+        num_kept = MatrixPart.of(rows, columns, outputs).num_outputs
+        self.needs.num_bytes += num_kept * columns * self.dtype.itemsize
+        return _nothing((num_kept, columns), self.dtype)
 
-    def experts(self, shape: ExpertShape) -> ExpertNet:
+    def experts(self, shape: ExpertShape, inner: range) -> ExpertNet:
         place = ExpertLocation(self.checkpoint, self.scheme, f"{self.prefix}experts.")
         self.needs.stored.update(shape.storage.wanted(shape, place))
-        count, hidden, inner = shape.count, shape.hidden, shape.inner
+        count, hidden, size = shape.count, shape.hidden, len(inner)
         int8 = shape.storage.int8_channels(place)
         num_bytes = self.form.int8_bytes if int8 else self.form.num_bytes
-        one = num_bytes(2 * inner, hidden) + num_bytes(hidden, inner)
+        one = num_bytes(2 * size, hidden) + num_bytes(hidden, size)
         if shape.storage.biased:
-            one += (2 * inner + hidden) * self.dtype.itemsize
+            down = hidden if self.share.rank == 0 else 0
+            one += (2 * size + down) * self.dtype.itemsize
         self.needs.num_bytes += count * one
         return StackedLinear(
             shape.gate,
-            _nothing((count, 2 * inner, hidden), self.dtype),
-            _nothing((count, hidden, inner), self.dtype),
+            _nothing((count, 2 * size, hidden), self.dtype),
+            _nothing((count, hidden, size), self.dtype),
         )
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype | None = None,
+        rows: Ranges | None = None,
     ) -> Tensor:
-        return self._kept(name, shape, dtype or self.dtype)
+        num_rows = None if rows is None else sum(map(len, rows))
+        return self._kept(name, shape, dtype or self.dtype, num_rows)
 
     def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.needs.stored[self.prefix + name] = TensorRequest(shape, ("I64",))
@@ -114,8 +146,13 @@ class TensorInventory:
     def tidy(self) -> None:
         pass
 
-    def _kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _kept(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int | None = None
+    ) -> Tensor:
+        """Note a stored tensor of which so many rows are kept. None: all."""
         self.needs.stored[self.prefix + name] = TensorRequest(shape)
+        if rows is not None:
+            shape = (rows, *shape[1:])
         self.needs.num_bytes += math.prod(shape) * dtype.itemsize
         return _nothing(shape, dtype)
 
@@ -138,14 +175,19 @@ def _nothing(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def survey(
-    checkpoint: Checkpoint, spec: DecoderSpec, form: Form, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    form: Form,
+    dtype: torch.dtype,
+    share: Share = WHOLE,
 ) -> TensorNeeds:
     """Return the tensors that the decoder needs, checked against `checkpoint`.
 
     Raises:
-        ConfigError: tensors are missing or unexpected, or have wrong shapes or dtypes.
+        ConfigError: tensors are missing or unexpected, or have wrong shapes or dtypes, or cannot
+            be split between the ranks.
     """
-    source = TensorInventory(checkpoint, spec.stored, form, dtype)
+    source = TensorInventory(checkpoint, spec.stored, form, dtype, share)
     spec.build(source)
     ignored = _IGNORED | spec.stored.ignored
     if spec.tied_embeddings:
@@ -170,13 +212,15 @@ def weight_bytes(
     device: torch.device,
     dtype: torch.dtype,
     quantize: Quantize = "none",
+    share: Share = WHOLE,
 ) -> int:
     """Return the bytes that `load_weights` allocates.
 
     Raises:
         ConfigError: as `stored_tensors` and `form_of`.
     """
-    return survey(checkpoint, spec, form_for(spec, device, dtype, quantize), dtype).num_bytes
+    form = form_for(spec, device, dtype, quantize)
+    return survey(checkpoint, spec, form, dtype, share).num_bytes
 
 
 def form_for(

@@ -1,0 +1,46 @@
+"""A product whose outputs are split between ranks and gathered on all of them."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.linear.protocol import Linear
+from engine.ranks import Group, Share
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatheredLinear:
+    """A Linear of all outputs, of which each rank multiplies a part.
+
+    Attributes:
+        own: this rank's part, see `own_outputs`.
+        outputs: of all ranks.
+    """
+
+    own: Linear
+    group: Group
+    outputs: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.nbytes
+
+    def apply(self, x: Tensor) -> Tensor:
+        own, size = self.own.apply(x), _part_size(self.outputs, self.group.size)
+        missing = size - own.shape[1]
+        whole = self.group.all_gather(F.pad(own, (0, missing)) if missing else own)
+        if whole.shape[1] == self.outputs:
+            return whole
+        return whole[:, : self.outputs].contiguous()
+
+
+def own_outputs(outputs: int, share: Share) -> range:
+    """Return a rank's part of the outputs of a GatheredLinear. Parts of the last ranks may be
+    smaller than the others, or empty."""
+    size = _part_size(outputs, share.size)
+    return range(min(share.rank * size, outputs), min((share.rank + 1) * size, outputs))
+
+
+def _part_size(outputs: int, ranks: int) -> int:
+    return -(-outputs // ranks)
