@@ -342,7 +342,7 @@ def _loaded(
     share = WHOLE if followers is None else followers.share
     model, bank = load_part(config, opened, share)
     rounding = rounding_of(
-        model.device, config.quantize, int8_stored=model.spec.int8_stored, num_ranks=share.size
+        model.device, config.quantize, int8_stored=model.spec.int8_stored, ranks=share.size
     )
     log.info(
         "model loaded %s",

@@ -5,7 +5,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -225,46 +224,48 @@ def test_each_rank_has_its_part_of_weights_and_pages(tmp_path: Path) -> None:
 def test_a_step_of_a_frozen_rank_ends_by_its_deadline(tmp_path: Path) -> None:
     parallel = {"collective_s": 1.0}
     serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path)), parallel=parallel))
-    followers: Any = serving.engine.loaded.followers
-    (follower,) = followers._followers
-    os.kill(follower.process.pid, signal.SIGSTOP)
+    (follower,) = children_of(os.getpid(), "engine.follower")
+    os.kill(follower, signal.SIGSTOP)
     serving.add(prompt(40), sampling=sampled())
     with pytest.raises(EngineFault, match="rank 1 is 1 s late in a collective"):
         serving.run()
-    follower.process.kill()
     serving.close()
 
 
-def test_a_killed_rank_is_noticed_while_nothing_runs(tmp_path: Path) -> None:
-    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
-    followers: Any = serving.engine.loaded.followers
-    ended = threading.Event()
-    followers.watch(ended.set)
-    (follower,) = followers._followers
-    assert not ended.is_set()
-    follower.process.kill()
-    assert ended.wait(PATIENCE_S)
-    serving.close()
+RANK_0 = """
+import sys
+from common.config import EngineConfig
+from engine.build import build
+engine = build(EngineConfig.model_validate_json(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
 
 
-def test_ranks_end_with_rank_0(tmp_path: Path) -> None:
-    """Rank 0 is killed in the midst of its work."""
+@pytest.mark.parametrize("victim", ["rank 0", "rank 1"])
+def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
+    """One is killed while nothing runs."""
     config = config_of(2, model=str(make_checkpoint(tmp_path))).model_dump_json()
-    program = (
-        "import sys\n"
-        "from common.config import EngineConfig\n"
-        "from engine.build import build\n"
-        "engine = build(EngineConfig.model_validate_json(sys.argv[1]))\n"
-        "print(engine.loaded.followers._followers[0].process.pid, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    command = [sys.executable, "-c", program, config]
+    command = [sys.executable, "-c", RANK_0, config]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        assert first.stdout is not None
-        pidfd = os.pidfd_open(int(first.stdout.readline()))
-        first.kill()
-    assert select.select([pidfd], [], [], PATIENCE_S)[0] == [pidfd]
-    os.close(pidfd)
+        assert first.stdout is not None and first.stdout.readline() == b"ready\n"
+        (follower,) = children_of(first.pid, "engine.follower")
+        pidfd = os.pidfd_open(follower)
+        os.kill(first.pid if victim == "rank 0" else follower, signal.SIGKILL)
+        assert first.wait(PATIENCE_S) == (-signal.SIGKILL if victim == "rank 0" else 1)
+        assert select.select([pidfd], [], [], PATIENCE_S)[0] == [pidfd]
+        os.close(pidfd)
+
+
+def children_of(pid: int, program: str) -> list[int]:
+    """Return the pids of a process's children that run a program."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for path in tasks for child in path.read_text().split()]
+    return [
+        child
+        for child in children
+        if program.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path) -> None:
