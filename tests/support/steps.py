@@ -21,6 +21,7 @@ from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.kv_cache.layout import KVLayout
 from engine.models import Model
+from engine.ranks import WHOLE, Share
 from engine.runner.graphs import Recorder
 from engine.runner.launched import LaunchedStep
 from engine.runner.stream import made_on
@@ -56,8 +57,11 @@ class Steps:
         recorder: Recorder | None = None,
         kept_in: torch.dtype | None = None,
         lora: LoraConfig | None = None,
+        share: Share = WHOLE,
     ) -> None:
         layout = KVLayout.of(model.spec.layers, page_size, model.dtype, kept_in, model.spec.draft)
+        if share.size > 1:
+            layout = layout.share(share.rank, share.size, range(len(layout.places)))
         num_pages = num_slots * layout.tables.pages_to_compute(context_length)
         shape = EngineShape(
             tables=layout.tables,

@@ -94,10 +94,11 @@ class LatentAttention:
             query_norm=query_norm,
             query_up=query_up,
             latent_norm=self.norm.build(source, "kv_a_layernorm", self.rank),
-            # Contiguous, because torch's products on a CPU are ten times slower otherwise.
+            # Contiguous, because torch's products on a CPU are ten times slower otherwise. Copies,
+            # because a view of one head would keep the whole matrix.
             unfolding=MaskExpansion(
-                keys=by_head[:, : self.key_dim].contiguous(),
-                values=by_head[:, self.key_dim :].transpose(1, 2).contiguous(),
+                keys=_contiguous_copy(by_head[:, : self.key_dim]),
+                values=_contiguous_copy(by_head[:, self.key_dim :].transpose(1, 2)),
             ),
             output=source.linear(
                 {"o_proj": site.hidden_size},
@@ -166,6 +167,10 @@ class LatentAttentionBlock:
         if self.query_norm is not None and self.query_up is not None:
             queries = step.product(self.query_up, self.query_norm.forward(queries)[0])
         return queries.view(len(x), spec.heads, spec.query_dim), latents
+
+
+def _contiguous_copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:

@@ -1,0 +1,86 @@
+"""The ranks of a node as threads of one process."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.ranks import Share
+
+PATIENCE_S = 120.0
+T = TypeVar("T")
+
+
+class Meeting:
+    """The place where the threads of all ranks exchange tensors.
+
+    Attributes:
+        calls: of rank 0, by collective.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.calls: list[str] = []
+        self._parts: list[Tensor | None] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=PATIENCE_S)
+
+    def exchange(self, rank: int, x: Tensor, call: str) -> list[Tensor]:
+        assert x.is_contiguous()
+        if rank == 0:
+            self.calls.append(call)
+        self._parts[rank] = x.clone()
+        self._barrier.wait()
+        parts = [part for part in self._parts if part is not None]
+        self._barrier.wait()
+        assert len({(part.shape, part.dtype) for part in parts}) == 1
+        return parts
+
+    def leave(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadGroup:
+    """A Group of threads."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank = rank
+        self.size = meeting.size
+        self._meeting = meeting
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        parts = self._meeting.exchange(self.rank, x, "all_reduce")
+        return torch.stack(parts).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._meeting.exchange(self.rank, x, "all_gather"), dim=-1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._meeting.exchange(self.rank, x, "broadcast")[0].clone()
+
+    def close(self) -> None:
+        pass
+
+
+def run_ranks(size: int, work: Callable[[Share], T]) -> list[T]:
+    """Return the results of all ranks, each in its own thread. The failure of one rank ends the
+    others."""
+    meeting = Meeting(size)
+
+    def run(rank: int) -> T:
+        try:
+            return work(Share(rank, size, ThreadGroup(rank, meeting)))
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        running = [threads.submit(run, rank) for rank in range(size)]
+        failed = [each.exception() for each in running]
+    broken = (threading.BrokenBarrierError, type(None))
+    for error in failed:
+        if not isinstance(error, broken):
+            raise error
+    return [each.result() for each in running]
