@@ -163,7 +163,7 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
     "states": (
         2,
         lambda root: drafting(root, "mtp", "qwen3_5_text", make_hybrid_mtp),
-        88,
+        44,
         serve_again,
     ),
     "eagle": (2, lambda root: drafting(root, "eagle", "llama", make_eagle), NUM_PAGES, serve_text),

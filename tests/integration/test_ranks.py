@@ -1,0 +1,68 @@
+"""Nodes with two ranks behind a router, and what becomes of requests when a rank ends."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.oracle import oracle
+from tests.support.cluster import Cluster, Node, children_of
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 200
+FLAGS = ("--mode=colocated", "--engine.parallel.tp=2", "--engine.threads=1")
+
+
+def ranks_of(node: Node) -> list[int]:
+    """Return the pids of the ranks of a node, rank 0 first."""
+    (engine,) = children_of(node.child.pid)
+    followers = [
+        child
+        for child in children_of(engine)
+        if b"engine.follower" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    return [engine, *followers]
+
+
+def prompt(number: int) -> list[int]:
+    return [1 + (number * 7 + place * place) % 240 for place in range(40)]
+
+
+@pytest.mark.parametrize(
+    "end", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
+async def test_a_rank_that_ends_costs_no_answer(
+    model: Path, tmp_path: Path, end: signal.Signals
+) -> None:
+    async with Cluster(
+        model,
+        tmp_path,
+        num_prefill=0,
+        num_decode=2,
+        decode_flags=(*FLAGS, "--engine.parallel.collective-s=5"),
+        paired=False,
+        patient=end is signal.SIGKILL,
+    ) as cluster:
+        known, begun = oracle(model), asyncio.Event()
+
+        async def answer(number: int) -> tuple[int, ...]:
+            tokens: list[int] = []
+            async for response in cluster.stream(
+                prompt(number), max_tokens=NUM_TOKENS, ignore_eos=True
+            ):
+                tokens += response.token_ids
+                begun.set()
+            return tuple(tokens)
+
+        answers = [asyncio.create_task(answer(number)) for number in range(6)]
+        await begun.wait()
+        victim = cluster.decode[0]
+        _, follower = ranks_of(victim)
+        os.kill(follower, end)
+        for number, tokens in enumerate(await asyncio.gather(*answers)):
+            assert tokens == known.tokens(prompt(number), NUM_TOKENS)
+        assert await victim.child.ended() == 1
+        victim.killed = True
