@@ -21,7 +21,7 @@ from engine.ranks import WHOLE, Share
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
-from tests.support.quantised import FORMATS, INT8, requantised
+from tests.support.quantised import FORMATS, INT8, in_mxfp4, requantised
 from tests.support.steps import Recorder, Steps
 from tests.support.thread_ranks import run_ranks
 from tests.support.vision import make_vision_checkpoint, picture
@@ -154,6 +154,13 @@ def test_ranks_compute_the_whole_model(variant: str, tmp_path: Path) -> None:
 def test_quantised_checkpoints_are_cut_after_they_are_widened(form: str, tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", "qwen3", vocab_size=VOCABULARY)
     directory, _ = requantised(source, tmp_path, FORMATS[form])
+    whole = compute(directory, WHOLE)
+    check(whole, run_ranks(2, lambda share: compute(directory, share)), same)
+
+
+def test_experts_in_mxfp4_are_cut_after_they_are_widened(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "gpt_oss", vocab_size=VOCABULARY)
+    directory, _ = in_mxfp4(source, tmp_path)
     whole = compute(directory, WHOLE)
     check(whole, run_ranks(2, lambda share: compute(directory, share)), same)
 
