@@ -39,7 +39,7 @@ class Model(Protocol):
 
     @property
     def seeing(self) -> VisionTower | None:
-        """Encoder of images. None if the model takes no images."""
+        """Encoder of images. None if the model takes no images, or another rank encodes them."""
         ...
 
     @property

@@ -21,7 +21,7 @@ from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
 from engine.models.stack import LayerByLayer, stack_of, tap
-from engine.models.vision.seeing import VisionTower
+from engine.models.vision.seeing import ReceivingTower, VisionTower
 from kernels.layers.embedding import embed
 
 _HEAD = "lm_head"
@@ -124,7 +124,9 @@ class Decoder:
 
     Attributes:
         drafter: drafts tokens from the hidden states. None: no drafter.
-        seeing: makes embeddings of images. None: a step has no images.
+        seeing: makes embeddings of images. None: this rank does not encode images.
+        receiving: receives embeddings of images from the rank that encodes them. None: there is no
+            such rank.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Decoder:
         self._adaptable = LayerByLayer(layers)
         self.norm = norm
         self.seeing: VisionTower | None = None
+        self.receiving: ReceivingTower | None = None
         self._draft_layer = drafter  # only if it is the decoder's own
         self.drafter = None if drafter is None else self.drafting(drafter)
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
@@ -188,8 +191,9 @@ class Decoder:
         step = ModelStep(batch, adapted, late)
         x = self._embedded(batch.token_ids, future_tokens)
         if batch.seen:
-            assert self.seeing is not None
-            self.seeing.embed(batch.seen, x)
+            images = self.receiving if self.seeing is None else self.seeing
+            assert images is not None
+            images.embed(batch.seen, x)
         drafter = self.drafter
         tapped: Sequence[Tensor] = ()
         if drafter is not None and drafter.layer.taps:

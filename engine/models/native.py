@@ -20,6 +20,7 @@ from engine.models.heads import as_stored
 from engine.models.refill import drain
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
+from engine.models.vision.seeing import ReceivingTower
 from engine.models.weights import load_weights, refill_weights, stored_tensors, weight_bytes
 from engine.ranks import WHOLE, Share
 
@@ -95,8 +96,10 @@ class NativeCheckpoint:
     ) -> Decoder:
         checkpoint = Checkpoint(self._directory)
         model = load_weights(checkpoint, self._decoder, device, dtype, quantize, share)
-        if self._sight is not None:
-            model.seeing = self._sight.load(device, dtype)
+        if self._sight is not None and share.rank == 0:
+            model.seeing = self._sight.load(device, dtype, share.group)
+        elif self._sight is not None and share.group is not None:
+            model.receiving = ReceivingTower(share.group)
         if self._eagle is not None:
             model.drafter = model.drafting(self._eagle.load(device, dtype, quantize, share))
         return model

@@ -1,12 +1,9 @@
 """A quantised checkpoint computes what its numbers stand for, and says so; others are refused."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from common.errors import ConfigError
 from engine.models import fingerprint, load, open_checkpoint
@@ -17,7 +14,7 @@ from engine.models.spec import NOT_QUANTISED
 from engine.models.weights import load_weights, weight_bytes
 from tests.engine.test_linear import nbytes
 from tests.support.checkpoints import make_checkpoint
-from tests.support.quantised import FORMATS, INT8, compressed, requantised
+from tests.support.quantised import FORMATS, INT8, compressed, in_mxfp4, requantised
 from tests.support.steps import logits_after, prompt
 from tests.support.tiny_models import make_tiny
 
@@ -79,23 +76,8 @@ def test_transformers_classes_compute_what_the_numbers_stand_for(tmp_path, kind,
 
 
 def test_experts_in_mxfp4_compute_what_transformers_makes_of_them(tmp_path):
-    quantised = make_checkpoint(tmp_path / "quantised", "gpt_oss", num_local_experts=3)
-    twin = shutil.copytree(quantised, tmp_path / "twin")
-    tensors = load_file(quantised / "model.safetensors")
-    stored, meant = dict(tensors), dict(tensors)
-    for name in (name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))):
-        count, columns, rows = stored.pop(name).shape
-        blocks = torch.randint(256, (count, rows, columns // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(119, 123, (count, rows, columns // 32), dtype=torch.uint8)
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        floats = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-        assert floats.shape == (count, columns, rows)
-        meant[name] = floats.contiguous()
-    save_file(stored, quantised / "model.safetensors")
-    save_file(meant, twin / "model.safetensors")
-    path = quantised / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    path.write_text(json.dumps(config))
+    source = make_checkpoint(tmp_path / "source", "gpt_oss", num_local_experts=3)
+    quantised, twin = in_mxfp4(source, tmp_path)
     torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
     assert read_decoder(quantised).model.stored == "MXFP4 experts"
 

@@ -1,6 +1,6 @@
 """Ranks with parts of a native model compute the same as one process with the whole model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config import Quantize
+from common.config import LoraConfig, Quantize, SpeculativeConfig
 from common.errors import ConfigError
+from engine.batch.batch import TO_GUESS
+from engine.batch.images import VisibleImage
 from engine.kv_cache.states import own_heads
 from engine.models import open_checkpoint
 from engine.models.linear import onednn, rounding_of
+from engine.models.vision.seeing import KEPT_BYTES
 from engine.ranks import WHOLE, Share
-from tests.support.checkpoints import make_checkpoint
-from tests.support.quantised import FORMATS, INT8, requantised
+from tests.support.adapters import make_adapter
+from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.quantised import FORMATS, INT8, in_mxfp4, requantised
 from tests.support.steps import Recorder, Steps
 from tests.support.thread_ranks import run_ranks
+from tests.support.vision import make_vision_checkpoint, picture
 
 CPU = torch.device("cpu")
 VOCABULARY = 259  # of 2 ranks: 130 and 129; of 4 ranks: 65, 65, 65 and 64
@@ -87,23 +93,25 @@ def compute(directory: Path, share: Share, quantize: Quantize = "none", **option
 
 def nbytes(model: Any) -> int:
     """Return the bytes of all weights."""
-    seen: dict[int, int] = {}
+    storages = [tensor.untyped_storage() for tensor in tensors(model)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
-    def add(part: object) -> None:
+
+def tensors(model: Any) -> Iterator[Tensor]:
+    """Yield all stored weights."""
+
+    def within(part: object) -> Iterator[Tensor]:
         if isinstance(part, Tensor):
-            storage = part.untyped_storage()
-            seen[storage.data_ptr()] = max(seen.get(storage.data_ptr(), 0), storage.nbytes())
+            yield part
         elif is_dataclass(part):
             for each in fields(part):
                 if each.name not in ("rotation", "columns"):  # computed, not stored
-                    add(getattr(part, each.name))
+                    yield from within(getattr(part, each.name))
         elif isinstance(part, tuple | list):
             for each in part:
-                add(each)
+                yield from within(each)
 
-    for part in model.parts:
-        add(part)
-    return sum(seen.values())
+    return within(tuple(model.parts))
 
 
 def check(
@@ -146,6 +154,13 @@ def test_ranks_compute_the_whole_model(variant: str, tmp_path: Path) -> None:
 def test_quantised_checkpoints_are_cut_after_they_are_widened(form: str, tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", "qwen3", vocab_size=VOCABULARY)
     directory, _ = requantised(source, tmp_path, FORMATS[form])
+    whole = compute(directory, WHOLE)
+    check(whole, run_ranks(2, lambda share: compute(directory, share)), same)
+
+
+def test_experts_in_mxfp4_are_cut_after_they_are_widened(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "gpt_oss", vocab_size=VOCABULARY)
+    directory, _ = in_mxfp4(source, tmp_path)
     whole = compute(directory, WHOLE)
     check(whole, run_ranks(2, lambda share: compute(directory, share)), same)
 
@@ -223,3 +238,120 @@ def test_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
     servable = open_checkpoint(make_checkpoint(tmp_path), "transformers")
     with pytest.raises(ConfigError, match=r"engine\.parallel\.tp: qwen3 .* transformers.* 2 ranks"):
         servable.load(CPU, torch.float32, "none", Share(0, 2))
+
+
+LAYERS: Mapping[str, Callable[[Path], tuple[Path, SpeculativeConfig]]] = {
+    "eagle": lambda root: with_head(root, make_eagle),
+    "eagle3": lambda root: with_head(root, make_eagle3),
+    "mtp": lambda root: with_layer(make_mtp(make_checkpoint(root, "deepseek_v3"))),
+    "qwen3_next": lambda root: with_layer(make_hybrid_mtp(make_checkpoint(root, "qwen3_next"))),
+}
+
+
+def with_head(root: Path, make: Callable[[Path, Path], Path]) -> tuple[Path, SpeculativeConfig]:
+    model = make_checkpoint(root / "model", "llama", num_hidden_layers=4)
+    head = make(root / "head", model)
+    return model, SpeculativeConfig(method="eagle", draft_model=str(head))
+
+
+def with_layer(model: Path) -> tuple[Path, SpeculativeConfig]:
+    return model, SpeculativeConfig(method="mtp")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_ranks_draft_as_the_whole_model(layer: str, tmp_path: Path) -> None:
+    directory, speculation = LAYERS[layer](tmp_path)
+    whole = drafts(directory, speculation, WHOLE)
+    for own in run_ranks(2, lambda share: drafts(directory, speculation, share)):
+        assert own[0] == whole[0]
+        same(own[1], whole[1])
+
+
+def drafts(
+    directory: Path, speculation: SpeculativeConfig, share: Share
+) -> tuple[list[int], Tensor]:
+    """Return the tokens of a request with drafts, and the drafter's logits."""
+    servable = open_checkpoint(directory, speculation=speculation)
+    model: Any = servable.load(CPU, torch.float32, "none", share)
+    layer = model.drafter.layer = NotingLayer(model.drafter.layer)
+    steps = Steps(model, overlap=False, share=share, **LARGE_PAGES)
+    slot = steps.add([*range(40), 5, 6])
+    steps.prefill(slot, chunk=30)
+    for _ in range(3):
+        known, length = int(steps.table.known[slot]), int(steps.table.length[slot])
+        steps.table.tokens[slot, known : length + 2] = TO_GUESS
+        steps.launch([(slot, length - 1, length + 2)], verify=True)
+    steps.close()
+    return steps.table.tokens_of(slot).tolist(), torch.cat(layer.seen)
+
+
+class NotingLayer:
+    """A draft layer that keeps its logits."""
+
+    def __init__(self, layer: Any) -> None:
+        self.seen: list[Tensor] = []
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def logits(self, *given: Any) -> Tensor:
+        logits: Tensor = self._layer.logits(*given)
+        self.seen.append(logits.clone())
+        return logits
+
+
+def test_adapters_are_cut_like_the_products_that_they_add_to(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "qwen3")
+    make_adapter(tmp_path / "one", reference_model(directory))
+    lora = LoraConfig(adapter_dir=tmp_path, preload=("one",), max_loras=1, max_rank=8)
+
+    def generate(share: Share, adapter: str) -> list[list[int]]:
+        model = open_checkpoint(directory).load(CPU, torch.float32, "none", share)
+        steps = Steps(model, lora=lora, share=share)
+        tokens = steps.generate([[*range(30)], [7, 8]], 6, adapters=[adapter, adapter])
+        steps.close()
+        return tokens
+
+    expected = generate(WHOLE, "one")
+    assert expected != generate(WHOLE, "")
+    assert run_ranks(2, lambda share: generate(share, "one")) == [expected, expected]
+
+
+def test_rank_0_encodes_images_for_all(tmp_path: Path) -> None:
+    directory = make_vision_checkpoint(tmp_path)
+    image = picture(2, 3, seed=1)
+    seen = VisibleImage(image, 1, 5, place=3)
+
+    def embedded(share: Share) -> Tensor:
+        model: Any = open_checkpoint(directory).load(CPU, torch.float32, "none", share)
+        x = torch.zeros(8, model.spec.hidden_size)
+        if share.rank == 0:
+            model.seeing.embed([seen], x)
+        else:
+            assert model.seeing is None
+            model.receiving.embed([VisibleImage(None, 1, 5, place=3)], x)
+        return x
+
+    expected = embedded(WHOLE)
+    assert expected.any()
+    for own in run_ranks(2, embedded):
+        assert torch.equal(own, expected)
+    first, second = (
+        open_checkpoint(directory).weight_bytes(CPU, torch.float32, "none", Share(rank, 2))
+        for rank in (0, 1)
+    )
+    assert first - second > KEPT_BYTES
+
+
+def test_a_rank_is_refilled_with_its_part(tmp_path: Path) -> None:
+    old, new = (make_checkpoint(tmp_path / str(seed), "gpt_oss", seed=seed) for seed in (0, 1))
+
+    def refilled(share: Share) -> None:
+        model: Any = open_checkpoint(old).load(CPU, torch.float32, "none", share)
+        open_checkpoint(new).refill(model, "none", share)
+        fresh: Any = open_checkpoint(new).load(CPU, torch.float32, "none", share)
+        for one, other in zip(tensors(model), tensors(fresh), strict=True):
+            assert torch.equal(one, other)
+
+    run_ranks(2, refilled)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 MODULES = ("_proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 GROUP = 32
@@ -47,6 +48,28 @@ def requantised(source: Path, directory: Path, form: Format) -> tuple[Path, Path
         save_file(tensors, where / "model.safetensors")
     path = quantised / "config.json"
     config = json.loads(path.read_text()) | {"quantization_config": form.config}
+    path.write_text(json.dumps(config))
+    return quantised, twin
+
+
+def in_mxfp4(source: Path, directory: Path) -> tuple[Path, Path]:
+    """A gpt-oss checkpoint with random experts in MXFP4, and its twin."""
+    quantised = shutil.copytree(source, directory / "quantised")
+    twin = shutil.copytree(source, directory / "twin")
+    tensors = load_file(source / "model.safetensors")
+    stored, meant = dict(tensors), dict(tensors)
+    for name in (name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))):
+        count, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(256, (count, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(119, 123, (count, rows, columns // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        floats = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert floats.shape == (count, columns, rows)
+        meant[name] = floats.contiguous()
+    save_file(stored, quantised / "model.safetensors")
+    save_file(meant, twin / "model.safetensors")
+    path = quantised / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     path.write_text(json.dumps(config))
     return quantised, twin
 

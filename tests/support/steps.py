@@ -26,7 +26,7 @@ from engine.runner.graphs import Recorder
 from engine.runner.launched import LaunchedStep
 from engine.runner.stream import made_on
 from engine.sampling.composition import every_feature
-from engine.sizing import EngineShape
+from engine.sizing import EngineShape, part_of
 from tests.support.checkpoints import VOCABULARY_SIZE
 from tests.support.specs import make_request
 
@@ -59,9 +59,8 @@ class Steps:
         lora: LoraConfig | None = None,
         share: Share = WHOLE,
     ) -> None:
-        layout = KVLayout.of(model.spec.layers, page_size, model.dtype, kept_in, model.spec.draft)
-        if share.size > 1:
-            layout = layout.share(share.rank, share.size, range(len(layout.places)))
+        whole = KVLayout.of(model.spec.layers, page_size, model.dtype, kept_in, model.spec.draft)
+        layout = part_of(whole, share)
         num_pages = num_slots * layout.tables.pages_to_compute(context_length)
         shape = EngineShape(
             tables=layout.tables,
@@ -71,6 +70,7 @@ class Steps:
             device=model.device,
             dtype=model.dtype,
             layout=layout,
+            whole=whole,
             prefill_tokens=context_length,
         )
         backend = TorchBackend.open(shape)

@@ -15,22 +15,15 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """The place where the threads of all ranks exchange tensors.
-
-    Attributes:
-        calls: of rank 0, by collective.
-    """
+    """The place where the threads of all ranks exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.calls: list[str] = []
         self._parts: list[Tensor | None] = [None] * size
         self._barrier = threading.Barrier(size, timeout=PATIENCE_S)
 
-    def exchange(self, rank: int, x: Tensor, call: str) -> list[Tensor]:
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         assert x.is_contiguous()
-        if rank == 0:
-            self.calls.append(call)
         self._parts[rank] = x.clone()
         self._barrier.wait()
         parts = [part for part in self._parts if part is not None]
@@ -51,14 +44,14 @@ class ThreadGroup:
         self._meeting = meeting
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        parts = self._meeting.exchange(self.rank, x, "all_reduce")
+        parts = self._meeting.exchange(self.rank, x)
         return torch.stack(parts).sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._meeting.exchange(self.rank, x, "all_gather"), dim=-1)
+        return torch.cat(self._meeting.exchange(self.rank, x), dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        return self._meeting.exchange(self.rank, x, "broadcast")[0].clone()
+        return self._meeting.exchange(self.rank, x)[0].clone()
 
     def close(self) -> None:
         pass

@@ -16,6 +16,7 @@ from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.refill import drain
 from engine.models.vision.seeing import KEPT_BYTES, VisionTower
+from engine.ranks import Group
 
 _PREFIX = "visual."
 
@@ -65,15 +66,19 @@ class VisionInput:
         vision = Fields.of(self._directory / "config.json").nested("vision_config")
         return hashlib.sha256(f"{vision.sorted()} {self.files}".encode()).hexdigest()
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> VisionTower:
+    def load(
+        self, device: torch.device, dtype: torch.dtype, group: Group | None = None
+    ) -> VisionTower:
         """Load the encoder.
 
+        Args:
+            group: see VisionTower.
         Raises:
             ConfigError: tensors are missing, or do not match the configuration.
         """
         encoder = TransformersEncoder(self._directory, self.files, device, dtype)
         encoder.refill(self._weights())
-        return VisionTower(encoder)
+        return VisionTower(encoder, group=group)
 
     def refill(self, seeing: VisionTower) -> None:
         """Replace its weights by those of this checkpoint, which has the same configuration."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.requests.images import Image
 from engine.batch.images import VisibleImage
+from engine.ranks import Group
 
 KEPT_BYTES = 256 << 20
 
@@ -58,11 +59,15 @@ class VisionTower:
     Args:
         most_bytes: limit of cached embeddings, which are stored by image content. The least
             recently used are evicted first.
+        group: ranks whose other members have a ReceivingTower. None: this is the only rank.
     """
 
-    def __init__(self, encoder: VisionEncoder, most_bytes: int = KEPT_BYTES) -> None:
+    def __init__(
+        self, encoder: VisionEncoder, most_bytes: int = KEPT_BYTES, group: Group | None = None
+    ) -> None:
         self._encoder = encoder
         self._most_bytes = most_bytes
+        self._group = group
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self.num_bytes = 0
         self.counts = VisionCounts()
@@ -90,8 +95,10 @@ class VisionTower:
         """
         for part in seen:
             assert part.image is not None
-            rows = x[part.place : part.place + part.last - part.first]
+            rows = _rows(part, x)
             rows.copy_(self._embeddings(part.image)[part.first : part.last])
+            if self._group is not None:
+                self._group.broadcast(rows)
 
     def _forget(self) -> None:
         self._kept.clear()
@@ -114,3 +121,20 @@ class VisionTower:
             _, gone = self._kept.popitem(last=False)
             self.num_bytes -= gone.nbytes
         return made
+
+
+class ReceivingTower:
+    """The embeddings of images on a rank without an encoder. Rank 0 broadcasts them."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> None:
+        """Write embeddings as VisionTower does. The images themselves are not used."""
+        for part in seen:
+            rows = _rows(part, x)
+            rows.copy_(self._group.broadcast(rows))
+
+
+def _rows(part: VisibleImage, x: Tensor) -> Tensor:
+    return x[part.place : part.place + part.last - part.first]
