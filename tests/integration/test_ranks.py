@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.integration.oracle import oracle
-from tests.support.cluster import Cluster, Node, children_of
+from tests.support.cluster import Cluster, Node, children_of, held
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 200
+NUM_TOKENS = 400
 FLAGS = ("--mode=colocated", "--engine.parallel.tp=2", "--engine.threads=1")
 
 
@@ -43,7 +43,6 @@ async def test_a_rank_that_ends_costs_no_answer(
         num_prefill=0,
         num_decode=2,
         decode_flags=(*FLAGS, "--engine.parallel.collective-s=5"),
-        paired=False,
         patient=end is signal.SIGKILL,
     ) as cluster:
         known, begun = oracle(model), asyncio.Event()
@@ -59,7 +58,8 @@ async def test_a_rank_that_ends_costs_no_answer(
 
         answers = [asyncio.create_task(answer(number)) for number in range(6)]
         await begun.wait()
-        victim = cluster.decode[0]
+        busy = [node for node in cluster.decode if held(await node.describe())]
+        victim = busy[0]
         _, follower = ranks_of(victim)
         os.kill(follower, end)
         for number, tokens in enumerate(await asyncio.gather(*answers)):
