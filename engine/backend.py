@@ -9,7 +9,7 @@ from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
 from engine.offload.page_files import FileThreads, PageFiles
-from engine.runner.copier import PageCopier
+from engine.runner.copier import Copier, PageCopier
 from engine.runner.graphs import Recorder
 from engine.runner.runner import ModelRunner, make_runner
 from engine.runner.stream import DeviceStream, open_stream
@@ -24,7 +24,7 @@ class TorchBackend:
     shape: EngineShape
     pool: KVPool
     host_pool: HostPool
-    copier: PageCopier
+    copier: Copier
     stream: DeviceStream
 
     @classmethod

@@ -16,7 +16,7 @@ from common.logs import kv
 from common.model_directory import model_directory
 from common.requests.namespace import WeightsId
 from engine.adapters.adapters import AdapterBank, AdapterManager, bank_of, load_all, shelf_of
-from engine.adapters.library import AdapterCache, AdapterLoader
+from engine.adapters.library import AdapterCache, AdapterLoader, AdapterSource
 from engine.backend import TorchBackend
 from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
@@ -45,10 +45,11 @@ from engine.models.precision import Precision, choose_precision
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import version_of
 from engine.processor import matrix_features, threads_at_hand
+from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks
 from engine.ranks import WHOLE, Share
 from engine.ranks.messages import StartSteps
 from engine.ranks.processes import Followers
-from engine.runner.copier import PageCopier
+from engine.runner.copier import Copier
 from engine.runner.cpu import use_cpu
 from engine.runner.forwards import Forwards
 from engine.runner.gpu import use_gpu
@@ -160,7 +161,7 @@ class Engine:
         return self.backend.host_pool
 
     @property
-    def copier(self) -> PageCopier:
+    def copier(self) -> Copier:
         return self.backend.copier
 
     @property
@@ -267,6 +268,9 @@ def build(config: EngineConfig) -> Engine:
     loaded = load(config)
     try:
         backend = TorchBackend.open(plan(config, loaded))
+        if loaded.followers is not None:
+            copier = CopierOfRanks(backend.copier, loaded.followers)
+            backend = replace(backend, copier=copier)
         return assemble(config, loaded, make_core(config, loaded, backend), backend)
     except BaseException:
         if loaded.followers is not None:
@@ -372,8 +376,7 @@ def _loaded(
 def check_ranks(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError if several ranks do not support a configured feature."""
     unsupported = {
-        "engine.lora.adapter_dir": config.lora.adapter_dir is not None,
-        "engine.offload.cpu_bytes": config.offload.cpu_bytes > 0,
+        "engine.offload.disk_dir": config.offload.disk_dir is not None,
         "engine.weights_dir": config.weights_dir is not None,
         "engine.device (only cpu)": device.type != "cpu",
     }
@@ -467,8 +470,7 @@ def assemble(
     model, spec = loaded.model, loaded.model.spec
     of_tokens = loaded.directory, spec.vocabulary_size, spec.eos_token_ids
     library = AdapterCache(config.lora.max_cpu_loras, config.lora.max_cpu_lora_bytes)
-    shelf = shelf_of(config.lora, model)
-    load_all(config.lora, shelf, library)
+    shelf: AdapterSource = shelf_of(config.lora, model)
     adapters = AdapterManager(library, loaded.bank, core.table)
     features = every_feature(
         core.table, spec.vocabulary_size, spec.eos_token_ids, backend.shape.device
@@ -477,6 +479,8 @@ def assemble(
     runner = backend.runner(model, core.table, features, adapters, recorder)
     if loaded.followers is not None:
         runner = _leading(runner, config, loaded.followers, backend)
+        shelf = AdaptersOfRanks(shelf, loaded.followers)
+    load_all(config.lora, shelf, library)
     _prepare_runner(runner, config, backend.shape)
     _report(backend, adapters)
     return Engine(

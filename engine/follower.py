@@ -17,8 +17,9 @@ import msgspec
 from common import logs
 from common.config import EngineConfig
 from common.errors import ConfigError
-from engine.adapters.library import AdapterCache
+from engine.adapters.adapters import shelf_of
 from engine.build import load_part, open_model, pages_of
+from engine.rank_jobs import FollowerJobs
 from engine.ranks import Share
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -32,6 +33,7 @@ from engine.ranks.messages import (
 )
 from engine.ranks.processes import open_group
 from engine.ranks.ring import StepRing
+from engine.runner.copier import PageCopier
 from engine.runner.forwards import Forwards, ForwardSizes
 from engine.runner.ranked import follow
 from engine.runner.stream import open_stream
@@ -66,7 +68,8 @@ def serve(steps: socket.socket) -> None:
     ring = StepRing(files[0], message.block_bytes)
     os.close(files[0])
     _send(steps, RankReady())
-    follow(steps, ring, forwards, group, AdapterCache(0, 0).hold)
+    adapters = shelf_of(config.lora, model)
+    follow(steps, ring, forwards, group, FollowerJobs(steps, PageCopier(pool, host_pool), adapters))
 
 
 def main(descriptor: int) -> NoReturn:

@@ -24,7 +24,7 @@ from torch import Tensor
 from common.config import LoraConfig
 from common.errors import ConfigError, ServingError
 from common.requests.namespace import NO_ADAPTER, AdapterId
-from engine.adapters.library import AdapterCache, AdapterDirectory
+from engine.adapters.library import AdapterCache, AdapterDirectory, AdapterSource
 from engine.adapters.stored import AdapterLimits, LoraAdapter
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
@@ -362,7 +362,7 @@ def shelf_of(config: LoraConfig, model: Model) -> AdapterDirectory:
     return AdapterDirectory(config.adapter_dir, model.products, limits, model.dtype, pinned=pinned)
 
 
-def load_all(config: LoraConfig, shelf: AdapterDirectory, library: AdapterCache) -> None:
+def load_all(config: LoraConfig, shelf: AdapterSource, library: AdapterCache) -> None:
     """Load the configured adapters at start.
 
     Raises:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -27,6 +28,12 @@ from engine.models.below import below
 from engine.models.linear import Product
 
 _UNREADABLE = (ArithmeticError, OSError, RuntimeError, ValueError)
+
+
+class AdapterSource(Protocol):
+    def read(self, path: str) -> LoraAdapter:
+        """Read an adapter, see AdapterDirectory. Any thread."""
+        ...
 
 
 class AdapterDirectory:
@@ -203,7 +210,7 @@ class AdapterLoader:
         tell: called by another thread when `poll` has work.
     """
 
-    def __init__(self, shelf: AdapterDirectory, library: AdapterCache) -> None:
+    def __init__(self, shelf: AdapterSource, library: AdapterCache) -> None:
         self._shelf = shelf
         self._library = library
         self._reader = ThreadPoolExecutor(1, "adapters")

@@ -54,7 +54,7 @@ class LoraPair:
         return self.down.shape[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
     """An adapter in host memory.
 

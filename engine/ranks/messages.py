@@ -1,4 +1,6 @@
-"""Messages between rank 0 of a node and its followers, before steps are run.
+"""Messages between rank 0 of a node and its followers, beside those of steps.
+
+A job is work besides steps. All followers do it, and each replies.
 
 Each is one packet of a socket pair that rank 0 has made. Nobody else has an end of it.
 """
@@ -8,6 +10,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 MAX_PACKET_BYTES = 128 << 10  # below the kernel's limit for a packet
+MOST_PAGES = 4096  # of one CopyPages
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
@@ -42,12 +45,55 @@ class StartSteps(msgspec.Struct, frozen=True, tag=True):
     block_bytes: int
 
 
+class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read this rank's part of an adapter. The result is its id.
+
+    Attributes:
+        path: of its directory, as in AdapterDirectory.read.
+    """
+
+    number: int
+    path: str
+
+
+class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget one reading of an adapter."""
+
+    number: int
+    adapter: bytes
+
+
+class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Copy device[i] -> host[i], or the other way round, when all steps sent before are done.
+
+    Attributes:
+        device_pages, host_pages: int32, at most MOST_PAGES.
+    """
+
+    number: int
+    to_host: bool
+    device_pages: bytes
+    host_pages: bytes
+
+
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
     """The part of the model is in memory."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
     """Steps may come."""
+
+
+class JobDone(msgspec.Struct, frozen=True, tag=True):
+    """The end of a job.
+
+    Attributes:
+        error: "": there was none.
+    """
+
+    number: int
+    error: str = ""
+    result: bytes = b""
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
@@ -62,4 +108,5 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFollower: TypeAlias = StartRank | StartSteps
-FromFollower: TypeAlias = RankLoaded | RankReady | RankFailed
+Job: TypeAlias = ReadAdapter | DropAdapter | CopyPages
+FromFollower: TypeAlias = RankLoaded | RankReady | JobDone | RankFailed

@@ -7,6 +7,7 @@ followers are found by the timeout of the next collective. A follower that canno
 sentence, which is rank 0's error.
 """
 
+import itertools
 import logging
 import os
 import select
@@ -18,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ from engine.ranks.group import Group
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     FromFollower,
+    Job,
+    JobDone,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -51,6 +55,33 @@ _CLOSE_S = 5.0
 log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
 _from_follower: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
+
+
+class JobFailed(Exception):
+    """A follower could not do a job."""
+
+
+class _AskedJob:
+    """A job whose replies are awaited."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._missing = num_ranks
+        self._results: list[bytes] = []
+        self._error = ""
+        self.future: Future[Sequence[bytes]] = Future()
+
+    def take(self, reply: JobDone) -> bool:
+        """Note a reply, and return whether it was the last one."""
+        self._missing -= 1
+        self._results.append(reply.result)
+        self._error = self._error or reply.error
+        if self._missing:
+            return False
+        if self._error:
+            self.future.set_exception(JobFailed(self._error))
+        else:
+            self.future.set_result(self._results)
+        return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +110,7 @@ def open_group(
 
 
 class Followers:
-    """All ranks but rank 0, as rank 0 sees them. Engine thread only.
+    """All ranks but rank 0, as rank 0 sees them. Engine thread only, except for `ask`.
 
     Attributes:
         share: of rank 0.
@@ -93,6 +124,8 @@ class Followers:
         self._directory = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self._closed, self._end = os.pipe()
         self._watcher: threading.Thread | None = None
+        self._jobs: dict[int, _AskedJob] = {}
+        self._numbers = itertools.count()
         store = str(Path(self._directory.name) / "store")
         memory = os.memfd_create("baton-collectives", os.MFD_CLOEXEC)
         pidfds = [os.pidfd_open(os.getpid())]
@@ -154,8 +187,22 @@ class Followers:
             except OSError as error:
                 raise EngineFault(f"rank {rank} takes no steps: {error}") from error
 
+    def ask(self, make: Callable[[int], Job]) -> "Future[Sequence[bytes]]":
+        """Have all followers do a job. Any thread. Requires `watch`.
+
+        Args:
+            make: returns the job, with its number.
+        Returns:
+            The results of all followers, completed by another thread. Or JobFailed.
+        """
+        number, asked = next(self._numbers), _AskedJob(len(self._followers))
+        self._jobs[number] = asked
+        self.send(_encoder.encode(make(number)))
+        return asked.future
+
     def watch(self, on_end: Callable[[], None]) -> None:
-        """Have `on_end` called by another thread when a follower ends before `close`."""
+        """Have another thread take the replies to jobs, and call `on_end` when a follower ends
+        before `close`."""
         self._watcher = threading.Thread(target=self._watch, args=(on_end,), name="ranks")
         self._watcher.daemon = True
         self._watcher.start()
@@ -199,13 +246,28 @@ class Followers:
 
     def _watch(self, on_end: Callable[[], None]) -> None:
         ranks = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
-        ended, _, _ = select.select([*ranks, self._closed], [], [])
-        if self._closed in ended:
-            return
-        rank = ranks[ended[0]]
-        code = self._followers[rank - 1].process.wait()
-        log.error("a rank has ended, and so does this node %s", kv(rank=rank, exit_code=code))
-        on_end()
+        talking = {each.socket for each in self._followers}
+        while True:
+            sources: list[Any] = [*talking, *ranks, self._closed]
+            ready, _, _ = select.select(sources, [], [])
+            for each in talking & set(ready):
+                packet = each.recv(MAX_PACKET_BYTES)
+                if not packet:
+                    talking.remove(each)
+                    continue
+                reply = _from_follower.decode(packet)
+                if isinstance(reply, JobDone) and self._jobs[reply.number].take(reply):
+                    del self._jobs[reply.number]
+            if self._closed in ready:
+                return
+            for pidfd in ranks.keys() & set(ready):
+                rank = ranks[pidfd]
+                code = self._followers[rank - 1].process.wait()
+                log.error(
+                    "a rank has ended, and so does this node %s", kv(rank=rank, exit_code=code)
+                )
+                on_end()
+                return
 
 
 def _start() -> _Follower:

@@ -7,6 +7,7 @@ pages.
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,18 +20,34 @@ _Bytes = NDArray[np.uint8]
 
 
 class PageCopy:
-    """A copy in progress."""
+    """A copy in progress.
+
+    Attributes:
+        future: completes when the copy is done.
+    """
 
     def __init__(self, future: Future[None]) -> None:
-        self._future = future
+        self.future = future
 
     @property
     def done(self) -> bool:
         """Return whether the copy is done. Raises the error of a failed copy."""
-        if not self._future.done():
+        if not self.future.done():
             return False
-        self._future.result()
+        self.future.result()
         return True
+
+
+class Copier(Protocol):
+    """Copies pages, see PageCopier."""
+
+    tell: Callable[[], None]
+
+    def save(self, copies: PageCopies) -> PageCopy: ...
+
+    def bring(self, copies: PageCopies) -> PageCopy: ...
+
+    def close(self) -> None: ...
 
 
 class PageCopier:

@@ -47,7 +47,7 @@ class StepParts(msgspec.Struct, frozen=True, array_like=True):
     swap_in: int
 
 
-class Launch(msgspec.Struct, frozen=True, array_like=True):
+class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The header of an encoded step.
 
     Attributes:

@@ -6,9 +6,9 @@ apply the head to the same inputs and have no sampling work.
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Group
-from engine.ranks.messages import MAX_PACKET_BYTES
+from engine.ranks.messages import MAX_PACKET_BYTES, Job
 from engine.ranks.ring import BLOCKS, StepRing
 from engine.runner.forwards import Draw, Forwards, SampleLater, TokenSampling
 from engine.runner.graphs import Recorder
@@ -37,7 +37,7 @@ _TOKEN_BYTES = 64  # of a token in a step, without its locations: ids, positions
 _PAGE_BYTES = 16  # of a page in a step: its id in a table, or both ids of a copy
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Launch)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Launch | Job)
 
 
 class _Leading:
@@ -160,21 +160,33 @@ class LeadingForwards:
         return event
 
 
-def follow(
-    steps: socket.socket,
-    ring: StepRing,
-    forwards: Forwards,
-    group: Group,
-    adapter: Callable[[AdapterId], LoraAdapter],
-) -> None:
-    """Run rank 0's steps until it closes its end.
+class Jobs(Protocol):
+    """The other work of a follower."""
 
-    Args:
-        adapter: returns an adapter of this rank.
-    """
+    def take(self, job: Job, running: StreamEvent | None) -> None:
+        """Begin a job, without waiting.
+
+        Args:
+            running: event of the newest step.
+        """
+        ...
+
+    def adapter(self, identity: AdapterId) -> LoraAdapter:
+        """Return this rank's part of an adapter."""
+        ...
+
+
+def follow(
+    steps: socket.socket, ring: StepRing, forwards: Forwards, group: Group, jobs: Jobs
+) -> None:
+    """Run rank 0's steps and jobs until it closes its end."""
     number, running = 0, None
-    while header := steps.recv(MAX_PACKET_BYTES):
-        step = decode(_decoder.decode(header), ring.block(number), adapter)
+    while packet := steps.recv(MAX_PACKET_BYTES):
+        message = _decoder.decode(packet)
+        if not isinstance(message, Launch):
+            jobs.take(message, running)
+            continue
+        step = decode(message, ring.block(number), jobs.adapter)
         event = forwards.launch(step, _Following(group), StepOutput())
         event = _ended(step, event, forwards, group)
         if running is not None:

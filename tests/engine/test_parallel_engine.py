@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,15 +18,20 @@ from common.config import (
     CacheConfig,
     DecodeConfig,
     EngineConfig,
+    LoraConfig,
     ParallelConfig,
     PrefillConfig,
     SchedulerConfig,
 )
 from common.errors import ConfigError, EngineFault, FailedPrecondition
+from engine.batch.batch import PageCopies
 from engine.build import Engine, build
 from engine.loop.loop import EventLoop
+from engine.ranks.messages import CopyPages, ReadAdapter
+from engine.ranks.processes import JobFailed
 from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
-from tests.support.checkpoints import make_checkpoint
+from tests.support.adapters import make_adapter
+from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
 from tests.support.specs import make_request
 from tests.support.vision import make_vision_checkpoint, picture, with_images
@@ -80,9 +86,10 @@ class Serving:
     def idle(self) -> None:
         pass
 
-    def add(self, tokens: Sequence[int], **options: Any) -> None:
+    def add(self, tokens: Sequence[int], *, adapter: str = "", **options: Any) -> None:
         self._added += 1
-        request = make_request(tokens, key=self._added, **options)
+        named = {"adapter": self.engine.adapters.library.names()[adapter]} if adapter else {}
+        request = make_request(tokens, key=self._added, **named, **options)
         self.engine.adapters.hold(request)
         assert self.engine.adapters.take_slot(request)
         self.scheduler.add(request)
@@ -132,11 +139,35 @@ def answers(config: EngineConfig, serve: Any) -> dict[int, list[int]]:
         serving.close()
 
 
+def adapted(root: Path) -> dict[str, Any]:
+    model = make_checkpoint(root / "model")
+    for seed, name in enumerate("abc"):
+        make_adapter(root / "shelf" / name, reference_model(model), seed=seed)
+    lora = LoraConfig(adapter_dir=root / "shelf", max_loras=2, preload=("a", "b"))
+    return {"model": str(model), "lora": lora}
+
+
 def drafting(root: Path, method: str, architecture: str, make: Any = None, **fields: Any) -> Any:
     return drafted(method, architecture, make, **fields)(root)
 
 
-QUICK = {"dense", "drafts"}
+def serve_adapters(serving: Serving) -> None:
+    """More adapters than slots, of which one comes late and one is loaded twice."""
+    loads = {
+        name: serving.engine.loader.load(name, path) for name, path in (("d", "a"), ("c", "c"))
+    }
+    while not all(load.done() for load in loads.values()):
+        serving.engine.loader.poll()
+    for names in (("a", "", "b"), ("c", "a", ""), ("d",)):
+        for number, name in enumerate(names):
+            serving.add(prompt(20 + number, number), adapter=name, sampling=EVERY_SAMPLING[number])
+        serving.run()
+    assert serving.engine.loader.unload("d")
+    serving.add(prompt(20), adapter="a", sampling=sampled())
+    serving.run()
+
+
+QUICK = {"dense", "drafts", "adapters"}
 CASES: dict[str, tuple[int, Any, int, Any]] = {
     "dense": (2, lambda root: {"model": str(make_checkpoint(root))}, NUM_PAGES, serve_text),
     "drafts": (2, lambda root: drafting(root, "ngram", "llama"), NUM_PAGES, serve_text),
@@ -173,6 +204,7 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
         NUM_PAGES,
         serve_text,
     ),
+    "adapters": (2, adapted, NUM_PAGES, serve_adapters),
     "images": (
         2,
         lambda root: {"model": str(make_vision_checkpoint(root))},
@@ -219,6 +251,53 @@ def test_each_rank_has_its_part_of_weights_and_pages(tmp_path: Path) -> None:
     finally:
         one.close()
         two.close()
+
+
+def test_pages_of_every_rank_go_to_host_memory_and_back(tmp_path: Path) -> None:
+    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
+    followers = serving.engine.loaded.followers
+    assert followers is not None
+    pages = np.arange(NUM_PAGES, dtype=np.int32)
+
+    def answer() -> list[int]:
+        serving.add(prompt(90), sampling=sampled())
+        serving.run()
+        return serving.answers[len(serving.answers)]
+
+    def lose_pages_of_followers(number: int) -> CopyPages:
+        empty = NUM_PAGES + pages
+        return CopyPages(number, False, pages.tobytes(), empty.tobytes())
+
+    try:
+        expected = answer()
+        serving.engine.copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        assert followers.ask(lose_pages_of_followers).result(PATIENCE_S) == [b""]
+        assert answer() != expected  # it continues from the prefix cache
+        told = threading.Event()
+        serving.engine.copier.tell = told.set
+        copy = serving.engine.copier.bring(PageCopies(pages, pages))
+        assert told.wait(PATIENCE_S) and copy.done
+        assert answer() == expected
+    finally:
+        serving.close()
+
+
+def test_a_job_that_fails_on_a_rank_is_an_error_and_nothing_else(tmp_path: Path) -> None:
+    serving = Serving(config_of(2, **adapted(tmp_path)))
+    try:
+        load = serving.engine.loader.load("e", "nowhere")
+        while not load.done():
+            serving.engine.loader.poll()
+        assert "nowhere" in str(load.exception())
+        followers = serving.engine.loaded.followers
+        assert followers is not None
+        asked = followers.ask(lambda number: ReadAdapter(number, "nowhere"))
+        with pytest.raises(JobFailed, match=r"lora_path: .*nowhere"):
+            asked.result(PATIENCE_S)
+        serving.add(prompt(20), adapter="a", sampling=sampled())
+        serving.run()
+    finally:
+        serving.close()
 
 
 def test_a_step_of_a_frozen_rank_ends_by_its_deadline(tmp_path: Path) -> None:
@@ -278,8 +357,10 @@ def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
     for fields, named in (
         ({"weights_dir": tmp_path}, "engine.weights_dir"),
-        ({"lora": {"adapter_dir": tmp_path}}, "engine.lora.adapter_dir"),
-        ({"offload": {"cpu_bytes": 1 << 20}}, "engine.offload.cpu_bytes"),
+        (
+            {"offload": {"cpu_bytes": 1 << 20, "disk_dir": tmp_path, "disk_bytes": 1 << 20}},
+            "engine.offload.disk_dir",
+        ),
     ):
         with pytest.raises(ConfigError, match=f"2 ranks do not support {named}"):
             build(config_of(2, model=model, **fields))

@@ -1,0 +1,196 @@
+"""Work of all ranks besides steps: copies of pages, and reading of adapters.
+
+Rank 0 does its part, asks the followers for theirs, and continues when all are done.
+"""
+
+import contextlib
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from common.errors import EngineFault, InvalidRequest, ServingError
+from common.requests.namespace import AdapterId
+from engine.adapters.library import AdapterSource
+from engine.adapters.stored import LoraAdapter
+from engine.batch.batch import PageCopies
+from engine.ranks.messages import (
+    MOST_PAGES,
+    CopyPages,
+    DropAdapter,
+    Job,
+    JobDone,
+    ReadAdapter,
+)
+from engine.ranks.processes import Followers, JobFailed
+from engine.runner.copier import Copier, PageCopy
+from engine.runner.stream import StreamEvent
+
+_READ_S = 600.0  # for an adapter on a slow disk
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+# Rank 0 -----------------------------------------------------------------------------------------
+
+
+class AdaptersOfRanks:
+    """An AdapterSource that has every rank read its part.
+
+    Args:
+        own: source of rank 0's part.
+    """
+
+    def __init__(self, own: AdapterSource, followers: Followers) -> None:
+        self._own = own
+        self._followers = followers
+
+    def read(self, path: str) -> LoraAdapter:
+        adapter = self._own.read(path)
+        asked = self._followers.ask(lambda number: ReadAdapter(number, path))
+        try:
+            ids = asked.result(_READ_S)
+        except JobFailed as error:
+            raise InvalidRequest(str(error)) from error
+        # Steps name an adapter by its id, so followers keep it as long as rank 0 does.
+        weakref.finalize(adapter, self._drop, adapter.id).atexit = False
+        if any(each != adapter.id for each in ids):
+            raise InvalidRequest("lora_path: the files changed while they were read")
+        return adapter
+
+    def _drop(self, adapter: AdapterId) -> None:
+        with contextlib.suppress(EngineFault):  # they may have ended
+            self._followers.ask(lambda number: DropAdapter(number, adapter))
+
+
+class CopierOfRanks:
+    """A Copier of every rank's pages.
+
+    Args:
+        own: of rank 0's pages. Owned by this object.
+    """
+
+    def __init__(self, own: Copier, followers: Followers) -> None:
+        self.tell: Callable[[], None] = lambda: None
+        self._own = own
+        self._followers = followers
+
+    def save(self, copies: PageCopies) -> PageCopy:
+        return self._joined(self._own.save(copies), copies, to_host=True)
+
+    def bring(self, copies: PageCopies) -> PageCopy:
+        return self._joined(self._own.bring(copies), copies, to_host=False)
+
+    def close(self) -> None:
+        self._own.close()
+
+    def _joined(self, own: PageCopy, copies: PageCopies, *, to_host: bool) -> PageCopy:
+        def asked(start: int) -> "Future[Sequence[bytes]]":
+            some = slice(start, start + MOST_PAGES)
+            pages = [
+                each[some].astype(np.int32).tobytes()
+                for each in (copies.device_pages, copies.host_pages)
+            ]
+            return self._followers.ask(lambda number: CopyPages(number, to_host, *pages))
+
+        starts = range(0, len(copies.device_pages), MOST_PAGES)
+        copy = PageCopy(_all_done([own.future, *map(asked, starts)]))
+        copy.future.add_done_callback(lambda _: self.tell())
+        return copy
+
+
+def _all_done(futures: Sequence["Future[Any]"]) -> "Future[None]":
+    """Return a future that completes when all others have, with an error of one of them."""
+    whole: Future[None] = Future()
+    left, lock = len(futures), threading.Lock()
+
+    def done(_: "Future[Any]") -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        error = next(filter(None, (each.exception() for each in futures)), None)
+        if error is None:
+            whole.set_result(None)
+        else:
+            whole.set_exception(EngineFault(f"a copy of pages failed: {error}"))
+
+    for each in futures:
+        each.add_done_callback(done)
+    return whole
+
+
+# A follower -------------------------------------------------------------------------------------
+
+
+class FollowerJobs:
+    """The jobs of a follower. Each kind runs in a thread of its own, in order.
+
+    Args:
+        steps: the socket to rank 0.
+        copier: of this rank's pages.
+        adapters: source of this rank's parts.
+    """
+
+    def __init__(self, steps: socket.socket, copier: Copier, adapters: AdapterSource) -> None:
+        self._steps = steps
+        self._copier = copier
+        self._source = adapters
+        self._copying = ThreadPoolExecutor(1, "copy-pages")
+        self._reading = ThreadPoolExecutor(1, "adapters")
+        self._adapters: dict[bytes, list[LoraAdapter]] = {}  # one for each reading
+
+    def adapter(self, identity: AdapterId) -> LoraAdapter:
+        """Return an adapter that was read."""
+        return self._adapters[identity][0]
+
+    def take(self, job: Job, running: StreamEvent | None) -> None:
+        """Begin a job.
+
+        Args:
+            running: event of the newest step.
+        """
+        match job:
+            case CopyPages():
+                self._copying.submit(self._reply, job.number, lambda: self._copy(job, running))
+            case ReadAdapter():
+                self._reading.submit(self._reply, job.number, lambda: self._read(job.path))
+            case DropAdapter():
+                self._reading.submit(self._reply, job.number, lambda: self._drop(job.adapter))
+
+    def _reply(self, number: int, work: Callable[[], bytes]) -> None:
+        try:
+            done = JobDone(number, result=work())
+        except Exception as error:  # noqa: BLE001  every end of a job is a reply
+            known = isinstance(error, ServingError)
+            done = JobDone(number, str(error) if known else f"{type(error).__name__}: {error}")
+        self._steps.send(_encoder.encode(done))
+
+    def _copy(self, job: CopyPages, running: StreamEvent | None) -> bytes:
+        if running is not None:
+            running.wait()
+        device, host = (
+            np.frombuffer(each, np.int32) for each in (job.device_pages, job.host_pages)
+        )
+        copy = self._copier.save if job.to_host else self._copier.bring
+        copy(PageCopies(device, host)).future.result()
+        return b""
+
+    def _read(self, path: str) -> bytes:
+        adapter = self._source.read(path)
+        self._adapters.setdefault(adapter.id, []).append(adapter)
+        return adapter.id
+
+    def _drop(self, identity: bytes) -> bytes:
+        readings = self._adapters[identity]
+        if len(readings) == 1:
+            del self._adapters[identity]
+        else:
+            readings.pop()
+        return b""
