@@ -45,7 +45,7 @@ from engine.models.precision import Precision, choose_precision
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import version_of
 from engine.processor import matrix_features, threads_at_hand
-from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks
+from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks, PoolsOfRanks, WeightsOfRanks
 from engine.ranks import WHOLE, Share
 from engine.ranks.messages import StartSteps
 from engine.ranks.processes import Followers
@@ -187,6 +187,12 @@ class Engine:
     @property
     def limits(self) -> RequestLimits:
         return self.core.limits
+
+    @property
+    def other_pools(self) -> PoolsOfRanks | None:
+        """The pages of the other ranks; None: this process has all."""
+        followers = self.loaded.followers
+        return None if followers is None else PoolsOfRanks(followers)
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -377,7 +383,6 @@ def check_ranks(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError if several ranks do not support a configured feature."""
     unsupported = {
         "engine.offload.disk_dir": config.offload.disk_dir is not None,
-        "engine.weights_dir": config.weights_dir is not None,
         "engine.device (only cpu)": device.type != "cpu",
     }
     named = [name for name, is_set in unsupported.items() if is_set]
@@ -491,8 +496,14 @@ def assemble(
         adapters,
         AdapterLoader(shelf, library),
         GrammarCache(*of_tokens, verifier or SubprocessVerifier(*of_tokens)),
-        WeightUpdater(config, loaded.directory, loaded.servable, model, loaded.weights_id.result()),
+        _updater(config, loaded),
     )
+
+
+def _updater(config: EngineConfig, loaded: LoadedModel) -> WeightUpdater:
+    others = None if loaded.followers is None else WeightsOfRanks(loaded.followers)
+    served, weights_id = loaded.servable, loaded.weights_id.result()
+    return WeightUpdater(config, loaded.directory, served, loaded.model, weights_id, others)
 
 
 def _leading(

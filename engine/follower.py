@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -19,6 +21,7 @@ from common.config import EngineConfig
 from common.errors import ConfigError
 from engine.adapters.adapters import shelf_of
 from engine.build import load_part, open_model, pages_of
+from engine.models import LoadableModel, Model, open_checkpoint
 from engine.rank_jobs import FollowerJobs
 from engine.ranks import Share
 from engine.ranks.messages import (
@@ -45,6 +48,24 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToFollower)
 _encoder = msgspec.msgpack.Encoder()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PartWeights:
+    """The weights of a rank, see RankWeights."""
+
+    config: EngineConfig
+    served: LoadableModel
+    model: Model
+    share: Share
+
+    def refill(self, directory: Path) -> None:
+        config = self.config
+        there = open_checkpoint(directory, config.model_backend, config.speculative)
+        there.refill(self.model, config.quantize, self.share)
+
+    def drain(self) -> None:
+        self.served.drain(self.model)
+
+
 def serve(steps: socket.socket) -> None:
     """Load, then run steps until rank 0 closes its end."""
     message, files = _receive(steps)
@@ -56,7 +77,8 @@ def serve(steps: socket.socket) -> None:
     group = open_group(config.parallel, rank, memory, pidfds, message.store)
     os.close(memory)
     share = Share(rank, message.size, group)
-    model, bank = load_part(config, open_model(config), share)
+    opened = open_model(config)
+    model, bank = load_part(config, opened, share)
     _send(steps, RankLoaded())
     message, files = _receive(steps)
     if not isinstance(message, StartSteps):
@@ -69,7 +91,10 @@ def serve(steps: socket.socket) -> None:
     os.close(files[0])
     _send(steps, RankReady())
     adapters = shelf_of(config.lora, model)
-    follow(steps, ring, forwards, group, FollowerJobs(steps, PageCopier(pool, host_pool), adapters))
+    weights = PartWeights(config, opened.servable, model, share)
+    pools = pool.tensor, host_pool.tensor
+    jobs = FollowerJobs(steps, PageCopier(pool, host_pool), adapters, weights, pools)
+    follow(steps, ring, forwards, group, jobs)
 
 
 def main(descriptor: int) -> NoReturn:

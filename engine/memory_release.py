@@ -6,7 +6,7 @@ reads across process boundaries and compiled code. Only the contents are lost.
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,21 @@ from engine.sizing import free_bytes
 from engine.update import WeightUpdater
 from kernels.cpu.memory import give_back
 
+_RANKS_S = 60.0  # for the other ranks
+
+
+class OtherPools(Protocol):
+    """The pages of the other ranks."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of all ranks of this node."""
+        ...
+
+    def release(self) -> Future[Any]:
+        """Return their memory to the system."""
+        ...
+
 
 class MemoryOccupation:
     """The releasable memory of an engine. Engine thread only.
@@ -26,6 +41,7 @@ class MemoryOccupation:
         pools: memory of `pages`, on the device and in host memory.
         pinned: reason why it cannot be released; "": it can.
         tell: called by another thread when an operation is done.
+        others: None: this process has all pages.
     """
 
     def __init__(
@@ -35,7 +51,9 @@ class MemoryOccupation:
         pools: Sequence[Tensor],
         pinned: str,
         tell: Callable[[], None],
+        others: OtherPools | None = None,
     ) -> None:
+        self._others = others
         self._weights = weights
         self._pages = pages
         self._tell = tell
@@ -79,12 +97,16 @@ class MemoryOccupation:
         return future
 
     def _give_back_pools(self) -> None:
+        others = None if self._others is None else self._others.release()
         for pool in self._pools:
             give_back(pool)
+        if others is not None:
+            others.result(_RANKS_S)
 
     def _find_room(self) -> None:
         """Only check the free memory: the system allocates each page when it is written."""
-        wanted = sum(pool.nbytes for pool in self._pools)
+        num_ranks = 1 if self._others is None else self._others.num_ranks
+        wanted = num_ranks * sum(pool.nbytes for pool in self._pools)
         left = free_bytes(torch.device("cpu"), 1.0)
         if wanted > left:
             raise FailedPrecondition(

@@ -1,4 +1,4 @@
-"""Work of all ranks besides steps: copies of pages, and reading of adapters.
+"""Work of all ranks besides steps: copies of pages, adapters, new weights, release of memory.
 
 Rank 0 does its part, asks the followers for theirs, and continues when all are done.
 """
@@ -9,10 +9,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+from torch import Tensor
 
 from common.errors import EngineFault, InvalidRequest, ServingError
 from common.requests.namespace import AdapterId
@@ -22,14 +24,18 @@ from engine.batch.batch import PageCopies
 from engine.ranks.messages import (
     MOST_PAGES,
     CopyPages,
+    DrainWeights,
     DropAdapter,
     Job,
     JobDone,
     ReadAdapter,
+    RefillWeights,
+    ReleasePools,
 )
 from engine.ranks.processes import Followers, JobFailed
 from engine.runner.copier import Copier, PageCopy
 from engine.runner.stream import StreamEvent
+from kernels.cpu.memory import give_back
 
 _READ_S = 600.0  # for an adapter on a slow disk
 
@@ -104,6 +110,31 @@ class CopierOfRanks:
         return copy
 
 
+class WeightsOfRanks:
+    """The weights of the followers, see OtherRanks."""
+
+    def __init__(self, followers: Followers) -> None:
+        self.share = followers.share
+        self._followers = followers
+
+    def refill(self, directory: Path) -> "Future[Any]":
+        return self._followers.ask(lambda number: RefillWeights(number, str(directory)))
+
+    def drain(self) -> "Future[Any]":
+        return self._followers.ask(DrainWeights)
+
+
+class PoolsOfRanks:
+    """The pages of the followers, see OtherPools."""
+
+    def __init__(self, followers: Followers) -> None:
+        self.num_ranks = followers.share.size
+        self._followers = followers
+
+    def release(self) -> "Future[Any]":
+        return self._followers.ask(ReleasePools)
+
+
 def _all_done(futures: Sequence["Future[Any]"]) -> "Future[None]":
     """Return a future that completes when all others have, with an error of one of them."""
     whole: Future[None] = Future()
@@ -129,21 +160,44 @@ def _all_done(futures: Sequence["Future[Any]"]) -> "Future[None]":
 # A follower -------------------------------------------------------------------------------------
 
 
+class RankWeights(Protocol):
+    """The weights of this rank."""
+
+    def refill(self, directory: Path) -> None:
+        """Replace them by those of a directory of the same model."""
+        ...
+
+    def drain(self) -> None:
+        """Return their memory to the system."""
+        ...
+
+
 class FollowerJobs:
-    """The jobs of a follower. Each kind runs in a thread of its own, in order.
+    """The jobs of a follower. Copies have one thread, and all others have another one. Each works
+    in order.
 
     Args:
         steps: the socket to rank 0.
         copier: of this rank's pages.
         adapters: source of this rank's parts.
+        pools: memory of this rank's pages.
     """
 
-    def __init__(self, steps: socket.socket, copier: Copier, adapters: AdapterSource) -> None:
+    def __init__(
+        self,
+        steps: socket.socket,
+        copier: Copier,
+        adapters: AdapterSource,
+        weights: RankWeights,
+        pools: Sequence[Tensor],
+    ) -> None:
         self._steps = steps
         self._copier = copier
         self._source = adapters
+        self._weights = weights
+        self._pools = pools
         self._copying = ThreadPoolExecutor(1, "copy-pages")
-        self._reading = ThreadPoolExecutor(1, "adapters")
+        self._working = ThreadPoolExecutor(1, "jobs")
         self._adapters: dict[bytes, list[LoraAdapter]] = {}  # one for each reading
 
     def adapter(self, identity: AdapterId) -> LoraAdapter:
@@ -156,13 +210,25 @@ class FollowerJobs:
         Args:
             running: event of the newest step.
         """
+        worker = self._copying if isinstance(job, CopyPages) else self._working
+        worker.submit(self._reply, job.number, lambda: self._done(job, running))
+
+    def _done(self, job: Job, running: StreamEvent | None) -> bytes:
         match job:
             case CopyPages():
-                self._copying.submit(self._reply, job.number, lambda: self._copy(job, running))
-            case ReadAdapter():
-                self._reading.submit(self._reply, job.number, lambda: self._read(job.path))
-            case DropAdapter():
-                self._reading.submit(self._reply, job.number, lambda: self._drop(job.adapter))
+                self._copy(job, running)
+            case ReadAdapter(path=path):
+                return self._read(path)
+            case DropAdapter(adapter=identity):
+                self._drop(identity)
+            case RefillWeights(directory=directory):
+                self._weights.refill(Path(directory))
+            case DrainWeights():
+                self._weights.drain()
+            case ReleasePools():
+                for pool in self._pools:
+                    give_back(pool)
+        return b""
 
     def _reply(self, number: int, work: Callable[[], bytes]) -> None:
         try:
@@ -172,7 +238,7 @@ class FollowerJobs:
             done = JobDone(number, str(error) if known else f"{type(error).__name__}: {error}")
         self._steps.send(_encoder.encode(done))
 
-    def _copy(self, job: CopyPages, running: StreamEvent | None) -> bytes:
+    def _copy(self, job: CopyPages, running: StreamEvent | None) -> None:
         if running is not None:
             running.wait()
         device, host = (
@@ -180,17 +246,15 @@ class FollowerJobs:
         )
         copy = self._copier.save if job.to_host else self._copier.bring
         copy(PageCopies(device, host)).future.result()
-        return b""
 
     def _read(self, path: str) -> bytes:
         adapter = self._source.read(path)
         self._adapters.setdefault(adapter.id, []).append(adapter)
         return adapter.id
 
-    def _drop(self, identity: bytes) -> bytes:
+    def _drop(self, identity: bytes) -> None:
         readings = self._adapters[identity]
         if len(readings) == 1:
             del self._adapters[identity]
         else:
             readings.pop()
-        return b""

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +24,7 @@ from engine.models.below import below
 from engine.models.checkpoint import content
 from engine.models.fingerprint import stored_of
 from engine.models.one_file import OneFile, ReceivedFile
+from engine.ranks import WHOLE, Share
 from engine.sizing import free_bytes
 
 _UNREADABLE = (
@@ -36,6 +37,7 @@ _NOWHERE = (
     "weights: these came from another node, and since others were to come they are nowhere here to "
     "be read again"
 )
+_RANKS_S = 3600.0  # for the other ranks, from a slow disk
 # Numbers that are not tensors of the model: values derived from them are not recomputed.
 _FIXED = (".k_scale", ".v_scale")
 
@@ -59,9 +61,29 @@ class _Source:
             self.received.close()
 
 
+class OtherRanks(Protocol):
+    """The weights of the other ranks. Calls complete in parallel to this rank's part."""
+
+    @property
+    def share(self) -> Share:
+        """The part of this rank."""
+        ...
+
+    def refill(self, directory: Path) -> Future[Any]:
+        """Replace them by those of a directory. The future fails with EngineFault if one rank
+        cannot."""
+        ...
+
+    def drain(self) -> Future[Any]:
+        """Return their memory to the system."""
+        ...
+
+
 class WeightUpdater:
     """The current weights and their updates. Engine thread only.
 
+    Args:
+        others: None: this process has the whole model.
     Attributes:
         id: of the weights that are computed with.
         whole: False: the weights are a mix of two versions, or were released. Both attributes
@@ -76,8 +98,10 @@ class WeightUpdater:
         served: LoadableModel,
         model: Model,
         weights: WeightsId,
+        others: OtherRanks | None = None,
     ) -> None:
         self._config = config
+        self._others = others
         self._served = served
         self._model = model
         root = config.weights_dir
@@ -86,8 +110,6 @@ class WeightUpdater:
         self._under_way = False
         self._prepared: tuple[WeightsId, _Source] | None = None
         self._directory = directory
-        num_ranks = config.parallel.tp
-        self._fixed = f"weights: {num_ranks} ranks keep theirs" if num_ranks > 1 else ""
         # Source of the current weights; None: no longer available.
         self._source: _Source | None = _Source(directory, served)
         self._lent: tuple[_Source, OneFile] | None = None  # used by the thread that reads them
@@ -117,9 +139,8 @@ class WeightUpdater:
 
         Raises:
             Overloaded: another update is in progress.
-            FailedPrecondition: the file cannot be created, or the weights cannot be updated.
+            FailedPrecondition: the file cannot be created.
         """
-        self._check_changeable()
         if self._under_way:
             raise Overloaded("other weights are under way already")
         if self._source is not None and self._source.received is not None:
@@ -180,7 +201,6 @@ class WeightUpdater:
 
     def check_drainable(self) -> None:
         """Raise FailedPrecondition if their memory cannot be released."""
-        self._check_changeable()
         if self._model.device.type != "cpu":
             raise FailedPrecondition(
                 "weights: they are in a device's memory, which is not given back"
@@ -216,9 +236,9 @@ class WeightUpdater:
             self._forget_prepared()
             self._forget_source()
 
-    def _check_changeable(self) -> None:
-        if self._fixed:
-            raise FailedPrecondition(self._fixed)
+    @property
+    def _share(self) -> Share:
+        return WHOLE if self._others is None else self._others.share
 
     def _begin(self, work: Callable[[], T]) -> Future[T]:
         self._under_way = True
@@ -292,7 +312,7 @@ class WeightUpdater:
         if not there.refilled_whole:
             return
         device, config = self._model.device, self._config
-        wanted = there.weight_bytes(device, self._model.dtype, config.quantize)
+        wanted = there.weight_bytes(device, self._model.dtype, config.quantize, self._share)
         left = free_bytes(device, config.cache.memory_fraction)
         if wanted > left:
             raise InvalidRequest(
@@ -305,7 +325,10 @@ class WeightUpdater:
             return
         self.whole = False
         try:
-            source.servable.refill(self._model, self._config.quantize)
+            others = None if self._others is None else self._others.refill(source.directory)
+            source.servable.refill(self._model, self._config.quantize, self._share)
+            if others is not None:
+                others.result(_RANKS_S)
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
         except (ConfigError, EngineFault, *_UNREADABLE) as error:
@@ -320,7 +343,10 @@ class WeightUpdater:
 
     def _give_back(self) -> None:
         self.whole = False
+        others = None if self._others is None else self._others.drain()
         self._served.drain(self._model)
+        if others is not None:
+            others.result(_RANKS_S)
 
     def _bring_back(self) -> None:
         source = self._source

@@ -158,8 +158,7 @@ class NodeRuntime:
         if engine.shape.device.type == "cuda":
             clock.compiles.watch(triton.knobs.runtime)
         pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
-        num_ranks = engine.loaded.share.size
-        if num_ranks > 1:
+        if engine.loaded.share.size > 1:
             paths = {}
         if paths is None:
             tls = start.config.server.tls.cert is not None
@@ -171,8 +170,9 @@ class NodeRuntime:
             engine.weights,
             engine.pages,
             (kv.tensor, engine.host_pool.tensor),
-            f"{num_ranks} ranks keep it" if num_ranks > 1 else data_paths.why_pinned(paths, pool),
+            data_paths.why_pinned(paths, pool),
             channel.wake,
+            engine.other_pools,
         )
         profiler = engine.profiler(start.config.engine, start.role, lambda: clock.reading.finished)
         profiler.tell = channel.wake

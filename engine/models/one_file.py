@@ -110,7 +110,7 @@ class ReceivedFile:
             if each.is_file() and not holds_weights(each.name):
                 (self.directory / each.name).symlink_to(each.resolve())
         self._path = self.directory / SINGLE
-        self._path.symlink_to(f"/proc/self/fd/{self._file}")
+        self._path.symlink_to(f"/proc/{os.getpid()}/fd/{self._file}")  # other ranks read it
         self._entered = threading.Lock()
         self._closed = False
 

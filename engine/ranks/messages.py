@@ -76,6 +76,25 @@ class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     host_pages: bytes
 
 
+class RefillWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Replace the weights by those of a directory of the same model. No step comes meanwhile."""
+
+    number: int
+    directory: str
+
+
+class DrainWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Return the memory of the weights to the system, until RefillWeights."""
+
+    number: int
+
+
+class ReleasePools(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Return the memory of all pages to the system. No page has an owner."""
+
+    number: int
+
+
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
     """The part of the model is in memory."""
 
@@ -108,5 +127,5 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFollower: TypeAlias = StartRank | StartSteps
-Job: TypeAlias = ReadAdapter | DropAdapter | CopyPages
+Job: TypeAlias = ReadAdapter | DropAdapter | CopyPages | RefillWeights | DrainWeights | ReleasePools
 FromFollower: TypeAlias = RankLoaded | RankReady | JobDone | RankFailed

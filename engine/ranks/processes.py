@@ -57,7 +57,7 @@ _encoder = msgspec.msgpack.Encoder()
 _from_follower: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
 
 
-class JobFailed(Exception):
+class JobFailed(EngineFault):
     """A follower could not do a job."""
 
 

@@ -23,7 +23,7 @@ from common.config import (
     PrefillConfig,
     SchedulerConfig,
 )
-from common.errors import ConfigError, EngineFault, FailedPrecondition
+from common.errors import ConfigError, EngineFault
 from engine.batch.batch import PageCopies
 from engine.build import Engine, build
 from engine.loop.loop import EventLoop
@@ -355,15 +355,11 @@ def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path)
 
 def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
-    for fields, named in (
-        ({"weights_dir": tmp_path}, "engine.weights_dir"),
-        (
-            {"offload": {"cpu_bytes": 1 << 20, "disk_dir": tmp_path, "disk_bytes": 1 << 20}},
-            "engine.offload.disk_dir",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=f"2 ranks do not support {named}"):
-            build(config_of(2, model=model, **fields))
+    files = {"cpu_bytes": 1 << 20, "disk_dir": tmp_path, "disk_bytes": 1 << 20}
+    with pytest.raises(ConfigError, match=r"2 ranks do not support engine\.offload\.disk_dir"):
+        build(config_of(2, model=model, offload=files))
+    with pytest.raises(ConfigError, match="computed by transformers"):
+        build(config_of(2, model=model, model_backend="transformers"))
     engine = config_of(2, model=model)
     with pytest.raises(ValueError, match="a prefill node has one rank"):
         PrefillConfig(engine=engine)
@@ -371,13 +367,49 @@ def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
         DecodeConfig(engine=engine)
 
 
-def test_what_would_change_one_rank_alone_is_refused(tmp_path: Path) -> None:
+def test_every_rank_takes_other_weights_and_gives_memory_back(tmp_path: Path) -> None:
+    """Also weights that only rank 0 has received."""
+    root = tmp_path / "weights"
+    first, second = make_checkpoint(root / "a"), make_checkpoint(root / "b", seed=1)
+
+    def answer(serving: Serving) -> list[int]:
+        serving.engine.cache.flush()
+        serving.add(prompt(40), sampling=sampled())
+        serving.run()
+        return serving.answers[len(serving.answers)]
+
+    expected = []
+    for model in (first, second):
+        one = Serving(config_of(1, model=str(model)))
+        expected.append(answer(one))
+        one.close()
+    assert expected[0] != expected[1]
+    serving = Serving(config_of(2, model=str(first), weights_dir=root))
+    weights = serving.engine.weights
+    try:
+        assert answer(serving) == expected[0]
+        weights.put(weights.prepare("b").result(PATIENCE_S)).result(PATIENCE_S)
+        assert answer(serving) == expected[1]
+        weights.give_back().result(PATIENCE_S)
+        pools = serving.engine.other_pools
+        assert pools is not None
+        pools.release().result(PATIENCE_S)
+        weights.bring_back().result(PATIENCE_S)
+        assert answer(serving) == expected[1]
+        received = weights.receive()
+        file = (first / "model.safetensors").read_bytes()
+        received.write(0, memoryview(file))
+        weights.put(weights.prepare_received(received, "peer").result(PATIENCE_S)).result(
+            PATIENCE_S
+        )
+        assert answer(serving) == expected[0]
+    finally:
+        serving.close()
+
+
+def test_a_role_of_several_ranks_stays(tmp_path: Path) -> None:
     serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
     try:
-        with pytest.raises(FailedPrecondition, match="2 ranks keep theirs"):
-            serving.engine.weights.check_drainable()
-        with pytest.raises(FailedPrecondition, match="2 ranks keep theirs"):
-            serving.engine.weights.receive()
         with pytest.raises(ConfigError, match="several ranks cannot change its role"):
             serving.engine.equipped(config_of(2, model=""))
     finally:
