@@ -12,13 +12,14 @@ PYTEST := $(BIN)/python -m pytest --workers 3 --cpu-by-file 25
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help up test test-long test-all attack chaos check lint docs format proto clean
+.PHONY: help up test test-long test-nightly test-all attack chaos check lint docs format proto clean
 
 help:
 	@echo "make up [MODEL=dir or hub id] [ARGS='--prefill 2 ...']   serve on this machine"
 	@echo "make test [ARGS='-k name ...']                           run the tests"
 	@echo "make test-long [ARGS='-k name ...']                      the tests that take minutes"
-	@echo "make test-all                                            both"
+	@echo "make test-nightly [ARGS='-k name ...']                   those that need an idle machine"
+	@echo "make test-all                                            all three"
 	@echo "make attack [MINUTES=n] [SEED=k]                         attack a system that serves meanwhile"
 	@echo "make chaos [MINUTES=n] [SEED=k]                          end and stop programs of one that serves"
 	@echo "make check                                               lint, docs, then test"
@@ -32,9 +33,12 @@ test: $(TESTS)
 	$(PYTEST) $(ARGS)
 
 test-long: $(TESTS)
-	$(PYTEST) -m long $(ARGS)
+	$(PYTEST) -m 'long and not nightly' $(ARGS)
 
-test-all: test test-long
+test-nightly: $(TESTS)
+	$(PYTEST) --workers 1 -m nightly $(ARGS)
+
+test-all: test test-long test-nightly
 
 attack: $(TESTS)
 	@$(BIN)/python -m tests.attack $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)')

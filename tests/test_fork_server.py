@@ -10,6 +10,7 @@ import threading
 
 from common.process.children import ChildProcess
 from tests.support import fork_server
+from tests.support.cluster import children_of
 
 PR_GET_PDEATHSIG = 2
 
@@ -55,6 +56,28 @@ def test_a_server_outlives_the_thread_that_first_asked_it():
     thread.join()
     ask()
     assert codes == [0, 0]
+
+
+def test_the_server_has_one_thread_however_many_libraries_may_start():
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}  # as `make attack`, which has no conftest
+    ran = fork_server.run(__spec__.name, environment=environment)
+    assert json.loads(ran.stdout)["threads"] == 1
+
+
+def test_children_are_listed_while_threads_end():
+    over = threading.Event()
+
+    def start_threads() -> None:
+        while not over.is_set():
+            threading.Thread(target=int).start()
+
+    starter = threading.Thread(target=start_threads)
+    starter.start()
+    try:
+        assert all(isinstance(children_of(os.getpid()), list) for _ in range(3000))
+    finally:
+        over.set()
+        starter.join()
 
 
 def test_a_program_of_a_cluster_ends_with_the_same_code_and_log(tmp_path):

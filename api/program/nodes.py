@@ -31,7 +31,7 @@ from router.cluster.pooling_nodes import NO_PREFILL_NODE, PoolingNodes
 from router.cluster.sources import Discovery
 from router.metrics import RouterMetrics
 from router.policy import USE_PREFIX_INDEX, make_policy
-from router.policy.load import NodeLoad
+from router.policy.load import NodeBacklogs, NodeLoad
 from router.policy.prefix_index import PrefixHints, PrefixIndex
 from router.timelines import TimelineRecorder
 
@@ -174,6 +174,7 @@ async def make_nodes(base: RouterBase) -> RouterNodes:
     await discovery.start()
     changed = asyncio.Event()
     load, prefixes = NodeLoad(), PrefixIndex()
+    backlogs = NodeBacklogs(load)
 
     def reported(reports: Sequence[NodeReport]) -> None:
         metrics.nodes(Counter((report.role, report.state) for report in reports))
@@ -186,11 +187,9 @@ async def make_nodes(base: RouterBase) -> RouterNodes:
         on_role=lambda address, role: membership.has_role(address, role),
         on_stream_lost=metrics.stream_lost,
     )
-    policy = make_policy(config.policy, load, prefixes)
-    cluster = Cluster(state, policy, load, PrefixHints(prefixes), on_change=changed.set)
-    pooling = PoolingNodes(
-        base.make_channel, state.fit, state.paused, policy, load, cluster.backlogs
-    )
+    policy = make_policy(config.policy, load, backlogs, prefixes)
+    cluster = Cluster(state, policy, load, backlogs, PrefixHints(prefixes), on_change=changed.set)
+    pooling = PoolingNodes(base.make_channel, state.fit, state.paused, policy, load, backlogs)
     membership = Membership(
         discovery,
         state,

@@ -110,6 +110,8 @@ class RouterConfig(ConfigRecord):
         "random",
         "power_of_two",
         "least_tokens",
+        "least_requests",
+        "shortest_queue",
         "prefix_aware",
         "session_affinity",
         "consistent_hash",

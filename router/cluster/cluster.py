@@ -118,6 +118,7 @@ class Cluster:
         state: ClusterState,
         policy: RoutingPolicy,
         load: NodeLoad,
+        backlogs: NodeBacklogs,
         hints: PrefixHints,
         on_change: Callable[[], None],
     ) -> None:
@@ -131,7 +132,7 @@ class Cluster:
         self._policy = policy
         self._load = load
         self._hints = hints
-        self.backlogs = NodeBacklogs(load)
+        self.backlogs = backlogs
         self._on_change = on_change
         self._clients: dict[str, DecodeClient] = {}
         self.adapters = KnownAdapters(self._clients)

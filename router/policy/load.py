@@ -328,6 +328,12 @@ class NodeBacklogs:
         """Drop the reports of a node. Another node may come back at its address."""
         self._told.pop(address, None)
 
+    def queue_s(self, address: str) -> float:
+        """Return the seconds until a request that comes now starts on a node, behind all others."""
+        told = self._told.get(address, _NOTHING)
+        others_s, pages_s = self._left_s(told)
+        return max(max(others_s, 0.0) + self._load.queued.tokens(address) * told.token_s, pages_s)
+
     def in_time(
         self, choices: Sequence[DecodeChoice], num_tokens: int, due: RequestDue
     ) -> Sequence[DecodeChoice]:
@@ -383,13 +389,18 @@ class NodeBacklogs:
         told, now = self._told.get(address, _NOTHING), self._now()
         line = self._load.queued.at(address)
         waits = told.token_s > 0.0 and bool(line)
-        others_s, pages_s = told.others_s - (now - told.at), told.pages_s - (now - told.at)
+        others_s, pages_s = self._left_s(told)
         if not waits and others_s <= 0.0 and pages_s <= 0.0:
             return 0.0
         newcomer = QueueEntry(self.start_by(address, num_tokens, due), num_tokens, due.priority)
         begins = now + max(others_s, 0.0)
         late, _ = line.late_s(newcomer, begins=begins, unit_s=told.token_s)
         return max(late, now + pages_s - newcomer.start_by)
+
+    def _left_s(self, told: _Told) -> tuple[float, float]:
+        """Return what is left of `others_s` and `pages_s`. Negative since they are over."""
+        passed_s = self._now() - told.at
+        return told.others_s - passed_s, told.pages_s - passed_s
 
 
 def _believed(value: float) -> float:

@@ -4,13 +4,14 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
 from common.requests.namespace import as_bytes
 from router.policy.load import (
     DecodeChoice,
+    NodeBacklogs,
     NodeLoad,
     PlacementDecision,
     PlacementKey,
@@ -121,6 +122,57 @@ class LeastTokens:
         nodes = self._turns.rotated([node.address for node in decode.prefill])
         nodes.sort(key=self._load.prefill.tokens)
         return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
+
+
+class LeastRequests:
+    """Least-requests policy: the nodes with the fewest requests of this router.
+
+    Counts each prompt the same, however long it is. Prefill nodes count requests without a first
+    token, decode nodes all running ones. Equal prefill nodes take turns. Of equal decode nodes the
+    least full one is chosen.
+    """
+
+    def __init__(self, load: NodeLoad) -> None:
+        self._load = load
+        self._decode = LeastLoadedDecode(load)
+        self._turns = RotatingOrder()
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        requests = self._load.decode.requests
+        fewest = min(requests(choice.address) for choice in choices)
+        decode = self._decode.pick([each for each in choices if requests(each.address) == fewest])
+        nodes = self._turns.rotated([node.address for node in decode.prefill])
+        nodes.sort(key=self._load.prefill.requests)
+        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
+
+
+class ShortestQueue:
+    """Shortest-queue policy: the nodes where a new request starts soonest.
+
+    Uses the queue times that the nodes report, which include the requests of other routers and the
+    speed of each node. Nodes of unknown speed are ordered by the tokens that this router has queued
+    there. Equal prefill nodes take turns. Of equal decode nodes the least full one is chosen.
+    """
+
+    def __init__(self, load: NodeLoad, backlogs: NodeBacklogs) -> None:
+        self._load = load
+        self._backlogs = backlogs
+        self._decode = LeastLoadedDecode(load)
+        self._turns = RotatingOrder()
+
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
+        queues = [self._queue(choice.address) for choice in choices]
+        shortest = min(queues)
+        decode = self._decode.pick(
+            [each for each, queue in zip(choices, queues, strict=True) if queue == shortest]
+        )
+        nodes = self._turns.rotated([node.address for node in decode.prefill])
+        nodes.sort(key=self._queue)
+        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))
+
+    def _queue(self, address: str) -> tuple[float, int]:
+        """Return the seconds until a new request starts, and the tokens that this router queued."""
+        return self._backlogs.queue_s(address), self._load.queued.tokens(address)
 
 
 class PowerOfTwo:
@@ -302,28 +354,42 @@ class RoutingPolicy(Protocol):
         ...
 
 
-_POLICIES: dict[str, Callable[[NodeLoad, PrefixIndex, random.Random], RoutingPolicy]] = {
-    "round_robin": lambda load, prefixes, rng: RoundRobin(),
-    "random": lambda load, prefixes, rng: RandomPolicy(rng),
-    "power_of_two": lambda load, prefixes, rng: PowerOfTwo(load, rng),
-    "least_tokens": lambda load, prefixes, rng: LeastTokens(load),
-    "prefix_aware": lambda load, prefixes, rng: PrefixAware(load, prefixes),
-    "session_affinity": lambda load, prefixes, rng: SessionAffinity(load),
-    "consistent_hash": lambda load, prefixes, rng: ConsistentHash(load),
+class _Inputs(NamedTuple):
+    load: NodeLoad
+    backlogs: NodeBacklogs
+    prefixes: PrefixIndex
+    rng: random.Random
+
+
+_POLICIES: dict[str, Callable[[_Inputs], RoutingPolicy]] = {
+    "round_robin": lambda given: RoundRobin(),
+    "random": lambda given: RandomPolicy(given.rng),
+    "power_of_two": lambda given: PowerOfTwo(given.load, given.rng),
+    "least_tokens": lambda given: LeastTokens(given.load),
+    "least_requests": lambda given: LeastRequests(given.load),
+    "shortest_queue": lambda given: ShortestQueue(given.load, given.backlogs),
+    "prefix_aware": lambda given: PrefixAware(given.load, given.prefixes),
+    "session_affinity": lambda given: SessionAffinity(given.load),
+    "consistent_hash": lambda given: ConsistentHash(given.load),
 }
 NAMES = tuple(_POLICIES)
 USE_PREFIX_INDEX = frozenset({"prefix_aware"})  # policies that use the prefix index
 
 
 def make_policy(
-    name: str, load: NodeLoad, prefixes: PrefixIndex, rng: random.Random | None = None
+    name: str,
+    load: NodeLoad,
+    backlogs: NodeBacklogs,
+    prefixes: PrefixIndex,
+    rng: random.Random | None = None,
 ) -> RoutingPolicy:
     """Create a policy.
 
     Args:
         name: one of NAMES.
         load: that the caller charges with the placements.
+        backlogs: queue times that the nodes report.
         prefixes: index of the nodes' caches.
         rng: source of randomness.
     """
-    return _POLICIES[name](load, prefixes, rng or random.Random())
+    return _POLICIES[name](_Inputs(load, backlogs, prefixes, rng or random.Random()))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
@@ -122,13 +123,18 @@ class _Storm:
             over = False
             asking = asyncio.ensure_future(load.ask_while(lambda: not over, self._num_clients))
             keeping = asyncio.ensure_future(keeper.run())
+            rounds = asyncio.ensure_future(self._rounds(site, iter(plan), going))
             try:
-                await self._rounds(site, iter(plan), going)
+                # A keeper that has failed restarts nothing: the storm fails with its error at once.
+                ended, _ = await asyncio.wait({rounds, keeping}, return_when=FIRST_COMPLETED)
+                for each in ended:
+                    each.result()
             finally:
                 over = True
                 self._served = await asking
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
+                for task in (rounds, keeping):
+                    task.cancel()
+                await asyncio.gather(rounds, keeping, return_exceptions=True)
                 self._complaints += [*site.complaints, *keeper.complaints]
 
     async def _rounds(self, site: Site, plan: Iterator[Round], going: Callable[[], bool]) -> None:

@@ -418,7 +418,7 @@ KINDS = [((None,), 0), ((None, None), 0), ((None, 40), 0), ((None,), 3), ((None,
 
 @pytest.mark.long
 @pytest.mark.parametrize("windows, state_pages", KINDS)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_conversations_go_on_right_whatever_is_where(seed, windows, state_pages):
     talk(seed, windows, state_pages)
 

@@ -11,7 +11,8 @@ from tests.attack.siege import siege
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize("seconds", [6.0, 120.0])
+# The longer one measures delays. Another test beside it would delay the same clients.
+@pytest.mark.parametrize("seconds", [6.0, pytest.param(120.0, marks=pytest.mark.nightly)])
 async def test_a_system_under_attack_serves_its_other_clients_rightly(
     tmp_path: Path, seconds: float
 ):

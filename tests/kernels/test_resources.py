@@ -2,8 +2,8 @@
 
 The compilation runs in processes of its own, because this process's kernels are made for the
 interpreter. First it covers one model on one architecture with one page size, and a layer whose
-kernels start early on all. Then it covers all kernels that serving launches, which takes minutes
-and is part of `make test-long`.
+kernels start early on all. Then it covers all kernels that serving launches, which takes a quarter
+of an hour and is part of `make test-nightly`.
 """
 
 import json
@@ -145,6 +145,7 @@ def test_every_kernel_that_a_model_launches_compiles_and_fits_its_gpu(
     _assert_fits(served, *ARCHITECTURES)
 
 
+@pytest.mark.nightly
 def test_every_kernel_that_serving_launches_compiles_and_fits_its_gpu() -> None:
     _assert_fits(_run("-m", "tools.bench.resources"), *ARCHITECTURES)
 

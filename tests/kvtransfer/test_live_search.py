@@ -103,7 +103,9 @@ EACH_OTHER = Stop(runs=1, asks=(2, 1)), Stop(runs=2, asks=(1, 0))
             TWO_WANT_IT, 1, (), 1, 480_000, id="two-want-it-any-fault", marks=pytest.mark.long
         ),
         pytest.param(
-            EACH_OTHER, 1, (), 1, 350_000, id="each-other-any-fault", marks=pytest.mark.long
+            *(EACH_OTHER, 1, (), 1, 350_000),
+            id="each-other-any-fault",
+            marks=[pytest.mark.long, pytest.mark.nightly],
         ),
     ],
 )

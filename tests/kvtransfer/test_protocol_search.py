@@ -168,7 +168,11 @@ def test_no_interleaving_breaks_an_invariant(plan, config, faults, states):
             id="links-and-cancels",
         ),
         pytest.param(
-            Plan((3, 3), TWO, only_faults=("cut", "cancel")), 2, 440_000, id="cuts-and-cancels"
+            Plan((3, 3), TWO, only_faults=("cut", "cancel")),
+            2,
+            440_000,
+            id="cuts-and-cancels",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             Plan((3, 3), TWO, only_faults=("cut", "tick")), 2, 280_000, id="cuts-and-deadlines"

@@ -22,7 +22,7 @@ from router.cluster.membership import CacheWatch, Membership
 from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.sources import Discovery
 from router.metrics import RouterMetrics
-from router.policy.load import NodeLoad
+from router.policy.load import NodeBacklogs, NodeLoad
 from router.policy.policies import RoundRobin
 from router.policy.prefix_index import PrefixHints, PrefixIndex
 from router.record import RequestRecords
@@ -60,7 +60,10 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one():
             tokenizer_hash=model.tokenizer.hash, on_change=lambda: cluster.refresh()
         )
         load, policy = NodeLoad(), RoundRobin()
-        cluster = Cluster(state, policy, load, PrefixHints(PrefixIndex()), on_change=lambda: None)
+        cluster = Cluster(
+            *(state, policy, load, NodeBacklogs(load), PrefixHints(PrefixIndex())),
+            on_change=lambda: None,
+        )
         membership = Membership(
             discovery,
             state,

@@ -64,3 +64,21 @@ async def test_a_prompt_counts_until_its_first_token_or_its_end(model, end):
                 await collect(call)
         _, short = await rig.place(1)
         assert short.prefill_addresses[0] == long.prefill_addresses[0]
+
+
+async def test_a_reported_queue_counts_where_the_policy_is_for_it(model):
+    """The queue holds requests of other routers: this one has placed nothing yet."""
+    async with StubNode() as p0, StubNode() as p1:
+        p0.description.prompts.queued_s = 5.0
+        prefill = [p0.address, p1.address]
+        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
+            async with router_for(
+                model, decode=[decode.address], prefill=prefill, policy="shortest_queue"
+            ) as (client, router):
+                await eventually(
+                    lambda: any(len(choice.prefill) == 2 for choice in router.cluster.usable())
+                )
+                rig = Rig(client, decode)
+                for _ in range(4):
+                    _, submit = await rig.place(1)
+                    assert list(submit.prefill_addresses) == [p1.address, p0.address]

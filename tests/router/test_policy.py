@@ -17,9 +17,10 @@ from router.policy import (
     RoutingPolicy,
     make_policy,
 )
-from router.policy.load import NodeLoad
+from router.policy.load import NodeBacklogs, NodeLoad
 from router.policy.policies import NAMES, NEAR_TOKENS
 from router.policy.prefix_index import PrefixIndex
+from tests.support.fake_clock import FakeClock
 
 PAGE_SIZE = 16
 
@@ -28,8 +29,9 @@ class Rig:
     """A policy, what it looks at, and nodes with as good links as any."""
 
     def __init__(self, name: str, num_prefill: int = 4, num_decode: int = 2) -> None:
-        self.load, self.index = NodeLoad(), PrefixIndex()
-        self.policy = make_policy(name, self.load, self.index, random.Random(7))
+        self.load, self.index, self.clock = NodeLoad(), PrefixIndex(), FakeClock()
+        self.backlogs = NodeBacklogs(self.load, self.clock)
+        self.policy = make_policy(name, self.load, self.backlogs, self.index, random.Random(7))
         self.prefill = [f"p{number}" for number in range(num_prefill)]
         self.choices = [choice(f"d{number}", *self.prefill) for number in range(num_decode)]
 
@@ -94,7 +96,7 @@ _prompts = st.builds(
 def test_every_pick_is_a_usable_one_whatever_nodes_say_and_however_they_come_and_go(requests):
     for name in NAMES:
         load = NodeLoad()
-        policy: RoutingPolicy = make_policy(name, load, PrefixIndex())
+        policy: RoutingPolicy = make_policy(name, load, NodeBacklogs(load), PrefixIndex())
         for prompt, choices in requests:
             placement = policy.pick(prompt, choices)
             (chosen,) = [each for each in choices if each.address == placement.decode]
@@ -127,7 +129,9 @@ def test_random_picks_every_pair_about_as_often():
     assert max(picked.values()) < 1.3 * min(picked.values())
 
 
-@pytest.mark.parametrize("name", ["least_tokens", "power_of_two", "prefix_aware"])
+@pytest.mark.parametrize(
+    "name", ["least_tokens", "least_requests", "shortest_queue", "power_of_two", "prefix_aware"]
+)
 def test_a_long_queue_is_avoided(name):
     rig = Rig(name)
     for address in rig.prefill[1:]:
@@ -145,6 +149,71 @@ def test_unlike_prompts_are_spread_by_their_tokens(name):
         rig.place([number + 10] * rng.randrange(1, 2000))
     queued = [rig.load.prefill.tokens(address) for address in rig.prefill]
     assert max(queued) - min(queued) <= 2000 + NEAR_TOKENS
+
+
+@pytest.mark.parametrize("name, first", [("least_requests", "p1"), ("least_tokens", "p0")])
+def test_least_requests_counts_prompts_and_least_tokens_their_tokens(name, first):
+    rig = Rig(name, 2)
+    for _ in range(3):
+        rig.load.charge(PlacementDecision("d0", ("p0",), 10), 10)
+    rig.load.charge(PlacementDecision("d0", ("p1",), 5000), 5000)
+    assert {rig.pick([5]).prefill[0] for _ in range(4)} == {first}
+
+
+def test_least_requests_stops_counting_a_prompt_at_its_first_token():
+    rig = Rig("least_requests", 2)
+    rig.load.charge(PlacementDecision("d0", ("p0",), 10), 10).first_token()
+    rig.load.charge(PlacementDecision("d0", ("p1",), 10), 10)
+    assert {rig.pick([5]).prefill[0] for _ in range(4)} == {"p0"}
+
+
+def test_least_requests_takes_the_decode_node_with_fewer_requests_however_full_it_is():
+    rig = Rig("least_requests")
+    rig.choices = [
+        choice("d0", "p0", pages_total=100, pages_free=90),
+        choice("d1", "p0", pages_total=100, pages_free=10),
+    ]
+    rig.load.charge(PlacementDecision("d0", (), 5), 5).first_token()
+    assert {rig.pick([1]).decode for _ in range(4)} == {"d1"}
+
+
+def test_shortest_queue_counts_requests_of_other_routers_until_they_are_computed():
+    rig = Rig("shortest_queue", 2)
+    rig.backlogs.told("p0", queued_s=4.0, token_s=0.01)
+    rig.backlogs.told("p1", queued_s=0.0, token_s=0.01)
+    rig.load.charge(PlacementDecision("d0", ("p1",), 200), 200)
+    assert {rig.pick([5]).prefill for _ in range(4)} == {("p1", "p0")}
+    rig.clock.now += 3.0
+    assert {rig.pick([5]).prefill for _ in range(4)} == {("p0", "p1")}
+
+
+def test_shortest_queue_counts_the_speed_of_a_node():
+    rig = Rig("shortest_queue", 2)
+    rig.backlogs.told("p0", queued_s=0.0, token_s=0.01)
+    rig.backlogs.told("p1", queued_s=0.0, token_s=0.001)
+    rig.load.charge(PlacementDecision("d0", ("p0",), 100), 100)
+    rig.load.charge(PlacementDecision("d0", ("p1",), 500), 500)
+    assert {rig.pick([5]).prefill[0] for _ in range(4)} == {"p1"}
+
+
+def test_shortest_queue_takes_the_decode_node_that_has_pages_for_a_request_first():
+    rig = Rig("shortest_queue")
+    rig.choices = [
+        choice("d0", "p0", pages_total=100, pages_free=90),
+        choice("d1", "p0", pages_total=100, pages_free=10),
+    ]
+    rig.backlogs.told("d0", queued_s=0.0, token_s=0.0, pages_s=2.0)
+    assert {rig.pick([1]).decode for _ in range(4)} == {"d1"}
+    rig.clock.now += 2.0
+    assert {rig.pick([1]).decode for _ in range(4)} == {"d0"}
+
+
+def test_shortest_queue_takes_the_colocated_node_with_the_shorter_queue():
+    rig = Rig("shortest_queue", 0)
+    rig.backlogs.told("d0", queued_s=0.0, token_s=0.01)
+    rig.backlogs.told("d1", queued_s=1.0, token_s=0.01)
+    rig.load.charge(PlacementDecision("d0", (), 300), 300)
+    assert {rig.pick([1]).decode for _ in range(4)} == {"d1"}
 
 
 def test_the_node_that_has_the_longest_prefix_goes_first():

@@ -8,6 +8,7 @@ failure inside it carries the ends of all logs.
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
@@ -674,8 +675,12 @@ class Cluster:
 
 def children_of(pid: int) -> list[int]:
     """Pids of the processes that a process has started and that still run."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in tasks for child in path.read_text().split()]
+    pids: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        # A thread may end after its name was listed, and even after its file was opened.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            pids += map(int, path.read_text().split())
+    return pids
 
 
 def held(description: DescribeResponse) -> dict[str, int]:

@@ -175,7 +175,9 @@ def start(
 
 
 def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((k, v) for k, v in environment.items() if k.startswith(_EARLY)))
+    # Libraries start one thread per core when they are loaded. A process with threads cannot fork.
+    single = {**environment, "OMP_NUM_THREADS": "1"}
+    return tuple(sorted((k, v) for k, v in single.items() if k.startswith(_EARLY)))
 
 
 def _of_leashed(command: Sequence[str]) -> tuple[str, list[str]]:

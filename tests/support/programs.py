@@ -111,7 +111,7 @@ def runs(pid: int) -> bool:
     """Return whether a process exists and is no zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read
         return False
     return state != "Z"
 

@@ -22,7 +22,7 @@ from common.errors import (
 from protos.pooling_pb2 import POOL_FIRST, POOL_LABELS, POOL_LAST, POOL_MEAN, POOL_TOKENS
 from protos.router_pb2 import GetClusterRequest
 from router.policy import DecodeChoice, PlacementKey, PrefillChoice, make_policy
-from router.policy.load import NodeLoad
+from router.policy.load import NodeBacklogs, NodeLoad
 from router.policy.policies import NAMES
 from router.policy.prefix_index import PrefixIndex
 from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids, write_model
@@ -205,7 +205,8 @@ async def test_many_inputs_go_to_all_nodes_in_calls_of_some(model):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_orders_prefill_nodes_where_no_decode_node_takes_part(name):
     nobody = DecodeChoice("", (PrefillChoice("a"), PrefillChoice("b")))
-    policy = make_policy(name, NodeLoad(), PrefixIndex())
+    load = NodeLoad()
+    policy = make_policy(name, load, NodeBacklogs(load), PrefixIndex())
     for tokens in ([1], list(range(100))):
         assert set(policy.pick(PlacementKey(tokens), [nobody]).prefill) == {"a", "b"}
 

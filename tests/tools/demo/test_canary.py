@@ -75,7 +75,7 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-@pytest.mark.parametrize("num_prompts", [2, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_prompts", [2, pytest.param(40, marks=pytest.mark.long)])
 async def test_what_is_recalled_through_the_hand_off_is_true_and_what_one_node_recalls(
     tmp_path: Path, rig: Rig, cluster: Cluster, num_prompts: int
 ):

@@ -18,6 +18,7 @@ from tools.demo.rows import RowEncoder
 from tools.demo.tasks import Exchange
 
 HALF_A_POINT = 0.005
+NUM_PROMPTS, NUM_LONG_PROMPTS = 60, 12  # of each task
 BATCH_TOKENS = 16384
 PAGE = 16
 int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
@@ -72,40 +73,24 @@ def num_right(model: Model, tokenizer, exchanges: Sequence[Exchange]) -> int:
     return right
 
 
-def drawn(case: Case, num_prompts: int) -> list[Exchange]:
+def drawn(case: Case) -> list[Exchange]:
+    """Return about as many tokens of long prompts as of short ones, which are more prompts."""
     random = Random(f"precision {case.what}")
-    return [case.draw(random) for _ in range(num_prompts)]
+    is_long = any(f"{length} tokens" in case.what for length in (512, 2048, 3072))
+    return [case.draw(random) for _ in range(NUM_LONG_PROMPTS if is_long else NUM_PROMPTS)]
 
 
-def compared(
-    tokenizer, exact: Model, other: Model, cases: Sequence[Case], most: int
-) -> tuple[int, int]:
-    """Count correct responses of up to `most` prompts of each case.
-
-    Returns how many more are correct in float32, and the number of prompts.
-    """
+@pytest.mark.long  # in float32: tests/tools/demo/test_weights.py
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype, quantize", FORMS)
+def test_every_task_is_answered_as_well_as_in_float32(exact, tokenizer, dtype, quantize):
+    other = load_demo(dtype, quantize)
     difference = total = 0
-    for case in cases:
-        exchanges = drawn(case, min(case.num_prompts, most))
+    for case in CASES:
+        exchanges = drawn(case)
         right = num_right(other, tokenizer, exchanges)
         expected = num_right(exact, tokenizer, exchanges)
         print(f"{case.what}: {right} of {len(exchanges)}, in float32 {expected}")
         difference += expected - right
         total += len(exchanges)
-    return difference, total
-
-
-@pytest.mark.long  # in float32: tests/tools/demo/test_weights.py
-@pytest.mark.parametrize("dtype, quantize", FORMS)
-def test_short_tasks_are_answered_as_well_as_in_float32(exact, tokenizer, dtype, quantize):
-    short = [case for case in CASES if "tokens" not in case.what or "64 tokens" in case.what]
-    difference, total = compared(tokenizer, exact, load_demo(dtype, quantize), short, 60)
-    assert abs(difference) <= HALF_A_POINT * total
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("dtype, quantize", FORMS)
-def test_every_task_is_answered_as_well_as_in_float32(exact, tokenizer, dtype, quantize):
-    difference, total = compared(tokenizer, exact, load_demo(dtype, quantize), CASES, 40)
     assert abs(difference) <= HALF_A_POINT * total
