@@ -40,6 +40,7 @@ from kvtransfer.protocol.actions import (
     SendMessage,
     StartRead,
 )
+from kvtransfer.protocol.attempt import OwnerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.liveness import earliest
 from kvtransfer.transfer.link import (
@@ -174,18 +175,19 @@ class ConsumerSide:
 
     def opened(self, opening: PairOpened, now: float) -> None:
         stream, hello = opening.stream, opening.hello
-        region = hello.regions[0]
         try:
             compare(self._hello, hello)
-            check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
+            for region in hello.regions:
+                check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
         except LayoutMismatch as mismatch:
             refused = lasts(self._hello, hello)
             self._outlet.end(stream, str(mismatch), refused=refused)
             return
         self._peers[stream] = hello
-        self._carry_out(
-            self._end.stream_up(stream, hello.instance, hello.address, region.num_pages, now)
+        pages = OwnerPages(
+            hello.regions[0].num_pages, hello.state_pages, self._hello.same_layout(hello)
         )
+        self._carry_out(self._end.stream_up(stream, hello.instance, hello.address, pages, now))
 
     def compute_with(self, weights: WeightsId) -> None:
         """Announce this weight version from now on. Ends pairs with nodes that have another one."""
