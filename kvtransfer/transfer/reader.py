@@ -48,6 +48,7 @@ from kvtransfer.transfer.link import (
     LinkClosed,
     LinkEvent,
     LinkUp,
+    PageLink,
     RateMeasured,
     ReadEnded,
 )
@@ -161,10 +162,10 @@ class ConsumerSide:
             page_bytes_of(pool), 0
         )  # compares pages that owners have sampled
         self._log = ThrottledLog(log, Throttle())
-        self._paths: dict[Link, str] = {}  # of links that are up
+        self._paths: dict[PageLink, str] = {}  # of links that are up
         self._peers: dict[int, PairHello] = {}  # by stream
-        self._links: dict[int, Link] = {}  # by stream; a closing link outlives its stream
-        self._streams: dict[Link, int] = {}
+        self._links: dict[int, PageLink] = {}  # by stream; a closing link outlives its stream
+        self._streams: dict[PageLink, int] = {}
         self._opening: dict[int, _Opening] = {}  # by stream
         self._link_events: deque[LinkEvent] = deque()
         # Streams whose links must close, and the reason.
