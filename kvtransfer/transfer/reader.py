@@ -116,6 +116,21 @@ class ReadMetrics:
         }
 
 
+def _of_one_rank(ours: PairHello, theirs: PairHello) -> bool:
+    """Return whether both nodes have one rank. This side has one link to an owner, so the pages of
+    other ranks would not be read.
+    """
+    return ours.tp * ours.pp == theirs.tp * theirs.pp == 1
+
+
+def _check_ranks(ours: PairHello, theirs: PairHello) -> None:
+    if not _of_one_rank(ours, theirs):
+        raise LayoutMismatch(
+            f"{theirs.address} cannot pair: tp is {ours.tp} here and {theirs.tp} there. KV is read "
+            f"only between nodes with one rank."
+        )
+
+
 log = logging.getLogger(__name__)
 LINK_END_S = 2.0  # for a link's thread, when the process ends
 
@@ -178,10 +193,11 @@ class ConsumerSide:
         stream, hello = opening.stream, opening.hello
         try:
             compare(self._hello, hello)
+            _check_ranks(self._hello, hello)
             for region in hello.regions:
                 check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
         except LayoutMismatch as mismatch:
-            refused = lasts(self._hello, hello)
+            refused = lasts(self._hello, hello) or not _of_one_rank(self._hello, hello)
             self._outlet.end(stream, str(mismatch), refused=refused)
             return
         self._peers[stream] = hello
