@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from common.copy_map import MAX_RANKS
 from common.errors import LayoutMismatch
 from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import PagePool
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 _MAX_SHOWN = 200  # characters shown of a peer's text
 _FLAGS = {"dtype": "--dtype", "quantize": "--quantize", "page_size": "--engine.cache.page-size"}
 OTHER_WEIGHTS = "this node has other weights now"  # the reason with which its streams end then
@@ -21,10 +22,12 @@ _FOLLOWS = "kv_token_bytes"  # follows from the dtype and others: named only if 
 
 
 class DataPath(msgspec.Struct, frozen=True):
-    """One way to read the sender's pages. The description is defined by that backend."""
+    """One way to read the pages of one rank of the sender. The description is defined by that
+    backend."""
 
     backend: str
     description: bytes
+    rank: int = 0
 
 
 class PoolRegion(msgspec.Struct, frozen=True):
@@ -38,18 +41,33 @@ class PoolRegion(msgspec.Struct, frozen=True):
 class PairHello(msgspec.Struct, frozen=True, tag=True):
     """The first message in each direction. A reader offers no paths. An owner offers them in the
     order of its preference, described for that one stream.
+
+    Attributes:
+        regions: by rank.
+        address: of the sender's gRPC server.
+        tp: tensor-parallel ranks of each stage.
+        pp: stages.
+        state_pages: pages of the state of a request. Page ids are the same on all ranks.
     """
 
     instance: int  # random 64 bit, new at each process start
     protocol_version: int
     fingerprint: dict[str, str]
     paths: tuple[DataPath, ...]
-    regions: tuple[PoolRegion, ...]  # by rank
-    address: str  # of the sender's gRPC server
+    regions: tuple[PoolRegion, ...]
+    address: str
+    tp: int = 1
+    pp: int = 1
+    state_pages: int = 0
 
     @classmethod
     def of(
-        cls, instance: int, address: str, fingerprint: dict[str, str], pool: PagePool
+        cls,
+        instance: int,
+        address: str,
+        fingerprint: dict[str, str],
+        pool: PagePool,
+        state_pages: int,
     ) -> "PairHello":
         """Return the Hello of a node with one rank, without paths."""
         return cls(
@@ -59,7 +77,12 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
             paths=(),
             regions=(PoolRegion(pool.base, pool.page_bytes, pool.num_pages),),
             address=address,
+            state_pages=state_pages,
         )
+
+    def same_layout(self, other: "PairHello") -> bool:
+        """Return whether pages of equal ranks of two nodes that may pair have equal contents."""
+        return (self.tp, self.pp) == (other.tp, other.pp)
 
     def with_weights(self, weights: WeightsId) -> "PairHello":
         """Return the same node's Hello with this weight version."""
@@ -90,8 +113,11 @@ def lasts(ours: PairHello, theirs: PairHello) -> bool:
 def _differences(ours: PairHello, theirs: PairHello) -> Iterator[str]:
     if ours.instance == theirs.instance:
         yield "It is this node itself."
-    if ours.protocol_version != theirs.protocol_version:
+    same_version = ours.protocol_version == theirs.protocol_version
+    if not same_version:
         yield _sentence("protocol_version", ours.protocol_version, theirs.protocol_version)
+    wrong = [*_wrong_ranks(theirs)] if same_version else []
+    yield from wrong
     differing = _differing(ours.fingerprint, theirs.fingerprint)
     flags = [flag for field, flag in _FLAGS.items() if field in differing]
     for field in differing:
@@ -100,13 +126,36 @@ def _differences(ours: PairHello, theirs: PairHello) -> Iterator[str]:
             yield _sentence(field, _shown(our), _shown(their))
     if flags:
         yield f"Start both with the same {' and '.join(flags)}."
-    if len(ours.regions) != len(theirs.regions):
-        yield _sentence("number of ranks", len(ours.regions), len(theirs.regions))
-    elif not flags:
+    if same_version and not (flags or wrong):
         yield from _page_differences(ours, theirs)
 
 
+def _wrong_ranks(theirs: PairHello) -> Iterator[str]:
+    """Yield the reasons why the ranks of a Hello cannot be those of a node."""
+    num_ranks = len(theirs.regions)
+    if not (theirs.tp * theirs.pp == num_ranks <= MAX_RANKS):
+        yield (
+            f"Its Hello is invalid: tp is {theirs.tp} and pp is {theirs.pp}, with pages of "
+            f"{num_ranks} ranks. A node has 1 to {MAX_RANKS} ranks."
+        )
+    if len({region.num_pages for region in theirs.regions}) != 1:
+        yield "Its Hello is invalid: its ranks have different numbers of pages."
+    if any(theirs.state_pages > region.num_pages for region in theirs.regions):
+        yield f"Its Hello is invalid: a state of {theirs.state_pages} pages exceeds its pool."
+    if any(path.rank >= num_ranks for path in theirs.paths):
+        yield f"Its Hello is invalid: it has a data path of a rank outside [0, {num_ranks})."
+
+
 def _page_differences(ours: PairHello, theirs: PairHello) -> Iterator[str]:
+    """Yield the differences of pages. They need not agree if the numbers of ranks differ."""
+    if ours.pp != theirs.pp:
+        yield _sentence("pp", ours.pp, theirs.pp)
+    if not ours.same_layout(theirs):
+        if bool(ours.state_pages) != bool(theirs.state_pages):
+            yield _sentence("state_pages", ours.state_pages, theirs.state_pages)
+        return
+    if ours.state_pages != theirs.state_pages:
+        yield _sentence("state_pages", ours.state_pages, theirs.state_pages)
     for rank, (our, their) in enumerate(zip(ours.regions, theirs.regions, strict=True)):
         if our.page_bytes != their.page_bytes:
             yield _sentence(f"page_bytes of rank {rank}", our.page_bytes, their.page_bytes)

@@ -9,7 +9,7 @@ of this node, new for every OpenedEvent. A command about an ended hand-off then 
 another.
 """
 
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -22,6 +22,13 @@ from common.requests.timeline import PrefillTimes
 from kvtransfer.messages import HandoffId, Source
 
 Ints = NDArray[np.int32]
+
+
+class TablePages(NamedTuple):
+    """So many of the pages of a read belong to a table."""
+
+    table: int
+    num_pages: int
 
 
 # Commands of a reader's engine (decode node) ---------------------------------------------------

@@ -234,7 +234,13 @@ def _make_transfer(
         both_sides(
             start.config.transfer,
             engine.shape.layout.tables,
-            PairHello.of(start.instance, start.address, engine.fingerprint, pool),
+            PairHello.of(
+                start.instance,
+                start.address,
+                engine.fingerprint,
+                pool,
+                engine.shape.layout.state_pages,
+            ),
             pool,
             paths,
             data_paths.serve(paths, pool, start.instance),

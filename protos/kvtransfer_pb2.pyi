@@ -47,7 +47,7 @@ class FromOwner(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., last_words: _Optional[_Union[_last_words_pb2.LastWords, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("instance_id", "protocol_version", "fingerprint", "paths", "regions", "address")
+    __slots__ = ("instance_id", "protocol_version", "fingerprint", "paths", "regions", "address", "tp", "pp", "state_pages")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -61,21 +61,29 @@ class Hello(_message.Message):
     PATHS_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TP_FIELD_NUMBER: _ClassVar[int]
+    PP_FIELD_NUMBER: _ClassVar[int]
+    STATE_PAGES_FIELD_NUMBER: _ClassVar[int]
     instance_id: int
     protocol_version: int
     fingerprint: _containers.ScalarMap[str, str]
     paths: _containers.RepeatedCompositeFieldContainer[DataPath]
     regions: _containers.RepeatedCompositeFieldContainer[Region]
     address: str
-    def __init__(self, instance_id: _Optional[int] = ..., protocol_version: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., paths: _Optional[_Iterable[_Union[DataPath, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., address: _Optional[str] = ...) -> None: ...
+    tp: int
+    pp: int
+    state_pages: int
+    def __init__(self, instance_id: _Optional[int] = ..., protocol_version: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., paths: _Optional[_Iterable[_Union[DataPath, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., address: _Optional[str] = ..., tp: _Optional[int] = ..., pp: _Optional[int] = ..., state_pages: _Optional[int] = ...) -> None: ...
 
 class DataPath(_message.Message):
-    __slots__ = ("backend", "description")
+    __slots__ = ("backend", "description", "rank")
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     backend: str
     description: bytes
-    def __init__(self, backend: _Optional[str] = ..., description: _Optional[bytes] = ...) -> None: ...
+    rank: int
+    def __init__(self, backend: _Optional[str] = ..., description: _Optional[bytes] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Region(_message.Message):
     __slots__ = ("base", "page_bytes", "num_pages")

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from common import addresses, request
+from common.copy_map import MAX_RANKS
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
 from common.request import MAX_BUDGET_S
 from common.requests.logprobs import from_proto, to_fields
@@ -42,8 +43,7 @@ from protos import kvtransfer_pb2 as pb
 
 MAX_TOKENS = 1 << 20
 MAX_PAGES = 1 << 20  # of one Ready
-MAX_PATHS = 8
-MAX_REGIONS = 64
+MAX_PATHS = 8  # of one rank
 MAX_FIELDS = 64  # of a fingerprint
 MAX_DESCRIPTION_BYTES = 64 << 10
 MAX_TEXT = 4096  # characters of a reason, an address, a fingerprint's value
@@ -161,13 +161,13 @@ def _id_proto(id: HandoffId) -> pb.HandoffId:
 
 
 def _hello(body: pb.Hello) -> PairHello:
-    _at_most("paths", len(body.paths), MAX_PATHS)
-    _at_most("regions", len(body.regions), MAX_REGIONS)
+    if not body.regions:
+        raise ProtocolViolation("a Hello without a region")
+    _at_most("regions", len(body.regions), MAX_RANKS)
+    _at_most("paths", len(body.paths), MAX_PATHS * len(body.regions))
     _at_most("fingerprint", len(body.fingerprint), MAX_FIELDS)
     for path in body.paths:
         _at_most("bytes of a path's description", len(path.description), MAX_DESCRIPTION_BYTES)
-    if not body.regions:
-        raise ProtocolViolation("a Hello without a region")
     return PairHello(
         instance=body.instance_id,
         protocol_version=body.protocol_version,
@@ -176,12 +176,16 @@ def _hello(body: pb.Hello) -> PairHello:
             for field, value in body.fingerprint.items()
         },
         paths=tuple(
-            DataPath(_text("backend", path.backend), path.description) for path in body.paths
+            DataPath(_text("backend", path.backend), path.description, path.rank)
+            for path in body.paths
         ),
         regions=tuple(
             PoolRegion(region.base, region.page_bytes, region.num_pages) for region in body.regions
         ),
         address=_text("address", body.address),
+        tp=body.tp,
+        pp=body.pp,
+        state_pages=body.state_pages,
     )
 
 
@@ -191,13 +195,17 @@ def _hello_proto(record: PairHello) -> pb.Hello:
         protocol_version=record.protocol_version,
         fingerprint=record.fingerprint,
         paths=[
-            pb.DataPath(backend=path.backend, description=path.description) for path in record.paths
+            pb.DataPath(backend=path.backend, description=path.description, rank=path.rank)
+            for path in record.paths
         ],
         regions=[
             pb.Region(base=region.base, page_bytes=region.page_bytes, num_pages=region.num_pages)
             for region in record.regions
         ],
         address=record.address,
+        tp=record.tp,
+        pp=record.pp,
+        state_pages=record.state_pages,
     )
 
 

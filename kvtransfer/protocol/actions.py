@@ -9,7 +9,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvtransfer.messages import AnyMessage, HandoffId
-from kvtransfer.ports import CompletedEvent, Ints, OwnerEvent, ReaderEvent
+from kvtransfer.ports import CompletedEvent, Ints, OwnerEvent, ReaderEvent, TablePages
 
 
 class SendMessage(msgspec.Struct, frozen=True):
@@ -43,7 +43,10 @@ class CloseLink(msgspec.Struct, frozen=True):
 
 
 class StartRead(msgspec.Struct, frozen=True):
-    """A read of source_pages[i] of the stream's owner into destination_pages[i].
+    """A read of pages of the stream's owner into pages of this node.
+
+    Page i of the tables is read into page i. The pages of the state follow in both lists. Their
+    numbers differ if the two nodes have different numbers of pages for a state.
 
     Reads of one link end in the order in which they were started: each by read_ended, or all the
     rest by link_closed.
@@ -53,6 +56,7 @@ class StartRead(msgspec.Struct, frozen=True):
     id: HandoffId
     source_pages: Ints
     destination_pages: Ints
+    spans: tuple[TablePages, ...]
 
 
 class ExpectPages(msgspec.Struct, frozen=True):

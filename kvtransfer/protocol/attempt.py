@@ -12,15 +12,16 @@ the links: methods return the actions to carry out.
 
 from collections import deque
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation
-from common.page_tables import PageTables
+from common.page_tables import PageSpan, PageTables
 from kvtransfer.messages import HandoffId, HandoffKind, HandoffQueued, PagesReady
-from kvtransfer.ports import GrantCommand, Ints, ReadsEndedEvent
+from kvtransfer.ports import GrantCommand, Ints, ReadsEndedEvent, TablePages
 from kvtransfer.protocol.actions import CloseLink, OpenLink, ReaderAction, StartRead
 from kvtransfer.protocol.liveness import DeadlineTimer, HandoffStatus, advance
 from kvtransfer.protocol.ranges import PageRanges, granted
@@ -28,6 +29,17 @@ from kvtransfer.protocol.ranges import PageRanges, granted
 # One in progress and one for the link to continue with. The rest wait here, where the end of their
 # attempt removes them at once.
 READS_AHEAD = 2
+
+
+class OwnerPages(NamedTuple):
+    """The pages of an owner, as its Hello describes them.
+
+    same_layout: its pages have the contents of this node's, byte by byte.
+    """
+
+    num_pages: int  # of its pool
+    state_pages: int  # of a request
+    same_layout: bool
 
 
 class LinkState(Enum):
@@ -41,6 +53,7 @@ class LinkRead:
     id: HandoffId
     source_pages: Ints
     destination_pages: Ints
+    spans: tuple[TablePages, ...]  # in the order of the pages. The state follows.
 
 
 @dataclass(slots=True)
@@ -158,7 +171,9 @@ class ConsumerLinks:
         link, actions = self._links[stream], list[ReaderAction]()
         while (read := link.next_to_post()) is not None:
             self._landing[read.id] += 1
-            actions.append(StartRead(stream, read.id, read.source_pages, read.destination_pages))
+            actions.append(
+                StartRead(stream, read.id, read.source_pages, read.destination_pages, read.spans)
+            )
         return actions
 
     def first_posted(self, stream: int) -> HandoffId | None:
@@ -206,6 +221,7 @@ class ConsumerHandoff:
     stream: int
     num_tokens: int  # as opened
     tables: PageTables
+    owner: OwnerPages
     kind: HandoffKind = HandoffKind.PROMPT
     state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
     destination: Ints = field(default_factory=lambda: np.empty(0, np.int32))
@@ -223,7 +239,8 @@ class ConsumerHandoff:
         try:
             ranges = granted(
                 self.kind,
-                self.tables,
+                replace(self.tables, state_pages=self.owner.state_pages),
+                destination=self.tables,
                 num_tokens=self.num_tokens,
                 prefix_tokens=command.prefix_tokens,
                 room_tokens=command.room_tokens,
@@ -252,19 +269,19 @@ class ConsumerHandoff:
         self.admitted = message
         self.admitted_at = now
 
-    def begin_range(self, message: PagesReady, owner_pages: int, now: float) -> LinkRead | None:
+    def begin_range(self, message: PagesReady, now: float) -> LinkRead | None:
         """Record the next range and return its read, or None if it has no pages.
 
-        Args:
-            owner_pages: pages in the owner's pool.
         Raises:
             ProtocolViolation: it cannot be the next range, or its pages cannot be right.
         """
         pages = message.pages
         if self.ranges is None:
             raise ProtocolViolation(f"Ready of {self.id} before Grant")
-        if pages and not 0 <= min(pages) <= max(pages) < owner_pages:
-            raise ProtocolViolation(f"a page id of {self.id} is outside [0, {owner_pages})")
+        if pages and not 0 <= min(pages) <= max(pages) < self.owner.num_pages:
+            raise ProtocolViolation(
+                f"a page id of {self.id} is outside [0, {self.owner.num_pages})"
+            )
         comes = message.last and self.kind.samples
         if comes is (message.first_token is None):
             raise ProtocolViolation(f"Ready of {self.id}: the first token comes with the last")
@@ -279,20 +296,26 @@ class ConsumerHandoff:
         if not pages:
             return None
         self.unread += 1
-        destination = self.destination[self._places(self.ranges, message)]
-        if message.sums:
+        spans = self.ranges.destination.spans(
+            self.ranges.num_tokens, self.ranges.start, message.start, message.end, last=message.last
+        )
+        destination = self.destination[self._places(self.ranges, spans)]
+        if message.sums and self.owner.same_layout:
             self.sums += tuple((int(destination[place]), sum_) for place, sum_ in message.sums)
-        return LinkRead(self.id, np.array(pages, dtype=np.int32), destination)
+        of_tables = tuple(
+            TablePages(span.table, span.num_pages)
+            for span in spans
+            if span.table < self.ranges.destination.num_tables
+        )
+        return LinkRead(self.id, np.array(pages, dtype=np.int32), destination, of_tables)
 
-    def _places(self, ranges: PageRanges, message: PagesReady) -> Ints:
-        """Return the indices of the destination pages for a range's pages, in their order."""
+    @staticmethod
+    def _places(ranges: PageRanges, spans: tuple[PageSpan, ...]) -> Ints:
+        """Return the indices of the destination pages for a range's spans, in their order."""
         firsts, place = [], 0
-        for table in ranges.tables.handed_over(ranges.num_tokens, ranges.start):
+        for table in ranges.destination.handed_over(ranges.num_tokens, ranges.start):
             firsts.append(place - table.first)
             place += table.num_pages
-        spans = ranges.tables.spans(
-            ranges.num_tokens, ranges.start, message.start, message.end, last=message.last
-        )
         return np.concatenate(
             [np.arange(first, past, dtype=np.int32) + firsts[t] for t, first, past in spans]
         )

@@ -18,6 +18,7 @@ from kvtransfer.messages import (
     GrantHandoff,
     HandoffFailed,
     HandoffId,
+    HandoffKind,
     HandoffQueued,
     Heartbeat,
     InvalidatePrefix,
@@ -47,7 +48,7 @@ from kvtransfer.protocol.actions import (
     ReaderAction,
     SendMessage,
 )
-from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks
+from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks, OwnerPages
 from kvtransfer.protocol.liveness import (
     DeadlineTimer,
     HandoffStatus,
@@ -77,7 +78,7 @@ class _Key(NamedTuple):
 class _Stream:
     owner: int
     address: str
-    num_pages: int  # of the owner's pool
+    pages: OwnerPages
     pace: ProducerPace
     announced: bool = False  # ProducerUp has been sent
     gib_per_s: float = 0.0  # of its link, once it is proved
@@ -123,11 +124,11 @@ class ConsumerEnd:
     # Inputs: streams and links ------------------------------------------------------------------
 
     def stream_up(
-        self, stream: int, owner: int, address: str, num_pages: int, now: float
+        self, stream: int, owner: int, address: str, pages: OwnerPages, now: float
     ) -> list[ReaderAction]:
-        """Add the stream of `owner` (an instance, with a pool of so many pages), which has answered
-        Hello. A stream from another address with an instance that is already paired is refused: it
-        must not end the existing stream.
+        """Add the stream of `owner` (an instance), which has answered Hello. A stream from another
+        address with an instance that is already paired is refused: it must not end the existing
+        stream.
         """
         for old, peer in list(self._streams.items()):
             if peer.owner == owner and peer.address != address:
@@ -135,7 +136,7 @@ class ConsumerEnd:
                 return [EndStream(stream, reason, refused=True)]
             if peer.owner == owner:
                 self._end_stream(old, "the owner has another stream")
-        self._streams[stream] = _Stream(owner, address, num_pages, ProducerPace(self._progress_s))
+        self._streams[stream] = _Stream(owner, address, pages, ProducerPace(self._progress_s))
         self._beats.start(stream, now)
         self._open_link(stream, now)
         return self._taken()
@@ -283,7 +284,7 @@ class ConsumerEnd:
                 )
 
     def _note_admitted(self, attempt: ConsumerHandoff, message: HandoffQueued, now: float) -> None:
-        most = self._streams[attempt.stream].num_pages * self._tables.page_size
+        most = attempt.owner.num_pages * self._tables.page_size
         if message.queued_tokens > most:
             raise ProtocolViolation(
                 f"{message.queued_tokens} tokens queued, {most} fit into the owner's pool"
@@ -293,7 +294,7 @@ class ConsumerEnd:
         self._actions.append(QueuedEvent(message.id, message.compute_tokens, message.queued_tokens))
 
     def _begin_range(self, attempt: ConsumerHandoff, message: PagesReady, now: float) -> None:
-        read = attempt.begin_range(message, self._streams[attempt.stream].num_pages, now)
+        read = attempt.begin_range(message, now)
         if not message.last:
             self._expect_progress(attempt, attempt.tokens_left, now)
         else:
@@ -382,9 +383,13 @@ class ConsumerEnd:
             reason = "the owner is not paired"
             self._actions.append(FailedEvent(command.id, reason, retryable=True, may_return=True))
             return
-        source = command.source
+        source, pages = command.source, self._streams[stream].pages
+        if source.kind is HandoffKind.WEIGHTS and not pages.same_layout:
+            reason = "weights come in whole pages, and the owner's pages have another layout"
+            self._actions.append(FailedEvent(command.id, reason, retryable=False))
+            return
         self._attempts[command.id] = ConsumerHandoff(
-            command.id, stream, source.num_tokens, self._tables, source.kind
+            command.id, stream, source.num_tokens, self._tables, pages, source.kind
         )
         self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.remaining.budget_s)
         message = OpenHandoff(command.id, command.weights, command.remaining, source)

@@ -24,11 +24,19 @@ class RangeEnds(NamedTuple):
 
 
 def granted(
-    kind: HandoffKind, tables: PageTables, *, num_tokens: int, prefix_tokens: int, room_tokens: int
+    kind: HandoffKind,
+    tables: PageTables,
+    *,
+    num_tokens: int,
+    prefix_tokens: int,
+    room_tokens: int,
+    destination: PageTables | None = None,
 ) -> "PageRanges":
     """Return the ranges that may be published for a hand-off of so many tokens.
 
     Args:
+        tables: of the owner.
+        destination: of the reader, if its state has another number of pages.
         prefix_tokens: tokens that the reader has already.
         room_tokens: tokens of a running request for whose KV the reader has capacity.
     Raises:
@@ -36,7 +44,7 @@ def granted(
     """
     if kind is HandoffKind.WEIGHTS:
         check_prefix(prefix_tokens, 0, 1)
-        return PageRanges(_PIECES, num_tokens, 0, 0, ends=RangeEnds(0, num_tokens, 1))
+        return PageRanges(_PIECES, _PIECES, num_tokens, 0, 0, ends=RangeEnds(0, num_tokens, 1))
     ends = None
     if kind is HandoffKind.LIVE:
         check_room(prefix_tokens, num_tokens, room_tokens, tables.page_size)
@@ -45,7 +53,9 @@ def granted(
         check_prefix(prefix_tokens, num_tokens, tables.page_size)
         if kind is HandoffKind.PREFIX:
             ends = RangeEnds(prefix_tokens, num_tokens, tables.page_size)
-    return PageRanges(tables, num_tokens, prefix_tokens, prefix_tokens, ends=ends)
+    return PageRanges(
+        tables, destination or tables, num_tokens, prefix_tokens, prefix_tokens, ends=ends
+    )
 
 
 def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
@@ -71,7 +81,8 @@ class PageRanges:
     tokens, and is the only one that may be empty.
     """
 
-    tables: PageTables
+    tables: PageTables  # of the owner, whose pages are published
+    destination: PageTables  # of the reader: the same tables, and its own pages of the state
     num_tokens: int
     start: int  # the prefix that the reader has
     next: int  # the start of the next range
@@ -84,8 +95,8 @@ class PageRanges:
     def num_pages(self) -> int:
         """Return the number of destination pages that the reader must have."""
         if self.ends is None:
-            return num_pages_of(self.tables.handed_over(self.num_tokens, self.start))
-        return self.tables.room_pages(self.ends.most, self.start)
+            return num_pages_of(self.destination.handed_over(self.num_tokens, self.start))
+        return self.destination.room_pages(self.ends.most, self.start)
 
     def follow(self, start: int, end: int, num_pages: int, *, last: bool) -> None:
         """Add the range [start, end). Raises ProtocolViolation if it cannot be the next one."""

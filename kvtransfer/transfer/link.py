@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import BackendConnection, Ints, ReadRefused
@@ -81,7 +81,7 @@ class LinkRate:
 class LinkUp:
     """A proved and probed path. At most once, before any ReadEnded."""
 
-    link: "Link"
+    link: "PageLink"
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp | loopback
     gib_per_s: float
 
@@ -90,7 +90,7 @@ class LinkUp:
 class RateMeasured:
     """A new rate of the path, from another probe or a read. After LinkUp."""
 
-    link: "Link"
+    link: "PageLink"
     gib_per_s: float
 
 
@@ -98,7 +98,7 @@ class RateMeasured:
 class ReadEnded:
     """The end of one job: no byte of it can land any more. Several jobs may share an id."""
 
-    link: "Link"
+    link: "PageLink"
     handoff: HandoffId
     num_bytes: int
     seconds: float
@@ -109,12 +109,33 @@ class ReadEnded:
 class LinkClosed:
     """The end of the link: no byte can land through it any more. Exactly once, the last event."""
 
-    link: "Link"
+    link: "PageLink"
     reason: str
     unfinished: tuple[HandoffId, ...]  # one entry per job that was started or queued
 
 
 LinkEvent: TypeAlias = LinkUp | RateMeasured | ReadEnded | LinkClosed
+
+
+class PageLink(Protocol):
+    """A Link, or a LinkGroup. Link documents the methods."""
+
+    owner: int
+
+    def post(self, handoff: HandoffId, source_pages: Ints, destination_pages: Ints) -> None: ...
+
+    def expect(self, destination_pages: Ints) -> None: ...
+
+    def drop(self, handoff: HandoffId) -> int: ...
+
+    @property
+    def deadline(self) -> float | None: ...
+
+    def expire(self, now: float) -> None: ...
+
+    def close(self, reason: str) -> None: ...
+
+    def join(self, timeout_s: float) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,6 +40,7 @@ from kvtransfer.protocol.actions import (
     SendMessage,
     StartRead,
 )
+from kvtransfer.protocol.attempt import OwnerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.liveness import earliest
 from kvtransfer.transfer.link import (
@@ -47,6 +48,7 @@ from kvtransfer.transfer.link import (
     LinkClosed,
     LinkEvent,
     LinkUp,
+    PageLink,
     RateMeasured,
     ReadEnded,
 )
@@ -114,6 +116,21 @@ class ReadMetrics:
         }
 
 
+def _of_one_rank(ours: PairHello, theirs: PairHello) -> bool:
+    """Return whether both nodes have one rank. This side has one link to an owner, so the pages of
+    other ranks would not be read.
+    """
+    return ours.tp * ours.pp == theirs.tp * theirs.pp == 1
+
+
+def _check_ranks(ours: PairHello, theirs: PairHello) -> None:
+    if not _of_one_rank(ours, theirs):
+        raise LayoutMismatch(
+            f"{theirs.address} cannot pair: tp is {ours.tp} here and {theirs.tp} there. KV is read "
+            f"only between nodes with one rank."
+        )
+
+
 log = logging.getLogger(__name__)
 LINK_END_S = 2.0  # for a link's thread, when the process ends
 
@@ -160,10 +177,10 @@ class ConsumerSide:
             page_bytes_of(pool), 0
         )  # compares pages that owners have sampled
         self._log = ThrottledLog(log, Throttle())
-        self._paths: dict[Link, str] = {}  # of links that are up
+        self._paths: dict[PageLink, str] = {}  # of links that are up
         self._peers: dict[int, PairHello] = {}  # by stream
-        self._links: dict[int, Link] = {}  # by stream; a closing link outlives its stream
-        self._streams: dict[Link, int] = {}
+        self._links: dict[int, PageLink] = {}  # by stream; a closing link outlives its stream
+        self._streams: dict[PageLink, int] = {}
         self._opening: dict[int, _Opening] = {}  # by stream
         self._link_events: deque[LinkEvent] = deque()
         # Streams whose links must close, and the reason.
@@ -174,18 +191,20 @@ class ConsumerSide:
 
     def opened(self, opening: PairOpened, now: float) -> None:
         stream, hello = opening.stream, opening.hello
-        region = hello.regions[0]
         try:
             compare(self._hello, hello)
-            check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
+            _check_ranks(self._hello, hello)
+            for region in hello.regions:
+                check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
         except LayoutMismatch as mismatch:
-            refused = lasts(self._hello, hello)
+            refused = lasts(self._hello, hello) or not _of_one_rank(self._hello, hello)
             self._outlet.end(stream, str(mismatch), refused=refused)
             return
         self._peers[stream] = hello
-        self._carry_out(
-            self._end.stream_up(stream, hello.instance, hello.address, region.num_pages, now)
+        pages = OwnerPages(
+            hello.regions[0].num_pages, hello.state_pages, self._hello.same_layout(hello)
         )
+        self._carry_out(self._end.stream_up(stream, hello.instance, hello.address, pages, now))
 
     def compute_with(self, weights: WeightsId) -> None:
         """Announce this weight version from now on. Ends pairs with nodes that have another one."""

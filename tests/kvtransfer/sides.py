@@ -9,7 +9,7 @@ import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -48,6 +48,7 @@ from kvtransfer.protocol.actions import (
     StartRead,
     WithdrawPages,
 )
+from kvtransfer.protocol.attempt import OwnerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.producer import ProducerEnd
 from tests.kvtransfer.copies import fork, key_of
@@ -82,7 +83,8 @@ class Plan:
     reader_pages: int = 0  # 0: more than enough, each request from a part of its own
     owner_pages: int = 0
     windows: tuple[int | None, ...] = (None,)  # of the tables of pages
-    state_pages: int = 0
+    state_pages: int = 0  # of the reader
+    owner_state_pages: int | None = None  # None: as many
     owners: int = 1  # nodes that compute prompts
     attempts: int = 2
     budget_s: float = 100.0
@@ -95,6 +97,17 @@ class Plan:
     @property
     def tables(self) -> PageTables:
         return PageTables(PAGE_SIZE, self.windows, self.state_pages)
+
+    @property
+    def of_owner(self) -> "Plan":
+        """Return the plan as the owner sees it, with its own pages of the state."""
+        if self.owner_state_pages is None:
+            return self
+        return replace(self, state_pages=self.owner_state_pages)
+
+    def source_of(self, page: int) -> int:
+        """Return the page of the owner's state that is read into this page of the reader's."""
+        return page % self.of_owner.state_pages
 
     def places(self, num_tokens: int, prefix: int) -> list[tuple[int, int]]:
         """Return the (table, page) places that are handed over.
@@ -284,7 +297,8 @@ class ReaderSide(Side[ConsumerEnd]):
         """Changes this side and returns what crosses to the world outside."""
         match given:
             case ("up", stream, owner, address):
-                actions = self.end.stream_up(stream, owner, address, 1 << 20, self.now)
+                theirs = OwnerPages(1 << 20, self.plan.of_owner.state_pages, same_layout=True)
+                actions = self.end.stream_up(stream, owner, address, theirs, self.now)
             case ("down", stream):
                 actions = self.end.stream_down(stream, "cut")
             case ("message", stream, message):
@@ -344,9 +358,7 @@ class ReaderSide(Side[ConsumerEnd]):
                 case CloseLink():
                     outputs.append(("close link", action.stream))
                 case StartRead(stream, id):
-                    source = tuple(action.source_pages.tolist())
-                    destination = tuple(action.destination_pages.tolist())
-                    outputs.append(("read", stream, id, source, destination))
+                    outputs.append(("read", stream, id, *self._read_pages(action)))
                 case ExpectPages():
                     pass
                 case event if self.plan.asynchronous:
@@ -354,6 +366,16 @@ class ReaderSide(Side[ConsumerEnd]):
                 case event:
                     self._take(event)
         return outputs
+
+    def _read_pages(self, read: StartRead) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the pages of a read in pairs, those of the state at the end."""
+        source, destination = read.source_pages.tolist(), read.destination_pages.tolist()
+        num_paired = sum(span.num_pages for span in read.spans)
+        state = source[num_paired:]
+        num_state = len(destination) - num_paired
+        require(bool(state) == bool(num_state), "I1: one side has no state")
+        source[num_paired:] = [state[self.plan.source_of(page)] for page in range(num_state)]
+        return tuple(source), tuple(destination)
 
     # Engine: commands
 
@@ -435,6 +457,8 @@ class ReaderSide(Side[ConsumerEnd]):
         asked = job.emitted - 1  # of them, what the attempt began with
         places = self.plan.places(self.plan.prompts[r] + asked, self._prefix(r, asked))
         for (table, place), page in zip(places, job.pages, strict=True):
+            if table == self.plan.state:
+                place = self.plan.source_of(place)
             right = (id.instance, id.request, table, place)
             require(self.cells[page] == right, f"I1: joined with {self.cells[page]} in {page}")
         self._leave(r, ENDED)
@@ -513,6 +537,7 @@ class Prompt(NamedTuple):
 
 class OwnerSide(Side[ProducerEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
+        plan = plan.of_owner
         super().__init__(ProducerEnd(config, plan.tables), late=plan.late_owner)
         self.end.engine_moves(plan.beats)
         self.plan = plan

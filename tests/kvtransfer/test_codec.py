@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.addresses import MAX_HINTS, PrefixHint
+from common.copy_map import MAX_RANKS
 from common.errors import ProtocolViolation
 from common.priority import HIGHEST, LOWEST
 from common.request import MAX_BUDGET_S, MAX_DEATHS, Remaining, RequestSpec
@@ -80,9 +81,12 @@ hellos = st.builds(
     u64,
     u32,
     st.dictionaries(text, text, max_size=5),
-    st.lists(st.builds(DataPath, text, st.binary(max_size=40)), max_size=3).map(tuple),
+    st.lists(st.builds(DataPath, text, st.binary(max_size=40), u32), max_size=3).map(tuple),
     st.lists(st.builds(PoolRegion, u64, u64, u32), min_size=1, max_size=3).map(tuple),
     text,
+    u32,
+    u32,
+    u32,
 )
 
 
@@ -328,7 +332,7 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_ready(start=5), "range"),
         (_ready(pages=[1] * (codec.MAX_PAGES + 1)), "pages"),
         (_hello(regions=[]), "region"),
-        (_hello(regions=[pb.Region()] * 65), "regions"),
+        (_hello(regions=[pb.Region()] * (MAX_RANKS + 1)), "regions"),
         (_hello(paths=[pb.DataPath()] * 9), "paths"),
         (_hello(paths=[pb.DataPath(description=bytes(1 << 17))]), "description"),
         (_hello(fingerprint={str(n): "" for n in range(65)}), "fingerprint"),

@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from common.config import CacheConfig, EngineConfig, Quantize
+from common.copy_map import MAX_RANKS
 from common.errors import LayoutMismatch
 from engine.build import build
 from engine.models.linear import onednn
-from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion, compare, lasts
+from kvtransfer.pairing import PROTOCOL_VERSION, DataPath, PairHello, PoolRegion, compare, lasts
 from kvtransfer.pairs.named_owners import MAX_OWNERS, REMEMBERED_S, NamedProducers
 from tests.support.checkpoints import make_checkpoint
 
@@ -23,12 +24,30 @@ OURS = PairHello(
 )
 
 
+RANKS = {"tp": 2, "regions": (PoolRegion(4096, 1 << 15, 10), PoolRegion(1 << 30, 1 << 15, 10))}
+
+
 def theirs(**changes: Any) -> PairHello:
     return msgspec.structs.replace(OURS, **{"instance": 2, "address": "there:1", **changes})
 
 
 def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses():
     compare(OURS, theirs(regions=(PoolRegion(1 << 30, 1 << 16, 99),)))
+
+
+def test_nodes_with_different_numbers_of_ranks_pair():
+    peer = theirs(**RANKS, state_pages=1)
+    ours = msgspec.structs.replace(OURS, state_pages=3)
+    compare(ours, peer)
+    compare(peer, ours)
+    assert not ours.same_layout(peer)
+
+
+def test_an_older_node_is_refused_for_its_version_alone():
+    with pytest.raises(LayoutMismatch) as refusal:
+        compare(OURS, theirs(protocol_version=9, tp=0, pp=0))
+    text = f"there:1 cannot pair: protocol_version is {PROTOCOL_VERSION} here and 9 there."
+    assert str(refusal.value) == text
 
 
 @pytest.mark.parametrize(
@@ -45,7 +64,22 @@ def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses()
             {"fingerprint": {**OURS.fingerprint, "extra": "1"}},
             "extra is unset here and '1' there.",
         ),
-        ({"regions": OURS.regions * 2}, "number of ranks is 1 here and 2 there."),
+        ({"state_pages": 2}, "state_pages is 0 here and 2 there."),
+        ({**RANKS, "state_pages": 2}, "state_pages is 0 here and 2 there."),
+        ({"pp": 2, "regions": OURS.regions * 2}, "pp is 1 here and 2 there."),
+        ({"regions": OURS.regions * 2}, "tp is 1 and pp is 1, with pages of 2 ranks"),
+        ({"tp": 0}, "tp is 0 and pp is 1, with pages of 1 ranks"),
+        ({"tp": 2**32 - 1, "pp": 2**32 - 1}, f"A node has 1 to {MAX_RANKS} ranks."),
+        (
+            {"tp": MAX_RANKS + 1, "regions": OURS.regions * (MAX_RANKS + 1)},
+            f"A node has 1 to {MAX_RANKS} ranks.",
+        ),
+        (
+            {"tp": 2, "regions": (*OURS.regions, PoolRegion(4096, 1 << 16, 11))},
+            "its ranks have different numbers of pages",
+        ),
+        ({"state_pages": 11}, "a state of 11 pages exceeds its pool"),
+        ({**RANKS, "paths": (DataPath("tcp", b"", 2),)}, "a rank outside [0, 2)"),
         (
             {"regions": (PoolRegion(4096, 4096, 10),)},
             "page_bytes of rank 0 is 65536 here and 4096 there.",

@@ -23,6 +23,7 @@ from kvtransfer.messages import (
     PagesReleased,
     Prompt,
     ReadsDone,
+    Weights,
 )
 from kvtransfer.ports import (
     CancelCommand,
@@ -45,12 +46,13 @@ from kvtransfer.protocol.actions import (
     SendMessage,
     StartRead,
 )
-from kvtransfer.protocol.attempt import LINK_S
+from kvtransfer.protocol.attempt import LINK_S, OwnerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
 from tests.support.specs import make_spec
 
 PAGE_SIZE = 4
 POOL = 512  # pages of the owner
+PAGES = OwnerPages(POOL, state_pages=0, same_layout=True)
 READER = 101
 OWNER = 11
 STREAM = 1
@@ -88,7 +90,7 @@ def reads(actions: list[Any]) -> list[tuple[HandoffId, list[int], list[int]]]:
 @pytest.fixture
 def end() -> ConsumerEnd:
     reader = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    reader.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
+    reader.stream_up(STREAM, OWNER, "host:1", PAGES, 0.0)
     reader.link_up(STREAM, "tcp", 3.0)
     return reader
 
@@ -122,7 +124,7 @@ def neighbours(granted: ConsumerEnd) -> ConsumerEnd:
 
 def test_a_handoff_goes_from_open_to_held():
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    up = end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
+    up = end.stream_up(STREAM, OWNER, "host:1", PAGES, 0.0)
     assert up == [OpenLink(STREAM), SendMessage(STREAM, Heartbeat(1, 0, connecting=True))]
     proved = end.link_up(STREAM, "tcp", 3.0)
     assert proved == [SendMessage(STREAM, Heartbeat(2, 0)), ProducerUp(OWNER, "host:1", "tcp", 3.0)]
@@ -171,7 +173,7 @@ def test_an_owner_that_is_not_paired_loses_it_at_once(end):
 
 def test_an_owner_whose_link_is_not_proved_gets_no_handoff():
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
+    end.stream_up(STREAM, OWNER, "host:1", PAGES, 0.0)
     assert isinstance(end.command(opening(), 0.0)[0], FailedEvent)
 
 
@@ -310,7 +312,7 @@ def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted):
         FailedEvent(ID, "reset", retryable=True, may_return=True),
         CloseLink(STREAM, "reset"),
     ]
-    assert granted.stream_up(2, OWNER + 1, "host:1", POOL, 1.0)[0] == OpenLink(2)
+    assert granted.stream_up(2, OWNER + 1, "host:1", PAGES, 1.0)[0] == OpenLink(2)
     granted.link_up(2, "tcp", 3.0)
     granted.command(opening(OTHER, OWNER + 1), 1.0)
     granted.command(grant(OTHER, 4, (40,)), 1.0)
@@ -323,7 +325,7 @@ def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted):
 
 # Seen failing without the look at the address: the pair with the owner itself ends.
 def test_an_instance_that_is_paired_at_another_address_is_refused(granted):
-    (end,) = granted.stream_up(2, OWNER, "thief:1", POOL, 1.0)
+    (end,) = granted.stream_up(2, OWNER, "thief:1", PAGES, 1.0)
     assert isinstance(end, EndStream) and end.stream == 2 and end.refused
     assert "host:1" in end.reason
     assert granted.num_open == 1
@@ -340,7 +342,7 @@ def test_more_tokens_than_there_are_are_not_waited_for(granted, admitted):
 
 # Rule 5. Seen failing with the loop in stream_up removed.
 def test_a_second_stream_of_an_owner_ends_the_first(granted):
-    actions = granted.stream_up(2, OWNER, "host:1", POOL, 1.0)
+    actions = granted.stream_up(2, OWNER, "host:1", PAGES, 1.0)
     assert [type(action) for action in told(actions)] == [
         EndStream,
         ProducerDown,
@@ -432,7 +434,7 @@ def test_messages_of_an_attempt_that_is_over_are_dropped(granted, message):
 )
 def test_a_violation_ends_the_stream_and_its_handoffs_only(granted, message):
     granted.command(opening(OTHER), 0.0)
-    granted.stream_up(2, OWNER + 1, "host:2", POOL, 0.0)
+    granted.stream_up(2, OWNER + 1, "host:2", PAGES, 0.0)
     granted.link_up(2, "tcp", 3.0)
     granted.command(opening(HandoffId(READER, 3, 1), OWNER + 1), 0.0)
     actions = granted.received(STREAM, message, 0.0)
@@ -455,7 +457,7 @@ def test_a_range_after_the_last_is_a_violation(done, message):
 
 
 def test_an_attempt_of_another_stream_is_a_violation(granted):
-    granted.stream_up(2, OWNER + 1, "host:2", POOL, 0.0)
+    granted.stream_up(2, OWNER + 1, "host:2", PAGES, 0.0)
     (ended, *_) = granted.received(2, FIRST, 0.0)
     assert isinstance(ended, EndStream) and ended.stream == 2
     assert granted.num_open == 1
@@ -478,7 +480,7 @@ class TestDeadlines:
     @pytest.fixture
     def end(self) -> ConsumerEnd:
         reader = ConsumerEnd(TransferConfig(heartbeat_s=1e6), PageTables(PAGE_SIZE))
-        reader.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
+        reader.stream_up(STREAM, OWNER, "host:1", PAGES, 0.0)
         reader.link_up(STREAM, "tcp", 3.0)
         reader.command(opening(), 0.0)
         reader.command(grant(), 0.0)
@@ -551,7 +553,7 @@ def test_beats_stop_while_the_engine_does_not_move(end):
 
 # Seen failing with the first stream ended alone.
 def test_all_streams_can_be_ended_at_once(granted):
-    granted.stream_up(2, OWNER + 1, "host:2", POOL, 0.0)
+    granted.stream_up(2, OWNER + 1, "host:2", PAGES, 0.0)
     granted.link_up(2, "tcp", 3.0)
     granted.command(opening(OTHER, OWNER + 1), 0.0)
     actions = granted.end_streams("other weights")
@@ -573,6 +575,46 @@ def test_pages_that_came_with_checksums_are_compared_before_they_are_held(grante
 
 def test_a_link_that_cannot_be_opened_ends_the_stream():
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
+    end.stream_up(STREAM, OWNER, "host:1", PAGES, 0.0)
     (ended,) = end.link_closed(STREAM, "nixl: another host; tcp: refused", 1.0)
     assert isinstance(ended, EndStream) and "tcp: refused" in ended.reason
+
+
+# A state with other pages at the owner ------------------------------------------------------------
+
+
+@pytest.fixture
+def unlike() -> ConsumerEnd:
+    """A reader with two pages of a state. Its owner has three, and other contents of pages."""
+    reader = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE, (None, 5), state_pages=2))
+    pages = OwnerPages(POOL, state_pages=3, same_layout=False)
+    reader.stream_up(STREAM, OWNER, "host:1", pages, 0.0)
+    reader.link_up(STREAM, "tcp", 3.0)
+    return reader
+
+
+# Seen failing with the reader's count in `follow` (the stream ends), with the owner's in `grant`
+# (EngineFault), and with checksums of whole pages kept (IndexError).
+def test_each_side_has_its_own_number_of_pages_of_the_state(unlike):
+    unlike.command(opening(), 0.0)
+    unlike.command(grant(pages=(30, 31, 40, 41, 50, 51)), 0.0)
+    unlike.received(STREAM, PagesReady(ID, 0, 4, (1, 2), False, None), 0.0)
+    last = PagesReady(ID, 4, 7, (3, 4, 5, 6, 7), True, 42, sums=((4, 1),))
+    read = next(a for a in unlike.received(STREAM, last, 0.0) if isinstance(a, StartRead))
+    assert read.source_pages.tolist() == [3, 4, 5, 6, 7]
+    assert read.destination_pages.tolist() == [31, 41, 50, 51]
+    assert read.spans == ((0, 1), (1, 1))
+
+
+def test_an_owner_that_publishes_as_many_pages_of_the_state_as_the_reader_has_is_wrong(unlike):
+    unlike.command(opening(), 0.0)
+    unlike.command(grant(pages=(30, 31, 40, 41, 50, 51)), 0.0)
+    ended = unlike.received(STREAM, PagesReady(ID, 0, 7, (1, 2, 3, 4, 5, 6), True, 42), 0.0)
+    assert "it comes with 6 pages" in next(a for a in ended if isinstance(a, EndStream)).reason
+
+
+# Seen failing without the check: OpenHandoff is sent.
+def test_weights_in_pages_of_another_layout_are_not_requested(unlike):
+    command = OpenCommand(ID, OWNER, b"", Remaining(100.0), Weights(0, 4))
+    (lost,) = unlike.command(command, 0.0)
+    assert isinstance(lost, FailedEvent) and not lost.retryable

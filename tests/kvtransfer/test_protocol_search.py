@@ -79,6 +79,20 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
         case("windows-of-a-full-hit", Plan((9,), (9,), windows=(None, 5)), PATIENT, 1, 1_000),
         case("windows-and-no-full-table", Plan((9,), (0,), windows=(3,)), PATIENT, 1, 1_000),
         case("states", Plan((7,), (4,), state_pages=2), PATIENT, 1, 1_000),
+        case(
+            "more-pages-of-a-state-at-the-owner",
+            Plan((7,), (4,), windows=(None, 5), state_pages=1, owner_state_pages=3),
+            PATIENT,
+            1,
+            1_000,
+        ),
+        case(
+            "fewer-pages-of-a-state-at-the-owner",
+            Plan((7,), (4,), windows=(None, 5), state_pages=3, owner_state_pages=2),
+            PATIENT,
+            1,
+            900,
+        ),
         case("state-of-a-full-hit", Plan((9,), (9,), state_pages=1), PATIENT, 1, 1_000),
         case(
             "windows-and-state-of-one-token",

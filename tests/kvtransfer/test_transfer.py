@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -403,6 +404,41 @@ def test_a_violation_ends_the_pair_and_both_nodes_live(rig):
     rig.pump.wait(lambda: 1 in rig.pump.ended)
     assert rig.pump.ended[1].refused
     rig.pair()
+
+
+class Refusals:
+    """The outlet of a side that ends streams."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, str, bool]] = []
+
+    def end(self, stream: int, reason: str, *, refused: bool) -> None:
+        self.ended.append((stream, reason, refused))
+
+
+# Seen failing without the check: a link is opened, which reads the pages of the first rank alone.
+@pytest.mark.parametrize("here, there", [(1, 2), (2, 1), (2, 2)])
+def test_a_node_with_several_ranks_is_refused_and_both_numbers_are_named(here, there):
+    memory, outlet = Memory(NUM_PAGES, PAGE_BYTES), Refusals()
+
+    def of_ranks(instance: int, tp: int) -> PairHello:
+        hello = _hello(instance, memory.pool)
+        return msgspec.structs.replace(hello, tp=tp, regions=hello.regions * tp)
+
+    side = ConsumerSide(
+        ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE)),
+        of_ranks(READER, here),
+        memory.pool,
+        {},
+        TransferConfig(),
+        cast(Any, outlet),
+        lambda: None,
+        ReadMetrics(PAGE_BYTES),
+    )
+    side.opened(PairOpened(1, of_ranks(OWNER, there), as_reader=True), 0.0)
+    ((stream, reason, refused),) = outlet.ended
+    assert (stream, refused) == (1, True)
+    assert f"tp is {here} here and {there} there" in reason
 
 
 def test_nodes_that_do_not_fit_are_refused_field_by_field(make_rig):

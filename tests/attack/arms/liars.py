@@ -271,6 +271,8 @@ async def _learned(target: Target, draw: Random) -> kvtransfer_pb2.Hello:
         protocol_version=PROTOCOL_VERSION,
         regions=[kvtransfer_pb2.Region(base=1 << 30, page_bytes=1, num_pages=_NUM_PAGES)],
         address="127.0.0.1:1",
+        tp=1,
+        pp=1,
     )
     async with _as_node(target, target.prefill, hello) as channel:
         while await _corrected(channel, hello):

@@ -160,8 +160,9 @@ def _reader(
 ) -> ConsumerSide:
     pool, shape = engine.pool, engine.shape
     kv = PagePool(pool.base_address, pool.page_bytes, pool.num_pages, str(shape.device))
-    hello = PairHello.of(INSTANCE, "bench", engine.fingerprint, kv)
-    end = ConsumerEnd(config, shape.layout.tables)
+    tables = shape.layout.tables
+    hello = PairHello.of(INSTANCE, "bench", engine.fingerprint, kv, tables.state_pages)
+    end = ConsumerEnd(config, tables)
     meter = ReadMetrics(pool.page_bytes)
     return ConsumerSide(
         end, hello, kv, data_paths.backends(config, tls=False), config, outlet, wake, meter

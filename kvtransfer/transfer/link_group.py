@@ -1,0 +1,206 @@
+"""Links to several ranks of one owner, used as one link.
+
+Each member reads its own parts of every page. The group's events are those of Link: a job ends when
+every member has ended it, and the group is closed when no member can write any more.
+
+Every member has the jobs in the order in which they were posted, so they also end in that order.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+from common.errors import Overloaded, TransferError
+from kvtransfer.backends.base import Ints
+from kvtransfer.messages import HandoffId
+from kvtransfer.transfer.link import (
+    LinkClosed,
+    LinkEvent,
+    LinkUp,
+    PageLink,
+    RateMeasured,
+    ReadEnded,
+)
+
+Notify: TypeAlias = Callable[[LinkEvent], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    handoff: HandoffId
+    reading: int  # members that have not ended it
+    num_bytes: int = 0
+    seconds: float = 0.0  # of the slowest member
+    refused: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    link: PageLink
+    jobs: deque[_Job] = field(default_factory=deque)  # not ended by this member
+    path: str = ""  # empty: not up
+    gib_per_s: float = 0.0
+    closed: bool = False
+
+
+class LinkGroup:
+    """A link that reads from several ranks. The methods are those of Link, for the same thread."""
+
+    def __init__(
+        self,
+        owner: int,
+        makers: Sequence[Callable[[Notify], PageLink]],
+        notify: Notify,
+        *,
+        shares: Sequence[int],
+        max_jobs: int = 4096,
+    ) -> None:
+        """Start connecting all members at once.
+
+        Args:
+            makers: by member. Each returns a new link with the given `notify`.
+            notify: called on a member's thread with each event of the group, as by Link.
+            shares: by member, the bytes that it reads of each page.
+            max_jobs: jobs not ended before `post` raises Overloaded. No member has more.
+        """
+        self.owner = owner
+        self._notify = notify
+        self._shares = tuple(shares)
+        self._max_jobs = max_jobs
+        self._jobs: deque[_Job] = deque()
+        self._closing: str | None = None  # the reason, once set
+        # Members take it with their own locks released. It is held while they are made, because
+        # the first one may already have an event.
+        self._lock = threading.RLock()
+        with self._lock:
+            self._members = [
+                _Member(make(partial(self._take, number))) for number, make in enumerate(makers)
+            ]
+
+    def post(self, handoff: HandoffId, source_pages: Ints, destination_pages: Ints) -> None:
+        with self._lock:
+            if self._closing is not None:
+                raise TransferError(f"the link is closed: {self._closing}")
+            if len(self._jobs) >= self._max_jobs:
+                raise Overloaded(f"{self._max_jobs} reads are queued on this link")
+            job = _Job(handoff, len(self._members))
+            try:
+                for member in self._members:
+                    member.link.post(handoff, source_pages, destination_pages)
+                    member.jobs.append(job)
+            except TransferError as error:
+                self.close(str(error))  # some members read it and others never will
+                raise
+            self._jobs.append(job)
+
+    def expect(self, destination_pages: Ints) -> None:
+        self._members[0].link.expect(destination_pages)
+
+    def drop(self, handoff: HandoffId) -> int:
+        """Remove the jobs of this id that no member has in progress. Returns their number. A job
+        that some member has in progress ends as refused, for which an event follows.
+        """
+        with self._lock:
+            for member in self._members:
+                self._drop(member, handoff)
+            dropped = [job for job in self._jobs if job.handoff == handoff and not job.reading]
+            self._jobs = deque(job for job in self._jobs if job.reading or job.handoff != handoff)
+            self._report_ended()
+            return len(dropped)
+
+    def _drop(self, member: _Member, handoff: HandoffId) -> None:
+        """The jobs that the member keeps are its first ones: in progress, or ended just now."""
+        kept = sum(job.handoff == handoff for job in member.jobs) - member.link.drop(handoff)
+        jobs, member.jobs = member.jobs, deque()
+        for job in jobs:
+            if job.handoff != handoff or kept > 0:
+                kept -= job.handoff == handoff
+                member.jobs.append(job)
+            else:
+                job.reading -= 1
+                job.refused = job.refused or "dropped"
+
+    @property
+    def deadline(self) -> float | None:
+        deadlines = (member.link.deadline for member in self._members)
+        return min((each for each in deadlines if each is not None), default=None)
+
+    def expire(self, now: float) -> None:
+        deadline = self.deadline
+        if deadline is not None and now >= deadline:
+            self.close("a read passed its deadline")
+
+    def close(self, reason: str) -> None:
+        with self._lock:
+            if self._closing is None:
+                self._closing = reason
+                for member in self._members:
+                    member.link.close(reason)
+
+    def join(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        joined = [member.link.join(max(0.0, until - time.monotonic())) for member in self._members]
+        return all(joined)
+
+    # On a member's thread ------------------------------------------------------------------------
+
+    def _take(self, number: int, event: LinkEvent) -> None:
+        with self._lock:
+            member = self._members[number]
+            match event:
+                case LinkUp(_, path, gib_per_s):
+                    member.path, member.gib_per_s = path, gib_per_s
+                    if self._is_up and self._closing is None:
+                        self._notify(LinkUp(self, self._slowest.path, self._gib_per_s))
+                case RateMeasured(_, gib_per_s):
+                    member.gib_per_s = gib_per_s
+                    if self._is_up and self._closing is None:
+                        self._notify(RateMeasured(self, self._gib_per_s))
+                case ReadEnded():
+                    self._end(member, event)
+                case LinkClosed(_, reason):
+                    member.closed = True
+                    self.close(reason)
+                    if all(each.closed for each in self._members):
+                        unfinished = tuple(job.handoff for job in self._jobs)
+                        self._notify(LinkClosed(self, self._closing or reason, unfinished))
+
+    def _end(self, member: _Member, event: ReadEnded) -> None:
+        job = member.jobs.popleft()
+        job.reading -= 1
+        job.num_bytes += event.num_bytes
+        job.seconds = max(job.seconds, event.seconds)
+        job.refused = job.refused or event.refused
+        self._report_ended()
+
+    def _report_ended(self) -> None:
+        """Report the first jobs that all members have ended. A dropped one may have ended before
+        those in front of it.
+        """
+        while self._jobs and not self._jobs[0].reading:
+            job = self._jobs.popleft()
+            self._notify(ReadEnded(self, job.handoff, job.num_bytes, job.seconds, job.refused))
+
+    @property
+    def _is_up(self) -> bool:
+        return all(member.path for member in self._members)
+
+    @property
+    def _slowest(self) -> _Member:
+        return self._members[self._times.index(max(self._times))]
+
+    @property
+    def _gib_per_s(self) -> float:
+        """Return the rate of all members' bytes over the time of the slowest one."""
+        return sum(self._shares) / max(self._times)
+
+    @property
+    def _times(self) -> list[float]:
+        return [
+            share / member.gib_per_s
+            for share, member in zip(self._shares, self._members, strict=True)
+        ]
