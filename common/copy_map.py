@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.errors import LayoutMismatch
-
-MAX_RANKS = 256  # of one node: tensor-parallel ranks x stages
+from common.limits import MAX_RANKS
 
 
 class AtomKey(NamedTuple):

@@ -23,6 +23,8 @@ MAX_ROWS = 1 << 16
 MAX_LINKS = 4096  # in one Status
 MAX_ADAPTERS = 4096  # in one Status
 
+MAX_RANKS = 256  # of one node: tensor-parallel ranks x stages
+
 
 def difference(*, node: int, router: int) -> str:
     """Return why two ends with these versions cannot communicate, or "". 0: no version was sent."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from common.copy_map import MAX_RANKS
 from common.errors import LayoutMismatch
+from common.limits import MAX_RANKS
 from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import PagePool
 

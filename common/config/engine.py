@@ -7,8 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common.config.record import ConfigRecord, Positive, Seconds
-from common.copy_map import MAX_RANKS
-from common.limits import MAX_ADAPTERS
+from common.limits import MAX_ADAPTERS, MAX_RANKS
 from common.priority import HIGHEST, LOWEST
 
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.copy_map import MAX_RANKS, Atom, AtomKey, RankPages
+from common.copy_map import Atom, AtomKey, RankPages
 from common.errors import ConfigError
+from common.limits import MAX_RANKS
 from common.page_tables import PageTables
 from engine.kv_cache.states import DraftState, LayerState, StateCells, own_heads
 from kernels.linear_attention.state_cells import CellView

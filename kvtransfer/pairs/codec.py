@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from common import addresses, request
-from common.copy_map import MAX_RANKS
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
+from common.limits import MAX_RANKS
 from common.request import MAX_BUDGET_S
 from common.requests.logprobs import from_proto, to_fields
 from common.requests.namespace import BYTES_PER_TOKEN, check_identity

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.copy_map import MAX_RANKS, Atom, AtomKey, RankPages, Slice, copy_map
+from common.copy_map import Atom, AtomKey, RankPages, Slice, copy_map
 from common.errors import ConfigError, LayoutMismatch
+from common.limits import MAX_RANKS
 from engine.kv_cache.layout import NO_TABLE, KVLayout
 from engine.kv_cache.states import (
     DraftState,

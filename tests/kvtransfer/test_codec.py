@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.addresses import MAX_HINTS, PrefixHint
-from common.copy_map import MAX_RANKS
 from common.errors import ProtocolViolation
+from common.limits import MAX_RANKS
 from common.priority import HIGHEST, LOWEST
 from common.request import MAX_BUDGET_S, MAX_DEATHS, Remaining, RequestSpec
 from common.requests.namespace import SHARED, as_bytes, namespace_of

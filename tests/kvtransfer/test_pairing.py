@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from common.config import CacheConfig, EngineConfig, Quantize
-from common.copy_map import MAX_RANKS
 from common.errors import LayoutMismatch
+from common.limits import MAX_RANKS
 from engine.build import build
 from engine.models.linear import onednn
 from kvtransfer.pairing import PROTOCOL_VERSION, DataPath, PairHello, PoolRegion, compare, lasts
