@@ -9,8 +9,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,13 +40,38 @@ from engine.ranks.ring import StepRing
 from engine.runner.copier import PageCopier
 from engine.runner.forwards import Forwards, ForwardSizes
 from engine.runner.ranked import follow
-from engine.runner.stream import open_stream
+from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 
 _MAX_RANKS_FILES = 257  # the pidfds of all other ranks, and one memory
 
 log = logging.getLogger(__name__)
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToFollower)
 _encoder = msgspec.msgpack.Encoder()
+
+
+class FollowerStream:
+    """A stream of steps whose results nobody awaits.
+
+    Args:
+        on_error: called on the stream's thread if a step fails.
+    """
+
+    def __init__(self, stream: DeviceStream, on_error: Callable[[Exception], None]) -> None:
+        self._stream = stream
+        self._on_error = on_error
+
+    def submit(self, work: Callable[[], None]) -> StreamEvent:
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:
+                self._on_error(error)
+                raise
+
+        return self._stream.submit(guarded)
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +111,7 @@ def serve(steps: socket.socket) -> None:
         return
     pool, host_pool = pages_of(config, model, share, message.num_pages, message.num_host_pages)
     sizes = ForwardSizes(message.num_slots, message.max_pages)
-    stream = open_stream(model.device)
+    stream = FollowerStream(open_stream(model.device), partial(_fail_at, steps))
     forwards = Forwards(model, pool, host_pool, bank, stream, sizes)
     ring = StepRing(files[0], message.block_bytes)
     os.close(files[0])
@@ -107,10 +133,14 @@ def main(descriptor: int) -> NoReturn:
         serve(steps)
     except ConfigError as error:
         _fail(steps, RankFailed(str(error), config=True), 2)
-    except Exception as error:
-        log.exception("the rank failed")
-        _fail(steps, RankFailed(f"{type(error).__name__}: {error}"[:2000], config=False), 1)
+    except Exception as error:  # noqa: BLE001  the end of the process
+        _fail_at(steps, error)
     _leave(0)
+
+
+def _fail_at(steps: socket.socket, error: Exception) -> NoReturn:
+    log.error("the rank failed", exc_info=error)
+    _fail(steps, RankFailed(f"{type(error).__name__}: {error}"[:2000], config=False), 1)
 
 
 def _fail(steps: socket.socket, last: RankFailed, exit_code: int) -> NoReturn:

@@ -179,7 +179,12 @@ class Jobs(Protocol):
 def follow(
     steps: socket.socket, ring: StepRing, forwards: Forwards, group: Group, jobs: Jobs
 ) -> None:
-    """Run rank 0's steps and jobs until it closes its end."""
+    """Run rank 0's steps and jobs until it closes its end. Never waits for a step: rank 0 is never
+    more than a few ahead.
+
+    Args:
+        forwards: over a stream that ends the process if a step fails.
+    """
     number, running = 0, None
     while packet := steps.recv(MAX_PACKET_BYTES):
         message = _decoder.decode(packet)
@@ -188,10 +193,7 @@ def follow(
             continue
         step = decode(message, ring.block(number), jobs.adapter)
         event = forwards.launch(step, _Following(group), StepOutput())
-        event = _ended(step, event, forwards, group)
-        if running is not None:
-            running.wait()
-        number, running = number + 1, event
+        number, running = number + 1, _ended(step, event, forwards, group)
 
 
 def largest_step(

@@ -1,6 +1,7 @@
 """Engines with several ranks, as processes, have the tokens of engines with one rank."""
 
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -26,9 +27,11 @@ from common.config import (
 from common.errors import ConfigError, EngineFault
 from engine.batch.batch import PageCopies
 from engine.build import Engine, build
+from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
 from engine.ranks.messages import CopyPages, ReadAdapter
 from engine.ranks.processes import JobFailed
+from engine.runner.stream import WorkerStream
 from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
@@ -309,6 +312,16 @@ def test_a_step_of_a_frozen_rank_ends_by_its_deadline(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="rank 1 is 1 s late in a collective"):
         serving.run()
     serving.close()
+
+
+def test_a_step_that_fails_on_a_follower_is_noticed_though_nobody_awaits_it() -> None:
+    failed: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    stream = FollowerStream(WorkerStream(), failed.put)
+    stream.submit(lambda: None)
+    stream.submit(lambda: {}["key"])
+    assert isinstance(failed.get(timeout=PATIENCE_S), KeyError)
+    stream.close()
+    assert failed.empty()
 
 
 RANK_0 = """
