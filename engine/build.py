@@ -189,6 +189,12 @@ class Engine:
         return self.core.limits
 
     @property
+    def follower_pids(self) -> tuple[int, ...]:
+        """The processes of the other ranks."""
+        followers = self.loaded.followers
+        return () if followers is None else followers.pids
+
+    @property
     def other_pools(self) -> PoolsOfRanks | None:
         """The pages of the other ranks; None: this process has all."""
         followers = self.loaded.followers

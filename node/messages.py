@@ -257,6 +257,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     context_length: int
     num_pages: int
     page_size: int  # tokens
+    followers: tuple[int, ...] = ()  # pids of the ranks after rank 0, which is the engine
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

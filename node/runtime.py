@@ -54,6 +54,7 @@ def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) ->
             context_length=engine.shape.context_length,
             num_pages=engine.shape.num_pages,
             page_size=engine.shape.layout.page_size,
+            followers=engine.follower_pids,
         )
     )
 

@@ -147,6 +147,11 @@ class Followers:
             os.close(memory)
             os.close(pidfds[0])
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes, by rank from 1 on."""
+        return tuple(each.process.pid for each in self._followers)
+
     def loaded(self) -> None:
         """Wait until all followers have loaded their parts.
 

@@ -210,6 +210,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         )
         if ready is None:
             return reply
+        reply.pids.extend(ready.followers)
         if self._supervision.moves(time.monotonic()):
             description = (await self._engine.ask(DescribeNode())).description or {}
         else:

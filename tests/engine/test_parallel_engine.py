@@ -306,7 +306,7 @@ def test_a_job_that_fails_on_a_rank_is_an_error_and_nothing_else(tmp_path: Path)
 def test_a_step_of_a_frozen_rank_ends_by_its_deadline(tmp_path: Path) -> None:
     parallel = {"collective_s": 1.0}
     serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path)), parallel=parallel))
-    (follower,) = children_of(os.getpid(), "engine.follower")
+    (follower,) = serving.engine.follower_pids
     os.kill(follower, signal.SIGSTOP)
     serving.add(prompt(40), sampling=sampled())
     with pytest.raises(EngineFault, match="rank 1 is 1 s late in a collective"):
@@ -329,7 +329,7 @@ import sys
 from common.config import EngineConfig
 from engine.build import build
 engine = build(EngineConfig.model_validate_json(sys.argv[1]))
-print("ready", flush=True)
+print(*engine.follower_pids, flush=True)
 sys.stdin.read()
 """
 
@@ -340,24 +340,13 @@ def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
     config = config_of(2, model=str(make_checkpoint(tmp_path))).model_dump_json()
     command = [sys.executable, "-c", RANK_0, config]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        assert first.stdout is not None and first.stdout.readline() == b"ready\n"
-        (follower,) = children_of(first.pid, "engine.follower")
+        assert first.stdout is not None
+        follower = int(first.stdout.readline())
         pidfd = os.pidfd_open(follower)
         os.kill(first.pid if victim == "rank 0" else follower, signal.SIGKILL)
         assert first.wait(PATIENCE_S) == (-signal.SIGKILL if victim == "rank 0" else 1)
         assert select.select([pidfd], [], [], PATIENCE_S)[0] == [pidfd]
         os.close(pidfd)
-
-
-def children_of(pid: int, program: str) -> list[int]:
-    """Return the pids of a process's children that run a program."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(child) for path in tasks for child in path.read_text().split()]
-    return [
-        child
-        for child in children
-        if program.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
 
 
 def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path) -> None:

@@ -8,23 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.integration.oracle import oracle
-from tests.support.cluster import Cluster, Node, children_of, held
+from tests.support.cluster import Cluster, held
 
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 400
 FLAGS = ("--mode=colocated", "--engine.parallel.tp=2", "--engine.threads=1")
-
-
-def ranks_of(node: Node) -> list[int]:
-    """Return the pids of the ranks of a node, rank 0 first."""
-    (engine,) = children_of(node.child.pid)
-    followers = [
-        child
-        for child in children_of(engine)
-        if b"engine.follower" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-    return [engine, *followers]
 
 
 def prompt(number: int) -> list[int]:
@@ -60,7 +49,7 @@ async def test_a_rank_that_ends_costs_no_answer(
         await begun.wait()
         busy = [node for node in cluster.decode if held(await node.describe())]
         victim = busy[0]
-        _, follower = ranks_of(victim)
+        _, _, follower = (await victim.describe()).pids
         os.kill(follower, end)
         for number, tokens in enumerate(await asyncio.gather(*answers)):
             assert tokens == known.tokens(prompt(number), NUM_TOKENS)
