@@ -1,6 +1,6 @@
 """Measure decode steps of one engine with one rank and with two, as ratios.
 
-    python -m tools.bench.ranks [--rows 1 8] [--steps 60] [--small]
+    python -m tools.bench.ranks [--rows 1 8] [--steps 60] [--rounds 3] [--small]
 
 The model has 449 million random weights in float32. Engines run one after the other, several times
 in turn. A figure is the shortest step of all runs, because other work only makes steps longer.
@@ -23,7 +23,6 @@ from tools.bench.support import record
 from tools.bench.support.models import QWEN3_450M, QWEN3_SMALL, kept
 
 PROMPT_TOKENS = 64
-ROUNDS = 3
 # Ranks and threads of each rank.
 KINDS = {"1 rank, 1 thread": (1, 1), "1 rank, 2 threads": (1, 2), "2 ranks": (2, 1)}
 
@@ -81,13 +80,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each engine (%(default)s)")
     parser.add_argument("--small", action="store_true", help="a model of 3.5 MB, to try the bench")
     parser.add_argument("--models", type=Path, default=Path("build/bench-models"))
     options = parser.parse_args()
     name, sizes = ("qwen3-small", QWEN3_SMALL) if options.small else ("qwen3-450m", QWEN3_450M)
     model = kept(options.models, name, torch.float32, sizes)
     best: dict[tuple[str, int], float] = {}
-    for _ in range(ROUNDS):
+    for _ in range(options.rounds):
         for kind, (ranks, threads) in KINDS.items():
             decoding = _Decoding(model, ranks, threads, max(options.rows))
             for rows in options.rows:
@@ -113,7 +113,7 @@ def main() -> None:
         "to 2 threads": "{to_two:.2f}",
     }
     record.table(lines, columns)
-    record.emit("ranks", {"model": name, "steps": options.steps, "rounds": ROUNDS}, lines)
+    record.emit("ranks", {"model": name, "steps": options.steps, "rounds": options.rounds}, lines)
 
 
 if __name__ == "__main__":
