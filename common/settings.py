@@ -537,7 +537,9 @@ def _sentence(detail: ErrorDetails, named: SettingSources) -> str:
             else f"{setting}: there is no such setting"
         )
     message = detail["msg"].removeprefix("Value error, ")
-    sentence = f"{setting}: {message[:1].lower()}{message[1:]}"
+    sentence = f"{message[:1].lower()}{message[1:]}"
+    if where:  # otherwise it concerns several settings, and names them
+        sentence = f"{setting}: {sentence}"
     if isinstance(detail["input"], dict):
         return sentence
     given = repr(detail["input"])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common import settings
 from common.config import (
     CacheConfig,
     DecodeConfig,
@@ -367,6 +368,13 @@ def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
         PrefillConfig(engine=engine)
     with pytest.raises(ValueError, match="only a node in mode colocated has several ranks"):
         DecodeConfig(engine=engine)
+
+
+def test_the_error_of_two_settings_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings.read(DecodeConfig, "baton", ["--model=m", "--engine.parallel.tp=2"])
+    expected = "baton: engine.parallel.tp: only a node in mode colocated has several ranks"
+    assert capsys.readouterr().err.strip() == expected
 
 
 def test_every_rank_takes_other_weights_and_gives_memory_back(tmp_path: Path) -> None:
