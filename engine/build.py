@@ -389,7 +389,7 @@ def check_ranks(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError if several ranks do not support a configured feature."""
     unsupported = {
         "engine.offload.disk_dir": config.offload.disk_dir is not None,
-        "engine.device (only cpu)": device.type != "cpu",
+        f"engine.device {device}": device.type != "cpu",
     }
     named = [name for name, is_set in unsupported.items() if is_set]
     if named:

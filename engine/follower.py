@@ -42,7 +42,7 @@ from engine.runner.forwards import Forwards, ForwardSizes
 from engine.runner.ranked import follow
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 
-_MAX_RANKS_FILES = 257  # the pidfds of all other ranks, and one memory
+_MAX_FILES = 64  # the pidfds of all other ranks, and one memory
 
 log = logging.getLogger(__name__)
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToFollower)
@@ -50,7 +50,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class FollowerStream:
-    """A stream of steps whose results nobody awaits.
+    """A stream that reports failed steps. Nobody waits for most of its steps.
 
     Args:
         on_error: called on the stream's thread if a step fails.
@@ -102,7 +102,7 @@ def serve(steps: socket.socket) -> None:
     config = EngineConfig.model_validate_json(message.config)
     group = open_group(config.parallel, rank, memory, pidfds, message.store)
     os.close(memory)
-    share = Share(rank, message.size, group)
+    share = Share(rank, config.parallel.tp, group)
     opened = open_model(config)
     model, bank = load_part(config, opened, share)
     _send(steps, RankLoaded())
@@ -158,7 +158,7 @@ def _leave(exit_code: int) -> NoReturn:
 
 def _receive(steps: socket.socket) -> tuple[ToFollower | None, Sequence[int]]:
     """Return a message and its files. None: rank 0 has ended."""
-    packet, files, _, _ = socket.recv_fds(steps, MAX_PACKET_BYTES, _MAX_RANKS_FILES)
+    packet, files, _, _ = socket.recv_fds(steps, MAX_PACKET_BYTES, _MAX_FILES)
     for file in files:
         os.set_inheritable(file, False)
     return (_decoder.decode(packet) if packet else None), files

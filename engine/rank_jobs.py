@@ -4,6 +4,7 @@ Rank 0 does its part, asks the followers for theirs, and continues when all are 
 """
 
 import contextlib
+import itertools
 import socket
 import threading
 import weakref
@@ -55,23 +56,27 @@ class AdaptersOfRanks:
     def __init__(self, own: AdapterSource, followers: Followers) -> None:
         self._own = own
         self._followers = followers
+        self._readings = itertools.count()
 
     def read(self, path: str) -> LoraAdapter:
-        adapter = self._own.read(path)
-        asked = self._followers.ask(lambda number: ReadAdapter(number, path))
+        adapter, reading = self._own.read(path), next(self._readings)
+        # Steps name an adapter by its id, so followers keep it as long as rank 0 does.
+        weakref.finalize(adapter, self._drop, reading).atexit = False
+        asked = self._followers.ask(lambda number: ReadAdapter(number, reading, path))
         try:
             ids = asked.result(_READ_S)
         except JobFailed as error:
             raise InvalidRequest(str(error)) from error
-        # Steps name an adapter by its id, so followers keep it as long as rank 0 does.
-        weakref.finalize(adapter, self._drop, adapter.id).atexit = False
+        except TimeoutError as error:
+            late = f"lora_path: a rank has not read it within {_READ_S:.0f} s"
+            raise InvalidRequest(late) from error
         if any(each != adapter.id for each in ids):
             raise InvalidRequest("lora_path: the files changed while they were read")
         return adapter
 
-    def _drop(self, adapter: AdapterId) -> None:
+    def _drop(self, reading: int) -> None:
         with contextlib.suppress(EngineFault):  # they may have ended
-            self._followers.ask(lambda number: DropAdapter(number, adapter))
+            self._followers.ask(lambda number: DropAdapter(number, reading))
 
 
 class CopierOfRanks:
@@ -198,7 +203,8 @@ class FollowerJobs:
         self._pools = pools
         self._copying = ThreadPoolExecutor(1, "copy-pages")
         self._working = ThreadPoolExecutor(1, "jobs")
-        self._adapters: dict[bytes, list[LoraAdapter]] = {}  # one for each reading
+        self._readings: dict[int, LoraAdapter] = {}
+        self._adapters: dict[AdapterId, list[LoraAdapter]] = {}  # one for each reading
 
     def adapter(self, identity: AdapterId) -> LoraAdapter:
         """Return an adapter that was read."""
@@ -217,10 +223,10 @@ class FollowerJobs:
         match job:
             case CopyPages():
                 self._copy(job, running)
-            case ReadAdapter(path=path):
-                return self._read(path)
-            case DropAdapter(adapter=identity):
-                self._drop(identity)
+            case ReadAdapter(reading=reading, path=path):
+                return self._read(reading, path)
+            case DropAdapter(reading=reading):
+                self._drop(reading)
             case RefillWeights(directory=directory):
                 self._weights.refill(Path(directory))
             case DrainWeights():
@@ -247,14 +253,17 @@ class FollowerJobs:
         copy = self._copier.save if job.to_host else self._copier.bring
         copy(PageCopies(device, host)).future.result()
 
-    def _read(self, path: str) -> bytes:
+    def _read(self, reading: int, path: str) -> bytes:
         adapter = self._source.read(path)
+        self._readings[reading] = adapter
         self._adapters.setdefault(adapter.id, []).append(adapter)
         return adapter.id
 
-    def _drop(self, identity: bytes) -> None:
-        readings = self._adapters[identity]
-        if len(readings) == 1:
-            del self._adapters[identity]
-        else:
-            readings.pop()
+    def _drop(self, reading: int) -> None:
+        adapter = self._readings.pop(reading, None)
+        if adapter is None:
+            return  # it could not be read
+        others = self._adapters[adapter.id]
+        others.remove(adapter)
+        if not others:
+            del self._adapters[adapter.id]

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common.config.record import ConfigRecord, Positive, Seconds
-from common.limits import MAX_ADAPTERS, MAX_RANKS
+from common.limits import MAX_ADAPTERS
 from common.priority import HIGHEST, LOWEST
 
 
@@ -272,7 +272,7 @@ class ParallelConfig(ConfigRecord):
     tp: int = Field(
         1,
         ge=1,
-        le=MAX_RANKS,
+        le=64,  # each rank gets descriptors of all others in one message of at most 253
         description="Tensor-parallel ranks of this node, see docs/parallel.md. threads counts for "
         "each of them",
     )

@@ -24,7 +24,6 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     """
 
     rank: int
-    size: int
     config: bytes
     store: str
     log_level: str
@@ -49,18 +48,20 @@ class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Read this rank's part of an adapter. The result is its id.
 
     Attributes:
+        reading: names this reading for DropAdapter.
         path: of its directory, as in AdapterDirectory.read.
     """
 
     number: int
+    reading: int
     path: str
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Forget one reading of an adapter."""
+    """Forget one reading of an adapter. Nothing happens if it failed."""
 
     number: int
-    adapter: bytes
+    reading: int
 
 
 class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag=True):

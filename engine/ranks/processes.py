@@ -136,7 +136,7 @@ class Followers:
             pidfds += [each.pidfd for each in self._followers]
             for rank, follower in enumerate(self._followers, start=1):
                 others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
-                start = StartRank(rank, size, settings, store, *logs.in_use())
+                start = StartRank(rank, settings, store, *logs.in_use())
                 _send(follower, start, [memory, *others])
             own = [os.dup(pidfd) for pidfd in pidfds[1:]]
             self.share = Share(0, size, open_group(config.parallel, 0, memory, own, store))

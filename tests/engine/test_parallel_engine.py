@@ -30,7 +30,7 @@ from engine.batch.batch import PageCopies
 from engine.build import Engine, build
 from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
-from engine.ranks.messages import CopyPages, ReadAdapter
+from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
 from engine.ranks.processes import JobFailed
 from engine.runner.stream import WorkerStream
 from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
@@ -295,9 +295,11 @@ def test_a_job_that_fails_on_a_rank_is_an_error_and_nothing_else(tmp_path: Path)
         assert "nowhere" in str(load.exception())
         followers = serving.engine.loaded.followers
         assert followers is not None
-        asked = followers.ask(lambda number: ReadAdapter(number, "nowhere"))
+        asked = followers.ask(lambda number: ReadAdapter(number, 99, "nowhere"))
         with pytest.raises(JobFailed, match=r"lora_path: .*nowhere"):
             asked.result(PATIENCE_S)
+        dropped = followers.ask(lambda number: DropAdapter(number, 99))
+        assert dropped.result(PATIENCE_S) == [b""]
         serving.add(prompt(20), adapter="a", sampling=sampled())
         serving.run()
     finally:
