@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +47,7 @@ from engine.offload.file_cache import version_of
 from engine.processor import matrix_features, threads_at_hand
 from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks, PoolsOfRanks, WeightsOfRanks
 from engine.ranks import WHOLE, Share
-from engine.ranks.messages import StartSteps
+from engine.ranks.messages import StartSteps, TransferJob
 from engine.ranks.processes import Followers
 from engine.runner.copier import Copier
 from engine.runner.cpu import use_cpu
@@ -194,6 +194,17 @@ class Engine:
         followers = self.loaded.followers
         return () if followers is None else followers.pids
 
+    def ask_followers(self, body: bytes) -> "Future[Sequence[bytes]]":
+        """Have all other ranks do a part of hand-offs, see TransferJob. Any thread.
+
+        Returns:
+            Their replies, in any order.
+        """
+        followers = self.loaded.followers
+        assert followers is not None
+        steps = followers.steps_done
+        return followers.ask(lambda number: TransferJob(number, steps, body))
+
     @property
     def other_pools(self) -> PoolsOfRanks | None:
         """The pages of the other ranks; None: this process has all."""
@@ -271,13 +282,15 @@ class OpenedModel:
     precision: Precision
 
 
-def build(config: EngineConfig) -> Engine:
+def build(config: EngineConfig, follower_program: str = "") -> Engine:
     """Load the model, and size everything else by the remaining memory.
 
+    Args:
+        follower_program: module that the other ranks run, if there are any.
     Raises:
         ConfigError: the model is not supported, or does not fit.
     """
-    loaded = load(config)
+    loaded = load(config, follower_program)
     try:
         backend = TorchBackend.open(plan(config, loaded))
         if loaded.followers is not None:
@@ -290,7 +303,7 @@ def build(config: EngineConfig) -> Engine:
         raise
 
 
-def load(config: EngineConfig) -> LoadedModel:
+def load(config: EngineConfig, follower_program: str = "") -> LoadedModel:
     """Load the model, and set up this process for its device. Starts the followers of a node with
     several ranks, and waits until they have loaded their parts.
 
@@ -302,7 +315,7 @@ def load(config: EngineConfig) -> LoadedModel:
     if config.parallel.tp == 1:
         return _loaded(config, opened, weights_id, None)
     check_ranks(config, opened.device)
-    followers = Followers(config)
+    followers = Followers(config, follower_program)
     try:
         loaded = _loaded(config, opened, weights_id, followers)
         followers.loaded()

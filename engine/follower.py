@@ -1,6 +1,6 @@
-"""The process of a rank that follows rank 0 of its node: `python -m engine.follower DESCRIPTOR`.
+"""The process of a rank that follows rank 0 of its node.
 
-Rank 0 starts it, never a user. It has a part of the weights and pages, and no requests.
+It has a part of the weights and pages, and no requests. `node.follower` is its program.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
@@ -22,8 +22,10 @@ from common.config import EngineConfig
 from common.errors import ConfigError
 from engine.adapters.adapters import shelf_of
 from engine.build import load_part, open_model, pages_of
+from engine.kv_cache.kv import KVPool
+from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, Model, open_checkpoint
-from engine.rank_jobs import FollowerJobs
+from engine.rank_jobs import FollowerJobs, TransferTaker
 from engine.ranks import Share
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -41,8 +43,12 @@ from engine.runner.copier import PageCopier
 from engine.runner.forwards import Forwards, ForwardSizes
 from engine.runner.ranked import follow
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
+from engine.sizing import whole_layout
 
 _MAX_FILES = 64  # the pidfds of all other ranks, and one memory
+
+# Takes the rank, its pages, and the layout of the whole model.
+OpenTransfer: TypeAlias = Callable[[Share, KVPool, KVLayout], TransferTaker]
 
 log = logging.getLogger(__name__)
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToFollower)
@@ -92,7 +98,7 @@ class PartWeights:
         self.served.drain(self.model)
 
 
-def serve(steps: socket.socket) -> None:
+def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     """Load, then run steps until rank 0 closes its end."""
     message, files = _receive(steps)
     if not isinstance(message, StartRank):
@@ -119,18 +125,26 @@ def serve(steps: socket.socket) -> None:
     adapters = shelf_of(config.lora, model)
     weights = PartWeights(config, opened.servable, model, share)
     pools = pool.tensor, host_pool.tensor
-    jobs = FollowerJobs(steps, PageCopier(pool, host_pool), adapters, weights, pools)
+    whole = whole_layout(config, model.spec, model.dtype, model.device)
+    transfer = open_transfer(share, pool, whole)
+    jobs = FollowerJobs(steps, PageCopier(pool, host_pool), adapters, weights, pools, transfer)
     follow(steps, ring, forwards, group, jobs)
 
 
-def main(descriptor: int) -> NoReturn:
+def main(descriptor: int, open_transfer: OpenTransfer) -> NoReturn:
+    """Serve until rank 0 ends. This process ends then.
+
+    Args:
+        descriptor: of the socket to rank 0.
+        open_transfer: opens the part of hand-offs over this rank's pages.
+    """
     # Only rank 0 decides when to end. Both may be sent to the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     steps = socket.socket(fileno=descriptor)
     try:
-        serve(steps)
+        serve(steps, open_transfer)
     except ConfigError as error:
         _fail(steps, RankFailed(str(error), config=True), 2)
     except Exception as error:  # noqa: BLE001  the end of the process
@@ -166,7 +180,3 @@ def _receive(steps: socket.socket) -> tuple[ToFollower | None, Sequence[int]]:
 
 def _send(steps: socket.socket, message: FromFollower) -> None:
     steps.send(_encoder.encode(message))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

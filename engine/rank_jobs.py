@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,12 +30,15 @@ from engine.ranks.messages import (
     DropAdapter,
     Job,
     JobDone,
+    Ping,
     ReadAdapter,
     RefillWeights,
     ReleasePools,
+    TransferJob,
 )
 from engine.ranks.processes import Followers, JobFailed
 from engine.runner.copier import Copier, PageCopy
+from engine.runner.ranked import SentSteps
 from engine.runner.stream import StreamEvent
 from kernels.cpu.memory import give_back
 
@@ -177,9 +181,23 @@ class RankWeights(Protocol):
         ...
 
 
+class JobReply(Protocol):
+    """Ends a job. Any thread, once."""
+
+    def __call__(self, result: bytes = b"", error: str = "") -> None: ...
+
+
+class TransferTaker(Protocol):
+    """The part of hand-offs of a follower."""
+
+    def take(self, body: bytes, steps: StreamEvent | None, reply: JobReply) -> None:
+        """Begin a TransferJob, without waiting."""
+        ...
+
+
 class FollowerJobs:
-    """The jobs of a follower. Copies have one thread, and all others have another one. Each works
-    in order.
+    """The jobs of a follower. Copies have one thread, hand-offs have theirs, and all others have
+    another one. Each works in order.
 
     Args:
         steps: the socket to rank 0.
@@ -195,12 +213,14 @@ class FollowerJobs:
         adapters: AdapterSource,
         weights: RankWeights,
         pools: Sequence[Tensor],
+        transfer: TransferTaker,
     ) -> None:
         self._steps = steps
         self._copier = copier
         self._source = adapters
         self._weights = weights
         self._pools = pools
+        self._transfer = transfer
         self._copying = ThreadPoolExecutor(1, "copy-pages")
         self._working = ThreadPoolExecutor(1, "jobs")
         self._readings: dict[int, LoraAdapter] = {}
@@ -210,19 +230,21 @@ class FollowerJobs:
         """Return an adapter that was read."""
         return self._adapters[identity][0]
 
-    def take(self, job: Job, running: StreamEvent | None) -> None:
-        """Begin a job.
-
-        Args:
-            running: event of the newest step.
-        """
-        worker = self._copying if isinstance(job, CopyPages) else self._working
-        worker.submit(self._reply, job.number, lambda: self._done(job, running))
-
-    def _done(self, job: Job, running: StreamEvent | None) -> bytes:
+    def take(self, job: Job, steps: SentSteps) -> None:
+        """Begin a job, without waiting."""
         match job:
+            case Ping(number=number):
+                self._reply(number)
+            case TransferJob(number=number, steps=before, body=body):
+                self._transfer.take(body, steps.after(before), partial(self._reply, number))
             case CopyPages():
-                self._copy(job, running)
+                newest = steps.newest
+                self._copying.submit(self._do, job.number, lambda: self._copy(job, newest))
+            case _:
+                self._working.submit(self._do, job.number, lambda: self._done(job))
+
+    def _done(self, job: Job) -> bytes:
+        match job:
             case ReadAdapter(reading=reading, path=path):
                 return self._read(reading, path)
             case DropAdapter(reading=reading):
@@ -236,15 +258,17 @@ class FollowerJobs:
                     give_back(pool)
         return b""
 
-    def _reply(self, number: int, work: Callable[[], bytes]) -> None:
+    def _do(self, number: int, work: Callable[[], bytes]) -> None:
         try:
-            done = JobDone(number, result=work())
+            self._reply(number, work())
         except Exception as error:  # noqa: BLE001  every end of a job is a reply
             known = isinstance(error, ServingError)
-            done = JobDone(number, str(error) if known else f"{type(error).__name__}: {error}")
-        self._steps.send(_encoder.encode(done))
+            self._reply(number, error=str(error) if known else f"{type(error).__name__}: {error}")
 
-    def _copy(self, job: CopyPages, running: StreamEvent | None) -> None:
+    def _reply(self, number: int, result: bytes = b"", error: str = "") -> None:
+        self._steps.send(_encoder.encode(JobDone(number, error, result)))
+
+    def _copy(self, job: CopyPages, running: StreamEvent | None) -> bytes:
         if running is not None:
             running.wait()
         device, host = (
@@ -252,6 +276,7 @@ class FollowerJobs:
         )
         copy = self._copier.save if job.to_host else self._copier.bring
         copy(PageCopies(device, host)).future.result()
+        return b""
 
     def _read(self, reading: int, path: str) -> bytes:
         adapter = self._source.read(path)

@@ -4,7 +4,7 @@ Knows the fingerprint as named strings, and the flag that sets some of them. The
 goes into the fingerprint.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -38,6 +38,10 @@ class PoolRegion(msgspec.Struct, frozen=True):
     num_pages: int
 
 
+def region_of(pool: PagePool) -> PoolRegion:
+    return PoolRegion(pool.base, pool.page_bytes, pool.num_pages)
+
+
 class PairHello(msgspec.Struct, frozen=True, tag=True):
     """The first message in each direction. A reader offers no paths. An owner offers them in the
     order of its preference, described for that one stream.
@@ -66,17 +70,22 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
         instance: int,
         address: str,
         fingerprint: dict[str, str],
-        pool: PagePool,
+        regions: Sequence[PoolRegion],
         state_pages: int,
     ) -> "PairHello":
-        """Return the Hello of a node with one rank, without paths."""
+        """Return the Hello of a node with one stage, without paths.
+
+        Args:
+            regions: by rank.
+        """
         return cls(
             instance=instance,
             protocol_version=PROTOCOL_VERSION,
             fingerprint=fingerprint,
             paths=(),
-            regions=(PoolRegion(pool.base, pool.page_bytes, pool.num_pages),),
+            regions=tuple(regions),
             address=address,
+            tp=len(regions),
             state_pages=state_pages,
         )
 

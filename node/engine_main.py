@@ -49,7 +49,7 @@ def body(begin: Begin, first: StartRole) -> None:
     start = begin(first)
     config: EngineConfig = start.config.engine
     roles = load_roles()
-    engine = build(roles[start.role].wants(config))
+    engine = build(roles[start.role].wants(config), "node.follower")
     prepared: dict[str, Engine] = {}
 
     def prepare(name: str) -> None:

@@ -24,8 +24,10 @@ from engine.scheduler.scheduler import Scheduler
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool, TransferBackend
 from kvtransfer.front_messages import PairInput
-from kvtransfer.pairing import PairHello
+from kvtransfer.pairing import PairHello, PoolRegion, region_of
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
+from kvtransfer.transfer.node_paths import start_ranks
+from kvtransfer.transfer.rank_paths import TransferPaths
 from kvtransfer.transfer.reader import ReadMetrics
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
@@ -143,14 +145,13 @@ class NodeRuntime:
         engine: Engine,
         start: EngineStart[C],
         prepare: Callable[[str], None],
-        paths: Mapping[str, TransferBackend] | None = None,
+        backends: Mapping[str, TransferBackend] | None = None,
     ) -> "NodeRuntime":
         """Make the parts.
 
         Args:
             prepare: see EngineControl.
-            paths: data paths by name; None: those that the configuration selects, and none for
-                a node with several ranks, which exchanges no pages.
+            backends: by name; None: those that the configuration selects.
         Raises:
             ConfigError: no data path works here, or there is no memory for one.
         """
@@ -159,19 +160,16 @@ class NodeRuntime:
         if engine.shape.device.type == "cuda":
             clock.compiles.watch(triton.knobs.runtime)
         pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
-        if engine.loaded.share.size > 1:
-            paths = {}
-        if paths is None:
-            tls = start.config.server.tls.cert is not None
-            paths = data_paths.backends(start.config.transfer, tls=tls)
-        data_paths.rehearse(paths, pool)
+        if backends is None:
+            backends = data_paths.backends(start.config.transfer, tls=_has_tls(start))
+        data_paths.rehearse(backends, pool)
         reads = ReadMetrics(kv.page_bytes)
-        transfer = _make_transfer(engine, start, clock, pool, paths, reads)
+        transfer = _make_transfer(engine, start, clock, pool, backends, reads)
         memory = MemoryOccupation(
             engine.weights,
             engine.pages,
             (kv.tensor, engine.host_pool.tensor),
-            data_paths.why_pinned(paths, pool),
+            data_paths.why_pinned(backends, pool),
             channel.wake,
             engine.other_pools,
         )
@@ -225,26 +223,23 @@ def _make_transfer(
     start: EngineStart[C],
     clock: StepClock,
     pool: PagePool,
-    paths: Mapping[str, TransferBackend],
+    backends: Mapping[str, TransferBackend],
     reads: ReadMetrics,
 ) -> TransferThread[NodeCommand, NodeEvent]:
-    steps = start.config.engine.scheduler
+    steps, shape = start.config.engine.scheduler, engine.shape
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
+    paths, regions = _serve_pages(engine, start, pool, backends)
+    hello = PairHello.of(
+        start.instance, start.address, engine.fingerprint, regions, shape.layout.state_pages
+    )
     return TransferThread(
         frames,
         both_sides(
             start.config.transfer,
-            engine.shape.layout.tables,
-            PairHello.of(
-                start.instance,
-                start.address,
-                engine.fingerprint,
-                pool,
-                engine.shape.layout.state_pages,
-            ),
+            shape.layout.tables,
+            hello,
             pool,
             paths,
-            data_paths.serve(paths, pool, start.instance),
             reads,
             max_untaken_tokens=steps.max_queued_tokens,
         ),
@@ -252,6 +247,34 @@ def _make_transfer(
         stall_s=steps.step_timeout_s,
         wake_engine=start.channel.wake,
     )
+
+
+def _serve_pages(
+    engine: Engine,
+    start: EngineStart[C],
+    pool: PagePool,
+    backends: Mapping[str, TransferBackend],
+) -> tuple[TransferPaths, tuple[PoolRegion, ...]]:
+    """Serve the pages of all ranks. Return the paths of this node, and its pages by rank."""
+    config, share, region = start.config.transfer, engine.loaded.share, region_of(pool)
+    own = TransferPaths.of_rank(
+        share.rank,
+        share.size,
+        pool,
+        config,
+        backends,
+        engine.shape.whole.pages_by_rank,
+        start.instance,
+    )
+    if share.size == 1:
+        return own, (region,)
+    ask = engine.ask_followers
+    paths, others = start_ranks(own, config, ask, tls=_has_tls(start), instance=start.instance)
+    return paths, (region, *others)
+
+
+def _has_tls(start: EngineStart[C]) -> bool:
+    return start.config.server.tls.cert is not None
 
 
 def _make_weights(

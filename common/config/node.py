@@ -1,9 +1,9 @@
 """Prefill and decode nodes."""
 
 import socket
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from common.config.engine import EngineConfig
 from common.config.front import ServerConfig
@@ -111,12 +111,6 @@ class NodeConfig(ConfigRecord):
 class PrefillConfig(NodeConfig):
     server: ServerConfig = ServerConfig(port=50100)
 
-    @model_validator(mode="after")
-    def _has_one_rank(self) -> Self:
-        if self.engine.parallel.tp > 1:
-            raise ValueError("engine.parallel.tp: a prefill node has one rank")
-        return self
-
 
 class DecodeConfig(NodeConfig):
     server: ServerConfig = ServerConfig(port=50200)
@@ -157,9 +151,3 @@ class DecodeConfig(NodeConfig):
         if mode == "disaggregated" and front and front.tls.cert and front.tls.ca is None:
             raise ValueError("with --tls-cert it needs --tls-ca, to verify prefill nodes")
         return mode
-
-    @model_validator(mode="after")
-    def _ranks_exchange_no_pages(self) -> Self:
-        if self.engine.parallel.tp > 1 and self.mode != "colocated":
-            raise ValueError("engine.parallel.tp: only a node in mode colocated has several ranks")
-        return self

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from common.copy_map import Atom, AtomKey, RankPages
-from common.errors import ConfigError
+from common.errors import ConfigError, LayoutMismatch
 from common.limits import MAX_RANKS
 from common.page_tables import PageTables
 from engine.kv_cache.states import DraftState, LayerState, StateCells, own_heads
@@ -312,6 +312,18 @@ class KVLayout:
             size = part.draft.state.vector * self.cell_dtype.itemsize
             atoms[0][AtomKey("vector", layer, 0)] = Atom(0, part.draft.vector, size)
         return RankPages(part.page_bytes, part.state_pages, layers, tuple(atoms))
+
+    def pages_by_rank(self, tp: int) -> tuple[RankPages, ...]:
+        """Return the content of the pages of all ranks of a node with so many. Called on the layout
+        of the whole model.
+
+        Raises:
+            LayoutMismatch: there is no such node.
+        """
+        try:
+            return tuple(self.rank_pages(rank, tp, range(len(self.places))) for rank in range(tp))
+        except ConfigError as error:
+            raise LayoutMismatch(f"a node of {tp} ranks: {error}") from error
 
     def _head_bytes(self, state: LayerState) -> int:
         """Return the bytes of one head of a layer in a page."""

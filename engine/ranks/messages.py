@@ -96,6 +96,24 @@ class ReleasePools(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
 
 
+class TransferJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Do a part of hand-offs, as `body` says. The engine does not know such messages.
+
+    Attributes:
+        steps: number of steps that must be done before.
+    """
+
+    number: int
+    steps: int
+    body: bytes
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Reply at once."""
+
+    number: int
+
+
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
     """The part of the model is in memory."""
 
@@ -128,5 +146,14 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFollower: TypeAlias = StartRank | StartSteps
-Job: TypeAlias = ReadAdapter | DropAdapter | CopyPages | RefillWeights | DrainWeights | ReleasePools
+Job: TypeAlias = (
+    ReadAdapter
+    | DropAdapter
+    | CopyPages
+    | RefillWeights
+    | DrainWeights
+    | ReleasePools
+    | TransferJob
+    | Ping
+)
 FromFollower: TypeAlias = RankLoaded | RankReady | JobDone | RankFailed

@@ -3,7 +3,8 @@
     start: StartRank -> ... loads ... -> RankLoaded; StartSteps -> RankReady; then headers of steps
 
 Rank 0 is a node's engine process. If a follower ends, it ends too, and with it the node. Frozen
-followers are found by the timeout of the next collective. A follower that cannot load reports one
+followers are found by the timeout of the next collective, and without steps by their missing reply
+to a Ping. A follower that cannot load reports one
 sentence, which is rank 0's error.
 """
 
@@ -38,6 +39,7 @@ from engine.ranks.messages import (
     FromFollower,
     Job,
     JobDone,
+    Ping,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -48,9 +50,9 @@ from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.ranks.share import Share
 from engine.ranks.shm import SharedMemoryGroup, memory_bytes
 
-_PROGRAM = "engine.follower"
 _LOAD_S = 3600.0  # for weights from a slow disk
 _CLOSE_S = 5.0
+_LOOK_S = 1.0  # between two looks for missing replies
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
@@ -84,6 +86,34 @@ class _AskedJob:
         return True
 
 
+class PingTimer:
+    """When to ask followers whether they run, and whether their reply is late. If this process was
+    stopped meanwhile, that time does not count, because they may have been stopped too.
+
+    Args:
+        silent_s: longest time until a reply.
+    """
+
+    def __init__(self, silent_s: float) -> None:
+        self._silent_s = silent_s
+        self._asked: Future[Any] | None = None
+        self._waited_s = 0.0
+        self._looked = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return self._asked is None or self._asked.done()
+
+    def sent(self, asked: "Future[Any]") -> None:
+        self._asked, self._waited_s = asked, 0.0
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the reply is late. Called at least once in a second."""
+        self._waited_s += min(now - self._looked, 2 * _LOOK_S)
+        self._looked = now
+        return not self.is_due and self._waited_s > self._silent_s
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Follower:
     process: "subprocess.Popen[bytes]"
@@ -114,11 +144,18 @@ class Followers:
 
     Attributes:
         share: of rank 0.
+        steps_done: number of steps that rank 0 is done with. Any thread may read it.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, program: str) -> None:
         """Start the followers, which load their parts of the model meanwhile. Made on the main
-        thread: they end with the thread that makes them."""
+        thread: they end with the thread that makes them.
+
+        Args:
+            program: module that a follower runs.
+        """
+        self.steps_done = 0
+        self._silent_s = config.parallel.collective_s
         size, settings = config.parallel.tp, config.model_dump_json().encode()
         self._followers: list[_Follower] = []
         self._directory = tempfile.TemporaryDirectory(prefix="baton-ranks-")
@@ -132,7 +169,7 @@ class Followers:
         try:
             os.truncate(memory, memory_bytes(size))
             for _ in range(1, size):
-                self._followers.append(_start())
+                self._followers.append(_start(program))
             pidfds += [each.pidfd for each in self._followers]
             for rank, follower in enumerate(self._followers, start=1):
                 others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
@@ -206,8 +243,8 @@ class Followers:
         return asked.future
 
     def watch(self, on_end: Callable[[], None]) -> None:
-        """Have another thread take the replies to jobs, and call `on_end` when a follower ends
-        before `close`."""
+        """Have another thread take the replies to jobs, and call `on_end` when a follower ends or
+        freezes before `close`."""
         self._watcher = threading.Thread(target=self._watch, args=(on_end,), name="ranks")
         self._watcher.daemon = True
         self._watcher.start()
@@ -252,9 +289,10 @@ class Followers:
     def _watch(self, on_end: Callable[[], None]) -> None:
         ranks = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
         talking = {each.socket for each in self._followers}
+        ping = PingTimer(self._silent_s)
         while True:
             sources: list[Any] = [*talking, *ranks, self._closed]
-            ready, _, _ = select.select(sources, [], [])
+            ready, _, _ = select.select(sources, [], [], _LOOK_S)
             for each in talking & set(ready):
                 packet = each.recv(MAX_PACKET_BYTES)
                 if not packet:
@@ -273,11 +311,19 @@ class Followers:
                 )
                 on_end()
                 return
+            if ping.is_late(time.monotonic()):
+                log.error(
+                    "a rank does not reply, and this node ends %s", kv(seconds=self._silent_s)
+                )
+                on_end()
+                return
+            if ping.is_due:
+                ping.sent(self.ask(Ping))
 
 
-def _start() -> _Follower:
+def _start(program: str) -> _Follower:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", _PROGRAM, str(theirs.fileno())]
+    command = [sys.executable, "-m", program, str(theirs.fileno())]
     with theirs:
         process = subprocess.Popen(
             leashed(command, signal.SIGKILL),

@@ -6,8 +6,9 @@ apply the head to the same inputs and have no sampling work.
 """
 
 import socket
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -85,6 +86,14 @@ class _Following:
 
 
 class StepSender(Protocol):
+    """The followers, as steps need them.
+
+    Attributes:
+        steps_done: number of steps that rank 0 is done with.
+    """
+
+    steps_done: int
+
     def send(self, header: bytes) -> None:
         """Send the header of a step to all followers, without waiting."""
         ...
@@ -157,18 +166,52 @@ class LeadingForwards:
     def _noted(self, event: StreamEvent) -> StreamEvent:
         self._events[self._number % BLOCKS] = event
         self._number += 1
-        return event
+        return _CountedEvent(event, self._number, self._followers)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CountedEvent:
+    """The event of a step, which counts the steps that rank 0 is done with."""
+
+    event: StreamEvent
+    number: int  # of steps up to this one
+    followers: StepSender
+
+    def wait(self) -> None:
+        self.event.wait()
+        self.followers.steps_done = max(self.followers.steps_done, self.number)
+
+
+class SentSteps:
+    """The newest steps of a follower."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._events: deque[StreamEvent] = deque(maxlen=BLOCKS)
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @property
+    def newest(self) -> StreamEvent | None:
+        return self._events[-1] if self._events else None
+
+    def add(self, event: StreamEvent) -> None:
+        self._number += 1
+        self._events.append(event)
+
+    def after(self, number: int) -> StreamEvent | None:
+        """Return an event after which so many steps are done. None: they are."""
+        newer = self._number - number
+        return self._events[-1 - newer] if 0 <= newer < len(self._events) else None
 
 
 class Jobs(Protocol):
     """The other work of a follower."""
 
-    def take(self, job: Job, running: StreamEvent | None) -> None:
-        """Begin a job, without waiting.
-
-        Args:
-            running: event of the newest step.
-        """
+    def take(self, job: Job, steps: "SentSteps") -> None:
+        """Begin a job, without waiting."""
         ...
 
     def adapter(self, identity: AdapterId) -> LoraAdapter:
@@ -185,15 +228,15 @@ def follow(
     Args:
         forwards: over a stream that ends the process if a step fails.
     """
-    number, running = 0, None
+    sent = SentSteps()
     while packet := steps.recv(MAX_PACKET_BYTES):
         message = _decoder.decode(packet)
         if not isinstance(message, Launch):
-            jobs.take(message, running)
+            jobs.take(message, sent)
             continue
-        step = decode(message, ring.block(number), jobs.adapter)
+        step = decode(message, ring.block(sent.number), jobs.adapter)
         event = forwards.launch(step, _Following(group), StepOutput())
-        number, running = number + 1, _ended(step, event, forwards, group)
+        sent.add(_ended(step, event, forwards, group))
 
 
 def largest_step(

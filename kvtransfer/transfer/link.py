@@ -7,8 +7,8 @@ page counts, or how to open a successor.
 
     CONNECTING -> UP -> CLOSED
 
-Every job ends exactly once: by a ReadEnded, by `drop`, or by the link's LinkClosed, which is its
-last event. The job's destination pages must not be released before.
+Every job ends exactly once: by a ReadEnded, or by the link's LinkClosed, which is its last event.
+The job's destination pages must not be released before.
 
 LinkRate measures the rate of a link, from probes and from reads of requests' pages.
 """
@@ -16,13 +16,14 @@ LinkRate measures the rate of a link, from probes and from reads of requests' pa
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from common.errors import Overloaded, TransferError
-from kvtransfer.backends.base import BackendConnection, Ints, ReadRefused
+from kvtransfer.backends.base import BackendConnection, Ints, Moves, ReadRefused
 from kvtransfer.messages import HandoffId
+from kvtransfer.ports import TablePages
 
 GIB = 1 << 30
 LEAST_BYTES = 1 << 20  # a shorter read measures the round trip rather than the rate
@@ -30,7 +31,8 @@ WINDOW = 8  # number of measurements used
 FIRST_PROBE_S = 10.0  # seconds without a measurement until an idle link is probed again
 MOST_PROBE_S = 300.0  # upper limit of this time, which doubles with each probe
 NEWS = 1.25  # factor between two reported rates
-_SLOWEST = 0.1  # fraction of the probed rate at which a read is abandoned
+SLOWEST = 0.1  # fraction of the probed rate at which a read is abandoned
+STATE = -1  # the place of the state among tables
 
 
 class LinkRate:
@@ -117,16 +119,17 @@ class LinkClosed:
 LinkEvent: TypeAlias = LinkUp | RateMeasured | ReadEnded | LinkClosed
 
 
+Notify: TypeAlias = Callable[[LinkEvent], None]
+
+
 class PageLink(Protocol):
-    """A Link, or a LinkGroup. Link documents the methods."""
+    """A link to one or several ranks of an owner. Link documents the methods."""
 
     owner: int
 
-    def post(self, handoff: HandoffId, source_pages: Ints, destination_pages: Ints) -> None: ...
+    def post(self, handoff: HandoffId, pages: "PagesToRead") -> None: ...
 
     def expect(self, destination_pages: Ints) -> None: ...
-
-    def drop(self, handoff: HandoffId) -> int: ...
 
     @property
     def deadline(self) -> float | None: ...
@@ -139,10 +142,66 @@ class PageLink(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PagesToRead:
+    """The pages of one read, see StartRead."""
+
+    source: Ints
+    destination: Ints
+    spans: tuple[TablePages, ...]
+
+    def by_table(self) -> Iterator[tuple[int, Ints, Ints]]:
+        """Yield table, source and destination pages. The state is the table after the last one, of
+        which `spans` has nothing."""
+        start = 0
+        for table, num_pages in self.spans:
+            some = slice(start, start + num_pages)
+            yield table, self.source[some], self.destination[some]
+            start += num_pages
+        if len(self.source) > start:
+            yield STATE, self.source[start:], self.destination[start:]
+
+
+class LinkBytes:
+    """The bytes of each page that a link reads.
+
+    Args:
+        page_bytes: of this rank's pages.
+        moves: None: whole pages.
+    """
+
+    def __init__(self, page_bytes: int, moves: Moves | None = None) -> None:
+        self.moves = moves
+        self._whole = page_bytes
+        self._by_table = [sum(each.size for each in table) for table in moves or ()]
+
+    @property
+    def of_a_page(self) -> int:
+        """Bytes of one page of every table, for comparisons of links."""
+        return sum(self._by_table[:-1]) or self._whole
+
+    def of(self, pages: PagesToRead) -> int:
+        """Return the bytes of a read."""
+        if self.moves is None:
+            return len(pages.source) * self._whole
+        return sum(
+            self._by_table[STATE] if table == STATE else len(source) * self._by_table[table]
+            for table, source, _ in pages.by_table()
+        )
+
+    def copy(self, connection: BackendConnection, pages: PagesToRead) -> None:
+        """Read pages, see BackendConnection.copy."""
+        if self.moves is None:
+            connection.copy(pages.source, pages.destination)
+            return
+        for table, source, destination in pages.by_table():
+            place = len(self.moves) - 1 if table == STATE else table
+            connection.copy(source, destination, place)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     handoff: HandoffId
-    source_pages: Ints
-    destination_pages: Ints
+    pages: PagesToRead
 
 
 @dataclass(slots=True)
@@ -167,9 +226,9 @@ class Link:
         self,
         owner: int,
         connect: Callable[[], BackendConnection],
-        notify: Callable[[LinkEvent], None],
+        notify: Notify,
         *,
-        page_bytes: int,
+        num_bytes: LinkBytes,
         read_s: float,
         min_gib_per_s: float = 0.0,
         max_jobs: int = 4096,
@@ -182,6 +241,7 @@ class Link:
             connect: called once, on the link's thread. May block for 5 s and raise TransferError.
             notify: called on the link's thread with each event. Must not block or raise. Put the
                 event into a queue of the caller's and wake it.
+            num_bytes: that the link reads. `connect` uses the same moves.
             read_s: a read may take this long plus its bytes at a tenth of the measured rate.
             min_gib_per_s: a slower link is closed instead of going up.
             max_jobs: jobs started or queued before `post` raises Overloaded.
@@ -191,7 +251,7 @@ class Link:
         self.owner = owner
         self._connect = connect
         self._notify = notify
-        self._page_bytes = page_bytes
+        self._num_bytes = num_bytes
         self._read_s = read_s
         self._min_gib_per_s = min_gib_per_s
         self._max_jobs = max_jobs
@@ -201,8 +261,8 @@ class Link:
         self._thread = threading.Thread(target=self._run, name=f"link-{owner:016x}", daemon=True)
         self._thread.start()
 
-    def post(self, handoff: HandoffId, source_pages: Ints, destination_pages: Ints) -> None:
-        """Queue the read of source_pages[i] into destination_pages[i]. Allowed before LinkUp.
+    def post(self, handoff: HandoffId, pages: PagesToRead) -> None:
+        """Queue a read. Allowed before LinkUp.
 
         Page ids must have been range-checked, and the arrays must not change afterwards.
 
@@ -215,7 +275,7 @@ class Link:
                 raise TransferError(f"the link is closed: {self._state.closing}")
             if len(self._state.jobs) >= self._max_jobs:
                 raise Overloaded(f"{self._max_jobs} reads are queued on this link")
-            self._state.jobs.append(_Job(handoff, source_pages, destination_pages))
+            self._state.jobs.append(_Job(handoff, pages))
             self._changed.notify()
 
     def expect(self, destination_pages: Ints) -> None:
@@ -226,20 +286,6 @@ class Link:
             expected = self._state.expected
             expected.extend(destination_pages[: self._max_jobs - len(expected)].tolist())
             self._changed.notify()
-
-    def drop(self, handoff: HandoffId) -> int:
-        """Remove the jobs of this id that are not in progress. Returns their number. No event
-        follows for them. At most one other job of the id is left, in progress.
-        """
-        with self._changed:
-            jobs = self._state.jobs
-            kept = deque(
-                job
-                for i, job in enumerate(jobs)
-                if job.handoff != handoff or (i == 0 and self._state.under_way)
-            )
-            self._state.jobs = kept
-            return len(jobs) - len(kept)
 
     @property
     def deadline(self) -> float | None:
@@ -338,8 +384,8 @@ class Link:
             if self._state.closing is not None:
                 return None
             job = self._state.jobs[0]
-            num_bytes = len(job.source_pages) * self._page_bytes
-            allowed_s = self._read_s + num_bytes / (_SLOWEST * rate.gib_per_s * GIB)
+            num_bytes = self._num_bytes.of(job.pages)
+            allowed_s = self._read_s + num_bytes / (SLOWEST * rate.gib_per_s * GIB)
             self._state.under_way = True
             self._state.due = time.monotonic() + allowed_s
             return job
@@ -364,10 +410,10 @@ class Link:
         started = time.monotonic()
         refused = ""
         try:
-            connection.copy(job.source_pages, job.destination_pages)
+            self._num_bytes.copy(connection, job.pages)
         except ReadRefused as error:
             refused = str(error)
-        num_bytes = len(job.source_pages) * self._page_bytes
+        num_bytes = self._num_bytes.of(job.pages)
         now = time.monotonic()
         ended = ReadEnded(self, job.handoff, num_bytes, now - started, refused)
         with self._changed:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import Ints
@@ -21,12 +20,12 @@ from kvtransfer.transfer.link import (
     LinkClosed,
     LinkEvent,
     LinkUp,
+    Notify,
     PageLink,
+    PagesToRead,
     RateMeasured,
     ReadEnded,
 )
-
-Notify: TypeAlias = Callable[[LinkEvent], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +47,8 @@ class _Member:
 
 
 class LinkGroup:
-    """A link that reads from several ranks. The methods are those of Link, for the same thread."""
+    """A link that reads from or with several ranks. The methods are those of Link, for the same
+    thread."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class LinkGroup:
                 _Member(make(partial(self._take, number))) for number, make in enumerate(makers)
             ]
 
-    def post(self, handoff: HandoffId, source_pages: Ints, destination_pages: Ints) -> None:
+    def post(self, handoff: HandoffId, pages: PagesToRead) -> None:
         with self._lock:
             if self._closing is not None:
                 raise TransferError(f"the link is closed: {self._closing}")
@@ -90,7 +90,7 @@ class LinkGroup:
             job = _Job(handoff, len(self._members))
             try:
                 for member in self._members:
-                    member.link.post(handoff, source_pages, destination_pages)
+                    member.link.post(handoff, pages)
                     member.jobs.append(job)
             except TransferError as error:
                 self.close(str(error))  # some members read it and others never will
@@ -99,30 +99,6 @@ class LinkGroup:
 
     def expect(self, destination_pages: Ints) -> None:
         self._members[0].link.expect(destination_pages)
-
-    def drop(self, handoff: HandoffId) -> int:
-        """Remove the jobs of this id that no member has in progress. Returns their number. A job
-        that some member has in progress ends as refused, for which an event follows.
-        """
-        with self._lock:
-            for member in self._members:
-                self._drop(member, handoff)
-            dropped = [job for job in self._jobs if job.handoff == handoff and not job.reading]
-            self._jobs = deque(job for job in self._jobs if job.reading or job.handoff != handoff)
-            self._report_ended()
-            return len(dropped)
-
-    def _drop(self, member: _Member, handoff: HandoffId) -> None:
-        """The jobs that the member keeps are its first ones: in progress, or ended just now."""
-        kept = sum(job.handoff == handoff for job in member.jobs) - member.link.drop(handoff)
-        jobs, member.jobs = member.jobs, deque()
-        for job in jobs:
-            if job.handoff != handoff or kept > 0:
-                kept -= job.handoff == handoff
-                member.jobs.append(job)
-            else:
-                job.reading -= 1
-                job.refused = job.refused or "dropped"
 
     @property
     def deadline(self) -> float | None:
@@ -175,14 +151,8 @@ class LinkGroup:
         job.num_bytes += event.num_bytes
         job.seconds = max(job.seconds, event.seconds)
         job.refused = job.refused or event.refused
-        self._report_ended()
-
-    def _report_ended(self) -> None:
-        """Report the first jobs that all members have ended. A dropped one may have ended before
-        those in front of it.
-        """
-        while self._jobs and not self._jobs[0].reading:
-            job = self._jobs.popleft()
+        if not job.reading:
+            self._jobs.popleft()
             self._notify(ReadEnded(self, job.handoff, job.num_bytes, job.seconds, job.refused))
 
     @property

@@ -6,17 +6,17 @@ have sent Hello wait until their data paths are prepared (`ConsumerAdmissions`).
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from common.errors import LayoutMismatch, TransferError
+from common.errors import LayoutMismatch
 from common.logs import Throttle, ThrottledLog
 from common.requests.namespace import WeightsId
-from kvtransfer.backends.base import Ints, PageProducer
+from kvtransfer.backends.base import Ints
 from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import (
     AnyMessage,
@@ -38,6 +38,7 @@ from kvtransfer.protocol.actions import (
 from kvtransfer.protocol.liveness import earliest
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.page_bytes import PageChecksums
+from kvtransfer.transfer.rank_paths import PathOffers
 from kvtransfer.transfer.thread import EventOutlet
 
 WAIT_S = 10.0  # longest wait; a reader waits longer
@@ -64,17 +65,16 @@ class ConsumerAdmissions:
     """Readers that wait for their paths. Transfer thread only.
 
     Args:
-        owners: by name of their backend, in the order in which readers should try them.
         wake: causes a call of `take_ready` soon. Called by any thread.
     """
 
-    def __init__(self, owners: Mapping[str, PageProducer], wake: Callable[[], None]) -> None:
-        self._owners = owners
+    def __init__(self, offers: PathOffers, wake: Callable[[], None]) -> None:
+        self._offers = offers
         self._wake = wake
         self._waiting: dict[int, _Waiting] = {}  # by stream, oldest first
 
     def begin(self, stream: int, hello: PairHello, now: float) -> None:
-        preparations = tuple(owner.prepare(stream) for owner in self._owners.values())
+        preparations = tuple(self._offers.prepare(stream))
         self._waiting[stream] = _Waiting(hello.instance, preparations, now + WAIT_S)
         for preparation in preparations:
             preparation.add_done_callback(lambda _: self._wake())
@@ -101,20 +101,12 @@ class ConsumerAdmissions:
                 if not done:
                     _log.warning("data path setup timed out", stream=stream, seconds=WAIT_S)
                 del self._waiting[stream]
-                ready.append(AdmittedConsumer(stream, waiting.instance, self._paths(stream)))
+                paths = self._offers.admit(stream)
+                ready.append(AdmittedConsumer(stream, waiting.instance, paths))
         return ready
 
     def next_deadline(self) -> float | None:
         return min((waiting.due for waiting in self._waiting.values()), default=None)
-
-    def _paths(self, stream: int) -> tuple[DataPath, ...]:
-        paths = []
-        for name, owner in self._owners.items():
-            try:
-                paths.append(DataPath(name, owner.admit(stream)))
-            except TransferError as error:
-                _log.warning("data path not offered", path=name, stream=stream, reason=error)
-        return tuple(paths)
 
 
 CONNECTING_POLL_S = 0.001  # over RDMA, an owner must be polled while a reader connects
@@ -127,7 +119,6 @@ class ProducerSide:
 
     Args:
         hello: this node's, without paths.
-        owners: by name of their backend, in the order in which readers should try them.
         wake: ends the transfer thread's sleep. Called by any thread.
         sums: samples the pages that are published.
         max_untaken_tokens: limit of one reader's Opens and Forgets that the engine thread has not
@@ -139,7 +130,7 @@ class ProducerSide:
         self,
         end: ProducerEnd,
         hello: PairHello,
-        owners: Mapping[str, PageProducer],
+        offers: PathOffers,
         outlet: EventOutlet[OwnerEvent],
         wake: Callable[[], None],
         sums: PageChecksums,
@@ -148,10 +139,12 @@ class ProducerSide:
     ) -> None:
         self._end = end
         self._hello = hello
-        self._owners = owners
+        self._offers = offers
         self._outlet = outlet
         self._sums = sums
-        self._admissions = ConsumerAdmissions(owners, wake)
+        self._wake = wake
+        self._admissions = ConsumerAdmissions(offers, wake)
+        self._held = HeldMessages(outlet.send)
         self._untaken = UnconsumedEvents(max_untaken_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
         self._poll_at: float | None = None
@@ -189,7 +182,7 @@ class ProducerSide:
         match message:
             case OpenHandoff() if not self._fits(stream, message):
                 reason = "the engine has not taken what this reader has opened before"
-                self._outlet.send(stream, HandoffFailed(message.id, reason, retryable=True))
+                self._held.send(stream, HandoffFailed(message.id, reason, retryable=True))
             case InvalidatePrefix() if not self._fits(stream, message):
                 pass  # the reader sends it again if the KV that stays leads to NaN or Inf again
             case OpenHandoff() | InvalidatePrefix():
@@ -202,20 +195,19 @@ class ProducerSide:
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
         self._answer_ready(now)
+        self._held.let_go()
         self._end.engine_moves(engine_moves)
         self._carry_out(self._end.tick(now))
         self._poll_at = now + CONNECTING_POLL_S if self._end.polls(now) else None
         if self._poll_at is not None:
-            for owner in self._owners.values():
-                owner.poll()
+            self._offers.poll()
 
     def next_deadline(self) -> float | None:
         admission = self._admissions.next_deadline()
         return earliest((self._end.next_deadline(), admission, self._poll_at))
 
     def close(self) -> None:
-        for owner in self._owners.values():
-            owner.close()
+        self._offers.close()
 
     def _answer_ready(self, now: float) -> None:
         for reader in self._admissions.take_ready(now):
@@ -242,8 +234,14 @@ class ProducerSide:
     def _dismiss(self, stream: int) -> None:
         """End everything that a reader was given for a stream."""
         self._admissions.forget(stream)
-        for owner in self._owners.values():
-            owner.dismiss(stream)
+        self._held.forget(stream)
+        self._offers.dismiss(stream)
+
+    def _hold(self, stream: int, published: Sequence[Future[Any]]) -> None:
+        """Send nothing to the reader before all ranks serve the pages."""
+        for each in published:
+            self._held.hold(stream, each)
+            each.add_done_callback(lambda _: self._wake())
 
     def _carry_out(self, actions: Sequence[OwnerAction]) -> None:
         ended = []
@@ -252,24 +250,61 @@ class ProducerSide:
                 case SendMessage(stream, PagesReady(pages=pages) as ready) if (
                     sums := self._sums.take(pages)
                 ):
-                    self._outlet.send(stream, msgspec.structs.replace(ready, sums=sums))
+                    self._held.send(stream, msgspec.structs.replace(ready, sums=sums))
                 case SendMessage(stream, message):
-                    self._outlet.send(stream, message)
+                    self._held.send(stream, message)
                 case EndStream(stream, reason, refused):
                     self._outlet.end(stream, reason, refused=refused)
                     ended.append(stream)
                 case ExposePages(id, stream, pages):
                     self._exposed.setdefault(id, []).append((stream, pages))
-                    for owner in self._owners.values():
-                        owner.publish(stream, pages)
+                    self._hold(stream, self._offers.publish(stream, pages))
                 case WithdrawPages(id):
                     for stream, pages in self._exposed.pop(id, ()):
-                        for owner in self._owners.values():
-                            owner.withdraw(stream, pages)
+                        self._offers.withdraw(stream, pages)
                 case event:
                     self._outlet.tell(event)
         for stream in ended:  # its hand-offs are withdrawn by now
             self._dismiss(stream)
+
+
+class HeldMessages:
+    """Messages to readers that wait until other ranks have published pages. Each stream keeps its
+    order. Transfer thread only.
+    """
+
+    def __init__(self, send: Callable[[int, AnyMessage], None]) -> None:
+        self._send = send
+        self._held: dict[int, deque[AnyMessage | Future[Any]]] = {}  # by stream, not empty
+
+    def hold(self, stream: int, until: Future[Any]) -> None:
+        """Hold the next messages of a stream."""
+        self._held.setdefault(stream, deque()).append(until)
+
+    def send(self, stream: int, message: AnyMessage) -> None:
+        if stream in self._held:
+            self._held[stream].append(message)
+        else:
+            self._send(stream, message)
+
+    def let_go(self) -> None:
+        """Send what need not wait any more. Raises the error of a rank that could not publish."""
+        for stream, held in list(self._held.items()):
+            while held:
+                match held[0]:
+                    case Future() as until:
+                        if not until.done():
+                            break
+                        until.result()
+                    case message:
+                        self._send(stream, message)
+                held.popleft()
+            else:
+                del self._held[stream]
+
+    def forget(self, stream: int) -> None:
+        """Drop the messages of an ended stream."""
+        self._held.pop(stream, None)
 
 
 class UnconsumedEvents:

@@ -9,26 +9,17 @@ may read. So the entries of all paths exist from the start.
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from common import distribution
-from common.config import TransferConfig
 from common.distribution import HistogramCounts, LiveHistogram
 from common.errors import LayoutMismatch, TransferError
 from common.logs import Throttle, ThrottledLog, kv
 from common.requests.namespace import WeightsId
-from kernels.cpu import memory
-from kvtransfer.backends.base import (
-    BackendConnection,
-    PagePool,
-    RemotePool,
-    TransferBackend,
-    check_pool,
-)
 from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage
-from kvtransfer.pairing import OTHER_WEIGHTS, DataPath, PairHello, compare, lasts
+from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
 from kvtransfer.ports import CompletedEvent, FailedEvent, ReaderCommand, ReaderEvent
 from kvtransfer.protocol.actions import (
     CloseLink,
@@ -44,15 +35,16 @@ from kvtransfer.protocol.attempt import OwnerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.liveness import earliest
 from kvtransfer.transfer.link import (
-    Link,
     LinkClosed,
     LinkEvent,
     LinkUp,
     PageLink,
+    PagesToRead,
     RateMeasured,
     ReadEnded,
 )
-from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
+from kvtransfer.transfer.page_bytes import PageChecksums
+from kvtransfer.transfer.rank_paths import LinkOpener
 from kvtransfer.transfer.thread import EventOutlet
 
 PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
@@ -116,21 +108,6 @@ class ReadMetrics:
         }
 
 
-def _of_one_rank(ours: PairHello, theirs: PairHello) -> bool:
-    """Return whether both nodes have one rank. This side has one link to an owner, so the pages of
-    other ranks would not be read.
-    """
-    return ours.tp * ours.pp == theirs.tp * theirs.pp == 1
-
-
-def _check_ranks(ours: PairHello, theirs: PairHello) -> None:
-    if not _of_one_rank(ours, theirs):
-        raise LayoutMismatch(
-            f"{theirs.address} cannot pair: tp is {ours.tp} here and {theirs.tp} there. KV is read "
-            f"only between nodes with one rank."
-        )
-
-
 log = logging.getLogger(__name__)
 LINK_END_S = 2.0  # for a link's thread, when the process ends
 
@@ -139,8 +116,8 @@ LINK_END_S = 2.0  # for a link's thread, when the process ends
 class _Opening:
     """A link that is not up yet."""
 
-    path: DataPath | None  # being tried
-    untried: deque[DataPath]
+    backend: str  # being tried; "": none is left
+    untried: deque[str]
     reasons: list[str] = field(default_factory=list)  # why the earlier paths failed
 
 
@@ -149,33 +126,31 @@ class ConsumerSide:
 
     Args:
         hello: this node's.
-        backends: by name, those that this node may use.
+        backends: names of those that this node may use.
         wake: ends the transfer thread's sleep. Called by links.
         meter: counts every read, and every page that is compared.
+        sums: compares pages that owners have sampled.
     """
 
     def __init__(
         self,
         end: ConsumerEnd,
         hello: PairHello,
-        pool: PagePool,
-        backends: Mapping[str, TransferBackend],
-        config: TransferConfig,
+        opener: LinkOpener,
+        backends: Collection[str],
         outlet: EventOutlet[ReaderEvent],
         wake: Callable[[], None],
         meter: ReadMetrics,
+        sums: PageChecksums,
     ) -> None:
         self._end = end
         self._hello = hello
-        self._pool = pool
+        self._opener = opener
         self._backends = backends
-        self._config = config
         self._outlet = outlet
         self._wake = wake
         self._meter = meter
-        self._sums = PageChecksums(
-            page_bytes_of(pool), 0
-        )  # compares pages that owners have sampled
+        self._sums = sums
         self._log = ThrottledLog(log, Throttle())
         self._paths: dict[PageLink, str] = {}  # of links that are up
         self._peers: dict[int, PairHello] = {}  # by stream
@@ -193,12 +168,13 @@ class ConsumerSide:
         stream, hello = opening.stream, opening.hello
         try:
             compare(self._hello, hello)
-            _check_ranks(self._hello, hello)
-            for region in hello.regions:
-                check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
         except LayoutMismatch as mismatch:
-            refused = lasts(self._hello, hello) or not _of_one_rank(self._hello, hello)
-            self._outlet.end(stream, str(mismatch), refused=refused)
+            self._outlet.end(stream, str(mismatch), refused=lasts(self._hello, hello))
+            return
+        try:
+            self._opener.check(hello)
+        except LayoutMismatch as mismatch:
+            self._outlet.end(stream, str(mismatch), refused=True)
             return
         self._peers[stream] = hello
         pages = OwnerPages(
@@ -274,8 +250,7 @@ class ConsumerSide:
     def _link_closed(self, stream: int, reason: str, now: float) -> None:
         opening = self._opening.get(stream)
         if opening is not None:
-            name = opening.path.backend if opening.path is not None else "no path"
-            opening.reasons.append(f"{name}: {reason}")
+            opening.reasons.append(f"{opening.backend or 'no path'}: {reason}")
             if opening.untried and stream in self._peers:
                 self._try_next_path(stream, opening)
                 return
@@ -284,22 +259,14 @@ class ConsumerSide:
         self._carry_out(self._end.link_closed(stream, reason, now))
 
     def _open_link(self, stream: int) -> None:
-        usable = [path for path in self._peers[stream].paths if path.backend in self._backends]
-        self._opening[stream] = _Opening(None, deque(usable))
+        offered = dict.fromkeys(path.backend for path in self._peers[stream].paths)
+        usable = deque(name for name in offered if name in self._backends)
+        self._opening[stream] = _Opening("", usable)
         self._try_next_path(stream, self._opening[stream])
 
     def _try_next_path(self, stream: int, opening: _Opening) -> None:
-        opening.path = path = opening.untried.popleft() if opening.untried else None
-        hello = self._peers[stream]
-        link = Link(
-            hello.instance,
-            lambda: self._connect(hello, path),
-            self._notify,
-            page_bytes=self._pool.page_bytes,
-            read_s=self._config.read_timeout_s,
-            min_gib_per_s=self._config.min_link_gib_per_s,
-            take_memory=self._take_memory,
-        )
+        opening.backend = opening.untried.popleft() if opening.untried else ""
+        link = self._opener.open(self._peers[stream], opening.backend, self._notify)
         self._links[stream] = link
         self._streams[link] = stream
 
@@ -307,20 +274,6 @@ class ConsumerSide:
         """Queue an event. Link's thread only."""
         self._link_events.append(event)
         self._wake()
-
-    def _take_memory(self, page: int) -> None:
-        """Let the system allocate a page's memory. Link's thread only."""
-        if self._pool.device == "cpu":
-            memory.take(self._pool.base + page * self._pool.page_bytes, self._pool.page_bytes)
-
-    def _connect(self, hello: PairHello, path: DataPath | None) -> BackendConnection:
-        """Connect over a path. Link's thread only."""
-        if path is None:
-            raise TransferError("the owner offers none that this node may use")
-        region = hello.regions[0]
-        remote = RemotePool(region.base, region.page_bytes, region.num_pages)
-        backend = self._backends[path.backend]
-        return backend.connect(path.description, remote, self._pool)
 
     def _carry_out(self, actions: Sequence[ReaderAction]) -> None:
         for action in actions:
@@ -335,11 +288,12 @@ class ConsumerSide:
                 case CloseLink(stream, reason):
                     if stream in self._links:
                         self._links[stream].close(reason)
-                case StartRead(stream, id, source_pages, destination_pages):
+                case StartRead(stream, id, source_pages, destination_pages, spans):
                     # A link that has just broken rejects it. Its LinkClosed is on the way, and ends
                     # this read with all others.
+                    pages = PagesToRead(source_pages, destination_pages, spans)
                     with contextlib.suppress(TransferError):
-                        self._links[stream].post(id, source_pages, destination_pages)
+                        self._links[stream].post(id, pages)
                 case ExpectPages(stream, destination_pages):
                     if stream in self._links:
                         self._links[stream].expect(destination_pages)

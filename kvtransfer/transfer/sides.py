@@ -4,12 +4,12 @@ Streams of both kinds share one counter, so their numbers never collide. The two
 independent.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import cast
 
 from common.config import TransferConfig
 from common.page_tables import PageTables
-from kvtransfer.backends.base import PagePool, PageProducer, TransferBackend
+from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import PairHello
@@ -29,6 +29,7 @@ from kvtransfer.protocol.liveness import earliest
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from kvtransfer.transfer.publisher import ProducerSide
+from kvtransfer.transfer.rank_paths import TransferPaths
 from kvtransfer.transfer.reader import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.thread import EventOutlet
 
@@ -83,8 +84,7 @@ def both_sides(
     tables: PageTables,
     hello: PairHello,
     pool: PagePool,
-    backends: Mapping[str, TransferBackend],
-    owners: Mapping[str, PageProducer],
+    paths: TransferPaths,
     reads: ReadMetrics,
     *,
     max_untaken_tokens: int,
@@ -92,7 +92,7 @@ def both_sides(
     """Return a function that makes both sides for a TransferThread.
 
     Args:
-        backends, owners: over which this node reads, and over which `pool` is served.
+        pool: of this process, whose pages are sampled and compared.
         reads: counts every read.
         max_untaken_tokens: see ProducerSide.
     """
@@ -101,17 +101,17 @@ def both_sides(
         reader = ConsumerSide(
             ConsumerEnd(config, tables),
             hello,
-            pool,
-            backends,
-            config,
+            paths.opener,
+            paths.backends,
             cast(EventOutlet[ReaderEvent], outlet),  # the outlet takes the events of both
             wake,
             reads,
+            PageChecksums(page_bytes_of(pool), 0),
         )
         publisher = ProducerSide(
             ProducerEnd(config, tables),
             hello,
-            owners,
+            paths.offers,
             cast(EventOutlet[OwnerEvent], outlet),
             wake,
             PageChecksums(page_bytes_of(pool), config.checksum_interval),

@@ -41,6 +41,7 @@ from tests.support.specs import make_request
 from tests.support.vision import make_vision_checkpoint, picture, with_images
 
 NUM_PAGES = 26
+FOLLOWER = "node.follower"
 PATIENCE_S = 120.0
 
 
@@ -63,7 +64,7 @@ class Serving:
     """A role that has nothing but a scheduler, and collects the tokens of its requests."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.engine: Engine = build(config)
+        self.engine: Engine = build(config, FOLLOWER)
         self.scheduler = self.engine.scheduler(config, lambda request, holding: None)
         self.answers: dict[int, list[int]] = defaultdict(list)
         self.vectors: list[Any] = []
@@ -331,7 +332,7 @@ RANK_0 = """
 import sys
 from common.config import EngineConfig
 from engine.build import build
-engine = build(EngineConfig.model_validate_json(sys.argv[1]))
+engine = build(EngineConfig.model_validate_json(sys.argv[1]), "node.follower")
 print(*engine.follower_pids, flush=True)
 sys.stdin.read()
 """
@@ -355,7 +356,7 @@ def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
 def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
     with pytest.raises(ConfigError, match="3 ranks cannot have equal parts of"):
-        build(config_of(3, model=model))
+        build(config_of(3, model=model), FOLLOWER)
 
 
 def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:

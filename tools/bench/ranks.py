@@ -40,7 +40,7 @@ class _Decoding:
             cache=CacheConfig(num_pages=32 * max_rows, swap_pages=0),
             scheduler=SchedulerConfig(max_running_requests=max_rows),
         )
-        self.engine = build(config)
+        self.engine = build(config, "node.follower")
         self._scheduler = self.engine.scheduler(config, lambda request, holding: None)
         self._loop = EventLoop(self, self.engine.runner)
         self._ends: list[float] = []

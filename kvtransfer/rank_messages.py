@@ -1,0 +1,129 @@
+"""Messages from rank 0's transfer thread to the followers of its node, and their replies.
+
+Each is the body of a job of all followers (engine/ranks/messages.py), which replies once. Readers
+and links have the numbers that rank 0 gives them, which it never reuses.
+"""
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from kvtransfer.messages import HandoffId
+from kvtransfer.pairing import PairHello, PoolRegion
+from kvtransfer.ports import TablePages
+
+MOST_PAGES = 4096  # of one message
+MOST_BYTES = 96 << 10  # of the Hello in one OpenRankLink
+
+
+class StartTransfer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Serve this rank's pages, and read into them. What an earlier one began ends. The reply is a
+    TransferStarted.
+
+    Attributes:
+        config: TransferConfig as JSON.
+        tls: whether the node's pair streams are encrypted.
+        instance: of the node.
+    """
+
+    config: bytes
+    tls: bool
+    instance: int
+
+
+class TransferStarted(msgspec.Struct, frozen=True, array_like=True):
+    rank: int
+    region: PoolRegion
+
+
+class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End all links and serve no more pages."""
+
+
+class OfferPaths(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Admit a reader. The reply has the DataPaths of this rank for it."""
+
+    reader: int
+
+
+class DismissReader(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    reader: int
+
+
+class PublishPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Let a reader read pages. At most MOST_PAGES, int32."""
+
+    reader: int
+    pages: bytes
+
+
+class WithdrawPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    reader: int
+    pages: bytes
+
+
+class PollPaths(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """See PageProducer.poll."""
+
+
+class OpenRankLink(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Connect to the ranks of an owner over one backend. The reply is a RankLinkUp.
+
+    Attributes:
+        hello: of the owner, with the paths of that backend alone.
+    """
+
+    link: int
+    backend: str
+    hello: PairHello
+
+
+class RankLinkUp(msgspec.Struct, frozen=True, array_like=True):
+    path: str
+    gib_per_s: float
+
+
+class ReadRankPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read this rank's part of pages, see StartRead. The reply is a RankReadEnded.
+
+    Attributes:
+        source_pages, destination_pages: int32, at most MOST_PAGES each.
+    """
+
+    link: int
+    handoff: HandoffId
+    source_pages: bytes
+    destination_pages: bytes
+    spans: tuple[TablePages, ...]
+
+
+class RankReadEnded(msgspec.Struct, frozen=True, array_like=True):
+    """See ReadEnded."""
+
+    num_bytes: int
+    seconds: float
+    refused: str
+
+
+class CloseRankLink(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Close a link. The reply comes when no byte can land any more."""
+
+    link: int
+    reason: str
+
+
+RankMessage: TypeAlias = (
+    StartTransfer
+    | StopTransfer
+    | OfferPaths
+    | DismissReader
+    | PublishPages
+    | WithdrawPages
+    | PollPaths
+    | OpenRankLink
+    | ReadRankPages
+    | CloseRankLink
+)
+
+encode = msgspec.msgpack.Encoder().encode
+decode: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder(RankMessage)

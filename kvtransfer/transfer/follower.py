@@ -1,0 +1,250 @@
+"""A follower's part of the hand-offs of its node: it serves its pages and reads into them.
+
+Rank 0 decides what is published and read. A thread does its messages in order, and each has one
+reply, which a link's thread may send later.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import numpy as np
+
+from common.config import TransferConfig
+from common.errors import ServingError, TransferError
+from kvtransfer import data_paths
+from kvtransfer.backends.base import PagePool
+from kvtransfer.pairing import region_of
+from kvtransfer.rank_messages import (
+    CloseRankLink,
+    DismissReader,
+    OfferPaths,
+    OpenRankLink,
+    PollPaths,
+    PublishPages,
+    RankLinkUp,
+    RankMessage,
+    RankReadEnded,
+    ReadRankPages,
+    StartTransfer,
+    StopTransfer,
+    TransferStarted,
+    WithdrawPages,
+    decode,
+    encode,
+)
+from kvtransfer.transfer.link import (
+    LinkClosed,
+    LinkEvent,
+    LinkUp,
+    PageLink,
+    PagesToRead,
+    RateMeasured,
+    ReadEnded,
+)
+from kvtransfer.transfer.rank_paths import PagesByRank, PathOffers, TransferPaths
+
+_LOOK_S = 1.0  # between two looks for late reads
+_LINK_END_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Reply(Protocol):
+    """Ends a job. Any thread, once."""
+
+    def __call__(self, result: bytes = b"", error: str = "") -> None: ...
+
+
+class Awaited(Protocol):
+    """The end of the steps before a job."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _OpenLink:
+    link: PageLink
+    opened: Reply | None  # None: it has been called
+    reads: deque[Reply] = field(default_factory=deque)
+    closed: Reply | None = None
+
+
+class FollowerTransfer:
+    """The messages of rank 0 and the links of one follower.
+
+    Args:
+        rank, tp: this rank, and the number of ranks of its node.
+        pool: its pages.
+    """
+
+    def __init__(self, rank: int, tp: int, pool: PagePool, pages_by_rank: PagesByRank) -> None:
+        self._rank = rank
+        self._tp = tp
+        self._pool = pool
+        self._pages_by_rank = pages_by_rank
+        self._paths: TransferPaths | None = None  # None: not started
+        self._open: dict[int, _OpenLink] = {}  # by rank 0's number
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._run, name="transfer", daemon=True).start()
+
+    def take(self, body: bytes, steps: Awaited | None, reply: Reply) -> None:
+        """Begin a job, without waiting.
+
+        Args:
+            steps: that must end before pages are published or read.
+        """
+        self._work.put(partial(self._begin, body, steps, reply))
+
+    # On the transfer thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._work.get(timeout=_LOOK_S)()
+            except Empty:
+                now = time.monotonic()
+                for state in self._open.values():
+                    state.link.expire(now)
+
+    def _begin(self, body: bytes, steps: Awaited | None, reply: Reply) -> None:
+        try:
+            self._do(decode.decode(body), steps, reply)
+        except Exception as error:  # noqa: BLE001  every end of a job is a reply
+            reply(error=str(error) if isinstance(error, ServingError) else repr(error))
+
+    def _do(self, message: RankMessage, steps: Awaited | None, reply: Reply) -> None:
+        match message:
+            case StartTransfer():
+                self._stop()
+                self._start(message)
+                reply(encode(TransferStarted(self._rank, region_of(self._pool))))
+            case StopTransfer():
+                self._stop()
+                reply()
+            case OfferPaths(reader=reader):
+                self._offer(reader, reply)
+            case DismissReader(reader=reader):
+                if self._paths is not None:
+                    self._paths.offers.dismiss(reader)
+                reply()
+            case PublishPages(reader=reader, pages=pages):
+                if steps is not None:
+                    steps.wait()
+                self._offers.publish(reader, np.frombuffer(pages, np.int32))
+                reply()
+            case WithdrawPages(reader=reader, pages=pages):
+                self._offers.withdraw(reader, np.frombuffer(pages, np.int32))
+                reply()
+            case PollPaths():
+                self._offers.poll()
+                reply()
+            case OpenRankLink():
+                self._open_link(message, reply)
+            case ReadRankPages():
+                self._read(message, reply)
+            case CloseRankLink(link=link, reason=reason):
+                self._close(link, reason, reply)
+
+    def _start(self, message: StartTransfer) -> None:
+        config = TransferConfig.model_validate_json(message.config)
+        if config.listen_port:  # each rank has a port of its own
+            config = config.model_copy(update={"listen_port": config.listen_port + self._rank})
+        self._paths = TransferPaths.of_rank(
+            self._rank,
+            self._tp,
+            self._pool,
+            config,
+            data_paths.backends(config, tls=message.tls),
+            self._pages_by_rank,
+            message.instance,
+        )
+
+    def _stop(self) -> None:
+        if self._paths is not None:
+            self._paths.offers.close()
+        self._paths = None
+        for state in self._open.values():
+            state.link.close("this role ends")
+        for state in self._open.values():
+            if not state.link.join(_LINK_END_S):
+                log.warning("link thread did not stop")
+
+    @property
+    def _offers(self) -> PathOffers:
+        return self._started.offers
+
+    @property
+    def _started(self) -> TransferPaths:
+        if self._paths is None:
+            raise TransferError("this role has ended")
+        return self._paths
+
+    def _offer(self, reader: int, reply: Reply) -> None:
+        preparations = self._offers.prepare(reader)
+        left = len(preparations)
+
+        def admit() -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                reply(encode(self._offers.admit(reader)))
+
+        for preparation in preparations:
+            preparation.add_done_callback(lambda _: self._work.put(admit))
+        if not preparations:
+            admit()
+
+    # Links
+
+    def _open_link(self, message: OpenRankLink, reply: Reply) -> None:
+        number = message.link
+        link = self._started.opener.open(
+            message.hello,
+            message.backend,
+            lambda event: self._work.put(lambda: self._event(number, event)),
+        )
+        self._open[number] = _OpenLink(link, reply)
+
+    def _read(self, message: ReadRankPages, reply: Reply) -> None:
+        source = np.frombuffer(message.source_pages, np.int32)
+        destination = np.frombuffer(message.destination_pages, np.int32)
+        pages = PagesToRead(source, destination, message.spans)
+        state = self._open.get(message.link)
+        if state is None:
+            raise TransferError("the link is closed")
+        state.link.post(message.handoff, pages)
+        state.reads.append(reply)
+
+    def _close(self, number: int, reason: str, reply: Reply) -> None:
+        state = self._open.get(number)
+        if state is None:
+            reply()
+            return
+        state.closed = reply
+        state.link.close(reason)
+
+    def _event(self, number: int, event: LinkEvent) -> None:
+        state = self._open[number]
+        match event:
+            case LinkUp(_, path, gib_per_s):
+                if state.opened is not None:
+                    state.opened(encode(RankLinkUp(path, gib_per_s)))
+                state.opened = None
+            case RateMeasured():
+                pass  # rank 0's link measures too
+            case ReadEnded(num_bytes=num_bytes, seconds=seconds, refused=refused):
+                state.reads.popleft()(encode(RankReadEnded(num_bytes, seconds, refused)))
+            case LinkClosed(_, reason):
+                del self._open[number]
+                waiting = [] if state.opened is None else [state.opened]
+                for reply in (*waiting, *state.reads):
+                    reply(error=reason)
+                if state.closed is not None:
+                    state.closed()

@@ -1,0 +1,306 @@
+"""The data paths of a node with several ranks, as rank 0 sees them.
+
+Rank 0 has its own, and the followers do their part as jobs. A reader may read pages when all ranks
+serve them, and a read ends when all ranks have read.
+"""
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import msgspec
+
+from common.config import TransferConfig
+from common.errors import ConfigError, EngineFault, LayoutMismatch, TransferError
+from common.logs import kv
+from kvtransfer.backends.base import Ints
+from kvtransfer.messages import HandoffId
+from kvtransfer.pairing import DataPath, PairHello, PoolRegion
+from kvtransfer.ports import TablePages
+from kvtransfer.rank_messages import (
+    MOST_BYTES,
+    MOST_PAGES,
+    CloseRankLink,
+    DismissReader,
+    OfferPaths,
+    OpenRankLink,
+    PollPaths,
+    PublishPages,
+    RankLinkUp,
+    RankReadEnded,
+    ReadRankPages,
+    StartTransfer,
+    StopTransfer,
+    TransferStarted,
+    WithdrawPages,
+    encode,
+)
+from kvtransfer.transfer.link import (
+    STATE,
+    LinkClosed,
+    LinkUp,
+    Notify,
+    PageLink,
+    PagesToRead,
+    ReadEnded,
+)
+from kvtransfer.transfer.link_group import LinkGroup
+from kvtransfer.transfer.rank_paths import LinkOpener, PathOffers, TransferPaths
+
+# Has all followers do a job, and returns their replies in any order. Never blocks.
+Ask: TypeAlias = Callable[[bytes], "Future[Sequence[bytes]]"]
+
+START_S = 60.0
+STOP_S = 3.0
+
+log = logging.getLogger(__name__)
+_paths: msgspec.msgpack.Decoder[tuple[DataPath, ...]] = msgspec.msgpack.Decoder(
+    tuple[DataPath, ...]
+)
+_started: msgspec.msgpack.Decoder[TransferStarted] = msgspec.msgpack.Decoder(TransferStarted)
+_link_up: msgspec.msgpack.Decoder[RankLinkUp] = msgspec.msgpack.Decoder(RankLinkUp)
+_read_ended: msgspec.msgpack.Decoder[RankReadEnded] = msgspec.msgpack.Decoder(RankReadEnded)
+
+
+def start_ranks(
+    own: TransferPaths, config: TransferConfig, ask: Ask, *, tls: bool, instance: int
+) -> tuple[TransferPaths, tuple[PoolRegion, ...]]:
+    """Have all followers serve their pages. Blocks. Return the paths of the whole node, and the
+    pages of the followers by rank.
+
+    Args:
+        own: of rank 0.
+        tls: whether the node's pair streams are encrypted.
+    Raises:
+        ConfigError: a follower cannot.
+    """
+    start = StartTransfer(config.model_dump_json().encode(), tls, instance)
+    try:
+        replies = ask(encode(start)).result(START_S)
+    except TimeoutError as error:
+        raise ConfigError(f"a rank does not serve its pages within {START_S:.0f} s") from error
+    except EngineFault as error:
+        raise ConfigError(str(error)) from error
+    started = sorted(map(_started.decode, replies), key=lambda each: each.rank)
+    num_ranks = 1 + len(started)
+    paths = TransferPaths(
+        NodeLinks(own.opener, num_ranks, ask),
+        NodeOffers(own.offers, num_ranks, ask),
+        own.backends,
+    )
+    return paths, tuple(each.region for each in started)
+
+
+class NodeOffers:
+    """The paths over which all ranks of this node are read.
+
+    Args:
+        own: of rank 0.
+        num_ranks: of the node.
+    """
+
+    def __init__(self, own: PathOffers, num_ranks: int, ask: Ask) -> None:
+        self._own = own
+        self._num_ranks = num_ranks
+        self._ask = ask
+        self._offered: dict[int, Future[Sequence[bytes]]] = {}  # by reader
+        self._poll: Future[Any] | None = None
+
+    def prepare(self, reader: int) -> Sequence[Future[Any]]:
+        self._offered[reader] = self._ask(encode(OfferPaths(reader)))
+        return (*self._own.prepare(reader), self._offered[reader])
+
+    def admit(self, reader: int) -> tuple[DataPath, ...]:
+        """Return the paths over which all ranks can be read."""
+        paths, asked = list(self._own.admit(reader)), self._offered[reader]
+        if asked.done() and not asked.exception():
+            paths += (path for reply in asked.result() for path in _paths.decode(reply))
+        by_name: dict[str, list[DataPath]] = {}
+        for path in paths:
+            by_name.setdefault(path.backend, []).append(path)
+        offered = [each for each in by_name.values() if len(each) == self._num_ranks]
+        return tuple(itertools.chain(*offered))
+
+    def dismiss(self, reader: int) -> None:
+        self._own.dismiss(reader)
+        if self._offered.pop(reader, None) is not None:
+            self._ask(encode(DismissReader(reader)))
+
+    def publish(self, reader: int, pages: Ints) -> Sequence[Future[Any]]:
+        self._own.publish(reader, pages)
+        return [
+            self._ask(encode(PublishPages(reader, some.tobytes()))) for some in _in_parts(pages)
+        ]
+
+    def withdraw(self, reader: int, pages: Ints) -> None:
+        """Followers do it later. Until then the reader may read what others write there, as over a
+        one-sided path. It discards such reads.
+        """
+        self._own.withdraw(reader, pages)
+        for some in _in_parts(pages):
+            self._ask(encode(WithdrawPages(reader, some.tobytes())))
+
+    def poll(self) -> None:
+        self._own.poll()
+        if self._poll is None or self._poll.done():
+            self._poll = self._ask(encode(PollPaths()))
+
+    def close(self) -> None:
+        self._own.close()
+        try:
+            self._ask(encode(StopTransfer())).result(STOP_S)
+        except TimeoutError:
+            log.warning("other ranks still serve pages %s", kv(seconds=STOP_S))
+
+
+class NodeLinks:
+    """The links of all ranks of this node.
+
+    Args:
+        own: of rank 0.
+    """
+
+    def __init__(self, own: LinkOpener, num_ranks: int, ask: Ask) -> None:
+        self._own = own
+        self._num_ranks = num_ranks
+        self._ask = ask
+        self._numbers = itertools.count()
+
+    def check(self, hello: PairHello) -> None:
+        self._own.check(hello)
+        for backend in {path.backend for path in hello.paths}:
+            if len(encode(_brief(hello, backend))) > MOST_BYTES:
+                raise LayoutMismatch(
+                    f"{hello.address} cannot pair: {backend} of {len(hello.regions)} ranks takes "
+                    f"more than {MOST_BYTES} bytes."
+                )
+
+    def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
+        opening = OpenRankLink(next(self._numbers), backend, _brief(hello, backend))
+        makers: list[Callable[[Notify], PageLink]] = [
+            partial(self._own.open, hello, backend),
+            partial(FollowersLink, opening, self._ask),
+        ]
+        return LinkGroup(hello.instance, makers, notify, shares=[1, self._num_ranks - 1])
+
+
+def _brief(hello: PairHello, backend: str) -> PairHello:
+    """Return the part of a Hello that a follower needs to connect."""
+    paths = tuple(path for path in hello.paths if path.backend == backend)
+    return msgspec.structs.replace(hello, paths=paths, fingerprint={})
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    handoff: HandoffId
+    parts: int  # not ended
+    num_bytes: int = 0
+    seconds: float = 0.0
+    refused: str = ""
+
+
+class FollowersLink:
+    """A link of all followers to the ranks of an owner, see PageLink. It has no deadlines: each
+    follower closes its links that are late, and a follower that is frozen ends the node.
+    """
+
+    deadline: float | None = None
+
+    def __init__(self, opening: OpenRankLink, ask: Ask, notify: Notify) -> None:
+        self.owner = opening.hello.instance
+        self._number = opening.link
+        self._ask = ask
+        self._notify = notify
+        self._reads: deque[_Read] = deque()
+        self._closing: str | None = None  # the reason, once set
+        self._closed = threading.Event()
+        self._lock = threading.RLock()
+        ask(encode(opening)).add_done_callback(self._opened)
+
+    def post(self, handoff: HandoffId, pages: PagesToRead) -> None:
+        parts = list(_parts_of(pages))
+        with self._lock:
+            if self._closing is not None:
+                raise TransferError(f"the link is closed: {self._closing}")
+            read = _Read(handoff, len(parts))
+            self._reads.append(read)
+            for part in parts:
+                lists = part.source.tobytes(), part.destination.tobytes()
+                message = ReadRankPages(self._number, handoff, *lists, part.spans)
+                asked = self._ask(encode(message))
+                asked.add_done_callback(partial(self._ended, read))
+
+    def expect(self, destination_pages: Ints) -> None:
+        """Do nothing: rank 0 prepares its memory only while it has time for that."""
+
+    def expire(self, now: float) -> None:
+        """Do nothing."""
+
+    def close(self, reason: str) -> None:
+        with self._lock:
+            if self._closing is None:
+                self._closing = reason
+                asked = self._ask(encode(CloseRankLink(self._number, reason)))
+                asked.add_done_callback(self._fenced)
+
+    def join(self, timeout_s: float) -> bool:
+        return self._closed.wait(timeout_s)
+
+    # On the thread that takes the replies ---------------------------------------------------------
+    # Events are sent with the lock released, because a group of links calls this one with its own.
+
+    def _opened(self, asked: "Future[Sequence[bytes]]") -> None:
+        error = asked.exception()
+        if error is not None:
+            self.close(str(error))
+        elif self._closing is None:
+            up = [_link_up.decode(reply) for reply in asked.result()]
+            slowest = min(up, key=lambda each: each.gib_per_s)
+            self._notify(LinkUp(self, slowest.path, len(up) * slowest.gib_per_s))
+
+    def _ended(self, read: _Read, asked: "Future[Sequence[bytes]]") -> None:
+        error = asked.exception()
+        if error is not None:
+            self.close(str(error))
+            return
+        ended = [_read_ended.decode(reply) for reply in asked.result()]
+        with self._lock:
+            read.num_bytes += sum(each.num_bytes for each in ended)
+            read.seconds += max(each.seconds for each in ended)
+            read.refused = read.refused or "".join(each.refused for each in ended)
+            read.parts -= 1
+            if read.parts:
+                return
+            self._reads.popleft()
+        counts = read.num_bytes, read.seconds, read.refused
+        self._notify(ReadEnded(self, read.handoff, *counts))
+
+    def _fenced(self, _: object) -> None:
+        """Every follower has replied to all reads before."""
+        unfinished = tuple(read.handoff for read in self._reads)
+        self._notify(LinkClosed(self, self._closing or "", unfinished))
+        self._closed.set()
+
+
+def _in_parts(pages: Ints) -> Iterator[Ints]:
+    for start in range(0, len(pages), MOST_PAGES):
+        yield pages[start : start + MOST_PAGES]
+
+
+def _parts_of(pages: PagesToRead) -> Iterator[PagesToRead]:
+    """Yield reads of at most MOST_PAGES pages each. The pages of the state stay together."""
+    if len(pages.source) <= MOST_PAGES:
+        yield pages
+        return
+    for table, source, destination in pages.by_table():
+        if table == STATE:
+            yield PagesToRead(source, destination, ())
+            continue
+        for some in zip(_in_parts(source), _in_parts(destination), strict=True):
+            yield PagesToRead(*some, (TablePages(table, len(some[0])),))

@@ -1,0 +1,250 @@
+"""The data paths of one rank: its pages are served over them, and read from the ranks of an owner.
+
+A node with one rank uses these directly. With several ranks, each has its own, and node_paths.py
+joins them.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from common.config import TransferConfig
+from common.copy_map import RankPages, Slice, copy_map
+from common.errors import LayoutMismatch, TransferError
+from common.logs import Throttle, ThrottledLog
+from kernels.cpu import memory
+from kvtransfer import data_paths
+from kvtransfer.backends.base import (
+    BackendConnection,
+    Ints,
+    Moves,
+    PagePool,
+    PageProducer,
+    RemotePool,
+    TransferBackend,
+    check_pool,
+)
+from kvtransfer.pairing import DataPath, PairHello
+from kvtransfer.transfer.link import Link, LinkBytes, Notify, PageLink
+from kvtransfer.transfer.link_group import LinkGroup
+
+# Returns the pages of all ranks of a node with so many. Raises LayoutMismatch if there is no such
+# node.
+PagesByRank: TypeAlias = Callable[[int], Sequence[RankPages]]
+
+_log = ThrottledLog(logging.getLogger(__name__), Throttle())
+
+
+class PathOffers(Protocol):
+    """The data paths over which readers read the pages of a node, or of one rank. Transfer thread
+    only. See PageProducer.
+    """
+
+    def prepare(self, reader: int) -> Sequence[Future[Any]]: ...
+
+    def admit(self, reader: int) -> tuple[DataPath, ...]:
+        """Return the paths of a reader, in the order in which it should try them."""
+        ...
+
+    def dismiss(self, reader: int) -> None: ...
+
+    def publish(self, reader: int, pages: Ints) -> Sequence[Future[Any]]:
+        """Let a reader read pages. It may when all futures are done."""
+        ...
+
+    def withdraw(self, reader: int, pages: Ints) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RankOffers:
+    """The paths over which one rank is read.
+
+    Args:
+        producers: by name of their backend, in the order in which readers should try them.
+    """
+
+    def __init__(self, rank: int, producers: Mapping[str, PageProducer]) -> None:
+        self._rank = rank
+        self._producers = producers
+
+    def prepare(self, reader: int) -> Sequence[Future[Any]]:
+        return [producer.prepare(reader) for producer in self._producers.values()]
+
+    def admit(self, reader: int) -> tuple[DataPath, ...]:
+        paths = []
+        for name, producer in self._producers.items():
+            try:
+                paths.append(DataPath(name, producer.admit(reader), self._rank))
+            except TransferError as error:
+                _log.warning("data path not offered", path=name, stream=reader, reason=error)
+        return tuple(paths)
+
+    def dismiss(self, reader: int) -> None:
+        for producer in self._producers.values():
+            producer.dismiss(reader)
+
+    def publish(self, reader: int, pages: Ints) -> Sequence[Future[Any]]:
+        for producer in self._producers.values():
+            producer.publish(reader, pages)
+        return ()
+
+    def withdraw(self, reader: int, pages: Ints) -> None:
+        for producer in self._producers.values():
+            producer.withdraw(reader, pages)
+
+    def poll(self) -> None:
+        for producer in self._producers.values():
+            producer.poll()
+
+    def close(self) -> None:
+        for producer in self._producers.values():
+            producer.close()
+
+
+class LinkOpener(Protocol):
+    """Opens links to owners, for a node or for one rank."""
+
+    def check(self, hello: PairHello) -> None:
+        """Raise LayoutMismatch if the pages of an owner cannot be read."""
+        ...
+
+    def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
+        """Open a link to an owner over one backend. If it offers none, the link closes at once."""
+        ...
+
+
+class RankLinks:
+    """The links of one rank.
+
+    Args:
+        rank, tp: this rank, and the number of ranks of its node.
+        pool: its pages.
+        backends: by name, those that this node may use.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        tp: int,
+        pool: PagePool,
+        backends: Mapping[str, TransferBackend],
+        config: TransferConfig,
+        pages_by_rank: PagesByRank,
+    ) -> None:
+        self._rank = rank
+        self._tp = tp
+        self._pool = pool
+        self._backends = backends
+        self._config = config
+        self._pages_by_rank = pages_by_rank
+        self._maps: dict[int, tuple[tuple[Slice, ...], ...]] = {}  # by tp of an owner
+
+    def check(self, hello: PairHello) -> None:
+        for region in hello.regions:
+            check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
+        if hello.tp == self._tp:
+            return  # `compare` has found equal pages
+        for rank, pages in enumerate(self._pages_by_rank(hello.tp)):
+            there = hello.regions[rank].page_bytes, hello.state_pages
+            if there != (pages.page_bytes, pages.state_pages):
+                raise LayoutMismatch(
+                    f"{hello.address} cannot pair: rank {rank} of {hello.tp} has pages of "
+                    f"{there[0]} bytes and a state of {there[1]} pages there, where this node "
+                    f"expects {pages.page_bytes} and {pages.state_pages}."
+                )
+        self._moves(hello.tp)
+
+    def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
+        members = [
+            (owner, LinkBytes(self._pool.page_bytes, moves))
+            for owner, moves in self._moves(hello.tp).items()
+        ]
+        makers = [partial(self._link, hello, backend, *member) for member in members]
+        if len(makers) == 1:
+            return makers[0](notify)
+        shares = [num_bytes.of_a_page for _, num_bytes in members]
+        return LinkGroup(hello.instance, makers, notify, shares=shares)
+
+    def _moves(self, tp: int) -> dict[int, Moves | None]:
+        """Return the bytes that this rank reads, by rank of an owner."""
+        if tp == self._tp:
+            return {self._rank: None}
+        if tp not in self._maps:
+            mine = self._pages_by_rank(self._tp)[self._rank]
+            self._maps[tp] = copy_map(self._rank, mine, self._pages_by_rank(tp))
+        whole = self._maps[tp]
+        owners = sorted({each.owner for table in whole for each in table})
+        return {
+            owner: tuple(tuple(each for each in table if each.owner == owner) for table in whole)
+            for owner in owners
+        }
+
+    def _link(
+        self, hello: PairHello, backend: str, owner: int, num_bytes: LinkBytes, notify: Notify
+    ) -> PageLink:
+        return Link(
+            hello.instance,
+            lambda: self._connect(hello, backend, owner, num_bytes.moves),
+            notify,
+            num_bytes=num_bytes,
+            read_s=self._config.read_timeout_s,
+            min_gib_per_s=self._config.min_link_gib_per_s,
+            take_memory=self._take_memory,
+        )
+
+    def _connect(
+        self, hello: PairHello, backend: str, owner: int, moves: Moves | None
+    ) -> BackendConnection:
+        """Connect to a rank of an owner. Link's thread only."""
+        path = next((p for p in hello.paths if (p.backend, p.rank) == (backend, owner)), None)
+        if path is None:
+            raise TransferError("the owner offers none that this node may use")
+        region = hello.regions[owner]
+        remote = RemotePool(region.base, region.page_bytes, region.num_pages)
+        return self._backends[backend].connect(path.description, remote, self._pool, moves)
+
+    def _take_memory(self, page: int) -> None:
+        """Let the system allocate a page's memory. Link's thread only."""
+        if self._pool.device == "cpu":
+            memory.take(self._pool.base + page * self._pool.page_bytes, self._pool.page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPaths:
+    """All data paths of a node, or of one rank.
+
+    Attributes:
+        backends: names of those over which it may read.
+    """
+
+    opener: LinkOpener
+    offers: PathOffers
+    backends: Collection[str]
+
+    @classmethod
+    def of_rank(
+        cls,
+        rank: int,
+        tp: int,
+        pool: PagePool,
+        config: TransferConfig,
+        backends: Mapping[str, TransferBackend],
+        pages_by_rank: PagesByRank,
+        instance: int,
+    ) -> "TransferPaths":
+        """Serve the pages of one rank.
+
+        Raises:
+            ConfigError: this machine supports none of the backends.
+        """
+        return cls(
+            RankLinks(rank, tp, pool, backends, config, pages_by_rank),
+            RankOffers(rank, data_paths.serve(backends, pool, instance)),
+            tuple(backends),
+        )
