@@ -55,6 +55,7 @@ from protos.router_pb2 import (
     GenerateResponse,
     GetClusterRequest,
     GetClusterResponse,
+    MoveRequest,
     TokenIds,
     Usage,
 )
@@ -166,6 +167,7 @@ class Cluster:
         node_flags: Sequence[str] = (),
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
+        flags_of: Mapping[str, Sequence[str]] | None = None,
         paired: bool = True,
         by_file: bool = False,
         tls_config: TlsConfig | None = None,
@@ -181,6 +183,7 @@ class Cluster:
             by_file: the router has the nodes' names from a file, so that they can come and go.
             path: of the KV, forced: "nixl" | "tcp", or "auto".
             node_flags: for every node; the role's own flags go before them.
+            flags_of: more flags of single nodes, by name, such as "decode-1".
             tls_config: of every program, and of what is asked here. Clients need no certificate.
             with_secret: programs know each other by a cluster secret, of a file; what is asked
                 here is asked by an operator who has the secret.
@@ -211,6 +214,7 @@ class Cluster:
             "prefill": (f"--device={rig.prefill_device}", *base, *prefill_flags),
             "decode": (f"--device={rig.decode_device}", *base, *decode_flags),
         }
+        self._flags_of = flags_of or {}
         self._model = model
         self._environment = {**os.environ, **(environment or {})}
         self._islands = islands or {}
@@ -421,6 +425,12 @@ class Cluster:
         async with asyncio.timeout(STOP_S):
             assert await node.child.ended() == 0
 
+    async def migrate(self, source: Node, target: Node) -> None:
+        """Have a response of one decode node go on at another."""
+        move = MoveRequest(source=source.address, target=target.address)
+        async with make_channel(self.address, self._certificates, self.operator) as channel:
+            await RouterStub(channel).Move(move, timeout=RPC_S)  # type: ignore[no-untyped-call]
+
     async def switch(self, node: Node, role: str) -> None:
         """It takes the role; returns when the router knows it in that, and nodes have paired."""
         await node.stub.Switch(SwitchRequest(role=role), timeout=RPC_S)
@@ -580,6 +590,7 @@ class Cluster:
         if not any(flag.startswith("--engine.cache.num-pages") for flag in flags):
             flags = (*flags, f"--engine.cache.num-pages={NUM_PAGES}")
         name = f"{role}-{number}"
+        flags = (*flags, *self._flags_of.get(name, ()))
         host = LOOPBACK
         for elsewhere, island in self._islands.items():  # whose loopback is another
             host = island.host if elsewhere == name else island.shore

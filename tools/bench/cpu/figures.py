@@ -57,7 +57,8 @@ class Table:
 
     def values(self, system: str, load: str, *keys: str) -> list[float]:
         """Return one number per round, by its path in the row. Empty without rows."""
-        return [float(reduce(getitem, keys, row)) for row in self.of(system, load)]
+        found: list[Any] = [reduce(getitem, keys, row) for row in self.of(system, load)]
+        return [float(value) for value in found]
 
 
 def ratios(values: Sequence[float], against: Sequence[float]) -> list[float]:
@@ -84,7 +85,7 @@ def agreement(table: Table, load: str, system: str, other: str) -> float:
     """Return the share of responses that are token for token equal to another system's."""
     mine, theirs = ([row["token_ids"] for row in table.of(name, load)] for name in (system, other))
     pairs = [pair for round in zip(mine, theirs, strict=True) for pair in zip(*round, strict=True)]
-    return sum(a == b for a, b in pairs) / len(pairs)
+    return float(sum(a == b for a, b in pairs)) / len(pairs)
 
 
 def markdown(figures: Sequence[Figure]) -> str:

@@ -50,7 +50,7 @@ def product_flops(sizes: dict[str, Any], rows: int) -> float:
     """Return the FLOPs of the products of all layers. The head, which has one row only, is left
     out."""
     each = sum(out * into for out, into in matrices(sizes))
-    return 2.0 * rows * each * sizes["num_hidden_layers"]
+    return 2.0 * rows * each * int(sizes["num_hidden_layers"])
 
 
 def kv_bytes_per_token(sizes: dict[str, Any], itemsize: int) -> int:

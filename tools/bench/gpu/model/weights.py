@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.models.linear import ExpertNet, Linear, Product
+from engine.models.linear import NO_CUTS, ExpertNet, Linear, Product, Ranges
 from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertShape
+from engine.ranks import WHOLE, Share
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """A Source of weights that keep the size of activations from layer to layer.
+    """A source of weights that keep the size of activations from layer to layer: whole models.
 
     drawn: dtype to which they are rounded; held: dtype in which they are computed.
     """
@@ -31,29 +32,52 @@ class RandomWeights:
     made: Made = field(default_factory=Made)
 
     @property
+    def share(self) -> Share:
+        return WHOLE
+
+    @property
     def products(self) -> Sequence[Product]:
         return ()
 
     def within(self, prefix: str) -> "RandomWeights":
         return self
 
-    def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
-        outputs = sum(rows.values())
-        added = self._draw((outputs,), 0.0, 0.1) if bias else None
-        return DenseLinear(self._draw((outputs, columns), 0.0, columns**-0.5), added)
+    def linear(
+        self,
+        rows: Mapping[str, int],
+        columns: int,
+        *,
+        bias: bool = False,
+        outputs: Mapping[str, Ranges] = NO_CUTS,
+        inputs: range | None = None,
+    ) -> Linear:
+        count = sum(rows.values())
+        added = self._draw((count,), 0.0, 0.1) if bias else None
+        return DenseLinear(self._draw((count, columns), 0.0, columns**-0.5), added)
 
-    def experts(self, shape: ExpertShape) -> ExpertNet:
-        count, hidden, inner = shape.count, shape.hidden, shape.inner
+    def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
+        return self._draw((rows, columns), 0.0, columns**-0.5)
+
+    def experts(self, shape: ExpertShape, inner: range) -> ExpertNet:
+        count, hidden = shape.count, shape.hidden
         return StackedLinear(
             shape.gate,
-            self._draw((count, 2 * inner, hidden), 0.0, hidden**-0.5),
-            self._draw((count, hidden, inner), 0.0, inner**-0.5),
+            self._draw((count, 2 * len(inner), hidden), 0.0, hidden**-0.5),
+            self._draw((count, hidden, len(inner)), 0.0, len(inner) ** -0.5),
         )
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype | None = None,
+        rows: Ranges | None = None,
     ) -> Tensor:
         return self._draw(shape, 0.0, 1.0).to(dtype or self.held)
+
+    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     def scale(self, name: str) -> float:
         return 1.0

@@ -6,6 +6,7 @@ as in serving. A short prompt on a small model waits for the host.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from engine.models.decoder import DecoderSpec
 from tools.bench.gpu.frame import Row, Tables, guarded
@@ -84,5 +85,6 @@ def _flops(spec: DecoderSpec, tokens: int) -> tuple[float, float]:
     products = 2.0 * tokens * model.products_per_token
     products += 2.0 * model.hidden_size * model.vocabulary_size
     seen = tokens * (tokens + 1) / 2
-    widths = sum(layer.mixer.heads * layer.mixer.head_dim for layer in spec.layers)
+    mixers: list[Any] = [layer.mixer for layer in spec.layers]
+    widths = sum(mixer.heads * mixer.head_dim for mixer in mixers)
     return products, 4.0 * seen * widths
