@@ -95,6 +95,7 @@ async def test_responses_migrate_between_nodes_of_different_ranks(
         node_flags=FLAGS,
         flags_of={"decode-1": ranks(2)},
         router_flags=("--policy=round_robin",),
+        with_secret=False,
         environment=slowed(0.01),
     ) as cluster:
         known, one, two = oracle(model), *cluster.decode
