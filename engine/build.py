@@ -47,7 +47,7 @@ from engine.offload.file_cache import version_of
 from engine.processor import matrix_features, threads_at_hand
 from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks, PoolsOfRanks, WeightsOfRanks
 from engine.ranks import WHOLE, Share
-from engine.ranks.messages import StartSteps, TransferJob
+from engine.ranks.messages import ReplaceHostPages, StartSteps, TransferJob
 from engine.ranks.processes import Followers
 from engine.runner.copier import Copier
 from engine.runner.cpu import use_cpu
@@ -74,6 +74,7 @@ from engine.speculative import Speculator
 from engine.update import WeightUpdater
 
 PROGRESS_S = 1.0  # between two log lines about captured graphs
+EQUIP_S = 60.0  # for the allocation of host pages
 
 log = logging.getLogger(__name__)
 
@@ -194,16 +195,14 @@ class Engine:
         followers = self.loaded.followers
         return () if followers is None else followers.pids
 
-    def ask_followers(self, body: bytes) -> "Future[Sequence[bytes]]":
-        """Have all other ranks do a part of hand-offs, see TransferJob. Any thread.
-
-        Returns:
-            Their replies, in any order.
-        """
+    def ask_followers(
+        self, body: bytes, done: Callable[["Future[Sequence[bytes]]"], None]
+    ) -> "Future[Sequence[bytes]]":
+        """Have all other ranks do a part of hand-offs, see TransferJob and Followers.ask."""
         followers = self.loaded.followers
         assert followers is not None
         steps = followers.steps_done
-        return followers.ask(lambda number: TransferJob(number, steps, body))
+        return followers.ask(lambda number: TransferJob(number, steps, body), done)
 
     @property
     def other_pools(self) -> PoolsOfRanks | None:
@@ -243,7 +242,8 @@ class Engine:
         """
         core, backend, device = self.core, self.backend, self.shape.device
         if not self.shape.tier_pages:
-            backend = backend.with_host_pages(_affordable_host_pages(config, self.shape))
+            num_pages = _affordable_host_pages(config, self.shape, self.loaded.share)
+            backend = _with_ranks(backend.with_host_pages(num_pages), self.loaded)
             core = core.with_host_pages(backend.shape, backend.copier)
         recorder = _recorder(config, device)
         try:
@@ -259,6 +259,13 @@ class Engine:
                     f"{CUDA_CONTEXT_BYTES >> 20} MiB are needed beside them"
                 )
         return replace(self, core=core, backend=backend, runner=runner)
+
+    def equip_followers(self) -> None:
+        """Give the other ranks as many host pages as this one has. No step is under way."""
+        followers, num_pages = self.loaded.followers, self.host_pool.num_pages
+        if followers is not None:
+            asked = followers.ask(lambda number: ReplaceHostPages(number, num_pages))
+            asked.result(EQUIP_S)
 
     def close(self) -> None:
         """End its threads, and those of its parts."""
@@ -293,14 +300,19 @@ def build(config: EngineConfig, follower_program: str = "") -> Engine:
     loaded = load(config, follower_program)
     try:
         backend = TorchBackend.open(plan(config, loaded))
-        if loaded.followers is not None:
-            copier = CopierOfRanks(backend.copier, loaded.followers)
-            backend = replace(backend, copier=copier)
+        backend = _with_ranks(backend, loaded)
         return assemble(config, loaded, make_core(config, loaded, backend), backend)
     except BaseException:
         if loaded.followers is not None:
             loaded.followers.close()
         raise
+
+
+def _with_ranks(backend: TorchBackend, loaded: LoadedModel) -> TorchBackend:
+    """Return a backend that copies the pages of all ranks."""
+    if loaded.followers is None:
+        return backend
+    return replace(backend, copier=CopierOfRanks(backend.copier, loaded.followers))
 
 
 def load(config: EngineConfig, follower_program: str = "") -> LoadedModel:
@@ -537,7 +549,7 @@ def _leading(
         shape.tables.num_tables,
         sizes.num_slots,
         sizes.max_pages,
-        shape.num_pages + shape.num_host_pages,
+        2 * shape.num_pages,  # all are swapped out, and others in
     )
 
     def start(block_bytes: int) -> StartSteps:
@@ -576,12 +588,13 @@ def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
         worker.shutdown(wait=False)
 
 
-def _affordable_host_pages(config: EngineConfig, shape: EngineShape) -> int:
+def _affordable_host_pages(config: EngineConfig, shape: EngineShape, share: Share) -> int:
     """Return the number of host pages. Raise ConfigError if the host does not have enough
-    memory."""
+    memory for those of all ranks."""
     layout = shape.layout
     num_pages = host_pages_of(config.cache, layout, shape.device, shape.num_pages)
-    wanted, left = num_pages * layout.page_bytes, free_bytes(torch.device("cpu"), 1.0)
+    wanted = num_pages * layout.page_bytes * share.size
+    left = free_bytes(torch.device("cpu"), 1.0)
     if wanted > left:
         raise ConfigError(
             f"engine.cache.swap_pages: {num_pages} pages take {wanted / 2**30:.1f} GiB, "

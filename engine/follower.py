@@ -39,7 +39,6 @@ from engine.ranks.messages import (
 )
 from engine.ranks.processes import open_group
 from engine.ranks.ring import StepRing
-from engine.runner.copier import PageCopier
 from engine.runner.forwards import Forwards, ForwardSizes
 from engine.runner.ranked import follow
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
@@ -124,10 +123,9 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     _send(steps, RankReady())
     adapters = shelf_of(config.lora, model)
     weights = PartWeights(config, opened.servable, model, share)
-    pools = pool.tensor, host_pool.tensor
     whole = whole_layout(config, model.spec, model.dtype, model.device)
     transfer = open_transfer(share, pool, whole)
-    jobs = FollowerJobs(steps, PageCopier(pool, host_pool), adapters, weights, pools, transfer)
+    jobs = FollowerJobs(steps, pool, host_pool, adapters, weights, transfer)
     follow(steps, ring, forwards, group, jobs)
 
 

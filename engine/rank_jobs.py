@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-from torch import Tensor
 
 from common.errors import EngineFault, InvalidRequest, ServingError
 from common.requests.namespace import AdapterId
 from engine.adapters.library import AdapterSource
 from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import PageCopies
+from engine.kv_cache.kv import HostPool, KVPool
 from engine.ranks.messages import (
     MOST_PAGES,
     CopyPages,
@@ -34,10 +34,12 @@ from engine.ranks.messages import (
     ReadAdapter,
     RefillWeights,
     ReleasePools,
+    ReplaceHostPages,
     TransferJob,
 )
 from engine.ranks.processes import Followers, JobFailed
-from engine.runner.copier import Copier, PageCopy
+from engine.runner.copier import Copier, PageCopier, PageCopy
+from engine.runner.forwards import Forwards
 from engine.runner.ranked import SentSteps
 from engine.runner.stream import StreamEvent
 from kernels.cpu.memory import give_back
@@ -201,25 +203,25 @@ class FollowerJobs:
 
     Args:
         steps: the socket to rank 0.
-        copier: of this rank's pages.
+        pool, host_pool: this rank's pages.
         adapters: source of this rank's parts.
-        pools: memory of this rank's pages.
     """
 
     def __init__(
         self,
         steps: socket.socket,
-        copier: Copier,
+        pool: KVPool,
+        host_pool: HostPool,
         adapters: AdapterSource,
         weights: RankWeights,
-        pools: Sequence[Tensor],
         transfer: TransferTaker,
     ) -> None:
         self._steps = steps
-        self._copier = copier
+        self._pool = pool
+        self._host_pool = host_pool
+        self._copier: Copier = PageCopier(pool, host_pool)
         self._source = adapters
         self._weights = weights
-        self._pools = pools
         self._transfer = transfer
         self._copying = ThreadPoolExecutor(1, "copy-pages")
         self._working = ThreadPoolExecutor(1, "jobs")
@@ -229,6 +231,15 @@ class FollowerJobs:
     def adapter(self, identity: AdapterId) -> LoraAdapter:
         """Return an adapter that was read."""
         return self._adapters[identity][0]
+
+    def with_host_pages(self, job: ReplaceHostPages, forwards: Forwards) -> Forwards:
+        """Return the forwards over other host pages."""
+        self._copier.close()
+        layout, device = self._pool.layout, self._pool.tensor.device
+        self._host_pool = HostPool(layout, job.num_pages, device)
+        self._copier = PageCopier(self._pool, self._host_pool)
+        self._reply(job.number)
+        return forwards.with_host_pool(self._host_pool, None)
 
     def take(self, job: Job, steps: SentSteps) -> None:
         """Begin a job, without waiting."""
@@ -254,8 +265,8 @@ class FollowerJobs:
             case DrainWeights():
                 self._weights.drain()
             case ReleasePools():
-                for pool in self._pools:
-                    give_back(pool)
+                give_back(self._pool.tensor)
+                give_back(self._host_pool.tensor)
         return b""
 
     def _do(self, number: int, work: Callable[[], bytes]) -> None:

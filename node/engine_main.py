@@ -67,6 +67,7 @@ def body(begin: Begin, first: StartRole) -> None:
             except RoleEnded as over:
                 successor = over.successor
             start, engine = begin(successor), prepared.pop(successor.role)
+            engine.equip_followers()
             engine.copier.tell = start.channel.wake
     except PeerGone:
         engine.close()

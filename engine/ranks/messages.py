@@ -96,6 +96,13 @@ class ReleasePools(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
 
 
+class ReplaceHostPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take so many host pages instead. No step and no copy is under way."""
+
+    number: int
+    num_pages: int
+
+
 class TransferJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Do a part of hand-offs, as `body` says. The engine does not know such messages.
 
@@ -153,6 +160,7 @@ Job: TypeAlias = (
     | RefillWeights
     | DrainWeights
     | ReleasePools
+    | ReplaceHostPages
     | TransferJob
     | Ping
 )

@@ -229,15 +229,21 @@ class Followers:
             except OSError as error:
                 raise EngineFault(f"rank {rank} takes no steps: {error}") from error
 
-    def ask(self, make: Callable[[int], Job]) -> "Future[Sequence[bytes]]":
+    def ask(
+        self,
+        make: Callable[[int], Job],
+        done: Callable[["Future[Sequence[bytes]]"], None] = lambda _: None,
+    ) -> "Future[Sequence[bytes]]":
         """Have all followers do a job. Any thread. Requires `watch`.
 
         Args:
             make: returns the job, with its number.
+            done: called with what is returned, always by the thread that completes it.
         Returns:
             The results of all followers, completed by another thread. Or JobFailed.
         """
         number, asked = next(self._numbers), _AskedJob(len(self._followers))
+        asked.future.add_done_callback(done)
         self._jobs[number] = asked
         self.send(_encoder.encode(make(number)))
         return asked.future

@@ -8,6 +8,7 @@ apply the head to the same inputs and have no sampling work.
 import socket
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,14 +16,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, EngineFault
+from common.errors import EngineFault
 from common.requests.namespace import AdapterId
 from engine.adapters.stored import LoraAdapter
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Group
-from engine.ranks.messages import MAX_PACKET_BYTES, Job
+from engine.ranks.messages import MAX_PACKET_BYTES, Job, ReplaceHostPages
 from engine.ranks.ring import BLOCKS, StepRing
 from engine.runner.forwards import Draw, Forwards, SampleLater, TokenSampling
 from engine.runner.graphs import Recorder
@@ -119,7 +120,10 @@ class LeadingForwards:
         return self._forwards.spec
 
     def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "LeadingForwards":
-        raise ConfigError("engine.parallel.tp: a node with several ranks cannot change its role")
+        """See Forwards. Followers take their new pages by ReplaceHostPages."""
+        changed = copy(self)  # it continues with the next step
+        changed._forwards = self._forwards.with_host_pool(host_pool, recorder)
+        return changed
 
     def graph_of(self, rows: ForwardBatch) -> int:
         return 0
@@ -218,6 +222,10 @@ class Jobs(Protocol):
         """Return this rank's part of an adapter."""
         ...
 
+    def with_host_pages(self, job: ReplaceHostPages, forwards: Forwards) -> Forwards:
+        """Return the forwards over other host pages. This is done between steps."""
+        ...
+
 
 def follow(
     steps: socket.socket, ring: StepRing, forwards: Forwards, group: Group, jobs: Jobs
@@ -230,13 +238,15 @@ def follow(
     """
     sent = SentSteps()
     while packet := steps.recv(MAX_PACKET_BYTES):
-        message = _decoder.decode(packet)
-        if not isinstance(message, Launch):
-            jobs.take(message, sent)
-            continue
-        step = decode(message, ring.block(sent.number), jobs.adapter)
-        event = forwards.launch(step, _Following(group), StepOutput())
-        sent.add(_ended(step, event, forwards, group))
+        match _decoder.decode(packet):
+            case Launch() as launch:
+                step = decode(launch, ring.block(sent.number), jobs.adapter)
+                event = forwards.launch(step, _Following(group), StepOutput())
+                sent.add(_ended(step, event, forwards, group))
+            case ReplaceHostPages() as job:
+                forwards = jobs.with_host_pages(job, forwards)
+            case job:
+                jobs.take(job, sent)
 
 
 def largest_step(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -53,8 +53,18 @@ from kvtransfer.transfer.link import (
 from kvtransfer.transfer.link_group import LinkGroup
 from kvtransfer.transfer.rank_paths import LinkOpener, PathOffers, TransferPaths
 
-# Has all followers do a job, and returns their replies in any order. Never blocks.
-Ask: TypeAlias = Callable[[bytes], "Future[Sequence[bytes]]"]
+Replies: TypeAlias = "Future[Sequence[bytes]]"  # of all followers, in any order
+
+
+class AskFollowers(Protocol):
+    """Has all followers do a job. Never blocks.
+
+    Args:
+        done: called with what is returned, always by the thread that takes the replies.
+    """
+
+    def __call__(self, body: bytes, done: Callable[[Replies], None], /) -> Replies: ...
+
 
 START_S = 60.0
 STOP_S = 3.0
@@ -68,8 +78,12 @@ _link_up: msgspec.msgpack.Decoder[RankLinkUp] = msgspec.msgpack.Decoder(RankLink
 _read_ended: msgspec.msgpack.Decoder[RankReadEnded] = msgspec.msgpack.Decoder(RankReadEnded)
 
 
+def _unheard(_: Replies) -> None:
+    """Nobody waits for the replies."""
+
+
 def start_ranks(
-    own: TransferPaths, config: TransferConfig, ask: Ask, *, tls: bool, instance: int
+    own: TransferPaths, config: TransferConfig, ask: AskFollowers, *, tls: bool, instance: int
 ) -> tuple[TransferPaths, tuple[PoolRegion, ...]]:
     """Have all followers serve their pages. Blocks. Return the paths of the whole node, and the
     pages of the followers by rank.
@@ -82,7 +96,7 @@ def start_ranks(
     """
     start = StartTransfer(config.model_dump_json().encode(), tls, instance)
     try:
-        replies = ask(encode(start)).result(START_S)
+        replies = ask(encode(start), _unheard).result(START_S)
     except TimeoutError as error:
         raise ConfigError(f"a rank does not serve its pages within {START_S:.0f} s") from error
     except EngineFault as error:
@@ -105,15 +119,15 @@ class NodeOffers:
         num_ranks: of the node.
     """
 
-    def __init__(self, own: PathOffers, num_ranks: int, ask: Ask) -> None:
+    def __init__(self, own: PathOffers, num_ranks: int, ask: AskFollowers) -> None:
         self._own = own
         self._num_ranks = num_ranks
         self._ask = ask
-        self._offered: dict[int, Future[Sequence[bytes]]] = {}  # by reader
+        self._offered: dict[int, Replies] = {}  # by reader
         self._poll: Future[Any] | None = None
 
     def prepare(self, reader: int) -> Sequence[Future[Any]]:
-        self._offered[reader] = self._ask(encode(OfferPaths(reader)))
+        self._offered[reader] = self._ask(encode(OfferPaths(reader)), _unheard)
         return (*self._own.prepare(reader), self._offered[reader])
 
     def admit(self, reader: int) -> tuple[DataPath, ...]:
@@ -130,12 +144,13 @@ class NodeOffers:
     def dismiss(self, reader: int) -> None:
         self._own.dismiss(reader)
         if self._offered.pop(reader, None) is not None:
-            self._ask(encode(DismissReader(reader)))
+            self._ask(encode(DismissReader(reader)), _unheard)
 
     def publish(self, reader: int, pages: Ints) -> Sequence[Future[Any]]:
         self._own.publish(reader, pages)
         return [
-            self._ask(encode(PublishPages(reader, some.tobytes()))) for some in _in_parts(pages)
+            self._ask(encode(PublishPages(reader, some.tobytes())), _unheard)
+            for some in _in_parts(pages)
         ]
 
     def withdraw(self, reader: int, pages: Ints) -> None:
@@ -144,17 +159,17 @@ class NodeOffers:
         """
         self._own.withdraw(reader, pages)
         for some in _in_parts(pages):
-            self._ask(encode(WithdrawPages(reader, some.tobytes())))
+            self._ask(encode(WithdrawPages(reader, some.tobytes())), _unheard)
 
     def poll(self) -> None:
         self._own.poll()
         if self._poll is None or self._poll.done():
-            self._poll = self._ask(encode(PollPaths()))
+            self._poll = self._ask(encode(PollPaths()), _unheard)
 
     def close(self) -> None:
         self._own.close()
         try:
-            self._ask(encode(StopTransfer())).result(STOP_S)
+            self._ask(encode(StopTransfer()), _unheard).result(STOP_S)
         except TimeoutError:
             log.warning("other ranks still serve pages %s", kv(seconds=STOP_S))
 
@@ -166,7 +181,7 @@ class NodeLinks:
         own: of rank 0.
     """
 
-    def __init__(self, own: LinkOpener, num_ranks: int, ask: Ask) -> None:
+    def __init__(self, own: LinkOpener, num_ranks: int, ask: AskFollowers) -> None:
         self._own = own
         self._num_ranks = num_ranks
         self._ask = ask
@@ -212,7 +227,7 @@ class FollowersLink:
 
     deadline: float | None = None
 
-    def __init__(self, opening: OpenRankLink, ask: Ask, notify: Notify) -> None:
+    def __init__(self, opening: OpenRankLink, ask: AskFollowers, notify: Notify) -> None:
         self.owner = opening.hello.instance
         self._number = opening.link
         self._ask = ask
@@ -221,7 +236,7 @@ class FollowersLink:
         self._closing: str | None = None  # the reason, once set
         self._closed = threading.Event()
         self._lock = threading.RLock()
-        ask(encode(opening)).add_done_callback(self._opened)
+        ask(encode(opening), self._opened)
 
     def post(self, handoff: HandoffId, pages: PagesToRead) -> None:
         parts = list(_parts_of(pages))
@@ -233,8 +248,7 @@ class FollowersLink:
             for part in parts:
                 lists = part.source.tobytes(), part.destination.tobytes()
                 message = ReadRankPages(self._number, handoff, *lists, part.spans)
-                asked = self._ask(encode(message))
-                asked.add_done_callback(partial(self._ended, read))
+                self._ask(encode(message), partial(self._ended, read))
 
     def expect(self, destination_pages: Ints) -> None:
         """Do nothing: rank 0 prepares its memory only while it has time for that."""
@@ -246,8 +260,7 @@ class FollowersLink:
         with self._lock:
             if self._closing is None:
                 self._closing = reason
-                asked = self._ask(encode(CloseRankLink(self._number, reason)))
-                asked.add_done_callback(self._fenced)
+                self._ask(encode(CloseRankLink(self._number, reason)), self._fenced)
 
     def join(self, timeout_s: float) -> bool:
         return self._closed.wait(timeout_s)
@@ -255,7 +268,7 @@ class FollowersLink:
     # On the thread that takes the replies ---------------------------------------------------------
     # Events are sent with the lock released, because a group of links calls this one with its own.
 
-    def _opened(self, asked: "Future[Sequence[bytes]]") -> None:
+    def _opened(self, asked: Replies) -> None:
         error = asked.exception()
         if error is not None:
             self.close(str(error))
@@ -264,7 +277,7 @@ class FollowersLink:
             slowest = min(up, key=lambda each: each.gib_per_s)
             self._notify(LinkUp(self, slowest.path, len(up) * slowest.gib_per_s))
 
-    def _ended(self, read: _Read, asked: "Future[Sequence[bytes]]") -> None:
+    def _ended(self, read: _Read, asked: Replies) -> None:
         error = asked.exception()
         if error is not None:
             self.close(str(error))

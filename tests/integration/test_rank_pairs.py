@@ -1,7 +1,9 @@
 """Hand-offs between nodes with different numbers of ranks: answers are those of one rank."""
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from tests.integration.oracle import Oracle, oracle
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster, slowed
+from tests.support.cluster import Cluster, held, slowed
 
 pytestmark = pytest.mark.slow
 
@@ -120,3 +122,76 @@ async def test_responses_migrate_between_nodes_of_different_ranks(
             assert tokens == known.tokens(prompt, LONG_ANSWER)
         arrived = [(await node.describe()).counters["moves/here"] for node in (one, two)]
         assert arrived == [2, 1]
+
+
+@LONG
+async def test_nodes_with_ranks_change_their_roles_under_load(model: Path, tmp_path: Path) -> None:
+    async with Cluster(
+        model,
+        tmp_path,
+        num_prefill=2,
+        num_decode=2,
+        node_flags=FLAGS,
+        flags_of={"prefill-1": ranks(2), "decode-1": ranks(2)},
+        router_flags=("--policy=round_robin",),
+    ) as cluster:
+        known, over, right = oracle(model), asyncio.Event(), [0]
+
+        async def ask(number: int) -> None:
+            while not over.is_set():
+                await check(cluster, known, prompts(250, [30 + 40 * number] * 2))
+                right[0] += 1
+
+        async with asyncio.TaskGroup() as clients:
+            for number in range(3):
+                clients.create_task(ask(number))
+            for node, role in ((cluster.prefill[1], "decode"), (cluster.decode[1], "prefill")):
+                for new in (role, "decode" if role == "prefill" else "prefill"):
+                    await cluster.switch(node, new)
+                    begun = right[0]
+
+                    async def more(begun: int = begun) -> bool:
+                        return right[0] > begun + 6
+
+                    await cluster.wait_until(more, "clients have had more answers")
+            over.set()
+
+
+@pytest.mark.parametrize(
+    ("end", "victim"),
+    [
+        (signal.SIGKILL, "decode"),
+        pytest.param(signal.SIGKILL, "prefill", marks=LONG),
+        pytest.param(signal.SIGSTOP, "decode", marks=LONG),
+        pytest.param(signal.SIGSTOP, "prefill", marks=LONG),
+    ],
+)
+async def test_a_rank_that_ends_costs_no_answer(
+    model: Path, tmp_path: Path, end: signal.Signals, victim: str
+) -> None:
+    async with Cluster(
+        model,
+        tmp_path,
+        num_prefill=2,
+        num_decode=2,
+        node_flags=(*FLAGS, "--engine.parallel.collective-s=5", *ranks(2)),
+        router_flags=("--policy=round_robin",),
+        patient=end is signal.SIGKILL,
+    ) as cluster:
+        known, asked = oracle(model), prompts(250, [300] * 6)
+        answers = [
+            asyncio.create_task(cluster.generate(each, max_tokens=LONG_ANSWER, ignore_eos=True))
+            for each in asked
+        ]
+        node = getattr(cluster, victim)[0]
+
+        async def busy() -> bool:
+            return any(held(await node.describe()).values())
+
+        await cluster.wait_until(busy, "the node has requests")
+        _, _, follower = (await node.describe()).pids
+        os.kill(follower, end)
+        for each, answer in zip(asked, await asyncio.gather(*answers), strict=True):
+            assert answer.token_ids == known.tokens(each, LONG_ANSWER)
+        assert await node.child.ended() == 1
+        node.killed = True
