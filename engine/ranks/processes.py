@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -59,6 +59,9 @@ _encoder = msgspec.msgpack.Encoder()
 _from_follower: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
 
 
+Done: TypeAlias = Callable[["Future[Sequence[bytes]]"], None]
+
+
 class JobFailed(EngineFault):
     """A follower could not do a job."""
 
@@ -66,7 +69,8 @@ class JobFailed(EngineFault):
 class _AskedJob:
     """A job whose replies are awaited."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, done: Done) -> None:
+        self.done = done
         self._missing = num_ranks
         self._results: list[bytes] = []
         self._error = ""
@@ -102,7 +106,9 @@ class PingTimer:
 
     @property
     def is_due(self) -> bool:
-        return self._asked is None or self._asked.done()
+        """Return whether the last one has its reply, and was sent some time ago."""
+        replied = self._asked is None or self._asked.done()
+        return replied and self._waited_s >= _LOOK_S
 
     def sent(self, asked: "Future[Any]") -> None:
         self._asked, self._waited_s = asked, 0.0
@@ -111,7 +117,8 @@ class PingTimer:
         """Return whether the reply is late. Called at least once in a second."""
         self._waited_s += min(now - self._looked, 2 * _LOOK_S)
         self._looked = now
-        return not self.is_due and self._waited_s > self._silent_s
+        replied = self._asked is None or self._asked.done()
+        return not replied and self._waited_s > self._silent_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,18 +239,18 @@ class Followers:
     def ask(
         self,
         make: Callable[[int], Job],
-        done: Callable[["Future[Sequence[bytes]]"], None] = lambda _: None,
+        done: Done = lambda _: None,
     ) -> "Future[Sequence[bytes]]":
         """Have all followers do a job. Any thread. Requires `watch`.
 
         Args:
             make: returns the job, with its number.
-            done: called with what is returned, always by the thread that completes it.
+            done: called with what is returned, always by the thread that completes it. If it
+                raises, the node ends.
         Returns:
             The results of all followers, completed by another thread. Or JobFailed.
         """
-        number, asked = next(self._numbers), _AskedJob(len(self._followers))
-        asked.future.add_done_callback(done)
+        number, asked = next(self._numbers), _AskedJob(len(self._followers), done)
         self._jobs[number] = asked
         self.send(_encoder.encode(make(number)))
         return asked.future
@@ -292,7 +299,19 @@ class Followers:
                 case message if not isinstance(message, expected):
                     raise EngineFault(f"rank {rank} sent {type(message).__name__}")
 
+    def _take(self, reply: FromFollower) -> None:
+        if isinstance(reply, JobDone) and self._jobs[reply.number].take(reply):
+            asked = self._jobs.pop(reply.number)
+            asked.done(asked.future)
+
     def _watch(self, on_end: Callable[[], None]) -> None:
+        try:
+            self._watch_ranks(on_end)
+        except Exception:
+            log.exception("the work of other ranks failed, and this node ends")
+            on_end()
+
+    def _watch_ranks(self, on_end: Callable[[], None]) -> None:
         ranks = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
         talking = {each.socket for each in self._followers}
         ping = PingTimer(self._silent_s)
@@ -304,9 +323,7 @@ class Followers:
                 if not packet:
                     talking.remove(each)
                     continue
-                reply = _from_follower.decode(packet)
-                if isinstance(reply, JobDone) and self._jobs[reply.number].take(reply):
-                    del self._jobs[reply.number]
+                self._take(_from_follower.decode(packet))
             if self._closed in ready:
                 return
             for pidfd in ranks.keys() & set(ready):
