@@ -24,7 +24,9 @@ class TransferConfig(ConfigRecord):
         description="Address that the tcp backend listens on and announces to peers",
     )
     listen_port: Port = Field(
-        0, description="Port of the tcp backend. 0: any free port, which firewall rules cannot name"
+        0,
+        description="Port of the tcp backend, and + n of rank n. 0: any free port, which firewall "
+        "rules cannot name",
     )
     encrypt: Literal["auto", "on", "off"] = Field(
         "auto",
