@@ -5,9 +5,11 @@
     python -m tools.bench.handoff --parts cost           CPU on the engine threads
     python -m tools.bench.handoff --parts exposure       transfer time that clients notice
     python -m tools.bench.handoff --parts readers        a separate agent for each reader
+    python -m tools.bench.handoff --parts ranks          page reads between nodes of several ranks
 
 Goals: one descriptor per page; at least 95 % of the bare rate of each path; at most 100 us of CPU
-per hand-off and side on the engine thread (1k tokens, 64 pages, one chunk).
+per hand-off and side on the engine thread (1k tokens, 64 pages, one chunk); at least 85 % of the
+rate of one rank between different numbers of ranks, from 64 pages on.
 """
 
 import argparse
@@ -15,10 +17,10 @@ from typing import Any
 
 import uvloop
 
-from tools.bench.handoff import exposure, rates, reader_agents, role_cost
+from tools.bench.handoff import exposure, ranks, rates, reader_agents, role_cost
 from tools.bench.support.record import emit, say, table
 
-PARTS = ("rates", "cost", "exposure", "readers")
+PARTS = ("rates", "cost", "exposure", "readers", "ranks")
 GOAL_CPU_US = 100.0
 
 RATE_COLUMNS = {
@@ -75,6 +77,14 @@ READER_COLUMNS = {
     "mappings": "{mappings}",
 }
 
+RANK_COLUMNS = {
+    "ranks": "{ranks}",
+    "path": "{path}",
+    "pages": "{pages}",
+    "GiB/s": "{gib_per_s:.2f}",
+    "of one rank": "{of_one_rank:.0%}",
+}
+
 
 def main() -> None:
     options = _options()
@@ -94,6 +104,8 @@ def main() -> None:
                     reader_agents.Plan(options.page_kib << 10, options.pool_gib, options.readers)
                 )
                 table(measured, READER_COLUMNS)
+            case "ranks":
+                measured, results[part] = _ranks(options)
         rows += [{"part": part, **row} for row in measured]
     emit("handoff", vars(options), rows, results=results)
 
@@ -104,7 +116,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--page-kib", type=int, default=64, help="rates, readers")
-    parser.add_argument("--rounds", type=int, default=15, help="rates: samples per row")
+    parser.add_argument("--rounds", type=int, default=15, help="rates, ranks: samples per row")
     parser.add_argument("--pool-gib", type=float, default=1.0, help="readers: the owner's pool")
     parser.add_argument("--readers", type=int, default=32, help="readers: at once")
     parser.add_argument("--handoffs", type=int, default=1000, help="cost: hand-offs per row")
@@ -112,7 +124,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=2048, help="exposure")
     parser.add_argument("--chunk-tokens", type=int, default=256, help="exposure")
     parser.add_argument("--prompts", type=int, default=6, help="exposure: prompts per system")
-    parser.add_argument("--path", choices=("auto", "nixl", "tcp"), default="auto", help="exposure")
+    parser.add_argument(
+        "--path", choices=("auto", "nixl", "tcp"), default="auto", help="exposure, ranks"
+    )
     return parser.parse_args()
 
 
@@ -120,6 +134,18 @@ def _read(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
     rows, results = rates.measure(rates.Plan(options.page_kib << 10, options.rounds))
     table(rows, RATE_COLUMNS)
     say(f"at least {rates.GOAL:.0%} of the bare rate for every number: {results['met_everywhere']}")
+    return rows, results
+
+
+def _ranks(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    names = ("nixl", "tcp") if options.path == "auto" else (options.path,)
+    rows: list[dict[str, Any]] = []
+    results = {}
+    for name in names:
+        measured, results[name] = ranks.measure(ranks.Plan(name, options.rounds))
+        table(measured, RANK_COLUMNS)
+        say(f"{name}: {results[name]}")
+        rows += measured
     return rows, results
 
 
