@@ -1,5 +1,6 @@
 """Engines with several ranks, as processes, have the tokens of engines with one rank."""
 
+import contextlib
 import os
 import queue
 import select
@@ -8,24 +9,21 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from common import settings
 from common.config import (
     CacheConfig,
-    DecodeConfig,
     EngineConfig,
     LoraConfig,
     ParallelConfig,
-    PrefillConfig,
     SchedulerConfig,
 )
-from common.errors import ConfigError, EngineFault
+from common.errors import ConfigError
 from engine.batch.batch import PageCopies
 from engine.build import Engine, build
 from engine.follower import FollowerStream
@@ -315,17 +313,6 @@ def test_a_job_that_fails_on_a_rank_is_an_error_and_nothing_else(tmp_path: Path)
         serving.close()
 
 
-def test_a_step_of_a_frozen_rank_ends_by_its_deadline(tmp_path: Path) -> None:
-    parallel = {"collective_s": 1.0}
-    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path)), parallel=parallel))
-    (follower,) = serving.engine.follower_pids
-    os.kill(follower, signal.SIGSTOP)
-    serving.add(prompt(40), sampling=sampled())
-    with pytest.raises(EngineFault, match="rank 1 is 1 s late in a collective"):
-        serving.run()
-    serving.close()
-
-
 def test_a_step_that_fails_on_a_follower_is_noticed_though_nobody_awaits_it() -> None:
     failed: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     stream = FollowerStream(WorkerStream(), failed.put)
@@ -339,26 +326,73 @@ def test_a_step_that_fails_on_a_follower_is_noticed_though_nobody_awaits_it() ->
 RANK_0 = """
 import sys
 from common.config import EngineConfig
-from engine.build import build
-engine = build(EngineConfig.model_validate_json(sys.argv[1]), "node.follower")
-print(*engine.follower_pids, flush=True)
+from tests.engine.test_parallel_engine import Serving, prompt, sampled
+serving = Serving(EngineConfig.model_validate_json(sys.argv[1]))
+print(*serving.engine.follower_pids, flush=True)
+if sys.stdin.readline():  # closed: nothing runs
+    serving.add(prompt(40), sampling=sampled())
+    serving.run()
 sys.stdin.read()
 """
+
+
+class RankZero:
+    """A process with an engine of two ranks, where nothing runs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        command = [sys.executable, "-c", RANK_0, config.model_dump_json()]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        assert self.process.stdout is not None
+        self.follower = int(self.process.stdout.readline())
+        self._pidfd = os.pidfd_open(self.follower)
+
+    def run_a_step(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"run\n")
+        self.process.stdin.flush()
+
+    def follower_ends(self) -> bool:
+        return select.select([self._pidfd], [], [], PATIENCE_S)[0] == [self._pidfd]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        os.close(self._pidfd)
+
+
+@contextlib.contextmanager
+def rank_zero(root: Path, **parallel: Any) -> Iterator[RankZero]:
+    running = RankZero(config_of(2, model=str(make_checkpoint(root)), parallel=parallel))
+    try:
+        yield running
+    finally:
+        running.close()
 
 
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1"])
 def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
     """One is killed while nothing runs."""
-    config = config_of(2, model=str(make_checkpoint(tmp_path))).model_dump_json()
-    command = [sys.executable, "-c", RANK_0, config]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        assert first.stdout is not None
-        follower = int(first.stdout.readline())
-        pidfd = os.pidfd_open(follower)
-        os.kill(first.pid if victim == "rank 0" else follower, signal.SIGKILL)
+    with rank_zero(tmp_path) as running:
+        first = running.process
+        os.kill(first.pid if victim == "rank 0" else running.follower, signal.SIGKILL)
         assert first.wait(PATIENCE_S) == (-signal.SIGKILL if victim == "rank 0" else 1)
-        assert select.select([pidfd], [], [], PATIENCE_S)[0] == [pidfd]
-        os.close(pidfd)
+        assert running.follower_ends()
+
+
+# Seen failing with no Ping sent.
+@pytest.mark.parametrize("step", [False, True])
+def test_a_frozen_rank_ends_its_node(step: bool, tmp_path: Path) -> None:
+    """By the deadline of the collective, or without a step by its missing reply."""
+    with rank_zero(tmp_path, collective_s=1.0) as running:
+        os.kill(running.follower, signal.SIGSTOP)
+        if step:
+            running.run_a_step()
+        assert running.process.wait(PATIENCE_S) == 1
+        os.kill(running.follower, signal.SIGCONT)
+        assert running.follower_ends()
 
 
 def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path) -> None:
@@ -374,18 +408,6 @@ def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
         build(config_of(2, model=model, offload=files))
     with pytest.raises(ConfigError, match="computed by transformers"):
         build(config_of(2, model=model, model_backend="transformers"))
-    engine = config_of(2, model=model)
-    with pytest.raises(ValueError, match="a prefill node has one rank"):
-        PrefillConfig(engine=engine)
-    with pytest.raises(ValueError, match="only a node in mode colocated has several ranks"):
-        DecodeConfig(engine=engine)
-
-
-def test_the_error_of_two_settings_names_them(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        settings.read(DecodeConfig, "baton", ["--model=m", "--engine.parallel.tp=2"])
-    expected = "baton: engine.parallel.tp: only a node in mode colocated has several ranks"
-    assert capsys.readouterr().err.strip() == expected
 
 
 def test_every_rank_takes_other_weights_and_gives_memory_back(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from kvtransfer.transfer.publisher import WAIT_S, ProducerSide
+from kvtransfer.transfer.rank_paths import RankOffers
 from kvtransfer.transfer.thread import EventOutlet
 
 OWNER, READER, OTHER = 1, 2, 3  # instances
@@ -87,7 +88,12 @@ def rig() -> Iterator[Rig]:
     end = ProducerEnd(TransferConfig(), PageTables(4))
     nothing = PageChecksums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
     publisher = ProducerSide(
-        end, _hello(OWNER), owners, EventOutlet(frames), lambda: wakes.append(None), nothing
+        end,
+        _hello(OWNER),
+        RankOffers(0, owners),
+        EventOutlet(frames),
+        lambda: wakes.append(None),
+        nothing,
     )
     slow = owners["slow"]
     assert isinstance(slow, Slow)

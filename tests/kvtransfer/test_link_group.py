@@ -12,10 +12,19 @@ import pytest
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import Ints
 from kvtransfer.messages import HandoffId
-from kvtransfer.transfer.link import LinkClosed, LinkEvent, LinkUp, RateMeasured, ReadEnded
+from kvtransfer.ports import TablePages
+from kvtransfer.transfer.link import (
+    LinkClosed,
+    LinkEvent,
+    LinkUp,
+    PagesToRead,
+    RateMeasured,
+    ReadEnded,
+)
 from kvtransfer.transfer.link_group import LinkGroup
 
 PAGES = np.arange(3, dtype=np.int32)
+READ = PagesToRead(PAGES, PAGES, (TablePages(0, 3),))
 MEMBERS = (1, 2, 3, 4)
 OWNER = 7
 
@@ -36,20 +45,13 @@ class FakeLink:
         self.closed = False
         self.due: float | None = None
 
-    def post(self, handoff: HandoffId, source_pages: Ints, destination_pages: Ints) -> None:
+    def post(self, handoff: HandoffId, pages: PagesToRead) -> None:
         if self.closing is not None:
             raise TransferError(f"the link is closed: {self.closing}")
         self.jobs.append(handoff)
 
     def expect(self, destination_pages: Ints) -> None:
         self.expected += destination_pages.tolist()
-
-    def drop(self, handoff: HandoffId) -> int:
-        """The first job is in progress."""
-        kept = [job for i, job in enumerate(self.jobs) if job != handoff or i == 0]
-        dropped = len(self.jobs) - len(kept)
-        self.jobs = deque(kept)
-        return dropped
 
     @property
     def deadline(self) -> float | None:
@@ -101,7 +103,7 @@ class Rig:
 
     def post(self, *numbers: int) -> None:
         for number in numbers:
-            self.group.post(handoff(number), PAGES, PAGES)
+            self.group.post(handoff(number), READ)
 
     def ended(self) -> list[int]:
         return [event.handoff.request for event in self.events if isinstance(event, ReadEnded)]
@@ -218,23 +220,6 @@ def test_it_takes_no_more_jobs_than_one_link():
     with pytest.raises(Overloaded):
         rig.post(3)
     assert [len(member.jobs) for member in rig.members] == [1, 2]
-
-
-def test_dropped_reads_are_those_that_no_member_has_in_progress():
-    rig = Rig(2).up()
-    rig.post(1, 2, 1, 1)
-    rig.members[0].end()
-    rig.members[0].end()  # it has the second read of 1 in progress, the other one the first
-    assert rig.group.drop(handoff(1)) == 1
-    rig.members[0].end()
-    rig.members[1].end()
-    rig.members[1].end()
-    assert rig.members[0].jobs == rig.members[1].jobs == deque()
-    assert [(event.handoff.request, bool(event.refused)) for event in rig.events] == [
-        (1, False),
-        (2, False),
-        (1, True),  # not before the reads that were posted before it
-    ]
 
 
 def test_memory_of_expected_pages_is_taken_once():

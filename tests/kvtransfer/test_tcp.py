@@ -23,7 +23,14 @@ from kvtransfer.backends.tcp.wire import (
     TcpDescription,
 )
 from kvtransfer.messages import HandoffId
-from kvtransfer.transfer.link import Link, LinkClosed, LinkEvent, LinkUp
+from kvtransfer.transfer.link import (
+    Link,
+    LinkBytes,
+    LinkClosed,
+    LinkEvent,
+    LinkUp,
+    PagesToRead,
+)
 from tests.support.cluster import free_ports
 from tests.support.data_children import CANARY, READER, Memory, make_backend, scattered
 from tests.support.data_ends import changed, introduced, introduction, wait_for
@@ -295,13 +302,13 @@ def test_an_owner_that_wakes_after_the_link_has_closed_lands_nothing(ends, name)
         1,
         lambda: backend.connect(description, owner.remote, memory.pool),
         events.put,
-        page_bytes=page_bytes,
+        num_bytes=LinkBytes(page_bytes),
         read_s=60.0,
     )
     assert isinstance(events.get(timeout=60), LinkUp)
     source, destination = scattered(0, num_pages, num_pages)
     for number in range(100):
-        link.post(HandoffId(READER, number, 1), source, destination)
+        link.post(HandoffId(READER, number, 1), PagesToRead(source, destination, ()))
     wait_for(lambda: bool((memory.pages[:, 0] != CANARY).any()))
     owner.child.freeze()
     link.close("its owner is silent")

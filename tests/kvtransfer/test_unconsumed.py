@@ -18,6 +18,7 @@ from kvtransfer.ports import ClosedEvent, OpenedEvent, OwnerEvent
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from kvtransfer.transfer.publisher import ProducerSide
+from kvtransfer.transfer.rank_paths import RankOffers
 from kvtransfer.transfer.thread import EventOutlet
 from tests.support.specs import make_spec
 
@@ -60,7 +61,13 @@ def owner() -> Iterator[Owner]:
     end = ProducerEnd(TransferConfig(), PageTables(4))
     nothing = PageChecksums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
     publisher = ProducerSide(
-        end, _hello(OWNER), {}, outlet, lambda: None, nothing, max_untaken_tokens=MAX_TOKENS
+        end,
+        _hello(OWNER),
+        RankOffers(0, {}),
+        outlet,
+        lambda: None,
+        nothing,
+        max_untaken_tokens=MAX_TOKENS,
     )
     for reader in (LOUD, QUIET):
         publisher.opened(PairOpened(reader, _hello(reader), False), 0.0)

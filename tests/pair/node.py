@@ -324,8 +324,8 @@ def make_node(
     )
     channel = RouterEnd(common.wake)
     start = EngineStart(role, config, instance, front.address, channel, transfer_socket)
-    paths = {common.backend.name: common.backend}
-    runtime = NodeRuntime.of(engine, start, lambda role: None, paths)
+    backends = {common.backend.name: common.backend}
+    runtime = NodeRuntime.of(engine, start, lambda role: None, backends)
     engine.guides.tell = engine.loader.tell = engine.copier.tell = channel.wake
     module = prefill_engine if role == "prefill" else decode_engine
     made = module.make_role(engine, runtime, config)

@@ -22,7 +22,7 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput
 from kvtransfer.messages import HandoffId, Prompt
-from kvtransfer.pairing import PairHello
+from kvtransfer.pairing import PairHello, region_of
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.streams import PairStreams
 from kvtransfer.ports import (
@@ -38,6 +38,8 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
+from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
+from kvtransfer.transfer.rank_paths import RankLinks
 from kvtransfer.transfer.reader import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.thread import EventOutlet, TransferThread
 from node.metrics import NodeMetrics
@@ -161,9 +163,16 @@ def _reader(
     pool, shape = engine.pool, engine.shape
     kv = PagePool(pool.base_address, pool.page_bytes, pool.num_pages, str(shape.device))
     tables = shape.layout.tables
-    hello = PairHello.of(INSTANCE, "bench", engine.fingerprint, kv, tables.state_pages)
-    end = ConsumerEnd(config, tables)
-    meter = ReadMetrics(pool.page_bytes)
+    fingerprint, regions = engine.fingerprint, (region_of(kv),)
+    hello = PairHello.of(INSTANCE, "bench", fingerprint, regions, tables.state_pages)
+    backends = data_paths.backends(config, tls=False)
     return ConsumerSide(
-        end, hello, kv, data_paths.backends(config, tls=False), config, outlet, wake, meter
+        ConsumerEnd(config, tables),
+        hello,
+        RankLinks(0, 1, kv, backends, config, shape.whole.pages_by_rank),
+        backends,
+        outlet,
+        wake,
+        ReadMetrics(pool.page_bytes),
+        PageChecksums(page_bytes_of(kv), 0),
     )
