@@ -1,9 +1,9 @@
 """The memory of an engine on its device and in host memory, and the stream of its forwards."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
-from common.config import OffloadConfig
 from engine.adapters.adapters import AdapterManager
 from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
@@ -52,18 +52,10 @@ class TorchBackend:
         copier = PageCopier(self.pool, host_pool)
         return replace(self, shape=shape, host_pool=host_pool, copier=copier)
 
-    def open_files(self, config: OffloadConfig, version: bytes) -> FileThreads | None:
-        """Open the files below host memory, if there are any.
-
-        Args:
-            version: of the pages; see version_of.
-        Raises:
-            ConfigError: they cannot be created where configured.
-        """
-        if config.disk_dir is None or not self.shape.tier_pages:
-            return None
+    def open_files(self, root: Path, version: bytes, num_bytes: int) -> FileThreads:
+        """Open the files below host memory, see PageFiles."""
         memory = self.host_pool.tensor.numpy()
-        files = PageFiles(config.disk_dir, memory, version=version, num_bytes=config.disk_bytes)
+        files = PageFiles(root, memory, version=version, num_bytes=num_bytes)
         return FileThreads(files, lambda: self.copier.tell())
 
     def runner(

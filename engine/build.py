@@ -44,7 +44,10 @@ from engine.models.linear import rounding_of
 from engine.models.precision import Precision, choose_precision
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import version_of
+from engine.offload.file_tier import PageStore
+from engine.offload.page_files import FileThreads
 from engine.processor import matrix_features, threads_at_hand
+from engine.rank_files import FilesOfRanks, version_of_rank
 from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks, PoolsOfRanks, WeightsOfRanks
 from engine.ranks import WHOLE, Share
 from engine.ranks.messages import ReplaceHostPages, StartSteps, TransferJob
@@ -301,7 +304,13 @@ def build(config: EngineConfig, follower_program: str = "") -> Engine:
     try:
         backend = TorchBackend.open(plan(config, loaded))
         backend = _with_ranks(backend, loaded)
-        return assemble(config, loaded, make_core(config, loaded, backend), backend)
+        files = _open_files(config, loaded, backend)
+        ranks = _files_of_ranks(config, loaded, backend, files)
+        core = make_core(config, loaded, backend, ranks or files)
+        engine = assemble(config, loaded, core, backend)
+        if ranks is not None:
+            ranks.open()
+        return engine
     except BaseException:
         if loaded.followers is not None:
             loaded.followers.close()
@@ -411,15 +420,10 @@ def _loaded(
 
 
 def check_ranks(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if several ranks do not support a configured feature."""
-    unsupported = {
-        "engine.offload.disk_dir": config.offload.disk_dir is not None,
-        f"engine.device {device}": device.type != "cpu",
-    }
-    named = [name for name, is_set in unsupported.items() if is_set]
-    if named:
+    """Raise ConfigError if several ranks do not support the device."""
+    if device.type != "cpu":
         raise ConfigError(
-            f"engine.parallel.tp: {config.parallel.tp} ranks do not support {', '.join(named)}"
+            f"engine.parallel.tp: {config.parallel.tp} ranks do not support engine.device {device}"
         )
 
 
@@ -471,16 +475,54 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
     return resolve_shape(config, model.spec, dtype=model.dtype, free=free)
 
 
-def make_core(config: EngineConfig, loaded: LoadedModel, backend: TorchBackend) -> EngineCore:
-    """Create the core over the pages of `backend`.
+def _version_of_pages(loaded: LoadedModel, shape: EngineShape) -> bytes:
+    return version_of(loaded.fingerprint(shape), loaded.weights_id.result())
+
+
+def _open_files(
+    config: EngineConfig, loaded: LoadedModel, backend: TorchBackend
+) -> FileThreads | None:
+    """Open this rank's files below host memory, if there are any.
 
     Raises:
-        ConfigError: the files of a tier cannot be created where configured.
+        ConfigError: they cannot be created where configured.
     """
-    shape, store = backend.shape, None
-    if config.offload.disk_dir is not None and shape.tier_pages:
-        version = version_of(loaded.fingerprint(shape), loaded.weights_id.result())
-        store = backend.open_files(config.offload, version)
+    if config.offload.disk_dir is None or not backend.shape.tier_pages:
+        return None
+    share, version = loaded.share, _version_of_pages(loaded, backend.shape)
+    num_bytes = config.offload.disk_bytes // share.size
+    return backend.open_files(
+        config.offload.disk_dir, version_of_rank(version, share.rank, share.size), num_bytes
+    )
+
+
+def _files_of_ranks(
+    config: EngineConfig, loaded: LoadedModel, backend: TorchBackend, own: FileThreads | None
+) -> FilesOfRanks | None:
+    """Return the files of all ranks, if there are several. They are not open yet."""
+    if loaded.followers is None or own is None:
+        return None
+    return FilesOfRanks(
+        own,
+        loaded.followers,
+        _version_of_pages(loaded, backend.shape),
+        config.offload.disk_bytes // loaded.share.size,
+        lambda: backend.copier.tell(),
+    )
+
+
+def make_core(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    backend: TorchBackend,
+    store: PageStore | None = None,
+) -> EngineCore:
+    """Create the core over the pages of `backend`.
+
+    Args:
+        store: the files below host memory.
+    """
+    shape = backend.shape
     return EngineCore.make(
         config,
         shape,

@@ -125,7 +125,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     weights = PartWeights(config, opened.servable, model, share)
     whole = whole_layout(config, model.spec, model.dtype, model.device)
     transfer = open_transfer(share, pool, whole)
-    jobs = FollowerJobs(steps, pool, host_pool, adapters, weights, transfer)
+    jobs = FollowerJobs(share, steps, pool, host_pool, adapters, weights, transfer)
     follow(steps, ring, forwards, group, jobs)
 
 

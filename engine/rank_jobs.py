@@ -23,19 +23,27 @@ from engine.adapters.library import AdapterSource
 from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import PageCopies
 from engine.kv_cache.kv import HostPool, KVPool
+from engine.rank_files import RankFiles
+from engine.ranks import Share
 from engine.ranks.messages import (
     MOST_PAGES,
+    ClearSlots,
     CopyPages,
     DrainWeights,
     DropAdapter,
+    EraseSlots,
+    FileJob,
     Job,
     JobDone,
+    OpenPageFiles,
     Ping,
     ReadAdapter,
+    ReadSlots,
     RefillWeights,
     ReleasePools,
     ReplaceHostPages,
     TransferJob,
+    WriteSlots,
 )
 from engine.ranks.processes import Followers, JobFailed
 from engine.runner.copier import Copier, PageCopier, PageCopy
@@ -202,6 +210,7 @@ class FollowerJobs:
     another one. Each works in order.
 
     Args:
+        share: of this rank.
         steps: the socket to rank 0.
         pool, host_pool: this rank's pages.
         adapters: source of this rank's parts.
@@ -209,6 +218,7 @@ class FollowerJobs:
 
     def __init__(
         self,
+        share: Share,
         steps: socket.socket,
         pool: KVPool,
         host_pool: HostPool,
@@ -220,6 +230,7 @@ class FollowerJobs:
         self._pool = pool
         self._host_pool = host_pool
         self._copier: Copier = PageCopier(pool, host_pool)
+        self._files = RankFiles(share.rank, share.size, host_pool.tensor)
         self._source = adapters
         self._weights = weights
         self._transfer = transfer
@@ -248,6 +259,8 @@ class FollowerJobs:
                 self._reply(number)
             case TransferJob(number=number, steps=before, body=body):
                 self._transfer.take(body, steps.after(before), partial(self._reply, number))
+            case OpenPageFiles() | WriteSlots() | ReadSlots() | EraseSlots() | ClearSlots():
+                self._working.submit(self._file, job)
             case CopyPages():
                 newest = steps.newest
                 self._copying.submit(self._do, job.number, lambda: self._copy(job, newest))
@@ -273,8 +286,13 @@ class FollowerJobs:
         try:
             self._reply(number, work())
         except Exception as error:  # noqa: BLE001  every end of a job is a reply
-            known = isinstance(error, ServingError)
-            self._reply(number, error=str(error) if known else f"{type(error).__name__}: {error}")
+            self._reply(number, error=_told(error))
+
+    def _file(self, job: FileJob) -> None:
+        try:
+            self._files.take(job, partial(self._reply, job.number))
+        except Exception as error:  # noqa: BLE001  every end of a job is a reply
+            self._reply(job.number, error=_told(error))
 
     def _reply(self, number: int, result: bytes = b"", error: str = "") -> None:
         self._steps.send(_encoder.encode(JobDone(number, error, result)))
@@ -303,3 +321,7 @@ class FollowerJobs:
         others.remove(adapter)
         if not others:
             del self._adapters[adapter.id]
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, ServingError) else f"{type(error).__name__}: {error}"

@@ -192,7 +192,7 @@ def resolve_shape(
         context_length=context_length,
         num_pages=num_pages,
         host_pages=host_pages_of(config.cache, layout, device, num_pages),
-        tier_pages=config.offload.cpu_bytes // layout.page_bytes
+        tier_pages=config.offload.cpu_bytes // (share.size * layout.page_bytes)
         if config.cache.prefix_cache
         else 0,
         chunk_tokens=chunk_tokens,

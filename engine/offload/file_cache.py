@@ -81,6 +81,11 @@ def packed(record: PageRecord, slot: int) -> bytes:
     return _SUM.pack(xxh3_64_intdigest(body, seed=slot)) + body
 
 
+def record_of(data: bytes) -> PageRecord:
+    """Return the record that `packed` has made, without a check of its checksum."""
+    return PageRecord(*_BODY.unpack(data[_SUM.size :]))
+
+
 def unpacked(index: bytes) -> Iterator[tuple[int, PageRecord]]:
     """Yield slots and records of an index without its header. Invalid records are skipped."""
     for slot, at in enumerate(range(0, len(index) - RECORD_BYTES + 1, RECORD_BYTES)):

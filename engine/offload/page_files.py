@@ -335,6 +335,10 @@ class FileThreads:
     def num_slots(self) -> int:
         return self._files.num_slots
 
+    @property
+    def directory(self) -> Path:
+        return self._files.directory
+
     def found(self) -> Iterator[tuple[int, PageRecord]]:
         return self._files.found()
 

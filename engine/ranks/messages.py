@@ -103,6 +103,54 @@ class ReplaceHostPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_pages: int
 
 
+class OpenPageFiles(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Open this rank's page files.
+
+    Attributes:
+        directory: of rank 0, which has it locked.
+        version: of the whole pages, see version_of.
+        num_bytes: of the files.
+    """
+
+    number: int
+    directory: str
+    version: bytes
+    num_bytes: int
+
+
+class WriteSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Write host pages (int32) into slots (int64), with their records. The result has a byte for
+    each page: 0, or the number of its fault."""
+
+    number: int
+    slots: bytes
+    host_pages: bytes
+    records: bytes
+
+
+class ReadSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read slots (int64) into host pages (int32), if they have the records with these identities
+    (uint64). The result is that of WriteSlots."""
+
+    number: int
+    slots: bytes
+    host_pages: bytes
+    identities: bytes
+
+
+class EraseSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Mark slots (int64) as empty, after all earlier writes."""
+
+    number: int
+    slots: bytes
+
+
+class ClearSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Mark all slots as empty, after all earlier writes."""
+
+    number: int
+
+
 class TransferJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Do a part of hand-offs, as `body` says. The engine does not know such messages.
 
@@ -153,6 +201,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFollower: TypeAlias = StartRank | StartSteps
+FileJob: TypeAlias = OpenPageFiles | WriteSlots | ReadSlots | EraseSlots | ClearSlots
 Job: TypeAlias = (
     ReadAdapter
     | DropAdapter
@@ -161,6 +210,7 @@ Job: TypeAlias = (
     | DrainWeights
     | ReleasePools
     | ReplaceHostPages
+    | FileJob
     | TransferJob
     | Ping
 )

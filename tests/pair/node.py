@@ -365,7 +365,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     store = None
     if size.disk_dir is not None:
         version = version_of({}, _content(common.loaded.directory))
-        store = backend.open_files(config.offload, version)
+        store = backend.open_files(size.disk_dir, version, config.offload.disk_bytes)
     core = EngineCore.make(
         config,
         shape,

@@ -1,0 +1,230 @@
+"""Page files of a node with several ranks. Each rank has files of its own, with the same slots.
+
+Rank 0 knows which page is in which slot. If a node ends while it writes, a rank may lack a page. So
+a read names the record that it expects, and a rank with another one reports a damaged page.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from common.errors import ConfigError, EngineFault
+from engine.offload.file_cache import RECORD_BYTES, PageRecord, packed, record_of
+from engine.offload.page_files import (
+    FileFault,
+    FileThreads,
+    PageFiles,
+    SlotRead,
+    SlotWrite,
+)
+from engine.ranks.messages import (
+    ClearSlots,
+    EraseSlots,
+    FileJob,
+    OpenPageFiles,
+    ReadSlots,
+    WriteSlots,
+)
+from engine.ranks.processes import Followers, JobFailed
+
+OPEN_S = 60.0
+Faults = list[FileFault | None]
+_FAULTS: tuple[FileFault | None, ...] = (None, *FileFault)  # by number in replies
+
+
+def version_of_rank(version: bytes, rank: int, tp: int) -> bytes:
+    """Return the version of one rank's part of pages, see version_of."""
+    return version if tp == 1 else (version[:-2] + bytes((rank, tp)))
+
+
+def _identity(record: PageRecord) -> int:
+    """Return a number of the page that a record names, whatever its bytes are."""
+    return xxh3_64_intdigest(packed(record._replace(checksum=0), 0))
+
+
+# Rank 0 -----------------------------------------------------------------------------------------
+
+
+class FilesOfRanks:
+    """A PageStore of every rank's files.
+
+    Args:
+        own: of rank 0. Owned by this object.
+        version: of the whole pages.
+        num_bytes: of the files of one rank.
+        tell: called when a job of all ranks is done.
+    """
+
+    def __init__(
+        self,
+        own: FileThreads,
+        followers: Followers,
+        version: bytes,
+        num_bytes: int,
+        tell: Callable[[], None],
+    ) -> None:
+        self._own = own
+        self._followers = followers
+        self._version = version
+        self._num_bytes = num_bytes
+        self._tell = tell
+        self._identities = np.zeros(own.num_slots, np.uint64)
+
+    @property
+    def num_slots(self) -> int:
+        return self._own.num_slots
+
+    def open(self) -> None:
+        """Have all followers open their files. Called when they take jobs, before all others.
+
+        Raises:
+            ConfigError: a rank cannot.
+        """
+        where = str(self._own.directory), self._version, self._num_bytes
+        try:
+            self._followers.ask(lambda number: OpenPageFiles(number, *where)).result(OPEN_S)
+        except JobFailed as error:
+            raise ConfigError(str(error)) from error
+
+    def found(self) -> Iterator[tuple[int, PageRecord]]:
+        for slot, record in self._own.found():
+            self._identities[slot] = _identity(record)
+            yield slot, record
+
+    def write(self, writes: Sequence[SlotWrite]) -> Future[Faults]:
+        slots = np.array([each.slot for each in writes], np.int64)
+        pages = np.array([each.host_page for each in writes], np.int32)
+        records = b"".join(packed(each.record, each.slot) for each in writes)
+        self._identities[slots] = [_identity(each.record) for each in writes]
+        lists = slots.tobytes(), pages.tobytes(), records
+        return self._joined(self._own.write(writes), lambda number: WriteSlots(number, *lists))
+
+    def read(self, reads: Sequence[SlotRead]) -> Future[Faults]:
+        slots = np.array([each.slot for each in reads], np.int64)
+        pages = np.array([each.host_page for each in reads], np.int32)
+        lists = slots.tobytes(), pages.tobytes(), self._identities[slots].tobytes()
+        return self._joined(self._own.read(reads), lambda number: ReadSlots(number, *lists))
+
+    def erase(self, slots: Sequence[int]) -> None:
+        self._own.erase(slots)
+        erased = np.array(slots, np.int64).tobytes()
+        self._followers.ask(lambda number: EraseSlots(number, erased))
+
+    def clear(self) -> None:
+        self._own.clear()
+        self._followers.ask(ClearSlots)
+
+    def close(self) -> None:
+        self._own.close()
+
+    def _joined(self, own: Future[Faults], make: Callable[[int], FileJob]) -> Future[Faults]:
+        """Return a future with the first fault of each page on any rank."""
+        whole: Future[Faults] = Future()
+        asked = self._followers.ask(make)
+        left, lock = 2, threading.Lock()
+
+        def done(_: "Future[Any]") -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                if left:
+                    return
+            error = own.exception() or asked.exception()
+            if error is not None:
+                whole.set_exception(error)
+            else:
+                others = [[_FAULTS[number] for number in reply] for reply in asked.result()]
+                pages = zip(own.result(), *others, strict=True)
+                whole.set_result([next(filter(None, page), None) for page in pages])
+            self._tell()
+
+        own.add_done_callback(done)
+        asked.add_done_callback(done)
+        return whole
+
+
+# A follower -------------------------------------------------------------------------------------
+
+
+class RankFiles:
+    """The files of one follower.
+
+    Args:
+        host_pages: memory of this rank's host pages, [n, page bytes].
+    """
+
+    def __init__(self, rank: int, tp: int, host_pages: Tensor) -> None:
+        self._rank = rank
+        self._tp = tp
+        self._memory = host_pages.numpy()
+        self._files: FileThreads | None = None
+        self._identities = np.zeros(0, np.uint64)
+
+    def take(self, job: FileJob, reply: Callable[[bytes], None]) -> None:
+        """Begin a job. The reply has a number for each page, see FileFault.
+
+        Raises:
+            ConfigError: the files cannot be opened.
+        """
+        match job:
+            case OpenPageFiles():
+                self._open(job)
+                reply(b"")
+            case WriteSlots():
+                self._write(job, reply)
+            case ReadSlots():
+                self._read(job, reply)
+            case EraseSlots(slots=slots):
+                self._opened.erase(np.frombuffer(slots, np.int64).tolist())
+                reply(b"")
+            case ClearSlots():
+                self._opened.clear()
+                reply(b"")
+
+    @property
+    def _opened(self) -> FileThreads:
+        if self._files is None:
+            raise EngineFault("the page files of this rank are not open")
+        return self._files
+
+    def _open(self, job: OpenPageFiles) -> None:
+        root = Path(job.directory) / f"rank-{self._rank}"
+        version = version_of_rank(job.version, self._rank, self._tp)
+        files = PageFiles(root, self._memory, version=version, num_bytes=job.num_bytes)
+        self._identities = np.zeros(files.num_slots, np.uint64)
+        for slot, record in files.found():
+            self._identities[slot] = _identity(record)
+        self._files = FileThreads(files, lambda: None)
+
+    def _write(self, job: WriteSlots, reply: Callable[[bytes], None]) -> None:
+        slots = np.frombuffer(job.slots, np.int64).tolist()
+        pages = np.frombuffer(job.host_pages, np.int32).tolist()
+        parts = range(0, len(job.records), RECORD_BYTES)
+        records = [record_of(job.records[at : at + RECORD_BYTES]) for at in parts]
+        self._identities[slots] = [_identity(record) for record in records]
+        writes = list(map(SlotWrite, slots, pages, records))
+        self._opened.write(writes).add_done_callback(lambda done: reply(_numbers(done.result())))
+
+    def _read(self, job: ReadSlots, reply: Callable[[bytes], None]) -> None:
+        slots = np.frombuffer(job.slots, np.int64)
+        pages = np.frombuffer(job.host_pages, np.int32)
+        same = self._identities[slots] == np.frombuffer(job.identities, np.uint64)
+        reads = list(map(SlotRead, slots[same].tolist(), pages[same].tolist()))
+        faults: Faults = [None if each else FileFault.DAMAGED for each in same]
+
+        def done(future: Future[Faults]) -> None:
+            for place, fault in zip(np.flatnonzero(same), future.result(), strict=True):
+                faults[place] = fault
+            reply(_numbers(faults))
+
+        self._opened.read(reads).add_done_callback(done)
+
+
+def _numbers(faults: Faults) -> bytes:
+    return bytes(_FAULTS.index(fault) for fault in faults)
