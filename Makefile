@@ -21,7 +21,7 @@ help:
 	@echo "make test-nightly [ARGS='-k name ...']                   those that need an idle machine"
 	@echo "make test-all                                            all three"
 	@echo "make attack [MINUTES=n] [SEED=k]                         attack a system that serves meanwhile"
-	@echo "make chaos [MINUTES=n] [SEED=k]                          end and stop programs of one that serves"
+	@echo "make chaos [MINUTES=n] [SEED=k] [ARGS=--ranks]            end and stop programs of one that serves"
 	@echo "make check                                               lint, docs, then test"
 	@echo "make docs                                                the site, in build/site"
 	@echo "make lint | format | proto | clean"
@@ -44,7 +44,7 @@ attack: $(TESTS)
 	@$(BIN)/python -m tests.attack $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)')
 
 chaos: $(TESTS)
-	@$(BIN)/python -m tests.chaos $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)')
+	@$(BIN)/python -m tests.chaos $(if $(MINUTES),--minutes '$(MINUTES)') $(if $(SEED),--seed '$(SEED)') $(ARGS)
 
 check: lint docs test
 

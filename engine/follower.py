@@ -107,7 +107,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     config = EngineConfig.model_validate_json(message.config)
     group = open_group(config.parallel, rank, memory, pidfds, message.store)
     os.close(memory)
-    share = Share(rank, config.parallel.tp, group)
+    share = Share(rank, config.parallel.tp, group, config.parallel.experts == "ep")
     opened = open_model(config)
     model, bank = load_part(config, opened, share)
     _send(steps, RankLoaded())

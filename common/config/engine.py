@@ -276,6 +276,11 @@ class ParallelConfig(ConfigRecord):
         description="Tensor-parallel ranks of this node, see docs/parallel.md. threads counts for "
         "each of them",
     )
+    experts: Literal["tp", "ep"] = Field(
+        "tp",
+        description="Split of mixtures of experts between ranks. tp: a part of every expert; "
+        "ep: whole experts",
+    )
     collectives: Literal["auto", "shm", "gloo"] = Field(
         "auto",
         description="Exchange of tensors between ranks. auto: shm, in shared memory; gloo: "

@@ -1,6 +1,6 @@
 """The ranks of a node, each with its part of the model, and the collectives between them."""
 
 from engine.ranks.group import Group
-from engine.ranks.share import WHOLE, Share
+from engine.ranks.share import WHOLE, ExpertPart, Share
 
-__all__ = ["WHOLE", "Group", "Share"]
+__all__ = ["WHOLE", "ExpertPart", "Group", "Share"]

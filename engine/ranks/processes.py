@@ -183,7 +183,8 @@ class Followers:
                 start = StartRank(rank, settings, store, *logs.in_use())
                 _send(follower, start, [memory, *others])
             own = [os.dup(pidfd) for pidfd in pidfds[1:]]
-            self.share = Share(0, size, open_group(config.parallel, 0, memory, own, store))
+            group = open_group(config.parallel, 0, memory, own, store)
+            self.share = Share(0, size, group, config.parallel.experts == "ep")
         except BaseException:
             self.close()
             raise

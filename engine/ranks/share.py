@@ -1,9 +1,17 @@
 """The part of a model that a rank has."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.errors import ConfigError
 from engine.ranks.group import Group
+
+
+class ExpertPart(NamedTuple):
+    """The experts of a layer that a rank has, and the inner numbers that it has of each."""
+
+    experts: range
+    inner: range
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -13,11 +21,13 @@ class Share:
     Attributes:
         group: the ranks with the other parts. None: there are none, or nothing is computed (a
             survey of the weights).
+        whole_experts: a rank has some whole experts of each layer, not a part of every expert.
     """
 
     rank: int = 0
     size: int = 1
     group: Group | None = None
+    whole_experts: bool = False
 
     def part(self, count: int, name: str) -> range:
         """Return this rank's part of `count` units that are split evenly.
@@ -33,6 +43,12 @@ class Share:
             )
         own = count // self.size
         return range(self.rank * own, (self.rank + 1) * own)
+
+    def expert_part(self, count: int, inner: int) -> ExpertPart:
+        """Return this rank's part of `count` experts. Raises ConfigError as `part`."""
+        if self.whole_experts:
+            return ExpertPart(self.part(count, "experts"), range(inner))
+        return ExpertPart(range(count), self.part(inner, "inner numbers of experts"))
 
 
 WHOLE = Share()

@@ -52,7 +52,8 @@ def grouped_mlp(
         gate_up: contiguous [experts, 2 * inner, hidden] of x's dtype, the gate's rows first.
         down: contiguous [experts, hidden, inner] of x's dtype.
         weights: contiguous float32 [n, k].
-        ids: contiguous int32 [n, k], each below the number of experts.
+        ids: contiguous int32 [n, k], each below the number of experts. On a CPU also that number,
+            for a pair that adds nothing and has the weight 0.
         gate_up_bias, down_bias: contiguous [experts, 2 * inner] and [experts, hidden].
     Returns:
         [n, hidden] of x's dtype. The sum is in float32, of parts that are rounded to x's dtype.
@@ -108,11 +109,15 @@ def grouped_mlp_reference(
         inner = gated(linear(rows, gate_up, gate_up_bias, expert), gate)
         return linear(inner, down, down_bias, expert)
 
-    return by_expert(x, weights, ids, net)
+    return by_expert(x, weights, ids, net, len(down))
 
 
 def by_expert(
-    x: Tensor, weights: Tensor, ids: Tensor, net: Callable[[int, Tensor], Tensor]
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    net: Callable[[int, Tensor], Tensor],
+    num_experts: int,
 ) -> Tensor:
     """Return the same sum with `net(expert, its rows of x)` for each expert that is used.
 
@@ -124,11 +129,13 @@ def by_expert(
     rows = x.index_select(0, order // k)
     parts = torch.empty_like(rows)  # contiguous for each expert, and scattered once at the end
     start = 0
-    for expert, count in enumerate(torch.bincount(flat).tolist()):
+    counts = torch.bincount(flat, minlength=num_experts).tolist()
+    for expert, count in enumerate(counts[:num_experts]):
         if count:
             end = start + count
             parts[start:end] = net(expert, rows[start:end])
             start = end
+    parts[start:] = 0
     by_token = parts.index_select(0, order.argsort()).view(n, k, x.shape[1])
     return torch.bmm(weights.unsqueeze(1), by_token.float()).squeeze(1).to(x.dtype)
 

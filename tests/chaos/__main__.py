@@ -25,13 +25,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, printed")
     parser.add_argument("--report", type=Path, default=Path("var/chaos.html"), metavar="FILE")
+    parser.add_argument(
+        "--ranks", action="store_true", help="prefill nodes and one decode node have two ranks"
+    )
     options = parser.parse_args()
     seed = secrets.randbits(32) if options.seed is None else options.seed
     print(f"seed {seed}, {options.minutes:g} minutes", flush=True)
     directory = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        plan = rounds(seed, NUM_NODES, ranks=options.ranks)
         going = _for(60.0 * options.minutes)
-        report = runner.run(storm(seed, rounds(seed, NUM_NODES), going, directory))
+        report = runner.run(storm(seed, plan, going, directory, ranks=options.ranks))
     options.report.parent.mkdir(parents=True, exist_ok=True)
     write_page(report, options.report)
     print(f"{len(report.rounds)} rounds, {report.num_right} right answers")

@@ -53,14 +53,21 @@ KINDS = {
     "SIGKILL of a process": False,  # of a router, whose keeper starts it again
     "renewal of the processes": False,
     "rolling restart": True,
+    "SIGKILL of a rank": True,
+    "SIGSTOP of a rank": False,
+    "SIGSTOP of a rank that ends its node": True,
 }
 _OF_NODES = tuple(KINDS)[:8]
 _OF_ROUTERS = tuple(KINDS)[8:10]
+_OF_RANKS = tuple(KINDS)[11:]
+COLLECTIVE_S = 5  # a rank that stops for longer ends its node
 _LENGTHS_S = {
     "SIGSTOP of the front": STOPS_S,
     "SIGSTOP of the engine": STOPS_S,
     "role switch": GUESTS_S,
     "SIGTERM after a role switch": GUESTS_S,
+    "SIGSTOP of a rank": (2.0,),
+    "SIGSTOP of a rank that ends its node": (3.0 * COLLECTIVE_S,),
 }
 
 
@@ -78,15 +85,19 @@ class Round:
         return any(fault.what == "SIGKILL of a process" for fault in self.faults)
 
 
-def rounds(seed: int, num_nodes: int) -> Iterator[Round]:
+def rounds(seed: int, num_nodes: int, *, ranks: bool = False) -> Iterator[Round]:
     """The same ones for the same seed, without end.
 
     Args:
         num_nodes: of each role.
+        ranks: whether nodes have several ranks: all prefill nodes, and the last decode node. Each
+            second round is then a fault of a rank.
     """
     draw = Random(f"chaos {seed}")
     while True:
         yield Round(draw.uniform(0.5, 3.0), tuple(_faults(draw, num_nodes)))
+        if ranks:
+            yield Round(draw.uniform(0.5, 3.0), (_of_a_rank(draw, num_nodes),))
 
 
 def _faults(draw: Random, num_nodes: int) -> Iterator[Fault]:
@@ -100,6 +111,12 @@ def _faults(draw: Random, num_nodes: int) -> Iterator[Fault]:
                 yield _of_a_node(draw, role, num_nodes)
         case _:
             yield _of_a_node(draw, draw.choice(("prefill", "decode", "decode")), num_nodes)
+
+
+def _of_a_rank(draw: Random, num_nodes: int) -> Fault:
+    what, role = draw.choice(_OF_RANKS), draw.choice(("prefill", "decode"))
+    number = draw.randrange(num_nodes) if role == "prefill" else num_nodes - 1
+    return Fault(what, role, number, *_LENGTHS_S.get(what, ()))
 
 
 def _of_a_node(draw: Random, role: str, num_nodes: int) -> Fault:

@@ -76,6 +76,11 @@ class Site:
                 os.kill(children_of(self._cluster.router_pid)[0], signal.SIGKILL)
             case "renewal of the processes":
                 await self._renew()
+            case "SIGKILL of a rank":
+                os.kill(await _follower(nodes[0]), signal.SIGKILL)
+            case "SIGSTOP of a rank" | "SIGSTOP of a rank that ends its node":
+                with contextlib.suppress(ProcessLookupError):  # it has ended with its node
+                    await _stopped(await _follower(nodes[0]), fault.seconds)
             case "rolling restart":
                 await self._operate("roll")
 
@@ -192,6 +197,11 @@ def _entries(pid: int, kind: str) -> int:
 def _engine(node: Node) -> int:
     (engine,) = children_of(node.child.pid)
     return engine
+
+
+async def _follower(node: Node) -> int:
+    """Return a process of a node with several ranks, beside its front and its engine."""
+    return list((await node.describe()).pids)[2]
 
 
 async def _stopped(pid: int, seconds: float) -> None:

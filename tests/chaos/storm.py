@@ -15,7 +15,7 @@ from cli.client import UnfinishedRestart
 from cli.demo import DIRECTORY
 from tests.attack.load import Load, Served
 from tests.attack.verdict import of_answers, of_log
-from tests.chaos.faults import Round
+from tests.chaos.faults import COLLECTIVE_S, Round
 from tests.chaos.keeper import Keeper
 from tests.chaos.site import NUM_NODES, NUM_PROCESSES, Sample, Site
 from tests.support.cluster import Cluster
@@ -65,12 +65,20 @@ async def storm(
     going: Callable[[], bool],
     directory: Path,
     num_clients: int = _NUM_CLIENTS,
+    *,
+    ranks: bool = False,
 ) -> Report:
     """Starts a system, and has one round of the plan after the other while `going`.
 
     Args:
         directory: for logs.
+        ranks: whether nodes have several ranks, see `rounds`.
     """
+    several = (
+        "--engine.parallel.tp=2",
+        "--engine.threads=1",
+        f"--engine.parallel.collective-s={COLLECTIVE_S}",
+    )
     storm = _Storm(num_clients)
     end = ""
     try:
@@ -81,6 +89,8 @@ async def storm(
             num_prefill=NUM_NODES,
             num_decode=NUM_NODES,
             canary_tokens=4,
+            prefill_flags=several if ranks else (),
+            flags_of={f"decode-{NUM_NODES - 1}": several} if ranks else {},
             router_flags=(f"--processes={NUM_PROCESSES}", "--policy=round_robin"),
         ) as cluster:
             await storm.hold(cluster, seed, plan, going)

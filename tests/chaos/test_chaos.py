@@ -30,7 +30,10 @@ def test_a_seed_is_a_plan():
 
 def test_every_kind_of_fault_comes_and_one_of_each_role_is_left():
     plan = first(1, 400)
-    assert {fault.what for each in plan for fault in each.faults} == set(KINDS)
+    of_ranks = {"SIGKILL of a rank", "SIGSTOP of a rank", "SIGSTOP of a rank that ends its node"}
+    assert {fault.what for each in plan for fault in each.faults} == set(KINDS) - of_ranks
+    several = itertools.islice(rounds(1, NUM_NODES, ranks=True), 400)
+    assert {fault.what for each in several for fault in each.faults} == set(KINDS)
     for each in plan:
         roles = [fault.role for fault in each.faults]
         assert len(roles) == len(set(roles))

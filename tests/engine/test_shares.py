@@ -1,7 +1,7 @@
 """Ranks with parts of a native model compute the same as one process with the whole model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,33 @@ def test_ranks_compute_the_whole_model(variant: str, tmp_path: Path) -> None:
         assert said == own.num_bytes < whole.num_bytes
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_with_whole_experts_compute_the_whole_model(
+    architecture: str, size: int, tmp_path: Path
+) -> None:
+    """Some with shared experts, with biases, and stored in one tensor."""
+    directory = make_checkpoint(tmp_path, architecture, vocab_size=VOCABULARY)
+    whole = compute(directory, WHOLE)
+    ranks = run_ranks(size, lambda share: compute(directory, replace(share, whole_experts=True)))
+    check(whole, ranks, same)
+    for rank, own in enumerate(ranks):
+        share = Share(rank, size, whole_experts=True)
+        said = open_checkpoint(directory).weight_bytes(CPU, torch.float32, "none", share)
+        assert said == own.num_bytes < whole.num_bytes
+
+
+def test_whole_experts_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
+    servable = open_checkpoint(make_checkpoint(tmp_path, "qwen3"))
+    with pytest.raises(ConfigError, match=r"engine\.parallel\.experts: the model has no experts"):
+        servable.weight_bytes(CPU, torch.float32, "none", Share(0, 2, whole_experts=True))
+
+
 @pytest.mark.parametrize("form", ["gptq int4 in activation order", "awq", "fp8 by block", INT8])
-def test_quantised_checkpoints_are_cut_after_they_are_widened(form: str, tmp_path: Path) -> None:
+def test_quantised_checkpoints_are_cut_after_they_are_widened(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply_int8(monkeypatch)
     source = make_checkpoint(tmp_path / "source", "qwen3", vocab_size=VOCABULARY)
     directory, _ = requantised(source, tmp_path, FORMATS[form])
     whole = compute(directory, WHOLE)

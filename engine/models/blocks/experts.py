@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.models.blocks.dense import DenseBlock, DenseMlp
 from engine.models.blocks.protocol import LayerSite, ModelStep
+from engine.models.blocks.source import BlockWeights
 from engine.models.linear import ExpertNet
 from engine.models.quantized.experts import ExpertShape, ExpertStorage, SeparateExperts
 from kernels.experts.grouped_mlp import Gate
@@ -66,12 +67,40 @@ class Experts:
             router=source.tensor(f"{self.router}.weight", (self.count, hidden), dtype=exact),
             router_bias=bias,
             choice_bias=choice_bias,
-            experts=source.experts(
-                shape, source.share.part(shape.inner, "inner numbers of experts")
-            ),
+            experts=_part_of(source, shape),
             shared=None if self.shared is None else self.shared.build(site),
             shared_gate=gate,
         )
+
+
+def _part_of(source: BlockWeights, shape: ExpertShape) -> ExpertNet:
+    part = source.share.expert_part(shape.count, shape.inner)
+    net = source.experts(shape, part)
+    return net if len(part.experts) == shape.count else OwnExperts(net, part.experts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnExperts:
+    """Some of a layer's experts. Those of other ranks add nothing here, and the ranks' sum adds
+    them.
+
+    Attributes:
+        net: of these experts alone.
+        numbers: of these experts.
+    """
+
+    net: ExpertNet
+    numbers: range
+
+    @property
+    def nbytes(self) -> int:
+        return self.net.nbytes
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        own = (ids >= self.numbers.start) & (ids < self.numbers.stop)
+        nobody = len(self.numbers)
+        places = torch.where(own, ids - self.numbers.start, nobody)
+        return self.net.apply(x, weights * own, places)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

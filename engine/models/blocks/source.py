@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.models.linear import NO_CUTS, ExpertNet, Linear, Product, Ranges
 from engine.models.quantized.experts import ExpertShape
-from engine.ranks import Share
+from engine.ranks import ExpertPart, Share
 
 
 class BlockWeights(Protocol):
@@ -60,9 +60,9 @@ class BlockWeights(Protocol):
         dtype, for callers that multiply by parts of it. None: all outputs."""
         ...
 
-    def experts(self, shape: ExpertShape, inner: range) -> ExpertNet:
-        """Return the experts stored under the module `experts`, each with these of its inner
-        numbers. Rank 0 alone has the biases of the outputs."""
+    def experts(self, shape: ExpertShape, part: ExpertPart) -> ExpertNet:
+        """Return a part of the experts stored under the module `experts`. Of experts that several
+        ranks have, rank 0 alone has the biases of the outputs."""
         ...
 
     def tensor(

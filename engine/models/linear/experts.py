@@ -66,7 +66,7 @@ class SeparateLinear:
             gate_up, down = self.nets[expert]
             return down.apply(gated(gate_up.apply(rows), self.gate))
 
-        return by_expert(x, weights, ids, net)
+        return by_expert(x, weights, ids, net, len(self.nets))
 
 
 def stack(

@@ -9,6 +9,7 @@ from engine.models.linear import Matrix, MatrixPart, StoredExpert, joined
 from engine.models.quantized.mxfp4 import are_mxfp4, read_mxfp4, wanted_mxfp4
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
+from engine.ranks import ExpertPart
 from kernels.experts.grouped_mlp import Gate
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
@@ -49,6 +50,10 @@ class ExpertShape:
     inner: int
     gate: Gate
     storage: ExpertStorage
+
+    def has_whole(self, part: ExpertPart) -> bool:
+        """Return whether a part has whole experts."""
+        return len(part.inner) == self.inner
 
     def parts(self, inner: range) -> tuple[MatrixPart, MatrixPart]:
         """Return the parts of gate_up [2 * inner, hidden] and down [hidden, inner] of each expert

@@ -38,7 +38,7 @@ from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
 from engine.models.refill import refill
 from engine.models.weights.survey import TensorNeeds, form_for, survey
-from engine.ranks import WHOLE, Share
+from engine.ranks import WHOLE, ExpertPart, Share
 
 AHEAD_BYTES = 512 << 20
 TOLD_EVERY_S = 10.0
@@ -129,17 +129,18 @@ class TensorReader:
         part = MatrixPart.of(rows, columns, outputs)
         return self._own(self._matrix(module, part).floats())
 
-    def experts(self, shape: ExpertShape, inner: range) -> ExpertNet:
+    def experts(self, shape: ExpertShape, part: ExpertPart) -> ExpertNet:
         place = ExpertLocation(self.checkpoint, self.scheme, f"{self.prefix}experts.")
-        gate_up, down = shape.parts(inner)
+        gate_up, down = shape.parts(part.inner)
+        adds_bias = self._adds_bias(None if shape.has_whole(part) else part.inner)
 
         def owned(bias: Tensor | None, outputs: Ranges) -> Tensor | None:
             return None if bias is None else self._own(kept(bias, outputs))
 
         def stored() -> Iterator[StoredExpert]:
-            for number in range(shape.count):
+            for number in part.experts:
                 one = shape.storage.read(number, shape, place)
-                down_bias = one.down_bias if self._adds_bias(inner) else None
+                down_bias = one.down_bias if adds_bias else None
                 yield StoredExpert(
                     self._cut(one.gate_up, gate_up),
                     self._cut(one.down, down),
@@ -147,7 +148,7 @@ class TensorReader:
                     owned(down_bias, down.outputs),
                 )
 
-        return self.form.experts(stored(), shape.count, shape.gate)
+        return self.form.experts(stored(), len(part.experts), shape.gate)
 
     def tensor(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.config import Quantize
+from common.errors import ConfigError
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.decoder import DecoderSpec
 from engine.models.linear import (
@@ -26,7 +27,7 @@ from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertLocation, ExpertShape
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
-from engine.ranks import WHOLE, Share
+from engine.ranks import WHOLE, ExpertPart, Share
 
 # Old Llama checkpoints store the inverse frequencies, which follow from the configuration.
 _IGNORED = frozenset({".rotary_emb.inv_freq"})
@@ -40,10 +41,12 @@ class TensorNeeds:
     Attributes:
         stored: by name.
         num_bytes: memory of the converted tensors.
+        has_experts: a layer is a mixture of experts.
     """
 
     stored: dict[str, TensorRequest] = field(default_factory=dict)
     num_bytes: int = 0
+    has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +100,16 @@ class TensorInventory:
         self.needs.num_bytes += num_kept * columns * self.dtype.itemsize
         return _nothing((num_kept, columns), self.dtype)
 
-    def experts(self, shape: ExpertShape, inner: range) -> ExpertNet:
+    def experts(self, shape: ExpertShape, part: ExpertPart) -> ExpertNet:
         place = ExpertLocation(self.checkpoint, self.scheme, f"{self.prefix}experts.")
         self.needs.stored.update(shape.storage.wanted(shape, place))
-        count, hidden, size = shape.count, shape.hidden, len(inner)
+        self.needs.has_experts = True
+        count, hidden, size = len(part.experts), shape.hidden, len(part.inner)
         int8 = shape.storage.int8_channels(place)
         num_bytes = self.form.int8_bytes if int8 else self.form.num_bytes
         one = num_bytes(2 * size, hidden) + num_bytes(hidden, size)
         if shape.storage.biased:
-            down = hidden if self.share.rank == 0 else 0
+            down = hidden if self.share.rank == 0 or shape.has_whole(part) else 0
             one += (2 * size + down) * self.dtype.itemsize
         self.needs.num_bytes += count * one
         return StackedLinear(
@@ -193,6 +197,8 @@ def survey(
     if spec.tied_embeddings:
         ignored |= {"lm_head.weight"}
     checkpoint.check(source.needs.stored, ignored, spec.unused)
+    if share.whole_experts and not source.needs.has_experts:
+        raise ConfigError("engine.parallel.experts: the model has no experts")
     return source.needs
 
 

@@ -11,7 +11,7 @@ from engine.models.linear import NO_CUTS, ExpertNet, Linear, Product, Ranges
 from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertShape
-from engine.ranks import WHOLE, Share
+from engine.ranks import WHOLE, ExpertPart, Share
 
 
 @dataclass(slots=True)
@@ -58,8 +58,8 @@ class RandomWeights:
     def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
         return self._draw((rows, columns), 0.0, columns**-0.5)
 
-    def experts(self, shape: ExpertShape, inner: range) -> ExpertNet:
-        count, hidden = shape.count, shape.hidden
+    def experts(self, shape: ExpertShape, part: ExpertPart) -> ExpertNet:
+        count, hidden, inner = len(part.experts), shape.hidden, part.inner
         return StackedLinear(
             shape.gate,
             self._draw((count, 2 * len(inner), hidden), 0.0, hidden**-0.5),
