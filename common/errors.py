@@ -145,3 +145,7 @@ class RequestFailed(ServingError):
 
 class EngineFault(ServingError):
     status = StatusCode.UNAVAILABLE
+
+
+class RankLost(EngineFault):
+    """Another rank of this node has ended, or does not answer in time."""

@@ -19,7 +19,7 @@ import msgspec
 
 from common import logs
 from common.config import EngineConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, RankLost
 from engine.adapters.adapters import shelf_of
 from engine.build import load_part, open_model, pages_of
 from engine.kv_cache.kv import KVPool
@@ -151,7 +151,8 @@ def main(descriptor: int, open_transfer: OpenTransfer) -> NoReturn:
 
 
 def _fail_at(steps: socket.socket, error: Exception) -> NoReturn:
-    log.error("the rank failed", exc_info=error)
+    # Where the loss of another rank was noticed says nothing.
+    log.error("the rank failed", exc_info=None if isinstance(error, RankLost) else error)
     _fail(steps, RankFailed(f"{type(error).__name__}: {error}"[:2000], config=False), 1)
 
 

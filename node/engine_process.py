@@ -19,7 +19,8 @@ from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 from common import logs
 from common.config import NodeConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, RankLost
+from common.logs import kv
 from common.process.ipc import FrameSocket, PeerGone
 from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
 
@@ -167,6 +168,9 @@ def _run(channel: EngineChannel, body: Callable[[], None]) -> None:
         log.info("engine stopped by the frontend")
     except ConfigError as error:
         _fail(channel, EngineFailed(str(error), config=True), exit_code=2)
+    except RankLost as error:  # where it was noticed says nothing
+        log.error("a rank is lost, and this node ends %s", kv(reason=error))
+        _fail(channel, EngineFailed(str(error)), exit_code=1)
     except Exception as error:
         log.exception("the engine failed")
         _fail(channel, EngineFailed(f"{type(error).__name__}: {error}"[:2000]), exit_code=1)

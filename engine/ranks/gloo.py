@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from common.errors import EngineFault
+from common.errors import RankLost
 
 _api: Any = distributed  # its process groups have no annotations
 
@@ -61,4 +61,4 @@ def _faults() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise EngineFault(f"a rank has ended or is late: {str(error).splitlines()[0]}") from error
+        raise RankLost(f"a rank has ended or is late: {str(error).splitlines()[0]}") from error

@@ -8,7 +8,7 @@ from torch import Tensor
 class Group(Protocol):
     """The ranks of a node. Forward stream only.
 
-    Every call waits until the other ranks make the same call, and raises EngineFault if one of them
+    Every call waits until the other ranks make the same call, and raises RankLost if one of them
     ends or is too late. Nothing may be called afterwards.
 
     Attributes:

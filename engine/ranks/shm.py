@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.errors import EngineFault
+from common.errors import RankLost
 
 BUFFER_BYTES = 1 << 20  # larger tensors are divided
 _LINE = 64  # bytes of a cache line. Counters are in separate ones.
@@ -151,9 +151,9 @@ class SharedMemoryGroup:
         ended = {pidfd for pidfd, _ in self._ended.poll(0)}
         for other, pidfd in self._others.items():
             if pidfd in ended:
-                raise EngineFault(f"rank {other} has ended")
+                raise RankLost(f"rank {other} has ended")
         if waited > self._timeout_s:
-            raise EngineFault(f"rank {rank} is {self._timeout_s:g} s late in a collective")
+            raise RankLost(f"rank {rank} is {self._timeout_s:g} s late in a collective")
 
     def _fence(self) -> None:
         """Order the accesses to shared memory before and after it, on every kind of CPU."""

@@ -68,7 +68,7 @@ class Site:
                 await nodes[0].stub.Drain(DrainRequest(), timeout=60)
             case "role switch":
                 await self._be_guest(nodes[0], fault)
-                await self._operate("switch", nodes[0].address, fault.role, "--force")
+                await self._set_role(nodes[0], fault.role)
             case "SIGTERM after a role switch":
                 await self._be_guest(nodes[0], fault)
                 nodes[0].child.send(signal.SIGTERM)
@@ -82,7 +82,7 @@ class Site:
                 with contextlib.suppress(ProcessLookupError):  # it has ended with its node
                     await _stopped(await _follower(nodes[0]), fault.seconds)
             case "rolling restart":
-                await self._operate("roll")
+                await self._operate("rollout")
 
     async def instances(self, faults: tuple[Fault, ...]) -> dict[str, int]:
         """Return the instance ids of the nodes that these faults end, by address."""
@@ -156,13 +156,16 @@ class Site:
     async def _be_guest(self, node: Node, fault: Fault) -> None:
         """The node has been in the other role for so long, whatever befalls nodes of that one."""
         (other,) = {"prefill", "decode"} - {fault.role}
-        await self._operate("switch", node.address, other, "--force")
+        await self._set_role(node, other)
         await asyncio.sleep(fault.seconds)  # this is what happens, not a wait for something
+
+    async def _set_role(self, node: Node, role: str) -> None:
+        await self._operate("nodes", "set-role", node.address, role, "--force")
 
     async def _operate(self, *command: str) -> None:
         """`baton COMMAND`, as an operator calls it."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"cli.{command[0]}", *command[1:]),
+            *(sys.executable, "-m", "cli.main", *command),
             *(f"--router={self._cluster.address}", f"--timeout={_RECOVERY_S}"),
             f"--secret-file={self._cluster.secret_file}",
             stdin=asyncio.subprocess.DEVNULL,
