@@ -145,10 +145,10 @@ def tools(fields: CountTokensFields) -> Sequence[ToolDefinition]:
     ]
 
 
-def chosen(fields: CountTokensFields) -> tuple[str | None, str | None]:
-    """Return OpenAI's tool_choice, and the name of the tool that must be called."""
+def chosen(fields: CountTokensFields) -> str | AnthropicToolChoice | None:
+    """Return OpenAI's tool_choice, or the choice that names a tool."""
     choice = fields.tool_choice
-    return (None, None) if choice is None else (_CHOICES[choice.type], choice.name)
+    return choice if choice is None or choice.name is not None else _CHOICES[choice.type]
 
 
 def thinking_budget(fields: CountTokensFields) -> int:

@@ -121,12 +121,10 @@ class MessagesEndpoint:
             response_format=asked_for.response_format(fields),
         )
         check_multiplied(common, body)
-        choice, named = asked_for.chosen(fields)
         said = fields.tool_choice
         offer = offered(
             asked_for.tools(fields),
-            choice,
-            named,
+            asked_for.chosen(fields),
             self._speech,
             parallel=not (said and said.disable_parallel_tool_use),
         )
@@ -239,10 +237,6 @@ class CountTokens:
     def __init__(
         self, model: ServedModel, endpoint: PromptEndpoint, *, ignore_unknown: bool
     ) -> None:
-        """
-        Args:
-            ignore_unknown: see BodyReader.
-        """
         self._model = model
         self._endpoint = endpoint
         self._reader = BodyReader(CountTokensFields, OF_COUNTED, ignore_unknown=ignore_unknown)
@@ -251,8 +245,7 @@ class CountTokens:
         return await self._endpoint.answered(request, self._reader, self._count, ANTHROPIC)
 
     async def _count(self, fields: CountTokensFields, client: Client) -> TokenCount:
-        choice, named = asked_for.chosen(fields)
-        tools = asked_for.tools(fields)
-        offer = offered(tools, choice, named, self._model.speech, parallel=None)
+        choice = asked_for.chosen(fields)
+        offer = offered(asked_for.tools(fields), choice, self._model.speech, parallel=None)
         prompt = ChatPrompt(asked_for.turns(fields), offer.shown)
         return TokenCount(len(await self._model.prompts.encode(prompt, client)))

@@ -114,7 +114,7 @@ class GenerationEndpoint:
         """Serve a request. Cancelling this call cancels every choice on its nodes."""
         request_id = new_request_id()
         label = request.header("x-request-id")
-        headers = _names(label, request_id)
+        headers = id_headers(label, request_id)
         try:
             body = take_json(request)
             asked = self._dialect.read(body)
@@ -133,7 +133,7 @@ class GenerationEndpoint:
             return self._problem(error).response(headers)
         if retry is not None:
             request_id = retry.request_id
-            headers = _names(label, request_id)
+            headers = id_headers(label, request_id)
         headers += tuple(client.usage.headers())
         origin = RequestOrigin.now(
             self._dialect.id_prefix + request_id, adapter or self._names.served
@@ -188,7 +188,7 @@ class GenerationEndpoint:
             raise group.exceptions[0] from None
 
 
-def _names(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
+def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
     """Return the id headers: proxies expect their own x-request-id back, and may send it again."""
     return ("x-request-id", label or request_id), ("baton-request-id", request_id)
 

@@ -87,6 +87,10 @@ class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     function: NamedFunction
     type: Literal["function"] = "function"
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
 
 MessageList = Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)]
 ToolList = Annotated[list[ToolDefinition], msgspec.Meta(max_length=MAX_TOOLS)]

@@ -1,7 +1,7 @@
 """Tools that a chat offers, independent of its API, forced calls, and the parsing of calls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -105,10 +105,16 @@ class ToolOffer(msgspec.Struct, frozen=True):
         return {tool.function.name: tool.function.parameters or {} for tool in self.tools} or None
 
 
+class NamedTool(Protocol):
+    """The choice of one tool."""
+
+    @property
+    def name(self) -> str | None: ...
+
+
 def offered(
     tools: Sequence[ToolDefinition],
-    choice: str | None,
-    named: str | None,
+    choice: str | NamedTool | None,
     speech: ModelFormat,
     *,
     parallel: bool | None,
@@ -116,26 +122,30 @@ def offered(
     """Return the tools that a request offers.
 
     Args:
-        choice: "auto", "none", "required". None: auto, or `named`.
-        named: the tool that must be called.
+        choice: "auto" (also None and ""), "none", "required", or the tool that must be called.
         speech: how the model calls tools.
         parallel: None: no limit.
 
     Raises:
         ApiError: there is no such tool or choice, or the model's tool call format is unknown.
     """
-    must: Sequence[ToolDefinition] = ()
-    if named is not None:
-        must = [tool for tool in tools if tool.function.name == named]
-        parallel = False
-    elif choice == "required":
-        must = tools
-    elif choice == "none":
-        tools = ()
-    elif choice not in (None, "", "auto"):
-        sentence = f"tool_choice is auto, none, required or one of the tools, not {choice[:40]!r}"
-        raise ApiError(400, sentence, param="tool_choice")
-    if not must and (named is not None or choice == "required"):
+    must: Sequence[ToolDefinition] | None = None
+    match choice:
+        case "required":
+            must = tools
+        case "none":
+            tools = ()
+        case None | "" | "auto":
+            pass
+        case str():
+            sentence = (
+                f"tool_choice is auto, none, required or one of the tools, not {choice[:40]!r}"
+            )
+            raise ApiError(400, sentence, param="tool_choice")
+        case _:
+            must = [tool for tool in tools if tool.function.name == choice.name]
+            parallel = False
+    if must is not None and not must:
         raise ApiError(400, "tool_choice: there is no such tool", param="tool_choice")
     if tools and not must and speech.tools == NONE:
         raise ApiError(
@@ -144,7 +154,7 @@ def offered(
             param="tools",
             code="unsupported",
         )
-    return ToolOffer(tools, must, parallel is not False)
+    return ToolOffer(tools, must or (), parallel is not False)
 
 
 def optional(tools: Sequence[Mapping[str, Any]]) -> ToolOffer:

@@ -13,7 +13,6 @@ from api.dialect.events import (
     DONE,
     EndpointCall,
     EndpointReply,
-    EventStream,
     RequestOrigin,
     StreamedReply,
     WholeReply,
@@ -126,10 +125,6 @@ class NativeEndpoint:
     words = OPENAI
 
     def __init__(self, *, ignore_unknown: bool) -> None:
-        """
-        Args:
-            ignore_unknown: see BodyReader.
-        """
         self._reader = BodyReader(NativeFields, OF_NATIVE, ignore_unknown=ignore_unknown)
         self.field_names: Mapping[str, str] = {**self._reader.names, **_OTHER_NAMES}
 
@@ -150,8 +145,7 @@ class NativeEndpoint:
 
         def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
             told = [_Answer(index, each, origin.id, is_list) for index, each in enumerate(wanted)]
-            stream = EventStream(request, headers) if fields.stream else None
-            return _reply(told, is_list, headers, stream)
+            return _reply(told, is_list, bool(fields.stream), request, headers)
 
         return EndpointCall(
             fields.model,
@@ -268,7 +262,11 @@ class _Answer:
 
 
 def _reply(
-    answers: Sequence[_Answer], is_list: bool, headers: Headers, stream: EventStream | None
+    answers: Sequence[_Answer],
+    is_list: bool,
+    stream: bool,
+    request: HttpRequest,
+    headers: Headers,
 ) -> EndpointReply:
     """Return a reply with one JSON object, or a list of them, or a stream.
 
@@ -289,9 +287,9 @@ def _reply(
         answer.add(piece)
         return b"data: " + _encode(answer.told()) + b"\n\n" if answer.is_due else b""
 
-    if stream is None:
-        return WholeReply(add, body, headers)
-    return StreamedReply(event, lambda: DONE, len(answers), stream)
+    if stream:
+        return StreamedReply(event, lambda: DONE, len(answers), request, headers)
+    return WholeReply(add, body, headers)
 
 
 _Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)]
@@ -335,10 +333,6 @@ class TokenizeEndpoint:
     def __init__(
         self, model: ServedModel, endpoint: PromptEndpoint, *, ignore_unknown: bool
     ) -> None:
-        """
-        Args:
-            ignore_unknown: see BodyReader.
-        """
         self._model = model
         self._endpoint = endpoint
         self._tokenize = BodyReader(TokenizeFields, OF_TOKENIZE, ignore_unknown=ignore_unknown)

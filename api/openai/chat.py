@@ -228,15 +228,13 @@ class ChatEndpoint:
             fields.reasoning_effort = None
             ignored.append("reasoning_effort")
         check_multiplied(fields, body)
-        choice, named = _choice(fields.tool_choice)
         offer = offered(
             fields.tools or (),
-            choice,
-            named,
+            fields.tool_choice,
             self._speech,
             parallel=fields.parallel_tool_calls,
         )
-        max_tokens, max_tokens_field = _max_tokens(fields)
+        max_tokens, max_tokens_field = _one_of(fields, "max_completion_tokens", "max_tokens")
         sampled = samplings(
             fields,
             max_tokens,
@@ -275,14 +273,6 @@ class ChatEndpoint:
         )
 
 
-def _choice(choice: str | NamedToolChoice | None) -> tuple[str | None, str | None]:
-    match choice:
-        case NamedToolChoice(function=function):
-            return None, function.name
-        case _:
-            return choice, None
-
-
 def _prediction(fields: PredictionFields | None) -> PredictionPrompt | None:
     text = "" if fields is None else text_of("prediction.content", fields.content)
     return PredictionPrompt(text) if text else None
@@ -300,26 +290,18 @@ def _logprobs(fields: ChatFields) -> int:
 
 def _thinking_budget(fields: ChatFields) -> int:
     """Return the thinking budget as in SamplingParams."""
-    given = [
-        each for each in (fields.thinking_token_budget, fields.thinking_budget) if each is not None
-    ]
-    if len(set(given)) > 1:
-        raise ApiError(
-            400,
-            "thinking_token_budget and thinking_budget differ; they mean the same",
-            param="thinking_token_budget",
-        )
-    return given[0] if given else -1
+    budget, _ = _one_of(fields, "thinking_token_budget", "thinking_budget")
+    return -1 if budget is None else budget
 
 
-def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
-    """Return max_tokens and the field that sets it, None and "" if neither field is set."""
-    if fields.max_completion_tokens is None:
-        return fields.max_tokens, "" if fields.max_tokens is None else "max_tokens"
-    if fields.max_tokens not in (None, fields.max_completion_tokens):
-        raise ApiError(
-            400,
-            "max_completion_tokens and max_tokens differ; they mean the same",
-            param="max_completion_tokens",
-        )
-    return fields.max_completion_tokens, "max_completion_tokens"
+def _one_of(fields: ChatFields, name: str, other: str) -> tuple[int | None, str]:
+    """Return the value of two fields that mean the same, and the name of the one that sets it.
+
+    None and "" if neither is set.
+    """
+    value, second = getattr(fields, name), getattr(fields, other)
+    if value is None:
+        return second, "" if second is None else other
+    if second not in (None, value):
+        raise ApiError(400, f"{name} and {other} differ; they mean the same", param=name)
+    return value, name

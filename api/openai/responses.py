@@ -169,11 +169,9 @@ class ResponsesEndpoint:
             response_format=_format(fields.text),
         )
         check_multiplied(common, body)
-        choice, named = _choice(fields.tool_choice)
         offer = offered(
             [_tool(each) for each in fields.tools or ()],
-            choice,
-            named,
+            fields.tool_choice,
             self._speech,
             parallel=fields.parallel_tool_calls,
         )
@@ -306,14 +304,6 @@ def _tool(tool: ResponseTool) -> ToolDefinition:
     return ToolDefinition(
         "function", ToolFunction(tool.name, tool.description, tool.parameters, tool.strict)
     )
-
-
-def _choice(choice: str | ResponseNamedTool | None) -> tuple[str | None, str | None]:
-    match choice:
-        case ResponseNamedTool(name=name):
-            return None, name
-        case _:
-            return choice, None
 
 
 def _echoed(fields: ResponseFields) -> dict[str, Any]:

@@ -55,39 +55,35 @@ class ScoreEndpoint(msgspec.Struct):
     object: str
 
 
-class ScoreResponses:
-    """The responses of /v1/score."""
-
-    def __init__(self, vectors: PoolingService) -> None:
-        self._vectors = vectors
-
-    async def answer(
-        self, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
-    ) -> bytes:
-        if fields.query is not None or fields.items is not None:
-            return await self._labels(fields, asker, origin)
-        scored = await self._vectors.score(_pairs(fields), asker)
-        return msgspec.json.encode(
-            ScoreList(
-                origin.id,
-                "list",
-                origin.created,
-                origin.model,
-                [ScoreItem(index, "score", score) for index, score in enumerate(scored.scores)],
-                PoolingUsage(scored.num_tokens, scored.num_tokens),
-            )
+async def score(
+    vectors: PoolingService, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
+) -> bytes:
+    """Return the response of /v1/score."""
+    if fields.query is not None or fields.items is not None:
+        return await _labels(vectors, fields, asker, origin)
+    scored = await vectors.score(_pairs(fields), asker)
+    return msgspec.json.encode(
+        ScoreList(
+            origin.id,
+            "list",
+            origin.created,
+            origin.model,
+            [ScoreItem(index, "score", score) for index, score in enumerate(scored.scores)],
+            PoolingUsage(scored.num_tokens, scored.num_tokens),
         )
+    )
 
-    async def _labels(
-        self, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
-    ) -> bytes:
-        if not fields.label_token_ids:
-            raise ApiError(400, "label_token_ids is missing", param="label_token_ids")
-        scored = await self._vectors.label_scores(
-            _items(fields), fields.label_token_ids, asker, softmax=bool(fields.apply_softmax)
-        )
-        usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
-        return msgspec.json.encode(ScoreEndpoint(scored.scores, origin.model, usage, "scoring"))
+
+async def _labels(
+    vectors: PoolingService, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
+) -> bytes:
+    if not fields.label_token_ids:
+        raise ApiError(400, "label_token_ids is missing", param="label_token_ids")
+    scored = await vectors.label_scores(
+        _items(fields), fields.label_token_ids, asker, softmax=bool(fields.apply_softmax)
+    )
+    usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
+    return msgspec.json.encode(ScoreEndpoint(scored.scores, origin.model, usage, "scoring"))
 
 
 def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
@@ -160,27 +156,19 @@ class RerankResponse(msgspec.Struct):
     results: Sequence[RankedDocument]
 
 
-class RerankEndpoint:
-    """The responses of /v1/rerank."""
-
-    def __init__(self, vectors: PoolingService) -> None:
-        self._vectors = vectors
-
-    async def answer(
-        self, fields: RerankFields, asker: PoolingCaller, origin: RequestOrigin
-    ) -> bytes:
-        documents = [each if isinstance(each, str) else each.text for each in fields.documents]
-        scored = await self._vectors.score(
-            [(fields.query, text) for text in documents], asker, fields.instruct
-        )
-        # The sort is stable: equal scores keep the order of the documents.
-        order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
-        told = fields.return_documents is not False
-        results = [
-            RankedDocument(
-                index, scored.scores[index], Document(documents[index]) if told else None
-            )
-            for index in order[: fields.top_n or None]
-        ]
-        usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
-        return msgspec.json.encode(RerankResponse(origin.id, origin.model, usage, results))
+async def rerank(
+    vectors: PoolingService, fields: RerankFields, asker: PoolingCaller, origin: RequestOrigin
+) -> bytes:
+    """Return the response of /v1/rerank."""
+    documents = [each if isinstance(each, str) else each.text for each in fields.documents]
+    pairs = [(fields.query, text) for text in documents]
+    scored = await vectors.score(pairs, asker, fields.instruct)
+    # The sort is stable: equal scores keep the order of the documents.
+    order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
+    told = fields.return_documents is not False
+    results = [
+        RankedDocument(index, scored.scores[index], Document(documents[index]) if told else None)
+        for index in order[: fields.top_n or None]
+    ]
+    usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
+    return msgspec.json.encode(RerankResponse(origin.id, origin.model, usage, results))
