@@ -1,6 +1,6 @@
 """Tools that a chat offers, independent of its API, forced calls, and the parsing of calls."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -280,19 +280,14 @@ def _held(offer: ToolOffer, speech: ModelFormat) -> Sequence[tuple[str, Mapping[
 
 def listening(
     speech: ModelFormat, prompt: SharedPrompt, offer: ToolOffer, *, reasons: bool = True
-) -> Callable[[], StreamParser]:
-    """Return a function that makes a StreamParser for each response to `prompt`, after its
-    rendering.
+) -> StreamParser:
+    """Return the parser of one response to `prompt`.
 
     Args:
         reasons: whether reasoning is returned.
     """
-
-    def listener() -> StreamParser:
-        if offer.must:
-            parser = speech.parser_of_calls(prompt.rendering.end, offer.callable, reasons=reasons)
-        else:
-            parser = speech.parser(prompt.rendering.end, offer.callable, reasons=reasons)
-        return StreamParser(parser, parallel=offer.parallel)
-
-    return listener
+    parser = speech.parser_of_calls if offer.must else speech.parser
+    return StreamParser(
+        lambda: parser(prompt.rendering.end, offer.callable, reasons=reasons),
+        parallel=offer.parallel,
+    )

@@ -1,6 +1,7 @@
 """/v1/chat/completions: a conversation, in the model's chat template, and its response."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -95,46 +96,31 @@ class ChunkChoice(msgspec.Struct):
 class ChatResponseWriter:
     """Writer of one choice."""
 
-    def __init__(self, index: int, listener: Callable[[], StreamParser]) -> None:
-        """
-        Args:
-            listener: makes the StreamParser. Called with the first piece, after the prompt is
-                rendered.
-        """
+    def __init__(self, index: int, listener: StreamParser) -> None:
         self._index = index
-        self._make_listener = listener
-        self._listener: StreamParser | None = None
+        self._listener = listener
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> ChunkChoice | None:
-        first = self._listener is None
-        listener = self._listener = self._listener or self._make_listener()
-        match piece:
-            case FinalChunk():
-                heard = listener.hear(piece.text, piece.marks, last=True)
-                return ChunkChoice(
-                    self._index,
-                    _delta(heard, first),
-                    _reason(listener, piece),
-                    of_chat(piece.tokens),
-                    stop_reason(piece),
-                )
-            case _:
-                heard = listener.hear(piece.text, piece.marks, last=False)
-                if not heard and not first and not piece.tokens:  # no text is decided yet
-                    return None
-                return ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
+        first, last = not self._listener.begun, isinstance(piece, FinalChunk)
+        heard = self._listener.hear(piece.text, piece.marks, last=last)
+        if not heard and not first and not last and not piece.tokens:  # no text is decided yet
+            return None
+        chunk = ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
+        if isinstance(piece, FinalChunk):
+            chunk.finish_reason = _reason(self._listener, piece)
+            chunk.stop_reason = stop_reason(piece)
+        return chunk
 
     def choice(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> ChatChoice:
-        listener = self._make_listener()
         text, marks = "", list[int]()
         for piece in pieces:
             marks += [len(text) + mark for mark in piece.marks]
             text += piece.text
-        heard = listener.hear(text, marks, last=True)
+        heard = self._listener.hear(text, marks, last=True)
         return ChatChoice(
             self._index,
             _answer(heard),
-            _reason(listener, last),
+            _reason(self._listener, last),
             of_chat([token for piece in pieces for token in piece.tokens]),
             stop_reason(last),
         )
@@ -252,7 +238,7 @@ class ChatEndpoint:
             prediction=_prediction(fields.prediction),
         )
         reasons = fields.include_reasoning is not False
-        listener = listening(self._speech, wanted[0].prompt, offer, reasons=reasons)
+        listener = partial(listening, self._speech, wanted[0].prompt, offer, reasons=reasons)
         told = ChoiceCollector(
             whole_object="chat.completion",
             chunk_object="chat.completion.chunk",
@@ -260,7 +246,7 @@ class ChatEndpoint:
             num_per_prompt=len(per_prompt),
             stream=bool(fields.stream),
             include_usage=includes_usage(fields),
-            voice=lambda index: ChatResponseWriter(index, listener),
+            voice=lambda index: ChatResponseWriter(index, listener()),
         )
         return EndpointCall(
             fields.model,
