@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from api.dialect.bodies import Ignored
-from api.dialect.problems import ApiError
+from api.dialect.problems import ApiError, invalid
 from api.requests.generate_params import (
     UNLIMITED,
     GenerateParams,
@@ -137,8 +137,7 @@ def _of_format(wanted: ResponseFormat | None) -> GuidedDecoding | None:
         said = msgspec.structs.asdict(wanted).items()
         return _tag({name: value for name, value in said if value is not None})
     if wanted.json_schema is None:
-        where = "response_format.json_schema"
-        raise ApiError(400, f"{where} is required", param=where)
+        raise invalid("response_format.json_schema", "is required")
     return _schema(wanted.json_schema.schema)
 
 
@@ -164,8 +163,7 @@ def _choice(where: str, choices: list[str] | None) -> GuidedDecoding | None:
     if not choices:
         return None
     if len(choices) > MAX_GUIDE_CHOICES or not all(choices):
-        sentence = f"{where} must have at most {MAX_GUIDE_CHOICES} texts, none of them empty"
-        raise ApiError(400, sentence, param=where)
+        raise invalid(where, f"must have at most {MAX_GUIDE_CHOICES} texts, none of them empty")
     quoted = (msgspec.json.encode(choice).decode() for choice in choices)
     return GuidedDecoding("ebnf", f"root ::= {' | '.join(quoted)}")
 
@@ -234,7 +232,7 @@ def prompts_of(
         return [TextPrompt(given, special)]
     match {type(item) for item in given}:
         case kinds if not kinds:
-            raise ApiError(400, f"{name} is empty", param=name)
+            raise invalid(name, "is empty")
         case kinds if kinds == {int}:
             return [TokenIdsPrompt(cast(list[int], given))]
         case kinds if kinds == {str}:
@@ -242,8 +240,7 @@ def prompts_of(
         case kinds if kinds == {list}:
             return [TokenIdsPrompt(ids) for ids in cast(list[list[int]], given)]
         case _:
-            sentence = f"{name} mixes text, token ids and lists of them"
-            raise ApiError(400, sentence, param=name)
+            raise invalid(name, "mixes text, token ids and lists of them")
 
 
 def check_multiplied(fields: GenerationFields, body: bytes, best_of: int = 1) -> None:

@@ -14,7 +14,7 @@ from api.auth.client import Client
 from api.dialect import problems
 from api.dialect.bodies import BodyReader, name_ignored, take_json
 from api.dialect.events import ApiDialect, EndpointCall, EndpointReply, RequestOrigin
-from api.dialect.problems import OPENAI, ApiError, Words
+from api.dialect.problems import OPENAI, ApiError, Words, invalid
 from api.http.messages import HttpRequest, whole
 from api.requests.generate_params import GenerateParams
 from api.requests.idempotency import IdempotencyCache, IdempotentRetry
@@ -55,16 +55,13 @@ class ModelNames:
         if not lora_path:
             return adapter
         if adapter not in ("", lora_path):
-            sentence = f"lora_path {lora_path!r} and model {model!r} are two adapters"
-            raise ApiError(400, sentence, param="lora_path")
+            raise invalid("lora_path", f"{lora_path!r} and model {model!r} are two adapters")
         return self._known(lora_path, "lora_path")
 
     def check_served(self, model: str | None) -> None:
         """Raise ApiError if `model` is an adapter or does not exist."""
         if self.adapter(model):
-            raise ApiError(
-                400, f"model {model!r} is a LoRA adapter, and of text alone", param="model"
-            )
+            raise invalid("model", f"{model!r} is a LoRA adapter, and of text alone")
 
     def _known(self, name: str, param: str) -> str:
         known = self.adapters

@@ -7,7 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from api.dialect.messages import ToolDefinition, ToolFunction, shown
-from api.dialect.problems import ApiError
+from api.dialect.problems import invalid
 from api.parsers.events import StreamParser
 from api.parsers.harmony import can_call
 from api.parsers.model_format import FREE, NONE, SCHEMA, ModelFormat, Tools
@@ -138,22 +138,16 @@ def offered(
         case None | "" | "auto":
             pass
         case str():
-            sentence = (
-                f"tool_choice is auto, none, required or one of the tools, not {choice[:40]!r}"
-            )
-            raise ApiError(400, sentence, param="tool_choice")
+            kinds = "auto, none, required or one of the tools"
+            raise invalid("tool_choice", f"is {kinds}, not {choice[:40]!r}")
         case _:
             must = [tool for tool in tools if tool.function.name == choice.name]
             parallel = False
     if must is not None and not must:
-        raise ApiError(400, "tool_choice: there is no such tool", param="tool_choice")
+        raise invalid("tool_choice", ": there is no such tool")
     if tools and not must and speech.tools == NONE:
-        raise ApiError(
-            400,
-            "tools: how this model calls them is not known here (--tool-parser says it)",
-            param="tools",
-            code="unsupported",
-        )
+        problem = ": how this model calls them is not known here (--tool-parser says it)"
+        raise invalid("tools", problem, code="unsupported")
     return ToolOffer(tools, must or (), parallel is not False)
 
 
@@ -201,7 +195,7 @@ def guided(
     try:
         guide = _guide(samplings[0].guide, offer, speech, form_field)
     except RecursionError:
-        raise ApiError(400, "tools: parameters are nested too deeply", param="tools") from None
+        raise invalid("tools", ": parameters are nested too deeply") from None
     return [replace(each, guide=guide) for each in samplings]
 
 
@@ -221,8 +215,8 @@ def _must_guide(offer: ToolOffer, speech: ModelFormat) -> GuidedDecoding:
     functions = [tool.function for tool in offer.must]
     for function in functions:
         if not can_call(function.name):
-            sentence = f"tool_choice: this model cannot call {function.name[:40]!r}"
-            raise ApiError(400, sentence, param="tool_choice", code="unsupported")
+            problem = f": this model cannot call {function.name[:40]!r}"
+            raise invalid("tool_choice", problem, code="unsupported")
     tools = [(each.name, each.parameters or {"type": "object"}) for each in functions]
     return tag(speech.channels.calls(tools, parallel=offer.parallel))
 
@@ -253,13 +247,11 @@ def _guide_of_form(
         return form
     either = speech.form_of_calls_or(inner, _held(offer, speech), parallel=offer.parallel)
     if either is None:
-        raise ApiError(
-            400,
-            f"{form_field}: no grammar can write this model's tool calls; send tools or a form "
-            "of the answer, or set tool_choice to none or required",
-            param=form_field,
-            code="unsupported",
+        problem = (
+            ": no grammar can write this model's tool calls; send tools or a form of the answer, "
+            "or set tool_choice to none or required"
         )
+        raise invalid(form_field, problem, code="unsupported")
     return tag(either)
 
 

@@ -27,7 +27,7 @@ from api.dialect.messages import (
     conversation,
     text_of,
 )
-from api.dialect.problems import OPENAI, ApiError
+from api.dialect.problems import OPENAI, invalid
 from api.dialect.tools import guided, listening, offered
 from api.openai.replies import ChatLogprobs, ChoiceCollector, StopReason, of_chat, stop_reason
 from api.parsers.events import CallPart, ParsedText, StreamParser
@@ -269,8 +269,7 @@ def _logprobs(fields: ChatFields) -> int:
     if fields.logprobs:
         return fields.top_logprobs or 0
     if fields.top_logprobs:
-        sentence = "top_logprobs requires logprobs: set both"
-        raise ApiError(400, sentence, param="top_logprobs")
+        raise invalid("top_logprobs", "requires logprobs: set both")
     return -1
 
 
@@ -289,5 +288,5 @@ def _one_of(fields: ChatFields, name: str, other: str) -> tuple[int | None, str]
     if value is None:
         return second, "" if second is None else other
     if second not in (None, value):
-        raise ApiError(400, f"{name} and {other} differ; they mean the same", param=name)
+        raise invalid(name, f"and {other} differ; they mean the same")
     return value, name

@@ -19,7 +19,7 @@ from api.dialect.fields import (
     samplings,
 )
 from api.dialect.ignored_fields import OF_COMPLETIONS
-from api.dialect.problems import OPENAI, ApiError
+from api.dialect.problems import OPENAI, invalid
 from api.openai.replies import ChoiceCollector, StopReason, TextLogprobs, TextTokens, stop_reason
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
 from api.text.limits import MAX_CHOICES
@@ -121,12 +121,9 @@ class CompletionsEndpoint:
         )
         prompts = prompts_of("prompt", fields.prompt)
         if len(prompts) * len(per_prompt) > MAX_CHOICES:
-            raise ApiError(
-                400,
-                f"prompt: {len(prompts)} prompts with {'best_of' if best_of > 1 else 'n'} = "
-                f"{len(per_prompt)} are more than {MAX_CHOICES} choices",
-                param="prompt",
-            )
+            count = f"{'best_of' if best_of > 1 else 'n'} = {len(per_prompt)}"
+            problem = f": {len(prompts)} prompts with {count} are more than {MAX_CHOICES} choices"
+            raise invalid("prompt", problem)
         wanted = choices(
             fields,
             prompts,
@@ -168,7 +165,7 @@ def _best_of(fields: CompletionFields) -> int:
     if best_of in (1, n):
         return 1
     if best_of < n:
-        raise ApiError(400, f"best_of = {best_of} is less than n = {n}", param="best_of")
+        raise invalid("best_of", f"= {best_of} is less than n = {n}")
     if fields.stream:
-        raise ApiError(400, "best_of: not of a streamed answer", param="best_of")
+        raise invalid("best_of", ": not of a streamed answer")
     return best_of

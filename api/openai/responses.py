@@ -23,7 +23,7 @@ from api.dialect.fields import (
 )
 from api.dialect.ignored_fields import OF_RESPONSES
 from api.dialect.messages import ToolDefinition, ToolFunction
-from api.dialect.problems import OPENAI, ApiError, fields_of
+from api.dialect.problems import OPENAI, fields_of, invalid
 from api.dialect.tools import guided, listening, offered
 from api.http.messages import Headers, HttpRequest
 from api.images.picture import ImageInput
@@ -246,8 +246,7 @@ def _turn(where: str, item: InputItem) -> ChatTurn:
                 return ChatTurn(role, None, parts=tuple(parts))
             return ChatTurn(role, _text(f"{where}.content", content))
         case _:
-            sentence = f"{where} has not all fields that a {item.type} has"
-            raise ApiError(400, sentence, param=where)
+            raise invalid(where, f"has not all fields that a {item.type} has")
 
 
 def _joined(before: ChatTurn, after: ChatTurn) -> ChatTurn | None:
@@ -272,8 +271,7 @@ def _part(where: str, number: int, part: ResponseInputPart) -> str | ImageInput:
     if not _shows(part):
         return _text_of(where, number, part)
     if part.image_url is None:
-        path = f"{where}[{number}].image_url"
-        raise ApiError(400, f"{path} is missing: no files are stored here", param=path)
+        raise invalid(f"{where}[{number}].image_url", "is missing: no files are stored here")
     return ImageInput(part.image_url, part.detail == "low")
 
 
@@ -281,14 +279,13 @@ def _text(where: str, content: str | list[ResponseInputPart] | None) -> str:
     if isinstance(content, str):
         return content
     if content is None:
-        raise ApiError(400, f"{where} must be text or a list of text parts", param=where)
+        raise invalid(where, "must be text or a list of text parts")
     return "\n".join(_text_of(where, number, part) for number, part in enumerate(content))
 
 
 def _text_of(where: str, number: int, part: ResponseInputPart) -> str:
     if not part.type.endswith("text") or part.text is None:
-        path = f"{where}[{number}]"
-        raise ApiError(400, f"{path} is no text; only text is supported", param=path)
+        raise invalid(f"{where}[{number}]", "is no text; only text is supported")
     return part.text
 
 

@@ -13,7 +13,7 @@ from api.dialect.bodies import BodyReader, Ignored, name_ignored, take_json
 from api.dialect.events import RequestOrigin
 from api.dialect.fields import ModelName, TextOrTokens, prompts_of
 from api.dialect.generation_endpoint import Begin, ModelNames, id_headers
-from api.dialect.problems import ApiError
+from api.dialect.problems import ApiError, invalid
 from api.http.messages import HttpRequest, whole
 from api.pooling.vectors import PoolingCaller, PoolingService
 from api.requests.generate_params import (
@@ -140,7 +140,7 @@ async def embeddings(
 def _prompts(fields: EmbeddingFields) -> Sequence[PooledPrompt]:
     given = fields.input
     if isinstance(given, list) and len(given) > MAX_PROMPTS and type(given[0]) is not int:
-        raise ApiError(400, f"input has {len(given)} texts, {MAX_PROMPTS} allowed", param="input")
+        raise invalid("input", f"has {len(given)} texts, {MAX_PROMPTS} allowed")
     return prompts_of("input", given, special=fields.add_special_tokens is not False)
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from api.dialect.events import RequestOrigin
 from api.dialect.fields import TokenId
-from api.dialect.problems import ApiError
+from api.dialect.problems import ApiError, invalid
 from api.pooling.endpoint import PoolingFields, PoolingUsage, Texts
 from api.pooling.vectors import PoolingCaller, PoolingService
 from api.requests.generate_params import MAX_PROMPTS, PooledPrompt, TextPrompt, TokenIdsPrompt
@@ -78,7 +78,7 @@ async def _labels(
     vectors: PoolingService, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
 ) -> bytes:
     if not fields.label_token_ids:
-        raise ApiError(400, "label_token_ids is missing", param="label_token_ids")
+        raise invalid("label_token_ids", "is missing")
     scored = await vectors.label_scores(
         _items(fields), fields.label_token_ids, asker, softmax=bool(fields.apply_softmax)
     )
@@ -92,15 +92,14 @@ def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
     second = fields.text_2 if fields.text_2 is not None else fields.documents
     if first is None or second is None:
         missing = "text_1" if first is None else "text_2"
-        raise ApiError(400, f"{missing} is missing; or query and items are", param=missing)
+        raise invalid(missing, "is missing; or query and items are")
     ones = [first] if isinstance(first, str) else first
     others = [second] if isinstance(second, str) else second
     if len(ones) == 1:
         ones = ones * len(others)
     if len(ones) != len(others):
-        raise ApiError(
-            400, f"text_1 has {len(ones)} texts and text_2 {len(others)}", param="text_2"
-        )
+        sentence = f"text_1 has {len(ones)} texts and text_2 {len(others)}"
+        raise ApiError(400, sentence, param="text_2")
     return list(zip(ones, others, strict=True))
 
 
@@ -110,9 +109,9 @@ def _items(fields: ScoreFields) -> Sequence[PooledPrompt]:
     items = [given] if isinstance(given, str) else given
     if not query or not items:
         missing = "query" if not query else "items"
-        raise ApiError(400, f"{missing} is missing or empty", param=missing)
+        raise invalid(missing, "is missing or empty")
     if len(items) > MAX_PROMPTS:
-        raise ApiError(400, f"items has {len(items)}, {MAX_PROMPTS} allowed", param="items")
+        raise invalid("items", f"has {len(items)}, {MAX_PROMPTS} allowed")
     prompts: list[PooledPrompt] = []
     for item in items:
         one, other = (item, query) if fields.item_first else (query, item)
@@ -122,9 +121,8 @@ def _items(fields: ScoreFields) -> Sequence[PooledPrompt]:
             case list(), list():
                 prompts.append(TokenIdsPrompt([*one, *other]))
             case _:
-                raise ApiError(
-                    400, "query and items are both texts, or both token ids", param="items"
-                )
+                sentence = "query and items are both texts, or both token ids"
+                raise ApiError(400, sentence, param="items")
     return prompts
 
 

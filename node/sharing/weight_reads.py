@@ -270,8 +270,8 @@ class WeightReads:
         return (read.pages for read in self._reads.values())
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Read the weights of the node at `address`. See Lenders, in
-        node/control/operations.py.
+        """Read the weights of the node at `address`. `WeightUpdater.put` may follow. Fails with a
+        ServingError, and then nothing has changed.
         """
         future: Future[WeightsId] = Future()
         if self.busy:

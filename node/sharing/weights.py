@@ -154,9 +154,7 @@ class WeightSharing:
         return {}
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Read the weights of the node at `address`. See Lenders, in
-        node/control/operations.py.
-        """
+        """Read the weights of the node at `address`. See WeightReads."""
         return self._reads.read(weights, address)
 
     def poll(self) -> None:
