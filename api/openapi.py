@@ -5,7 +5,7 @@ This module has the descriptions of fields. Their types come from the records.
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -131,19 +131,6 @@ FIELDS: Mapping[str, str] = {
     "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",
 }
 
-REQUESTS = (
-    CompletionFields,
-    ChatFields,
-    ResponseFields,
-    MessagesFields,
-    CountTokensFields,
-    NativeFields,
-    TokenizeFields,
-    DetokenizeFields,
-    EmbeddingFields,
-    ScoreFields,
-    RerankFields,
-)
 _OF_TOKENS = ("400", "401", "404", "413", "429", "504")
 _OTHERS = (
     "Absent and null mean the same. A field that is not listed is refused by name, unless it "
@@ -186,101 +173,140 @@ _PROBLEMS: Mapping[str, str] = {
     "503": "No usable pair of nodes, or the router is shutting down; see Retry-After.",
     "504": "The request's total budget is spent.",
 }
-# Summary, request, choice and streamed choice by path.
-_GENERATIONS: Mapping[str, tuple[str, Record, Record, Record]] = {
-    "/v1/completions": (
-        "Completes a prompt.",
-        CompletionFields,
-        CompletionChoice,
-        CompletionChoice,
+
+
+class _Operation(NamedTuple):
+    """An operation of the API.
+
+    Attributes:
+        fields: record of the request's body. None: there is no body.
+        answer: record or schema of the response's body. None: it is not described.
+        choices: records of a choice of the response, and of its streamed events.
+    """
+
+    summary: str
+    fields: Record | None = None
+    answer: Record | Schema | None = None
+    problems: Iterable[str] = _PROBLEMS
+    choices: tuple[Record, ...] = ()
+    security: list[Schema] | None = None
+
+
+def _plain(summary: str, *problems: str) -> _Operation:
+    return _Operation(summary, problems=problems)
+
+
+def _for_operators(summary: str, *problems: str, fields: Record | None = None) -> _Operation:
+    security: list[Schema] = [{"operator_key": []}, {}]
+    return _Operation(summary, fields, problems=("401", "403", *problems), security=security)
+
+
+_POSTS: Mapping[str, _Operation] = {
+    "/v1/completions": _Operation(
+        "Completes a prompt.", CompletionFields, choices=(CompletionChoice, CompletionChoice)
     ),
-    "/v1/chat/completions": ("Answers in a chat.", ChatFields, ChatChoice, ChunkChoice),
-}
-# Summary, request, response and statuses by path.
-_POSTS: Mapping[str, tuple[str, Record, Any, Iterable[str]]] = {
-    "/v1/responses": (
+    "/v1/chat/completions": _Operation(
+        "Answers in a chat.", ChatFields, choices=(ChatChoice, ChunkChoice)
+    ),
+    "/v1/responses": _Operation(
         "Answers in a chat, in the newer form. Nothing is stored; with `stream` the answer is its "
         "events.",
         ResponseFields,
         {"type": "object", "description": "OpenAI's `response`."},
-        _PROBLEMS,
     ),
-    "/v1/messages": (
+    "/v1/messages": _Operation(
         "Answers in a chat, in Anthropic's form; with `stream` the answer is its events.",
         MessagesFields,
         {"type": "object", "description": "Anthropic's `message`."},
-        _PROBLEMS,
     ),
-    "/v1/messages/count_tokens": (
+    "/v1/messages/count_tokens": _Operation(
         "How many tokens a prompt of Anthropic's form has.",
         CountTokensFields,
         TokenCount,
         _OF_TOKENS,
     ),
-    "/generate": (
+    "/generate": _Operation(
         "Generates, in SGLang's own form. A list of prompts, or `n`, makes a list of answers; an "
         "event of a stream has all of its answer so far.",
         NativeFields,
         NativeResponse,
-        _PROBLEMS,
     ),
-    "/tokenize": (
+    "/tokenize": _Operation(
         "Token ids of a prompt, of several, or of a conversation.",
         TokenizeFields,
         Tokenized,
         _OF_TOKENS,
     ),
-    "/detokenize": ("The text of token ids.", DetokenizeFields, Detokenized, _OF_TOKENS),
-    "/v1/embeddings": (
-        "Embeddings of texts, made by prefill nodes.",
-        EmbeddingFields,
-        EmbeddingList,
-        _PROBLEMS,
+    "/detokenize": _Operation("The text of token ids.", DetokenizeFields, Detokenized, _OF_TOKENS),
+    "/v1/embeddings": _Operation(
+        "Embeddings of texts, made by prefill nodes.", EmbeddingFields, EmbeddingList
     ),
-    "/v1/score": (
+    "/v1/score": _Operation(
         "How well texts go together; or with `query`, `items`, `label_token_ids`, in SGLang's "
         "form, how likely these tokens are to follow. `/score`, too.",
         ScoreFields,
         ScoreList,
-        _PROBLEMS,
     ),
-    "/v1/rerank": (
+    "/v1/rerank": _Operation(
         "Documents in the order in which they suit a query; `/rerank`, too.",
         RerankFields,
         RerankResponse,
-        _PROBLEMS,
     ),
+    "/v1/load_lora_adapter": _for_operators(
+        "Has all nodes load a LoRA adapter.", "400", fields=LoadFields
+    ),
+    "/v1/unload_lora_adapter": _for_operators(
+        "Has all nodes unload one.", "400", "404", fields=UnloadFields
+    ),
+    **{
+        path: _for_operators(summary, "400", "409", fields=fields)
+        for path, (summary, fields) in COMMANDS.items()
+    },
 }
-# Summary, request and statuses by path.
-_COMMANDS: Mapping[str, tuple[str, Record, Iterable[str]]] = {
-    "/v1/load_lora_adapter": ("Has all nodes load a LoRA adapter.", LoadFields, ("400",)),
-    "/v1/unload_lora_adapter": ("Has all nodes unload one.", UnloadFields, ("400", "404")),
-    **{path: (*command, ("400", "409")) for path, command in COMMANDS.items()},
+_GETS: Mapping[str, _Operation] = {
+    "/version": _plain("Which version of Baton this is.", "401"),
+    "/get_model_info": _plain("The model, in SGLang's format. Also `/model_info`.", "401"),
+    "/get_server_info": _plain("The server, in SGLang's format. Also `/server_info`.", "401"),
+    "/v1/models": _plain("The model that is served, and its adapters.", "401"),
+    "/v1/models/{model}": _plain("The same, by its name.", "401", "404"),
+    "/cluster": _for_operators("The nodes, their pages, queues, counters and links."),
+    "/requests": _for_operators("Requests under way and the last that ended."),
+    "/requests/{id}": _for_operators("Where the time of one request went, by phase.", "404"),
+    "/requests/{id}/events": _for_operators("Events of one request on all processes.", "404"),
+    "/health": _Operation("The process lives.", problems=(), security=[]),
+    "/ready": _Operation("A request could be placed now.", problems=("503",), security=[]),
+    "/metrics": _for_operators("Prometheus metrics, as text."),
+    "/openapi.json": _plain("This document.", "401"),
 }
+# Records of requests that clients may send.
+REQUESTS = tuple(
+    each.fields for each in _POSTS.values() if each.fields is not None and each.security is None
+)
 
 
 def document(version: str) -> Schema:
     """Return the whole OpenAPI 3.1 document. `version` is Baton's."""
     records = [
-        *(record for _, *each in _GENERATIONS.values() for record in each),
-        *(record for _, fields, answer, _ in _POSTS.values() for record in (fields, answer)),
-        *(fields for _, fields, _ in _COMMANDS.values()),
-        OpenAiUsage,
+        record
+        for each in _POSTS.values()
+        for record in (each.fields, each.answer, *each.choices)
+        if isinstance(record, type)
     ]
-    types = [*dict.fromkeys(record for record in records if isinstance(record, type))]
+    types: list[Any] = [*dict.fromkeys(records), OpenAiUsage]
     found, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
     schemas = dict(zip(types, found, strict=True))
-
-    def of(record: Any) -> Schema:
-        return schemas[record] if isinstance(record, type) else record
-
     for record in REQUESTS:
         components[record.__name__]["description"] = _OTHERS
         for name, field in components[record.__name__]["properties"].items():
             field["description"] = FIELDS[name]
     components["Error"] = _ERROR
+    posts = {path: {"post": _described(each, schemas)} for path, each in _POSTS.items()}
+    gets = {
+        path: {**_parameters(path), "get": _described(each, schemas)}
+        for path, each in _GETS.items()
+    }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -288,74 +314,46 @@ def document(version: str) -> Schema:
             "version": version,
             "description": "OpenAI's API for text, and what operators ask of a router.",
         },
-        "paths": {
-            **{
-                path: {
-                    "post": _generation(summary, of(fields), of(choice), of(chunk), of(OpenAiUsage))
-                }
-                for path, (summary, fields, choice, chunk) in _GENERATIONS.items()
-            },
-            **{
-                path: {"post": _posted(summary, of(fields), of(answer), *problems)}
-                for path, (summary, fields, answer, problems) in _POSTS.items()
-            },
-            **{
-                path: {"post": _command(summary, of(fields), *problems)}
-                for path, (summary, fields, problems) in _COMMANDS.items()
-            },
-            **_gets(),
-        },
+        "paths": {**posts, **gets},
         "components": {"schemas": components, "securitySchemes": _KEYS},
         "security": [{"key": []}, {}],
     }
 
 
-def _gets() -> Schema:
-    operations = {
-        "/version": _plain("Which version of Baton this is.", "401"),
-        "/get_model_info": _plain("The model, in SGLang's format. Also `/model_info`.", "401"),
-        "/get_server_info": _plain("The server, in SGLang's format. Also `/server_info`.", "401"),
-        "/v1/models": _plain("The model that is served, and its adapters.", "401"),
-        "/v1/models/{model}": _plain("The same, by its name.", "401", "404"),
-        "/cluster": _for_operators("The nodes, their pages, queues, counters and links."),
-        "/requests": _for_operators("Requests under way and the last that ended."),
-        "/requests/{id}": _for_operators("Where the time of one request went, by phase.", "404"),
-        "/requests/{id}/events": _for_operators("Events of one request on all processes.", "404"),
-        "/health": _for_anybody("The process lives."),
-        "/ready": _for_anybody("A request could be placed now.", "503"),
-        "/metrics": _for_operators("Prometheus metrics, as text."),
-        "/openapi.json": _plain("This document.", "401"),
+def _described(operation: _Operation, schemas: Mapping[Record, Schema]) -> Schema:
+    """Return the description of an operation.
+
+    Args:
+        schemas: by record.
+    """
+    body: Schema = {}
+    if operation.fields is not None:
+        schema = schemas[operation.fields]
+        content = {"application/json": {"schema": schema}}
+        body["requestBody"] = {"required": True, "content": content}
+    answer: Schema = {"description": "OK"}
+    if operation.choices:
+        answer["description"] = "The answer; with `stream` its pieces, and `[DONE]` at the end."
+        answer["content"] = {
+            kind: {"schema": _envelope(schemas[choice], schemas[OpenAiUsage])}
+            for kind, choice in zip(
+                ("application/json", "text/event-stream"), operation.choices, strict=True
+            )
+        }
+    elif (told := operation.answer) is not None:
+        schema = schemas[told] if isinstance(told, type) else told
+        answer["content"] = {"application/json": {"schema": schema}}
+    secured = {} if operation.security is None else {"security": operation.security}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    problems = {
+        status: {"description": _PROBLEMS[status], "content": error}
+        for status in operation.problems
     }
-    return {path: {**_parameters(path), "get": get} for path, get in operations.items()}
-
-
-def _generation(
-    summary: str, fields: Schema, choice: Schema, chunk: Schema, usage: Schema
-) -> Schema:
     return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": fields}}},
-        "responses": {
-            "200": {
-                "description": "The answer; with `stream` its pieces, and `[DONE]` at the end.",
-                "content": {
-                    "application/json": {"schema": _envelope(choice, usage)},
-                    "text/event-stream": {"schema": _envelope(chunk, usage)},
-                },
-            },
-            **_problems(*_PROBLEMS),
-        },
-    }
-
-
-def _posted(summary: str, fields: Schema, answer: Schema, *problems: str) -> Schema:
-    return {
-        "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": fields}}},
-        "responses": {
-            "200": {"description": "OK", "content": {"application/json": {"schema": answer}}},
-            **_problems(*problems),
-        },
+        "summary": operation.summary,
+        **body,
+        "responses": {"200": answer, **problems},
+        **secured,
     }
 
 
@@ -373,31 +371,8 @@ def _envelope(choice: Schema, usage: Schema) -> Schema:
     }
 
 
-def _plain(summary: str, *problems: str) -> Schema:
-    return {"summary": summary, "responses": {"200": {"description": "OK"}, **_problems(*problems)}}
-
-
-def _for_operators(summary: str, *problems: str) -> Schema:
-    security: list[Schema] = [{"operator_key": []}, {}]
-    return {**_plain(summary, "401", "403", *problems), "security": security}
-
-
-def _command(summary: str, fields: Schema, *problems: str) -> Schema:
-    body = {"required": True, "content": {"application/json": {"schema": fields}}}
-    return {**_for_operators(summary, *problems), "requestBody": body}
-
-
-def _for_anybody(summary: str, *problems: str) -> Schema:
-    return {**_plain(summary, *problems), "security": []}
-
-
 def _parameters(path: str) -> Schema:
     """Return the parameters within a path, {} if it has none."""
     common = {"in": "path", "required": True, "schema": {"type": "string"}}
     names = re.findall("{(.*?)}", path)
     return {"parameters": [{"name": name, **common} for name in names]} if names else {}
-
-
-def _problems(*statuses: str) -> Schema:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {status: {"description": _PROBLEMS[status], "content": error} for status in statuses}

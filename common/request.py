@@ -198,20 +198,9 @@ def to_fields(spec: RequestSpec) -> dict[str, Any]:
     Protobuf would copy a message.
     """
     return {
-        "request_id": spec.request_id,
-        "token_ids": spec.token_ids,
-        "num_generated": spec.num_generated,
+        **msgspec.structs.asdict(spec),
         "sampling": sampling.to_fields(spec.sampling),
-        "namespace": spec.namespace,
-        "adapter": spec.adapter,
-        "priority": spec.priority,
-        "routing_key": spec.routing_key,
-        "client": spec.client,
-        "client_weight": spec.client_weight,
-        "engine_crashes": spec.engine_crashes,
         "images": images.to_proto(spec.images),
-        "prediction": spec.prediction,
-        "traceparent": spec.traceparent,
     }
 
 

@@ -13,7 +13,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast, get_origin
@@ -360,6 +360,15 @@ class ConfigArgumentParser(argparse.ArgumentParser):
             or isinstance(action, (argparse._HelpAction, _HelpAll))
             or any(flag in self.common for flag in action.option_strings)
         ]
+
+
+# Flag, type, default, name of the value, and help.
+Option = tuple[str, Callable[[str], Any], Any, str | None, str]
+
+
+def add_options(to: argparse._ActionsContainer, *options: Option) -> None:
+    for flag, kind, default, metavar, text in options:
+        to.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
 
 
 class _HelpAll(argparse.Action):

@@ -21,7 +21,7 @@ from node.control.outbox import TokenOutbox
 from node.engine_process import EngineStart
 from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
 from node.request_state import Claim
-from node.runtime import NodeRuntime, RoleRuntime
+from node.runtime import NodeRuntime
 from node.sharing.prefixes import PrefixSharing
 from node.timings import RequestHistory, RequestTimings
 
@@ -47,7 +47,7 @@ def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[s
     runtime.run(make_role(engine, runtime, start.config), engine, start)
 
 
-def make_role(engine: Engine, runtime: RoleRuntime, config: DecodeConfig) -> DecodeRole:
+def make_role(engine: Engine, runtime: NodeRuntime, config: DecodeConfig) -> DecodeRole:
     """Assemble the role from an engine and the parts that do not depend on the role."""
     control, sharing = runtime.control, runtime.sharing
     active = _make_active(engine, runtime, config)
@@ -101,7 +101,7 @@ def make_role(engine: Engine, runtime: RoleRuntime, config: DecodeConfig) -> Dec
     )
 
 
-def _make_active(engine: Engine, runtime: RoleRuntime, config: DecodeConfig) -> ActiveRequests:
+def _make_active(engine: Engine, runtime: NodeRuntime, config: DecodeConfig) -> ActiveRequests:
     # Limit for all requests: the tokens that fit into the pool and those that may wait.
     max_tokens = engine.shape.layout.tables.max_tokens(engine.pages.num_pages)
     return ActiveRequests(
@@ -113,7 +113,7 @@ def _make_active(engine: Engine, runtime: RoleRuntime, config: DecodeConfig) -> 
 
 
 def _make_scheduled(
-    engine: Engine, runtime: RoleRuntime, config: DecodeConfig, active: ActiveRequests
+    engine: Engine, runtime: NodeRuntime, config: DecodeConfig, active: ActiveRequests
 ) -> SchedulerQueue[DecodeState]:
     sharing = runtime.sharing
 
@@ -128,7 +128,7 @@ def _make_scheduled(
 
 def _make_handoffs(
     engine: Engine,
-    runtime: RoleRuntime,
+    runtime: NodeRuntime,
     config: DecodeConfig,
     active: ActiveRequests,
     scheduled: SchedulerQueue[DecodeState],

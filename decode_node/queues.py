@@ -17,8 +17,8 @@ from common.queueing import QueueEstimator
 from decode_node.state import DecodeState
 from engine.batch.request import out_of_time, waited_too_long
 from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageClaim, is_overdue
+from engine.scheduler.scheduler import Scheduler
 from kvtransfer.ports import ProducerDown, ProducerUp
-from node.control.pauses import PausableScheduler
 from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
 from node.request_state import Claim, Ending, Stage, as_request_end
 from node.sharing.fetches import PrefixFetches
@@ -32,7 +32,7 @@ class PausedQueue(KeyedQueue[DecodeState]):
 
     stage = Stage.PAUSED
 
-    def __init__(self, scheduler: PausableScheduler) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
         self._scheduler = scheduler
 

@@ -57,7 +57,7 @@ from node.messages import (
     SubmitRequest,
 )
 from node.request_state import Stage
-from node.runtime import RoleRuntime
+from node.runtime import NodeRuntime
 
 _HANDOFF_STAGES = (Stage.UNPAIRED, Stage.PREALLOC, Stage.TRANSFER)
 
@@ -67,7 +67,7 @@ class DecodeRole:
 
     def __init__(
         self,
-        runtime: RoleRuntime,
+        runtime: NodeRuntime,
         *,
         queues: DecodeQueues,
         active: ActiveRequests,

@@ -102,34 +102,11 @@ TRANSFER_END_S = 3.0
 C = TypeVar("C", bound=NodeConfig)
 
 
-class RoleRuntime(Protocol):
-    """The parts of the engine that a role is assembled from."""
-
-    @property
-    def instance(self) -> int:
-        """Return the number by which peers identify this node's hand-offs."""
-        ...
-
-    @property
-    def channel(self) -> FrontendChannel: ...
-
-    @property
-    def control(self) -> EngineControl: ...
-
-    @property
-    def sharing(self) -> PrefixSharing: ...
-
-    @property
-    def port(self) -> TransferPort:
-        """Return the port to the transfer thread, for hand-offs of requests."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeRuntime:
     """The parts of the engine for one role. Nothing runs before `run`."""
 
-    instance: int
+    instance: int  # the number by which peers identify this node's hand-offs
     channel: FrontendChannel
     clock: StepClock
     transfer: TransferThread[NodeCommand, NodeEvent]

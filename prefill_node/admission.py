@@ -25,10 +25,10 @@ from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
+from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import Prompt
 from kvtransfer.ports import OpenedEvent
 from node.control.engine_control import EngineControl
-from node.control.pauses import PausableScheduler
 from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
 from node.request_state import Claim, RequestState, Stage
 from node.timings import ProducerTimings
@@ -137,7 +137,7 @@ class HandoffAdmission:
         *,
         max_waiting: int,
         limits: RequestLimits,
-        scheduler: PausableScheduler,
+        scheduler: Scheduler,
         control: EngineControl,
         adapters: AdapterManager,
         backlog: QueueEstimator,

@@ -31,7 +31,7 @@ from node.engine_process import EngineStart
 from node.messages import CancelPooling, FrontMessage, SubmitPooling
 from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
 from node.request_state import RequestState, Stage
-from node.runtime import NodeRuntime, RoleRuntime
+from node.runtime import NodeRuntime
 from node.sharing.fetches import PrefixFetchQueue
 from node.sharing.prefixes import PrefixSharing
 from prefill_node.admission import HandoffAdmission, PrefillQueues, PrefillState
@@ -228,7 +228,7 @@ def serve(
     runtime.run(make_role(engine, runtime, start.config), engine, start)
 
 
-def make_role(engine: Engine, runtime: RoleRuntime, config: PrefillConfig) -> PrefillRole:
+def make_role(engine: Engine, runtime: NodeRuntime, config: PrefillConfig) -> PrefillRole:
     """Assemble the role from an engine and the parts that do not depend on the role."""
     control, sharing, steps = runtime.control, runtime.sharing, config.engine.scheduler
 

@@ -4,12 +4,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from prometheus_client.core import Metric
 
 from common.distribution import HistogramCounts, LiveHistogram
-from common.metrics.declared import MetricDeclaration, MetricValues
+from common.metrics.declared import MetricValues, counter, gauge, histogram
 from common.metrics.program import INFO, PROCESS, TRUST, TrustMetrics, registry_of
 from common.requests.timeline import TtftPhase
 
@@ -93,121 +93,98 @@ _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 
 LATENCY_S = tuple(sorted({*_TTFT_S, *_ITL_S, *(0.0001 * 1.1**step for step in range(157))}))
 _REQUEST_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
-REQUESTS = MetricDeclaration(
+REQUESTS = counter(
     "baton_requests",
-    "counter",
     "Total accepted requests by result.",
-    {"outcome": ("stop", "length", "pooled", "cancelled", "error")},
+    outcome=("stop", "length", "pooled", "cancelled", "error"),
 )
-REJECTED = MetricDeclaration(
+REJECTED = counter(
     "baton_requests_rejected",
-    "counter",
     "Total requests rejected before they reached a node. Late: the queue of every node is "
     "longer than their wait limit.",
-    {"reason": ("invalid", "overloaded", "late", "limited", "no_node")},
+    reason=get_args(Rejection),
 )
-WAITING = MetricDeclaration(
-    "baton_waiting_requests", "gauge", "Current requests that wait for a slot of the router."
-)
-STRANGERS = MetricDeclaration(
+WAITING = gauge("baton_waiting_requests", "Current requests that wait for a slot of the router.")
+STRANGERS = counter(
     "baton_auth_rejected",
-    "counter",
     "Total calls rejected because of the caller's credentials, or the host name that they use.",
-    {"reason": ("no_key", "unknown_key", "expired_key", "no_operator", "host")},
+    reason=get_args(Stranger),
 )
-KEY_REQUESTS = MetricDeclaration(
+KEY_REQUESTS = counter(
     "baton_api_key_requests",
-    "counter",
     "Total requests by API key, for the keys in the present file.",
-    {"key": (), "outcome": ("accepted", "limited")},
+    key=(),
+    outcome=("accepted", "limited"),
     sparse=True,
 )
-KEY_TOKENS = MetricDeclaration(
+KEY_TOKENS = counter(
     "baton_api_key_tokens",
-    "counter",
     "Total tokens by API key, for the keys in the present file.",
-    {"key": (), "kind": ("prompt", "generated")},
+    key=(),
+    kind=("prompt", "generated"),
     sparse=True,
 )
-LIVE = MetricDeclaration("baton_inflight_requests", "gauge", "Current accepted requests in flight.")
-PROMPT_TOKENS = MetricDeclaration(
-    "baton_accepted_prompt_tokens", "counter", "Total prompt tokens of accepted requests."
-)
-TOKENS = MetricDeclaration("baton_generated_tokens", "counter", "Total tokens written to clients.")
-FIRST_TOKEN = MetricDeclaration(
+LIVE = gauge("baton_inflight_requests", "Current accepted requests in flight.")
+PROMPT_TOKENS = counter("baton_accepted_prompt_tokens", "Total prompt tokens of accepted requests.")
+TOKENS = counter("baton_generated_tokens", "Total tokens written to clients.")
+FIRST_TOKEN = histogram(
     "baton_time_to_first_token_seconds",
-    "histogram",
     "Time in seconds from accepting a request to writing its first token.",
-    bounds=_TTFT_S,
+    _TTFT_S,
 )
-TTFT_PHASE = MetricDeclaration(
+TTFT_PHASE = histogram(
     "baton_ttft_phase_seconds",
-    "histogram",
     "Time to first token in seconds, by phase. The phases of a request add up to it.",
-    {"phase": tuple(phase.label for phase in TtftPhase)},
-    bounds=_TTFT_PHASE_S,
+    _TTFT_PHASE_S,
+    phase=tuple(phase.label for phase in TtftPhase),
 )
-NEXT_TOKEN = MetricDeclaration(
+NEXT_TOKEN = histogram(
     "baton_inter_token_latency_seconds",
-    "histogram",
     "Time in seconds between two writes of a request's tokens, divided by the tokens of the "
     "second one.",
-    bounds=_ITL_S,
+    _ITL_S,
 )
-REQUEST_SECONDS = MetricDeclaration(
+REQUEST_SECONDS = histogram(
     "baton_request_seconds",
-    "histogram",
     "Time in seconds from receiving a request to its end, for accepted requests.",
-    bounds=_REQUEST_S,
+    _REQUEST_S,
 )
-READY = MetricDeclaration(
+READY = gauge(
     "baton_ready",
-    "gauge",
     "1 while a request could be placed on a node, else 0. With several processes, the minimum.",
     together="least",
 )
-PROCESSES = MetricDeclaration(
+PROCESSES = gauge(
     "baton_router_processes",
-    "gauge",
     "Current processes of this router, by whether they answered this scrape in time.",
-    {"state": ("answering", "silent")},
+    state=("answering", "silent"),
 )
-NODES = MetricDeclaration(
+NODES = gauge(
     "baton_nodes",
-    "gauge",
     "Current nodes that this router knows, by their last reported state.",
-    {"kind": ("prefill", "decode"), "state": NODE_STATES},
+    kind=("prefill", "decode"),
+    state=NODE_STATES,
     together="most",
 )
-STREAMS_LOST = MetricDeclaration(
+STREAMS_LOST = counter(
     "baton_decode_streams_lost",
-    "counter",
     "Total streams to decode nodes that broke, except to nodes that had drained. All requests "
     "on them were affected.",
 )
-REPLAYS = MetricDeclaration(
-    "baton_requests_replayed", "counter", "Total requests replayed on another decode node."
-)
-MOVES = MetricDeclaration(
+REPLAYS = counter("baton_requests_replayed", "Total requests replayed on another decode node.")
+MOVES = counter(
     "baton_migrations",
-    "counter",
     "Total live migrations of running requests to another decode node, by result.",
-    {"outcome": ("completed", "failed")},
+    outcome=("completed", "failed"),
 )
-SUSPECTS = MetricDeclaration(
+SUSPECTS = counter(
     "baton_requests_quarantined",
-    "counter",
     "Total requests replayed alone (quarantined), because a decode engine crashed while it "
     "served them.",
 )
-HTTP_CONNECTIONS = MetricDeclaration(
-    "baton_http_connections", "gauge", "Current open connections of HTTP clients."
-)
-HTTP_ANSWERS = MetricDeclaration(
-    "baton_http_responses",
-    "counter",
-    "Total completed HTTP responses.",
-    {"status": (*_STATUSES, _OTHER)},
+HTTP_CONNECTIONS = gauge("baton_http_connections", "Current open connections of HTTP clients.")
+HTTP_ANSWERS = counter(
+    "baton_http_responses", "Total completed HTTP responses.", status=(*_STATUSES, _OTHER)
 )
 
 DECLARED = (

@@ -11,7 +11,7 @@ import msgspec
 from api.dialect.bodies import Ignored, Nothing
 from api.dialect.fields import Budget, Int32, JsonSchema, ModelName, ResponseFormat
 from api.dialect.messages import ToolDefinition, ToolFunction
-from api.dialect.problems import ApiError
+from api.dialect.problems import ApiError, invalid
 from api.images.picture import ImageInput
 from api.parsers.model_format import ModelFormat
 from api.requests.generate_params import ChatTurn, PastToolCall
@@ -145,10 +145,10 @@ def tools(fields: CountTokensFields) -> Sequence[ToolDefinition]:
     ]
 
 
-def chosen(fields: CountTokensFields) -> tuple[str | None, str | None]:
-    """Return OpenAI's tool_choice, and the name of the tool that must be called."""
+def chosen(fields: CountTokensFields) -> str | AnthropicToolChoice | None:
+    """Return OpenAI's tool_choice, or the choice that names a tool."""
     choice = fields.tool_choice
-    return (None, None) if choice is None else (_CHOICES[choice.type], choice.name)
+    return choice if choice is None or choice.name is not None else _CHOICES[choice.type]
 
 
 def thinking_budget(fields: CountTokensFields) -> int:
@@ -161,8 +161,7 @@ def thinking_budget(fields: CountTokensFields) -> int:
     if thinking is None or (thinking.type != "enabled" and thinking.budget_tokens is None):
         return -1
     if thinking.type != "enabled" or thinking.budget_tokens is None:
-        where = "thinking.budget_tokens"
-        raise ApiError(400, f"{where} belongs to thinking that is enabled", param=where)
+        raise invalid("thinking.budget_tokens", "belongs to thinking that is enabled")
     return thinking.budget_tokens
 
 
@@ -231,4 +230,4 @@ def _text(content: str | Sequence[AnthropicText]) -> str:
 
 
 def _incomplete(where: str, block: AnthropicBlock) -> ApiError:
-    return ApiError(400, f"{where} is no {block.type} block that can stand here", param=where)
+    return invalid(where, f"is no {block.type} block that can stand here")

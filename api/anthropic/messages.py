@@ -1,6 +1,6 @@
 """/v1/messages and /v1/messages/count_tokens, and the builder of their responses."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -121,12 +121,10 @@ class MessagesEndpoint:
             response_format=asked_for.response_format(fields),
         )
         check_multiplied(common, body)
-        choice, named = asked_for.chosen(fields)
         said = fields.tool_choice
         offer = offered(
             asked_for.tools(fields),
-            choice,
-            named,
+            asked_for.chosen(fields),
             self._speech,
             parallel=not (said and said.disable_parallel_tool_use),
         )
@@ -164,34 +162,28 @@ class _Message:
         self,
         origin: RequestOrigin,
         prompt: SharedPrompt,
-        listener: Callable[[], StreamParser],
+        listener: StreamParser,
         max_tokens: int,
     ) -> None:
         self._origin = origin
         self._prompt = prompt
-        self._make_listener = listener
+        self._listener = listener
         self._max_tokens = max_tokens
-        self._listener: StreamParser | None = None
         self._blocks = ContentBlocks()
         self.last: Event = {}
 
     def add(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
-        if self._listener is None:
-            self._listener = self._make_listener()
+        if not self._listener.begun:
             yield {"type": "message_start", "message": self._message(None)}
-        match piece:
-            case FinalChunk():
-                yield from self._blocks.add(self._listener.hear(piece.text, piece.marks, last=True))
-                yield from self._blocks.close()
-                self.last = self._message(piece)
-                reason = {name: self.last[name] for name in ("stop_reason", "stop_sequence")}
-                usage = self.last["usage"]
-                yield {"type": "message_delta", "delta": reason, "usage": usage}
-                yield {"type": "message_stop"}
-            case _:
-                yield from self._blocks.add(
-                    self._listener.hear(piece.text, piece.marks, last=False)
-                )
+        last = isinstance(piece, FinalChunk)
+        yield from self._blocks.add(self._listener.hear(piece.text, piece.marks, last=last))
+        if isinstance(piece, FinalChunk):
+            yield from self._blocks.close()
+            self.last = self._message(piece)
+            reason = {name: self.last[name] for name in ("stop_reason", "stop_sequence")}
+            usage = self.last["usage"]
+            yield {"type": "message_delta", "delta": reason, "usage": usage}
+            yield {"type": "message_stop"}
 
     def failed(self, why: ApiError) -> Event:
         return {"type": "error", "error": {"type": why.kind, "message": str(why)}}
@@ -221,7 +213,7 @@ class _Message:
             return "model_context_window_exceeded" if cut else "max_tokens"
         if _stop_sequence(last) is not None:
             return "stop_sequence"
-        return "tool_use" if self._listener and self._listener.has_called else "end_turn"
+        return "tool_use" if self._listener.has_called else "end_turn"
 
 
 def _stop_sequence(last: FinalChunk) -> str | None:
@@ -239,10 +231,6 @@ class CountTokens:
     def __init__(
         self, model: ServedModel, endpoint: PromptEndpoint, *, ignore_unknown: bool
     ) -> None:
-        """
-        Args:
-            ignore_unknown: see BodyReader.
-        """
         self._model = model
         self._endpoint = endpoint
         self._reader = BodyReader(CountTokensFields, OF_COUNTED, ignore_unknown=ignore_unknown)
@@ -251,8 +239,7 @@ class CountTokens:
         return await self._endpoint.answered(request, self._reader, self._count, ANTHROPIC)
 
     async def _count(self, fields: CountTokensFields, client: Client) -> TokenCount:
-        choice, named = asked_for.chosen(fields)
-        tools = asked_for.tools(fields)
-        offer = offered(tools, choice, named, self._model.speech, parallel=None)
+        choice = asked_for.chosen(fields)
+        offer = offered(asked_for.tools(fields), choice, self._model.speech, parallel=None)
         prompt = ChatPrompt(asked_for.turns(fields), offer.shown)
         return TokenCount(len(await self._model.prompts.encode(prompt, client)))

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import inspect
 
 from api.dialect.ignored_fields import IGNORED, IgnoredFields, asks_nothing, only
-from api.dialect.problems import ApiError, fields_of
+from api.dialect.problems import ApiError, fields_of, invalid
 from api.http.messages import HttpRequest
 
 # Types of fields that a record lists so that they decode quickly.
@@ -295,10 +295,10 @@ def _wrong_type(message: str) -> ApiError:
     path = where[1] if where else ""
     if missing:
         path = f"{path}.{missing[1]}" if path else missing[1]
-        return ApiError(400, f"{path} is required", param=path)
+        return invalid(path, "is required")
     if where is None:
         return ApiError(400, f"the body is wrong: {message}")
-    return ApiError(400, f"{path}: {message[: where.start()]}", param=path)
+    return invalid(path, f": {message[: where.start()]}")
 
 
 def check_structure(body: bytes) -> None:

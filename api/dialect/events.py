@@ -15,57 +15,6 @@ from api.requests.generate_params import GenerateParams
 DONE = b"data: [DONE]\n\n"
 
 
-class EventStream:
-    """The event stream of one response.
-
-    Each event is complete, with the empty line that ends it.
-    """
-
-    def __init__(self, request: HttpRequest, headers: Headers) -> None:
-        self._headers = headers
-        self._stream = HttpStream(
-            request,
-            EVENT_STREAM,
-            (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers),
-        )
-
-    @property
-    def slow(self) -> bool:
-        """Return whether the client leaves so much unread that writing should pause."""
-        return self._stream.slow
-
-    def push(self, event: bytes) -> None:
-        """Write an event immediately. Only for a client that is not slow. b"" is ignored."""
-        if event:
-            self._stream.push(event)
-
-    async def send(self, event: bytes) -> None:
-        """Write an event as `push` does, and wait while the client is slow."""
-        if event:
-            await self._stream.send(event)
-
-    def finish(self, event: bytes) -> None:
-        """Write the last event."""
-        self._stream.finish(event)
-
-    def response(self) -> web.StreamResponse:
-        return self._stream
-
-    def failed(self, why: ApiError, last: bytes | None = None) -> web.StreamResponse:
-        """Return the response after an error.
-
-        Args:
-            last: the event that reports the error, if events have been sent. None: the error body
-                itself, without [DONE], so that no client takes the response for complete.
-        """
-        if self._stream.finished:  # only a slow client kept the one choice waiting
-            return self._stream
-        if not self._stream.prepared:
-            return why.response(self._headers)
-        self._stream.finish(b"data: " + why.body + b"\n\n" if last is None else last)
-        return self._stream
-
-
 class WholeReply:
     """An EndpointReply with one body at the end."""
 
@@ -98,6 +47,13 @@ class WholeReply:
         return why.response(self._headers)
 
 
+def _error_event(why: ApiError) -> bytes:
+    """Return the error body as an event, without [DONE]: no client takes the response for
+    complete.
+    """
+    return b"data: " + why.body + b"\n\n"
+
+
 class StreamedReply:
     """An EndpointReply with server-sent events."""
 
@@ -106,40 +62,53 @@ class StreamedReply:
         event: Callable[[int, OutputChunk], bytes],
         end: Callable[[], bytes],
         num_choices: int,
-        stream: EventStream,
-        failure: Callable[[ApiError], bytes | None] = lambda why: None,
+        request: HttpRequest,
+        headers: Headers,
+        failure: Callable[[ApiError], bytes] = _error_event,
     ) -> None:
         """
         Args:
-            event: returns the events of each piece, given the index of its choice.
+            event: returns the events of each piece, given the index of its choice. Each is
+                complete, with the empty line that ends it.
             end: returns the events after all choices have ended.
-            failure: returns the event that ends the stream after an error, see EventStream.failed.
+            failure: returns the event that ends the stream after an error.
         """
         self._event = event
         self._end = end
         self._num_left = num_choices
-        self._stream = stream
+        self._headers = headers
+        self._stream = HttpStream(
+            request,
+            EVENT_STREAM,
+            (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers),
+        )
         self._failure = failure
 
     async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
         event = self._event(index, piece)
         self._num_left -= isinstance(piece, FinalChunk)
-        if self._num_left:
-            await self._stream.send(event)
-        else:
+        if not self._num_left:
             self._stream.finish(event + self._end())
+        elif event:
+            await self._stream.send(event)
 
     def offer(self, index: int, piece: OutputChunk) -> bool:
         if self._stream.slow:
             return False
-        self._stream.push(self._event(index, piece))
+        if event := self._event(index, piece):
+            self._stream.push(event)
         return True
 
     def response(self) -> web.StreamResponse:
-        return self._stream.response()
+        return self._stream
 
     def failed(self, why: ApiError) -> web.StreamResponse:
-        return self._stream.failed(why, self._failure(why))
+        if self._stream.finished:  # only a slow client kept the one choice waiting
+            return self._stream
+        if not self._stream.prepared:
+            return why.response(self._headers)
+        self._stream.finish(self._failure(why))
+        return self._stream
 
 
 class RequestOrigin(msgspec.Struct, frozen=True):
@@ -248,7 +217,8 @@ def reply_of(
         events,
         lambda: b"",
         1,
-        EventStream(request, headers),
+        request,
+        headers,
         failure=lambda why: _line(telling.failed(why)),
     )
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from api.dialect.bodies import Ignored
-from api.dialect.problems import ApiError
+from api.dialect.problems import ApiError, invalid
 from api.requests.generate_params import (
     UNLIMITED,
     GenerateParams,
@@ -16,6 +16,8 @@ from api.requests.generate_params import (
     Prompt,
     RequestGroup,
     SharedPrompt,
+    TextPrompt,
+    TokenIdsPrompt,
     any_seed,
 )
 from api.text.limits import MAX_CHOICES
@@ -135,8 +137,7 @@ def _of_format(wanted: ResponseFormat | None) -> GuidedDecoding | None:
         said = msgspec.structs.asdict(wanted).items()
         return _tag({name: value for name, value in said if value is not None})
     if wanted.json_schema is None:
-        where = "response_format.json_schema"
-        raise ApiError(400, f"{where} is required", param=where)
+        raise invalid("response_format.json_schema", "is required")
     return _schema(wanted.json_schema.schema)
 
 
@@ -162,8 +163,7 @@ def _choice(where: str, choices: list[str] | None) -> GuidedDecoding | None:
     if not choices:
         return None
     if len(choices) > MAX_GUIDE_CHOICES or not all(choices):
-        sentence = f"{where} must have at most {MAX_GUIDE_CHOICES} texts, none of them empty"
-        raise ApiError(400, sentence, param=where)
+        raise invalid(where, f"must have at most {MAX_GUIDE_CHOICES} texts, none of them empty")
     quoted = (msgspec.json.encode(choice).decode() for choice in choices)
     return GuidedDecoding("ebnf", f"root ::= {' | '.join(quoted)}")
 
@@ -177,6 +177,7 @@ ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]  # -1: none
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+TextOrTokens = str | list[str | TokenId | list[TokenId]]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -216,6 +217,30 @@ class GenerationFields(GuideFields, kw_only=True):
     logit_bias: dict[TokenId, float] | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
+
+
+def prompts_of(
+    name: str, given: TextOrTokens, *, special: bool = True
+) -> Sequence[TextPrompt | TokenIdsPrompt]:
+    """Return the prompts of a field: a text, token ids, or a list of either.
+
+    Args:
+        name: of the field, for errors.
+        special: whether texts get special tokens.
+    """
+    if isinstance(given, str):
+        return [TextPrompt(given, special)]
+    match {type(item) for item in given}:
+        case kinds if not kinds:
+            raise invalid(name, "is empty")
+        case kinds if kinds == {int}:
+            return [TokenIdsPrompt(cast(list[int], given))]
+        case kinds if kinds == {str}:
+            return [TextPrompt(text, special) for text in cast(list[str], given)]
+        case kinds if kinds == {list}:
+            return [TokenIdsPrompt(ids) for ids in cast(list[list[int]], given)]
+        case _:
+            raise invalid(name, "mixes text, token ids and lists of them")
 
 
 def check_multiplied(fields: GenerationFields, body: bytes, best_of: int = 1) -> None:

@@ -14,7 +14,7 @@ from api.auth.client import Client
 from api.dialect import problems
 from api.dialect.bodies import BodyReader, name_ignored, take_json
 from api.dialect.events import ApiDialect, EndpointCall, EndpointReply, RequestOrigin
-from api.dialect.problems import OPENAI, ApiError, Words
+from api.dialect.problems import OPENAI, ApiError, Words, invalid
 from api.http.messages import HttpRequest, whole
 from api.requests.generate_params import GenerateParams
 from api.requests.idempotency import IdempotencyCache, IdempotentRetry
@@ -55,16 +55,13 @@ class ModelNames:
         if not lora_path:
             return adapter
         if adapter not in ("", lora_path):
-            sentence = f"lora_path {lora_path!r} and model {model!r} are two adapters"
-            raise ApiError(400, sentence, param="lora_path")
+            raise invalid("lora_path", f"{lora_path!r} and model {model!r} are two adapters")
         return self._known(lora_path, "lora_path")
 
     def check_served(self, model: str | None) -> None:
         """Raise ApiError if `model` is an adapter or does not exist."""
         if self.adapter(model):
-            raise ApiError(
-                400, f"model {model!r} is a LoRA adapter, and of text alone", param="model"
-            )
+            raise invalid("model", f"{model!r} is a LoRA adapter, and of text alone")
 
     def _known(self, name: str, param: str) -> str:
         known = self.adapters
@@ -114,7 +111,7 @@ class GenerationEndpoint:
         """Serve a request. Cancelling this call cancels every choice on its nodes."""
         request_id = new_request_id()
         label = request.header("x-request-id")
-        headers = _names(label, request_id)
+        headers = id_headers(label, request_id)
         try:
             body = take_json(request)
             asked = self._dialect.read(body)
@@ -133,7 +130,7 @@ class GenerationEndpoint:
             return self._problem(error).response(headers)
         if retry is not None:
             request_id = retry.request_id
-            headers = _names(label, request_id)
+            headers = id_headers(label, request_id)
         headers += tuple(client.usage.headers())
         origin = RequestOrigin.now(
             self._dialect.id_prefix + request_id, adapter or self._names.served
@@ -188,7 +185,7 @@ class GenerationEndpoint:
             raise group.exceptions[0] from None
 
 
-def _names(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
+def id_headers(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
     """Return the id headers: proxies expect their own x-request-id back, and may send it again."""
     return ("x-request-id", label or request_id), ("baton-request-id", request_id)
 

@@ -40,8 +40,13 @@ def hint(*values: object) -> IgnoredFields:
 
 _NEVER = only()
 _ANYTHING = IgnoredFields("anything", lambda value: True)
-_OFF, _ON = only(False), only(True)
-_EMPTY = only({})
+_OFF, _ON, _EMPTY = only(False), only(True), only({})
+
+
+def _fields(names: str, harmless: IgnoredFields) -> dict[str, IgnoredFields]:
+    """Return an entry for each of the names, which are separated by spaces."""
+    return dict.fromkeys(names.split(), harmless)
+
 
 IGNORED: Mapping[str, str] = {
     "cache_prompt": "prompts are always cached",
@@ -61,69 +66,54 @@ IGNORED: Mapping[str, str] = {
     "truncation_side": "belongs to `truncate_prompt_tokens`, which is rejected",
 }
 
-UNSUPPORTED: Mapping[str, IgnoredFields] = {
-    # other sampling methods
-    "best_of": only(1),
-    "do_sample": _ON,
-    "early_stopping": _OFF,
-    "length_penalty": only(1),
-    "moderation": _NEVER,
-    "no_repeat_ngram_size": only(0),
-    "repetition_detection": _EMPTY,
-    "typical_p": only(1),
-    "use_beam_search": _OFF,
-    "watermarking": _OFF,
-    # required or excluded tokens
-    "custom_logit_processor": _NEVER,
-    "custom_params": _EMPTY,
-    "logits_processors": _NEVER,
-    # response formats
-    "grammar": _NEVER,
+_COMMON: Mapping[str, IgnoredFields] = {
+    **_fields(
+        "custom_logit_processor grammar images logits_processors logprob_token_ids moderation "
+        "prompt_logprobs truncate_prompt_tokens",
+        _NEVER,
+    ),
+    **_fields(
+        "early_stopping include_stop_str_in_output no_stop_trim return_cached_tokens_details "
+        "return_hidden_states return_meta_info return_prompt_text return_prompt_token_ids "
+        "return_routed_experts return_token_ids return_token_offsets return_tokens_as_token_ids "
+        "use_beam_search watermarking",
+        _OFF,
+    ),
+    **_fields("detokenize do_sample skip_special_tokens spaces_between_special_tokens", _ON),
+    **_fields(
+        "custom_params kv_transfer_params media_io_kwargs mm_processor_kwargs "
+        "repetition_detection session_params vllm_xargs",
+        _EMPTY,
+    ),
+    **_fields("no_repeat_ngram_size routed_experts_prompt_start routed_experts_start_len", only(0)),
+    **_fields("length_penalty typical_p", only(1)),
     "guided_decoding_backend": hint(),
-    # end and spelling of the text
-    "detokenize": _ON,
-    "include_stop_str_in_output": _OFF,
-    "no_stop_trim": _OFF,
-    "skip_special_tokens": _ON,
-    "spaces_between_special_tokens": _ON,
     "stream_interval": hint(1),
-    # additional output
-    "logprob_token_ids": _NEVER,
-    "prompt_logprobs": _NEVER,
-    "return_cached_tokens_details": _OFF,
-    "return_hidden_states": _OFF,
-    "return_meta_info": _OFF,
-    "return_prompt_text": _OFF,
-    "return_prompt_token_ids": _OFF,
-    "return_routed_experts": _OFF,
-    "return_token_ids": _OFF,
-    "return_token_offsets": _OFF,
-    "return_tokens_as_token_ids": _OFF,
-    "routed_experts_prompt_start": only(0),
-    "routed_experts_start_len": only(0),
-    # other prompts
-    "images": _NEVER,
-    "mm_processor_kwargs": _EMPTY,
-    "media_io_kwargs": _EMPTY,
-    "session_params": _EMPTY,
-    "truncate_prompt_tokens": _NEVER,
-    # placement and scheduling
-    "kv_transfer_params": _EMPTY,
-    "vllm_xargs": _EMPTY,
 }
 
 OF_COMPLETIONS: Mapping[str, IgnoredFields] = {
-    **{name: harmless for name, harmless in UNSUPPORTED.items() if name != "best_of"},
+    **_COMMON,
+    **_fields("prompt_embeds suffix", _NEVER),
     "add_special_tokens": _ON,
-    "prompt_embeds": _NEVER,
-    "suffix": _NEVER,
     "thinking_token_budget": only(-1),  # supported by chats
 }
 
+OF_CHATS: Mapping[str, IgnoredFields] = {
+    **_COMMON,
+    **_fields("audio chat_template documents enable_thinking functions web_search_options", _NEVER),
+    **_fields("add_special_tokens echo", _OFF),
+    **_fields("separate_reasoning stream_reasoning", _ON),
+    **_fields("reasoning thinking", _EMPTY),
+    "best_of": only(1),
+    "function_call": only("none", "auto"),
+    "modalities": only(["text"]),
+    "verbosity": hint("medium"),
+}
+
 OF_RESPONSES: Mapping[str, IgnoredFields] = {
+    **_fields("conversation moderation previous_response_id prompt", _NEVER),
     "background": _OFF,
     "context_management": hint(),
-    "conversation": _NEVER,
     "include": IgnoredFields(
         "anything but `message.output_text.logprobs`",
         # Reasoning is returned as text anyway. The other values belong to built-in tools, which do
@@ -131,74 +121,37 @@ OF_RESPONSES: Mapping[str, IgnoredFields] = {
         lambda value: isinstance(value, list) and "message.output_text.logprobs" not in value,
     ),
     "max_tool_calls": hint(),  # concerns built-in tools
-    "moderation": _NEVER,
-    "previous_response_id": _NEVER,
-    "prompt": _NEVER,
     "top_logprobs": only(0),
     "truncation": IgnoredFields('`"auto"` or `"disabled"`', lambda v: v == "disabled", hint=True),
 }
 
 OF_MESSAGES: Mapping[str, IgnoredFields] = {
-    "container": _NEVER,
-    "context_management": hint(),
-    "inference_geo": hint(),
-    "mcp_servers": _NEVER,
+    **_fields("container mcp_servers", _NEVER),
+    **_fields("context_management inference_geo", hint()),
 }
 
 OF_COUNTED: Mapping[str, IgnoredFields] = {
     **OF_MESSAGES,
-    "output_config": _ANYTHING,
-    "output_format": _ANYTHING,
+    **_fields("output_config output_format", _ANYTHING),
 }
 
 OF_NATIVE: Mapping[str, IgnoredFields] = {
-    "audio_data": _NEVER,
-    "bootstrap_host": _NEVER,
-    "bootstrap_port": _NEVER,
-    "bootstrap_room": _NEVER,
-    "custom_logit_processor": _NEVER,
-    "image_data": _NEVER,
-    "input_embeds": _NEVER,
+    **_fields(
+        "audio_data bootstrap_host bootstrap_port bootstrap_room custom_logit_processor "
+        "image_data input_embeds token_ids_logprob video_data",
+        _NEVER,
+    ),
+    **_fields("require_reasoning return_hidden_states return_logprob return_routed_experts", _OFF),
     "log_metrics": _ON,
     "logprob_start_len": only(-1),
-    "require_reasoning": _OFF,
-    "return_hidden_states": _OFF,
-    "return_logprob": _OFF,
-    "return_routed_experts": _OFF,
     "return_text_in_logprobs": _ANYTHING,
     "session_params": _EMPTY,
-    "token_ids_logprob": _NEVER,
     "top_logprobs_num": only(0),
-    "video_data": _NEVER,
 }
 
 OF_TOKENIZE: Mapping[str, IgnoredFields] = {
-    "chat_template": _NEVER,
-    "documents": _NEVER,
-    "media_io_kwargs": _EMPTY,
-    "mm_processor_kwargs": _EMPTY,
+    **_fields("chat_template documents", _NEVER),
+    **_fields("media_io_kwargs mm_processor_kwargs", _EMPTY),
 }
 
-OF_DETOKENIZE: Mapping[str, IgnoredFields] = {
-    "skip_special_tokens": _ON,
-    "spaces_between_special_tokens": _ON,
-}
-
-OF_CHATS: Mapping[str, IgnoredFields] = {
-    **UNSUPPORTED,
-    "add_special_tokens": _OFF,
-    "audio": _NEVER,
-    "chat_template": _NEVER,
-    "documents": _NEVER,
-    "echo": _OFF,
-    "enable_thinking": _NEVER,
-    "function_call": only("none", "auto"),
-    "functions": _NEVER,
-    "modalities": only(["text"]),
-    "reasoning": _EMPTY,
-    "separate_reasoning": _ON,
-    "stream_reasoning": _ON,
-    "thinking": _EMPTY,
-    "verbosity": hint("medium"),
-    "web_search_options": _NEVER,
-}
+OF_DETOKENIZE = _fields("skip_special_tokens spaces_between_special_tokens", _ON)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from api.dialect.bodies import Ignored, Nothing
-from api.dialect.problems import ApiError
+from api.dialect.problems import invalid
 from api.images.picture import ImageInput
 from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, PromptEnding
 from api.text.limits import MAX_MESSAGES, MAX_TOOLS
@@ -87,6 +87,10 @@ class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     function: NamedFunction
     type: Literal["function"] = "function"
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
 
 MessageList = Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)]
 ToolList = Annotated[list[ToolDefinition], msgspec.Meta(max_length=MAX_TOOLS)]
@@ -133,11 +137,7 @@ def shown(function: ToolFunction) -> dict[str, Any]:
 def _ending(fields: ConversationFields) -> PromptEnding:
     if fields.continue_final_message:
         if fields.add_generation_prompt:
-            raise ApiError(
-                400,
-                "continue_final_message and add_generation_prompt cannot both be",
-                param="continue_final_message",
-            )
+            raise invalid("continue_final_message", "and add_generation_prompt cannot both be")
         return PromptEnding.CONTINUED
     return PromptEnding.CLOSED if fields.add_generation_prompt is False else PromptEnding.OPENED
 
@@ -155,8 +155,7 @@ def _turn(number: int, message: ChatMessage) -> ChatTurn:
     elif message.content is not None:
         content = text_of(f"{where}.content", message.content)
     elif message.role != "assistant":
-        path = f"{where}.content"
-        raise ApiError(400, f"{path} must be text or a list of text parts", param=path)
+        raise invalid(f"{where}.content", "must be text or a list of text parts")
     return ChatTurn(
         # `developer` is OpenAI's newer name. Templates know the older one.
         role="system" if message.role == "developer" else message.role,
@@ -190,7 +189,6 @@ def text_of(where: str, content: str | list[ContentPart], first: int = 0) -> str
     texts = []
     for number, part in enumerate(content, first):
         if part.type != "text" or part.text is None:
-            path = f"{where}[{number}]"
-            raise ApiError(400, f"{path} is no text; only text is supported", param=path)
+            raise invalid(f"{where}[{number}]", "is no text; only text is supported")
         texts.append(part.text)
     return "\n".join(texts)

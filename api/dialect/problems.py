@@ -141,6 +141,17 @@ class ApiError(Exception):
         return whole(self.status, self.body, headers=(*self.headers, *headers))
 
 
+def invalid(field: str, problem: str, code: str | None = None) -> ApiError:
+    """Return the error of a field. Its message is the field's path and the problem.
+
+    Args:
+        problem: begins with a verb, or with a colon.
+        code: machine-readable error code.
+    """
+    separator = "" if problem.startswith(":") else " "
+    return ApiError(400, f"{field}{separator}{problem}", param=field, code=code)
+
+
 def of_error(error: ServingError, fields: Fields, form: str = "") -> ApiError:
     """Return the error response for a ServingError.
 

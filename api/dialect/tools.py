@@ -1,13 +1,13 @@
 """Tools that a chat offers, independent of its API, forced calls, and the parsing of calls."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
 
 from api.dialect.messages import ToolDefinition, ToolFunction, shown
-from api.dialect.problems import ApiError
+from api.dialect.problems import invalid
 from api.parsers.events import StreamParser
 from api.parsers.harmony import can_call
 from api.parsers.model_format import FREE, NONE, SCHEMA, ModelFormat, Tools
@@ -105,10 +105,16 @@ class ToolOffer(msgspec.Struct, frozen=True):
         return {tool.function.name: tool.function.parameters or {} for tool in self.tools} or None
 
 
+class NamedTool(Protocol):
+    """The choice of one tool."""
+
+    @property
+    def name(self) -> str | None: ...
+
+
 def offered(
     tools: Sequence[ToolDefinition],
-    choice: str | None,
-    named: str | None,
+    choice: str | NamedTool | None,
     speech: ModelFormat,
     *,
     parallel: bool | None,
@@ -116,35 +122,33 @@ def offered(
     """Return the tools that a request offers.
 
     Args:
-        choice: "auto", "none", "required". None: auto, or `named`.
-        named: the tool that must be called.
+        choice: "auto" (also None and ""), "none", "required", or the tool that must be called.
         speech: how the model calls tools.
         parallel: None: no limit.
 
     Raises:
         ApiError: there is no such tool or choice, or the model's tool call format is unknown.
     """
-    must: Sequence[ToolDefinition] = ()
-    if named is not None:
-        must = [tool for tool in tools if tool.function.name == named]
-        parallel = False
-    elif choice == "required":
-        must = tools
-    elif choice == "none":
-        tools = ()
-    elif choice not in (None, "", "auto"):
-        sentence = f"tool_choice is auto, none, required or one of the tools, not {choice[:40]!r}"
-        raise ApiError(400, sentence, param="tool_choice")
-    if not must and (named is not None or choice == "required"):
-        raise ApiError(400, "tool_choice: there is no such tool", param="tool_choice")
+    must: Sequence[ToolDefinition] | None = None
+    match choice:
+        case "required":
+            must = tools
+        case "none":
+            tools = ()
+        case None | "" | "auto":
+            pass
+        case str():
+            kinds = "auto, none, required or one of the tools"
+            raise invalid("tool_choice", f"is {kinds}, not {choice[:40]!r}")
+        case _:
+            must = [tool for tool in tools if tool.function.name == choice.name]
+            parallel = False
+    if must is not None and not must:
+        raise invalid("tool_choice", ": there is no such tool")
     if tools and not must and speech.tools == NONE:
-        raise ApiError(
-            400,
-            "tools: how this model calls them is not known here (--tool-parser says it)",
-            param="tools",
-            code="unsupported",
-        )
-    return ToolOffer(tools, must, parallel is not False)
+        problem = ": how this model calls them is not known here (--tool-parser says it)"
+        raise invalid("tools", problem, code="unsupported")
+    return ToolOffer(tools, must or (), parallel is not False)
 
 
 def optional(tools: Sequence[Mapping[str, Any]]) -> ToolOffer:
@@ -191,7 +195,7 @@ def guided(
     try:
         guide = _guide(samplings[0].guide, offer, speech, form_field)
     except RecursionError:
-        raise ApiError(400, "tools: parameters are nested too deeply", param="tools") from None
+        raise invalid("tools", ": parameters are nested too deeply") from None
     return [replace(each, guide=guide) for each in samplings]
 
 
@@ -211,8 +215,8 @@ def _must_guide(offer: ToolOffer, speech: ModelFormat) -> GuidedDecoding:
     functions = [tool.function for tool in offer.must]
     for function in functions:
         if not can_call(function.name):
-            sentence = f"tool_choice: this model cannot call {function.name[:40]!r}"
-            raise ApiError(400, sentence, param="tool_choice", code="unsupported")
+            problem = f": this model cannot call {function.name[:40]!r}"
+            raise invalid("tool_choice", problem, code="unsupported")
     tools = [(each.name, each.parameters or {"type": "object"}) for each in functions]
     return tag(speech.channels.calls(tools, parallel=offer.parallel))
 
@@ -243,13 +247,11 @@ def _guide_of_form(
         return form
     either = speech.form_of_calls_or(inner, _held(offer, speech), parallel=offer.parallel)
     if either is None:
-        raise ApiError(
-            400,
-            f"{form_field}: no grammar can write this model's tool calls; send tools or a form "
-            "of the answer, or set tool_choice to none or required",
-            param=form_field,
-            code="unsupported",
+        problem = (
+            ": no grammar can write this model's tool calls; send tools or a form of the answer, "
+            "or set tool_choice to none or required"
         )
+        raise invalid(form_field, problem, code="unsupported")
     return tag(either)
 
 
@@ -270,19 +272,14 @@ def _held(offer: ToolOffer, speech: ModelFormat) -> Sequence[tuple[str, Mapping[
 
 def listening(
     speech: ModelFormat, prompt: SharedPrompt, offer: ToolOffer, *, reasons: bool = True
-) -> Callable[[], StreamParser]:
-    """Return a function that makes a StreamParser for each response to `prompt`, after its
-    rendering.
+) -> StreamParser:
+    """Return the parser of one response to `prompt`.
 
     Args:
         reasons: whether reasoning is returned.
     """
-
-    def listener() -> StreamParser:
-        if offer.must:
-            parser = speech.parser_of_calls(prompt.rendering.end, offer.callable, reasons=reasons)
-        else:
-            parser = speech.parser(prompt.rendering.end, offer.callable, reasons=reasons)
-        return StreamParser(parser, parallel=offer.parallel)
-
-    return listener
+    parser = speech.parser_of_calls if offer.must else speech.parser
+    return StreamParser(
+        lambda: parser(prompt.rendering.end, offer.callable, reasons=reasons),
+        parallel=offer.parallel,
+    )

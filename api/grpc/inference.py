@@ -1,6 +1,6 @@
 """The methods of the `Router` gRPC service for clients, and their messages."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import ceil
@@ -13,7 +13,7 @@ from api.auth.guard import ApiKeyGuard
 from api.dialect.problems import ApiError
 from api.dialect.tools import ToolOffer, guided, listening, optional
 from api.grpc.parsing import from_input, from_prompt, from_request, one_with_each
-from api.parsers.events import ParsedText, StreamParser
+from api.parsers.events import StreamParser
 from api.parsers.model_format import NONE
 from api.pooling.vectors import PoolingCaller, PoolingService
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
@@ -72,28 +72,13 @@ def _logprobs(tokens: Sequence[TokenReport]) -> Logprobs | None:
     )
 
 
-class GrpcResponseWriter:
-    """Writer of the text, reasoning and tool calls of one chat response."""
-
-    def __init__(self, listener: Callable[[], StreamParser]) -> None:
-        """
-        Args:
-            listener: makes the StreamParser. Called with the first piece, after the prompt is
-                rendered.
-        """
-        self._make_listener = listener
-        self._listener: StreamParser | None = None
-
-    def tell(self, piece: OutputChunk | FinalChunk, response: GenerateResponse) -> None:
-        """Fill in text, reasoning and tool calls of `response`, which already has the piece."""
-        listener = self._listener = self._listener or self._make_listener()
-        last = isinstance(piece, FinalChunk)
-        _put(listener.hear(piece.text, piece.marks, last=last), response)
-        if response.finish_reason == "stop" and listener.has_called:
-            response.finish_reason = "tool_calls"
-
-
-def _put(heard: ParsedText, response: GenerateResponse) -> None:
+def _tell(
+    listener: StreamParser, piece: OutputChunk | FinalChunk, response: GenerateResponse
+) -> None:
+    """Fill in text, reasoning and tool calls of `response`, which already has the piece."""
+    heard = listener.hear(piece.text, piece.marks, last=isinstance(piece, FinalChunk))
+    if response.finish_reason == "stop" and listener.has_called:
+        response.finish_reason = "tool_calls"
     response.text = heard.content
     response.reasoning = heard.reasoning
     response.tool_calls.extend(
@@ -135,7 +120,7 @@ class InferenceService:
 
         with self._begun(context) as client:
             wanted = from_request(request)
-            voice: GrpcResponseWriter | None = None
+            listener: StreamParser | None = None
             match wanted.prompt.prompt:
                 case ChatPrompt(tools=tools):
                     offer = self._offer(tools)
@@ -144,12 +129,12 @@ class InferenceService:
                         shown=self._model.shown(bool(tools)),
                         sampling=self._guided(wanted.sampling, offer),
                     )
-                    voice = GrpcResponseWriter(listening(self._model.speech, wanted.prompt, offer))
+                    listener = listening(self._model.speech, wanted.prompt, offer)
 
             async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
                 response = response_to(request_id, piece)
-                if voice is not None:
-                    voice.tell(piece, response)
+                if listener is not None:
+                    _tell(listener, piece, response)
                 await context.write(response)
 
             retry = self._answers.retry(

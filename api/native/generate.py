@@ -13,7 +13,6 @@ from api.dialect.events import (
     DONE,
     EndpointCall,
     EndpointReply,
-    EventStream,
     RequestOrigin,
     StreamedReply,
     WholeReply,
@@ -31,7 +30,7 @@ from api.dialect.fields import (
 from api.dialect.generation_endpoint import PromptEndpoint
 from api.dialect.ignored_fields import OF_DETOKENIZE, OF_NATIVE, OF_TOKENIZE
 from api.dialect.messages import MessageList, ToolList, conversation, shown
-from api.dialect.problems import OPENAI, ApiError
+from api.dialect.problems import OPENAI, ApiError, invalid
 from api.http.messages import Headers, HttpRequest
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import GenerateParams, Prompt, TextPrompt, TokenIdsPrompt
@@ -126,10 +125,6 @@ class NativeEndpoint:
     words = OPENAI
 
     def __init__(self, *, ignore_unknown: bool) -> None:
-        """
-        Args:
-            ignore_unknown: see BodyReader.
-        """
         self._reader = BodyReader(NativeFields, OF_NATIVE, ignore_unknown=ignore_unknown)
         self.field_names: Mapping[str, str] = {**self._reader.names, **_OTHER_NAMES}
 
@@ -150,8 +145,7 @@ class NativeEndpoint:
 
         def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
             told = [_Answer(index, each, origin.id, is_list) for index, each in enumerate(wanted)]
-            stream = EventStream(request, headers) if fields.stream else None
-            return _reply(told, is_list, headers, stream)
+            return _reply(told, is_list, bool(fields.stream), request, headers)
 
         return EndpointCall(
             fields.model,
@@ -168,12 +162,8 @@ def _common(fields: NativeFields) -> _CommonFields:
     """Return the sampling fields by OpenAI's names. Raise ApiError for unsupported values."""
     sampling = fields.sampling_params or SamplingFields()
     if sampling.skip_special_tokens is False:
-        raise ApiError(
-            400,
-            "sampling_params.skip_special_tokens is not supported by this server",
-            param="sampling_params.skip_special_tokens",
-            code="unsupported",
-        )
+        field = "sampling_params.skip_special_tokens"
+        raise invalid(field, "is not supported by this server", code="unsupported")
     limit = sampling.max_new_tokens
     return _CommonFields(
         max_tokens=_DEFAULT_MAX_TOKENS if limit is None else limit,
@@ -210,7 +200,7 @@ def _prompts(fields: NativeFields) -> tuple[Sequence[TextPrompt | TokenIdsPrompt
         case None, [[*_], *_] as lists if all(isinstance(ids, list) for ids in lists):
             return [TokenIdsPrompt(ids) for ids in cast(list[list[int]], lists)], True
         case _:
-            raise ApiError(400, "text or input_ids is needed, one of them", param="text")
+            raise invalid("text", "or input_ids is needed, one of them")
 
 
 class _Answer:
@@ -268,7 +258,11 @@ class _Answer:
 
 
 def _reply(
-    answers: Sequence[_Answer], is_list: bool, headers: Headers, stream: EventStream | None
+    answers: Sequence[_Answer],
+    is_list: bool,
+    stream: bool,
+    request: HttpRequest,
+    headers: Headers,
 ) -> EndpointReply:
     """Return a reply with one JSON object, or a list of them, or a stream.
 
@@ -289,9 +283,9 @@ def _reply(
         answer.add(piece)
         return b"data: " + _encode(answer.told()) + b"\n\n" if answer.is_due else b""
 
-    if stream is None:
-        return WholeReply(add, body, headers)
-    return StreamedReply(event, lambda: DONE, len(answers), stream)
+    if stream:
+        return StreamedReply(event, lambda: DONE, len(answers), request, headers)
+    return WholeReply(add, body, headers)
 
 
 _Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)]
@@ -335,10 +329,6 @@ class TokenizeEndpoint:
     def __init__(
         self, model: ServedModel, endpoint: PromptEndpoint, *, ignore_unknown: bool
     ) -> None:
-        """
-        Args:
-            ignore_unknown: see BodyReader.
-        """
         self._model = model
         self._endpoint = endpoint
         self._tokenize = BodyReader(TokenizeFields, OF_TOKENIZE, ignore_unknown=ignore_unknown)
@@ -373,14 +363,10 @@ class TokenizeEndpoint:
 def _texts_or_conversation(fields: TokenizeFields) -> Sequence[Prompt]:
     """Return the prompts. Raise ApiError unless either prompt or messages is set."""
     if (fields.prompt is None) == (fields.messages is None):
-        raise ApiError(400, "prompt or messages is needed, and not both", param="prompt")
+        raise invalid("prompt", "or messages is needed, and not both")
     if fields.messages is not None:
         if fields.add_special_tokens:
-            raise ApiError(
-                400,
-                "add_special_tokens: a chat template adds them itself",
-                param="add_special_tokens",
-            )
+            raise invalid("add_special_tokens", ": a chat template adds them itself")
         tools = [shown(tool.function) for tool in fields.tools or ()]
         return [conversation(fields, fields.messages, tools)]
     texts = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt or []

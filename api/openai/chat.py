@@ -1,6 +1,7 @@
 """/v1/chat/completions: a conversation, in the model's chat template, and its response."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -26,7 +27,7 @@ from api.dialect.messages import (
     conversation,
     text_of,
 )
-from api.dialect.problems import OPENAI, ApiError
+from api.dialect.problems import OPENAI, invalid
 from api.dialect.tools import guided, listening, offered
 from api.openai.replies import ChatLogprobs, ChoiceCollector, StopReason, of_chat, stop_reason
 from api.parsers.events import CallPart, ParsedText, StreamParser
@@ -95,46 +96,31 @@ class ChunkChoice(msgspec.Struct):
 class ChatResponseWriter:
     """Writer of one choice."""
 
-    def __init__(self, index: int, listener: Callable[[], StreamParser]) -> None:
-        """
-        Args:
-            listener: makes the StreamParser. Called with the first piece, after the prompt is
-                rendered.
-        """
+    def __init__(self, index: int, listener: StreamParser) -> None:
         self._index = index
-        self._make_listener = listener
-        self._listener: StreamParser | None = None
+        self._listener = listener
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> ChunkChoice | None:
-        first = self._listener is None
-        listener = self._listener = self._listener or self._make_listener()
-        match piece:
-            case FinalChunk():
-                heard = listener.hear(piece.text, piece.marks, last=True)
-                return ChunkChoice(
-                    self._index,
-                    _delta(heard, first),
-                    _reason(listener, piece),
-                    of_chat(piece.tokens),
-                    stop_reason(piece),
-                )
-            case _:
-                heard = listener.hear(piece.text, piece.marks, last=False)
-                if not heard and not first and not piece.tokens:  # no text is decided yet
-                    return None
-                return ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
+        first, last = not self._listener.begun, isinstance(piece, FinalChunk)
+        heard = self._listener.hear(piece.text, piece.marks, last=last)
+        if not heard and not first and not last and not piece.tokens:  # no text is decided yet
+            return None
+        chunk = ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
+        if isinstance(piece, FinalChunk):
+            chunk.finish_reason = _reason(self._listener, piece)
+            chunk.stop_reason = stop_reason(piece)
+        return chunk
 
     def choice(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> ChatChoice:
-        listener = self._make_listener()
         text, marks = "", list[int]()
         for piece in pieces:
             marks += [len(text) + mark for mark in piece.marks]
             text += piece.text
-        heard = listener.hear(text, marks, last=True)
+        heard = self._listener.hear(text, marks, last=True)
         return ChatChoice(
             self._index,
             _answer(heard),
-            _reason(listener, last),
+            _reason(self._listener, last),
             of_chat([token for piece in pieces for token in piece.tokens]),
             stop_reason(last),
         )
@@ -228,15 +214,13 @@ class ChatEndpoint:
             fields.reasoning_effort = None
             ignored.append("reasoning_effort")
         check_multiplied(fields, body)
-        choice, named = _choice(fields.tool_choice)
         offer = offered(
             fields.tools or (),
-            choice,
-            named,
+            fields.tool_choice,
             self._speech,
             parallel=fields.parallel_tool_calls,
         )
-        max_tokens, max_tokens_field = _max_tokens(fields)
+        max_tokens, max_tokens_field = _one_of(fields, "max_completion_tokens", "max_tokens")
         sampled = samplings(
             fields,
             max_tokens,
@@ -254,7 +238,7 @@ class ChatEndpoint:
             prediction=_prediction(fields.prediction),
         )
         reasons = fields.include_reasoning is not False
-        listener = listening(self._speech, wanted[0].prompt, offer, reasons=reasons)
+        listener = partial(listening, self._speech, wanted[0].prompt, offer, reasons=reasons)
         told = ChoiceCollector(
             whole_object="chat.completion",
             chunk_object="chat.completion.chunk",
@@ -262,7 +246,7 @@ class ChatEndpoint:
             num_per_prompt=len(per_prompt),
             stream=bool(fields.stream),
             include_usage=includes_usage(fields),
-            voice=lambda index: ChatResponseWriter(index, listener),
+            voice=lambda index: ChatResponseWriter(index, listener()),
         )
         return EndpointCall(
             fields.model,
@@ -275,14 +259,6 @@ class ChatEndpoint:
         )
 
 
-def _choice(choice: str | NamedToolChoice | None) -> tuple[str | None, str | None]:
-    match choice:
-        case NamedToolChoice(function=function):
-            return None, function.name
-        case _:
-            return choice, None
-
-
 def _prediction(fields: PredictionFields | None) -> PredictionPrompt | None:
     text = "" if fields is None else text_of("prediction.content", fields.content)
     return PredictionPrompt(text) if text else None
@@ -293,33 +269,24 @@ def _logprobs(fields: ChatFields) -> int:
     if fields.logprobs:
         return fields.top_logprobs or 0
     if fields.top_logprobs:
-        sentence = "top_logprobs requires logprobs: set both"
-        raise ApiError(400, sentence, param="top_logprobs")
+        raise invalid("top_logprobs", "requires logprobs: set both")
     return -1
 
 
 def _thinking_budget(fields: ChatFields) -> int:
     """Return the thinking budget as in SamplingParams."""
-    given = [
-        each for each in (fields.thinking_token_budget, fields.thinking_budget) if each is not None
-    ]
-    if len(set(given)) > 1:
-        raise ApiError(
-            400,
-            "thinking_token_budget and thinking_budget differ; they mean the same",
-            param="thinking_token_budget",
-        )
-    return given[0] if given else -1
+    budget, _ = _one_of(fields, "thinking_token_budget", "thinking_budget")
+    return -1 if budget is None else budget
 
 
-def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
-    """Return max_tokens and the field that sets it, None and "" if neither field is set."""
-    if fields.max_completion_tokens is None:
-        return fields.max_tokens, "" if fields.max_tokens is None else "max_tokens"
-    if fields.max_tokens not in (None, fields.max_completion_tokens):
-        raise ApiError(
-            400,
-            "max_completion_tokens and max_tokens differ; they mean the same",
-            param="max_completion_tokens",
-        )
-    return fields.max_completion_tokens, "max_completion_tokens"
+def _one_of(fields: ChatFields, name: str, other: str) -> tuple[int | None, str]:
+    """Return the value of two fields that mean the same, and the name of the one that sets it.
+
+    None and "" if neither is set.
+    """
+    value, second = getattr(fields, name), getattr(fields, other)
+    if value is None:
+        return second, "" if second is None else other
+    if second not in (None, value):
+        raise invalid(name, f"and {other} differ; they mean the same")
+    return value, name

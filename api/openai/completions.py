@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, cast
+from typing import Annotated
 
 import msgspec
 
@@ -10,18 +10,18 @@ from api.dialect.bodies import BodyReader
 from api.dialect.events import EndpointCall
 from api.dialect.fields import (
     GenerationFields,
-    TokenId,
+    TextOrTokens,
     check_multiplied,
     choices,
     form_field,
     includes_usage,
+    prompts_of,
     samplings,
 )
 from api.dialect.ignored_fields import OF_COMPLETIONS
-from api.dialect.problems import OPENAI, ApiError
+from api.dialect.problems import OPENAI, invalid
 from api.openai.replies import ChoiceCollector, StopReason, TextLogprobs, TextTokens, stop_reason
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
-from api.requests.generate_params import TextPrompt, TokenIdsPrompt
 from api.text.limits import MAX_CHOICES
 from common.requests.sampling import MAX_LOGPROBS
 
@@ -29,7 +29,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class CompletionFields(GenerationFields, kw_only=True):
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: TextOrTokens
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -100,10 +100,6 @@ class CompletionsEndpoint:
     words = OPENAI
 
     def __init__(self, *, ignore_unknown: bool) -> None:
-        """
-        Args:
-            ignore_unknown: see BodyReader.
-        """
         self._reader = BodyReader(CompletionFields, OF_COMPLETIONS, ignore_unknown=ignore_unknown)
         self.field_names = self._reader.names
 
@@ -123,14 +119,11 @@ class CompletionsEndpoint:
             prompt_logprobs=logprobs if echo else -1,
             best_of=best_of,
         )
-        prompts = _prompts(fields.prompt)
+        prompts = prompts_of("prompt", fields.prompt)
         if len(prompts) * len(per_prompt) > MAX_CHOICES:
-            raise ApiError(
-                400,
-                f"prompt: {len(prompts)} prompts with {'best_of' if best_of > 1 else 'n'} = "
-                f"{len(per_prompt)} are more than {MAX_CHOICES} choices",
-                param="prompt",
-            )
+            count = f"{'best_of' if best_of > 1 else 'n'} = {len(per_prompt)}"
+            problem = f": {len(prompts)} prompts with {count} are more than {MAX_CHOICES} choices"
+            raise invalid("prompt", problem)
         wanted = choices(
             fields,
             prompts,
@@ -172,25 +165,7 @@ def _best_of(fields: CompletionFields) -> int:
     if best_of in (1, n):
         return 1
     if best_of < n:
-        raise ApiError(400, f"best_of = {best_of} is less than n = {n}", param="best_of")
+        raise invalid("best_of", f"= {best_of} is less than n = {n}")
     if fields.stream:
-        raise ApiError(400, "best_of: not of a streamed answer", param="best_of")
+        raise invalid("best_of", ": not of a streamed answer")
     return best_of
-
-
-def _prompts(
-    prompt: str | list[str | TokenId | list[TokenId]],
-) -> Sequence[TextPrompt | TokenIdsPrompt]:
-    if isinstance(prompt, str):
-        return [TextPrompt(prompt)]
-    match {type(item) for item in prompt}:
-        case kinds if not kinds:
-            raise ApiError(400, "prompt is empty", param="prompt")
-        case kinds if kinds == {int}:
-            return [TokenIdsPrompt(cast(list[int], prompt))]
-        case kinds if kinds == {str}:
-            return [TextPrompt(text) for text in cast(list[str], prompt)]
-        case kinds if len(kinds) == 1:
-            return [TokenIdsPrompt(ids) for ids in cast(list[list[int]], prompt)]
-        case _:
-            raise ApiError(400, "prompt mixes text, token ids and lists of them", param="prompt")

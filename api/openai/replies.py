@@ -9,7 +9,6 @@ import msgspec
 from api.dialect.events import (
     DONE,
     EndpointReply,
-    EventStream,
     RequestOrigin,
     StreamedReply,
     WholeReply,
@@ -85,8 +84,7 @@ class ChoiceCollector(msgspec.Struct, frozen=True):
             response = _Response(self, origin)
             return WholeReply(response.add, response.body, headers)
         chunks = _Chunks(self, origin)
-        stream = EventStream(request, headers)
-        return StreamedReply(chunks.event, chunks.end, self.num, stream)
+        return StreamedReply(chunks.event, chunks.end, self.num, request, headers)
 
 
 class _Response:

@@ -4,7 +4,7 @@ An item is a message, a tool call or reasoning. One item at a time is open and g
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Any, Protocol
 
@@ -207,18 +207,15 @@ class ResponsesObject:
     """The Telling of one response."""
 
     def __init__(
-        self, origin: RequestOrigin, echoed: dict[str, Any], listener: Callable[[], StreamParser]
+        self, origin: RequestOrigin, echoed: dict[str, Any], listener: StreamParser
     ) -> None:
         """
         Args:
             echoed: request fields that the response repeats.
-            listener: makes the StreamParser. Called with the first piece, after the prompt is
-                rendered.
         """
         self._origin = origin
         self._echoed = echoed
-        self._make_listener = listener
-        self._listener: StreamParser | None = None
+        self._listener = listener
         self._output = ResponseOutput()
         self._num_thought = 0  # reasoning tokens
         self._numbers = count()  # sequence numbers of events
@@ -235,24 +232,19 @@ class ResponsesObject:
         return {**event, "sequence_number": next(self._numbers)}
 
     def _told(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
-        if self._listener is None:
-            self._listener = self._make_listener()
+        if not self._listener.begun:
             for name in ("created", "in_progress"):
                 yield {"type": f"response.{name}", "response": self._response("in_progress", None)}
-        match piece:
-            case FinalChunk():
-                yield from self._output.add(self._listener.hear(piece.text, piece.marks, last=True))
-                whole = piece.finish_reason == "stop"
-                yield from self._output.end(whole=whole)
-                status = "completed" if whole else "incomplete"
-                self.last = self._response(status, piece)
-                yield {"type": f"response.{status}", "response": self.last}
-            case _:
-                yield from self._output.add(
-                    self._listener.hear(piece.text, piece.marks, last=False)
-                )
-                if self._output.kind == "reasoning":
-                    self._num_thought += len(piece.token_ids)
+        last = isinstance(piece, FinalChunk)
+        yield from self._output.add(self._listener.hear(piece.text, piece.marks, last=last))
+        if isinstance(piece, FinalChunk):
+            whole = piece.finish_reason == "stop"
+            yield from self._output.end(whole=whole)
+            status = "completed" if whole else "incomplete"
+            self.last = self._response(status, piece)
+            yield {"type": f"response.{status}", "response": self.last}
+        elif self._output.kind == "reasoning":
+            self._num_thought += len(piece.token_ids)
 
     def _response(self, status: str, last: FinalChunk | None) -> Event:
         cut_off = status == "incomplete"

@@ -23,7 +23,7 @@ from api.dialect.fields import (
 )
 from api.dialect.ignored_fields import OF_RESPONSES
 from api.dialect.messages import ToolDefinition, ToolFunction
-from api.dialect.problems import OPENAI, ApiError, fields_of
+from api.dialect.problems import OPENAI, fields_of, invalid
 from api.dialect.tools import guided, listening, offered
 from api.http.messages import Headers, HttpRequest
 from api.images.picture import ImageInput
@@ -169,11 +169,9 @@ class ResponsesEndpoint:
             response_format=_format(fields.text),
         )
         check_multiplied(common, body)
-        choice, named = _choice(fields.tool_choice)
         offer = offered(
             [_tool(each) for each in fields.tools or ()],
-            choice,
-            named,
+            fields.tool_choice,
             self._speech,
             parallel=fields.parallel_tool_calls,
         )
@@ -248,8 +246,7 @@ def _turn(where: str, item: InputItem) -> ChatTurn:
                 return ChatTurn(role, None, parts=tuple(parts))
             return ChatTurn(role, _text(f"{where}.content", content))
         case _:
-            sentence = f"{where} has not all fields that a {item.type} has"
-            raise ApiError(400, sentence, param=where)
+            raise invalid(where, f"has not all fields that a {item.type} has")
 
 
 def _joined(before: ChatTurn, after: ChatTurn) -> ChatTurn | None:
@@ -274,8 +271,7 @@ def _part(where: str, number: int, part: ResponseInputPart) -> str | ImageInput:
     if not _shows(part):
         return _text_of(where, number, part)
     if part.image_url is None:
-        path = f"{where}[{number}].image_url"
-        raise ApiError(400, f"{path} is missing: no files are stored here", param=path)
+        raise invalid(f"{where}[{number}].image_url", "is missing: no files are stored here")
     return ImageInput(part.image_url, part.detail == "low")
 
 
@@ -283,14 +279,13 @@ def _text(where: str, content: str | list[ResponseInputPart] | None) -> str:
     if isinstance(content, str):
         return content
     if content is None:
-        raise ApiError(400, f"{where} must be text or a list of text parts", param=where)
+        raise invalid(where, "must be text or a list of text parts")
     return "\n".join(_text_of(where, number, part) for number, part in enumerate(content))
 
 
 def _text_of(where: str, number: int, part: ResponseInputPart) -> str:
     if not part.type.endswith("text") or part.text is None:
-        path = f"{where}[{number}]"
-        raise ApiError(400, f"{path} is no text; only text is supported", param=path)
+        raise invalid(f"{where}[{number}]", "is no text; only text is supported")
     return part.text
 
 
@@ -306,14 +301,6 @@ def _tool(tool: ResponseTool) -> ToolDefinition:
     return ToolDefinition(
         "function", ToolFunction(tool.name, tool.description, tool.parameters, tool.strict)
     )
-
-
-def _choice(choice: str | ResponseNamedTool | None) -> tuple[str | None, str | None]:
-    match choice:
-        case ResponseNamedTool(name=name):
-            return None, name
-        case _:
-            return choice, None
 
 
 def _echoed(fields: ResponseFields) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -76,14 +76,21 @@ class ParsedText(msgspec.Struct, frozen=True):
 class StreamParser:
     """The reader of one response."""
 
-    def __init__(self, parser: OutputParser, *, parallel: bool = True) -> None:
+    def __init__(self, make: Callable[[], OutputParser], *, parallel: bool = True) -> None:
         """
         Args:
+            make: makes the parser. Called with the first text, after the prompt is rendered.
             parallel: False: only the first call is returned.
         """
-        self._parser = parser
+        self._make = make
+        self._parser: OutputParser | None = None
         self._parallel = parallel
         self._num_calls = 0
+
+    @property
+    def begun(self) -> bool:
+        """Return whether there has been any text."""
+        return self._parser is not None
 
     @property
     def has_called(self) -> bool:
@@ -96,6 +103,8 @@ class StreamParser:
             marks: see OutputParser.push.
             last: whether the text is complete.
         """
+        if self._parser is None:
+            self._parser = self._make()
         said = [*self._parser.push(text, marks)]
         if last:
             said += self._parser.finish()

@@ -2,17 +2,12 @@
 
 from collections.abc import Mapping
 
+from api.dialect.bodies import BodyReader
 from api.dialect.generation_endpoint import Begin, ModelNames
 from api.dialect.ignored_fields import IgnoredFields, only
 from api.http.messages import Handler
-from api.pooling.endpoint import (
-    EmbeddingFields,
-    EmbeddingsEndpoint,
-    F,
-    PoolingAnswer,
-    PoolingEndpoint,
-)
-from api.pooling.scores import RerankEndpoint, RerankFields, ScoreFields, ScoreResponses
+from api.pooling.endpoint import EmbeddingFields, F, PoolingAnswer, PoolingEndpoint, embeddings
+from api.pooling.scores import RerankFields, ScoreFields, rerank, score
 from api.pooling.vectors import PoolingService
 from router.metrics import RouterMetrics
 
@@ -56,7 +51,7 @@ def pooling_routes(
     names: ModelNames,
     ignore_unknown: bool,
 ) -> Mapping[str, Mapping[str, Handler]]:
-    """Return handlers by path and method. For arguments see PoolingEndpoint."""
+    """Return handlers by path and method. For arguments see PoolingEndpoint and BodyReader."""
 
     def endpoint(
         fields: type[F],
@@ -64,26 +59,18 @@ def pooling_routes(
         answer: PoolingAnswer[F],
         id_prefix: str,
     ) -> Handler:
+        reader = BodyReader(fields, unsupported, ignore_unknown=ignore_unknown)
         return PoolingEndpoint(
-            fields,
-            unsupported,
-            answer,
-            metrics,
-            begin,
-            id_prefix=id_prefix,
-            names=names,
-            ignore_unknown=ignore_unknown,
+            reader, answer, vectors, metrics, begin, id_prefix=id_prefix, names=names
         )
 
-    embeddings = endpoint(
-        EmbeddingFields, OF_EMBEDDINGS, EmbeddingsEndpoint(vectors).answer, "embd-"
-    )
-    score = endpoint(ScoreFields, OF_SCORE, ScoreResponses(vectors).answer, "score-")
-    rerank = endpoint(RerankFields, OF_RERANK, RerankEndpoint(vectors).answer, "rerank-")
+    embeds = endpoint(EmbeddingFields, OF_EMBEDDINGS, embeddings, "embd-")
+    scores = endpoint(ScoreFields, OF_SCORE, score, "score-")
+    reranks = endpoint(RerankFields, OF_RERANK, rerank, "rerank-")
     return {
-        "/v1/embeddings": {"POST": embeddings},
-        "/v1/score": {"POST": score},
-        "/score": {"POST": score},
-        "/v1/rerank": {"POST": rerank},
-        "/rerank": {"POST": rerank},
+        "/v1/embeddings": {"POST": embeds},
+        "/v1/score": {"POST": scores},
+        "/score": {"POST": scores},
+        "/v1/rerank": {"POST": reranks},
+        "/rerank": {"POST": reranks},
     }

@@ -2,8 +2,8 @@
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Generic, Literal, TypeAlias, TypeVar, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -11,18 +11,15 @@ from aiohttp import web
 from api.dialect import problems
 from api.dialect.bodies import BodyReader, Ignored, name_ignored, take_json
 from api.dialect.events import RequestOrigin
-from api.dialect.fields import ModelName, TokenId
-from api.dialect.generation_endpoint import Begin, ModelNames
-from api.dialect.ignored_fields import IgnoredFields
-from api.dialect.problems import ApiError
+from api.dialect.fields import ModelName, TextOrTokens, prompts_of
+from api.dialect.generation_endpoint import Begin, ModelNames, id_headers
+from api.dialect.problems import ApiError, invalid
 from api.http.messages import HttpRequest, whole
 from api.pooling.vectors import PoolingCaller, PoolingService
 from api.requests.generate_params import (
     MAX_PROMPTS,
     PooledPrompt,
     PoolingResult,
-    TextPrompt,
-    TokenIdsPrompt,
     floats,
 )
 from api.requests.limiter import new_request_id
@@ -42,7 +39,9 @@ class PoolingFields(msgspec.Struct, kw_only=True):
 
 
 # Returns the response body. Raises ApiError or ServingError.
-PoolingAnswer: TypeAlias = Callable[[F, PoolingCaller, RequestOrigin], Awaitable[bytes]]
+PoolingAnswer: TypeAlias = Callable[
+    [PoolingService, F, PoolingCaller, RequestOrigin], Awaitable[bytes]
+]
 
 
 class PoolingUsage(msgspec.Struct):
@@ -55,24 +54,23 @@ class PoolingEndpoint(Generic[F]):
 
     def __init__(
         self,
-        fields: type[F],
-        unsupported: Mapping[str, IgnoredFields],
+        reader: BodyReader[F],
         answer: PoolingAnswer[F],
+        vectors: PoolingService,
         metrics: RouterMetrics,
         begin: Begin,
         *,
         id_prefix: str,
         names: ModelNames,
-        ignore_unknown: bool,
     ) -> None:
         """
         Args:
-            fields, unsupported, ignore_unknown: see BodyReader.
-            answer: returns the response body. Raises ApiError or ServingError.
+            answer: called with `vectors`.
             begin, names: see GenerationEndpoint.
         """
-        self._reader = BodyReader(fields, unsupported, ignore_unknown=ignore_unknown)
+        self._reader = reader
         self._answer = answer
+        self._vectors = vectors
         self._metrics = metrics
         self._begin = begin
         self._id_prefix = id_prefix
@@ -82,10 +80,7 @@ class PoolingEndpoint(Generic[F]):
         """Serve a request. Cancelling this call cancels the request on its nodes."""
         request_id = new_request_id()
         label = request.header("x-request-id")
-        headers: tuple[tuple[str, str], ...] = (
-            ("x-request-id", label or request_id),
-            ("baton-request-id", request_id),
-        )
+        headers = id_headers(label, request_id)
         try:
             ignored: list[str] = []
             fields = self._reader.read(take_json(request), ignored)
@@ -101,7 +96,8 @@ class PoolingEndpoint(Generic[F]):
                 cache_salt=fields.cache_salt,
             )
             origin = RequestOrigin.now(self._id_prefix + request_id, self._names.served)
-            return whole(200, await self._answer(fields, asker, origin), headers=headers)
+            body = await self._answer(self._vectors, fields, asker, origin)
+            return whole(200, body, headers=headers)
         except ApiError as refusal:
             self._metrics.rejected("invalid")
             return refusal.response(headers)
@@ -111,11 +107,9 @@ class PoolingEndpoint(Generic[F]):
 
 _AT_ONCE = 16  # vectors encoded before other tasks get a turn
 
-_Ids = list[TokenId]
-
 
 class EmbeddingFields(PoolingFields, kw_only=True):
-    input: str | list[str | TokenId | _Ids]
+    input: TextOrTokens
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     add_special_tokens: bool | None = None
@@ -135,39 +129,19 @@ class EmbeddingList(msgspec.Struct):
     usage: PoolingUsage
 
 
-class EmbeddingsEndpoint:
-    """The responses of /v1/embeddings."""
-
-    def __init__(self, vectors: PoolingService) -> None:
-        self._vectors = vectors
-
-    async def answer(
-        self, fields: EmbeddingFields, asker: PoolingCaller, origin: RequestOrigin
-    ) -> bytes:
-        prompts = _prompts(fields)
-        pooled = await self._vectors.embed(prompts, asker, fields.dimensions or 0)
-        as_text = fields.encoding_format == "base64"
-        return await _written(pooled, origin, as_text=as_text)
+async def embeddings(
+    vectors: PoolingService, fields: EmbeddingFields, asker: PoolingCaller, origin: RequestOrigin
+) -> bytes:
+    """Return the response of /v1/embeddings."""
+    pooled = await vectors.embed(_prompts(fields), asker, fields.dimensions or 0)
+    return await _written(pooled, origin, as_text=fields.encoding_format == "base64")
 
 
 def _prompts(fields: EmbeddingFields) -> Sequence[PooledPrompt]:
-    special = fields.add_special_tokens is not False
     given = fields.input
-    if isinstance(given, str):
-        return [TextPrompt(given, special)]
-    if len(given) > MAX_PROMPTS and type(given[0]) is not int:
-        raise ApiError(400, f"input has {len(given)} texts, {MAX_PROMPTS} allowed", param="input")
-    match {type(item) for item in given}:
-        case kinds if not kinds:
-            raise ApiError(400, "input is empty", param="input")
-        case kinds if kinds == {int}:
-            return [TokenIdsPrompt(cast(list[int], given))]
-        case kinds if kinds == {str}:
-            return [TextPrompt(text, special) for text in cast(list[str], given)]
-        case kinds if kinds == {list}:
-            return [TokenIdsPrompt(ids) for ids in cast(list[list[int]], given)]
-        case _:
-            raise ApiError(400, "input mixes text, token ids and lists of them", param="input")
+    if isinstance(given, list) and len(given) > MAX_PROMPTS and type(given[0]) is not int:
+        raise invalid("input", f"has {len(given)} texts, {MAX_PROMPTS} allowed")
+    return prompts_of("input", given, special=fields.add_special_tokens is not False)
 
 
 async def _written(pooled: PoolingResult, origin: RequestOrigin, *, as_text: bool) -> bytes:

@@ -7,7 +7,7 @@ import msgspec
 
 from api.dialect.events import RequestOrigin
 from api.dialect.fields import TokenId
-from api.dialect.problems import ApiError
+from api.dialect.problems import ApiError, invalid
 from api.pooling.endpoint import PoolingFields, PoolingUsage, Texts
 from api.pooling.vectors import PoolingCaller, PoolingService
 from api.requests.generate_params import MAX_PROMPTS, PooledPrompt, TextPrompt, TokenIdsPrompt
@@ -55,39 +55,35 @@ class ScoreEndpoint(msgspec.Struct):
     object: str
 
 
-class ScoreResponses:
-    """The responses of /v1/score."""
-
-    def __init__(self, vectors: PoolingService) -> None:
-        self._vectors = vectors
-
-    async def answer(
-        self, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
-    ) -> bytes:
-        if fields.query is not None or fields.items is not None:
-            return await self._labels(fields, asker, origin)
-        scored = await self._vectors.score(_pairs(fields), asker)
-        return msgspec.json.encode(
-            ScoreList(
-                origin.id,
-                "list",
-                origin.created,
-                origin.model,
-                [ScoreItem(index, "score", score) for index, score in enumerate(scored.scores)],
-                PoolingUsage(scored.num_tokens, scored.num_tokens),
-            )
+async def score(
+    vectors: PoolingService, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
+) -> bytes:
+    """Return the response of /v1/score."""
+    if fields.query is not None or fields.items is not None:
+        return await _labels(vectors, fields, asker, origin)
+    scored = await vectors.score(_pairs(fields), asker)
+    return msgspec.json.encode(
+        ScoreList(
+            origin.id,
+            "list",
+            origin.created,
+            origin.model,
+            [ScoreItem(index, "score", score) for index, score in enumerate(scored.scores)],
+            PoolingUsage(scored.num_tokens, scored.num_tokens),
         )
+    )
 
-    async def _labels(
-        self, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
-    ) -> bytes:
-        if not fields.label_token_ids:
-            raise ApiError(400, "label_token_ids is missing", param="label_token_ids")
-        scored = await self._vectors.label_scores(
-            _items(fields), fields.label_token_ids, asker, softmax=bool(fields.apply_softmax)
-        )
-        usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
-        return msgspec.json.encode(ScoreEndpoint(scored.scores, origin.model, usage, "scoring"))
+
+async def _labels(
+    vectors: PoolingService, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
+) -> bytes:
+    if not fields.label_token_ids:
+        raise invalid("label_token_ids", "is missing")
+    scored = await vectors.label_scores(
+        _items(fields), fields.label_token_ids, asker, softmax=bool(fields.apply_softmax)
+    )
+    usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
+    return msgspec.json.encode(ScoreEndpoint(scored.scores, origin.model, usage, "scoring"))
 
 
 def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
@@ -96,15 +92,14 @@ def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
     second = fields.text_2 if fields.text_2 is not None else fields.documents
     if first is None or second is None:
         missing = "text_1" if first is None else "text_2"
-        raise ApiError(400, f"{missing} is missing; or query and items are", param=missing)
+        raise invalid(missing, "is missing; or query and items are")
     ones = [first] if isinstance(first, str) else first
     others = [second] if isinstance(second, str) else second
     if len(ones) == 1:
         ones = ones * len(others)
     if len(ones) != len(others):
-        raise ApiError(
-            400, f"text_1 has {len(ones)} texts and text_2 {len(others)}", param="text_2"
-        )
+        sentence = f"text_1 has {len(ones)} texts and text_2 {len(others)}"
+        raise ApiError(400, sentence, param="text_2")
     return list(zip(ones, others, strict=True))
 
 
@@ -114,9 +109,9 @@ def _items(fields: ScoreFields) -> Sequence[PooledPrompt]:
     items = [given] if isinstance(given, str) else given
     if not query or not items:
         missing = "query" if not query else "items"
-        raise ApiError(400, f"{missing} is missing or empty", param=missing)
+        raise invalid(missing, "is missing or empty")
     if len(items) > MAX_PROMPTS:
-        raise ApiError(400, f"items has {len(items)}, {MAX_PROMPTS} allowed", param="items")
+        raise invalid("items", f"has {len(items)}, {MAX_PROMPTS} allowed")
     prompts: list[PooledPrompt] = []
     for item in items:
         one, other = (item, query) if fields.item_first else (query, item)
@@ -126,9 +121,8 @@ def _items(fields: ScoreFields) -> Sequence[PooledPrompt]:
             case list(), list():
                 prompts.append(TokenIdsPrompt([*one, *other]))
             case _:
-                raise ApiError(
-                    400, "query and items are both texts, or both token ids", param="items"
-                )
+                sentence = "query and items are both texts, or both token ids"
+                raise ApiError(400, sentence, param="items")
     return prompts
 
 
@@ -160,27 +154,19 @@ class RerankResponse(msgspec.Struct):
     results: Sequence[RankedDocument]
 
 
-class RerankEndpoint:
-    """The responses of /v1/rerank."""
-
-    def __init__(self, vectors: PoolingService) -> None:
-        self._vectors = vectors
-
-    async def answer(
-        self, fields: RerankFields, asker: PoolingCaller, origin: RequestOrigin
-    ) -> bytes:
-        documents = [each if isinstance(each, str) else each.text for each in fields.documents]
-        scored = await self._vectors.score(
-            [(fields.query, text) for text in documents], asker, fields.instruct
-        )
-        # The sort is stable: equal scores keep the order of the documents.
-        order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
-        told = fields.return_documents is not False
-        results = [
-            RankedDocument(
-                index, scored.scores[index], Document(documents[index]) if told else None
-            )
-            for index in order[: fields.top_n or None]
-        ]
-        usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
-        return msgspec.json.encode(RerankResponse(origin.id, origin.model, usage, results))
+async def rerank(
+    vectors: PoolingService, fields: RerankFields, asker: PoolingCaller, origin: RequestOrigin
+) -> bytes:
+    """Return the response of /v1/rerank."""
+    documents = [each if isinstance(each, str) else each.text for each in fields.documents]
+    pairs = [(fields.query, text) for text in documents]
+    scored = await vectors.score(pairs, asker, fields.instruct)
+    # The sort is stable: equal scores keep the order of the documents.
+    order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
+    told = fields.return_documents is not False
+    results = [
+        RankedDocument(index, scored.scores[index], Document(documents[index]) if told else None)
+        for index in order[: fields.top_n or None]
+    ]
+    usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
+    return msgspec.json.encode(RerankResponse(origin.id, origin.model, usage, results))

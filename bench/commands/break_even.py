@@ -10,7 +10,6 @@ from bench.commands.command import (
     CommandInfo,
     Findings,
     add_common_options,
-    add_options,
     numbers,
     positive,
 )
@@ -29,6 +28,7 @@ from bench.session import Session
 from bench.summary import Objectives
 from bench.traffic.load import LoadGenerator, poisson, until
 from bench.traffic.workload import Lengths, Workload
+from common.settings import add_options
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 MOST = 1 << 30  # more tokens than any prompt has

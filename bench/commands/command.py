@@ -20,6 +20,7 @@ from bench.facts import machine
 from bench.report.page import ReportPage, write
 from bench.session import ProgressView, Session
 from bench.summary import Objectives
+from common.settings import add_options
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 _BUSY_SHARE = 0.5  # of the cores, in use by other processes
@@ -54,14 +55,6 @@ class BenchCommand(Protocol):
     def findings(self, session: Session, about: CommandInfo) -> Findings:
         """Return the findings of a session that may have ended early."""
         ...
-
-
-Option = tuple[str, Callable[[str], Any], Any, str, str]  # name, type, default, metavar, help
-
-
-def add_options(to: argparse._ActionsContainer, *options: Option) -> None:
-    for name, kind, default, metavar, text in options:
-        to.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:

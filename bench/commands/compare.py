@@ -6,7 +6,6 @@ from bench.commands.command import (
     CommandInfo,
     Findings,
     add_common_options,
-    add_options,
     numbers,
     positive,
 )
@@ -25,6 +24,7 @@ from bench.session import Session
 from bench.summary import Objectives, latencies
 from bench.traffic.load import LoadGenerator, LoadRun, poisson, until
 from bench.traffic.workload import HELP, Lengths, Workload
+from common.settings import add_options
 
 SHARES = (0.3, 0.6, 0.9)  # of the colocated system's throughput in a closed loop
 STREAMS_PER_NODE = 8  # in that closed loop

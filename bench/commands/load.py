@@ -12,7 +12,6 @@ from bench.commands.command import (
     CommandInfo,
     Findings,
     add_common_options,
-    add_options,
     not_negative,
     numbers,
     positive,
@@ -24,6 +23,7 @@ from bench.summary import Objectives
 from bench.traffic.load import LoadGenerator, poisson, until
 from bench.traffic.openai_client import SENDS, OpenAiClient, base_url
 from bench.traffic.workload import HELP, Lengths, Workload, WorkloadRequest, WorkloadTrace
+from common.settings import add_options
 
 DEFAULT_REQUESTS = 100
 WARM_UP_STREAMS = 4

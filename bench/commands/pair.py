@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.commands.command import add_options, positive
+from bench.commands.command import positive
 from bench.errors import InvalidInput, UnusableRun
 from bench.session import Session
 from bench.systems import ComparedSystem, Machine, abba
@@ -23,6 +23,7 @@ from common import settings
 from common.config import DecodeConfig, PrefillConfig
 from common.errors import ConfigError
 from common.model_directory import model_directory
+from common.settings import add_options
 
 COLOCATED, DISAGGREGATED = "colocated", "disaggregated"
 WARM_UP_SEED = 1 << 40  # far from the seeds of runs, so that warm-up caches no prompt of a run

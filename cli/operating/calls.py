@@ -4,12 +4,11 @@ They differ only by their entries in CALLS."""
 import asyncio
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from cli import client
 from cli.operating import command
-from cli.operating.command import Operation, Result
+from cli.operating.command import AddFlags, Operation, Result
 from cli.operating.fleet import Fleet
 from common.pausing import MEMORY_TAGS
 from common.settings import ConfigArgumentParser
@@ -22,7 +21,6 @@ MODES = {
 }
 _MEMORY_S = 1500.0  # to copy or read all weights
 _PROFILE_S = 90.0
-_AddFlags = Callable[[ConfigArgumentParser], None]
 
 
 def _call(
@@ -30,7 +28,7 @@ def _call(
     longest_s: float,
     request: Callable[[Namespace], Any],
     text: Callable[[Any], str],
-    *flags: _AddFlags,
+    *flags: AddFlags,
     undone: str,
     details: str = "",
 ) -> Operation:
@@ -48,16 +46,7 @@ def _call(
         response = await command.call(options, fleet, method, request(options), longest_s)
         return Result(text(response), response)
 
-    return Operation(
-        details=details, undone=undone, add_flags=partial(_add_flags, flags), work=work
-    )
-
-
-def _add_flags(
-    flags: tuple[Callable[[ConfigArgumentParser], None], ...], parser: ConfigArgumentParser
-) -> None:
-    for add in flags:
-        add(parser)
+    return Operation(details=details, undone=undone, flags=flags, work=work)
 
 
 def _mode(parser: ConfigArgumentParser) -> None:
@@ -238,7 +227,7 @@ CALLS = {
         details="Each node writes a trace below its engine.profile_dir. The command prints "
         "the paths.",
         undone="a node was not profiled",
-        add_flags=partial(_add_flags, (_steps, command.add_one_or_all)),
+        flags=(_steps, command.add_one_or_all),
         work=_profile,
     ),
     "requests migrate": _call(

@@ -24,6 +24,7 @@ EXIT_UNDONE = 1
 LONGEST_S = 900.0
 _INDENT = 2
 _R = TypeVar("_R")
+AddFlags = Callable[[settings.ConfigArgumentParser], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,13 @@ class Operation:
     Attributes:
         details: sentences of its help after the summary.
         undone: condition under which it exits with EXIT_UNDONE.
-        add_flags: adds its own arguments and those of the router.
+        flags: add its own arguments and those of the router.
         work: raises UnfinishedRestart.
     """
 
     details: str = ""
     undone: str = "the router does not respond"
-    add_flags: Callable[[settings.ConfigArgumentParser], None]
+    flags: Sequence[AddFlags]
     work: Callable[[argparse.Namespace, Fleet], Awaitable[Result]]
 
     def parser(self, name: str, summary: str) -> settings.ConfigArgumentParser:
@@ -63,7 +64,8 @@ class Operation:
             description=f"{summary}. {self.details}".strip(),
             epilog=f"Exits with {EXIT_UNDONE} if {self.undone}.",
         )
-        self.add_flags(parser)
+        for add in self.flags:
+            add(parser)
         client.add_json_flag(parser)
         client.add_credential_flags(parser)
         return parser

@@ -251,14 +251,14 @@ DRAINS = {
         "and it ends. Its supervisor (`baton up`, Kubernetes, a service manager) may start it "
         "again. To remove a node, first remove it from the node list of the router.",
         undone="the process has not ended",
-        add_flags=_add_drain,
+        flags=(_add_drain,),
         work=_drain,
     ),
     "nodes set-role": Operation(
         details="The node keeps its weights, its prefix cache and its address. Its requests finish "
         "or continue elsewhere. When its process is restarted, it has its first role again.",
         undone="the node has not changed its role",
-        add_flags=_add_set_role,
+        flags=(_add_set_role,),
         work=_set_role,
     ),
     "rollout": Operation(
@@ -266,7 +266,7 @@ DRAINS = {
         "manager) starts it again. The next one is drained once it is ready and paired as before. "
         "No request fails if there are two nodes of each role and two routers or router processes.",
         undone="a process does not return, or requests could fail. No further process is drained",
-        add_flags=_add_rollout,
+        flags=(_add_rollout,),
         work=_rollout,
     ),
 }

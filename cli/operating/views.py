@@ -118,7 +118,7 @@ def _view(
     return Operation(
         details=details,
         undone=undone,
-        add_flags=add_url_flag if http else client.add_router_flag,
+        flags=(add_url_flag if http else client.add_router_flag,),
         work=work,
     )
 
@@ -199,7 +199,7 @@ VIEWS = {
     "requests show": Operation(
         details=_SHOW_DETAILS,
         undone=_SHOW_UNDONE,
-        add_flags=_add_show_flags,
+        flags=(_add_show_flags,),
         work=_show,
     ),
 }

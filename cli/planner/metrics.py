@@ -1,45 +1,38 @@
 """Metrics of `baton planner`."""
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, get_args
 
-from prometheus_client.core import Metric
-
-from common.metrics.declared import MetricDeclaration
+from common.metrics.declared import MetricValues, counter, gauge
 from common.metrics.program import INFO, PROCESS, registry_of
 
 Decided = Literal["switch", "move", "add", "remove"]
 
-_ROLES = {"kind": ("prefill", "decode")}
-PRESSURE = MetricDeclaration(
+_ROLES = ("prefill", "decode")
+PRESSURE = gauge(
     "baton_planner_pressure",
-    "gauge",
     "Current load of the nodes of a role, relative to the intended maximum of 1.",
-    _ROLES,
+    kind=_ROLES,
 )
-WANTED = MetricDeclaration(
+WANTED = gauge(
     "baton_planner_target_nodes",
-    "gauge",
     "Current number of nodes that a role should have after the last decision.",
-    _ROLES,
+    kind=_ROLES,
 )
-DECISIONS = MetricDeclaration(
+DECISIONS = counter(
     "baton_planner_decisions",
-    "counter",
     "Total decisions that differ from the one before.",
-    {"decision": ("switch", "move", "add", "remove")},
+    decision=get_args(Decided),
 )
-SWITCHES = MetricDeclaration(
+SWITCHES = counter(
     "baton_planner_role_changes",
-    "counter",
     "Total requested role changes, by result.",
-    {"outcome": ("done", "undone")},
+    outcome=("done", "undone"),
 )
-MOVES = MetricDeclaration(
+MOVES = counter(
     "baton_planner_rebalances",
-    "counter",
     "Total requested live migrations, by result.",
-    {"outcome": ("done", "undone")},
+    outcome=("done", "undone"),
 )
 DECLARED = (PRESSURE, WANTED, DECISIONS, SWITCHES, MOVES, INFO, *PROCESS)
 
@@ -49,12 +42,13 @@ class PlannerMetrics:
     scrapes."""
 
     def __init__(self) -> None:
-        self._pressure = PRESSURE.numbers()
-        self._wanted = WANTED.numbers()
-        self._decisions = DECISIONS.numbers()
-        self._switches = SWITCHES.numbers()
-        self._moves = MOVES.numbers()
-        self.registry = registry_of(lambda: "planner", self._families)
+        values = MetricValues()
+        self._pressure = values.numbers(PRESSURE)
+        self._wanted = values.numbers(WANTED)
+        self._decisions = values.numbers(DECISIONS)
+        self._switches = values.numbers(SWITCHES)
+        self._moves = values.numbers(MOVES)
+        self.registry = registry_of(lambda: "planner", values.families)
 
     def seen(self, pressures: Mapping[str, float], wanted: Mapping[str, int]) -> None:
         """Record the pressures and the wanted number of nodes, by role."""
@@ -69,10 +63,3 @@ class PlannerMetrics:
 
     def moved(self, *, done: bool) -> None:
         self._moves["done" if done else "undone",] += 1
-
-    def _families(self) -> Iterable[Metric]:
-        yield PRESSURE.family({**self._pressure})
-        yield WANTED.family({**self._wanted})
-        yield DECISIONS.family({**self._decisions})
-        yield SWITCHES.family({**self._switches})
-        yield MOVES.family({**self._moves})

@@ -17,7 +17,7 @@ import grpc.aio
 from cli.local import plan
 from cli.local.system import LocalSystem
 from cli.up import options as up_options
-from cli.up.first_answer import FirstAnswer, Key, Sample, VectorSample
+from cli.up.first_answer import Key, Sample, VectorSample
 from cli.up.screen import Screen
 from common import settings, tls
 from common.errors import ConfigError
@@ -50,7 +50,7 @@ async def serve(
     http = f"{scheme}://{join_address(options.host, options.http_port)}"
     prompt = PROMPT if options.model else DEMO_PROMPT
     make_sample = Sample if options.decode else VectorSample
-    sample: FirstAnswer = make_sample(prompt, programs[0].address, http, certificates, key)
+    sample = make_sample(prompt, programs[0].address, http, certificates, key)
     logs = options.var / "log"
     system = LocalSystem(programs, logs, certificates)
     screen.say(f"starting {len(programs)} processes, with logs in {logs}/")
@@ -79,7 +79,7 @@ async def serve(
 
 
 async def _run(
-    system: LocalSystem, sample: FirstAnswer, options: argparse.Namespace, screen: Screen
+    system: LocalSystem, sample: Sample, options: argparse.Namespace, screen: Screen
 ) -> None:
     """Start the system and keep it running. Never returns.
 
@@ -102,7 +102,7 @@ async def _run(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _start(system: LocalSystem, sample: FirstAnswer, start_s: float, screen: Screen) -> None:
+async def _start(system: LocalSystem, sample: Sample, start_s: float, screen: Screen) -> None:
     """Start the system. Raises StartFailed if it is not ready in time or the sample request
     fails."""
     try:

@@ -6,7 +6,6 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from cli import client, generate
 from common import tls
@@ -14,24 +13,6 @@ from common.rpc import make_channel
 from protos.router_pb2 import GenerateRequest, ScoreRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-
-
-class FirstAnswer(Protocol):
-    @property
-    def prompt(self) -> str: ...
-
-    @property
-    def http(self) -> str:
-        """Return the URL of the router's HTTP port."""
-        ...
-
-    async def ask(self) -> None:
-        """Print the response. Raises grpc.aio.AioRpcError if there is none."""
-        ...
-
-    def commands(self) -> list[str]:
-        """Return commands to paste."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +89,10 @@ class Sample:
 _ASK_S = 60.0
 
 
-# The sample request of a system without decode nodes: a score, which every model served there
-# supports.
-@dataclass(frozen=True, slots=True)
-class VectorSample:
-    """A score as the sample request. Has the attributes of Sample."""
-
-    prompt: str
-    router: str
-    http: str
-    certificates: tls.Certificates | None
-    key: Key = NO_KEY
+class VectorSample(Sample):
+    """A score as the sample request: every model that a system without decode nodes serves supports
+    it.
+    """
 
     async def ask(self) -> None:
         """Print the score of the prompt with itself. Raises grpc.aio.AioRpcError."""
@@ -129,7 +103,6 @@ class VectorSample:
         print(f"with itself: {answer.scores[0]:.3f}")
 
     def commands(self) -> list[str]:
-        """Return commands to paste."""
         ca = "" if self.certificates is None else self.certificates.config.ca
         curl = f"curl {f'--cacert {ca} ' if ca else ''}{self.http}"
         json = "-H 'Content-Type: application/json'"

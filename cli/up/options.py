@@ -31,35 +31,16 @@ def parser() -> settings.ConfigArgumentParser:
         epilog="Other flags are passed to every node, such as --engine.cache.page-size 32. "
         "`baton serve prefill --help-all` lists them.",
     )
-    parser.add_argument("--model", help="directory or hub id of a model (demo model)")
-    parser.add_argument(
-        "--prefill", type=int, default=1, metavar="N", help="number of prefill nodes (1)"
-    )
-    parser.add_argument(
-        "--decode",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of decode nodes. 0: only embeddings and scores (1)",
-    )
-    for role in ("prefill", "decode"):
-        parser.add_argument(
-            f"--{role}-tp",
-            type=int,
-            default=1,
-            metavar="N",
-            help=f"tensor-parallel ranks of each {role} node (1)",
-        )
-    parser.add_argument("--host", default=plan.HOST, help="address of all processes (%(default)s)")
-    parser.add_argument(
-        "--port", type=_port, default=plan.ROUTER_PORT, help="gRPC port of the router (%(default)s)"
-    )
-    parser.add_argument(
-        "--http-port",
-        type=_port,
-        default=plan.HTTP_PORT,
-        metavar="PORT",
-        help="HTTP port of the router (%(default)s)",
+    settings.add_options(
+        parser,
+        ("--model", str, None, None, "directory or hub id of a model (demo model)"),
+        ("--prefill", int, 1, "N", "number of prefill nodes (1)"),
+        ("--decode", int, 1, "N", "number of decode nodes. 0: only embeddings and scores (1)"),
+        ("--prefill-tp", int, 1, "N", "tensor-parallel ranks of each prefill node (1)"),
+        ("--decode-tp", int, 1, "N", "tensor-parallel ranks of each decode node (1)"),
+        ("--host", str, plan.HOST, None, "address of all processes (%(default)s)"),
+        ("--port", _port, plan.ROUTER_PORT, None, "gRPC port of the router (%(default)s)"),
+        ("--http-port", _port, plan.HTTP_PORT, "PORT", "HTTP port of the router (%(default)s)"),
     )
     parser.add_argument(
         "--device",
@@ -74,55 +55,50 @@ def parser() -> settings.ConfigArgumentParser:
 
 def _add_process_options(parser: settings.ConfigArgumentParser) -> None:
     more = parser.add_advanced_group("processes", "Ports, files and lifetimes.")
-    for role, port in (("prefill", plan.PREFILL_PORT), ("decode", plan.DECODE_PORT)):
-        first = f"port of the first {role} node ({port})"
-        more.add_argument(f"--{role}-port", type=_port, default=port, metavar="PORT", help=first)
-    more.add_argument(
-        "--metrics-port",
-        type=_port,
-        metavar="PORT",
-        help="metrics port of the router. Nodes use the next ports (none)",
-    )
-    more.add_argument(
-        _ROUTER_FLAGS,
-        type=shlex.split,
-        default=[],
-        metavar="FLAGS",
-        help="flags of the router: '--policy least_tokens --processes 2'",
-    )
-    more.add_argument(
-        "--var",
-        type=Path,
-        default=Path("var"),
-        metavar="DIR",
-        help="directory of logs (DIR/log) and of the new secret (var)",
-    )
-    more.add_argument(
-        "--secret-file",
-        type=Path,
-        metavar="FILE",
-        help=f"file with the cluster secret of all processes (the variable {VARIABLE}, or a new "
-        "secret in DIR/secret)",
-    )
-    more.add_argument(
-        "--start-timeout",
-        type=float,
-        default=900.0,
-        metavar="S",
-        help="seconds until all processes are ready (900)",
+    settings.add_options(
+        more,
+        *(
+            (f"--{role}-port", _port, port, "PORT", f"port of the first {role} node ({port})")
+            for role, port in (("prefill", plan.PREFILL_PORT), ("decode", plan.DECODE_PORT))
+        ),
+        (
+            "--metrics-port",
+            _port,
+            None,
+            "PORT",
+            "metrics port of the router. Nodes use the next ports (none)",
+        ),
+        (
+            _ROUTER_FLAGS,
+            shlex.split,
+            [],
+            "FLAGS",
+            "flags of the router: '--policy least_tokens --processes 2'",
+        ),
+        (
+            "--var",
+            Path,
+            Path("var"),
+            "DIR",
+            "directory of logs (DIR/log) and of the new secret (var)",
+        ),
+        (
+            "--secret-file",
+            Path,
+            None,
+            "FILE",
+            f"file with the cluster secret of all processes (the variable {VARIABLE}, or a new "
+            "secret in DIR/secret)",
+        ),
+        ("--start-timeout", float, 900.0, "S", "seconds until all processes are ready (900)"),
     )
     more.add_argument(
         "--exit-on-failure",
         action="store_true",
         help="end all processes when one ends (it is restarted)",
     )
-    more.add_argument(
-        "--stop-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds for each process to end (60)",
-    )
+    timeout = "seconds for each process to end (60)"
+    more.add_argument("--stop-timeout", type=float, default=60.0, metavar="S", help=timeout)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -94,6 +94,22 @@ class MetricDeclaration:
         return made
 
 
+def counter(name: str, help: str, *, sparse: bool = False, **labels: Values) -> MetricDeclaration:
+    return MetricDeclaration(name, "counter", help, labels, sparse=sparse)
+
+
+def gauge(
+    name: str, help: str, *, sparse: bool = False, together: Together = "sum", **labels: Values
+) -> MetricDeclaration:
+    return MetricDeclaration(name, "gauge", help, labels, sparse=sparse, together=together)
+
+
+def histogram(
+    name: str, help: str, bounds: tuple[float, ...], **labels: Values
+) -> MetricDeclaration:
+    return MetricDeclaration(name, "histogram", help, labels, bounds)
+
+
 class MetricValues:
     """Values of metrics that are exported at each scrape. Written by one thread."""
 

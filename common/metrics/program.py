@@ -12,22 +12,21 @@ from prometheus_client.registry import Collector
 
 from common import VERSION
 from common.identity.guard import REASONS, SIDES, Reason, Side
-from common.metrics.declared import MetricDeclaration
+from common.metrics.declared import counter, gauge
 
 Purpose = Literal["shown", "authority", "shown_to_nodes", "authority_of_nodes"]
-REFUSED = MetricDeclaration(
+REFUSED = counter(
     "baton_peer_auth_rejected",
-    "counter",
     "Total failed authentications between processes: rejected callers, and callees of this "
     "process's calls, by reason.",
-    {"side": SIDES, "reason": REASONS},
+    side=SIDES,
+    reason=REASONS,
 )
-CERTIFICATE_END = MetricDeclaration(
+CERTIFICATE_END = gauge(
     "baton_certificate_end_timestamp_seconds",
-    "gauge",
     "Unix time at which certificates in use expire: the first one of a chain that this process "
     "shows, or the last authority that verifies others.",
-    {"purpose": get_args(Purpose)},
+    purpose=get_args(Purpose),
     sparse=True,
     together="least",
 )
@@ -60,33 +59,26 @@ class TrustMetrics:
 
 
 ROLES = ("router", "prefill", "decode", "planner")
-INFO = MetricDeclaration(
+INFO = gauge(
     "baton_info",
-    "gauge",
     "Always 1. The labels have the version of Baton and the role of the process.",
-    {"version": (VERSION,), "role": ROLES},
+    version=(VERSION,),
+    role=ROLES,
     sparse=True,
     together="most",
 )
 # For several processes: the latest start, and the one nearest to its descriptor limit.
 PROCESS = (
-    MetricDeclaration(
-        "process_cpu_seconds", "counter", "Total user and system CPU time spent in seconds."
-    ),
-    MetricDeclaration("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
-    MetricDeclaration("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes."),
-    MetricDeclaration(
+    counter("process_cpu_seconds", "Total user and system CPU time spent in seconds."),
+    gauge("process_resident_memory_bytes", "Resident memory size in bytes."),
+    gauge("process_virtual_memory_bytes", "Virtual memory size in bytes."),
+    gauge(
         "process_start_time_seconds",
-        "gauge",
         "Start time of the process since unix epoch in seconds.",
         together="most",
     ),
-    MetricDeclaration(
-        "process_open_fds", "gauge", "Number of open file descriptors.", together="most"
-    ),
-    MetricDeclaration(
-        "process_max_fds", "gauge", "Maximum number of open file descriptors.", together="least"
-    ),
+    gauge("process_open_fds", "Number of open file descriptors.", together="most"),
+    gauge("process_max_fds", "Maximum number of open file descriptors.", together="least"),
 )
 
 

@@ -6,7 +6,6 @@ EngineControl uses the role through the protocol ControlledRole and knows no que
 import logging
 import math
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -16,11 +15,13 @@ from common.errors import FailedPrecondition, ServingError
 from common.logs import kv
 from common.priority import CLASSES
 from common.requests.namespace import AdapterId, WeightsId
+from engine.adapters.library import AdapterLoader
+from engine.kv_cache.cache_events import CacheEvents
+from node.control.cache_reports import CacheReports
 from node.control.operations import EngineOperations
 from node.control.pauses import ControlledRole
 from node.messages import (
     AbortRequests,
-    CacheEventBatch,
     Command,
     DescribeNode,
     Drained,
@@ -39,109 +40,6 @@ from node.messages import (
     UnloadAdapter,
     WatchCache,
 )
-
-MAX_PAGES_PER_MESSAGE = 1 << 15
-BEGIN_INTERVAL_S = 0.25  # seconds between two snapshots for new watchers, since a snapshot is long
-
-
-# The engine thread's side of Node.WatchCache: the watchers of the prefix cache, and their updates.
-#
-# All watchers receive changes once a step. A new watcher first receives everything. The front
-# forwards changes only to watchers that have received that. Knows no streams.
-class CacheReport(Protocol):
-    """A change of the cache. `cleared` invalidates everything sent before. Pages are
-    given by name.
-    """
-
-    @property
-    def cleared(self) -> bool: ...
-
-    @property
-    def stored(self) -> Sequence[int]: ...
-
-    @property
-    def removed(self) -> Sequence[int]: ...
-
-
-class CacheSource(Protocol):
-    """The prefix cache of an engine. See engine/kv_cache/cache_events.py."""
-
-    page_size: int
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def everything(self) -> CacheReport: ...
-
-    def take(self) -> CacheReport | None: ...
-
-
-class CacheReports:
-    """Sends cache changes to the watchers. Engine thread only."""
-
-    def __init__(
-        self,
-        cache: CacheSource,
-        post: Callable[[CacheEventBatch], None],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._cache = cache
-        self._post = post
-        self._now = now
-        self._watchers: set[int] = set()
-        self._newcomers: set[int] = set()
-        self._begin_at = 0.0
-
-    def watch(self, message: WatchCache) -> None:
-        """Add or remove a watcher. Does no work otherwise, so that frequent calls do not delay
-        steps.
-        """
-        if message.on:
-            self._newcomers.add(message.watcher)
-            return
-        self._newcomers.discard(message.watcher)
-        self._watchers.discard(message.watcher)
-        if not self._watchers:
-            self._cache.stop()
-
-    def flush(self) -> None:
-        """Send the changes to watchers, and everything to new ones. Costs almost nothing without
-        watchers.
-        """
-        if self._watchers:
-            change = self._cache.take()
-            if change is not None:
-                self._tell((), change)
-        if self._newcomers and self._now() >= self._begin_at:
-            self._begin()
-
-    def _begin(self) -> None:
-        """Send every page to all new watchers at once. Later ones wait for the next interval."""
-        if not self._watchers:
-            self._cache.start()
-        self._watchers |= self._newcomers
-        self._tell(tuple(self._newcomers), self._cache.everything())
-        self._newcomers.clear()
-        self._begin_at = self._now() + BEGIN_INTERVAL_S
-
-    def _tell(self, watchers: tuple[int, ...], change: CacheReport) -> None:
-        """Send a change in as many messages as needed. A removed page was never stored in the same
-        change, so the order does not matter.
-        """
-        most = MAX_PAGES_PER_MESSAGE
-        longest = max(len(change.stored), len(change.removed))
-        for start in range(0, longest or 1, most):
-            self._post(
-                CacheEventBatch(
-                    watchers,
-                    self._cache.page_size,
-                    change.cleared and not start,
-                    array("Q", change.stored[start : start + most]).tobytes(),
-                    array("Q", change.removed[start : start + most]).tobytes(),
-                )
-            )
-
 
 log = logging.getLogger(__name__)
 
@@ -177,28 +75,6 @@ class MetricSource(Protocol):
     def distributions(self) -> Mapping[str, HistogramCounts]: ...
 
 
-class AdapterRegistry(Protocol):
-    """Adapters that are loaded and unloaded at run time."""
-
-    def names(self) -> Mapping[str, AdapterId]:
-        """Return the adapters that requests may use."""
-        ...
-
-    def load(self, name: str, path: str) -> Future[tuple[AdapterId, bool]]:
-        """Load an adapter. The Future has its id, and whether the name is new. It fails with a
-        ServingError, or the call raises one at once.
-        """
-        ...
-
-    def unload(self, name: str) -> bool:
-        """Unload an adapter. Returns whether it was loaded."""
-        ...
-
-    def poll(self) -> None:
-        """Make finished loads usable."""
-        ...
-
-
 def _prepares_nothing(role: str) -> None:
     raise FailedPrecondition("this engine has one role")
 
@@ -218,8 +94,8 @@ class EngineControl:
         *,
         pages_by_holder: Callable[[], dict[str, int]],
         steps_finished: Callable[[], int],
-        cache: CacheSource,
-        adapters: AdapterRegistry,
+        cache: CacheEvents,
+        adapters: AdapterLoader,
         operations: EngineOperations,
         meters: Sequence[MetricSource] = (),
         prepare: Callable[[str], None] = _prepares_nothing,

@@ -1,13 +1,16 @@
 """Operators' commands to an engine about weights, memory and profiles."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from common.errors import FailedPrecondition, ServingError
 from common.pausing import MEMORY_TAGS, WEIGHTS
 from common.requests.namespace import UNNAMED, WeightsId
+from engine.memory_release import MemoryOccupation
+from engine.runner.profiler import Profiler
+from engine.update import WeightUpdater
 from node.control.pauses import ControlledRole, Pauses
 from node.messages import (
     Command,
@@ -22,22 +25,13 @@ from node.messages import (
     StopProfile,
     TakeWeights,
 )
-
-
-class ProfilerSession(Protocol):
-    """The profiler. See engine/runner/profiler.py."""
-
-    def start(self, num_steps: int) -> str: ...
-
-    def poll(self) -> None: ...
-
-    def stop(self) -> Future[str]: ...
+from node.sharing.weights import WeightSharing
 
 
 class ProfileCalls:
     """Operators' calls about profiles. Engine thread only."""
 
-    def __init__(self, profiler: ProfilerSession) -> None:
+    def __init__(self, profiler: Profiler) -> None:
         self._profiler = profiler
         self._awaited: list[tuple[int, Future[str]]] = []  # numbers of questions
 
@@ -66,20 +60,7 @@ class ProfileCalls:
 #     here --release--> paused, no page is held --done--> away --resume--> here
 #
 # While any memory is away the node stays paused. An idle node that was not paused before continues
-# by itself when all of it is here again. Memory implements the release itself.
-class ReleasableMemory(Protocol):
-    """The memory itself. See engine/memory_release.py."""
-
-    @property
-    def unused(self) -> bool: ...
-
-    def check(self, tags: Collection[str]) -> None: ...
-
-    def give_back(self, tag: str) -> Future[Any]: ...
-
-    def take_again(self, tag: str) -> Future[Any]: ...
-
-
+# by itself when all of it is here again. MemoryOccupation implements the release itself.
 _Step = Callable[[str], Future[Any]]  # releases or resumes the memory of a tag
 
 
@@ -95,7 +76,7 @@ class _UnderWay:
 class MemoryCalls:
     """Operators' calls about memory. Engine thread only."""
 
-    def __init__(self, memory: ReleasableMemory) -> None:
+    def __init__(self, memory: MemoryOccupation) -> None:
         self._memory = memory
         # To be released as soon as no request has KV.
         self._wanted: tuple[int, ReleaseMemory] | None = None
@@ -189,32 +170,7 @@ class MemoryCalls:
 #
 #     wanted --at rest, no KV--> reading (from a node) --complete and correct--> putting --> done
 #
-# Weights and WeightSources implement the access to files, tensors and other nodes.
-class UpdatableWeights(Protocol):
-    """The weights themselves. See engine/update.py."""
-
-    id: WeightsId
-    whole: bool
-
-    def prepare(self, path: str) -> Future[WeightsId]: ...
-
-    def put(self, weights: WeightsId) -> Future[None]: ...
-
-
-class WeightSources(Protocol):
-    """The reader of other nodes' weights. See node/sharing/weights.py."""
-
-    def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Read the weights of the node at `address`. `UpdatableWeights.put` may follow. Fails with
-        a ServingError, and then nothing has changed.
-        """
-        ...
-
-    def poll(self) -> None:
-        """Do what is due. Called in each turn of the loop."""
-        ...
-
-
+# WeightUpdater and WeightSharing implement the access to files, tensors and other nodes.
 @dataclass(frozen=True, slots=True)
 class _Asked:
     number: int
@@ -225,7 +181,7 @@ class _Asked:
 class WeightCalls:
     """Operators' calls about weights. Engine thread only."""
 
-    def __init__(self, weights: UpdatableWeights, lenders: WeightSources) -> None:
+    def __init__(self, weights: WeightUpdater, lenders: WeightSharing) -> None:
         self._weights = weights
         self._lenders = lenders
         self._preparing: list[_Asked] = []
@@ -342,10 +298,10 @@ class EngineOperations:
 
     def __init__(
         self,
-        weights: UpdatableWeights,
-        lenders: WeightSources,
-        memory: ReleasableMemory,
-        profiler: ProfilerSession,
+        weights: WeightUpdater,
+        lenders: WeightSharing,
+        memory: MemoryOccupation,
+        profiler: Profiler,
     ) -> None:
         self._pauses = Pauses()
         self._weights = WeightCalls(weights, lenders)

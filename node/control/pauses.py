@@ -18,38 +18,15 @@ from common.priority import PriorityClass
 from common.queueing import QueueBacklog
 from common.requests.namespace import WeightsId
 from common.requests.timeline import RequestTraces
+from engine.scheduler.scheduler import Scheduler
 from node.messages import NodeCallResult
-
-
-class PausableScheduler(Protocol):
-    """The computing part of a role. See engine/scheduler/scheduler.py."""
-
-    paused: bool  # no forward is chosen while it is set
-
-    @property
-    def at_rest(self) -> bool:
-        """Return whether it is paused and no launched work is in progress."""
-        ...
-
-    @property
-    def num_host_pages_used(self) -> int: ...
-
-    def clear_cache(self) -> None:
-        """Empty the prefix cache, after `ControlledRole.release_kv`."""
-        ...
-
-    def flush_cache(self) -> int:
-        """Empty the prefix cache and return the number of pages freed. Raises FailedPrecondition if
-        requests are here.
-        """
-        ...
 
 
 class ControlledRole(Protocol):
     """A role's state and commands. Engine thread only."""
 
     @property
-    def scheduler(self) -> PausableScheduler: ...
+    def scheduler(self) -> Scheduler: ...
 
     # Reports.
 

@@ -15,7 +15,6 @@ pages are needed until it has migrated, so they are exported without a limit.
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,8 +27,8 @@ from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.models.one_file import OneFile
 from engine.offload.cache_tiers import CacheTiers
+from engine.update import WeightUpdater
 from kvtransfer.messages import Prefix, Weights
 from kvtransfer.ports import (
     ClosedEvent,
@@ -163,15 +162,6 @@ MAX_PIECES_ASKED = 64  # opened and not granted; more are rejected
 # A piece is copied into a page of the KV pool, which other nodes can read, and stays there until
 # its reader has it. So weights use no more memory than prefix exports, and only while they are
 # read.
-class ExportableWeights(Protocol):
-    """The weights that can be exported. See engine/update.py."""
-
-    id: WeightsId
-    whole: bool
-
-    def lent(self) -> OneFile: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Loan:
     pages: Ints
@@ -191,7 +181,7 @@ class WeightExports:
 
     def __init__(
         self,
-        weights: ExportableWeights,
+        weights: WeightUpdater,
         cache: PrefixCache,
         pages: PageAllocator,
         pool: Tensor,

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.models.one_file import ReceivedFile
 from engine.sizing import free_bytes
+from engine.update import WeightUpdater
 from kvtransfer.messages import HandoffId, Weights
 from kvtransfer.ports import (
     CancelCommand,
@@ -190,14 +190,6 @@ STILL_S = 60.0  # abandoned after this time without progress
 TAKE_S = 540.0  # all of it
 
 
-class ReceivingWeights(Protocol):
-    """The weights that can be received. See engine/update.py."""
-
-    def receive(self) -> ReceivedFile: ...
-
-    def prepare_received(self, received: ReceivedFile, named: str) -> Future[WeightsId]: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Read:
     """A window in progress, and its pages until no data can land there and no copy is in
@@ -238,7 +230,7 @@ class WeightReads:
 
     def __init__(
         self,
-        weights: ReceivingWeights,
+        weights: WeightUpdater,
         *,
         instance: int,
         cache: PrefixCache,
@@ -278,8 +270,8 @@ class WeightReads:
         return (read.pages for read in self._reads.values())
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Read the weights of the node at `address`. See Lenders, in
-        node/control/operations.py.
+        """Read the weights of the node at `address`. `WeightUpdater.put` may follow. Fails with a
+        ServingError, and then nothing has changed.
         """
         future: Future[WeightsId] = Future()
         if self.busy:

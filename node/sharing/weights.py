@@ -11,6 +11,7 @@ from common.requests.namespace import WeightsId
 from engine.batch.batch import Ints
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
+from engine.update import WeightUpdater
 from kvtransfer.messages import HandoffId, Prefix, Weights
 from kvtransfer.ports import (
     ClosedEvent,
@@ -25,8 +26,8 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
     TransferPort,
 )
-from node.sharing.exports import ExportableWeights, WeightExports
-from node.sharing.weight_reads import ReceivingWeights, WeightReads
+from node.sharing.exports import WeightExports
+from node.sharing.weight_reads import WeightReads
 
 S = TypeVar("S", Prefix, Weights, contravariant=True)
 
@@ -94,10 +95,6 @@ def take(
     return True
 
 
-class SharableWeights(ExportableWeights, ReceivingWeights, Protocol):
-    """The weights of a node for both ends. See engine/update.py."""
-
-
 class WeightSharing:
     """The weight sharing of a node. Engine thread only. It is also the port of all other hand-offs,
     whose commands and events it passes through.
@@ -110,7 +107,7 @@ class WeightSharing:
 
     def __init__(
         self,
-        weights: SharableWeights,
+        weights: WeightUpdater,
         *,
         instance: int,
         cache: PrefixCache,
@@ -157,9 +154,7 @@ class WeightSharing:
         return {}
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Read the weights of the node at `address`. See Lenders, in
-        node/control/operations.py.
-        """
+        """Read the weights of the node at `address`. See WeightReads."""
         return self._reads.read(weights, address)
 
     def poll(self) -> None:

@@ -227,7 +227,7 @@ def test_what_is_thought_ends_with_its_marker_alone(
 
 
 def test_a_call_under_the_grammar_is_heard(made: GrammarCompilers) -> None:
-    listener = StreamParser(ModelFormat("harmony", "harmony").parser("", {}, reasons=True))
+    listener = StreamParser(lambda: ModelFormat("harmony", "harmony").parser("", {}, reasons=True))
     answer = f"{THOUGHT}{PARIS}<|end|><|start|>assistant{MORE}{CALL_ENDS}"
     heard = listener.hear(answer, last=True)
     assert [part.name for part in heard.calls] == ["get", "get.more"]

@@ -84,7 +84,7 @@ def test_the_arguments_of_a_call_are_joined_once():
         def finish(self) -> Sequence[Said]:
             return [ContentEvent(Parts("z")), ArgumentsEvent(Parts("x"))]
 
-    heard = StreamParser(Parser()).hear("", last=True)
+    heard = StreamParser(Parser).hear("", last=True)
     assert (heard.content, [call.arguments for call in heard.calls]) == ("yz", ["xxxx"])
 
 

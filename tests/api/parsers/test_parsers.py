@@ -53,7 +53,7 @@ def listened(
     Args:
         marks: where in all of it special tokens stand.
     """
-    listener = StreamParser(speech.parser(end, tools, reasons=reasons), parallel=parallel)
+    listener = StreamParser(lambda: speech.parser(end, tools, reasons=reasons), parallel=parallel)
     content = reasoning = ""
     calls: dict[int, tuple[str, str]] = {}
     ids: dict[int, str] = {}
@@ -389,12 +389,12 @@ def test_where_all_markers_are_special_tokens_nothing_else_changes(name):
 
 
 def test_text_that_only_begins_like_a_marker_is_not_held_back_where_that_is_a_token():
-    listener = StreamParser(SPOKEN["hermes"].parser("", TOOLS, reasons=True))
+    listener = StreamParser(lambda: SPOKEN["hermes"].parser("", TOOLS, reasons=True))
     assert listener.hear("~ <tool", [], last=False).content == "~ <tool"
 
 
 def test_what_comes_is_told_before_the_rest_is_there():
-    listener = StreamParser(QWEN3.parser("", TOOLS, reasons=True))
+    listener = StreamParser(lambda: QWEN3.parser("", TOOLS, reasons=True))
     assert listener.hear("<think>hm", last=False).reasoning == "hm"
     assert listener.hear("</think>So", last=False).content == "So"
     (begun,) = listener.hear('\n<tool_call>{"name": "f", "arg', last=False).calls

@@ -216,7 +216,7 @@ class _Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Runtime:
-    """See RoleRuntime."""
+    """See NodeRuntime."""
 
     channel: _Front
     control: EngineControl
