@@ -41,7 +41,10 @@ from engine.core import CoreShape, EngineCore
 from engine.grammar.grammar_verifier import SubprocessVerifier
 from engine.grammar.guides import GrammarCache
 from engine.kv_cache.cache_events import CacheEvents
+from engine.memory_release import MemoryOccupation
+from engine.runner.profiler import Profiler
 from engine.scheduler.scheduler import Scheduler
+from engine.update import WeightUpdater
 from kvtransfer.messages import HandoffId, Prompt
 from kvtransfer.ports import (
     ClosedEvent,
@@ -62,6 +65,7 @@ from kvtransfer.ports import (
 from node.control.engine_control import EngineControl
 from node.control.operations import EngineOperations
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
+from node.runtime import NodeRuntime
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.weights import WeightSharing
 from prefill_node import engine as prefill_engine
@@ -181,7 +185,7 @@ def owner(load: Load) -> dict[str, Any]:
     weights = _weights(core, port)
     runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), weights)
     config = PrefillConfig.model_validate({"engine": {"model": "none"}})
-    role = prefill_engine.make_role(cast(Engine, _Engine(core)), runtime, config)
+    role = prefill_engine.make_role(cast(Engine, _Engine(core)), cast(NodeRuntime, runtime), config)
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
     for number, prompt in enumerate(load.prompts()):
@@ -276,7 +280,7 @@ class _NoProfiler:
 
 def _weights(core: EngineCore, port: TransferPort) -> WeightSharing:
     return WeightSharing(
-        _Weights(),
+        cast(WeightUpdater, _Weights()),
         instance=READER,
         cache=core.cache,
         pages=core.pages,
@@ -293,7 +297,12 @@ def _desk(front: "_Front", core: EngineCore, weights: WeightSharing) -> EngineCo
         steps_finished=lambda: 0,
         cache=CacheEvents(core.cache),
         adapters=AdapterLoader(no_shelf(), AdapterCache(0, 0)),
-        operations=EngineOperations(_Weights(), weights, _Memory(), _NoProfiler()),
+        operations=EngineOperations(
+            cast(WeightUpdater, _Weights()),
+            weights,
+            cast(MemoryOccupation, _Memory()),
+            cast(Profiler, _NoProfiler()),
+        ),
     )
 
 
@@ -320,7 +329,7 @@ def reader(load: Load) -> dict[str, Any]:
     config = DecodeConfig.model_validate(
         {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
     )
-    role = decode_engine.make_role(cast(Engine, _Engine(core)), runtime, config)
+    role = decode_engine.make_role(cast(Engine, _Engine(core)), cast(NodeRuntime, runtime), config)
     port.waiting = [ProducerUp(OWNER, ADDRESS, "cma", 5.0)]
     role.poll()
     # Two tokens: the hand-off's, and one of a decode step, which ends the request.
