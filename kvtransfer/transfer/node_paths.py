@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -53,8 +53,20 @@ from kvtransfer.transfer.link import (
 from kvtransfer.transfer.link_group import LinkGroup
 from kvtransfer.transfer.rank_paths import LinkOpener, PathOffers, TransferPaths
 
-# Has all followers do a job, and returns their replies in any order. Never blocks.
-Ask: TypeAlias = Callable[[bytes], "Future[Sequence[bytes]]"]
+Replies: TypeAlias = "Future[Sequence[bytes]]"
+
+
+class Ask(Protocol):
+    """Has all followers do a job. Never blocks."""
+
+    def __call__(self, body: bytes, on_done: Callable[[Replies], None] | None = None) -> Replies:
+        """Return their replies, in any order.
+
+        Args:
+            on_done: called with them by the thread that takes them, never within this call.
+        """
+        ...
+
 
 START_S = 60.0
 STOP_S = 3.0
@@ -109,7 +121,7 @@ class NodeOffers:
         self._own = own
         self._num_ranks = num_ranks
         self._ask = ask
-        self._offered: dict[int, Future[Sequence[bytes]]] = {}  # by reader
+        self._offered: dict[int, Replies] = {}  # by reader
         self._poll: Future[Any] | None = None
 
     def prepare(self, reader: int) -> Sequence[Future[Any]]:
@@ -157,6 +169,8 @@ class NodeOffers:
             self._ask(encode(StopTransfer())).result(STOP_S)
         except TimeoutError:
             log.warning("other ranks still serve pages %s", kv(seconds=STOP_S))
+        except EngineFault as error:
+            log.warning("other ranks may still serve pages %s", kv(reason=error))
 
 
 class NodeLinks:
@@ -174,10 +188,10 @@ class NodeLinks:
 
     def check(self, hello: PairHello) -> None:
         self._own.check(hello)
-        for backend in {path.backend for path in hello.paths}:
+        for backend in {"", *(path.backend for path in hello.paths)}:  # "": see ConsumerSide
             if len(encode(_brief(hello, backend))) > MOST_BYTES:
                 raise LayoutMismatch(
-                    f"{hello.address} cannot pair: {backend} of {len(hello.regions)} ranks takes "
+                    f"{hello.peer} cannot pair: {backend} of {len(hello.regions)} ranks takes "
                     f"more than {MOST_BYTES} bytes."
                 )
 
@@ -221,7 +235,7 @@ class FollowersLink:
         self._closing: str | None = None  # the reason, once set
         self._closed = threading.Event()
         self._lock = threading.RLock()
-        ask(encode(opening)).add_done_callback(self._opened)
+        ask(encode(opening), self._opened)
 
     def post(self, handoff: HandoffId, pages: PagesToRead) -> None:
         parts = list(_parts_of(pages))
@@ -233,8 +247,7 @@ class FollowersLink:
             for part in parts:
                 lists = part.source.tobytes(), part.destination.tobytes()
                 message = ReadRankPages(self._number, handoff, *lists, part.spans)
-                asked = self._ask(encode(message))
-                asked.add_done_callback(partial(self._ended, read))
+                self._ask(encode(message), partial(self._ended, read))
 
     def expect(self, destination_pages: Ints) -> None:
         """Do nothing: rank 0 prepares its memory only while it has time for that."""
@@ -246,8 +259,7 @@ class FollowersLink:
         with self._lock:
             if self._closing is None:
                 self._closing = reason
-                asked = self._ask(encode(CloseRankLink(self._number, reason)))
-                asked.add_done_callback(self._fenced)
+                self._ask(encode(CloseRankLink(self._number, reason)), self._fenced)
 
     def join(self, timeout_s: float) -> bool:
         return self._closed.wait(timeout_s)
@@ -255,7 +267,7 @@ class FollowersLink:
     # On the thread that takes the replies ---------------------------------------------------------
     # Events are sent with the lock released, because a group of links calls this one with its own.
 
-    def _opened(self, asked: "Future[Sequence[bytes]]") -> None:
+    def _opened(self, asked: Replies) -> None:
         error = asked.exception()
         if error is not None:
             self.close(str(error))
@@ -264,7 +276,7 @@ class FollowersLink:
             slowest = min(up, key=lambda each: each.gib_per_s)
             self._notify(LinkUp(self, slowest.path, len(up) * slowest.gib_per_s))
 
-    def _ended(self, read: _Read, asked: "Future[Sequence[bytes]]") -> None:
+    def _ended(self, read: _Read, asked: Replies) -> None:
         error = asked.exception()
         if error is not None:
             self.close(str(error))
