@@ -199,13 +199,15 @@ class Engine:
         return () if followers is None else followers.pids
 
     def ask_followers(
-        self, body: bytes, done: Callable[["Future[Sequence[bytes]]"], None]
+        self,
+        body: bytes,
+        on_done: "Callable[[Future[Sequence[bytes]]], None] | None" = None,
     ) -> "Future[Sequence[bytes]]":
         """Have all other ranks do a part of hand-offs, see TransferJob and Followers.ask."""
         followers = self.loaded.followers
         assert followers is not None
         steps = followers.steps_done
-        return followers.ask(lambda number: TransferJob(number, steps, body), done)
+        return followers.ask(lambda number: TransferJob(number, steps, body), on_done)
 
     @property
     def other_pools(self) -> PoolsOfRanks | None:

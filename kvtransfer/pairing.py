@@ -89,6 +89,11 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
             state_pages=state_pages,
         )
 
+    @property
+    def peer(self) -> str:
+        """Name the sender in messages to users."""
+        return self.address[:_MAX_SHOWN] or "the peer"
+
     def same_layout(self, other: "PairHello") -> bool:
         """Return whether pages of equal ranks of two nodes that may pair have equal contents."""
         return (self.tp, self.pp) == (other.tp, other.pp)
@@ -107,8 +112,7 @@ def compare(ours: PairHello, theirs: PairHello) -> None:
     """
     differences = " ".join(_differences(ours, theirs))
     if differences:
-        peer = theirs.address[:_MAX_SHOWN] or "the peer"
-        raise LayoutMismatch(f"{peer} cannot pair: {differences}")
+        raise LayoutMismatch(f"{theirs.peer} cannot pair: {differences}")
 
 
 def lasts(ours: PairHello, theirs: PairHello) -> bool:
@@ -142,16 +146,16 @@ def _differences(ours: PairHello, theirs: PairHello) -> Iterator[str]:
 def _wrong_ranks(theirs: PairHello) -> Iterator[str]:
     """Yield the reasons why the ranks of a Hello cannot be those of a node."""
     num_ranks = len(theirs.regions)
-    if not (theirs.tp * theirs.pp == num_ranks <= MAX_RANKS):
+    if not (1 <= theirs.tp * theirs.pp == num_ranks <= MAX_RANKS):
         yield (
             f"Its Hello is invalid: tp is {theirs.tp} and pp is {theirs.pp}, with pages of "
             f"{num_ranks} ranks. A node has 1 to {MAX_RANKS} ranks."
         )
-    if len({region.num_pages for region in theirs.regions}) != 1:
+    if len({region.num_pages for region in theirs.regions}) > 1:
         yield "Its Hello is invalid: its ranks have different numbers of pages."
     if any(theirs.state_pages > region.num_pages for region in theirs.regions):
         yield f"Its Hello is invalid: a state of {theirs.state_pages} pages exceeds its pool."
-    if any(path.rank >= num_ranks for path in theirs.paths):
+    if any(not 0 <= path.rank < num_ranks for path in theirs.paths):
         yield f"Its Hello is invalid: it has a data path of a rank outside [0, {num_ranks})."
 
 

@@ -4,10 +4,10 @@
 
 Rank 0 is a node's engine process. If a follower ends, it ends too, and with it the node. Frozen
 followers are found by the timeout of the next collective, and without steps by their missing reply
-to a Ping. A follower that cannot load reports one
-sentence, which is rank 0's error.
+to a Ping. A follower that cannot load reports one sentence, which is rank 0's error.
 """
 
+import contextlib
 import itertools
 import logging
 import os
@@ -19,11 +19,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -59,9 +60,6 @@ _encoder = msgspec.msgpack.Encoder()
 _from_follower: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
 
 
-Done: TypeAlias = Callable[["Future[Sequence[bytes]]"], None]
-
-
 class JobFailed(EngineFault):
     """A follower could not do a job."""
 
@@ -69,9 +67,11 @@ class JobFailed(EngineFault):
 class _AskedJob:
     """A job whose replies are awaited."""
 
-    def __init__(self, num_ranks: int, done: Done) -> None:
-        self.done = done
+    def __init__(
+        self, num_ranks: int, on_done: "Callable[[Future[Sequence[bytes]]], None] | None"
+    ) -> None:
         self._missing = num_ranks
+        self._on_done = on_done
         self._results: list[bytes] = []
         self._error = ""
         self.future: Future[Sequence[bytes]] = Future()
@@ -87,6 +87,8 @@ class _AskedJob:
             self.future.set_exception(JobFailed(self._error))
         else:
             self.future.set_result(self._results)
+        if self._on_done is not None:
+            self._on_done(self.future)
         return True
 
 
@@ -101,24 +103,26 @@ class PingTimer:
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
         self._asked: Future[Any] | None = None
+        self._asked_at = 0.0
         self._waited_s = 0.0
         self._looked = 0.0
 
-    @property
-    def is_due(self) -> bool:
-        """Return whether the last one has its reply, and was sent some time ago."""
-        replied = self._asked is None or self._asked.done()
-        return replied and self._waited_s >= _LOOK_S
+    def is_due(self, now: float) -> bool:
+        """Return whether to ask: there is a reply, and a second has passed since the question."""
+        return self._is_answered and now >= self._asked_at + _LOOK_S
 
-    def sent(self, asked: "Future[Any]") -> None:
-        self._asked, self._waited_s = asked, 0.0
+    def sent(self, asked: "Future[Any]", now: float) -> None:
+        self._asked, self._asked_at, self._waited_s = asked, now, 0.0
 
     def is_late(self, now: float) -> bool:
         """Return whether the reply is late. Called at least once in a second."""
         self._waited_s += min(now - self._looked, 2 * _LOOK_S)
         self._looked = now
-        replied = self._asked is None or self._asked.done()
-        return not replied and self._waited_s > self._silent_s
+        return not self._is_answered and self._waited_s > self._silent_s
+
+    @property
+    def _is_answered(self) -> bool:
+        return self._asked is None or self._asked.done()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,6 +174,8 @@ class Followers:
         self._watcher: threading.Thread | None = None
         self._jobs: dict[int, _AskedJob] = {}
         self._numbers = itertools.count()
+        self._sockets: list[socket.socket] = []
+        self._queue = JobQueue(self._sockets, self.send)
         store = str(Path(self._directory.name) / "store")
         memory = os.memfd_create("baton-collectives", os.MFD_CLOEXEC)
         pidfds = [os.pidfd_open(os.getpid())]
@@ -177,6 +183,7 @@ class Followers:
             os.truncate(memory, memory_bytes(size))
             for _ in range(1, size):
                 self._followers.append(_start(program))
+                self._sockets.append(self._followers[-1].socket)
             pidfds += [each.pidfd for each in self._followers]
             for rank, follower in enumerate(self._followers, start=1):
                 others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
@@ -240,20 +247,20 @@ class Followers:
     def ask(
         self,
         make: Callable[[int], Job],
-        done: Done = lambda _: None,
+        on_done: "Callable[[Future[Sequence[bytes]]], None] | None" = None,
     ) -> "Future[Sequence[bytes]]":
         """Have all followers do a job. Any thread. Requires `watch`.
 
         Args:
             make: returns the job, with its number.
-            done: called with what is returned, always by the thread that completes it. If it
-                raises, the node ends.
+            on_done: called with the future by the thread that takes the replies. Never within this
+                call, unlike a callback that is added later. If it raises, the node ends.
         Returns:
             The results of all followers, completed by another thread. Or JobFailed.
         """
-        number, asked = next(self._numbers), _AskedJob(len(self._followers), done)
+        number, asked = next(self._numbers), _AskedJob(len(self._followers), on_done)
         self._jobs[number] = asked
-        self.send(_encoder.encode(make(number)))
+        self._queue.put(_encoder.encode(make(number)))
         return asked.future
 
     def watch(self, on_end: Callable[[], None]) -> None:
@@ -269,6 +276,7 @@ class Followers:
         if self._watcher is not None:
             self._watcher.join()
         os.close(self._closed)
+        self._queue.close()
         for follower in self._followers:
             follower.socket.close()  # they end at its end of file
         deadline = time.monotonic() + _CLOSE_S
@@ -300,49 +308,111 @@ class Followers:
                 case message if not isinstance(message, expected):
                     raise EngineFault(f"rank {rank} sent {type(message).__name__}")
 
-    def _take(self, reply: FromFollower) -> None:
-        if isinstance(reply, JobDone) and self._jobs[reply.number].take(reply):
-            asked = self._jobs.pop(reply.number)
-            asked.done(asked.future)
-
     def _watch(self, on_end: Callable[[], None]) -> None:
         try:
-            self._watch_ranks(on_end)
+            if self._closed_first():
+                return
         except Exception:
             log.exception("the work of other ranks failed, and this node ends")
-            on_end()
+        on_end()
 
-    def _watch_ranks(self, on_end: Callable[[], None]) -> None:
-        ranks = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
-        talking = {each.socket for each in self._followers}
+    def _closed_first(self) -> bool:
+        """Take replies until `close`, or until a follower ends or freezes. Return whether it was
+        `close`."""
+        pidfds = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
+        sockets = {each.socket: rank for rank, each in enumerate(self._followers, start=1)}
         ping = PingTimer(self._silent_s)
+        sources: list[Any] = [*sockets, *pidfds, self._queue.waiting, self._closed]
         while True:
-            sources: list[Any] = [*talking, *ranks, self._closed]
-            ready, _, _ = select.select(sources, [], [], _LOOK_S)
-            for each in talking & set(ready):
-                packet = each.recv(MAX_PACKET_BYTES)
-                if not packet:
-                    talking.remove(each)
-                    continue
-                self._take(_from_follower.decode(packet))
+            ready, _, _ = select.select(sources, self._queue.full, [], _LOOK_S)
+            ended = {rank for pidfd, rank in pidfds.items() if pidfd in ready}
+            for each in sockets.keys() & set(ready):
+                if not self._take_reply(each):
+                    ended.add(sockets[each])
             if self._closed in ready:
-                return
-            for pidfd in ranks.keys() & set(ready):
-                rank = ranks[pidfd]
-                code = self._followers[rank - 1].process.wait()
-                log.error(
-                    "a rank has ended, and so does this node %s", kv(rank=rank, exit_code=code)
-                )
-                on_end()
-                return
-            if ping.is_late(time.monotonic()):
+                return True
+            if ended:
+                self._report_end(ended.pop())
+                return False
+            now = time.monotonic()
+            if ping.is_late(now):
                 log.error(
                     "a rank does not reply, and this node ends %s", kv(seconds=self._silent_s)
                 )
-                on_end()
-                return
-            if ping.is_due:
-                ping.sent(self.ask(Ping))
+                return False
+            try:
+                self._queue.flush()
+                if ping.is_due(now):
+                    ping.sent(self.ask(Ping), now)
+            except EngineFault as error:
+                log.error("a rank has ended, and so does this node %s", kv(reason=error))
+                return False
+
+    def _take_reply(self, source: socket.socket) -> bool:
+        """Return whether the follower still has its end."""
+        packet = source.recv(MAX_PACKET_BYTES)
+        if packet:
+            reply = _from_follower.decode(packet)
+            if isinstance(reply, JobDone) and self._jobs[reply.number].take(reply):
+                del self._jobs[reply.number]
+        return bool(packet)
+
+    def _report_end(self, rank: int) -> None:
+        process = self._followers[rank - 1].process
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_CLOSE_S)
+        code = process.returncode
+        log.error("a rank has ended, and so does this node %s", kv(rank=rank, exit_code=code))
+
+
+class JobQueue:
+    """Jobs on their way to all followers. Any thread.
+
+    Jobs share the sockets with steps, which must never wait. So jobs wait here while a socket is
+    more than a quarter full, because a follower is busy.
+
+    Args:
+        send: sends a packet to all followers.
+    Attributes:
+        waiting: descriptor that is readable after a job has begun to wait. `flush` reads it.
+    """
+
+    def __init__(self, sockets: Sequence[socket.socket], send: Callable[[bytes], None]) -> None:
+        self.waiting = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._sockets = sockets
+        self._send = send
+        self._packets: deque[bytes] = deque()
+        self._lock = threading.Lock()
+
+    def put(self, packet: bytes) -> None:
+        with self._lock:
+            self._packets.append(packet)
+            self._send_some()
+            if self._packets:
+                os.eventfd_write(self.waiting, 1)
+
+    @property
+    def full(self) -> Sequence[socket.socket]:
+        """Return the sockets that jobs wait for."""
+        return self._full() if self._packets else ()
+
+    def flush(self) -> None:
+        """Send the jobs that need not wait any more."""
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self.waiting)
+            self._send_some()
+
+    def close(self) -> None:
+        os.close(self.waiting)
+
+    def _send_some(self) -> None:
+        while self._packets and not self._full():
+            self._send(self._packets.popleft())
+
+    def _full(self) -> Sequence[socket.socket]:
+        _, writable, _ = select.select([], self._sockets, [], 0)
+        return [each for each in self._sockets if each not in writable]
 
 
 def _start(program: str) -> _Follower:

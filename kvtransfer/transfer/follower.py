@@ -4,6 +4,7 @@ Rank 0 decides what is published and read. A thread does its messages in order, 
 reply, which a link's thread may send later.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -90,6 +91,7 @@ class FollowerTransfer:
         self._pool = pool
         self._pages_by_rank = pages_by_rank
         self._paths: TransferPaths | None = None  # None: not started
+        self._readers: set[int] = set()  # not dismissed
         self._open: dict[int, _OpenLink] = {}  # by rank 0's number
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
         threading.Thread(target=self._run, name="transfer", daemon=True).start()
@@ -98,28 +100,39 @@ class FollowerTransfer:
         """Begin a job, without waiting.
 
         Args:
-            steps: that must end before pages are published or read.
+            steps: that must end before, because they may still use the pages.
         """
         self._work.put(partial(self._begin, body, steps, reply))
 
     # On the transfer thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
+        looked = time.monotonic()
         while True:
-            try:
+            with contextlib.suppress(Empty):
                 self._work.get(timeout=_LOOK_S)()
-            except Empty:
-                now = time.monotonic()
+            now = time.monotonic()
+            if now >= looked + _LOOK_S:
+                looked = now
                 for state in self._open.values():
                     state.link.expire(now)
 
     def _begin(self, body: bytes, steps: Awaited | None, reply: Reply) -> None:
+        def begin() -> None:
+            message = decode.decode(body)
+            if steps is not None:
+                steps.wait()
+            self._do(message, reply)
+
+        self._try(begin, reply)
+
+    def _try(self, work: Callable[[], None], reply: Reply) -> None:
         try:
-            self._do(decode.decode(body), steps, reply)
+            work()
         except Exception as error:  # noqa: BLE001  every end of a job is a reply
             reply(error=str(error) if isinstance(error, ServingError) else repr(error))
 
-    def _do(self, message: RankMessage, steps: Awaited | None, reply: Reply) -> None:
+    def _do(self, message: RankMessage, reply: Reply) -> None:
         match message:
             case StartTransfer():
                 self._stop()
@@ -131,12 +144,11 @@ class FollowerTransfer:
             case OfferPaths(reader=reader):
                 self._offer(reader, reply)
             case DismissReader(reader=reader):
+                self._readers.discard(reader)
                 if self._paths is not None:
                     self._paths.offers.dismiss(reader)
                 reply()
             case PublishPages(reader=reader, pages=pages):
-                if steps is not None:
-                    steps.wait()
                 self._offers.publish(reader, np.frombuffer(pages, np.int32))
                 reply()
             case WithdrawPages(reader=reader, pages=pages):
@@ -187,17 +199,23 @@ class FollowerTransfer:
         return self._paths
 
     def _offer(self, reader: int, reply: Reply) -> None:
+        self._readers.add(reader)
         preparations = self._offers.prepare(reader)
         left = len(preparations)
 
         def admit() -> None:
+            if reader not in self._readers:
+                raise TransferError("the reader has been dismissed")
+            reply(encode(self._offers.admit(reader)))
+
+        def prepared() -> None:
             nonlocal left
             left -= 1
-            if left <= 0:
-                reply(encode(self._offers.admit(reader)))
+            if not left:
+                self._try(admit, reply)
 
         for preparation in preparations:
-            preparation.add_done_callback(lambda _: self._work.put(admit))
+            preparation.add_done_callback(lambda _: self._work.put(prepared))
         if not preparations:
             admit()
 

@@ -73,6 +73,8 @@ class LinkGroup:
         self._max_jobs = max_jobs
         self._jobs: deque[_Job] = deque()
         self._closing: str | None = None  # the reason, once set
+        self._events: deque[LinkEvent] = deque()  # not delivered
+        self._delivering = False
         # Members take it with their own locks released. It is held while they are made, because
         # the first one may already have an event.
         self._lock = threading.RLock()
@@ -126,24 +128,40 @@ class LinkGroup:
 
     def _take(self, number: int, event: LinkEvent) -> None:
         with self._lock:
-            member = self._members[number]
-            match event:
-                case LinkUp(_, path, gib_per_s):
-                    member.path, member.gib_per_s = path, gib_per_s
-                    if self._is_up and self._closing is None:
-                        self._notify(LinkUp(self, self._slowest.path, self._gib_per_s))
-                case RateMeasured(_, gib_per_s):
-                    member.gib_per_s = gib_per_s
-                    if self._is_up and self._closing is None:
-                        self._notify(RateMeasured(self, self._gib_per_s))
-                case ReadEnded():
-                    self._end(member, event)
-                case LinkClosed(_, reason):
-                    member.closed = True
-                    self.close(reason)
-                    if all(each.closed for each in self._members):
-                        unfinished = tuple(job.handoff for job in self._jobs)
-                        self._notify(LinkClosed(self, self._closing or reason, unfinished))
+            self._note(self._members[number], event)
+        self._deliver()
+
+    def _note(self, member: _Member, event: LinkEvent) -> None:
+        match event:
+            case LinkUp(_, path, gib_per_s):
+                member.path, member.gib_per_s = path, gib_per_s
+                if self._is_up and self._closing is None:
+                    self._events.append(LinkUp(self, self._slowest.path, self._gib_per_s))
+            case RateMeasured(_, gib_per_s):
+                member.gib_per_s = gib_per_s
+                if self._is_up and self._closing is None:
+                    self._events.append(RateMeasured(self, self._gib_per_s))
+            case ReadEnded():
+                self._end(member, event)
+            case LinkClosed(_, reason):
+                member.closed = True
+                self.close(reason)
+                if all(each.closed for each in self._members):
+                    unfinished = tuple(job.handoff for job in self._jobs)
+                    self._events.append(LinkClosed(self, self._closing or reason, unfinished))
+
+    def _deliver(self) -> None:
+        """Deliver events in order and with the lock released, because this group may be a member
+        of another one, whose lock is held while it posts to this one. One thread delivers the
+        events of all."""
+        while True:
+            with self._lock:
+                if self._delivering or not self._events:
+                    return
+                self._delivering, event = True, self._events.popleft()
+            self._notify(event)
+            with self._lock:
+                self._delivering = False
 
     def _end(self, member: _Member, event: ReadEnded) -> None:
         job = member.jobs.popleft()
@@ -153,7 +171,8 @@ class LinkGroup:
         job.refused = job.refused or event.refused
         if not job.reading:
             self._jobs.popleft()
-            self._notify(ReadEnded(self, job.handoff, job.num_bytes, job.seconds, job.refused))
+            counts = job.num_bytes, job.seconds, job.refused
+            self._events.append(ReadEnded(self, job.handoff, *counts))
 
     @property
     def _is_up(self) -> bool:

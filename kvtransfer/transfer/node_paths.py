@@ -53,17 +53,19 @@ from kvtransfer.transfer.link import (
 from kvtransfer.transfer.link_group import LinkGroup
 from kvtransfer.transfer.rank_paths import LinkOpener, PathOffers, TransferPaths
 
-Replies: TypeAlias = "Future[Sequence[bytes]]"  # of all followers, in any order
+Replies: TypeAlias = "Future[Sequence[bytes]]"
 
 
-class AskFollowers(Protocol):
-    """Has all followers do a job. Never blocks.
+class Ask(Protocol):
+    """Has all followers do a job. Never blocks."""
 
-    Args:
-        done: called with what is returned, always by the thread that takes the replies.
-    """
+    def __call__(self, body: bytes, on_done: Callable[[Replies], None] | None = None) -> Replies:
+        """Return their replies, in any order.
 
-    def __call__(self, body: bytes, done: Callable[[Replies], None], /) -> Replies: ...
+        Args:
+            on_done: called with them by the thread that takes them, never within this call.
+        """
+        ...
 
 
 START_S = 60.0
@@ -78,12 +80,8 @@ _link_up: msgspec.msgpack.Decoder[RankLinkUp] = msgspec.msgpack.Decoder(RankLink
 _read_ended: msgspec.msgpack.Decoder[RankReadEnded] = msgspec.msgpack.Decoder(RankReadEnded)
 
 
-def _unheard(_: Replies) -> None:
-    """Nobody waits for the replies."""
-
-
 def start_ranks(
-    own: TransferPaths, config: TransferConfig, ask: AskFollowers, *, tls: bool, instance: int
+    own: TransferPaths, config: TransferConfig, ask: Ask, *, tls: bool, instance: int
 ) -> tuple[TransferPaths, tuple[PoolRegion, ...]]:
     """Have all followers serve their pages. Blocks. Return the paths of the whole node, and the
     pages of the followers by rank.
@@ -96,7 +94,7 @@ def start_ranks(
     """
     start = StartTransfer(config.model_dump_json().encode(), tls, instance)
     try:
-        replies = ask(encode(start), _unheard).result(START_S)
+        replies = ask(encode(start)).result(START_S)
     except TimeoutError as error:
         raise ConfigError(f"a rank does not serve its pages within {START_S:.0f} s") from error
     except EngineFault as error:
@@ -119,7 +117,7 @@ class NodeOffers:
         num_ranks: of the node.
     """
 
-    def __init__(self, own: PathOffers, num_ranks: int, ask: AskFollowers) -> None:
+    def __init__(self, own: PathOffers, num_ranks: int, ask: Ask) -> None:
         self._own = own
         self._num_ranks = num_ranks
         self._ask = ask
@@ -127,7 +125,7 @@ class NodeOffers:
         self._poll: Future[Any] | None = None
 
     def prepare(self, reader: int) -> Sequence[Future[Any]]:
-        self._offered[reader] = self._ask(encode(OfferPaths(reader)), _unheard)
+        self._offered[reader] = self._ask(encode(OfferPaths(reader)))
         return (*self._own.prepare(reader), self._offered[reader])
 
     def admit(self, reader: int) -> tuple[DataPath, ...]:
@@ -144,13 +142,12 @@ class NodeOffers:
     def dismiss(self, reader: int) -> None:
         self._own.dismiss(reader)
         if self._offered.pop(reader, None) is not None:
-            self._ask(encode(DismissReader(reader)), _unheard)
+            self._ask(encode(DismissReader(reader)))
 
     def publish(self, reader: int, pages: Ints) -> Sequence[Future[Any]]:
         self._own.publish(reader, pages)
         return [
-            self._ask(encode(PublishPages(reader, some.tobytes())), _unheard)
-            for some in _in_parts(pages)
+            self._ask(encode(PublishPages(reader, some.tobytes()))) for some in _in_parts(pages)
         ]
 
     def withdraw(self, reader: int, pages: Ints) -> None:
@@ -159,19 +156,21 @@ class NodeOffers:
         """
         self._own.withdraw(reader, pages)
         for some in _in_parts(pages):
-            self._ask(encode(WithdrawPages(reader, some.tobytes())), _unheard)
+            self._ask(encode(WithdrawPages(reader, some.tobytes())))
 
     def poll(self) -> None:
         self._own.poll()
         if self._poll is None or self._poll.done():
-            self._poll = self._ask(encode(PollPaths()), _unheard)
+            self._poll = self._ask(encode(PollPaths()))
 
     def close(self) -> None:
         self._own.close()
         try:
-            self._ask(encode(StopTransfer()), _unheard).result(STOP_S)
+            self._ask(encode(StopTransfer())).result(STOP_S)
         except TimeoutError:
             log.warning("other ranks still serve pages %s", kv(seconds=STOP_S))
+        except EngineFault as error:
+            log.warning("other ranks may still serve pages %s", kv(reason=error))
 
 
 class NodeLinks:
@@ -181,7 +180,7 @@ class NodeLinks:
         own: of rank 0.
     """
 
-    def __init__(self, own: LinkOpener, num_ranks: int, ask: AskFollowers) -> None:
+    def __init__(self, own: LinkOpener, num_ranks: int, ask: Ask) -> None:
         self._own = own
         self._num_ranks = num_ranks
         self._ask = ask
@@ -189,10 +188,10 @@ class NodeLinks:
 
     def check(self, hello: PairHello) -> None:
         self._own.check(hello)
-        for backend in {path.backend for path in hello.paths}:
+        for backend in {"", *(path.backend for path in hello.paths)}:  # "": see ConsumerSide
             if len(encode(_brief(hello, backend))) > MOST_BYTES:
                 raise LayoutMismatch(
-                    f"{hello.address} cannot pair: {backend} of {len(hello.regions)} ranks takes "
+                    f"{hello.peer} cannot pair: {backend} of {len(hello.regions)} ranks takes "
                     f"more than {MOST_BYTES} bytes."
                 )
 
@@ -227,7 +226,7 @@ class FollowersLink:
 
     deadline: float | None = None
 
-    def __init__(self, opening: OpenRankLink, ask: AskFollowers, notify: Notify) -> None:
+    def __init__(self, opening: OpenRankLink, ask: Ask, notify: Notify) -> None:
         self.owner = opening.hello.instance
         self._number = opening.link
         self._ask = ask

@@ -154,7 +154,7 @@ class RankLinks:
             there = hello.regions[rank].page_bytes, hello.state_pages
             if there != (pages.page_bytes, pages.state_pages):
                 raise LayoutMismatch(
-                    f"{hello.address} cannot pair: rank {rank} of {hello.tp} has pages of "
+                    f"{hello.peer} cannot pair: rank {rank} of {hello.tp} has pages of "
                     f"{there[0]} bytes and a state of {there[1]} pages there, where this node "
                     f"expects {pages.page_bytes} and {pages.state_pages}."
                 )

@@ -1,6 +1,7 @@
 """A group of links to the ranks of one owner keeps the contract of one link, whichever member is
 late, frozen, cut or refusing."""
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from random import Random
@@ -27,6 +28,7 @@ PAGES = np.arange(3, dtype=np.int32)
 READ = PagesToRead(PAGES, PAGES, (TablePages(0, 3),))
 MEMBERS = (1, 2, 3, 4)
 OWNER = 7
+WAIT_S = 60.0
 
 
 def handoff(number: int) -> HandoffId:
@@ -85,13 +87,13 @@ class Rig:
         self.events: list[Any] = []
         self.group = LinkGroup(
             OWNER,
-            [self._make] * num_members,
+            [self.make] * num_members,
             self.events.append,
             shares=[100] * num_members,
             max_jobs=max_jobs,
         )
 
-    def _make(self, notify: Callable[[LinkEvent], None]) -> FakeLink:
+    def make(self, notify: Callable[[LinkEvent], None]) -> FakeLink:
         self.members.append(FakeLink(notify))
         return self.members[-1]
 
@@ -226,6 +228,32 @@ def test_memory_of_expected_pages_is_taken_once():
     rig = Rig(3)
     rig.group.expect(PAGES)
     assert [member.expected for member in rig.members] == [[0, 1, 2], [], []]
+
+
+# Seen failing with the lock held: `post` waits for the thread that delivers, which waits for it.
+def test_no_lock_is_held_while_an_event_is_delivered_and_events_keep_their_order():
+    delivering, posted = threading.Event(), threading.Event()
+    rig, order = Rig(2), []
+
+    def deliver(event: LinkEvent) -> None:
+        delivering.set()
+        assert posted.wait(WAIT_S)
+        order.append(type(event))
+
+    rig.group = LinkGroup(OWNER, [rig.make] * 2, deliver, shares=[100, 100])
+    first, second = rig.members[2:]
+    first.up()
+    thread = threading.Thread(target=second.up)
+    thread.start()
+    assert delivering.wait(WAIT_S)
+    rig.post(1)
+    for member in (first, second):
+        member.end()  # the other thread delivers it
+    rig.group.close("enough")
+    assert order == []
+    posted.set()
+    thread.join(WAIT_S)
+    assert order == [LinkUp, ReadEnded]
 
 
 # Seen failing with a job forgotten at its first member's end, and with LinkClosed before a fence.

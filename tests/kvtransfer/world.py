@@ -114,14 +114,11 @@ class Draft:
                     seen = "reader_sees" if self.wires[stream].reader == node else "owner_sees"
                     self.wire(stream, cut=True, **{seen: False})
                 case ("open link", stream):
-                    wire = self.wires[stream]
-                    link = SimLink(stream, wire.reader, wire.owner, wire.instance, "opening")
-                    self._links[stream] = link
+                    self.open_link(self.wires[stream])
                 case ("close link", stream):
-                    self.link(stream, state="closing")
-                case ("read", stream, id, source, destination):
-                    reads = self._links[stream].reads
-                    self.link(stream, reads=(*reads, SimRead(id, source, destination)))
+                    self.close_link(stream)
+                case ("read", stream, *read):
+                    self.post_read(stream, SimRead(*read))
 
     def _send(self, node: int, wire: Wire, message: Any) -> None:
         if wire.cut:
@@ -130,6 +127,16 @@ class Draft:
             self.wire(wire.stream, to_owner=(*wire.to_owner, message))
         else:
             self.wire(wire.stream, to_reader=(*wire.to_reader, message))
+
+    def open_link(self, wire: Wire) -> None:
+        link = SimLink(wire.stream, wire.reader, wire.owner, wire.instance, "opening")
+        self._links[wire.stream] = link
+
+    def close_link(self, stream: int) -> None:
+        self.link(stream, state="closing")
+
+    def post_read(self, stream: int, read: SimRead) -> None:
+        self.link(stream, reads=(*self._links[stream].reads, read))
 
     def of_reader(self, stream: int, *given: Any) -> None:
         """An input of the end that reads through this link."""
@@ -279,13 +286,16 @@ class Simulation:
                 if "half-open" in self._only_faults:  # it multiplies the states
                     yield "half-open", wire.stream
         for link in world.links:
-            if link.state != "closing":
-                yield "link breaks", link.stream
-            if link.state == "up" and link.begun is not None:
-                yield "read is late", link.stream
+            yield from self._link_faults(link)
         paired = {node for wire in world.wires for node in (wire.owner, wire.reader)}
         for n in sorted(paired):
             yield "restart", n
+
+    def _link_faults(self, link: SimLink) -> Iterator[Step]:
+        if link.state != "closing":
+            yield "link breaks", link.stream
+        if link.state == "up" and link.begun is not None:
+            yield "read is late", link.stream
 
     def again(self, world: World) -> list[Step]:
         """Requests that have ended may be submitted once more."""
@@ -297,7 +307,7 @@ class Simulation:
 
     def after(self, world: World, step: Step) -> World:
         """The world after one of its steps. Raises Broken where an invariant breaks."""
-        draft = Draft(self, world)
+        draft = self.draft(world)
         match step:
             case ("node", n, *given):
                 draft.react(n, *given)
@@ -331,6 +341,9 @@ class Simulation:
             case ("restart", n):
                 draft.restart(n, self.unused_instance(world, n))
         return draft.world()
+
+    def draft(self, world: World) -> Draft:
+        return Draft(self, world)
 
     def after_fault(self, world: World, fault: Step) -> World:
         return self.after(world._replace(faults=world.faults - 1), fault)

@@ -143,10 +143,11 @@ class _Ranks:
             threading.Thread(target=self._take, args=(ours,), daemon=True).start()
 
     def ask(
-        self, body: bytes, done: Callable[[Future[Sequence[bytes]]], None] = lambda _: None
+        self, body: bytes, on_done: Callable[[Future[Sequence[bytes]]], None] | None = None
     ) -> Future[Sequence[bytes]]:
         number, future = next(self._numbers), Future[Sequence[bytes]]()
-        future.add_done_callback(done)
+        if on_done is not None:
+            future.add_done_callback(on_done)
         self._asked[number] = [], future
         for each in self._sockets:
             each.send(msgspec.msgpack.encode((number, body)))
