@@ -11,6 +11,7 @@ from prometheus_client.core import Metric
 
 from common import distribution
 from common.distribution import HistogramCounts
+from common.limits import MAX_RANKS
 from common.metrics.declared import MetricDeclaration, Values
 from common.metrics.program import INFO, PROCESS, TRUST, TrustMetrics, registry_of
 from common.pausing import MEMORY_TAGS, PAUSE_MODES
@@ -258,6 +259,22 @@ ADAPTER_SLOTS = MetricDeclaration(
 ADAPTER_FILLS = MetricDeclaration(
     "baton_adapter_loads", "counter", "Total copies of an adapter into a slot."
 )
+_RANKS = {"rank": tuple(map(str, range(MAX_RANKS)))}
+RANK_MEMORY = MetricDeclaration(
+    "baton_rank_memory_bytes",
+    "gauge",
+    "Current resident memory of each rank in bytes. Only of nodes with several ranks.",
+    _RANKS,
+    sparse=True,
+)
+RANK_BEHIND = MetricDeclaration(
+    "baton_rank_steps_behind",
+    "gauge",
+    "Steps that rank 0 had begun and this rank had not finished, when the rank last reported. Only "
+    "of nodes with several ranks.",
+    _RANKS,
+    sparse=True,
+)
 KERNELS_COMPILED = MetricDeclaration(
     "baton_kernels_compiled", "counter", "Total kernels that were compiled while serving."
 )
@@ -467,7 +484,7 @@ BOTH = (
     *(PAGES_COMPARED, LINKS, SLOWEST),
     *(IMAGES, IMAGE_SECONDS, IMAGE_BYTES),
     *(ADAPTERS, ADAPTER_BYTES, ADAPTER_SLOTS, ADAPTER_FILLS, ADAPTERS_EVICTED),
-    *(KERNELS_COMPILED, KERNEL_COMPILE_SECONDS),
+    *(KERNELS_COMPILED, KERNEL_COMPILE_SECONDS, RANK_MEMORY, RANK_BEHIND),
     *(TIER_PAGES, TIER_TOKENS, TIER_BYTES, TIER_EVICTED, TIER_FAULTS),
 )
 DECODE = (
@@ -538,6 +555,8 @@ _GAUGES = {
     "adapter_slots": ADAPTER_SLOTS,
     "image_bytes": IMAGE_BYTES,
     "tier_pages": TIER_PAGES,
+    "rank_memory": RANK_MEMORY,
+    "rank_behind": RANK_BEHIND,
 }
 _DISTRIBUTIONS = {
     "step_seconds": STEP_SECONDS,

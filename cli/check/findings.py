@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.local.plan import refuse_busy_port
+from cli.operating.command import size
 from common import tls
 from common.config import (
     EngineConfig,
@@ -108,7 +109,7 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
     pool = shape.num_pages * shape.layout.page_bytes
     fits = shape.layout.tables.max_tokens(shape.num_pages)
     remark = (
-        f"{_size(weights)} of weights and {_size(pool)} of KV in {_size(free)}: "
+        f"{size(weights)} of weights and {size(pool)} of KV in {size(free)}: "
         f"{shape.num_pages} pages, {fits} tokens"
     )
     yield Finding("memory", "ok" if free > weights + pool else "fails", remark)
@@ -235,10 +236,6 @@ def _named(config: RouterConfig) -> tuple[str, str]:
     if not config.decode:
         return "fails", "--decode names no node"
     return "ok", f"{len(config.prefill)} prefill, {len(config.decode)} decode"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def print_table(role: str, findings: Sequence[Finding]) -> None:

@@ -4,10 +4,10 @@
 
 Rank 0 is a node's engine process. If a follower ends, it ends too, and with it the node. Frozen
 followers are found by the timeout of the next collective, and without steps by their missing reply
-to a Ping. A follower that cannot load reports one
-sentence, which is rank 0's error.
+to a Ping. A follower that cannot load reports one sentence, which is rank 0's error.
 """
 
+import contextlib
 import itertools
 import logging
 import os
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from common.config import EngineConfig, ParallelConfig
 from common.errors import ConfigError, EngineFault
 from common.logs import kv
 from common.process.leash import leashed
+from common.process.resources import resident_bytes
 from engine.ranks.gloo import GlooGroup
 from engine.ranks.group import Group
 from engine.ranks.messages import (
@@ -43,6 +44,7 @@ from engine.ranks.messages import (
     RankFailed,
     RankLoaded,
     RankReady,
+    RankReport,
     StartRank,
     StartSteps,
 )
@@ -53,6 +55,7 @@ from engine.ranks.shm import SharedMemoryGroup, memory_bytes
 _LOAD_S = 3600.0  # for weights from a slow disk
 _CLOSE_S = 5.0
 _LOOK_S = 1.0  # between two looks for missing replies
+_PATIENCE_S = 5.0  # longer than in a collective, whose error is the better one if a step runs
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
@@ -87,31 +90,53 @@ class _AskedJob:
 
 
 class PingTimer:
-    """When to ask followers whether they run, and whether their reply is late. If this process was
-    stopped meanwhile, that time does not count, because they may have been stopped too.
+    """When to send a Ping to all followers, and which of them are late with their report. If this
+    process was stopped meanwhile, that time does not count, because they may have been stopped too.
 
     Args:
-        silent_s: longest time until a reply.
+        ranks: of the followers.
+        silent_s: longest time until a report.
     """
 
-    def __init__(self, silent_s: float) -> None:
+    def __init__(self, ranks: Collection[int], silent_s: float) -> None:
+        self._ranks = frozenset(ranks)
         self._silent_s = silent_s
-        self._asked: Future[Any] | None = None
-        self._waited_s = 0.0
-        self._looked = 0.0
+        self._missing: set[int] = set()
+        self._waited_s = 0.0  # since the newest Ping
+        self._looked = -2 * _LOOK_S  # so that the first Ping is due at the first look
+
+    def look(self, now: float) -> None:
+        """Note the time. Called at least once in a second."""
+        self._waited_s += min(now - self._looked, 2 * _LOOK_S)
+        self._looked = now
 
     @property
     def is_due(self) -> bool:
-        return self._asked is None or self._asked.done()
+        return not self._missing and self._waited_s >= _LOOK_S
 
-    def sent(self, asked: "Future[Any]") -> None:
-        self._asked, self._waited_s = asked, 0.0
+    @property
+    def late(self) -> Sequence[int]:
+        """Return the ranks whose report is late."""
+        return sorted(self._missing) if self._waited_s > self._silent_s else ()
 
-    def is_late(self, now: float) -> bool:
-        """Return whether the reply is late. Called at least once in a second."""
-        self._waited_s += min(now - self._looked, 2 * _LOOK_S)
-        self._looked = now
-        return not self.is_due and self._waited_s > self._silent_s
+    def sent(self) -> None:
+        self._missing, self._waited_s = set(self._ranks), 0.0
+
+    def reported(self, rank: int) -> None:
+        self._missing.discard(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The state of a rank, as it last reported it.
+
+    Attributes:
+        memory_bytes: resident memory of its process.
+        steps_behind: number of steps that rank 0 had begun and this rank was not done with.
+    """
+
+    memory_bytes: int
+    steps_behind: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +169,8 @@ class Followers:
 
     Attributes:
         share: of rank 0.
-        steps_done: number of steps that rank 0 is done with. Any thread may read it.
+        steps_sent: number of steps that rank 0 has begun.
+        steps_done: number of steps that rank 0 is done with. Any thread may read both.
     """
 
     def __init__(self, config: EngineConfig, program: str) -> None:
@@ -154,8 +180,9 @@ class Followers:
         Args:
             program: module that a follower runs.
         """
-        self.steps_done = 0
-        self._silent_s = config.parallel.collective_s
+        self.steps_sent = self.steps_done = 0
+        self._states: dict[int, RankState] = {}  # of followers that have reported
+        self._silent_s = config.parallel.collective_s + _PATIENCE_S
         size, settings = config.parallel.tp, config.model_dump_json().encode()
         self._followers: list[_Follower] = []
         self._directory = tempfile.TemporaryDirectory(prefix="baton-ranks-")
@@ -242,9 +269,17 @@ class Followers:
         self.send(_encoder.encode(make(number)))
         return asked.future
 
+    def states(self) -> Mapping[int, RankState]:
+        """Return the states of rank 0 and of all followers that have reported, by rank."""
+        return {0: self._state(self.steps_done, resident_bytes()), **self._states}
+
+    def _state(self, steps_done: int, memory_bytes: int) -> RankState:
+        # A follower may be done with a step that rank 0 has sent and not counted yet.
+        return RankState(memory_bytes, max(0, self.steps_sent - steps_done))
+
     def watch(self, on_end: Callable[[], None]) -> None:
-        """Have another thread take the replies to jobs, and call `on_end` when a follower ends or
-        freezes before `close`."""
+        """Have another thread take the replies to jobs and the reports of followers, and call
+        `on_end` when a follower ends or freezes before `close`."""
         self._watcher = threading.Thread(target=self._watch, args=(on_end,), name="ranks")
         self._watcher.daemon = True
         self._watcher.start()
@@ -267,6 +302,11 @@ class Followers:
             os.close(follower.pidfd)
         self._directory.cleanup()
 
+    def _ping(self) -> None:
+        for follower in self._followers:
+            with contextlib.suppress(OSError):  # it has ended, or reads nothing: it is found later
+                follower.socket.send(_encoder.encode(Ping()), socket.MSG_DONTWAIT)
+
     def _await(self, expected: type[FromFollower]) -> None:
         deadline = time.monotonic() + _LOAD_S
         for rank, follower in enumerate(self._followers, start=1):
@@ -288,19 +328,29 @@ class Followers:
 
     def _watch(self, on_end: Callable[[], None]) -> None:
         ranks = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
-        talking = {each.socket for each in self._followers}
-        ping = PingTimer(self._silent_s)
+        talking = {each.socket: rank for rank, each in enumerate(self._followers, start=1)}
+        ping = PingTimer(talking.values(), self._silent_s)
         while True:
+            ping.look(time.monotonic())
+            if ping.is_due:
+                ping.sent()
+                self._ping()
             sources: list[Any] = [*talking, *ranks, self._closed]
             ready, _, _ = select.select(sources, [], [], _LOOK_S)
-            for each in talking & set(ready):
-                packet = each.recv(MAX_PACKET_BYTES)
+            for each in talking.keys() & set(ready):
+                packet = b""
+                with contextlib.suppress(ConnectionResetError):  # it was killed with a job unread
+                    packet = each.recv(MAX_PACKET_BYTES)
                 if not packet:
-                    talking.remove(each)
+                    del talking[each]
                     continue
-                reply = _from_follower.decode(packet)
-                if isinstance(reply, JobDone) and self._jobs[reply.number].take(reply):
-                    del self._jobs[reply.number]
+                match _from_follower.decode(packet):
+                    case JobDone(number=number) as reply:
+                        if self._jobs[number].take(reply):
+                            del self._jobs[number]
+                    case RankReport(steps=steps, memory_bytes=memory_bytes):
+                        ping.reported(talking[each])
+                        self._states[talking[each]] = self._state(steps, memory_bytes)
             if self._closed in ready:
                 return
             for pidfd in ranks.keys() & set(ready):
@@ -311,14 +361,14 @@ class Followers:
                 )
                 on_end()
                 return
-            if ping.is_late(time.monotonic()):
+            if ping.late:
+                ranks_late = ", ".join(map(str, ping.late))
                 log.error(
-                    "a rank does not reply, and this node ends %s", kv(seconds=self._silent_s)
+                    "ranks do not reply, and this node ends %s",
+                    kv(ranks=ranks_late, seconds=self._silent_s),
                 )
                 on_end()
                 return
-            if ping.is_due:
-                ping.sent(self.ask(Ping))
 
 
 def _start(program: str) -> _Follower:
