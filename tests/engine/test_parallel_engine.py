@@ -413,6 +413,20 @@ def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
         os.close(pidfd)
 
 
+@pytest.mark.long  # the time in which a rank may be silent
+def test_a_rank_that_freezes_while_nothing_runs_is_named(tmp_path: Path) -> None:
+    parallel = {"collective_s": 1.0}
+    config = config_of(2, model=str(make_checkpoint(tmp_path)), parallel=parallel)
+    command = [sys.executable, "-c", RANK_0, config.model_dump_json()]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as first:
+        assert first.stdout is not None and first.stderr is not None
+        os.kill(int(first.stdout.readline()), signal.SIGSTOP)
+        assert first.wait(PATIENCE_S) == 1
+        errors = first.stderr.read()
+    assert "ranks do not reply" in errors and "ranks=1 " in errors
+
+
 def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
     with pytest.raises(ConfigError, match="3 ranks cannot have equal parts of"):
