@@ -220,6 +220,8 @@ def test_the_memory_of_a_node_with_ranks_is_that_of_each(check, model):
     assert re.match(r"ranks 0 to 1, each: \S+ MiB of weights, pages of \d+ bytes, ", told)
     (memory,) = [finding["remark"] for finding in two if finding["what"] == "memory"]
     assert memory.startswith("each rank: ")
+    free = [float(re.search(r"in (\S+) GiB", str(found))[1]) for found in (one, two)]
+    assert free[0] / 2 == pytest.approx(free[1], rel=0.3)  # others use memory meanwhile
     (device,) = [finding["remark"] for finding in two if finding["what"] == "device"]
     assert device.endswith("threads for each rank")
 
