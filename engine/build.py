@@ -27,6 +27,7 @@ from engine.footprint import largest_forward, measure_footprint
 from engine.grammar.grammar_verifier import GrammarVerifier, SubprocessVerifier
 from engine.grammar.guides import GrammarCache
 from engine.kv_cache.kv import HostPool, KVPool
+from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.loop.watchdog import end_process
@@ -122,13 +123,7 @@ class LoadedModel:
 
     def fingerprint(self, shape: EngineShape) -> dict[str, str]:
         """Return the constant part of the fingerprint, see Engine.fingerprint."""
-        return {
-            **self.constants,
-            "page_size": str(shape.layout.page_size),
-            "kv_dtype": str(shape.layout.dtype).removeprefix("torch."),
-            "kv_layout": shape.whole.describe(),
-            "kv_token_bytes": str(shape.whole.token_bytes),
-        }
+        return {**self.constants, **layout_fields(shape.whole)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -366,6 +361,27 @@ def open_model(config: EngineConfig) -> OpenedModel:
     return OpenedModel(directory, servable, device, precision)
 
 
+def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
+    """Return the part of the fingerprint that says how the model is computed."""
+    rounding = rounding_of(
+        opened.device,
+        config.quantize,
+        int8_stored=opened.servable.spec.int8_stored,
+        ranks=config.parallel.tp,
+    )
+    return {**constants(opened.servable), "dtype": str(opened.precision), "quantize": rounding}
+
+
+def layout_fields(whole: KVLayout) -> dict[str, str]:
+    """Return the part of the fingerprint that describes pages with all heads."""
+    return {
+        "page_size": str(whole.page_size),
+        "kv_dtype": str(whole.dtype).removeprefix("torch."),
+        "kv_layout": whole.describe(),
+        "kv_token_bytes": str(whole.token_bytes),
+    }
+
+
 def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[Model, AdapterBank]:
     """Load a rank's part of the model, and allocate the memory of its adapters.
 
@@ -393,9 +409,7 @@ def _loaded(
 ) -> LoadedModel:
     share = WHOLE if followers is None else followers.share
     model, bank = load_part(config, opened, share)
-    rounding = rounding_of(
-        model.device, config.quantize, int8_stored=model.spec.int8_stored, ranks=share.size
-    )
+    fields = model_fields(config, opened)
     log.info(
         "model loaded %s",
         kv(
@@ -404,7 +418,7 @@ def _loaded(
             computed=opened.servable.computed,
             dtype=str(opened.precision),
             reason=opened.precision.because,
-            quantize=rounding,
+            quantize=fields["quantize"],
             stored=model.spec.stored,
             threads=torch.get_num_threads(),
         ),
@@ -413,7 +427,7 @@ def _loaded(
         opened.directory,
         opened.servable,
         model,
-        {**constants(opened.servable), "dtype": str(opened.precision), "quantize": rounding},
+        fields,
         tokenizer_hash(opened.directory),
         weights_id,
         bank,

@@ -1,4 +1,4 @@
-"""Metrics of an engine's tiers, adapters and images."""
+"""Metrics of an engine's ranks, tiers, adapters and images."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,26 @@ from engine.adapters.adapters import AdapterManager
 from engine.models.vision.seeing import VisionTower
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.page_files import FileFault
+from engine.ranks.processes import Followers
+
+
+class RankMeter:
+    """Metrics by rank, see Meter. None with one rank."""
+
+    def __init__(self, followers: Followers | None) -> None:
+        self._followers = followers
+
+    def gauges(self) -> Mapping[str, float]:
+        if self._followers is None:
+            return {}
+        states = self._followers.states()
+        return {
+            **{f"rank_memory/{rank}": float(each.memory_bytes) for rank, each in states.items()},
+            **{f"rank_behind/{rank}": float(each.steps_behind) for rank, each in states.items()},
+        }
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
 
 
 class TierMeter:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from common.errors import EngineFault, InvalidRequest, ServingError
+from common.process.resources import resident_bytes
 from common.requests.namespace import AdapterId
 from engine.adapters.library import AdapterSource
 from engine.adapters.stored import LoraAdapter
@@ -37,6 +38,7 @@ from engine.ranks.messages import (
     JobDone,
     OpenPageFiles,
     Ping,
+    RankReport,
     ReadAdapter,
     ReadSlots,
     RefillWeights,
@@ -255,8 +257,9 @@ class FollowerJobs:
     def take(self, job: Job, steps: SentSteps) -> None:
         """Begin a job, without waiting."""
         match job:
-            case Ping(number=number):
-                self._reply(number)
+            case Ping():
+                report = RankReport(steps.num_done, resident_bytes())
+                self._steps.send(_encoder.encode(report))
             case TransferJob(number=number, steps=before, body=body):
                 self._transfer.take(body, steps.after(before), partial(self._reply, number))
             case OpenPageFiles() | WriteSlots() | ReadSlots() | EraseSlots() | ClearSlots():

@@ -11,6 +11,7 @@ from prometheus_client.core import Metric
 
 from common import distribution
 from common.distribution import HistogramCounts
+from common.limits import MAX_RANKS
 from common.metrics.declared import (
     MetricDeclaration,
     MetricValues,
@@ -46,6 +47,7 @@ MODES = ("extend", "decode", "mixed", "verify")
 PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 
 TIERS = ("host", "file")
+RANKS = tuple(map(str, range(MAX_RANKS)))
 
 # Counted by the server process.
 REJECTED = counter(
@@ -276,6 +278,19 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_adapters_evicted": counter(
         "baton_adapters_evicted", "Total adapters evicted from host memory."
+    ),
+    "rank_memory": gauge(
+        "baton_rank_memory_bytes",
+        "Current resident memory of each rank in bytes. Only of nodes with several ranks.",
+        rank=RANKS,
+        sparse=True,
+    ),
+    "rank_behind": gauge(
+        "baton_rank_steps_behind",
+        "Steps that rank 0 had begun and this rank had not finished, when the rank last reported. "
+        "Only of nodes with several ranks.",
+        rank=RANKS,
+        sparse=True,
     ),
     "total_kernels_compiled": counter(
         "baton_kernels_compiled", "Total kernels that were compiled while serving."

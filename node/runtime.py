@@ -18,7 +18,7 @@ from engine.loop.clock import Lateness, StepClock
 from engine.loop.loop import EngineRole, EventLoop
 from engine.loop.watchdog import StalledEngine, Watchdog, end_process, report_stall
 from engine.memory_release import MemoryOccupation
-from engine.meters import AdapterMeter, TierMeter, VisionMetrics
+from engine.meters import AdapterMeter, RankMeter, TierMeter, VisionMetrics
 from engine.runner.profiler import Profiler
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer import data_paths
@@ -57,6 +57,7 @@ def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) ->
             num_pages=engine.shape.num_pages,
             page_size=engine.shape.layout.page_size,
             followers=engine.follower_pids,
+            device=str(engine.shape.device),
         )
     )
 
@@ -160,6 +161,7 @@ class NodeRuntime:
             meters=(
                 *(clock.meter, clock.compiles, reads, TierMeter(engine.tiers, kv.page_bytes)),
                 *(weights, AdapterMeter(engine.adapters), VisionMetrics(engine.model.seeing)),
+                RankMeter(engine.loaded.followers),
             ),
             cache=CacheEvents(engine.cache),
             adapters=engine.loader,

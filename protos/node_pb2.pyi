@@ -12,7 +12,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("role", "instance_id", "pids", "state", "model", "fingerprint", "tokenizer_hash", "context_length", "pages", "queues", "links", "steps", "counters", "mode", "prompts", "weights")
+    __slots__ = ("role", "instance_id", "pids", "state", "model", "fingerprint", "tokenizer_hash", "context_length", "pages", "queues", "links", "steps", "counters", "mode", "prompts", "weights", "ranks")
     class PagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class DescribeResponse(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     role: str
     instance_id: int
     pids: _containers.RepeatedScalarFieldContainer[int]
@@ -66,7 +67,8 @@ class DescribeResponse(_message.Message):
     mode: str
     prompts: _router_pb2.Backlog
     weights: bytes
-    def __init__(self, role: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., context_length: _Optional[int] = ..., pages: _Optional[_Mapping[str, int]] = ..., queues: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., steps: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., mode: _Optional[str] = ..., prompts: _Optional[_Union[_router_pb2.Backlog, _Mapping]] = ..., weights: _Optional[bytes] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[_router_pb2.RankState]
+    def __init__(self, role: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., context_length: _Optional[int] = ..., pages: _Optional[_Mapping[str, int]] = ..., queues: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., steps: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., mode: _Optional[str] = ..., prompts: _Optional[_Union[_router_pb2.Backlog, _Mapping]] = ..., weights: _Optional[bytes] = ..., ranks: _Optional[_Iterable[_Union[_router_pb2.RankState, _Mapping]]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -563,7 +563,7 @@ class Profile(_message.Message):
     def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class ClusterNode(_message.Message):
-    __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "weights", "seen_s", "prompts")
+    __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "weights", "seen_s", "prompts", "ranks")
     class PagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -601,6 +601,7 @@ class ClusterNode(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     SEEN_S_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     instance_id: int
@@ -617,7 +618,8 @@ class ClusterNode(_message.Message):
     weights: bytes
     seen_s: float
     prompts: Backlog
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., queues: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., steps: _Optional[int] = ..., model: _Optional[str] = ..., mode: _Optional[str] = ..., context_length: _Optional[int] = ..., weights: _Optional[bytes] = ..., seen_s: _Optional[float] = ..., prompts: _Optional[_Union[Backlog, _Mapping]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankState]
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., queues: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., steps: _Optional[int] = ..., model: _Optional[str] = ..., mode: _Optional[str] = ..., context_length: _Optional[int] = ..., weights: _Optional[bytes] = ..., seen_s: _Optional[float] = ..., prompts: _Optional[_Union[Backlog, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankState, _Mapping]]] = ...) -> None: ...
 
 class Backlog(_message.Message):
     __slots__ = ("queued_s", "token_s")
@@ -626,6 +628,20 @@ class Backlog(_message.Message):
     queued_s: float
     token_s: float
     def __init__(self, queued_s: _Optional[float] = ..., token_s: _Optional[float] = ...) -> None: ...
+
+class RankState(_message.Message):
+    __slots__ = ("rank", "pid", "device", "memory_bytes", "steps_behind")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    device: str
+    memory_bytes: int
+    steps_behind: int
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., steps_behind: _Optional[int] = ...) -> None: ...
 
 class LinkState(_message.Message):
     __slots__ = ("peer", "path", "gib_per_s")

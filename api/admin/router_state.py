@@ -243,6 +243,7 @@ def _node(report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:
     node.pids.extend(described.pids)
     node.pages.update(described.pages)
     node.links.extend(described.links)
+    node.ranks.extend(described.ranks)
     node.queues.update(described.queues)
     node.counters.update(described.counters)
     node.steps = described.steps

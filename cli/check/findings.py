@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,7 +11,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cli.check.sizes import rank_sizes, sentence
 from cli.local.plan import refuse_busy_port
+from cli.operating.command import size
 from common import tls
 from common.config import (
     EngineConfig,
@@ -27,12 +29,14 @@ from common.identity import program
 from common.identity.guard import Role
 from common.identity.program import identity_of
 from common.model_directory import model_directory
+from engine.build import OpenedModel
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import rounding_of
 from engine.models.precision import choose_precision
 from engine.models.spec import NOT_QUANTISED, ModelSpec
 from engine.processor import matrix_features, threads_at_hand, usable_cores
+from engine.ranks import Share
 from engine.sizing import free_bytes, resolve_device, resolve_shape
 from kernels.cpu.compiler import COMPILERS, cache_directory, compiler, prebuilt
 
@@ -46,6 +50,11 @@ class Finding:
     what: str
     verdict: str  # "ok" | "note": runs, but you may want to know | "fails"
     remark: str
+
+
+def fail(findings: Iterable[Finding]) -> bool:
+    """Return whether one of the findings keeps a process from running."""
+    return any(finding.verdict == "fails" for finding in findings)
 
 
 def of(config: RouterConfig | NodeConfig) -> Iterator[Finding]:
@@ -92,23 +101,33 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("computed", "ok", servable.computed)
         yield from _drafter(config.speculative)
         device = resolve_device(config.device)
-        yield Finding("device", "ok", _device(device, config.threads))
+        yield Finding("device", "ok", _device(device, config))
         if device.type == "cpu":
             yield _operations(config)
         precision = choose_precision(config.dtype, device, checkpoint, matrix_features())
         yield Finding("dtype", "ok", f"{precision}: {precision.because}")
         yield _weights(spec, device, config)
-        # Weights first: the KV pool gets the remaining memory.
-        free = free_bytes(device, config.cache.memory_fraction)
-        weights = servable.weight_bytes(device, precision.dtype, config.quantize)
-        shape = resolve_shape(config, spec, dtype=precision.dtype, free=free - weights)
+        sizes = rank_sizes(config, OpenedModel(directory, servable, device, precision))
+        if len(sizes) > 1:
+            yield Finding("ranks", "ok", sentence(sizes))
+        # Weights first: the KV pool gets the remaining memory. Ranks share that of a CPU.
+        free = free_bytes(device, config.cache.memory_fraction) // len(sizes)
+        weights = max(each.weight_bytes for each in sizes)
+        shape = resolve_shape(
+            config,
+            spec,
+            dtype=precision.dtype,
+            free=free - weights,
+            share=Share(0, len(sizes)),
+        )
     except ConfigError as error:
         yield Finding("model and device", "fails", str(error))
         return
     pool = shape.num_pages * shape.layout.page_bytes
     fits = shape.layout.tables.max_tokens(shape.num_pages)
+    each = "" if len(sizes) == 1 else "each rank: "
     remark = (
-        f"{_size(weights)} of weights and {_size(pool)} of KV in {_size(free)}: "
+        f"{each}{size(weights)} of weights and {size(pool)} of KV in {size(free)}: "
         f"{shape.num_pages} pages, {fits} tokens"
     )
     yield Finding("memory", "ok" if free > weights + pool else "fails", remark)
@@ -157,12 +176,14 @@ def _text(directory: Path) -> Finding:
     return Finding("tokenizer", "ok", "tokenizer.json")
 
 
-def _device(device: torch.device, threads: int) -> str:
+def _device(device: torch.device, config: EngineConfig) -> str:
     if device.type == "cuda":
         return f"{device}: {torch.cuda.get_device_name(device)}"
     features = ", ".join(matrix_features()) or "no products of 16 or 8 bits"
-    threads = threads or threads_at_hand(os.environ)
-    return f"cpu with {features}, {usable_cores()} cores, {threads} threads"
+    tp = config.parallel.tp
+    threads = config.threads or max(1, threads_at_hand(os.environ) // tp)
+    each = "" if tp == 1 else " for each rank"
+    return f"cpu with {features}, {usable_cores()} cores, {threads} threads{each}"
 
 
 def _transfer(config: TransferConfig) -> Iterator[Finding]:
@@ -237,12 +258,8 @@ def _named(config: RouterConfig) -> tuple[str, str]:
     return "ok", f"{len(config.prefill)} prefill, {len(config.decode)} decode"
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def print_table(role: str, findings: Sequence[Finding]) -> None:
-    table = Table(title=f"{role} node" if role != "router" else "router")
+def print_table(title: str, findings: Sequence[Finding]) -> None:
+    table = Table(title=title)
     for column in ("", "verdict", "remark"):
         table.add_column(column, overflow="fold")
     for finding in findings:

@@ -188,6 +188,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
+def size(num_bytes: int) -> str:
+    """Format a size in MiB, or in GiB from a quarter of one on."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def safe(text: str) -> str:
     """Return `text` without terminal control characters: names come from other processes."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from cli import client
-from cli.operating.command import EXIT_UNDONE, Operation, Result, safe, table
+from cli.operating.command import EXIT_UNDONE, Operation, Result, safe, size, table
 from cli.operating.fleet import Fleet, add_url_flag
 from common.settings import ConfigArgumentParser
 from protos.router_pb2 import ClusterNode, ExplainRequest, ExplainResponse, GetClusterResponse
@@ -39,6 +39,13 @@ def _status_lines(address: str, cluster: GetClusterResponse) -> Iterator[str]:
         states = Counter(node.state for node in cluster.nodes if node.role == role)
         counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         yield f"{role:<9} {counted or 'no nodes'}"
+    if split := [node for node in cluster.nodes if node.ranks]:
+        ranks = [rank for node in split for rank in node.ranks]
+        memory, behind = sum(r.memory_bytes for r in ranks), max(r.steps_behind for r in ranks)
+        yield (
+            f"ranks     {len(ranks)} on {len(split)} of {len(cluster.nodes)} nodes, "
+            f"{size(memory)} of memory, at most {behind} steps behind"
+        )
     if unready := [node for node in cluster.nodes if node.state != "ready"]:
         yield ""
         yield table(_NODE_HEADER, map(_node_row, unready))
@@ -62,7 +69,25 @@ def _node_row(node: ClusterNode) -> tuple[str, ...]:
 
 async def _nodes(options: argparse.Namespace, fleet: Fleet) -> Result:
     nodes = (await fleet.look(options.router)).nodes
-    return Result(table(_NODE_HEADER, map(_node_row, nodes)), GetClusterResponse(nodes=nodes))
+    tables = [table(_NODE_HEADER, map(_node_row, nodes))]
+    if ranks := [row for node in nodes for row in _rank_rows(node)]:
+        tables.append(table(_RANK_HEADER, ranks))
+    return Result("\n\n".join(tables), GetClusterResponse(nodes=nodes))
+
+
+_RANK_HEADER = ("NODE WITH RANKS", "RANK", "PID", "DEVICE", "MEMORY", "STEPS BEHIND")
+
+
+def _rank_rows(node: ClusterNode) -> Iterator[tuple[str, ...]]:
+    for each in node.ranks:
+        yield (
+            node.address,
+            str(each.rank),
+            str(each.pid),
+            each.device,
+            size(each.memory_bytes) if each.memory_bytes else "-",
+            str(each.steps_behind),
+        )
 
 
 async def _weights(options: argparse.Namespace, fleet: Fleet) -> Result:

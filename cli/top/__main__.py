@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cli import client
-from cli.operating.command import json_text
+from cli.operating.command import json_text, safe
 from cli.top import frame as top_frame
 from cli.top.frame import Rates
 from common import rpc, settings, tls
@@ -94,7 +94,7 @@ class TopView:
     def frame(self, width: int, height: int | None) -> RenderableType:
         parts: list[RenderableType] = []
         if self.problem:
-            parts.append(Text(top_frame.safe(f"Retrying. {self.problem}"), "bold red"))
+            parts.append(Text(safe(f"Retrying. {self.problem}"), "bold red"))
         if self.cluster is not None:
             left = None if height is None else height - len(parts)
             parts.append(

@@ -2,17 +2,19 @@
 functions."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from cli.operating.command import safe, size
 from protos.router_pb2 import (
     ClusterNode,
     GetClusterResponse,
     LatencySummary,
     LinkState,
+    RankState,
     RouterState,
 )
 
@@ -106,6 +108,7 @@ _NARROWEST_BAR, _WIDEST_BAR = 8, 24
 _FIXED_WIDTH = _STATE_WIDTH + _NARROWEST_BAR + _USED_WIDTH + 3 * _GAP  # always shown
 _QUEUES_WIDTH = 40  # at least
 _FIRST_NUMBER = 3  # the column of "used"
+_NARROWEST_ADDRESS = 12
 _FEWEST_LINKS = 4  # minimum lines for links, on any terminal
 
 
@@ -138,7 +141,8 @@ def frame(
     Args:
         address: of the router.
         width: cells of a line. Nothing is wider: columns are left out instead.
-        height: available lines; None: any number. Links are summed up if they are too many.
+        height: available lines; None: any number. Ranks and links are summed up if they are too
+            many.
     """
     nodes = list(cluster.nodes)
     parts: list[RenderableType] = [
@@ -150,16 +154,15 @@ def frame(
     ]
     if any(node.pages for node in nodes):
         parts += [Text(), _legend()]
+    if split := [node for node in nodes if node.ranks]:
+        num_ranks = sum(len(node.ranks) for node in split)
+        fit = height is None or num_ranks <= height - len(parts) - 2 - _FEWEST_LINKS
+        parts += [Text(), *_rank_lines(split, width, each=fit)]
     links = [(link, node.address) for node in nodes for link in node.links]
     if links:
         room = None if height is None else max(_FEWEST_LINKS, height - len(parts) - 2)
-        parts += [Text(), *_link_lines(links, room, width)]
+        parts += [Text(), *_link_lines(links, room, width, {n.address: n for n in nodes})]
     return Group(*parts)
-
-
-def safe(text: str) -> str:
-    """Return `text` without terminal control characters: names come from other processes."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def short(value: float | None) -> str:
@@ -339,15 +342,58 @@ def _legend() -> Text:
     return Text("  ").join(parts)
 
 
+def _rank_lines(nodes: Sequence[ClusterNode], width: int, *, each: bool) -> Iterator[Text]:
+    """Return a line for each rank, or one for each node. Columns that do not fit are left out."""
+    groups = [
+        (node.address, ranks)
+        for node in nodes
+        for ranks in ([[rank] for rank in node.ranks] if each else [list(node.ranks)])
+    ]
+    columns = [[name, *(shown(ranks) for _, ranks in groups)] for name, shown in _RANK_COLUMNS]
+    for name in ("device", "pid", "memory"):
+        if width - sum(max(map(len, column)) + _GAP for column in columns) < _NARROWEST_ADDRESS:
+            columns = [column for column in columns if column[0] != name]
+    columns.insert(0, ["ranks", *(safe(address) for address, _ in groups)])
+    widths = [max(map(len, column)) for column in columns]
+    widths[0] = max(1, min(widths[0], width - sum(widths[1:]) - _GAP * len(widths[1:])))
+    for index, row in enumerate(zip(*columns, strict=True)):
+        line = _line([*map(Text, row)], widths)
+        if index == 0:
+            line.stylize("bright_black")
+        yield line
+
+
+def _span(values: Sequence[int], shown: Callable[[int], str]) -> str:
+    low, high = min(values), max(values)
+    return shown(low) if low == high else f"{shown(low)} … {shown(high)}"
+
+
+def _one(ranks: Sequence[RankState], shown: Callable[[RankState], int], several: str) -> str:
+    return str(shown(ranks[0])) if len(ranks) == 1 else several
+
+
+# After the address.
+_RANK_COLUMNS: Sequence[tuple[str, Callable[[Sequence[RankState]], str]]] = (
+    ("rank", lambda ranks: _one(ranks, lambda rank: rank.rank, f"all {len(ranks)}")),
+    ("pid", lambda ranks: _one(ranks, lambda rank: rank.pid, "")),
+    ("device", lambda ranks: safe(", ".join(sorted({rank.device for rank in ranks})))),
+    ("memory", lambda ranks: _span([rank.memory_bytes for rank in ranks], size)),
+    ("steps behind", lambda ranks: _span([rank.steps_behind for rank in ranks], str)),
+)
+
+
 def _link_lines(
-    links: Sequence[tuple[LinkState, str]], room: int | None, width: int
+    links: Sequence[tuple[LinkState, str]],
+    room: int | None,
+    width: int,
+    nodes: Mapping[str, ClusterNode],
 ) -> Iterator[Text]:
     """Return a line for each link, or one for each path if there are more links than `room`."""
     rows = [(Text("links"), Text("path"), Text("GB/s"))]
     if room is None or len(links) <= room:
         rows += [
             (
-                Text(f"{safe(link.peer)} → {safe(reader)}"),
+                Text(f"{safe(link.peer)} → {safe(reader)}{_ranks(nodes, link.peer, reader)}"),
                 _path(link.path),
                 Text(_gigabytes(link.gib_per_s)),
             )
@@ -369,6 +415,17 @@ def _link_lines(
         if index == 0:
             line.stylize("bright_black")
         yield line
+
+
+def _ranks(nodes: Mapping[str, ClusterNode], owner: str, reader: str) -> str:
+    """Return the numbers of ranks of both ends of a link, if one has several."""
+    ends = [nodes.get(each) for each in (owner, reader)]
+    if not any(end.ranks for end in ends if end is not None):
+        return ""
+    counts = [
+        "?" if end is None or end.state == "unreachable" else len(end.ranks) or 1 for end in ends
+    ]
+    return f" ({counts[0]} → {counts[1]} ranks)"
 
 
 def _by_path(links: Sequence[tuple[LinkState, str]]) -> Iterator[tuple[str, list[float]]]:

@@ -55,6 +55,12 @@ def trim() -> None:
         malloc_trim(0)
 
 
+def resident_bytes() -> int:
+    """Return the memory that this process has in RAM, shared memory included."""
+    with open("/proc/self/statm", "rb") as sizes:
+        return int(sizes.read().split()[1]) * resource.getpagesize()
+
+
 ENOUGH = 1 << 16
 
 

@@ -3,7 +3,7 @@
 `python -m docs.generate.metrics` writes the page.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cli.planner import metrics as planner
@@ -13,6 +13,7 @@ from node import metrics as node
 from router import metrics as router
 
 FILE = Path(__file__).parents[1] / "metrics.md"
+_LISTED = 32  # values of a label
 _HEAD = """# Metrics
 
 Every process with `--metrics-port` serves Prometheus metrics on that port, without a key. A router
@@ -108,7 +109,9 @@ def _labels(declared: MetricDeclaration) -> str:
     return "<br>".join(f"{name}: {_values(values)}" for name, values in declared.labels.items())
 
 
-def _values(values: Iterable[str]) -> str:
+def _values(values: Sequence[str]) -> str:
+    if len(values) > _LISTED:
+        return f"`{values[0]}` to `{values[-1]}`"
     return ", ".join(f"`{value}`" for value in values) or "*names in the file*"
 
 

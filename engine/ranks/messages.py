@@ -164,9 +164,7 @@ class TransferJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Reply at once."""
-
-    number: int
+    """Send a RankReport at once. The only job without a number."""
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
@@ -187,6 +185,18 @@ class JobDone(msgspec.Struct, frozen=True, tag=True):
     number: int
     error: str = ""
     result: bytes = b""
+
+
+class RankReport(msgspec.Struct, frozen=True, tag=True):
+    """The reply to a Ping.
+
+    Attributes:
+        steps: number of steps that the rank is done with.
+        memory_bytes: resident memory of its process.
+    """
+
+    steps: int
+    memory_bytes: int
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
@@ -214,4 +224,4 @@ Job: TypeAlias = (
     | TransferJob
     | Ping
 )
-FromFollower: TypeAlias = RankLoaded | RankReady | JobDone | RankFailed
+FromFollower: TypeAlias = RankLoaded | RankReady | JobDone | RankReport | RankFailed

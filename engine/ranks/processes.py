@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from common.config import EngineConfig, ParallelConfig
 from common.errors import ConfigError, EngineFault
 from common.logs import kv
 from common.process.leash import leashed
+from common.process.resources import resident_bytes
 from engine.ranks.gloo import GlooGroup
 from engine.ranks.group import Group
 from engine.ranks.messages import (
@@ -44,6 +45,7 @@ from engine.ranks.messages import (
     RankFailed,
     RankLoaded,
     RankReady,
+    RankReport,
     StartRank,
     StartSteps,
 )
@@ -54,6 +56,7 @@ from engine.ranks.shm import SharedMemoryGroup, memory_bytes
 _LOAD_S = 3600.0  # for weights from a slow disk
 _CLOSE_S = 5.0
 _LOOK_S = 1.0  # between two looks for missing replies
+_PATIENCE_S = 5.0  # longer than in a collective, whose error is the better one if a step runs
 
 log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
@@ -93,36 +96,53 @@ class _AskedJob:
 
 
 class PingTimer:
-    """When to ask followers whether they run, and whether their reply is late. If this process was
-    stopped meanwhile, that time does not count, because they may have been stopped too.
+    """When to send a Ping to all followers, and which of them are late with their report. If this
+    process was stopped meanwhile, that time does not count, because they may have been stopped too.
 
     Args:
-        silent_s: longest time until a reply.
+        ranks: of the followers.
+        silent_s: longest time until a report.
     """
 
-    def __init__(self, silent_s: float) -> None:
+    def __init__(self, ranks: Collection[int], silent_s: float) -> None:
+        self._ranks = frozenset(ranks)
         self._silent_s = silent_s
-        self._asked: Future[Any] | None = None
-        self._asked_at = 0.0
-        self._waited_s = 0.0
-        self._looked = 0.0
+        self._missing: set[int] = set()
+        self._waited_s = 0.0  # since the newest Ping
+        self._looked = -2 * _LOOK_S  # so that the first Ping is due at the first look
 
-    def is_due(self, now: float) -> bool:
-        """Return whether to ask: there is a reply, and a second has passed since the question."""
-        return self._is_answered and now >= self._asked_at + _LOOK_S
-
-    def sent(self, asked: "Future[Any]", now: float) -> None:
-        self._asked, self._asked_at, self._waited_s = asked, now, 0.0
-
-    def is_late(self, now: float) -> bool:
-        """Return whether the reply is late. Called at least once in a second."""
+    def look(self, now: float) -> None:
+        """Note the time. Called at least once in a second."""
         self._waited_s += min(now - self._looked, 2 * _LOOK_S)
         self._looked = now
-        return not self._is_answered and self._waited_s > self._silent_s
 
     @property
-    def _is_answered(self) -> bool:
-        return self._asked is None or self._asked.done()
+    def is_due(self) -> bool:
+        return not self._missing and self._waited_s >= _LOOK_S
+
+    @property
+    def late(self) -> Sequence[int]:
+        """Return the ranks whose report is late."""
+        return sorted(self._missing) if self._waited_s > self._silent_s else ()
+
+    def sent(self) -> None:
+        self._missing, self._waited_s = set(self._ranks), 0.0
+
+    def reported(self, rank: int) -> None:
+        self._missing.discard(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The state of a rank, as it last reported it.
+
+    Attributes:
+        memory_bytes: resident memory of its process.
+        steps_behind: number of steps that rank 0 had begun and this rank was not done with.
+    """
+
+    memory_bytes: int
+    steps_behind: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +175,8 @@ class Followers:
 
     Attributes:
         share: of rank 0.
-        steps_done: number of steps that rank 0 is done with. Any thread may read it.
+        steps_sent: number of steps that rank 0 has begun.
+        steps_done: number of steps that rank 0 is done with. Any thread may read both.
     """
 
     def __init__(self, config: EngineConfig, program: str) -> None:
@@ -165,8 +186,9 @@ class Followers:
         Args:
             program: module that a follower runs.
         """
-        self.steps_done = 0
-        self._silent_s = config.parallel.collective_s
+        self.steps_sent = self.steps_done = 0
+        self._states: dict[int, RankState] = {}  # of followers that have reported
+        self._silent_s = config.parallel.collective_s + _PATIENCE_S
         size, settings = config.parallel.tp, config.model_dump_json().encode()
         self._followers: list[_Follower] = []
         self._directory = tempfile.TemporaryDirectory(prefix="baton-ranks-")
@@ -263,9 +285,17 @@ class Followers:
         self._queue.put(_encoder.encode(make(number)))
         return asked.future
 
+    def states(self) -> Mapping[int, RankState]:
+        """Return the states of rank 0 and of all followers that have reported, by rank."""
+        return {0: self._state(self.steps_done, resident_bytes()), **self._states}
+
+    def _state(self, steps_done: int, memory_bytes: int) -> RankState:
+        # A follower may be done with a step that rank 0 has sent and not counted yet.
+        return RankState(memory_bytes, max(0, self.steps_sent - steps_done))
+
     def watch(self, on_end: Callable[[], None]) -> None:
-        """Have another thread take the replies to jobs, and call `on_end` when a follower ends or
-        freezes before `close`."""
+        """Have another thread take the replies to jobs and the reports of followers, and call
+        `on_end` when a follower ends or freezes before `close`."""
         self._watcher = threading.Thread(target=self._watch, args=(on_end,), name="ranks")
         self._watcher.daemon = True
         self._watcher.start()
@@ -321,40 +351,48 @@ class Followers:
         `close`."""
         pidfds = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
         sockets = {each.socket: rank for rank, each in enumerate(self._followers, start=1)}
-        ping = PingTimer(self._silent_s)
+        ping = PingTimer(sockets.values(), self._silent_s)
         sources: list[Any] = [*sockets, *pidfds, self._queue.waiting, self._closed]
         while True:
             ready, _, _ = select.select(sources, self._queue.full, [], _LOOK_S)
             ended = {rank for pidfd, rank in pidfds.items() if pidfd in ready}
             for each in sockets.keys() & set(ready):
-                if not self._take_reply(each):
+                if not self._take_reply(each, sockets[each], ping):
                     ended.add(sockets[each])
             if self._closed in ready:
                 return True
             if ended:
                 self._report_end(ended.pop())
                 return False
-            now = time.monotonic()
-            if ping.is_late(now):
+            ping.look(time.monotonic())
+            if ping.late:
+                late = ", ".join(map(str, ping.late))
                 log.error(
-                    "a rank does not reply, and this node ends %s", kv(seconds=self._silent_s)
+                    "ranks do not reply, and this node ends %s",
+                    kv(ranks=late, seconds=self._silent_s),
                 )
                 return False
             try:
                 self._queue.flush()
-                if ping.is_due(now):
-                    ping.sent(self.ask(Ping), now)
+                if ping.is_due:
+                    ping.sent()
+                    self._queue.put(_encoder.encode(Ping()))
             except EngineFault as error:
                 log.error("a rank has ended, and so does this node %s", kv(reason=error))
                 return False
 
-    def _take_reply(self, source: socket.socket) -> bool:
+    def _take_reply(self, source: socket.socket, rank: int, ping: PingTimer) -> bool:
         """Return whether the follower still has its end."""
-        packet = source.recv(MAX_PACKET_BYTES)
-        if packet:
-            reply = _from_follower.decode(packet)
-            if isinstance(reply, JobDone) and self._jobs[reply.number].take(reply):
-                del self._jobs[reply.number]
+        packet = b""
+        with contextlib.suppress(ConnectionResetError):  # it was killed with a job unread
+            packet = source.recv(MAX_PACKET_BYTES)
+        match _from_follower.decode(packet) if packet else None:
+            case JobDone(number=number) as reply:
+                if self._jobs[number].take(reply):
+                    del self._jobs[number]
+            case RankReport(steps=steps, memory_bytes=memory_bytes):
+                ping.reported(rank)
+                self._states[rank] = self._state(steps, memory_bytes)
         return bool(packet)
 
     def _report_end(self, rank: int) -> None:

@@ -90,9 +90,11 @@ class StepSender(Protocol):
     """The followers, as steps need them.
 
     Attributes:
+        steps_sent: number of steps that rank 0 has begun.
         steps_done: number of steps that rank 0 is done with.
     """
 
+    steps_sent: int
     steps_done: int
 
     def send(self, header: bytes) -> None:
@@ -170,6 +172,7 @@ class LeadingForwards:
     def _noted(self, event: StreamEvent) -> StreamEvent:
         self._events[self._number % BLOCKS] = event
         self._number += 1
+        self._followers.steps_sent = self._number
         return _CountedEvent(event, self._number, self._followers)
 
 
@@ -180,6 +183,10 @@ class _CountedEvent:
     event: StreamEvent
     number: int  # of steps up to this one
     followers: StepSender
+
+    @property
+    def is_done(self) -> bool:
+        return self.event.is_done
 
     def wait(self) -> None:
         self.event.wait()
@@ -196,6 +203,11 @@ class SentSteps:
     @property
     def number(self) -> int:
         return self._number
+
+    @property
+    def num_done(self) -> int:
+        """Return the number of steps that are done. No more than BLOCKS are not."""
+        return self._number - sum(not event.is_done for event in self._events)
 
     @property
     def newest(self) -> StreamEvent | None:

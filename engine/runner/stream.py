@@ -21,6 +21,11 @@ Made = TypeVar("Made")
 
 
 class StreamEvent(Protocol):
+    @property
+    def is_done(self) -> bool:
+        """Return whether the work has ended, without waiting."""
+        ...
+
     def wait(self) -> None:
         """Wait until the work is done.
 
@@ -45,6 +50,10 @@ class DeviceStream(Protocol):
 class WorkerEvent:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
 
     def wait(self) -> None:
         try:
@@ -90,6 +99,10 @@ class WorkerStream:
 class CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self._event.synchronize()

@@ -7,7 +7,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -164,6 +164,24 @@ class NodeIdentity(NamedTuple):
     engine_pid: int
 
 
+def _ranks(
+    pids: Sequence[int], device: str, gauges: Mapping[str, float]
+) -> Iterator[router_pb2.RankState]:
+    """Yield the ranks of a node.
+
+    Args:
+        gauges: of the engine's newest report.
+    """
+    for rank, pid in enumerate(pids):
+        yield router_pb2.RankState(
+            rank=rank,
+            pid=pid,
+            device=device,
+            memory_bytes=int(gauges.get(f"rank_memory/{rank}", 0)),
+            steps_behind=int(gauges.get(f"rank_behind/{rank}", 0)),
+        )
+
+
 class NodeService(node_pb2_grpc.NodeServicer):
     """Forwards questions to the engine thread. Answers itself only while the engine starts.
 
@@ -216,6 +234,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         else:
             description = {}
         moving = self._supervision.moving
+        if ready.followers:
+            pids = (identity.engine_pid, *ready.followers)
+            reply.ranks.extend(_ranks(pids, ready.device, moving.gauges if moving else {}))
         weights = {"weights": moving.weights.hex()} if moving is not None else {}
         fingerprint = {**ready.fingerprint, **weights}
         reply.fingerprint = hashlib.sha256(

@@ -6,6 +6,7 @@ import re
 import socket
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from cli.demo_model import write
 from common.identity.secret import new_secret
 from tests.support import fork_server
 from tests.support.certificates import Authority
+from tests.support.checkpoints import make_checkpoint
 from tests.support.quantised import FORMATS, requantised
 from tests.support.tiny_models import make_tiny, tiny_config
 
@@ -173,3 +175,143 @@ def test_it_tells_when_a_router_with_tls_calls_nodes_without(check, model, tmp_p
     assert re.search("TLS .* note .* on: localhost, 127.0.0.1, until", table)
     code, table, _ = check(*router, f"--node-tls.ca={config.ca}")
     assert "off" not in table
+
+
+# Ranks ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def check_pair(check, model, tmp_path):
+    """Returns the exit code and the JSON of a prefill node and a decode node, by their settings."""
+
+    def run(prefill, decode, *flags, served=model):
+        files = []
+        for name, settings in (("prefill", prefill), ("decode", decode)):
+            files.append(tmp_path / f"{name}.yaml")
+            files[-1].write_text(json.dumps(settings))  # JSON is YAML
+        named = [f"--model={served}"] if served else []
+        code, text, errors = check(
+            *map(str, files), *named, "--device=cpu", "--port=0", "--json", *flags
+        )
+        assert errors == ""
+        return code, json.loads(text)
+
+    return run
+
+
+def ranks(tp, **engine):
+    return {"engine": {"parallel": {"tp": tp}, **engine}}
+
+
+def remarks(findings, verdict):
+    return [each["remark"] for each in findings if each["verdict"] == verdict]
+
+
+def spans(pair):
+    """What each rank reads: its number, the other rank, and the first byte in both pages."""
+    return [(each["rank"], each["owner"], each["source"], each["at"]) for each in pair["reads"]]
+
+
+def test_the_memory_of_a_node_with_ranks_is_that_of_each(check, model):
+    flags = (f"--model={model}", "--device=cpu", "--port=0", "--json")
+    one, two = (json.loads(check(*flags, f"--engine.parallel.tp={tp}")[1]) for tp in (1, 2))
+    assert not [finding for finding in one if finding["what"] == "ranks"]
+    (told,) = [finding["remark"] for finding in two if finding["what"] == "ranks"]
+    assert re.match(r"ranks 0 to 1, each: \S+ MiB of weights, pages of \d+ bytes, ", told)
+    (memory,) = [finding["remark"] for finding in two if finding["what"] == "memory"]
+    assert memory.startswith("each rank: ")
+    free = [float(re.search(r"in (\S+) GiB", str(found))[1]) for found in (one, two)]
+    assert free[0] / 2 == pytest.approx(free[1], rel=0.3)  # others use memory meanwhile
+    (device,) = [finding["remark"] for finding in two if finding["what"] == "device"]
+    assert device.endswith("threads for each rank")
+
+
+def test_each_rank_of_a_reader_reads_its_heads_of_a_page(check_pair):
+    code, found = check_pair(ranks(1), ranks(2))
+    assert code == 0
+    pair = found["pair"]
+    (whole,), (first, second) = pair["ranks"]["prefill"], pair["ranks"]["decode"]
+    assert first == second
+    for each in ("page_bytes", "token_bytes"):
+        assert 2 * first[each] == whole[each]
+    assert whole["weight_bytes"] / 2 <= first["weight_bytes"] < whole["weight_bytes"]
+    half = first["page_bytes"]
+    assert spans(pair) == [(0, 0, 0, 0), (1, 0, half, 0)]
+    assert {(each["table"], each["size"]) for each in pair["reads"]} == {("table 0", half)}
+
+    code, found = check_pair(ranks(2), ranks(1))
+    assert code == 0 and spans(found["pair"]) == [(0, 0, 0, 0), (0, 1, 0, half)]
+
+
+def test_equal_numbers_of_ranks_read_from_each_other_one_by_one(check_pair):
+    code, found = check_pair(ranks(4), ranks(4))  # twice as many as KV heads
+    assert code == 0
+    assert spans(found["pair"]) == [(rank, rank, 0, 0) for rank in range(4)]
+
+
+def test_the_state_of_a_request_is_listed_in_parts(check, check_pair, tmp_path):
+    served = make_checkpoint(tmp_path / "hybrid", "qwen3_next")
+    code, found = check_pair(ranks(1), ranks(2), "--engine.cache.page-size=256", served=served)
+    assert code == 0
+    states = [each for each in found["pair"]["reads"] if each["table"] == "state"]
+    assert {each["rank"] for each in states} == {0, 1}
+    assert len({(each["source_page"], each["source"]) for each in states}) == len(states)
+    equal = check_pair(ranks(2), ranks(2), "--engine.cache.page-size=256", served=served)[1]["pair"]
+    page_bytes = equal["ranks"]["decode"][0]["page_bytes"]
+    assert {each["size"] for each in equal["reads"]} == {page_bytes}  # whole pages
+    files = (str(tmp_path / "prefill.yaml"), str(tmp_path / "decode.yaml"))
+    Path(files[0]).write_text(json.dumps(ranks(1)))
+    code, text, _ = check(
+        *files, f"--model={served}", "--device=cpu", "--port=0", "--engine.cache.page-size=256"
+    )
+    assert code == 0
+    assert len(re.findall(r"state +│ \d+ parts of \d+ pages", text)) == 2
+
+
+def test_what_ranks_cannot_split_is_named_with_numbers(check, check_pair, tmp_path):
+    code, found = check_pair(ranks(1), ranks(3))
+    assert code == 1
+    expected = "engine.parallel.tp 3: 3 ranks cannot have equal parts of 2 KV heads"
+    for findings in (found["decode"], found["pair"]["findings"]):
+        (told,) = remarks(findings, "fails")
+        assert told.startswith(expected)
+    assert not remarks(found["prefill"], "fails") and not found["pair"]["reads"]
+    cells = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    served = make_checkpoint(tmp_path / "hybrid", "qwen3_next", **cells)
+    code, found = check_pair(ranks(1), ranks(2), "--engine.cache.page-size=32", served=served)
+    assert code == 1 and not remarks(found["prefill"], "fails")
+    (told,) = remarks(found["decode"], "fails")
+    assert re.search(r"page_size: 32 tokens make pages of 8192 bytes, .*; 64 are enough", told)
+
+
+@pytest.mark.parametrize(
+    "decode, told",
+    [
+        (ranks(2, cache={"page_size": 32}), "page_size is '32' here and '16' there"),
+        (ranks(2, cache={"dtype": "fp8_e4m3"}), "kv_dtype is 'float8_e4m3fn' here"),
+        ({**ranks(2), "mode": "colocated"}, "mode colocated reads from no prefill node"),
+        ({**ranks(2), "transfer": {"backend": "tcp"}}, "the prefill node has only nixl"),
+    ],
+)
+def test_nodes_that_cannot_pair_are_told_why(check_pair, decode, told):
+    prefill = {**ranks(1), "transfer": {"backend": "nixl" if "transfer" in decode else "auto"}}
+    code, found = check_pair(prefill, decode)
+    assert code == 1
+    assert any(told in remark for remark in remarks(found["pair"]["findings"], "fails"))
+
+
+def test_other_weights_cannot_pair(check_pair, tmp_path):
+    models = [str(make_checkpoint(tmp_path / str(seed), seed=seed)) for seed in (0, 1)]
+    code, found = check_pair(*(ranks(1, model=model) for model in models), served=None)
+    assert code == 1
+    (told,) = remarks(found["pair"]["findings"], "fails")
+    assert "weights is" in told and "dtype" not in told
+
+
+def test_a_pair_needs_two_files(check, model, tmp_path):
+    (tmp_path / "a.yaml").write_text("")
+    file = str(tmp_path / "a.yaml")
+    code, _, errors = check(file, f"--model={model}")
+    assert code == 2 and "expected two files" in errors
+    code, _, errors = check(file, file, f"--model={model}", f"--config={file}")
+    assert code == 2 and "--config" in errors

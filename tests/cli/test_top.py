@@ -22,6 +22,7 @@ from protos.router_pb2 import (
     GetClusterResponse,
     LatencySummary,
     LinkState,
+    RankState,
     RecentRequests,
     RouterState,
 )
@@ -93,6 +94,47 @@ def test_a_wide_frame_has_everything_in_one_line_for_each_node():
         shown
     )  # GB, not GiB
     assert "up 1 h 6 min" in shown[0]
+
+
+def split(at_s, num_ranks=2):
+    """The cluster with ranks in its decode node."""
+    now = cluster(at_s)
+    ranks = [
+        RankState(rank=n, pid=30 + n, device="cpu", memory_bytes=(5 + n) << 20, steps_behind=n)
+        for n in range(num_ranks)
+    ]
+    now.nodes[1].ranks.extend(ranks)
+    return now
+
+
+def test_each_rank_has_a_line_and_links_have_the_numbers_of_ranks():
+    shown = lines(150, make=split)
+    title = next(line for line in shown if line.startswith("ranks"))
+    first = shown[shown.index(title) + 1].split()
+    assert first == [DECODE, "0", "30", "cpu", "5.0", "MiB", "0"]
+    assert shown[shown.index(title) + 2].split() == [DECODE, "1", "31", "cpu", "6.0", "MiB", "1"]
+    (link,) = [line for line in shown if "→" in line and "cma" in line]
+    assert link.startswith(f"{PREFILL} → {DECODE} (1 → 2 ranks)")
+    assert not any("rank" in line for line in lines(150))
+
+
+def test_ranks_that_do_not_fit_have_a_line_for_each_node():
+    shown = lines(150, 30, make=lambda at_s: split(at_s, num_ranks=32))
+    title = next(line for line in shown if line.startswith("ranks"))
+    row = shown[shown.index(title) + 1].split("  ")
+    assert [cell.strip() for cell in row if cell] == [
+        DECODE, "all 32", "cpu", "5.0 MiB … 36.0 MiB", "0 … 31",
+    ]  # fmt: skip
+    assert len(shown) <= 30
+    assert any("cma" in line for line in shown)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+@pytest.mark.parametrize("num_ranks", [2, 32])
+def test_no_line_of_ranks_is_wider_than_the_terminal(width, num_ranks):
+    shown = lines(width, 30, make=lambda at_s: split(at_s, num_ranks), paper=500)
+    title = next(line for line in shown if line.startswith("ranks"))
+    assert max(map(len, shown[shown.index(title) :])) <= width
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])

@@ -13,7 +13,7 @@ from cli.operating.command import Result, json_text, with_fleet
 from common import rpc
 from common.errors import NodeUnavailable
 from protos import router_pb2_grpc
-from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
+from protos.router_pb2 import ClusterNode, GetClusterResponse, RankState, RouterState
 
 PREFILL = ClusterNode(role="prefill", address="a:1", state="ready", queues={"waiting": 2})
 DECODE = ClusterNode(
@@ -117,6 +117,33 @@ async def test_lists_of_nodes_are_aligned_and_safe_for_terminals():
     assert "\x1b" not in paused
     assert [line.split()[2] for line in weights.text.splitlines()[1:3]] == ["of", "0a0b"]
     assert weights.data["nodes"][1]["weights"] == "0a0b"
+
+
+async def test_ranks_of_nodes_with_several_are_listed():
+    ranks = [
+        RankState(rank=0, pid=7, device="cpu", memory_bytes=3 << 20, steps_behind=1),
+        RankState(rank=1, pid=8, device="c\x1bpu"),
+    ]
+    split = ClusterNode(role="decode", address="d:4", state="ready", ranks=ranks)
+    async with _grpc(GetClusterResponse(router=READY, nodes=[PREFILL, split])) as flag:
+        nodes, status = await _run("nodes list", flag), await _run("status", flag)
+    header, first, second = nodes.text.splitlines()[-3:]
+    assert header.split()[-4:] == ["DEVICE", "MEMORY", "STEPS", "BEHIND"]
+    assert first.split() == ["d:4", "0", "7", "cpu", "3.0", "MiB", "1"]
+    assert second.split()[-2:] == ["-", "0"]  # it has not reported yet
+    assert "\x1b" not in nodes.text
+    told = "ranks     2 on 1 of 2 nodes, 3.0 MiB of memory, at most 1 steps behind"
+    assert told in status.text.splitlines()
+    assert [rank["pid"] for rank in json.loads(json_text(nodes.data))["nodes"][1]["ranks"]] == [
+        7,
+        8,
+    ]
+
+
+async def test_without_several_ranks_none_are_listed():
+    async with _grpc(GetClusterResponse(router=READY, nodes=[PREFILL, DECODE])) as flag:
+        nodes, status = await _run("nodes list", flag), await _run("status", flag)
+    assert "RANK" not in nodes.text and "ranks" not in status.text
 
 
 async def test_lists_of_the_http_port_send_the_api_key(monkeypatch):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, packed, unpacked
 from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
-from engine.ranks.processes import JobFailed
+from engine.ranks.processes import JobFailed, PingTimer
 from engine.runner.stream import WorkerStream
 from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
 from tests.support.adapters import make_adapter
@@ -325,6 +326,65 @@ def test_a_step_that_fails_on_a_follower_is_noticed_though_nobody_awaits_it() ->
     assert failed.empty()
 
 
+def test_followers_are_asked_about_once_a_second_and_the_late_ones_are_named() -> None:
+    ping, now = PingTimer([1, 2], silent_s=5.0), 1000.0
+    ping.look(now)
+    assert ping.is_due
+    ping.sent()
+    for rank in (1, 2):
+        assert not ping.is_due
+        ping.reported(rank)
+    for step_s, due in ((0.0, False), (0.4, False), (0.5, False), (0.2, True)):
+        now += step_s
+        ping.look(now)  # as after each reply to a job
+        assert ping.is_due == due
+    ping.sent()
+    ping.reported(2)
+    for _ in range(5):
+        now += 1.0
+        ping.look(now)
+        assert not ping.is_due and not ping.late
+    now += 1.0
+    ping.look(now)
+    assert ping.late == [1]
+    ping.reported(1)
+    assert ping.is_due and not ping.late
+
+
+def test_a_process_that_was_stopped_does_not_take_others_for_late() -> None:
+    ping = PingTimer([1], silent_s=5.0)
+    ping.look(1000.0)
+    ping.sent()
+    ping.look(2000.0)
+    assert not ping.late
+
+
+def test_every_rank_reports_its_memory_and_how_far_it_is(tmp_path: Path) -> None:
+    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
+    followers = serving.engine.loaded.followers
+    assert followers is not None
+    try:
+        serving.add(prompt(40), sampling=sampled())
+        serving.run()
+        (pid,) = followers.pids
+        deadline = time.monotonic() + PATIENCE_S
+        while (state := followers.states().get(1)) is None or state.steps_behind:
+            assert time.monotonic() < deadline, "no report after the last step"
+            time.sleep(0.02)
+        assert state.memory_bytes == pytest.approx(resident(pid), rel=0.2)
+        assert followers.states()[0].memory_bytes == pytest.approx(resident(os.getpid()), rel=0.2)
+        assert followers.states()[0].steps_behind == 0
+        assert followers.steps_sent == followers.steps_done > 0
+    finally:
+        serving.close()
+
+
+def resident(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1]) << 10
+
+
 RANK_0 = """
 import sys
 from common.config import EngineConfig
@@ -395,6 +455,20 @@ def test_a_frozen_rank_ends_its_node(step: bool, tmp_path: Path) -> None:
         assert running.process.wait(PATIENCE_S) == 1
         os.kill(running.follower, signal.SIGCONT)
         assert running.follower_ends()
+
+
+@pytest.mark.long  # the time in which a rank may be silent
+def test_a_rank_that_freezes_while_nothing_runs_is_named(tmp_path: Path) -> None:
+    parallel = {"collective_s": 1.0}
+    config = config_of(2, model=str(make_checkpoint(tmp_path)), parallel=parallel)
+    command = [sys.executable, "-c", RANK_0, config.model_dump_json()]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as first:
+        assert first.stdout is not None and first.stderr is not None
+        os.kill(int(first.stdout.readline()), signal.SIGSTOP)
+        assert first.wait(PATIENCE_S) == 1
+        errors = first.stderr.read()
+    assert "ranks do not reply" in errors and "ranks=1 " in errors
 
 
 def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path) -> None:

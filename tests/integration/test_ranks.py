@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.ranks.ring import BLOCKS
+from protos.router_pb2 import GetClusterResponse
 from tests.integration.oracle import oracle
-from tests.support.cluster import Cluster, held
+from tests.support.cluster import POLL_S, WAIT_S, Cluster, held
 
 pytestmark = pytest.mark.slow
 
@@ -18,6 +20,16 @@ FLAGS = ("--mode=colocated", "--engine.parallel.tp=2", "--engine.threads=1")
 
 def prompt(number: int) -> list[int]:
     return [1 + (number * 7 + place * place) % 240 for place in range(40)]
+
+
+async def _reported(cluster: Cluster) -> GetClusterResponse:
+    """Return the cluster once all ranks have reported."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            described = await cluster.describe()
+            if all(rank.memory_bytes for node in described.nodes for rank in node.ranks):
+                return described
+            await asyncio.sleep(POLL_S)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +46,10 @@ async def test_a_rank_that_ends_costs_no_answer(
         decode_flags=(*FLAGS, "--engine.parallel.collective-s=5"),
         patient=end is signal.SIGKILL,
     ) as cluster:
+        for node in (await _reported(cluster)).nodes:
+            assert [rank.pid for rank in node.ranks] == list(node.pids[1:])
+            assert [(rank.rank, rank.device) for rank in node.ranks] == [(0, "cpu"), (1, "cpu")]
+            assert all(rank.steps_behind <= BLOCKS for rank in node.ranks)
         known, begun = oracle(model), asyncio.Event()
 
         async def answer(number: int) -> tuple[int, ...]:

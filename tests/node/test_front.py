@@ -48,6 +48,20 @@ def test_describe_names_both_processes_and_what_the_engine_counts(start_node):
     assert describe(start_node().address()).instance_id != described.instance_id
 
 
+def test_describe_has_the_ranks_of_a_node_with_several(start_node):
+    assert not describe(start_node().address()).ranks
+    address = start_node("ranks").address()
+    eventually(lambda: describe(address).links)  # its first report has come
+    described = describe(address)
+    assert list(described.pids[2:]) == [21, 22]
+    ranks = [
+        (rank.rank, rank.pid, rank.device, rank.memory_bytes, rank.steps_behind)
+        for rank in described.ranks
+    ]
+    engine = described.pids[1]
+    assert ranks == [(0, engine, "cpu", 5, 0), (1, 21, "cpu", 7, 2), (2, 22, "cpu", 0, 0)]
+
+
 def test_a_killed_engine_fails_every_stream_and_the_node_at_once(start_node):
     node = start_node()
     address = node.address()

@@ -130,6 +130,7 @@ async def test_operators_see_every_node_as_it_describes_itself(model):
             assert nodes[0].instance_id == prefill.description.instance_id
             assert dict(nodes[2].pages) == {"free": 7, "cache": 1}
             assert (list(nodes[2].pids), nodes[2].links[0].path) == ([11, 12], "tcp")
+            assert [rank.pid for rank in nodes[2].ranks] == [12, 13]
 
 
 async def test_a_node_that_does_not_answer_delays_operators_by_two_seconds_at_most(model):

@@ -66,6 +66,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
             tokenizer_hash=tokenizer_hash,
             pages={"free": 7, "cache": 1},
             links=[router_pb2.LinkState(peer="127.0.0.1:1", path="tcp", gib_per_s=2.5)],
+            ranks=[router_pb2.RankState(rank=rank, pid=12 + rank) for rank in range(2)],
         )
         self.answering = asyncio.Event()  # cleared: Describe is not answered
         self.answering.set()

@@ -4,7 +4,8 @@ Speaks to its front as a real engine does. `engine.model` chooses how it behaves
 echo | bad-config (ends with ConfigError) | crash (raises on the first request) | hang (never
 ready) | loading (hears nothing) | stuck-at-end (does not end when let go) | stuck-after-crash
 (tells what it raised, and does not end) | one-role (has no room for what another role needs). What
-may not wait at all is refused for its queue.
+may not wait at all is refused for its queue. A model "ranks" has three, of which one has not
+reported.
 """
 
 import logging
@@ -193,6 +194,9 @@ class EchoEngine:
             "total_handoffs_opened": 5.0,
             "total_handoffs_completed": 4.0,
         }
+        if self._model == "ranks":
+            gauges |= {"rank_memory/0": 5.0, "rank_behind/0": 0.0}
+            gauges |= {"rank_memory/1": 7.0, "rank_behind/1": 2.0}
         links = (("127.0.0.1:1", "tcp", 2.0),)
         self._channel.post(EngineStats(self._steps, gauges, state, links, pages_free=5))
 
@@ -205,7 +209,14 @@ def body(begin: Begin, first: StartRole) -> None:
     if model == "loading":
         time.sleep(600)
     ready = EngineReady(
-        "stub", {"model": "0"}, "1", start.config.engine.context_length or 1 << 20, 8, 16
+        "stub",
+        {"model": "0"},
+        "1",
+        start.config.engine.context_length or 1 << 20,
+        8,
+        16,
+        followers=(21, 22) if model == "ranks" else (),
+        device="cpu",
     )
     try:
         while True:

@@ -111,6 +111,16 @@ def test_links_are_told_by_path():
     assert value(metrics, "baton_link_min_bytes_per_second", path="cma") is None
 
 
+def test_ranks_are_told_one_by_one_and_only_if_there_are_several():
+    metrics = NodeMetrics("decode")
+    assert not families(metrics)["baton_rank_memory_bytes"].samples
+    metrics.engine_moved(moving({"rank_memory/0": 5.0, "rank_memory/1": 7.0, "rank_behind/0": 0.0}))
+    assert value(metrics, "baton_rank_memory_bytes", rank="1") == 7
+    assert value(metrics, "baton_rank_steps_behind", rank="0") == 0
+    assert value(metrics, "baton_rank_steps_behind", rank="1") is None  # not reported yet
+    check_declared(families(metrics), node.DECLARED["decode"])
+
+
 def test_the_state_of_a_node_is_one_of_all():
     metrics = NodeMetrics("prefill")
     metrics.liveness_from(lambda: ("unhealthy", 4.5))

@@ -1,0 +1,100 @@
+"""The model of a node and the sizes of its ranks, without loading it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cli.operating.command import size
+from common.config import EngineConfig
+from common.errors import ConfigError
+from common.model_directory import model_directory
+from engine.build import OpenedModel, check_ranks
+from engine.kv_cache.layout import KVLayout
+from engine.models import open_checkpoint
+from engine.models.checkpoint import Checkpoint
+from engine.models.precision import choose_precision
+from engine.processor import matrix_features
+from engine.ranks import Share
+from engine.sizing import part_of, resolve_device, whole_layout
+
+_SETTING = "engine.parallel.tp"
+
+
+@dataclass(frozen=True, slots=True)
+class RankSizes:
+    """The sizes of one rank.
+
+    Attributes:
+        weight_bytes: of its part of the weights.
+        page_bytes: of its part of a page.
+        state_pages: pages of the state of a request. 0: its layers keep no state.
+        token_bytes: of its part of a token's KV, in all layers.
+    """
+
+    weight_bytes: int
+    page_bytes: int
+    state_pages: int
+    token_bytes: int
+
+    def __str__(self) -> str:
+        state = f", a state of {self.state_pages} pages" if self.state_pages else ""
+        return (
+            f"{size(self.weight_bytes)} of weights, pages of {self.page_bytes} bytes, "
+            f"{self.token_bytes} bytes a token{state}"
+        )
+
+
+def opened(config: EngineConfig) -> OpenedModel:
+    """Read the configuration of a model. Does not set up this process for its device.
+
+    Raises:
+        ConfigError: the model or the device is not supported.
+    """
+    device = resolve_device(config.device)
+    directory = model_directory(config.model, weights=True)
+    servable = open_checkpoint(directory, config.model_backend, config.speculative)
+    precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
+    return OpenedModel(directory, servable, device, precision)
+
+
+def layout_of(config: EngineConfig, model: OpenedModel) -> KVLayout:
+    """Return the layout of pages with all heads."""
+    return whole_layout(config, model.servable.spec, model.precision.dtype, model.device)
+
+
+def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
+    """Return the sizes by rank.
+
+    Raises:
+        ConfigError: so many ranks cannot have equal parts of the model, or do not support a
+            configured feature. The error has the numbers.
+    """
+    tp, whole = config.parallel.tp, layout_of(config, model)
+    try:
+        if tp > 1:
+            check_ranks(config, model.device)
+        return [_sizes(config, model, whole, Share(rank, tp)) for rank in range(tp)]
+    except ConfigError as error:
+        if tp == 1 or str(error).startswith(_SETTING):
+            raise
+        raise ConfigError(f"{_SETTING} {tp}: {error}") from error
+
+
+def _sizes(config: EngineConfig, model: OpenedModel, whole: KVLayout, share: Share) -> RankSizes:
+    layout = part_of(whole, share)
+    load = model.device, model.precision.dtype, config.quantize
+    weight_bytes = model.servable.weight_bytes(*load, share)
+    return RankSizes(weight_bytes, layout.page_bytes, layout.state_pages, layout.token_bytes)
+
+
+def sentence(sizes: Sequence[RankSizes]) -> str:
+    """Return the sizes as text. Adjacent ranks of equal sizes are named together."""
+    if len(sizes) == 1:
+        return f"one rank: {sizes[0]}"
+    parts, first = [], 0
+    for rank in range(1, len(sizes) + 1):
+        if rank < len(sizes) and sizes[rank] == sizes[first]:
+            continue
+        several = f"ranks {first} to {rank - 1}, each" if rank - first > 1 else f"rank {first}"
+        parts.append(f"{several}: {sizes[first]}")
+        first = rank
+    return "; ".join(parts)
