@@ -442,6 +442,8 @@ class JobQueue:
             self._send_some()
 
     def close(self) -> None:
+        """A job that comes later is an error, as of a rank that has ended."""
+        self._sockets = ()
         os.close(self.waiting)
 
     def _send_some(self) -> None:

@@ -193,6 +193,15 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
     ),
     "windows": (2, lambda root: {"model": str(make_checkpoint(root, "gemma2"))}, 40, serve_text),
     "sinks": (2, lambda root: {"model": str(make_checkpoint(root, "gpt_oss"))}, 40, serve_text),
+    "whole experts": (
+        4,
+        lambda root: {
+            "model": str(make_checkpoint(root, "qwen2_moe")),
+            "parallel": {"experts": "ep"},
+        },
+        NUM_PAGES,
+        serve_text,
+    ),
     "experts": (
         2,
         lambda root: {"model": str(make_checkpoint(root, "qwen3_moe"))},
@@ -480,7 +489,7 @@ def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path)
 def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
     with pytest.raises(ConfigError, match="computed by transformers"):
-        build(config_of(2, model=model, model_backend="transformers"))
+        build(config_of(2, model=model, model_backend="transformers"), FOLLOWER)
 
 
 def test_every_rank_takes_other_weights_and_gives_memory_back(tmp_path: Path) -> None:
