@@ -1,1 +1,1 @@
-"""Tools for work on this repository: codemods. Not part of the wheel."""
+"""Tools for work on this repository. Not part of the wheel."""

@@ -1,7 +1,4 @@
-"""Old names of settings. They fail at the start with an error that has the new name.
-
-`python -m tools.codemod docs` generates this file from tools/codemod/names.csv.
-"""
+"""Old names of settings. They fail at the start with an error that has the new name."""
 
 from collections.abc import Mapping
 

@@ -18,7 +18,6 @@ from cli.planner import metrics as planner
 from node import metrics as node
 from router import metrics as router
 from tests.support.isolation import ROOT
-from tools.codemod import settings as codemod
 
 DOCUMENTS = sorted(
     path
@@ -250,16 +249,6 @@ def wrong_names(text: str, others: Collection[str] = ()) -> list[str]:
 def test_a_document_names_only_what_exists(document: Path) -> None:
     others = OTHERS.get(str(document.relative_to(ROOT)), "").split()
     assert wrong_names(document.read_text(), others) == []
-
-
-def test_no_old_name_of_a_setting_flag_or_metric_is_left():
-    words = codemod.read_words()
-    left = [
-        f"{path}: {old}"
-        for path in codemod.files(ROOT)
-        for old in words.of_file(path).old_names((ROOT / path).read_text())
-    ]
-    assert left == []
 
 
 @pytest.mark.parametrize(
