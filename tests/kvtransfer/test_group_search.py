@@ -302,7 +302,7 @@ LONG = pytest.mark.long
     [
         pytest.param(ONE, 1, 1, 1_000, id="one-rank"),
         pytest.param(ONE, 2, 1, 6_000, id="two-ranks"),
-        pytest.param(TWO, 2, 1, 60_000, id="two-ranks-two-reads"),
+        pytest.param(TWO, 2, 1, 9_000, id="two-ranks-two-reads"),
         pytest.param(ONE, 2, 2, 60_000, id="two-ranks-two-faults", marks=LONG),
         pytest.param(replace(ONE, only_faults=ONLY_LINKS), 4, 1, 700_000, id="four", marks=LONG),
     ],

@@ -191,7 +191,7 @@ def _connect(description: TcpDescription) -> TcpChannel:
 def _introduce(connection: socket.socket, description: TcpDescription, late: float) -> TcpProofs:
     """Authenticate both ends to each other."""
     set_options(connection)
-    count = time.monotonic_ns()  # increasing, as a reader is one process
+    count = time.monotonic_ns()  # ranks of a reader connect in any order
     proofs = TcpProofs.by(description.key, count)
     connection.sendall(INTRODUCTION.pack(MAGIC, description.reader, count, proofs.of_reader))
     answer = receive_before(connection, KEY_BYTES, late)

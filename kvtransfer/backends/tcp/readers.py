@@ -12,14 +12,16 @@ from common.errors import Overloaded, ProtocolViolation
 from kvtransfer.backends.tcp.channel import TcpChannel
 from kvtransfer.backends.tcp.wire import KEY_BYTES, TcpProofs
 
-_MAX_OF_ONE_READER = 4  # its link needs one, and one more while it opens a successor
+_MAX_OF_ONE_READER = 20  # 16 ranks need one each, and some open a successor
 _MAX_CONNECTIONS = 256
+_MAX_COUNTS = 256  # more than connect at the same time
 
 
 @dataclass(slots=True)
 class _Reader:
     key: bytes
-    count: int = -1  # of its newest connection
+    counts: set[int] = field(default_factory=set)  # of its newest connections
+    oldest: int = -1  # this count and smaller ones are not new
     channels: list[TcpChannel] = field(default_factory=list)  # oldest first
 
 
@@ -60,11 +62,14 @@ class TcpConsumers:
         proofs = TcpProofs.by(known.key if known else os.urandom(KEY_BYTES), count)
         if known is None or not hmac.compare_digest(proof, proofs.of_reader):
             raise ProtocolViolation(f"no proof that it is reader {reader}")
-        if count <= known.count:
+        if count <= known.oldest or count in known.counts:
             raise ProtocolViolation(f"a proof of reader {reader} that is not new")
         if num_open >= _MAX_CONNECTIONS:
             raise Overloaded(f"{_MAX_CONNECTIONS} data connections are open")
-        known.count = count
+        known.counts.add(count)  # ranks of a reader connect in any order
+        if len(known.counts) > _MAX_COUNTS:
+            known.oldest = min(known.counts)
+            known.counts.remove(known.oldest)
         return proofs
 
     def enter(self, reader: int, channel: TcpChannel, thread: threading.Thread) -> None:

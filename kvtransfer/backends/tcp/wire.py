@@ -15,7 +15,7 @@ stage.
 The key is made for one reader, which is one pair stream, and sent in the owner's Hello. A
 connection to a process that took over the port, or from any other process than that reader,
 therefore proves nothing. The reader sends first and immediately, so that the owner can identify it
-on the first read. Its count grows with every connection, so an overheard proof cannot be replayed.
+on the first read. Each connection has another count, so an overheard proof cannot be replayed.
 TLS starts after the proofs, so that unauthenticated callers cannot make the owner compute a
 handshake. The seal binds the TLS session to the reader that gave the proof, so a relayed proof is
 useless.
