@@ -383,6 +383,10 @@ def test_long_publications_go_to_followers_in_parts(
     rig.owner.jobs.ask(encoded(PollPaths())).result(WAIT_S)
     link.post(HandoffId(READER, 2, 1), pages)
     assert rig.next(ReadEnded).refused
+    for memory in rig.owner.memory:
+        published = cast(Network, rig.network).producers[memory.pool.base].publications
+        assert published.first_refused(STREAM, pages.source[:1]) is not None
+        assert published.first_refused(STREAM, pages.source[29:]) is None
 
 
 # Seen failing with callbacks added after the job is sent: they run within `post`, and the end of
