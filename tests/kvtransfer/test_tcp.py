@@ -35,7 +35,7 @@ from tests.support.cluster import free_ports
 from tests.support.data_children import CANARY, READER, Memory, make_backend, scattered
 from tests.support.data_ends import changed, introduced, introduction, wait_for
 
-MOST = 20  # connections of one reader
+MOST = 80  # connections of one reader
 NUM_PAGES, PAGE_BYTES = 2048, 4112  # several requests for all of them
 ALL = np.arange(NUM_PAGES, dtype=np.int32)
 

@@ -12,7 +12,7 @@ from common.errors import Overloaded, ProtocolViolation
 from kvtransfer.backends.tcp.channel import TcpChannel
 from kvtransfer.backends.tcp.wire import KEY_BYTES, TcpProofs
 
-_MAX_OF_ONE_READER = 20  # 16 ranks need one each, and some open a successor
+_MAX_OF_ONE_READER = 80  # 64 ranks need one each, and some open a successor
 _MAX_CONNECTIONS = 256
 _MAX_COUNTS = 256  # more than connect at the same time
 
