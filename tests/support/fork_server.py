@@ -21,6 +21,7 @@ import faulthandler
 import fcntl
 import gc
 import json
+import logging
 import os
 import runpy
 import select
@@ -275,6 +276,8 @@ def _be_like_new(kept: int) -> None:
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
+    # Closed later, by a library that configures logs, they would close whatever has their numbers.
+    logging.shutdown()
     os.closerange(3, kept)
     os.closerange(kept + 1, 1 << 16)
 
