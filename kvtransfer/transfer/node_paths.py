@@ -5,7 +5,6 @@ serve them, and a read ends when all ranks have read.
 """
 
 import itertools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ import msgspec
 
 from common.config import TransferConfig
 from common.errors import ConfigError, EngineFault, LayoutMismatch, TransferError
-from common.logs import kv
 from kvtransfer.backends.base import Ints
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello, PoolRegion
@@ -69,9 +67,7 @@ class Ask(Protocol):
 
 
 START_S = 60.0
-STOP_S = 3.0
 
-log = logging.getLogger(__name__)
 _paths: msgspec.msgpack.Decoder[tuple[DataPath, ...]] = msgspec.msgpack.Decoder(
     tuple[DataPath, ...]
 )
@@ -164,13 +160,9 @@ class NodeOffers:
             self._poll = self._ask(encode(PollPaths()))
 
     def close(self) -> None:
+        """Followers stop soon. Their pages stay mapped until they end."""
         self._own.close()
-        try:
-            self._ask(encode(StopTransfer())).result(STOP_S)
-        except TimeoutError:
-            log.warning("other ranks still serve pages %s", kv(seconds=STOP_S))
-        except EngineFault as error:
-            log.warning("other ranks may still serve pages %s", kv(reason=error))
+        self._ask(encode(StopTransfer()))
 
 
 class NodeLinks:

@@ -7,20 +7,25 @@ import socket
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from common.errors import EngineFault
 from engine.rank_jobs import FollowerJobs
+from engine.ranks import Share
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
+    DropAdapter,
     JobDone,
     Ping,
+    RankReport,
     TransferJob,
 )
-from engine.ranks.processes import JobQueue, PingTimer
+from engine.ranks.processes import JobQueue
 from engine.ranks.ring import BLOCKS
 from engine.runner.ranked import SentSteps, _CountedEvent
 from tests.engine.test_parallel_engine import PATIENCE_S, Serving, config_of, prompt, sampled
@@ -29,6 +34,8 @@ from tests.support.checkpoints import make_checkpoint
 
 class Step:
     """The event of a step."""
+
+    is_done = True
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
@@ -42,43 +49,6 @@ def sent(count: int) -> tuple[SentSteps, list[Step]]:
     for event in events:
         steps.add(event)
     return steps, events
-
-
-# Replies that are late --------------------------------------------------------------------------
-
-
-def late_after(timer: PingTimer, *looks: float) -> list[bool]:
-    return [timer.is_late(now) for now in looks]
-
-
-def test_a_reply_is_late_when_its_time_has_passed() -> None:
-    timer, asked = PingTimer(3.0), Future[Any]()
-    assert timer.is_due(1000.0)
-    assert not timer.is_late(1000.0)  # nothing is asked
-    timer.sent(asked, 1000.0)
-    assert not timer.is_due(1002.0)
-    assert late_after(timer, 1001.0, 1002.0, 1003.0, 1003.5) == [False, False, False, True]
-    asked.set_result(())
-    assert timer.is_due(1010.0) and not timer.is_late(1010.0)
-    timer.sent(Future(), 1010.0)
-    assert late_after(timer, 1011.0, 1012.0, 1013.0, 1014.0) == [False, False, False, True]
-
-
-# Seen failing without the second: each reply was followed by a Ping at once, without end.
-def test_followers_are_asked_once_in_a_second() -> None:
-    timer, asked = PingTimer(3.0), Future[Any]()
-    timer.sent(asked, 1000.0)
-    asked.set_result(())
-    assert not timer.is_due(1000.9) and timer.is_due(1001.0)
-
-
-# Seen failing with the time since the last look not limited.
-def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
-    timer = PingTimer(5.0)
-    timer.is_late(1000.0)
-    timer.sent(Future(), 1000.0)
-    assert late_after(timer, 1001.0, 1601.0, 1602.0) == [False, False, False]
-    assert late_after(timer, 1603.0, 1604.0) == [False, True]
 
 
 # Steps ------------------------------------------------------------------------------------------
@@ -128,8 +98,10 @@ class Transfer:
 def test_a_job_of_handoffs_gets_the_event_of_its_step_and_replies_later() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     transfer, nothing = Transfer(), object()
+    pages: Any = SimpleNamespace(tensor=torch.zeros(1, 8, dtype=torch.uint8))
     with ours, theirs:
-        jobs = FollowerJobs(theirs, nothing, nothing, nothing, (), transfer)  # type: ignore[arg-type]
+        share = Share(1, 2)
+        jobs = FollowerJobs(share, theirs, pages, pages, nothing, nothing, transfer)  # type: ignore[arg-type]
         steps, events = sent(5)
         jobs.take(TransferJob(7, 3, b"early"), steps)
         jobs.take(TransferJob(8, 5, b"late"), steps)
@@ -137,12 +109,14 @@ def test_a_job_of_handoffs_gets_the_event_of_its_step_and_replies_later() -> Non
             (b"early", events[2]),
             (b"late", events[4]),
         ]
-        jobs.take(Ping(9), steps)  # at once
+        jobs.take(Ping(), steps)  # at once
+        report = msgspec.msgpack.decode(ours.recv(999), type=RankReport)
+        assert report.steps == 5
         early, late = (reply for *_, reply in transfer.taken)
         late(error="no")
         early(b"done")
-        replies = [msgspec.msgpack.decode(ours.recv(999), type=JobDone) for _ in range(3)]
-        assert replies == [JobDone(9), JobDone(8, "no"), JobDone(7, "", b"done")]
+        replies = [msgspec.msgpack.decode(ours.recv(999), type=JobDone) for _ in range(2)]
+        assert replies == [JobDone(8, "no"), JobDone(7, "", b"done")]
 
 
 # Jobs of any number -------------------------------------------------------------------------------
@@ -209,6 +183,11 @@ def test_jobs_of_an_ended_follower_are_an_error() -> None:
             jobs.put(b"job")
 
 
+def no_adapter(number: int) -> DropAdapter:
+    """Return a job that changes nothing."""
+    return DropAdapter(number, 99)
+
+
 def test_a_follower_that_is_stopped_for_a_while_does_all_jobs(tmp_path: Path) -> None:
     """The thread that asks never calls back."""
     serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
@@ -217,12 +196,12 @@ def test_a_follower_that_is_stopped_for_a_while_does_all_jobs(tmp_path: Path) ->
     try:
         (pid,) = serving.engine.follower_pids
         os.kill(pid, signal.SIGSTOP)
-        asked = [followers.ask(Ping) for _ in range(2000)]
+        asked = [followers.ask(no_adapter) for _ in range(2000)]
         assert not any(each.done() for each in asked)
         os.kill(pid, signal.SIGCONT)
         assert {tuple(each.result(PATIENCE_S)) for each in asked} == {(b"",)}
         called: Future[str] = Future()
-        followers.ask(Ping, lambda _: called.set_result(threading.current_thread().name))
+        followers.ask(no_adapter, lambda _: called.set_result(threading.current_thread().name))
         assert called.result(PATIENCE_S) == "ranks"
         failed: Future[Any] = Future()
         serving.engine.ask_followers(b"not a message", failed.set_result)
