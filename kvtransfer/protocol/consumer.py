@@ -385,7 +385,7 @@ class ConsumerEnd:
             return
         source, pages = command.source, self._streams[stream].pages
         if source.kind is HandoffKind.WEIGHTS and not pages.same_layout:
-            reason = "weights come in whole pages, and the owner's pages have another layout"
+            reason = "weights are read only from a node with as many ranks"
             self._actions.append(FailedEvent(command.id, reason, retryable=False))
             return
         self._attempts[command.id] = ConsumerHandoff(

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
+from protos.node_pb2 import PrepareWeightsRequest, PutWeightsRequest, TakeWeightsRequest
+from protos.router_pb2 import ContinueRequest, PauseRequest
 from tests.integration.oracle import Oracle, oracle
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, held, slowed
@@ -195,3 +198,33 @@ async def test_a_rank_that_ends_costs_no_answer(
             assert answer.token_ids == known.tokens(each, LONG_ANSWER)
         assert await node.child.ended() == 1
         node.killed = True
+
+
+@LONG
+async def test_a_node_takes_weights_from_one_with_as_many_ranks(tmp_path: Path) -> None:
+    """And says why it cannot if the numbers differ."""
+    root = tmp_path / "weights"
+    first, second = make_checkpoint(root / "a"), make_checkpoint(root / "b", seed=1)
+    async with Cluster(
+        first,
+        tmp_path,
+        num_prefill=2,
+        node_flags=(*FLAGS, f"--engine.weights-dir={root}"),
+        flags_of={"prefill-1": ranks(2), "decode-0": ranks(2)},
+        router_flags=("--policy=round_robin",),
+    ) as cluster:
+        (one, two), (source,) = cluster.prefill, cluster.decode
+        for node in cluster.nodes:
+            await node.stub.Pause(PauseRequest(mode="abort"), timeout=60)
+        prepared = await source.stub.PrepareWeights(PrepareWeightsRequest(path="b"), timeout=60)
+        await source.stub.PutWeights(PutWeightsRequest(id=prepared.id), timeout=60)
+        take = TakeWeightsRequest(id=prepared.id, address=source.address)
+        await two.stub.TakeWeights(take, timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError, match="only from a node with as many ranks"):
+            await one.stub.TakeWeights(take, timeout=60)
+        await one.stub.PrepareWeights(PrepareWeightsRequest(path="b"), timeout=60)
+        await one.stub.PutWeights(PutWeightsRequest(id=prepared.id), timeout=60)
+        for node in cluster.nodes:
+            await node.stub.Continue(ContinueRequest(), timeout=60)
+        known = oracle(second)
+        await check(cluster, known, prompts(known.vocabulary_size, (5, 40, 200)))
