@@ -127,6 +127,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     transfer = open_transfer(share, pool, whole)
     jobs = FollowerJobs(share, steps, pool, host_pool, adapters, weights, transfer)
     follow(steps, ring, forwards, group, jobs)
+    transfer.close()
 
 
 def main(descriptor: int, open_transfer: OpenTransfer) -> NoReturn:

@@ -206,6 +206,10 @@ class TransferTaker(Protocol):
         """Begin a TransferJob, without waiting."""
         ...
 
+    def close(self) -> None:
+        """End it soon."""
+        ...
+
 
 class FollowerJobs:
     """The jobs of a follower. Copies have one thread, hand-offs have theirs, and all others have

@@ -94,6 +94,7 @@ class FollowerTransfer:
         self._readers: set[int] = set()  # not dismissed
         self._open: dict[int, _OpenLink] = {}  # by rank 0's number
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._closed = False
         threading.Thread(target=self._run, name="transfer", daemon=True).start()
 
     def take(self, body: bytes, steps: Awaited | None, reply: Reply) -> None:
@@ -104,11 +105,15 @@ class FollowerTransfer:
         """
         self._work.put(partial(self._begin, body, steps, reply))
 
+    def close(self) -> None:
+        """End the thread, and all links and paths."""
+        self._work.put(self._end)
+
     # On the transfer thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         looked = time.monotonic()
-        while True:
+        while not self._closed:
             with contextlib.suppress(Empty):
                 self._work.get(timeout=_LOOK_S)()
             now = time.monotonic()
@@ -116,6 +121,10 @@ class FollowerTransfer:
                 looked = now
                 for state in self._open.values():
                     state.link.expire(now)
+
+    def _end(self) -> None:
+        self._closed = True
+        self._stop()
 
     def _begin(self, body: bytes, steps: Awaited | None, reply: Reply) -> None:
         def begin() -> None:

@@ -199,7 +199,7 @@ def test_a_prefill_node_takes_no_host_pages_and_captures_no_graphs(monkeypatch):
     class BuiltError(Exception):
         pass
 
-    def build(config):
+    def build(config, follower_program):
         assert config.cache.swap_pages == 0 and not config.cuda_graphs
         assert config.cache.num_pages == 77
         raise BuiltError

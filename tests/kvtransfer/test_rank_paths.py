@@ -91,8 +91,8 @@ class Jobs:
         self.followers: list[FollowerTransfer] = []
         self.asked: list[Any] = []
         self.prompt = False
-        self._replies: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._callbacks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         for queued in (self._replies, self._callbacks):
             threading.Thread(target=self._run, args=(queued,), name="replies", daemon=True).start()
 
@@ -123,9 +123,15 @@ class Jobs:
             future.exception(WAIT_S)
         return future
 
-    def _run(self, queued: "queue.SimpleQueue[Callable[[], None]]") -> None:
-        while True:
-            queued.get()()
+    def close(self) -> None:
+        for follower in self.followers:
+            follower.close()
+        for queued in (self._replies, self._callbacks):
+            queued.put(None)
+
+    def _run(self, queued: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+        while (work := queued.get()) is not None:
+            work()
 
 
 class Network(LoopbackBackend):
@@ -168,6 +174,7 @@ class Node:
             for rank, memory in enumerate(self.memory)
             if rank
         ]
+        exits.callback(self.jobs.close)
         pool = self.memory[0].pool
         self.own = self.paths = TransferPaths.of_rank(
             0, tp, pool, config, backends, whole.pages_by_rank, instance
