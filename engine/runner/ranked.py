@@ -146,13 +146,15 @@ class LeadingForwards:
         self._send(step)
         group = self._group
         event, launch = self._forwards.launch_forward(step, _Leading(sampling, group))
+        forward = self._noted(event)
 
         def launch_sampling(
             whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
         ) -> StreamEvent:
-            return launch(_Leading(whole, group), added, output)
+            sampled = launch(_Leading(whole, group), added, output)
+            return _CountedEvent(sampled, forward.number, self._followers)
 
-        return self._noted(event), launch_sampling
+        return forward, launch_sampling
 
     def _send(self, step: Step) -> None:
         """Send a step, in the block of the step BLOCKS steps ago."""
@@ -169,7 +171,7 @@ class LeadingForwards:
             raise EngineFault(f"the header of a step takes {len(header)} bytes")
         self._followers.send(header)
 
-    def _noted(self, event: StreamEvent) -> StreamEvent:
+    def _noted(self, event: StreamEvent) -> "_CountedEvent":
         self._events[self._number % BLOCKS] = event
         self._number += 1
         self._followers.steps_sent = self._number

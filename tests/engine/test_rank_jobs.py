@@ -27,7 +27,7 @@ from engine.ranks.messages import (
 )
 from engine.ranks.processes import JobQueue
 from engine.ranks.ring import BLOCKS
-from engine.runner.ranked import SentSteps, _CountedEvent
+from engine.runner.ranked import LeadingForwards, SentSteps, _CountedEvent
 from tests.engine.test_parallel_engine import PATIENCE_S, Serving, config_of, prompt, sampled
 from tests.support.checkpoints import make_checkpoint
 
@@ -83,6 +83,29 @@ def test_rank_0_counts_the_steps_that_it_is_done_with() -> None:
     for number in (0, 2, 1, 2):  # in any order, and more than once
         events[number].wait()
         assert followers.steps_done == (1 if number == 0 else 3)
+
+
+class LateForwards:
+    """Forwards whose tokens are sampled later."""
+
+    def launch_forward(self, step: Any, sampling: Any) -> tuple[Step, Any]:
+        return Step(), lambda whole, added, output: Step()
+
+
+class Unsent(LeadingForwards):
+    def _send(self, step: Any) -> None:
+        pass
+
+
+# Seen failing with the sampling's own event: a job then awaits the step before.
+def test_a_step_that_is_sampled_later_is_done_with_its_sampling() -> None:
+    followers, nothing = Sender(), object()
+    leading = Unsent(LateForwards(), followers, nothing, nothing)  # type: ignore[arg-type]
+    for number in (1, 2):
+        _, sample = leading.launch_forward(nothing, nothing)  # type: ignore[arg-type]
+        assert followers.steps_done == number - 1
+        sample(nothing, (), nothing).wait()  # type: ignore[arg-type]
+        assert followers.steps_done == number
 
 
 class Transfer:
