@@ -160,15 +160,10 @@ async def test_nodes_with_ranks_change_their_roles_under_load(model: Path, tmp_p
             over.set()
 
 
-@pytest.mark.parametrize(
-    ("end", "victim"),
-    [
-        (signal.SIGKILL, "decode"),
-        pytest.param(signal.SIGKILL, "prefill", marks=LONG),
-        pytest.param(signal.SIGSTOP, "decode", marks=LONG),
-        pytest.param(signal.SIGSTOP, "prefill", marks=LONG),
-    ],
-)
+# Quick: test_ranks.py, without hand-off.
+@LONG
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_rank_that_ends_costs_no_answer(
     model: Path, tmp_path: Path, end: signal.Signals, victim: str
 ) -> None:
