@@ -72,7 +72,9 @@ def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
     try:
         if tp > 1:
             check_ranks(config, model.device)
-        return [_sizes(config, model, whole, Share(rank, tp)) for rank in range(tp)]
+        experts = config.parallel.experts == "ep"
+        shares = [Share(rank, tp, whole_experts=experts) for rank in range(tp)]
+        return [_sizes(config, model, whole, share) for share in shares]
     except ConfigError as error:
         if tp == 1 or str(error).startswith(_SETTING):
             raise
