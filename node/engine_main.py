@@ -43,8 +43,8 @@ def load_roles() -> Mapping[str, SwitchableEngine]:
 
 
 def body(begin: Begin, first: StartRole) -> None:
-    """Serve in one role after another, as the front requests, until it releases this process. After
-    a fault the engine is not closed: see NodeRuntime.run.
+    """Serve in one role after another, as the frontend requests, until it releases this process.
+    After a fault the engine is not closed: see NodeRuntime.run.
     """
     start = begin(first)
     config: EngineConfig = start.config.engine

@@ -1,7 +1,7 @@
-"""The engine process's side of its front: start, the channel of the engine thread, the end.
+"""The engine process's side of its frontend: start, the channel of the engine thread, the end.
 
-An engine program consists of `run_engine(CONFIGS, body, "name")`. A front starts it, never a user.
-It obeys that front alone, and dies with it (common/process/leash.py).
+An engine program consists of `run_engine(CONFIGS, body, "name")`. A frontend starts it, never a
+user. It obeys that frontend alone, and dies with it (common/process/leash.py).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=NodeConfig)
 
-_START_S = 30.0  # from exec to the front's first frame
+_START_S = 30.0  # from exec to the frontend's first frame
 _FLUSH_S = 2.0  # for the final messages
 # Seconds that a thread with work waits for another one that computes in Python. The default of 5 ms
 # is longer than it takes to send a message to a peer or to launch a step.
@@ -36,10 +36,11 @@ _SWITCH_S = 0.0005
 
 
 class EngineChannel:
-    """The engine thread's socket to its front. All calls except `wake` are the engine thread's.
+    """The engine thread's socket to its frontend. All calls except `wake` are the engine thread's.
 
     Args:
-        handed_over: over which the front passes a socket to its pair streams, with each StartRole.
+        handed_over: over which the frontend passes a socket to its pair streams, with each
+            StartRole.
     """
 
     def __init__(self, frames: FrameSocket[FrontMessage], handed_over: socket.socket) -> None:
@@ -53,21 +54,21 @@ class EngineChannel:
         """Return the messages that have arrived since the last call, in order. Never blocks.
 
         Raises:
-            PeerGone: the front is gone, or wants this process to end: release everything and
+            PeerGone: the frontend is gone, or wants this process to end: release everything and
                 return.
         """
         return self._frames.receive()
 
     def post(self, message: EngineMessage) -> None:
-        """Send a message, or keep it until the front reads. Never blocks.
+        """Send a message, or keep it until the frontend reads. Never blocks.
 
         Raises:
-            Backlogged: the front is stuck, so the node cannot continue.
+            Backlogged: the frontend is stuck, so the node cannot continue.
         """
         self._frames.send(message)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until the front has sent something, another thread calls `wake`, or the time
+        """Sleep until the frontend has sent something, another thread calls `wake`, or the time
         expires. Returns at once for a wake-up since the last `wait`.
         """
         events = select.POLLIN | (select.POLLOUT if self._frames.wants_write else 0)
@@ -97,7 +98,7 @@ class EngineChannel:
         """
         _, fds, _, _ = socket.recv_fds(self._handed_over, 1, 1)
         if not fds:
-            raise PeerGone("the front has handed over no socket")
+            raise PeerGone("the frontend has handed over no socket")
         os.set_inheritable(fds[0], False)
         return socket.socket(fileno=fds[0])
 
@@ -109,14 +110,14 @@ class EngineChannel:
 
 @dataclass(frozen=True, slots=True)
 class EngineStart(Generic[C]):
-    """The values that an engine program gets from its front for one role."""
+    """The values that an engine program gets from its frontend for one role."""
 
     role: str
     config: C
     instance: int  # this node's instance id, as long as it has the role
-    address: str  # of the front's gRPC server
+    address: str  # of the frontend's gRPC server
     channel: EngineChannel
-    transfer_socket: socket.socket  # to the front's pair streams; the body owns it
+    transfer_socket: socket.socket  # to the frontend's pair streams; the body owns it
 
 
 # Returns the values of a StartRole, for its role. From then on the log is that role's.
@@ -130,14 +131,14 @@ def run_engine(
 
     `body` runs on the main thread. It posts EngineReady itself, and returns after Drained or lets
     PeerGone through: exit code 0. ConfigError is for the user to fix: exit code 2. Any other
-    exception is a fault of the engine: the front is notified, and the process ends at once with
+    exception is a fault of the engine: the frontend is notified, and the process ends at once with
     exit code 1, whatever its other threads do.
 
     Args:
         configs: the config record of each role.
         name: for the log, after that of the role.
     """
-    # Both may be sent to the whole process group. Only the front decides when to end.
+    # Both may be sent to the whole process group. Only the frontend decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -177,7 +178,7 @@ def _run(channel: EngineChannel, body: Callable[[], None]) -> None:
 
 
 def _fail(channel: EngineChannel, last_words: EngineFailed, exit_code: int) -> NoReturn:
-    # The front may be what failed; it sees the end in any case.
+    # The frontend may be what failed; it sees the end in any case.
     with contextlib.suppress(Exception):
         channel.post(last_words)
         channel.flush(_FLUSH_S)

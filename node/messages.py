@@ -141,7 +141,7 @@ class StartRole(msgspec.Struct, frozen=True, tag=True):
     role: str  # "prefill" | "decode"
     config: str  # the role's config record as JSON
     instance: int  # random 64 bit, new for each role
-    address: str  # of the front's gRPC server, for logs and peers
+    address: str  # of the frontend's gRPC server, for logs and peers
 
 
 class MigrateFrom(msgspec.Struct, frozen=True):
@@ -174,7 +174,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         number: the router's, on that stream.
-        received: time.monotonic() at the front.
+        received: time.monotonic() at the frontend.
     """
 
     stream: int
@@ -205,7 +205,7 @@ class NodeCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class WatchCache(msgspec.Struct, frozen=True, tag=True):
-    """A new or leaving watcher of the prefix cache. The front numbers them from 1 on."""
+    """A new or leaving watcher of the prefix cache. The frontend numbers them from 1 on."""
 
     watcher: int
     on: bool
@@ -214,7 +214,7 @@ class WatchCache(msgspec.Struct, frozen=True, tag=True):
 class SubmitPooling(msgspec.Struct, frozen=True, tag=True):
     """One call for vectors of prompts. The response is one PoolingDone with the same number."""
 
-    number: int  # the front's own
+    number: int  # the frontend's own
     request_id: str
     prompts: tuple[bytes, ...]  # little-endian int32
     pooling: PoolingParams
@@ -241,7 +241,7 @@ FrontMessage: TypeAlias = (
     | CancelPooling
 )
 
-# Engine to front --------------------------------------------------------------------------------
+# Engine to frontend --------------------------------------------------------------------------
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
@@ -359,7 +359,7 @@ class CacheEventBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """The end of all work. The front may end the node."""
+    """The end of all work. The frontend may end the node."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

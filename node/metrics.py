@@ -408,7 +408,7 @@ DECLARED: Mapping[Role, tuple[MetricDeclaration, ...]] = {
 
 
 class NodeMetrics:
-    """The metrics of a node. The front's event loop writes them, the scraping thread reads them."""
+    """The metrics of a node. The frontend's event loop writes them, and a scraping thread reads."""
 
     def __init__(self, role: Role) -> None:
         self.trust = TrustMetrics()

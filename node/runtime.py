@@ -1,6 +1,6 @@
 """The parts of an engine that do not depend on its role, and how they run until the role ends.
 
-They are a transfer thread to other nodes, a control interface for the front, and prefix sharing.
+They are a transfer thread to other nodes, a control interface for the frontend, and prefix sharing.
 """
 
 import gc
@@ -23,7 +23,7 @@ from engine.runner.profiler import Profiler
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool, TransferBackend
-from kvtransfer.front_messages import PairInput
+from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello, PoolRegion, region_of
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
 from kvtransfer.transfer.node_paths import start_ranks
@@ -47,7 +47,7 @@ class DrivenRole(EngineRole, StalledEngine, Protocol):
 
 
 def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) -> None:
-    """Report to the front that requests may come."""
+    """Report to the frontend that requests may come."""
     channel.post(
         EngineReady(
             model=config.model,
@@ -63,7 +63,7 @@ def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) ->
 
 
 def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClock) -> None:
-    """Run the loop until the front releases this process (PeerGone) or gives it another role
+    """Run the loop until the frontend releases this process (PeerGone) or gives it another role
     (RoleEnded), or a part fails. If the loop stalls for too long, the process ends.
     """
     loop = EventLoop(
@@ -178,11 +178,11 @@ class NodeRuntime:
         return self.weights
 
     def run(self, role: DrivenRole, engine: Engine, start: EngineStart[C]) -> None:
-        """Run until the front releases this process (PeerGone) or gives it another role
+        """Run until the frontend releases this process (PeerGone) or gives it another role
         (RoleEnded).
 
-        After a fault nothing is closed: the front must be notified at once, and waiting could block
-        on the part that failed. The process ends then.
+        After a fault nothing is closed: the frontend must be notified at once, and waiting could
+        block on the part that failed. The process ends then.
         """
         config = start.config.engine
         self.transfer.start()

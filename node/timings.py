@@ -1,8 +1,8 @@
 """Timings of one request on a node, their readable events, and the timings of ended requests.
 
 Stamps are time.monotonic() of this host. 0.0 means "not yet". They are set as a request goes from
-queue to queue, never per token, and are sent to the front once, at the end. No decision depends on
-them.
+queue to queue, never per token, and are sent to the frontend once, at the end. No decision depends
+on them.
 """
 
 from collections import deque
@@ -56,7 +56,7 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
     request_id: str
     num_prompt: int
     trace: TraceContext
-    received: float  # at the front
+    received: float  # at the frontend
     taken: float  # consumed by the engine thread
     attempts: list[HandoffTimings] = []
     queued: float = 0.0  # for prefill on this node

@@ -49,7 +49,7 @@ class HandoffHistory:
     Engine thread only. The watchdog reads it when that thread is stalled.
 
     Args:
-        tell: sends hand-offs of traced requests to the front.
+        tell: sends hand-offs of traced requests to the frontend.
     """
 
     def __init__(self, tell: Callable[[HandoffSpan], None]) -> None:

@@ -299,13 +299,15 @@ async def _serve_health_and_metrics(
     base: RouterBase, grpc: GrpcServer, opened: AsyncExitStack
 ) -> int | None:
     """Open the ports for metrics and health checks. Return the port for metrics, None: none."""
-    front = base.config.server
+    server = base.config.server
     metrics_port = opened.enter_context(
-        served_metrics(base.metrics.registry, front.host, front.metrics_port)
+        served_metrics(base.metrics.registry, server.host, server.metrics_port)
     )
     await grpc.health.tell(False)
     await opened.enter_async_context(
-        rpc.serving_health(grpc.health, front.host, front.health_port, shares_port=grpc.shares_port)
+        rpc.serving_health(
+            grpc.health, server.host, server.health_port, shares_port=grpc.shares_port
+        )
     )
     return metrics_port
 

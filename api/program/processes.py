@@ -271,8 +271,8 @@ async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _E
             processes = [_Process(place, shared) for place in places]
             end = _End(processes)
             renewal = CertificateRenewal(processes, routers, end.called)
-            front = config.server
-            with served(metrics.registry, front.host, front.metrics_port) as metrics_port:
+            server = config.server
+            with served(metrics.registry, server.host, server.metrics_port) as metrics_port:
                 async with told(keeper, {**metrics.tells, **renewal.tells}):
                     log.info(
                         "keeping %s",
@@ -301,19 +301,19 @@ def _directory() -> Iterator[str]:
 @contextlib.contextmanager
 def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
     """Reserve the shared ports for the worker processes, and yield the configuration of each."""
-    front = config.server
+    server = config.server
     with contextlib.ExitStack() as ports:
-        port = ports.enter_context(rpc.reserved(front.host, front.port))
+        port = ports.enter_context(rpc.reserved(server.host, server.port))
         http_port = ports.enter_context(
-            rpc.reserved(front.host, config.http_port, knob="--http-port")
+            rpc.reserved(server.host, config.http_port, knob="--http-port")
         )
-        health_port = front.health_port
+        health_port = server.health_port
         if health_port is not None:
             health_port = ports.enter_context(
-                rpc.reserved(front.host, health_port, knob=rpc.HEALTH_PORT)
+                rpc.reserved(server.host, health_port, knob=rpc.HEALTH_PORT)
             )
         ports_of_all = {"port": port, "health_port": health_port, "metrics_port": None}
-        shared = front.model_copy(update=ports_of_all)
+        shared = server.model_copy(update=ports_of_all)
         yield config.model_copy(update={"server": shared, "http_port": http_port})
 
 

@@ -211,20 +211,20 @@ def _front(config: ServerConfig) -> Iterator[Finding]:
     yield from _tls("TLS", config.tls, "--server.tls")
 
 
-def _callers(role: Role, front: ServerConfig, *, mutual: bool) -> Finding:
+def _callers(role: Role, server: ServerConfig, *, mutual: bool) -> Finding:
     """Check who may call this process and how Baton processes authenticate each other."""
     try:
-        identity = identity_of(role, "baton check", front.secret_file)
+        identity = identity_of(role, "baton check", server.secret_file)
         asked = identity is not None or mutual
-        program.check_exposure(front.host, asked=asked, insecure=front.insecure)
+        program.check_exposure(server.host, asked=asked, insecure=server.insecure)
     except ConfigError as error:
         return Finding("callers", "fails", str(error))
     if identity is not None:
         return Finding("callers", "ok", "processes authenticate by the cluster secret")
     if mutual:
         return Finding("callers", "ok", "processes authenticate by their certificates")
-    verdict = "note" if front.insecure else "ok"
-    return Finding("callers", verdict, f"authentication is disabled on {front.host}")
+    verdict = "note" if server.insecure else "ok"
+    return Finding("callers", verdict, f"authentication is disabled on {server.host}")
 
 
 def _tls(what: str, config: TlsConfig, knob: str) -> Iterator[Finding]:

@@ -16,7 +16,6 @@ from common.config.engine import (
     SpeculativeConfig,
     check_adapter_name,
 )
-from common.config.front import ServerConfig, TlsConfig
 from common.config.node import (
     DecodeConfig,
     NodeConfig,
@@ -26,6 +25,7 @@ from common.config.node import (
 )
 from common.config.record import ConfigRecord, Positive
 from common.config.router import ClientsConfig, ImagesConfig, Priority, RouterConfig
+from common.config.server import ServerConfig, TlsConfig
 
 __all__ = [
     "CacheConfig",

@@ -6,8 +6,8 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from common.config.engine import EngineConfig
-from common.config.front import ServerConfig
 from common.config.record import ConfigRecord, Port, Positive, Seconds
+from common.config.server import ServerConfig
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _DEFAULT_DATA_HOST = "127.0.0.1"
@@ -149,7 +149,7 @@ class DecodeConfig(NodeConfig):
     @field_validator("mode")
     @classmethod
     def _can_call(cls, mode: str, info: ValidationInfo) -> str:
-        front = info.data.get("server")
-        if mode == "disaggregated" and front and front.tls.cert and front.tls.ca is None:
+        server = info.data.get("server")
+        if mode == "disaggregated" and server and server.tls.cert and server.tls.ca is None:
             raise ValueError("with --tls-cert it needs --tls-ca, to verify prefill nodes")
         return mode

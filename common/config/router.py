@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from common.config.front import NAME_WITHOUT_CA, ServerConfig, TlsConfig
 from common.config.record import ConfigRecord, Port, Positive, Seconds
+from common.config.server import NAME_WITHOUT_CA, ServerConfig, TlsConfig
 from common.limits import MAX_IMAGES
 from common.priority import HIGHEST, LOWEST
 
@@ -218,8 +218,8 @@ class RouterConfig(ConfigRecord):
     @field_validator("node_tls")
     @classmethod
     def _calls(cls, tls: TlsConfig, info: ValidationInfo) -> TlsConfig:
-        front = info.data.get("server")
-        if not (tls.ca or (front and front.tls.ca)):
+        server = info.data.get("server")
+        if not (tls.ca or (server and server.tls.ca)):
             if tls.cert:
                 raise ValueError("needs ca: without it the certificates of nodes are not verified")
             if tls.server_name:
@@ -229,11 +229,11 @@ class RouterConfig(ConfigRecord):
     @property
     def tls_to_nodes(self) -> TlsConfig:
         """TLS for calls to nodes. It is used if it has a `ca`."""
-        own, front = self.node_tls, self.server.tls
-        shown = own if own.cert else front
+        own, default = self.node_tls, self.server.tls
+        shown = own if own.cert else default
         return TlsConfig(
             cert=shown.cert,
             key=shown.key,
-            ca=own.ca or front.ca,
-            server_name=own.server_name or front.server_name,
+            ca=own.ca or default.ca,
+            server_name=own.server_name or default.server_name,
         )

@@ -74,7 +74,7 @@ def identity_of(
 
 
 def guard_of(
-    front: ServerConfig,
+    server: ServerConfig,
     identity: Identity | None,
     certificates: tls.Certificates | None,
     count: Count,
@@ -87,7 +87,7 @@ def guard_of(
         ConfigError: other hosts could call too, and this is not explicitly allowed.
     """
     mutual = certificates is not None and certificates.config.mutual
-    check_exposure(front.host, asked=identity is not None or mutual, insecure=front.insecure)
+    check_exposure(server.host, asked=identity is not None or mutual, insecure=server.insecure)
     if identity is not None:
         return CallAuthenticator(TokenAuthentication(identity), count)
     return CallAuthenticator(identify_by_certificate, count) if mutual else None

@@ -23,7 +23,7 @@ MAX_FRAME_BYTES = 32 << 20
 MAX_BACKLOG_BYTES = 128 << 20
 # Limit of one `receive`, so that a busy peer cannot keep the caller in it.
 MAX_DRAIN_BYTES = 1 << 20
-# Writes of the front are behind from the first limit on, until they fall to the second.
+# Writes of the frontend are behind from the first limit on, until they fall to the second.
 BEHIND_BYTES = 1 << 20
 CAUGHT_UP_BYTES = 256 << 10
 _CHUNK_BYTES = 256 << 10
@@ -99,7 +99,7 @@ class FrameSocket(Generic[T]):
     Args:
         sock: connected stream socket, owned by this object from now on.
         receives: the tagged union that the other process sends.
-        max_backlog_bytes: limit for a front that does not read.
+        max_backlog_bytes: limit for a frontend that does not read.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class FrameSocket(Generic[T]):
         return bool(self._outgoing) and not self._ended
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message, or keep it for later. If the front is gone, `receive` reports it.
+        """Send one message, or keep it for later. If the frontend is gone, `receive` reports it.
 
         Raises:
-            Backlogged: the front is stuck, and the node cannot continue.
+            Backlogged: the frontend is stuck, and the node cannot continue.
             FrameError: the message is too large.
         """
         if self._ended:
@@ -131,7 +131,7 @@ class FrameSocket(Generic[T]):
         self._outgoing += encode_frame(message)
         self.flush()
         if len(self._outgoing) > self._max_backlog_bytes:
-            raise Backlogged(f"{len(self._outgoing)} bytes wait for a front that does not read")
+            raise Backlogged(f"{len(self._outgoing)} bytes wait for a frontend that does not read")
 
     def flush(self) -> None:
         """Send as many of the waiting bytes as the kernel accepts."""
@@ -141,7 +141,7 @@ class FrameSocket(Generic[T]):
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                # Messages that the front sent before it died are still to be read. `receive`
+                # Messages that the frontend sent before it died are still to be read. `receive`
                 # reports the end.
                 self._outgoing.clear()
                 return
@@ -170,7 +170,7 @@ class FrameSocket(Generic[T]):
             drained += len(data)
             messages += self._decoder.feed(data)
         if self._ended and not messages:
-            raise PeerGone("the front has closed its end")
+            raise PeerGone("the frontend has closed its end")
         return messages
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class FrameSocket(Generic[T]):
 
 
 class FrameConnection(asyncio.Protocol, Generic[T]):
-    """The front's end, on its event loop.
+    """The frontend's end, on its event loop.
 
     Args:
         receives: the tagged union that the engine process sends.

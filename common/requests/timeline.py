@@ -29,7 +29,7 @@ class Phase(IntEnum):
     Phases of a hand-off attempt also have its number.
     """
 
-    DISPATCH = 1  # Submit at the front -> the engine thread has it
+    DISPATCH = 1  # Submit at the frontend -> the engine thread has it
     PREALLOC_QUEUE = 2  # opened at a prefill node -> pages reserved, granted
     PREFILL_WAIT = 3  # granted -> first Ready
     TRANSFER = 4  # first Ready -> last page read

@@ -143,16 +143,16 @@ class Tracer(Protocol):
         ...
 
 
-def start(front: ServerConfig, service: str, *, ratio: float = 1.0) -> Tracer | None:
+def start(server: ServerConfig, service: str, *, ratio: float = 1.0) -> Tracer | None:
     """Start the export of spans. Returns None if no endpoint is configured.
 
     Args:
-        front: configuration with the endpoint.
+        server: configuration with the endpoint.
         service: such as "baton-router".
         ratio: share of requests without a parent that get a trace.
     """
-    if front.otlp_endpoint is None:
+    if server.otlp_endpoint is None:
         return None
     from common.tracing.otlp import OtlpTracer
 
-    return OtlpTracer(front.otlp_endpoint, service, ratio)
+    return OtlpTracer(server.otlp_endpoint, service, ratio)

@@ -26,7 +26,7 @@ from common.errors import (
 from common.logs import Throttle, ThrottledLog
 from common.process.ipc import Backlogged, CallLane, FrameConnection, PeerGone
 from common.rpc.streams import OutgoingStream
-from kvtransfer.front_messages import (
+from kvtransfer.frontend_messages import (
     EngineHeartbeat,
     LocalHello,
     PairClosed,

@@ -17,7 +17,7 @@ from common.errors import LayoutMismatch
 from common.logs import Throttle, ThrottledLog
 from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import Ints
-from kvtransfer.front_messages import PairOpened
+from kvtransfer.frontend_messages import PairOpened
 from kvtransfer.messages import (
     AnyMessage,
     HandoffFailed,

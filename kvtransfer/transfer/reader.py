@@ -17,7 +17,7 @@ from common.distribution import HistogramCounts, LiveHistogram
 from common.errors import LayoutMismatch, TransferError
 from common.logs import Throttle, ThrottledLog, kv
 from common.requests.namespace import WeightsId
-from kvtransfer.front_messages import PairOpened
+from kvtransfer.frontend_messages import PairOpened
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
 from kvtransfer.ports import CompletedEvent, FailedEvent, ReaderCommand, ReaderEvent

@@ -10,7 +10,7 @@ from typing import cast
 from common.config import TransferConfig
 from common.page_tables import PageTables
 from kvtransfer.backends.base import PagePool
-from kvtransfer.front_messages import PairOpened
+from kvtransfer.frontend_messages import PairOpened
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import (

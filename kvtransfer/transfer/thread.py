@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from common.process.ipc import FrameSocket, PeerGone
-from kvtransfer.front_messages import (
+from kvtransfer.frontend_messages import (
     EngineHeartbeat,
     LocalHello,
     PairClosed,

@@ -1,1 +1,1 @@
-"""Reports of an engine process to its front, and operators' commands, independent of the role."""
+"""Reports of an engine process to its frontend, and operators' commands, for every role."""

@@ -1,6 +1,6 @@
 """The engine thread's side of Node.WatchCache: the watchers of the prefix cache, and their updates.
 
-All watchers receive changes once a step. A new watcher first receives everything. The front
+All watchers receive changes once a step. A new watcher first receives everything. The frontend
 forwards changes only to watchers that have received that. Knows no streams.
 """
 

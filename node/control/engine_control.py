@@ -1,4 +1,4 @@
-"""An engine's messages to its front other than tokens: responses of `Node`, heartbeats, its end.
+"""An engine's messages to its frontend other than tokens: responses of `Node`, heartbeats, its end.
 
 EngineControl uses the role through the protocol ControlledRole and knows no queue by name.
 """
@@ -48,7 +48,7 @@ SELF_CHECK_INTERVAL_S = 1.0
 
 
 class RoleEnded(Exception):
-    """The end of a role: the front has another role for this engine, and no work of this one is
+    """The end of a role: the frontend has another role for this engine, and no work of this one is
     left.
     """
 
@@ -58,7 +58,7 @@ class RoleEnded(Exception):
 
 
 class FrontendChannel(Protocol):
-    """The engine thread's socket to its front. `take` and `post` never block."""
+    """The engine thread's socket to its frontend. `take` and `post` never block."""
 
     def take(self) -> Sequence[FrontMessage]: ...
 
@@ -131,7 +131,7 @@ class EngineControl:
     def poll(
         self, inside: ControlledRole, requests: Callable[[FrontMessage], None] | None = None
     ) -> None:
-        """Answer the front's questions. Any other message goes to `requests`."""
+        """Answer the frontend's questions. Any other message goes to `requests`."""
         for message in self._channel.take():
             match message:
                 case NodeCall(number, command):
@@ -156,14 +156,14 @@ class EngineControl:
         self._tell(answers)
 
     def notify(self, message: EngineMessage) -> None:
-        """Send the front an unsolicited message."""
+        """Send the frontend an unsolicited message."""
         self._channel.post(message)
 
     def wait_for_work(
         self, inside: ControlledRole, self_check: Callable[[], None], longest_s: float = math.inf
     ) -> None:
-        """Sleep until the front or another thread needs the engine, or the next report is due, for
-        `longest_s` at most.
+        """Sleep until the frontend or another thread needs the engine, or the next report is due,
+        for `longest_s` at most.
 
         Args:
             self_check: raises if something has leaked. It looks at every page, which takes

@@ -1,1 +1,1 @@
-"""A node's front process: its gRPC server, its streams, and the engine process that it starts."""
+"""A node's frontend process: its gRPC server and streams, and the engine process that it starts."""

@@ -66,7 +66,7 @@ Notice: TypeAlias = (
 
 
 class EngineLink:
-    """The front's end of the engine's socket. Event loop only.
+    """The frontend's end of the engine's socket. Event loop only.
 
     Args:
         on_notice: called with everything but answers, in order. Must not block.
@@ -241,7 +241,7 @@ class EngineSupervisor:
 
     def check_length(self, num_tokens: int, field: str = "token_ids") -> None:
         """Raise InvalidRequest, with the sentence of the engine's own check, if so many tokens can
-        never be served. For a front, before it reads any token. Does nothing before `started`.
+        never be served. For a frontend, before it reads any token. Does nothing before `started`.
         """
         if self.ready is not None and num_tokens >= self.ready.context_length:
             raise InvalidRequest(

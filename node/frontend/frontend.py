@@ -38,13 +38,13 @@ _POLICY = "OMP_WAIT_POLICY"
 
 
 class EngineProcess:
-    """A running `python -m MODULE` and the front's ends of its sockets.
+    """A running `python -m MODULE` and the frontend's ends of its sockets.
 
     Attributes:
         transfer_socket: to the transfer thread of the role that begins next. Owned by the code that
             opens it.
 
-    Made on the event loop, on the front's main thread: the engine dies with the thread that made
+    Made on the event loop, on the frontend's main thread: the engine dies with the thread that made
     it.
     """
 
@@ -112,7 +112,7 @@ class EngineProcess:
         self._ended.set()
 
     def close(self) -> None:
-        """Kill the process if it still runs. Idempotent, for every way out of the front."""
+        """Kill the process if it still runs. Idempotent, for every way out of the frontend."""
         if self._pidfd < 0:
             return
         if self._process.poll() is None:
@@ -153,7 +153,7 @@ def run_node(
 ) -> int:
     """Run a node to its end and return the exit code of its process.
 
-    0: ended as requested. 1: the engine, or this front, failed. 2: the configuration is invalid,
+    0: ended as requested. 1: the engine, or this frontend, failed. 2: the configuration is invalid,
     and one line on stderr has the reason.
 
     Args:
@@ -184,7 +184,7 @@ class _Node:
         self, program: RoleProgram, engine_module: str, other: Callable[[str], RoleProgram]
     ) -> None:
         self._program = program
-        self._front = program.config.server
+        self._config = program.config.server
         self._engine_module = engine_module
         self._other = other
         self._metrics = NodeMetrics(program.role)
@@ -198,19 +198,19 @@ class _Node:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._ending.signalled, number.name)
-        front = self._front
+        server = self._config
         with ExitStack() as stack:
             # Between two roles no process listens on the port, and no other process may.
-            port = stack.enter_context(rpc.reserved(front.host, front.port))
-            if front.health_port:
+            port = stack.enter_context(rpc.reserved(server.host, server.port))
+            if server.health_port:
                 stack.enter_context(
-                    rpc.reserved(front.host, front.health_port, knob=rpc.HEALTH_PORT)
+                    rpc.reserved(server.host, server.health_port, knob=rpc.HEALTH_PORT)
                 )
             trust = self._metrics.trust
             address = rpc.join_address(self._program.config.announced_host, port)
             post: TenurePost | None = TenurePost.of(self._program, address, trust)
             metrics_port = stack.enter_context(
-                served(self._metrics.registry, front.host, front.metrics_port)
+                served(self._metrics.registry, server.host, server.metrics_port)
             )
             engine = EngineProcess(self._engine_module)
             stack.callback(engine.close)
@@ -236,7 +236,7 @@ class _Node:
             if post.ready is None:
                 await self._link.open(engine.engine_socket, post.start)
                 resources.stay()
-            verdict = await self._ending.verdict(tenure.begin_drain, self._front.drain_timeout_s)
+            verdict = await self._ending.verdict(tenure.begin_drain, self._config.drain_timeout_s)
             if verdict is None:
                 successor = tenure.switch.successor
                 assert successor is not None

@@ -47,7 +47,7 @@ MAX_WATCHERS = 64
 MAX_UNSENT_BYTES = 16 << 20  # of one watcher; twice a snapshot of 1 Mi pages
 
 
-# The front's side of Node.WatchCache: streams of the prefix cache's content and changes.
+# The frontend's side of Node.WatchCache: streams of the prefix cache's content and changes.
 #
 # The engine tracks the cache. Here each watcher has a stream, which starts with its own snapshot.
 # At the limit, the host with the most watchers loses one, so that it cannot displace other hosts.

@@ -138,18 +138,18 @@ class ProcessExit:
         return self._verdict.result()
 
     async def _guarding(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a part of the front. A fault in it ends the node."""
+        """Run a part of the frontend. A fault in it ends the node."""
         try:
             await work
         except EngineFault as error:
             self.engine_died(str(error))
         except Exception as error:
             log.exception("server process failed")
-            self.fault(f"the front failed: {type(error).__name__}: {error}")
+            self.fault(f"the frontend failed: {type(error).__name__}: {error}")
 
     @asynccontextmanager
     async def guarded(self, work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-        """Run these parts of the front inside the context, then cancel them."""
+        """Run these parts of the frontend inside the context, then cancel them."""
         tasks = [asyncio.ensure_future(self._guarding(each)) for each in work]
         try:
             yield
@@ -206,19 +206,19 @@ class TenurePost:
         Raises:
             ConfigError: certificates or secret are invalid, or missing.
         """
-        front = program.config.server
+        server = program.config.server
         start = StartRole(
             role=program.role,
             config=program.config.model_dump_json(),
             instance=secrets.randbits(64),
             address=address,
         )
-        certificates = tls.certificates(front.tls, "--server.tls")
+        certificates = tls.certificates(server.tls, "--server.tls")
         if certificates is not None:
             trust.certificate_ends("shown", partial(tls.shown_end, certificates))
             trust.certificate_ends("authority", partial(tls.authority_end, certificates))
-        identity = identity_of("node", node_name(start.instance), front.secret_file, trust.refused)
-        guard = guard_of(front, identity, certificates, trust.refused)
+        identity = identity_of("node", node_name(start.instance), server.secret_file, trust.refused)
+        guard = guard_of(server, identity, certificates, trust.refused)
         return cls(program, start, certificates, identity, guard)
 
 
@@ -279,15 +279,15 @@ class RoleTenure:
     @asynccontextmanager
     async def serving(self, metrics_port: int | None) -> AsyncIterator[None]:
         """Serve inside the context. The streams stay open until the very end, because the engine's
-        transfer thread must not lose its front before.
+        transfer thread must not lose its frontend before.
         """
-        front, start = self._config.server, self._post.start
+        server, start = self._config.server, self._post.start
         certificates, identity = self._post.certificates, self._post.identity
         self._server = rpc.make_server(rpc.NODE_SERVER_OPTIONS, shares_port=True)
         port = int(start.address.rpartition(":")[2])
-        rpc.bind(self._server, front.host, port, certificates, shares_port=True)
+        rpc.bind(self._server, server.host, port, certificates, shares_port=True)
         with ExitStack() as stack:
-            tracer = context.start(front, f"baton-{self._post.program.role}")
+            tracer = context.start(server, f"baton-{self._post.program.role}")
             if tracer is not None:
                 stack.callback(tracer.close)
             self._parts = self._post.program.parts(
@@ -307,17 +307,17 @@ class RoleTenure:
             self._health = self._register()
             await self._health.tell(False)
             async with rpc.serving_health(
-                self._health, front.host, front.health_port, shares_port=True
+                self._health, server.host, server.health_port, shares_port=True
             ):
                 await self._server.start()
                 listening = {
-                    "address": rpc.join_address(front.host, port),
+                    "address": rpc.join_address(server.host, port),
                     "tls": tls.kind(certificates),
                 }
                 listening["secret"] = "off" if identity is None else "on"
                 log.info("listening %s", kv(**listening, metrics_port=metrics_port))
                 if self._post.guard is None:
-                    log.info("authentication is disabled %s", kv(host=front.host))
+                    log.info("authentication is disabled %s", kv(host=server.host))
                 async with self._background():
                     yield
 

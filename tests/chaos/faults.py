@@ -42,9 +42,9 @@ class Fault:
 
 # Kind: whether the program ends.
 KINDS = {
-    "SIGKILL of the front": True,
+    "SIGKILL of the frontend": True,
     "SIGKILL of the engine": True,
-    "SIGSTOP of the front": False,
+    "SIGSTOP of the frontend": False,
     "SIGSTOP of the engine": False,
     "SIGTERM": True,
     "drain": True,
@@ -62,7 +62,7 @@ _OF_ROUTERS = tuple(KINDS)[8:10]
 _OF_RANKS = tuple(KINDS)[11:]
 COLLECTIVE_S = 5  # a rank that stops for longer ends its node
 _LENGTHS_S = {
-    "SIGSTOP of the front": STOPS_S,
+    "SIGSTOP of the frontend": STOPS_S,
     "SIGSTOP of the engine": STOPS_S,
     "role switch": GUESTS_S,
     "SIGTERM after a role switch": GUESTS_S,

@@ -15,7 +15,7 @@ class Keeper:
 
     Attributes:
         logs: of every program that there was.
-        complaints: engines that outlived their fronts; nodes that ended though nobody ended them.
+        complaints: engines that outlived their frontends; nodes that ended by themselves.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -57,4 +57,4 @@ class Keeper:
                 while any(runs(engine) for engine in engines):  # noqa: ASYNC110  (no child of ours)
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
-            self.complaints.append(f"an engine of {node.program.name} outlives its front")
+            self.complaints.append(f"an engine of {node.program.name} outlives its frontend")

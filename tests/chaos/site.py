@@ -54,11 +54,11 @@ class Site:
             for node in nodes:
                 self._keeper.doom(node)
         match fault.what:
-            case "SIGKILL of the front":
+            case "SIGKILL of the frontend":
                 nodes[0].child.send(signal.SIGKILL)
             case "SIGKILL of the engine":
                 os.kill(_engine(nodes[0]), signal.SIGKILL)
-            case "SIGSTOP of the front":
+            case "SIGSTOP of the frontend":
                 await _stopped(nodes[0].child.pid, fault.seconds)
             case "SIGSTOP of the engine":
                 await _stopped(_engine(nodes[0]), fault.seconds)
@@ -203,7 +203,7 @@ def _engine(node: Node) -> int:
 
 
 async def _follower(node: Node) -> int:
-    """Return a process of a node with several ranks, beside its front and its engine."""
+    """Return a process of a node with several ranks, beside its frontend and its engine."""
     return list((await node.describe()).pids)[2]
 
 

@@ -11,8 +11,8 @@ from tests.chaos.storm import storm
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 NUM_CLIENTS = 50
-ENDS = ("SIGKILL of the front", "SIGKILL of the engine", "SIGTERM", "drain")
-STOPS = ("SIGSTOP of the front", "SIGSTOP of the engine")
+ENDS = ("SIGKILL of the frontend", "SIGKILL of the engine", "SIGTERM", "drain")
+STOPS = ("SIGSTOP of the frontend", "SIGSTOP of the engine")
 _LEAVES = Fault("drain", "decode", 0)  # its requests move to the other one
 
 

@@ -274,7 +274,7 @@ async def test_a_client_that_goes_away_while_it_waits_for_pages_holds_up_nobody(
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],  # each front has that
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],  # each frontend has that
 )
 async def test_a_signal_to_the_process_groups_ends_all_programs_with_0(
     make: Callable[..., Cluster], number: signal.Signals

@@ -1,4 +1,4 @@
-"""Engines that are stopped while their fronts live on: for long, and for a moment."""
+"""Engines that are stopped while their frontends live on: for long, and for a moment."""
 
 import asyncio
 import logging

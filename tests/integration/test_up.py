@@ -67,7 +67,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Program]]:
 
 def _programs(pid: int, parent: str = "") -> dict[str, int]:
     """Pids of the programs that a process has started, and of those that they have started; an
-    engine goes by its front's name too."""
+    engine goes by its frontend's name too."""
     found = {}
     for child in children_of(pid):
         command = Path(f"/proc/{child}/cmdline").read_text().split("\0")

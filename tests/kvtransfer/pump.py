@@ -1,4 +1,4 @@
-"""Stands in for the fronts of one reader and one owner: carries frames between their transfer
+"""Stands in for the frontends of one reader and one owner: carries frames between their transfer
 threads, through protobuf as the network would, and cuts streams when it is told to.
 """
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from common.process.ipc import FrameSocket, PeerGone, socket_pair
-from kvtransfer.front_messages import (
+from kvtransfer.frontend_messages import (
     EngineHeartbeat,
     LocalHello,
     PairClosed,

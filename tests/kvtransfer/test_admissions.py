@@ -12,7 +12,7 @@ from common.errors import TransferError
 from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
 from kvtransfer.backends.base import Ints, PagePool, PageProducer, prepared
-from kvtransfer.front_messages import PairEnd, PairInput, PairOpened, PairOutput, PeerHello
+from kvtransfer.frontend_messages import PairEnd, PairInput, PairOpened, PairOutput, PeerHello
 from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.producer import ProducerEnd

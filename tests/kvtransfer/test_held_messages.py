@@ -13,7 +13,7 @@ from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining
 from kvtransfer.backends.base import Ints, PagePool, prepared
-from kvtransfer.front_messages import PairInput, PairOpened, PairOutput, PairSend
+from kvtransfer.frontend_messages import PairInput, PairOpened, PairOutput, PairSend
 from kvtransfer.messages import (
     GrantHandoff,
     HandoffFailed,
@@ -67,7 +67,7 @@ class Ranks:
 
 
 class Owner:
-    """A publisher with two readers, and what their fronts and the transfer thread see."""
+    """A publisher with two readers, and what their frontends and the transfer thread see."""
 
     def __init__(self, publisher: ProducerSide, front: FrameSocket[PairOutput], ranks: Ranks):
         self.publisher, self.ranks = publisher, ranks

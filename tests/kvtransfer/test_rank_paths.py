@@ -27,7 +27,7 @@ from engine.kv_cache.states import LayerState, PagedKV, PagedLatent, RecurrentSt
 from kvtransfer import data_paths
 from kvtransfer.backends.base import Ints, PagePool, TransferBackend
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults, LoopbackProducer
-from kvtransfer.front_messages import PairOpened
+from kvtransfer.frontend_messages import PairOpened
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello, region_of
 from kvtransfer.ports import TablePages

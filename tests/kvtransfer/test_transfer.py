@@ -22,7 +22,7 @@ from kvtransfer.backends.loopback import LoopbackBackend, LoopbackProducer
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.tcp.backend import TcpBackend
-from kvtransfer.front_messages import PairInput, PairOpened
+from kvtransfer.frontend_messages import PairInput, PairOpened
 from kvtransfer.messages import (
     CancelHandoff,
     GrantHandoff,

@@ -11,7 +11,7 @@ from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining
 from common.requests.sampling import SamplingParams
 from kvtransfer.backends.base import PagePool
-from kvtransfer.front_messages import PairInput, PairOpened, PairOutput, PairSend
+from kvtransfer.frontend_messages import PairInput, PairOpened, PairOutput, PairSend
 from kvtransfer.messages import CancelHandoff, HandoffFailed, HandoffId, OpenHandoff, Prompt
 from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.ports import ClosedEvent, OpenedEvent, OwnerEvent
@@ -33,7 +33,7 @@ def _hello(instance: int) -> PairHello:
 
 @dataclass
 class Owner:
-    """A publisher, and what an engine and a front see of it."""
+    """A publisher, and what an engine and a frontend see of it."""
 
     publisher: ProducerSide
     outlet: EventOutlet[OwnerEvent]

@@ -1,4 +1,4 @@
-"""A node's front over the stub engine, as a real process."""
+"""A node's frontend over the stub engine, as a real process."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ def stub_config(model: str = "echo", port: int = 0, **front: object) -> DecodeCo
 
 @pytest.fixture
 def start_node() -> Iterator[StartNode]:
-    """Starts nodes; `model` chooses the stub engine's behaviour, `module` the front's program."""
+    """Starts nodes; `model` chooses the stub engine's behaviour, `module` its program."""
     programs: list[Program] = []
 
     def start(

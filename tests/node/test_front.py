@@ -118,7 +118,7 @@ def test_a_killed_front_takes_a_stopped_engine_along(start_node):
 
 
 def _front_that_imports(environment):
-    """A front whose engine is never done with its imports. It prints the engine's process id."""
+    """A frontend whose engine is never done with its imports. It prints the engine's process id."""
     code = (
         "import asyncio\n"
         "from node.frontend.frontend import EngineProcess\n"
@@ -154,7 +154,7 @@ def test_a_killed_front_takes_an_engine_along_that_is_still_importing():
     ids=["unset", "policy", "count"],
 )
 def test_idle_threads_of_an_engine_soon_sleep_unless_its_user_says_otherwise(own, expected):
-    # Seen failing with the fronts' environment as it is, and with that of the user overwritten.
+    # Seen failing with the frontends' environment as it is, and with that of the user overwritten.
     bare = {name: value for name, value in os.environ.items() if name not in WAITING}
     with _front_that_imports({**bare, **own}) as front:
         assert front.stdout is not None
@@ -276,7 +276,7 @@ def test_a_stopped_engine_is_unhealthy_until_it_goes_on(start_node):
         beats = router.num_beats
         with RouterEnd(address) as late:
             late.wait_for(lambda: late.statuses)
-            described = describe(address)  # by the front: the engine is not asked
+            described = describe(address)  # by the frontend: the engine is not asked
             assert (described.state, described.tokenizer_hash) == ("unhealthy", "1")
             assert not described.queues
             assert (router.num_beats, late.num_beats) == (beats, 0)

@@ -1,4 +1,4 @@
-"""Pair streams between two fronts over real gRPC; the tests speak as both transfer threads."""
+"""Pair streams between two frontends over real gRPC; the tests speak as both transfer threads."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from common.request import Remaining
 from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
 from common.rpc import streams
-from kvtransfer.front_messages import (
+from kvtransfer.frontend_messages import (
     LocalHello,
     PairClosed,
     PairEnd,
@@ -73,7 +73,7 @@ HELLO_S = 0.3  # where it runs out
 
 
 class Transfer:
-    """A transfer thread's end of its socket, and the front's end of it."""
+    """A transfer thread's end of its socket, and the frontend's end of it."""
 
     def __init__(self) -> None:
         ours, theirs = socket_pair()

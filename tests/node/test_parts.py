@@ -1,4 +1,4 @@
-"""The parts of a front that need no process: streams, verdicts, signs of life, log lines."""
+"""The parts of a frontend that need no process: streams, verdicts, signs of life, log lines."""
 
 import asyncio
 import gc

@@ -25,7 +25,7 @@ from common.tracing.context import UNTRACED
 from decode_node import servicer
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from kvtransfer.front_messages import PairMessage
+from kvtransfer.frontend_messages import PairMessage
 from kvtransfer.messages import HandoffId, Live, OpenHandoff, Prompt
 from kvtransfer.pairing import PairHello, compare
 from kvtransfer.pairs import codec

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from common.process.ipc import FrameSocket
-from kvtransfer.front_messages import (
+from kvtransfer.frontend_messages import (
     LocalHello,
     PairClosed,
     PairEnd,
@@ -44,7 +44,7 @@ class FrontEnd:
     frames: FrameSocket[PairOutput]
     hello: PairHello | None = None  # that this node sends as a consumer
     numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
-    lines: dict[int, "_Line"] = field(default_factory=dict)  # open, by this front's number
+    lines: dict[int, "_Line"] = field(default_factory=dict)  # open, by this frontend's number
 
     def send(self, message: PairInput) -> None:
         self.frames.send(message)

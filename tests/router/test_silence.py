@@ -74,7 +74,7 @@ async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(
 
 
 async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and_dead(model):
-    """The front and the transfer thread live, and the engine thread stands still."""
+    """The frontend and the transfer thread live, and the engine thread stands still."""
     async with two_nodes(model, suspect_after_s=2.0, dead_after_s=5.0) as (client, router, d0, d1):
         call = ask(client, max_tokens=9)
         number = (await d0.submitted()).number

@@ -309,7 +309,7 @@ class Cluster:
         return [node for node in self.nodes if not node.killed]
 
     async def kill(self, node: Node) -> None:
-        """SIGKILL of its front; its engine must follow by itself."""
+        """SIGKILL of its frontend; its engine must follow by itself."""
         (engine,) = children_of(node.child.pid)
         node.killed = True
         node.child.send(signal.SIGKILL)
@@ -318,11 +318,11 @@ class Cluster:
         async def gone() -> bool:
             return not runs(engine)
 
-        await self.wait_until(gone, f"the engine of {node.program.name} ends with its front")
+        await self.wait_until(gone, f"the engine of {node.program.name} ends with its frontend")
 
     def freeze(self, node: Node) -> Callable[[], None]:
-        """SIGSTOP of its engine: the front lives, nothing moves. `thaw` ends it, as does what this
-        returns."""
+        """SIGSTOP of its engine: the frontend lives, nothing moves. `thaw` ends it, as does what
+        this returns."""
         (engine,) = children_of(node.child.pid)
         os.kill(engine, signal.SIGSTOP)
         return partial(self.thaw, node)
@@ -460,7 +460,7 @@ class Cluster:
         async with asyncio.timeout(STOP_S):
             codes = {child.name: await child.ended() for child in children}
         assert set(codes.values()) == {0}, f"exit codes: {codes}"
-        assert not any(runs(engine) for engine in engines), "an engine outlives its front"
+        assert not any(runs(engine) for engine in engines), "an engine outlives its frontend"
 
     async def describe(self) -> GetClusterResponse:
         """The cluster, as the router knows it."""
@@ -661,7 +661,7 @@ class Cluster:
             await asyncio.gather(*(child.stop(STOP_S) for child in group))
             codes = {child.name: child.code for child in group}
             assert set(codes.values()) <= {0}, f"exit codes: {codes}"
-        assert not any(runs(engine) for engine in engines), "an engine outlives its front"
+        assert not any(runs(engine) for engine in engines), "an engine outlives its frontend"
 
     def _engines(self) -> list[int]:
         return [pid for node in self.live_nodes for pid in children_of(node.child.pid)]

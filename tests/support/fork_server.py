@@ -6,7 +6,7 @@
 Imports take most of the CPU time that a short test of a cluster costs. The server is a process that
 has imported them, has one thread and forks. A program that it starts is a child of the process that
 asked: its pid, exit code, signals, output, session and the signal at its parent's death are as if
-the program had been started by exec. Of a node the engine process is forked too, by its front.
+the program had been started by exec. Of a node the engine process is forked too, by its frontend.
 Other commands are started by exec, and so is everything that tests start otherwise, `baton up` for
 example.
 
@@ -422,7 +422,7 @@ def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _fork_engine() -> None:
-    """Fork the engine process of the front that this process becomes, while it has one thread."""
+    """Fork the engine of the frontend that this process becomes, while it has one thread."""
     from node.frontend import frontend
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -364,7 +364,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         self.change_status(adapters=told)
 
     def lose_engine(self) -> None:
-        """Ends every stream as a front does whose engine has died; the next ones are as before."""
+        """Ends every stream as a frontend whose engine has died; the next ones are as before."""
         for stream in self.streams:
             stream.put_nowait(None)
 

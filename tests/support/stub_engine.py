@@ -1,6 +1,6 @@
 """An engine without a model: it says the prompt back, one token of each request every 5 ms.
 
-Speaks to its front as a real engine does. `engine.model` chooses how it behaves:
+Speaks to its frontend as a real engine does. `engine.model` chooses how it behaves:
 echo | bad-config (ends with ConfigError) | crash (raises on the first request) | hang (never
 ready) | loading (hears nothing) | stuck-at-end (does not end when let go) | stuck-after-crash
 (tells what it raised, and does not end) | one-role (has no room for what another role needs). What
@@ -22,7 +22,7 @@ from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheEvents
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from kvtransfer.front_messages import EngineHeartbeat, PairInput
+from kvtransfer.frontend_messages import EngineHeartbeat, PairInput
 from node.control.cache_reports import CacheReports
 from node.engine_process import Begin, EngineChannel, EngineStart, run_engine
 from node.messages import (

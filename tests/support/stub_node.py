@@ -1,4 +1,4 @@
-"""A decode node's front over the stub engine. Its only argument is a DecodeConfig as JSON. As a
+"""A decode node's frontend over the stub engine. Its only argument is a DecodeConfig as JSON. As a
 prefill node it has no services but those of every node.
 """
 

@@ -113,7 +113,7 @@ def test_end_of_file_comes_after_everything_that_was_sent(frames):
     assert receiver.receive() == [Note(1)]
     with pytest.raises(PeerGone):
         receiver.receive()
-    receiver.send(Note(2))  # to a front that is gone: told by `receive`, not here
+    receiver.send(Note(2))  # to a frontend that is gone: told by `receive`, not here
 
 
 def test_what_a_dead_front_had_sent_is_still_read_when_a_send_fails_first(frames):

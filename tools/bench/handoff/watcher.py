@@ -20,7 +20,7 @@ from common.requests.sampling import SamplingParams
 from engine.build import Engine, build
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
-from kvtransfer.front_messages import PairInput
+from kvtransfer.frontend_messages import PairInput
 from kvtransfer.messages import HandoffId, Prompt
 from kvtransfer.pairing import PairHello, region_of
 from kvtransfer.pairs.dialer import PairDialer
