@@ -24,6 +24,7 @@ from engine.offload.page_files import (
     SlotWrite,
 )
 from engine.ranks.messages import (
+    MOST_PAGES,
     ClearSlots,
     EraseSlots,
     FileJob,
@@ -113,8 +114,8 @@ class FilesOfRanks:
 
     def erase(self, slots: Sequence[int]) -> None:
         self._own.erase(slots)
-        erased = np.array(slots, np.int64).tobytes()
-        self._followers.ask(lambda number: EraseSlots(number, erased))
+        for start in range(0, len(slots), MOST_PAGES):
+            self._erase(np.array(slots[start : start + MOST_PAGES], np.int64).tobytes())
 
     def clear(self) -> None:
         self._own.clear()
@@ -122,6 +123,9 @@ class FilesOfRanks:
 
     def close(self) -> None:
         self._own.close()
+
+    def _erase(self, slots: bytes) -> None:
+        self._followers.ask(lambda number: EraseSlots(number, slots))
 
     def _joined(self, own: Future[Faults], make: Callable[[int], FileJob]) -> Future[Faults]:
         """Return a future with the first fault of each page on any rank."""

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 MAX_PACKET_BYTES = 128 << 10  # below the kernel's limit for a packet
-MOST_PAGES = 4096  # of one CopyPages
+MOST_PAGES = 4096  # of one CopyPages or EraseSlots
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
@@ -139,7 +139,7 @@ class ReadSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EraseSlots(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Mark slots (int64) as empty, after all earlier writes."""
+    """Mark slots (int64, at most MOST_PAGES) as empty, after all earlier writes."""
 
     number: int
     slots: bytes

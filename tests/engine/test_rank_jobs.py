@@ -11,15 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from common.errors import EngineFault
+from engine.rank_files import FilesOfRanks
 from engine.rank_jobs import FollowerJobs
 from engine.ranks import Share
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     DropAdapter,
+    EraseSlots,
     JobDone,
     Ping,
     RankReport,
@@ -140,6 +143,21 @@ def test_a_job_of_handoffs_gets_the_event_of_its_step_and_replies_later() -> Non
         early(b"done")
         replies = [msgspec.msgpack.decode(ours.recv(999), type=JobDone) for _ in range(2)]
         assert replies == [JobDone(8, "no"), JobDone(7, "", b"done")]
+
+
+# Seen failing with all slots in one job, which is too long for a packet and ends the node.
+def test_any_number_of_slots_is_erased() -> None:
+    packets: list[bytes] = []
+    erased: list[int] = []
+    own: Any = SimpleNamespace(num_slots=50_000, erase=erased.extend)
+    followers: Any = SimpleNamespace(
+        ask=lambda make: packets.append(msgspec.msgpack.encode(make(1)))
+    )
+    FilesOfRanks(own, followers, b"", 0, lambda: None).erase(range(50_000))
+    jobs = [msgspec.msgpack.decode(each, type=EraseSlots) for each in packets]
+    slots = np.concatenate([np.frombuffer(job.slots, np.int64) for job in jobs])
+    assert slots.tolist() == erased == list(range(50_000))
+    assert max(map(len, packets)) < MAX_PACKET_BYTES
 
 
 # Jobs of any number -------------------------------------------------------------------------------
