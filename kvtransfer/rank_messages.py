@@ -1,7 +1,7 @@
 """Messages from rank 0's transfer thread to the followers of its node, and their replies.
 
 Each is the body of a job of all followers (engine/ranks/messages.py), which replies once. Readers
-and links have the numbers that rank 0 gives them, which it never reuses.
+and links have the numbers that rank 0 gives them, which it may reuse after StopTransfer.
 """
 
 from typing import Any, TypeAlias

@@ -71,6 +71,7 @@ class Awaited(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _OpenLink:
+    number: int  # rank 0's
     link: PageLink
     opened: Reply | None  # None: it has been called
     reads: deque[Reply] = field(default_factory=deque)
@@ -191,9 +192,12 @@ class FollowerTransfer:
         if self._paths is not None:
             self._paths.offers.close()
         self._paths = None
-        for state in self._open.values():
+        self._readers.clear()
+        # The next role counts its links from 0 again, and these may end later.
+        ending, self._open = self._open, {}
+        for state in ending.values():
             state.link.close("this role ends")
-        for state in self._open.values():
+        for state in ending.values():
             if not state.link.join(_LINK_END_S):
                 log.warning("link thread did not stop")
 
@@ -231,13 +235,11 @@ class FollowerTransfer:
     # Links
 
     def _open_link(self, message: OpenRankLink, reply: Reply) -> None:
-        number = message.link
-        link = self._started.opener.open(
-            message.hello,
-            message.backend,
-            lambda event: self._work.put(lambda: self._event(number, event)),
-        )
-        self._open[number] = _OpenLink(link, reply)
+        def notify(event: LinkEvent) -> None:
+            self._work.put(lambda: self._event(state, event))
+
+        link = self._started.opener.open(message.hello, message.backend, notify)
+        state = self._open[message.link] = _OpenLink(message.link, link, reply)
 
     def _read(self, message: ReadRankPages, reply: Reply) -> None:
         source = np.frombuffer(message.source_pages, np.int32)
@@ -257,8 +259,7 @@ class FollowerTransfer:
         state.closed = reply
         state.link.close(reason)
 
-    def _event(self, number: int, event: LinkEvent) -> None:
-        state = self._open[number]
+    def _event(self, state: _OpenLink, event: LinkEvent) -> None:
         match event:
             case LinkUp(_, path, gib_per_s):
                 if state.opened is not None:
@@ -269,7 +270,8 @@ class FollowerTransfer:
             case ReadEnded(num_bytes=num_bytes, seconds=seconds, refused=refused):
                 state.reads.popleft()(encode(RankReadEnded(num_bytes, seconds, refused)))
             case LinkClosed(_, reason):
-                del self._open[number]
+                if self._open.get(state.number) is state:
+                    del self._open[state.number]
                 waiting = [] if state.opened is None else [state.opened]
                 for reply in (*waiting, *state.reads):
                     reply(error=reason)

@@ -180,7 +180,8 @@ class NodeLinks:
 
     def check(self, hello: PairHello) -> None:
         self._own.check(hello)
-        for backend in {"", *(path.backend for path in hello.paths)}:  # "": see ConsumerSide
+        # "": of the link that closes at once, because no path can be used.
+        for backend in {"", *(path.backend for path in hello.paths)}:
             if len(encode(_brief(hello, backend))) > MOST_BYTES:
                 raise LayoutMismatch(
                     f"{hello.peer} cannot pair: {backend} of {len(hello.regions)} ranks takes "
@@ -242,7 +243,7 @@ class FollowersLink:
                 self._ask(encode(message), partial(self._ended, read))
 
     def expect(self, destination_pages: Ints) -> None:
-        """Do nothing: rank 0 prepares its memory only while it has time for that."""
+        """Do nothing. Followers do not prepare memory ahead of reads."""
 
     def expire(self, now: float) -> None:
         """Do nothing."""
@@ -277,7 +278,8 @@ class FollowersLink:
         with self._lock:
             read.num_bytes += sum(each.num_bytes for each in ended)
             read.seconds += max(each.seconds for each in ended)
-            read.refused = read.refused or "".join(each.refused for each in ended)
+            refusals = (each.refused for each in ended if each.refused)
+            read.refused = read.refused or next(refusals, "")
             read.parts -= 1
             if read.parts:
                 return

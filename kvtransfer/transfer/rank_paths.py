@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeAlias
 
 from common.config import TransferConfig
@@ -34,6 +34,8 @@ from kvtransfer.transfer.link_group import LinkGroup
 # Returns the pages of all ranks of a node with so many. Raises LayoutMismatch if there is no such
 # node.
 PagesByRank: TypeAlias = Callable[[int], Sequence[RankPages]]
+
+_MOST_KNOWN = 8  # numbers of ranks of owners
 
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
@@ -142,8 +144,9 @@ class RankLinks:
         self._pool = pool
         self._backends = backends
         self._config = config
-        self._pages_by_rank = pages_by_rank
-        self._maps: dict[int, tuple[tuple[Slice, ...], ...]] = {}  # by tp of an owner
+        # An owner that connects again and again costs the computation of its map once.
+        self._pages_by_rank = lru_cache(_MOST_KNOWN)(pages_by_rank)
+        self._moves = lru_cache(_MOST_KNOWN)(self._computed_moves)
 
     def check(self, hello: PairHello) -> None:
         for region in hello.regions:
@@ -171,19 +174,18 @@ class RankLinks:
         shares = [num_bytes.of_a_page for _, num_bytes in members]
         return LinkGroup(hello.instance, makers, notify, shares=shares)
 
-    def _moves(self, tp: int) -> dict[int, Moves | None]:
-        """Return the bytes that this rank reads, by rank of an owner."""
+    def _computed_moves(self, tp: int) -> Mapping[int, Moves | None]:
+        """Return the bytes that this rank reads from the ranks of an owner with `tp` of them."""
         if tp == self._tp:
             return {self._rank: None}
-        if tp not in self._maps:
-            mine = self._pages_by_rank(self._tp)[self._rank]
-            self._maps[tp] = copy_map(self._rank, mine, self._pages_by_rank(tp))
-        whole = self._maps[tp]
-        owners = sorted({each.owner for table in whole for each in table})
-        return {
-            owner: tuple(tuple(each for each in table if each.owner == owner) for table in whole)
-            for owner in owners
-        }
+        mine = self._pages_by_rank(self._tp)[self._rank]
+        whole = copy_map(self._rank, mine, self._pages_by_rank(tp))
+        moves: dict[int, tuple[list[Slice], ...]] = {}
+        for table, slices in enumerate(whole):
+            for each in slices:
+                own = moves.setdefault(each.owner, tuple([] for _ in whole))
+                own[table].append(each)
+        return dict(sorted(moves.items()))
 
     def _link(
         self, hello: PairHello, backend: str, owner: int, num_bytes: LinkBytes, notify: Notify

@@ -35,9 +35,11 @@ from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.rank_messages import (
     DismissReader,
     OfferPaths,
+    OpenRankLink,
     PollPaths,
     PublishPages,
     ReadRankPages,
+    StartTransfer,
     StopTransfer,
     decode,
 )
@@ -55,9 +57,10 @@ from kvtransfer.transfer.link import (
 )
 from kvtransfer.transfer.node_paths import Replies, start_ranks
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
-from kvtransfer.transfer.rank_paths import TransferPaths
+from kvtransfer.transfer.rank_paths import RankLinks, TransferPaths
 from kvtransfer.transfer.reader import ConsumerSide, ReadMetrics
 from tests.support.data_children import CANARY, Memory, content
+from tests.support.data_ends import wait_for
 
 WAIT_S = 60.0
 OWNER, READER, STREAM = 7, 8, 1
@@ -561,6 +564,65 @@ def test_a_reader_whose_paths_are_ready_too_late_is_not_admitted(
         with pytest.raises(EngineFault, match=r"dismissed|this role has ended"):
             offered.result(WAIT_S)
         assert node.jobs.ask(encoded(PollPaths())).exception(WAIT_S) is None or end == "stopped"
+
+
+class SlowLink:
+    """A link that closes when the test says so."""
+
+    deadline = None
+
+    def __init__(self, notify: Callable[[LinkEvent], None]) -> None:
+        self.owner = OWNER
+        self.notify = notify
+        self.posted: list[PagesToRead] = []
+
+    def post(self, handoff: HandoffId, pages: PagesToRead) -> None:
+        self.posted.append(pages)
+
+    def expect(self, destination_pages: Ints) -> None: ...
+
+    def expire(self, now: float) -> None: ...
+
+    def close(self, reason: str) -> None: ...
+
+    def join(self, timeout_s: float) -> bool:
+        return False
+
+
+# Seen failing with events by the link's number: the next role counts its links from 0 again.
+def test_a_link_that_outlives_its_role_is_not_taken_for_one_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links: list[SlowLink] = []
+
+    def opened(self: RankLinks, hello: PairHello, backend: str, notify: Any) -> SlowLink:
+        links.append(SlowLink(notify))
+        return links[-1]
+
+    monkeypatch.setattr(RankLinks, "open", opened)
+    config = TransferConfig(backend="tcp")
+    with ExitStack() as exits:
+        node = Node(
+            layout_of("dense"), 2, READER, config, data_paths.backends(config, tls=False), exits
+        )
+        ask, opening = node.jobs.ask, encoded(OpenRankLink(0, "tcp", node.hello))
+        before = ask(opening)
+        ask(encoded(StopTransfer())).result(WAIT_S)
+        start = StartTransfer(config.model_dump_json().encode(), False, READER)
+        ask(encoded(start)).result(WAIT_S)
+        after = ask(opening)
+        wait_for(lambda: len(links) == 2)
+        links[0].notify(LinkClosed(links[0], "late", ()))
+        with pytest.raises(EngineFault, match="late"):
+            before.result(WAIT_S)
+        links[1].notify(LinkUp(links[1], "tcp", 1.0))
+        after.result(WAIT_S)
+        page = np.zeros(1, np.int32).tobytes()
+        read = ReadRankPages(0, HandoffId(1, 1, 1), page, page, (TablePages(0, 1),))
+        read_ended = ask(encoded(read))
+        wait_for(lambda: bool(links[1].posted))
+        links[1].notify(ReadEnded(links[1], HandoffId(1, 1, 1), 8, 0.1, ""))
+        read_ended.result(WAIT_S)
 
 
 class Steps:
