@@ -55,7 +55,7 @@ class _Side:
 
 @dataclass(slots=True, eq=False)
 class Pair:
-    """What a decode node would read from a prefill node.
+    """A prefill node, a decode node, and the bytes that the decode node reads.
 
     Attributes:
         findings: whether they can pair, and the sizes of their ranks.

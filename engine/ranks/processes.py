@@ -340,13 +340,13 @@ class Followers:
 
     def _watch(self, on_end: Callable[[], None]) -> None:
         try:
-            if self._closed_first():
+            if self._take_replies():
                 return
         except Exception:
             log.exception("the work of other ranks failed, and this node ends")
         on_end()
 
-    def _closed_first(self) -> bool:
+    def _take_replies(self) -> bool:
         """Take replies until `close`, or until a follower ends or freezes. Return whether it was
         `close`."""
         pidfds = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}

@@ -208,7 +208,7 @@ def remarks(findings, verdict):
 
 
 def spans(pair):
-    """What each rank reads: its number, the other rank, and the first byte in both pages."""
+    """Return all reads: both ranks, and the first byte in both pages."""
     return [(each["rank"], each["owner"], each["source"], each["at"]) for each in pair["reads"]]
 
 

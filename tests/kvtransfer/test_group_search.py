@@ -55,7 +55,7 @@ class SimGroup(NamedTuple):
 
 
 class Groups:
-    """What groups do with each input, computed once."""
+    """The reactions of groups to inputs, each computed once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Sequence[Any], bool]] = {}

@@ -98,8 +98,8 @@ class OwnExperts:
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         own = (ids >= self.numbers.start) & (ids < self.numbers.stop)
-        nobody = len(self.numbers)
-        places = torch.where(own, ids - self.numbers.start, nobody)
+        none = len(self.numbers)  # for a pair of another rank, see grouped_mlp
+        places = torch.where(own, ids - self.numbers.start, none)
         return self.net.apply(x, weights * own, places)
 
 
