@@ -15,6 +15,16 @@ from common.errors import LayoutMismatch
 from common.limits import MAX_RANKS
 
 
+class NodeShape(NamedTuple):
+    """The ranks of a node: `tp` in each of `pp` stages."""
+
+    tp: int = 1
+    pp: int = 1
+
+
+ONE_RANK = NodeShape()
+
+
 class AtomKey(NamedTuple):
     """The name of an atom, which is the same on all ranks. `layer` and `head` are the model's."""
 

@@ -48,6 +48,7 @@ from engine.offload.file_cache import version_of
 from engine.offload.file_tier import PageStore
 from engine.offload.page_files import FileThreads
 from engine.processor import matrix_features, threads_at_hand
+from engine.profiler import Profiler
 from engine.rank_files import FilesOfRanks, version_of_rank
 from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks, PoolsOfRanks, WeightsOfRanks
 from engine.ranks import WHOLE, Share
@@ -58,9 +59,9 @@ from engine.runner.cpu import use_cpu
 from engine.runner.forwards import Forwards
 from engine.runner.gpu import use_gpu
 from engine.runner.graphs import CudaRecorder
-from engine.runner.profiler import Profiler
 from engine.runner.ranked import LeadingForwards, largest_step
 from engine.runner.runner import ModelRunner
+from engine.runner.staged import StagedForwards
 from engine.runner.stream import DeviceStream
 from engine.sampling.composition import every_feature
 from engine.scheduler.scheduler import Scheduler
@@ -69,6 +70,7 @@ from engine.sizing import (
     EngineShape,
     free_bytes,
     host_pages_of,
+    largest_page,
     part_of,
     resolve_device,
     resolve_shape,
@@ -330,7 +332,7 @@ def load(config: EngineConfig, follower_program: str = "") -> LoadedModel:
     """
     opened = open_model(config)
     weights_id = _named(stored_of(opened.servable, opened.directory))
-    if config.parallel.tp == 1:
+    if config.parallel.num_ranks == 1:
         return _loaded(config, opened, weights_id, None)
     check_ranks(config, opened.device)
     followers = Followers(config, follower_program)
@@ -351,7 +353,7 @@ def open_model(config: EngineConfig) -> OpenedModel:
     """
     device = resolve_device(config.device)
     if device.type == "cpu":
-        threads = config.threads or max(1, threads_at_hand(os.environ) // config.parallel.tp)
+        threads = config.threads or max(1, threads_at_hand(os.environ) // config.parallel.num_ranks)
         use_cpu(threads, config.cpu_kernels)
     else:
         use_gpu(device)  # in this thread, which launches kernels
@@ -414,7 +416,7 @@ def _loaded(
         "model loaded %s",
         kv(
             device=str(model.device),
-            ranks=share.size,
+            ranks=share.num_ranks,
             computed=opened.servable.computed,
             dtype=str(opened.precision),
             reason=opened.precision.because,
@@ -436,10 +438,19 @@ def _loaded(
 
 
 def check_ranks(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if several ranks do not support the device."""
+    """Raise ConfigError if several ranks do not support the device or a feature."""
+    if config.parallel.pp > 1:
+        drafter = config.speculative.method
+        for setting, used in {
+            f"speculative.method: {drafter}": drafter != "none",
+            "lora.adapter_dir": config.lora.adapter_dir is not None,
+        }.items():
+            if used:
+                raise ConfigError(f"engine.{setting} is not supported with engine.parallel.pp 2")
     if device.type != "cpu":
+        num_ranks = config.parallel.num_ranks
         raise ConfigError(
-            f"engine.parallel.tp: {config.parallel.tp} ranks do not support engine.device {device}"
+            f"engine.parallel: {num_ranks} ranks do not support engine.device {device}"
         )
 
 
@@ -506,10 +517,8 @@ def _open_files(
     if config.offload.disk_dir is None or not backend.shape.tier_pages:
         return None
     share, version = loaded.share, _version_of_pages(loaded, backend.shape)
-    num_bytes = config.offload.disk_bytes // share.size
-    return backend.open_files(
-        config.offload.disk_dir, version_of_rank(version, share.rank, share.size), num_bytes
-    )
+    num_bytes = config.offload.disk_bytes // share.num_ranks
+    return backend.open_files(config.offload.disk_dir, version_of_rank(version, share), num_bytes)
 
 
 def _files_of_ranks(
@@ -522,7 +531,7 @@ def _files_of_ranks(
         own,
         loaded.followers,
         _version_of_pages(loaded, backend.shape),
-        config.offload.disk_bytes // loaded.share.size,
+        config.offload.disk_bytes // loaded.share.num_ranks,
         lambda: backend.copier.tell(),
     )
 
@@ -599,8 +608,8 @@ def _leading(
     runner: ModelRunner, config: EngineConfig, followers: Followers, backend: TorchBackend
 ) -> ModelRunner:
     """Return the runner with its steps sent to followers, which are started."""
-    shape, forwards, group = backend.shape, runner.forwards, followers.share.group
-    assert isinstance(forwards, Forwards) and group is not None
+    shape, forwards = backend.shape, runner.forwards
+    assert isinstance(forwards, Forwards)
     sizes = runner.builder.sizes(forwards.spec)
     num_bytes = largest_step(
         largest_forward(shape, config.scheduler.num_slots),
@@ -616,7 +625,10 @@ def _leading(
 
     ring = followers.start(start, num_bytes)
     followers.watch(end_process)
-    return ModelRunner(runner.builder, LeadingForwards(forwards, followers, group, ring))
+    stage = followers.share.stage
+    own = forwards if stage is None else StagedForwards(forwards, stage, followers.sample_now)
+    leading = LeadingForwards(own, followers, followers.ranks, ring)
+    return ModelRunner(runner.builder, leading)
 
 
 def _report(backend: TorchBackend, adapters: AdapterManager) -> None:
@@ -651,7 +663,7 @@ def _affordable_host_pages(config: EngineConfig, shape: EngineShape, share: Shar
     memory for those of all ranks."""
     layout = shape.layout
     num_pages = host_pages_of(config.cache, layout, shape.device, shape.num_pages)
-    wanted = num_pages * layout.page_bytes * share.size
+    wanted = num_pages * largest_page(shape.whole, share) * share.num_ranks
     left = free_bytes(torch.device("cpu"), 1.0)
     if wanted > left:
         raise ConfigError(
@@ -673,7 +685,7 @@ def _prepare_runner(runner: ModelRunner, config: EngineConfig, shape: EngineShap
 def _free_bytes(device: torch.device, config: EngineConfig, share: Share) -> int:
     """Return this rank's part of the free memory. Ranks on a CPU share its memory."""
     free = free_bytes(device, config.cache.memory_fraction)
-    return free // share.size if device.type == "cpu" else free
+    return free // share.num_ranks if device.type == "cpu" else free
 
 
 def prepare(runner: ModelRunner, num_tokens: int) -> None:

@@ -37,14 +37,14 @@ from engine.ranks.messages import (
     StartSteps,
     ToFollower,
 )
-from engine.ranks.processes import open_group
+from engine.ranks.processes import open_groups
 from engine.ranks.ring import StepRing
 from engine.runner.forwards import Forwards, ForwardSizes
 from engine.runner.ranked import follow
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sizing import whole_layout
 
-_MAX_FILES = 64  # the pidfds of all other ranks, and one memory
+_MAX_FILES = 130  # the pidfds of all other ranks, and two memories
 
 # Takes the rank, its pages, and the layout of the whole model.
 OpenTransfer: TypeAlias = Callable[[Share, KVPool, KVLayout], TransferTaker]
@@ -102,12 +102,10 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     message, files = _receive(steps)
     if not isinstance(message, StartRank):
         return
-    rank, (memory, *pidfds) = message.rank, files
-    logs.setup(f"rank {rank}", message.log_level, message.log_format)
+    logs.setup(f"rank {message.rank}", message.log_level, message.log_format)
     config = EngineConfig.model_validate_json(message.config)
-    group = open_group(config.parallel, rank, memory, pidfds, message.store)
-    os.close(memory)
-    share = Share(rank, config.parallel.tp, group, config.parallel.experts == "ep")
+    ranks = open_groups(config.parallel, message.rank, files, Path(message.store))
+    share = ranks.share
     opened = open_model(config)
     model, bank = load_part(config, opened, share)
     _send(steps, RankLoaded())
@@ -126,7 +124,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     whole = whole_layout(config, model.spec, model.dtype, model.device)
     transfer = open_transfer(share, pool, whole)
     jobs = FollowerJobs(share, steps, pool, host_pool, adapters, weights, transfer)
-    follow(steps, ring, forwards, group, jobs)
+    follow(steps, ring, forwards, ranks, jobs)
     transfer.close()
 
 

@@ -23,6 +23,7 @@ from engine.offload.page_files import (
     SlotRead,
     SlotWrite,
 )
+from engine.ranks import Share
 from engine.ranks.messages import (
     MOST_PAGES,
     ClearSlots,
@@ -39,9 +40,11 @@ Faults = list[FileFault | None]
 _FAULTS: tuple[FileFault | None, ...] = (None, *FileFault)  # by number in replies
 
 
-def version_of_rank(version: bytes, rank: int, tp: int) -> bytes:
+def version_of_rank(version: bytes, share: Share) -> bytes:
     """Return the version of one rank's part of pages, see version_of."""
-    return version if tp == 1 else (version[:-2] + bytes((rank, tp)))
+    if share.num_ranks == 1:
+        return version
+    return version[:-3] + bytes((share.node_rank, *share.node))
 
 
 def _identity(record: PageRecord) -> int:
@@ -163,9 +166,8 @@ class RankFiles:
         host_pages: memory of this rank's host pages, [n, page bytes].
     """
 
-    def __init__(self, rank: int, tp: int, host_pages: Tensor) -> None:
-        self._rank = rank
-        self._tp = tp
+    def __init__(self, share: Share, host_pages: Tensor) -> None:
+        self._share = share
         self._memory = host_pages.numpy()
         self._files: FileThreads | None = None
         self._identities = np.zeros(0, np.uint64)
@@ -198,8 +200,8 @@ class RankFiles:
         return self._files
 
     def _open(self, job: OpenPageFiles) -> None:
-        root = Path(job.directory) / f"rank-{self._rank}"
-        version = version_of_rank(job.version, self._rank, self._tp)
+        root = Path(job.directory) / f"rank-{self._share.node_rank}"
+        version = version_of_rank(job.version, self._share)
         files = PageFiles(root, self._memory, version=version, num_bytes=job.num_bytes)
         self._identities = np.zeros(files.num_slots, np.uint64)
         for slot, record in files.found():

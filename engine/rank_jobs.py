@@ -149,7 +149,7 @@ class PoolsOfRanks:
     """The pages of the followers, see OtherPools."""
 
     def __init__(self, followers: Followers) -> None:
-        self.num_ranks = followers.share.size
+        self.num_ranks = followers.share.num_ranks
         self._followers = followers
 
     def release(self) -> "Future[Any]":
@@ -236,7 +236,7 @@ class FollowerJobs:
         self._pool = pool
         self._host_pool = host_pool
         self._copier: Copier = PageCopier(pool, host_pool)
-        self._files = RankFiles(share.rank, share.size, host_pool.tensor)
+        self._files = RankFiles(share, host_pool.tensor)
         self._source = adapters
         self._weights = weights
         self._transfer = transfer

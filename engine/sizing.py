@@ -143,9 +143,13 @@ def whole_layout(
 def part_of(whole: KVLayout, share: Share) -> KVLayout:
     """Return the layout of a rank's pages. Raise ConfigError if the ranks cannot split the
     model."""
-    if share.size == 1:
-        return whole
-    return whole.share(share.rank, share.size, range(len(whole.places)))
+    stages = whole.by_stage(share.node)
+    return stages[0 if share.stage is None else share.stage.number]
+
+
+def largest_page(whole: KVLayout, share: Share) -> int:
+    """Return the bytes of a page of the rank with the largest ones."""
+    return max(part.page_bytes for part in whole.by_stage(share.node))
 
 
 def resolve_shape(
@@ -174,12 +178,15 @@ def resolve_shape(
         )
     whole = whole_layout(config, spec, dtype, device)
     layout = part_of(whole, share)
-    room = min(free, _cpu_room(free, share.size)) if device.type == "cpu" else free
-    num_pages = config.cache.num_pages or _pages_in(room, config, layout, context_length)
-    if num_pages * layout.page_bytes > free:
+    page_bytes = largest_page(whole, share)
+    room = min(free, _cpu_room(free, share.num_ranks)) if device.type == "cpu" else free
+    num_pages = config.cache.num_pages or _pages_in(
+        room, page_bytes, config, layout.tables.pages_to_compute(context_length)
+    )
+    if num_pages * page_bytes > free:
         raise ConfigError(
-            f"engine.cache.num_pages: {num_pages} pages of {layout.page_bytes} bytes take "
-            f"{_gib(num_pages * layout.page_bytes)}, {_gib(free)} are left for them"
+            f"engine.cache.num_pages: {num_pages} pages of {page_bytes} bytes take "
+            f"{_gib(num_pages * page_bytes)}, {_gib(free)} are left for them"
         )
     chunk_tokens = _chunk_tokens(config, spec, device, dtype, free)
     whole_prompts = max(config.scheduler.max_prefill_tokens, context_length)
@@ -192,7 +199,7 @@ def resolve_shape(
         context_length=context_length,
         num_pages=num_pages,
         host_pages=host_pages_of(config.cache, layout, device, num_pages),
-        tier_pages=config.offload.cpu_bytes // (share.size * layout.page_bytes)
+        tier_pages=config.offload.cpu_bytes // (share.num_ranks * page_bytes)
         if config.cache.prefix_cache
         else 0,
         chunk_tokens=chunk_tokens,
@@ -212,13 +219,12 @@ def host_pages_of(
     return min(num_pages, room // layout.page_bytes)
 
 
-def _pages_in(room: int, config: EngineConfig, layout: KVLayout, context_length: int) -> int:
-    pages_of_one = layout.tables.pages_to_compute(context_length)
-    num_pages = min(room // layout.page_bytes, pages_of_one * config.scheduler.max_running_requests)
+def _pages_in(room: int, page_bytes: int, config: EngineConfig, pages_of_one: int) -> int:
+    num_pages = min(room // page_bytes, pages_of_one * config.scheduler.max_running_requests)
     if num_pages < 2:
         raise ConfigError(
             f"no room for a KV pool: {_gib(room)} are left for it, and one page takes "
-            f"{_gib(layout.page_bytes)}"
+            f"{_gib(page_bytes)}"
         )
     return num_pages
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from common.copy_map import NodeShape
 from common.errors import LayoutMismatch
 from common.limits import MAX_RANKS
 from common.requests.namespace import WeightsId
@@ -72,8 +73,9 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
         fingerprint: dict[str, str],
         regions: Sequence[PoolRegion],
         state_pages: int,
+        num_stages: int = 1,
     ) -> "PairHello":
-        """Return the Hello of a node with one stage, without paths.
+        """Return the Hello of a node, without paths.
 
         Args:
             regions: by rank.
@@ -85,7 +87,8 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
             paths=(),
             regions=tuple(regions),
             address=address,
-            tp=len(regions),
+            tp=len(regions) // num_stages,
+            pp=num_stages,
             state_pages=state_pages,
         )
 
@@ -94,9 +97,13 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
         """Name the sender in messages to users."""
         return self.address[:_MAX_SHOWN] or "the peer"
 
+    @property
+    def shape(self) -> NodeShape:
+        return NodeShape(self.tp, self.pp)
+
     def same_layout(self, other: "PairHello") -> bool:
         """Return whether pages of equal ranks of two nodes that may pair have equal contents."""
-        return (self.tp, self.pp) == (other.tp, other.pp)
+        return self.shape == other.shape
 
     def with_weights(self, weights: WeightsId) -> "PairHello":
         """Return the same node's Hello with this weight version."""
@@ -161,8 +168,6 @@ def _wrong_ranks(theirs: PairHello) -> Iterator[str]:
 
 def _page_differences(ours: PairHello, theirs: PairHello) -> Iterator[str]:
     """Yield the differences of pages. They need not agree if the numbers of ranks differ."""
-    if ours.pp != theirs.pp:
-        yield _sentence("pp", ours.pp, theirs.pp)
     if not ours.same_layout(theirs):
         if bool(ours.state_pages) != bool(theirs.state_pages):
             yield _sentence("state_pages", ours.state_pages, theirs.state_pages)

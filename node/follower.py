@@ -16,7 +16,7 @@ from kvtransfer.transfer.follower import FollowerTransfer
 def open_transfer(share: Share, pool: KVPool, whole: KVLayout) -> FollowerTransfer:
     """Open the part of hand-offs over one rank's pages."""
     pages = PagePool(pool.base_address, pool.page_bytes, pool.num_pages, str(pool.tensor.device))
-    return FollowerTransfer(share.rank, share.size, pages, whole.pages_by_rank)
+    return FollowerTransfer(share.node_rank, share.node, pages, whole.pages_by_rank)
 
 
 if __name__ == "__main__":

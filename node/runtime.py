@@ -19,7 +19,7 @@ from engine.loop.loop import EngineRole, EventLoop
 from engine.loop.watchdog import StalledEngine, Watchdog, end_process, report_stall
 from engine.memory_release import MemoryOccupation
 from engine.meters import AdapterMeter, RankMeter, TierMeter, VisionMetrics
-from engine.runner.profiler import Profiler
+from engine.profiler import Profiler
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool, TransferBackend
@@ -209,7 +209,12 @@ def _make_transfer(
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
     paths, regions = _serve_pages(engine, start, pool, backends)
     hello = PairHello.of(
-        start.instance, start.address, engine.fingerprint, regions, shape.layout.state_pages
+        start.instance,
+        start.address,
+        engine.fingerprint,
+        regions,
+        shape.layout.state_pages,
+        start.config.engine.parallel.pp,
     )
     return TransferThread(
         frames,
@@ -237,15 +242,15 @@ def _serve_pages(
     """Serve the pages of all ranks. Return the paths of this node, and its pages by rank."""
     config, share, region = start.config.transfer, engine.loaded.share, region_of(pool)
     own = TransferPaths.of_rank(
-        share.rank,
-        share.size,
+        share.node_rank,
+        share.node,
         pool,
         config,
         backends,
         engine.shape.whole.pages_by_rank,
         start.instance,
     )
-    if share.size == 1:
+    if share.num_ranks == 1:
         return own, (region,)
     ask = engine.ask_followers
     paths, others = start_ranks(own, config, ask, tls=_has_tls(start), instance=start.instance)

@@ -180,9 +180,9 @@ def _device(device: torch.device, config: EngineConfig) -> str:
     if device.type == "cuda":
         return f"{device}: {torch.cuda.get_device_name(device)}"
     features = ", ".join(matrix_features()) or "no products of 16 or 8 bits"
-    tp = config.parallel.tp
-    threads = config.threads or max(1, threads_at_hand(os.environ) // tp)
-    each = "" if tp == 1 else " for each rank"
+    num_ranks = config.parallel.num_ranks
+    threads = config.threads or max(1, threads_at_hand(os.environ) // num_ranks)
+    each = "" if num_ranks == 1 else " for each rank"
     return f"cpu with {features}, {usable_cores()} cores, {threads} threads{each}"
 
 

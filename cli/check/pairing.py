@@ -10,7 +10,7 @@ from rich.table import Table
 from cli.check.findings import Finding
 from cli.check.sizes import RankSizes, layout_of, opened, rank_sizes, sentence
 from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
-from common.copy_map import RankPages, Slice, copy_map
+from common.copy_map import NodeShape, RankPages, Slice, copy_map
 from common.errors import ConfigError, LayoutMismatch
 from engine.build import OpenedModel, layout_fields, model_fields
 from engine.models.checkpoint import content
@@ -36,7 +36,8 @@ class _Side:
         config = node.engine
         model = opened(config)
         sizes = rank_sizes(config, model)
-        pages = layout_of(config, model).pages_by_rank(config.parallel.tp)
+        ranks = NodeShape(config.parallel.tp, config.parallel.pp)
+        pages = layout_of(config, model).pages_by_rank(ranks)
         return cls(name, config, model, sizes, pages)
 
     def hello(self, instance: int, weights: dict[str, str]) -> PairHello:
@@ -45,7 +46,8 @@ class _Side:
         fields = {**model_fields(self.config, self.model), **layout_fields(whole), **weights}
         num_pages = max(1, self.pages[0].state_pages)
         regions = [PoolRegion(0, each.page_bytes, num_pages) for each in self.pages]
-        return PairHello.of(instance, self.name, fields, regions, self.pages[0].state_pages)
+        state_pages, num_stages = self.pages[0].state_pages, self.config.parallel.pp
+        return PairHello.of(instance, self.name, fields, regions, state_pages, num_stages)
 
     def weights(self) -> dict[str, str]:
         """Read all weights, and return their part of the fingerprint."""

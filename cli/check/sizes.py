@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from cli.operating.command import size
 from common.config import EngineConfig
+from common.copy_map import NodeShape
 from common.errors import ConfigError
 from common.model_directory import model_directory
 from engine.build import OpenedModel, check_ranks
@@ -16,7 +17,7 @@ from engine.processor import matrix_features
 from engine.ranks import Share
 from engine.sizing import part_of, resolve_device, whole_layout
 
-_SETTING = "engine.parallel.tp"
+_SETTING = "engine.parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +69,19 @@ def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
         ConfigError: so many ranks cannot have equal parts of the model, or do not support a
             configured feature. The error has the numbers.
     """
-    tp, whole = config.parallel.tp, layout_of(config, model)
+    parallel, whole = config.parallel, layout_of(config, model)
+    node = NodeShape(parallel.tp, parallel.pp)
+    num_ranks, experts = parallel.num_ranks, parallel.experts == "ep"
     try:
-        if tp > 1:
+        if num_ranks > 1:
             check_ranks(config, model.device)
-        experts = config.parallel.experts == "ep"
-        shares = [Share(rank, tp, whole_experts=experts) for rank in range(tp)]
+        shares = [Share.unconnected(rank, node, whole_experts=experts) for rank in range(num_ranks)]
         return [_sizes(config, model, whole, share) for share in shares]
     except ConfigError as error:
-        if tp == 1 or str(error).startswith(_SETTING):
+        if num_ranks == 1 or str(error).startswith(_SETTING):
             raise
-        raise ConfigError(f"{_SETTING} {tp}: {error}") from error
+        stages = f", pp {node.pp}" if node.pp > 1 else ""
+        raise ConfigError(f"{_SETTING}.tp {node.tp}{stages}: {error}") from error
 
 
 def _sizes(config: EngineConfig, model: OpenedModel, whole: KVLayout, share: Share) -> RankSizes:

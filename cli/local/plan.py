@@ -1,6 +1,7 @@
 """Plan the processes and flags of a whole system on one machine. Starts nothing."""
 
 import ctypes
+import math
 import os
 import socket
 import sys
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import CacheConfig, TlsConfig
+from common.copy_map import ONE_RANK, NodeShape
 from common.errors import ConfigError
 from engine.processor import threads_at_hand
 
@@ -66,8 +68,8 @@ class RequestedSystem:
     # cert, key and ca for every process, or nothing
     tls: TlsConfig = field(default_factory=TlsConfig)
     secret_file: Path | None = None  # for every process; None: they have the variable
-    prefill_tp: int = 1
-    decode_tp: int = 1
+    prefill_ranks: NodeShape = ONE_RANK
+    decode_ranks: NodeShape = ONE_RANK
     served_model_name: str = ""  # "": the name in `model`
 
 
@@ -188,25 +190,28 @@ def _tls_flags(knob: str, config: TlsConfig, *names: str) -> list[str]:
 
 
 def _device_flags(wish: RequestedSystem) -> list[list[str]]:
-    num_nodes = wish.prefill + wish.decode
+    nodes = [wish.prefill_ranks] * wish.prefill + [wish.decode_ranks] * wish.decode
     num_devices = 0 if wish.device == "cpu" else cuda_devices()
     if num_devices:
-        nodes_per_device = -(-num_nodes // num_devices)
+        nodes_per_device = -(-len(nodes) // num_devices)
         fraction = CacheConfig().memory_fraction / nodes_per_device
         memory = f"--engine.cache.memory-fraction={fraction:.3f}"
-        tp = [tp_flags(wish.prefill_tp)] * wish.prefill + [tp_flags(wish.decode_tp)] * wish.decode
         return [
-            [f"--device=cuda:{node % num_devices}", memory, *tp[node]] for node in range(num_nodes)
+            [f"--device=cuda:{number % num_devices}", memory, *rank_flags(ranks)]
+            for number, ranks in enumerate(nodes)
         ]
     if wish.device == "cuda":
         raise ConfigError("--device cuda: this machine has no CUDA device that can be used")
-    ranks = [wish.prefill_tp] * wish.prefill + [wish.decode_tp] * wish.decode
-    num_ranks = max(wish.prefill * wish.prefill_tp, wish.decode * wish.decode_tp)
+    num_ranks = max(
+        wish.prefill * math.prod(wish.prefill_ranks), wish.decode * math.prod(wish.decode_ranks)
+    )
     threads = max(1, threads_at_hand(os.environ) // num_ranks)
     flags = ["--device=cpu", f"--engine.threads={threads}"]
-    return [[*flags, *tp_flags(tp)] for tp in ranks]
+    return [[*flags, *rank_flags(ranks)] for ranks in nodes]
 
 
-def tp_flags(tp: int) -> list[str]:
-    """Return the flags of a node with `tp` ranks."""
-    return [f"--engine.parallel.tp={tp}"] if tp > 1 else []
+def rank_flags(ranks: NodeShape) -> list[str]:
+    """Return the flags of a node with such ranks."""
+    return [
+        f"--engine.parallel.{name}={count}" for name, count in ranks._asdict().items() if count > 1
+    ]

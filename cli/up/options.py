@@ -13,6 +13,7 @@ from cli.up.first_answer import Key, baton
 from cli.up.screen import Screen
 from common import settings
 from common.config import ConfigRecord, DecodeConfig, PrefillConfig, RouterConfig
+from common.copy_map import NodeShape
 from common.errors import ConfigError
 from common.identity.program import identity_of
 from common.identity.secret import VARIABLE, new_secret, operator_keys
@@ -38,6 +39,7 @@ def parser() -> settings.ConfigArgumentParser:
         ("--decode", int, 1, "N", "number of decode nodes. 0: only embeddings and scores (1)"),
         ("--prefill-tp", int, 1, "N", "tensor-parallel ranks of each prefill node (1)"),
         ("--decode-tp", int, 1, "N", "tensor-parallel ranks of each decode node (1)"),
+        ("--prefill-pp", int, 1, "N", "stages of each prefill node, 1 or 2 (1)"),
         ("--host", str, plan.HOST, None, "address of all processes (%(default)s)"),
         ("--port", _port, plan.ROUTER_PORT, None, "gRPC port of the router (%(default)s)"),
         ("--http-port", _port, plan.HTTP_PORT, "PORT", "HTTP port of the router (%(default)s)"),
@@ -106,8 +108,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     reads = parser()
     options, node_flags = reads.parse_known_args(_with_router_flags(arguments))
     reads.refuse_strangers(node_flags, PrefillConfig, DecodeConfig)
-    if min(options.prefill_tp, options.decode_tp) < 1:
-        settings.wrong(PROGRAM, "--prefill-tp and --decode-tp must be 1 or more")
+    if min(options.prefill_tp, options.decode_tp, options.prefill_pp) < 1:
+        settings.wrong(PROGRAM, "--prefill-tp, --decode-tp and --prefill-pp must be 1 or more")
     if min(options.prefill, options.decode) < 0 or not options.prefill + options.decode:
         settings.wrong(PROGRAM, "--prefill and --decode must be 0 or more, and one of them 1")
     return options, node_flags
@@ -150,8 +152,8 @@ def wish(
         decode_port=options.decode_port,
         metrics_port=options.metrics_port,
         device=options.device,
-        prefill_tp=options.prefill_tp,
-        decode_tp=options.decode_tp,
+        prefill_ranks=NodeShape(options.prefill_tp, options.prefill_pp),
+        decode_ranks=NodeShape(options.decode_tp),
         node_flags=tuple(node_flags),
         router_flags=tuple(options.router_flags),
         tls=client.tls_config(options),
@@ -197,10 +199,11 @@ def _check_flags(options: argparse.Namespace, node_flags: list[str]) -> None:
     colocated = [] if options.prefill else ["--mode=colocated"]
     records: list[tuple[type[ConfigRecord], list[str]]] = [(RouterConfig, options.router_flags)]
     if options.prefill:
-        records.append((PrefillConfig, [*plan.tp_flags(options.prefill_tp), *node_flags]))
+        ranks = NodeShape(options.prefill_tp, options.prefill_pp)
+        records.append((PrefillConfig, [*plan.rank_flags(ranks), *node_flags]))
     if options.decode:
-        tp = plan.tp_flags(options.decode_tp)
-        records.append((DecodeConfig, [*tp, *colocated, *node_flags]))
+        flags = plan.rank_flags(NodeShape(options.decode_tp))
+        records.append((DecodeConfig, [*flags, *colocated, *node_flags]))
     for record, flags in records:
         settings.read(record, PROGRAM, [f"--model={options.model or 'demo'}", *flags])
 

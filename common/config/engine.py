@@ -276,6 +276,13 @@ class ParallelConfig(ConfigRecord):
         description="Tensor-parallel ranks of this node, see docs/parallel.md. threads counts for "
         "each of them",
     )
+    pp: int = Field(
+        1,
+        ge=1,
+        le=2,
+        description="Stages of this node, each with tp ranks and a part of the layers. With 2, the "
+        "chunks of prompts follow each other through the stages, see docs/parallel.md",
+    )
     experts: Literal["tp", "ep"] = Field(
         "tp",
         description="Split of mixtures of experts between ranks. tp: a part of every expert; "
@@ -289,6 +296,10 @@ class ParallelConfig(ConfigRecord):
     collective_s: Seconds = Field(
         30.0, description="Seconds that a rank waits for the others before the node is terminated"
     )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
 
 
 class EngineConfig(ConfigRecord):

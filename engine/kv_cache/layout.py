@@ -24,11 +24,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.copy_map import Atom, AtomKey, RankPages
+from common.copy_map import ONE_RANK, Atom, AtomKey, NodeShape, RankPages
 from common.errors import ConfigError, LayoutMismatch
 from common.limits import MAX_RANKS
 from common.page_tables import PageTables
 from engine.kv_cache.states import DraftState, LayerState, StateCells, own_heads
+from engine.ranks import stage_layers
 from kernels.linear_attention.state_cells import CellView
 
 MAX_PADDING = 0.05  # maximum share of a request's pages at each of these lengths
@@ -313,17 +314,42 @@ class KVLayout:
             atoms[0][AtomKey("vector", layer, 0)] = Atom(0, part.draft.vector, size)
         return RankPages(part.page_bytes, part.state_pages, layers, tuple(atoms))
 
-    def pages_by_rank(self, tp: int) -> tuple[RankPages, ...]:
-        """Return the content of the pages of all ranks of a node with so many. Called on the layout
-        of the whole model.
+    def by_stage(self, shape: NodeShape) -> tuple["KVLayout", ...]:
+        """Return the layout of one rank of each stage. Those of the other ranks of a stage are
+        equal. Called on the layout of the whole model.
+
+        Raises:
+            ConfigError: no such node can serve the model.
+        """
+        if shape == ONE_RANK:
+            return (self,)
+        (tp, pp), num_layers = shape, len(self.places)
+        parts = tuple(self.share(0, tp, stage_layers(num_layers, each, pp)) for each in range(pp))
+        counts = [part.state_pages for part in parts]
+        if len(set(counts)) > 1:
+            raise ConfigError(
+                f"engine.parallel.pp: the state of a request takes {counts} pages in the stages, "
+                f"which must be equal numbers"
+            )
+        return parts
+
+    def pages_by_rank(self, shape: NodeShape) -> tuple[RankPages, ...]:
+        """Return the content of the pages of all ranks of a node. Called on the layout of the whole
+        model.
 
         Raises:
             LayoutMismatch: there is no such node.
         """
+        tp, pp = shape
         try:
-            return tuple(self.rank_pages(rank, tp, range(len(self.places))) for rank in range(tp))
+            self.by_stage(shape)
+            return tuple(
+                self.rank_pages(rank, tp, stage_layers(len(self.places), stage, pp))
+                for stage in range(pp)
+                for rank in range(tp)
+            )
         except ConfigError as error:
-            raise LayoutMismatch(f"a node of {tp} ranks: {error}") from error
+            raise LayoutMismatch(f"a node with tp {tp} and pp {pp}: {error}") from error
 
     def _head_bytes(self, state: LayerState) -> int:
         """Return the bytes of one head of a layer in a page."""

@@ -22,6 +22,7 @@ from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
 from engine.models.stack import LayerByLayer, stack_of, tap
 from engine.models.vision.seeing import ReceivingTower, VisionTower
+from engine.ranks import Stage
 from kernels.layers.embedding import embed
 
 _HEAD = "lm_head"
@@ -65,31 +66,39 @@ class DecoderSpec:
         *parts, drafter = self.parts(source)
         embedding, head, classes, *layers, norm = parts
         return Decoder(
-            spec=self,
-            embedding=embedding,
-            head=head,
-            classes=classes,
-            layers=tuple(layers),
-            norm=norm,
+            self,
+            DecoderEnds(embedding, head, classes, norm),
+            tuple(layers),
+            device=source.device,
+            dtype=source.dtype,
+            stage=source.share.stage,
             products=[each for each in source.products if self._adaptable(each)],
             drafter=drafter,
         )
 
     def parts(self, source: BlockWeights) -> Iterator[Any]:
         """Yield embedding, head, classes, layers, norm and drafter. Each is made when it is
-        requested."""
-        rows, hidden = self.model.vocabulary_size, self.model.hidden_size
+        requested. Of the ends, a stage has None in place of what belongs to the other one."""
+        hidden, share = self.model.hidden_size, source.share
         site = LayerSite(source, hidden)
+        if share.is_first_stage:
+            yield from self._first_parts(source)
+        else:
+            yield from (None, None, None)
+        for number in share.layers(len(self.layers)):
+            yield self.layers[number].build(site.within(f"{self.prefix}layers.{number}."))
+        last = share.is_last_stage
+        yield self.norm.build(source, f"{self.prefix}norm", hidden) if last else None
+        yield None if self.drafter is None else self.drafter.build(site)
+
+    def _first_parts(self, source: BlockWeights) -> Iterator[Any]:
+        shape = self.model.vocabulary_size, self.model.hidden_size
         # The largest first: it exists twice while it is made, and nothing else uses memory yet.
-        embedding = source.tensor(f"{self.prefix}embed_tokens.weight", (rows, hidden))
+        embedding = source.tensor(f"{self.prefix}embed_tokens.weight", shape)
         yield embedding
         yield self._head(source, embedding)
         del embedding
         yield self._classes(source)
-        for number, layer in enumerate(self.layers):
-            yield layer.build(site.within(f"{self.prefix}layers.{number}."))
-        yield self.norm.build(source, f"{self.prefix}norm", hidden)
-        yield None if self.drafter is None else self.drafter.build(site)
 
     def _adaptable(self, product: Product) -> bool:
         drafts = self.drafter is not None and any(
@@ -113,13 +122,28 @@ class DecoderSpec:
         return source.tensor("score.weight", (labels, self.model.hidden_size)) if labels else None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderEnds:
+    """The weights before and after the layers. The first stage has no norm, the last one nothing
+    else.
+
+    Attributes:
+        embedding: [vocabulary, hidden].
+        head: hidden -> vocabulary. None: the model does not generate.
+        classes: [labels, hidden]. None: the model has no labels.
+    """
+
+    embedding: Tensor | None
+    head: Linear | None
+    classes: Tensor | None
+    norm: RmsNorm | None
+
+
 class Decoder:
     """The weights of a decoder and its forward. Stateless: KV is in the pool that is passed in.
 
     Args:
-        embedding: [vocabulary, hidden].
-        head: hidden -> vocabulary. None: the model does not generate.
-        classes: [labels, hidden]. None: the model has no labels.
+        stage: whose layers these are. None: these are all.
         products: of the layers.
 
     Attributes:
@@ -132,25 +156,24 @@ class Decoder:
     def __init__(
         self,
         spec: DecoderSpec,
-        embedding: Tensor,
-        head: Linear | None,
-        classes: Tensor | None,
+        ends: DecoderEnds,
         layers: tuple[Layer, ...],
-        norm: RmsNorm,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        stage: Stage | None = None,
         products: Sequence[Product] = (),
         drafter: DraftLayer | None = None,
     ) -> None:
         self.spec = spec.model
-        self.device = embedding.device
-        self.dtype = embedding.dtype
-        self.embedding = embedding
-        self.head = head
-        self.classes = classes
+        self.device = device
+        self.dtype = dtype
+        self.ends = ends
         self.layers = layers
         self.stack = stack_of(layers)
         self.products = tuple(products)
         self._adaptable = LayerByLayer(layers)
-        self.norm = norm
+        self._stage = stage
         self.seeing: VisionTower | None = None
         self.receiving: ReceivingTower | None = None
         self._draft_layer = drafter  # only if it is the decoder's own
@@ -161,8 +184,8 @@ class Decoder:
     @property
     def parts(self) -> Sequence[object]:
         """The same parts as `DecoderSpec.parts`, in the same order."""
-        own = (self.embedding, self.head, self.classes, *self.layers, self.norm)
-        return (*own, self._draft_layer)
+        first = self.ends.embedding, self.ends.head, self.ends.classes
+        return (*first, *self.layers, self.ends.norm, self._draft_layer)
 
     def drafting(self, layer: DraftLayer) -> DraftHead:
         """Return a draft head with this layer behind this decoder."""
@@ -186,31 +209,48 @@ class Decoder:
             adapted: None if no row has an adapter.
             late: for a step with drafts. Layers add the state updates that follow verification.
         Returns:
-            Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
+            Hidden states of batch.sampled, [num_sampled, hidden], for `logits`. The first stage
+            returns memory for them, and holds what it sends to the last stage. The last stage
+            sends them back.
         """
-        step = ModelStep(batch, adapted, late)
-        x = self._embedded(batch.token_ids, future_tokens)
-        if batch.seen:
-            images = self.receiving if self.seeing is None else self.seeing
-            assert images is not None
-            images.embed(batch.seen, x)
-        drafter = self.drafter
+        step, stage = ModelStep(batch, adapted, late), self._stage
+        if stage is not None and not stage.is_first:
+            hidden = batch.positions.shape[-1], self.spec.hidden_size
+            x = stage.receive(torch.empty(hidden, dtype=self.dtype, device=self.device))
+        else:
+            x = self._embedded(batch.token_ids, future_tokens)
+            self._see(batch, x)
+        drafter, norm = self.drafter, self.ends.norm
         tapped: Sequence[Tensor] = ()
         if drafter is not None and drafter.layer.taps:
             x, residual, tapped = tap(self.layers, drafter.layer.taps, x, step, pool)
         else:
             stack = self.stack if adapted is None else self._adaptable
             x, residual = stack.forward(x, step, pool)
+        if norm is None:
+            assert stage is not None
+            stage.hold(x if residual is None else x + residual)
+            return x.new_empty(len(batch.sampled), self.spec.hidden_size)
         if drafter is None:
-            x, _ = self.norm.forward(x, residual, rows=batch.sampled)
+            x, _ = norm.forward(x, residual, rows=batch.sampled)
+            if stage is not None:
+                stage.send_back(x)
             return x
-        x, _ = self.norm.forward(x, residual)
+        x, _ = norm.forward(x, residual)
         drafter.follow(step, x, tapped, future_tokens, pool)
         return x.index_select(0, batch.sampled)
 
+    def _see(self, batch: ForwardBatch, x: Tensor) -> None:
+        """Write the embeddings of visible images into those of the step."""
+        if batch.seen:
+            images = self.receiving if self.seeing is None else self.seeing
+            assert images is not None
+            images.embed(batch.seen, x)
+
     def _embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:
         """Return embeddings [num_tokens, hidden], owned by the caller."""
-        x = embed(token_ids, future_tokens, self.embedding)
+        assert self.ends.embedding is not None
+        x = embed(token_ids, future_tokens, self.ends.embedding)
         if self._embedding_scale != 1.0:
             x *= self._embedding_scale
         return x
@@ -218,15 +258,15 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocabulary] in the model's dtype, or in float32 if they are
         soft-capped."""
-        assert self.head is not None
-        logits = self.head.apply(hidden)
+        assert self.ends.head is not None
+        logits = self.ends.head.apply(hidden)
         cap = self._logit_soft_cap
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
     def labels(self, hidden: Tensor) -> Tensor:
         """Return class logits [n, num_labels] in the model's dtype."""
-        assert self.classes is not None
-        return F.linear(hidden, self.classes)
+        assert self.ends.classes is not None
+        return F.linear(hidden, self.ends.classes)
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:

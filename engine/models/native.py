@@ -84,7 +84,7 @@ class NativeCheckpoint:
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
         beside = 0
-        if self._sight is not None and share.rank == 0:
+        if self._sight is not None and share.node_rank == 0:
             beside += self._sight.weight_bytes(dtype)
         if self._eagle is not None:
             beside += self._eagle.weight_bytes(device, dtype, quantize, share)
@@ -96,9 +96,9 @@ class NativeCheckpoint:
     ) -> Decoder:
         checkpoint = Checkpoint(self._directory)
         model = load_weights(checkpoint, self._decoder, device, dtype, quantize, share)
-        if self._sight is not None and share.rank == 0:
+        if self._sight is not None and share.node_rank == 0:
             model.seeing = self._sight.load(device, dtype, share.group)
-        elif self._sight is not None and share.group is not None:
+        elif self._sight is not None and share.is_first_stage and share.group is not None:
             model.receiving = ReceivingTower(share.group)
         if self._eagle is not None:
             model.drafter = model.drafting(self._eagle.load(device, dtype, quantize, share))

@@ -46,11 +46,11 @@ class GlooGroup:
             self._group.allgather([parts], [x]).wait()
         return torch.cat(parts, dim=-1)
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        first = x.clone()
+    def broadcast(self, x: Tensor, sender: int = 0) -> Tensor:
+        sent = x.clone()
         with _faults():
-            self._group.broadcast(first, 0).wait()
-        return first
+            self._group.broadcast(sent, sender).wait()
+        return sent
 
     def close(self) -> None:
         pass

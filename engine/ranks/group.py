@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Group(Protocol):
-    """The ranks of a node. Forward stream only.
+    """Some ranks of a node. Forward stream only.
 
     Every call waits until the other ranks make the same call, and raises RankLost if one of them
     ends or is too late. Nothing may be called afterwards.
@@ -38,8 +38,8 @@ class Group(Protocol):
         """
         ...
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Return the tensor of rank 0.
+    def broadcast(self, x: Tensor, sender: int = 0) -> Tensor:
+        """Return the tensor of one rank.
 
         Args:
             x: contiguous. On other ranks, any tensor of the same shape and dtype.

@@ -14,12 +14,12 @@ MOST_PAGES = 4096  # of one CopyPages or EraseSlots
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
-    """Load a part of the model. Comes with the memory of the collectives and the pidfds of all
-    other ranks, by rank.
+    """Load a part of the model. Comes with the memories of this rank's collectives, see
+    `open_groups`, and the pidfds of all other ranks, by rank.
 
     Attributes:
         config: EngineConfig as JSON.
-        store: path for the rendezvous of gloo.
+        store: directory for the rendezvous of gloo.
         log_level, log_format: of rank 0's log.
     """
 
@@ -42,6 +42,11 @@ class StartSteps(msgspec.Struct, frozen=True, tag=True):
     num_slots: int
     max_pages: int
     block_bytes: int
+
+
+class SampleStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sample the newest step now, without waiting for the next one. Only the first of two stages
+    does it."""
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +46,12 @@ from engine.ranks.messages import (
     RankLoaded,
     RankReady,
     RankReport,
+    SampleStep,
     StartRank,
     StartSteps,
 )
 from engine.ranks.ring import StepRing, ring_memory, whole_pages
-from engine.ranks.share import Share
+from engine.ranks.share import RankGroups, Share, Stage
 from engine.ranks.shm import SharedMemoryGroup, memory_bytes
 
 _LOAD_S = 3600.0  # for weights from a slow disk
@@ -152,29 +153,74 @@ class _Follower:
     pidfd: int
 
 
-def open_group(
-    config: ParallelConfig, rank: int, memory: int, pidfds: Sequence[int], store: str
-) -> Group:
+def open_groups(config: ParallelConfig, rank: int, files: Sequence[int], store: Path) -> RankGroups:
     """Open the collectives of one rank.
 
     Args:
-        memory: descriptor of `memory_bytes` zeros, for shm.
-        pidfds: of the other ranks, by rank. Owned by the group.
-        store: path for the rendezvous of gloo.
+        rank: among all ranks of the node.
+        files: descriptors of the memories for shm: of its stage, and of its pipe if there are two
+            stages. Then the pidfds of all other ranks, by rank. All are closed.
+        store: directory for the rendezvous of gloo.
     """
-    if config.collectives == "gloo":
-        for pidfd in pidfds:
-            os.close(pidfd)
-        return GlooGroup(rank, config.tp, Path(store), config.collective_s)
-    others = dict(zip((each for each in range(config.tp) if each != rank), pidfds, strict=True))
-    return SharedMemoryGroup(rank, config.tp, memory, others, config.collective_s)
+    num_memories = config.pp
+    memories, pidfds = files[:num_memories], list(files[num_memories:])
+    pidfds.insert(rank, -1)
+    stage, place = divmod(rank, config.tp)
+
+    def opened(name: str, ranks: range, memory: int) -> Group:
+        own = ranks.index(rank)
+        if config.collectives == "gloo":
+            return GlooGroup(own, len(ranks), store / name, config.collective_s)
+        others = {other: os.dup(pidfds[other]) for other in ranks if other != rank}
+        return SharedMemoryGroup(own, ranks, memory, others, config.collective_s)
+
+    try:
+        own = opened(f"stage-{stage}", _stage_ranks(config, stage), memories[0])
+        group, whole_experts = own if config.tp > 1 else None, config.experts == "ep"
+        if config.pp == 1:
+            return RankGroups(Share(place, config.tp, group, whole_experts), own)
+        pipe = opened(f"pipe-{place}", _pipe_ranks(config, place), memories[1])
+        share = Share(place, config.tp, group, whole_experts, Stage(stage, pipe))
+        return RankGroups(share, own, pipe)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _stage_ranks(config: ParallelConfig, stage: int) -> range:
+    return range(stage * config.tp, (stage + 1) * config.tp)
+
+
+def _pipe_ranks(config: ParallelConfig, place: int) -> range:
+    """Return the ranks with the same heads."""
+    return range(place, config.num_ranks, config.tp)
+
+
+@contextlib.contextmanager
+def _group_memories(config: ParallelConfig) -> Iterator[Callable[[int], Sequence[int]]]:
+    """Create the memories of all groups. Yield a function that returns those of a rank's stage and
+    pipe, as `open_groups` takes them."""
+
+    def created(num_groups: int, size: int) -> list[int]:
+        made = [os.memfd_create("baton-collectives", os.MFD_CLOEXEC) for _ in range(num_groups)]
+        for memory in made:
+            os.truncate(memory, memory_bytes(size))
+        return made
+
+    stages = created(config.pp, config.tp)
+    pipes = created(config.tp if config.pp > 1 else 0, config.pp)
+    try:
+        yield lambda rank: [stages[rank // config.tp], *pipes[rank % config.tp :][:1]]
+    finally:
+        for memory in (*stages, *pipes):
+            os.close(memory)
 
 
 class Followers:
     """All ranks but rank 0, as rank 0 sees them. Engine thread only, except for `ask`.
 
     Attributes:
-        share: of rank 0.
+        ranks: the collectives of rank 0.
         steps_sent: number of steps that rank 0 has begun.
         steps_done: number of steps that rank 0 is done with. Any thread may read both.
     """
@@ -189,7 +235,7 @@ class Followers:
         self.steps_sent = self.steps_done = 0
         self._states: dict[int, RankState] = {}  # of followers that have reported
         self._silent_s = config.parallel.collective_s + _PATIENCE_S
-        size, settings = config.parallel.tp, config.model_dump_json().encode()
+        parallel, settings = config.parallel, config.model_dump_json().encode()
         self._followers: list[_Follower] = []
         self._directory = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self._closed, self._end = os.pipe()
@@ -198,28 +244,30 @@ class Followers:
         self._numbers = itertools.count()
         self._sockets: list[socket.socket] = []
         self._queue = JobQueue(self._sockets, self.send)
-        store = str(Path(self._directory.name) / "store")
-        memory = os.memfd_create("baton-collectives", os.MFD_CLOEXEC)
+        store = Path(self._directory.name)
         pidfds = [os.pidfd_open(os.getpid())]
         try:
-            os.truncate(memory, memory_bytes(size))
-            for _ in range(1, size):
+            for _ in range(1, parallel.num_ranks):
                 self._followers.append(_start(program))
                 self._sockets.append(self._followers[-1].socket)
             pidfds += [each.pidfd for each in self._followers]
-            for rank, follower in enumerate(self._followers, start=1):
-                others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
-                start = StartRank(rank, settings, store, *logs.in_use())
-                _send(follower, start, [memory, *others])
-            own = [os.dup(pidfd) for pidfd in pidfds[1:]]
-            group = open_group(config.parallel, 0, memory, own, store)
-            self.share = Share(0, size, group, config.parallel.experts == "ep")
+            with _group_memories(parallel) as memories:
+                for rank, follower in enumerate(self._followers, start=1):
+                    others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
+                    start = StartRank(rank, settings, str(store), *logs.in_use())
+                    _send(follower, start, [*memories(rank), *others])
+                own = [os.dup(file) for file in (*memories(0), *pidfds[1:])]
+            self.ranks = open_groups(parallel, 0, own, store)
         except BaseException:
             self.close()
             raise
         finally:
-            os.close(memory)
             os.close(pidfds[0])
+
+    @property
+    def share(self) -> Share:
+        """The part of rank 0."""
+        return self.ranks.share
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -265,6 +313,10 @@ class Followers:
                 follower.socket.send(header, socket.MSG_DONTWAIT)
             except OSError as error:
                 raise EngineFault(f"rank {rank} takes no steps: {error}") from error
+
+    def sample_now(self) -> None:
+        """Have the first of two stages sample the newest step, see SampleStep."""
+        self.send(_encoder.encode(SampleStep()))
 
     def ask(
         self,

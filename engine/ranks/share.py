@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from common.copy_map import NodeShape
 from common.errors import ConfigError
 from engine.ranks.group import Group
+
+NUM_STAGES = 2  # of a node with stages
 
 
 class ExpertPart(NamedTuple):
@@ -14,20 +20,110 @@ class ExpertPart(NamedTuple):
     inner: range
 
 
+def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
+    """Return the layers of a stage. The first stages have fewer, because the first one has the
+    embedding and the head too."""
+    return range(num_layers * stage // num_stages, num_layers * (stage + 1) // num_stages)
+
+
+class Stage:
+    """One of the two parts of a model's layers, and its exchange of hidden states with the other.
+    Forward stream only.
+
+    Args:
+        number: 0: the first layers, with the embedding and the head.
+        pipe: of this rank, and the rank with the same heads in the other stage, by stage. None:
+            nothing is computed.
+    """
+
+    def __init__(self, number: int, pipe: Group | None = None) -> None:
+        self.number = number
+        self._pipe = pipe
+        self._held: Tensor | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    def layers(self, num_layers: int) -> range:
+        return stage_layers(num_layers, self.number, NUM_STAGES)
+
+    def hold(self, x: Tensor) -> None:
+        """Keep the hidden states of the first stage until `send_held`."""
+        self._held = x
+
+    def send_held(self) -> None:
+        """Send what is held to the last stage."""
+        assert self._held is not None
+        self._exchange(self._held, 0)
+        self._held = None
+
+    def receive(self, like: Tensor) -> Tensor:
+        """Return what the first stage sends, of the shape and dtype of `like`."""
+        return self._exchange(like, 0)
+
+    def send_back(self, x: Tensor) -> None:
+        """Send the hidden states of the last stage to the first one."""
+        self._exchange(x, 1)
+
+    def receive_back(self, x: Tensor) -> None:
+        """Write what the last stage sends into `x`."""
+        x.copy_(self._exchange(x, 1))
+
+    def _exchange(self, x: Tensor, sender: int) -> Tensor:
+        assert self._pipe is not None
+        return self._pipe.broadcast(x, sender)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """One of the `size` equal parts of a model.
+    """One of the parts of a model: one of `size` equal parts of each layer of its stage.
 
     Attributes:
-        group: the ranks with the other parts. None: there are none, or nothing is computed (a
-            survey of the weights).
+        group: the ranks with the other parts of the same layers. None: there are none, or nothing
+            is computed (a survey of the weights).
         whole_experts: a rank has some whole experts of each layer, not a part of every expert.
+        stage: None: this rank has a part of every layer.
     """
 
     rank: int = 0
     size: int = 1
     group: Group | None = None
     whole_experts: bool = False
+    stage: Stage | None = None
+
+    @classmethod
+    def unconnected(cls, node_rank: int, node: NodeShape, *, whole_experts: bool) -> "Share":
+        """Return the share of a rank that computes nothing."""
+        stage, rank = divmod(node_rank, node.tp)
+        in_stage = None if node.pp == 1 else Stage(stage)
+        return cls(rank, node.tp, whole_experts=whole_experts, stage=in_stage)
+
+    @property
+    def node_rank(self) -> int:
+        """Return the rank among all ranks of the node, which are in the order of stages."""
+        return self.rank + (0 if self.stage is None else self.stage.number * self.size)
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks of the node."""
+        return self.size * self.node.pp
+
+    @property
+    def node(self) -> NodeShape:
+        return NodeShape(self.size, 1 if self.stage is None else NUM_STAGES)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage is None or self.stage.is_first
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage is None or not self.stage.is_first
+
+    def layers(self, num_layers: int) -> range:
+        """Return the layers of this rank."""
+        return range(num_layers) if self.stage is None else self.stage.layers(num_layers)
 
     def part(self, count: int, name: str) -> range:
         """Return this rank's part of `count` units that are split evenly.
@@ -52,3 +148,28 @@ class Share:
 
 
 WHOLE = Share()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankGroups:
+    """The collectives of one rank.
+
+    Attributes:
+        own: the ranks of its stage.
+        pipe: see Stage. None: there is one stage.
+    """
+
+    share: Share
+    own: Group
+    pipe: Group | None = None
+
+    def receive_back(self, hidden: Tensor) -> None:
+        """Wait for the hidden states that the last stage sends back, if there is one."""
+        if self.share.stage is not None:
+            self.share.stage.receive_back(hidden)
+
+    def meet(self) -> None:
+        """Wait until all ranks of the node have begun to wait here."""
+        for group in (self.own, self.pipe):
+            if group is not None:
+                group.all_reduce(torch.zeros(1))

@@ -16,7 +16,7 @@ import platform
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -50,16 +50,24 @@ class SharedMemoryGroup:
     """A Group of ranks that share a file.
 
     Args:
+        rank: in this group.
+        ranks: those of the node that are in this group.
         memory: descriptor of a file of `memory_bytes` zeros, for example a memfd.
-        others: pidfds of the other ranks, by rank.
+        others: pidfds of the others of `ranks`. Owned by the group.
         timeout_s: longest wait for another rank.
     """
 
     def __init__(
-        self, rank: int, size: int, memory: int, others: dict[int, int], timeout_s: float
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        memory: int,
+        others: Mapping[int, int],
+        timeout_s: float,
     ) -> None:
         self.rank = rank
-        self.size = size
+        self.size = size = len(ranks)
+        self._ranks = ranks
         self._others = others
         self._timeout_s = timeout_s
         self._map = mmap.mmap(memory, memory_bytes(size))
@@ -78,8 +86,8 @@ class SharedMemoryGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._in_pieces(x, self._sum)
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        return self._in_pieces(x, self._first)
+    def broadcast(self, x: Tensor, sender: int = 0) -> Tensor:
+        return self._in_pieces(x, lambda piece: self._exchange(piece, (sender,))[0].clone())
 
     def all_gather(self, x: Tensor) -> Tensor:
         whole = x.new_empty(self.size, x.numel())
@@ -105,9 +113,6 @@ class SharedMemoryGroup:
         for part in parts[1:]:
             total += part
         return total.to(x.dtype)
-
-    def _first(self, x: Tensor) -> Tensor:
-        return self._exchange(x, (0,))[0].clone()
 
     def _exchange(self, x: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """Write this rank's part if it is one of `ranks`. Return the parts of `ranks`, as views
@@ -153,7 +158,9 @@ class SharedMemoryGroup:
             if pidfd in ended:
                 raise RankLost(f"rank {other} has ended")
         if waited > self._timeout_s:
-            raise RankLost(f"rank {rank} is {self._timeout_s:g} s late in a collective")
+            raise RankLost(
+                f"rank {self._ranks[rank]} is {self._timeout_s:g} s late in a collective"
+            )
 
     def _fence(self) -> None:
         """Order the accesses to shared memory before and after it, on every kind of CPU."""

@@ -47,9 +47,13 @@ class TokenSampling(Protocol):
         ...
 
 
-# Launches the sampling of a launched forward: the sampling work, tensors that go to the device
-# after those of the forward, and where the results are written.
+# Both take the sampling work, tensors that go to the device after those of the forward, and where
+# the results are written. The first one launches the sampling of a launched forward. The second one
+# returns it as work of the forward stream.
 SampleLater: TypeAlias = Callable[[TokenSampling, Sequence[Tensor], StepOutput], StreamEvent]
+SamplingWork: TypeAlias = Callable[
+    [TokenSampling, Sequence[Tensor], StepOutput], Callable[[], None]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +184,11 @@ class Forwards:
         self, step: Step, sampling: TokenSampling
     ) -> tuple[StreamEvent, SampleLater]:
         """Enqueue a step with rows without its sampling, and return how that is launched."""
+        event, sampling_work = self.begin(step, sampling)
+        return event, lambda *inputs: self.enqueue(sampling_work(*inputs))
+
+    def begin(self, step: Step, sampling: TokenSampling) -> tuple[StreamEvent, SamplingWork]:
+        """Enqueue a step with rows without its sampling, and return that as work."""
         rows, done = step.rows, list[_Forward]()
         assert rows is not None
 
@@ -187,16 +196,16 @@ class Forwards:
             self._swap(step)
             done.append(self._forward(step, rows, sampling))
 
-        def launch(
+        def sampling_work(
             whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
-        ) -> StreamEvent:
+        ) -> Callable[[], None]:
             def work() -> None:
                 sent = [*done[0].sent, *upload(added, self._model.device)]
                 self._sample(replace(done[0], sent=sent), whole, output)
 
-            return self.enqueue(work)
+            return work
 
-        return self.enqueue(work), launch
+        return self.enqueue(work), sampling_work
 
     def enqueue(self, work: Callable[[], None]) -> StreamEvent:
         """Enqueue work of the forward stream."""

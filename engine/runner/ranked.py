@@ -22,32 +22,34 @@ from engine.adapters.stored import LoraAdapter
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
-from engine.ranks import Group
-from engine.ranks.messages import MAX_PACKET_BYTES, Job, ReplaceHostPages
+from engine.ranks import RankGroups, Stage
+from engine.ranks.messages import MAX_PACKET_BYTES, Job, ReplaceHostPages, SampleStep
 from engine.ranks.ring import BLOCKS, StepRing
 from engine.runner.forwards import Draw, Forwards, SampleLater, TokenSampling
 from engine.runner.graphs import Recorder
 from engine.runner.launch_message import Launch, block_bytes, decode, encode
 from engine.runner.launched import StepOutput
+from engine.runner.staged import StagedForwards
 from engine.runner.step import Step
 from engine.runner.stream import StreamEvent
 from engine.sampling.composition import SampledTokens
-from engine.sampling.heads import HiddenStates
+from engine.sampling.heads import HeadInputs, HiddenStates
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int32)
 _TOKEN_BYTES = 64  # of a token in a step, without its locations: ids, positions, places, slots
 _PAGE_BYTES = 16  # of a page in a step: its id in a table, or both ids of a copy
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Launch | Job)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Launch | SampleStep | Job)
 
 
 class _Leading:
     """The sampling of rank 0, which broadcasts all drawn tokens."""
 
-    def __init__(self, sampling: TokenSampling, group: Group) -> None:
+    def __init__(self, sampling: TokenSampling, ranks: RankGroups) -> None:
         self._sampling = sampling
-        self._group = group
+        self._ranks = ranks
+        self._group = ranks.own
 
     def tensors(self) -> list[Tensor]:
         return self._sampling.tensors()
@@ -57,6 +59,7 @@ class _Leading:
         return lambda logits, places: self._group.broadcast(draw(logits, places))
 
     def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        self._ranks.receive_back(states.hidden)
         sampled = self._sampling.sample(states, sent)
         if not states.inputs.chosen:
             return sampled
@@ -64,10 +67,11 @@ class _Leading:
 
 
 class _Following:
-    """The sampling of a follower, which receives all drawn tokens."""
+    """The sampling of a follower with a part of the head. It receives all drawn tokens."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, ranks: RankGroups) -> None:
+        self._ranks = ranks
+        self._group = ranks.own
 
     def tensors(self) -> list[Tensor]:
         return []
@@ -76,6 +80,7 @@ class _Following:
         return lambda logits, places: self._received(len(logits))
 
     def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        self._ranks.receive_back(states.hidden)
         for _ in states.logits():
             pass  # each is a part of the logits, which rank 0 gathers
         if not states.inputs.chosen:
@@ -84,6 +89,19 @@ class _Following:
 
     def _received(self, count: int) -> Tensor:
         return self._group.broadcast(torch.zeros(count, dtype=torch.int32))
+
+
+class _NotSampling:
+    """The sampling of a follower without a head, which has no drafts either."""
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
+        raise EngineFault("drafts need all layers in one stage")
+
+    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        return SampledTokens(_NO_TOKENS)
 
 
 class StepSender(Protocol):
@@ -108,11 +126,15 @@ class LeadingForwards:
     graph_sizes: tuple[int, ...] = ()
 
     def __init__(
-        self, forwards: Forwards, followers: StepSender, group: Group, ring: StepRing
+        self,
+        forwards: Forwards | StagedForwards,
+        followers: StepSender,
+        ranks: RankGroups,
+        ring: StepRing,
     ) -> None:
         self._forwards = forwards
         self._followers = followers
-        self._group = group
+        self._ranks = ranks
         self._ring = ring
         self._events: list[StreamEvent | None] = [None] * BLOCKS  # of the newest steps
         self._number = 0
@@ -136,22 +158,23 @@ class LeadingForwards:
     def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
         """Send and enqueue a step, see Forwards.launch."""
         self._send(step)
-        event = self._forwards.launch(step, _Leading(sampling, self._group), output)
-        return self._noted(_ended(step, event, self._forwards, self._group))
+        event = self._forwards.launch(step, _Leading(sampling, self._ranks), output)
+        return self._noted(_ended(step, event, self._forwards, self._ranks))
 
     def launch_forward(
         self, step: Step, sampling: TokenSampling
     ) -> tuple[StreamEvent, SampleLater]:
         """Send a step and enqueue its forward, see Forwards.launch_forward."""
         self._send(step)
-        group = self._group
-        event, launch = self._forwards.launch_forward(step, _Leading(sampling, group))
+        ranks = self._ranks
+        event, launch = self._forwards.launch_forward(step, _Leading(sampling, ranks))
         forward = self._noted(event)
 
         def launch_sampling(
             whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
         ) -> StreamEvent:
-            sampled = launch(_Leading(whole, group), added, output)
+            sampled = launch(_Leading(whole, ranks), added, output)
+            self._events[(forward.number - 1) % BLOCKS] = sampled
             return _CountedEvent(sampled, forward.number, self._followers)
 
         return forward, launch_sampling
@@ -241,8 +264,67 @@ class Jobs(Protocol):
         ...
 
 
+class _StepFollower(Protocol):
+    """Runs steps on a follower."""
+
+    def run(self, step: Step) -> StreamEvent:
+        """Enqueue a step, and return an event after which its pages are written."""
+        ...
+
+    def sample_now(self) -> None:
+        """See SampleStep."""
+        ...
+
+
+class _OnlyStage:
+    def __init__(self, forwards: Forwards, ranks: RankGroups) -> None:
+        self._forwards = forwards
+        self._sampling = _Following(ranks)
+
+    def run(self, step: Step) -> StreamEvent:
+        return self._forwards.launch(step, self._sampling, StepOutput())
+
+    def sample_now(self) -> None:
+        pass
+
+
+class _FirstStage:
+    def __init__(self, forwards: Forwards, ranks: RankGroups, stage: Stage) -> None:
+        self._forwards = StagedForwards(forwards, stage)
+        self._sampling = _Following(ranks)
+
+    def run(self, step: Step) -> StreamEvent:
+        if step.rows is None:
+            return self._forwards.launch(step, self._sampling, StepOutput())
+        event, launch_sampling = self._forwards.launch_forward(step, self._sampling)
+        launch_sampling(self._sampling, (), StepOutput())
+        return event
+
+    def sample_now(self) -> None:
+        self._forwards.sample_now()
+
+
+class _LastStage:
+    def __init__(self, forwards: Forwards) -> None:
+        self._forwards = forwards
+
+    def run(self, step: Step) -> StreamEvent:
+        without_head = msgspec.structs.replace(step, heads=HeadInputs(chosen=False))
+        return self._forwards.launch(without_head, _NotSampling(), StepOutput())
+
+    def sample_now(self) -> None:
+        pass
+
+
+def _step_follower(forwards: Forwards, ranks: RankGroups) -> _StepFollower:
+    stage = ranks.share.stage
+    if stage is None:
+        return _OnlyStage(forwards, ranks)
+    return _FirstStage(forwards, ranks, stage) if stage.is_first else _LastStage(forwards)
+
+
 def follow(
-    steps: socket.socket, ring: StepRing, forwards: Forwards, group: Group, jobs: Jobs
+    steps: socket.socket, ring: StepRing, forwards: Forwards, ranks: RankGroups, jobs: Jobs
 ) -> None:
     """Run rank 0's steps and jobs until it closes its end. Never waits for a step: rank 0 is never
     more than a few ahead.
@@ -250,15 +332,17 @@ def follow(
     Args:
         forwards: over a stream that ends the process if a step fails.
     """
-    sent = SentSteps()
+    sent, follower = SentSteps(), _step_follower(forwards, ranks)
     while packet := steps.recv(MAX_PACKET_BYTES):
         match _decoder.decode(packet):
             case Launch() as launch:
                 step = decode(launch, ring.block(sent.number), jobs.adapter)
-                event = forwards.launch(step, _Following(group), StepOutput())
-                sent.add(_ended(step, event, forwards, group))
+                sent.add(_ended(step, follower.run(step), forwards, ranks))
+            case SampleStep():
+                follower.sample_now()
             case ReplaceHostPages() as job:
                 forwards = jobs.with_host_pages(job, forwards)
+                follower = _step_follower(forwards, ranks)
             case job:
                 jobs.take(job, sent)
 
@@ -278,13 +362,9 @@ def largest_step(
     return (1 << 20) + 2 * tokens + _PAGE_BYTES * pages
 
 
-def _ended(step: Step, event: StreamEvent, forwards: Forwards, group: Group) -> StreamEvent:
+def _ended(
+    step: Step, event: StreamEvent, forwards: Forwards | StagedForwards, ranks: RankGroups
+) -> StreamEvent:
     """Return an event of a step after which each rank has begun with the end of it. A step without
     rows has no collective of its own."""
-    if step.rows is not None:
-        return event
-    return forwards.enqueue(lambda: _meet(group))
-
-
-def _meet(group: Group) -> None:
-    group.all_reduce(torch.zeros(1))
+    return event if step.rows is not None else forwards.enqueue(ranks.meet)

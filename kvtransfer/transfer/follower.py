@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from common.config import TransferConfig
+from common.copy_map import NodeShape
 from common.errors import ServingError, TransferError
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
@@ -82,13 +83,15 @@ class FollowerTransfer:
     """The messages of rank 0 and the links of one follower.
 
     Args:
-        rank, tp: this rank, and the number of ranks of its node.
+        rank, node: this rank, and the ranks of its node.
         pool: its pages.
     """
 
-    def __init__(self, rank: int, tp: int, pool: PagePool, pages_by_rank: PagesByRank) -> None:
+    def __init__(
+        self, rank: int, node: NodeShape, pool: PagePool, pages_by_rank: PagesByRank
+    ) -> None:
         self._rank = rank
-        self._tp = tp
+        self._node = node
         self._pool = pool
         self._pages_by_rank = pages_by_rank
         self._paths: TransferPaths | None = None  # None: not started
@@ -180,7 +183,7 @@ class FollowerTransfer:
             config = config.model_copy(update={"listen_port": config.listen_port + self._rank})
         self._paths = TransferPaths.of_rank(
             self._rank,
-            self._tp,
+            self._node,
             self._pool,
             config,
             data_paths.backends(config, tls=message.tls),

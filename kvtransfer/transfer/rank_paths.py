@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, Protocol, TypeAlias
 
 from common.config import TransferConfig
-from common.copy_map import RankPages, Slice, copy_map
+from common.copy_map import NodeShape, RankPages, Slice, copy_map
 from common.errors import LayoutMismatch, TransferError
 from common.logs import Throttle, ThrottledLog
 from kernels.cpu import memory
@@ -31,11 +31,11 @@ from kvtransfer.pairing import DataPath, PairHello
 from kvtransfer.transfer.link import Link, LinkBytes, Notify, PageLink
 from kvtransfer.transfer.link_group import LinkGroup
 
-# Returns the pages of all ranks of a node with so many. Raises LayoutMismatch if there is no such
+# Returns the pages of all ranks of a node. Raises LayoutMismatch if there is no such
 # node.
-PagesByRank: TypeAlias = Callable[[int], Sequence[RankPages]]
+PagesByRank: TypeAlias = Callable[[NodeShape], Sequence[RankPages]]
 
-_MOST_KNOWN = 8  # numbers of ranks of owners
+_MOST_KNOWN = 8  # shapes of owners
 
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
@@ -125,7 +125,7 @@ class RankLinks:
     """The links of one rank.
 
     Args:
-        rank, tp: this rank, and the number of ranks of its node.
+        rank, node: this rank, and the ranks of its node.
         pool: its pages.
         backends: by name, those that this node may use.
     """
@@ -133,14 +133,14 @@ class RankLinks:
     def __init__(
         self,
         rank: int,
-        tp: int,
+        node: NodeShape,
         pool: PagePool,
         backends: Mapping[str, TransferBackend],
         config: TransferConfig,
         pages_by_rank: PagesByRank,
     ) -> None:
         self._rank = rank
-        self._tp = tp
+        self._node = node
         self._pool = pool
         self._backends = backends
         self._config = config
@@ -151,22 +151,22 @@ class RankLinks:
     def check(self, hello: PairHello) -> None:
         for region in hello.regions:
             check_pool(RemotePool(region.base, region.page_bytes, region.num_pages))
-        if hello.tp == self._tp:
+        if hello.shape == self._node:
             return  # `compare` has found equal pages
-        for rank, pages in enumerate(self._pages_by_rank(hello.tp)):
+        for rank, pages in enumerate(self._pages_by_rank(hello.shape)):
             there = hello.regions[rank].page_bytes, hello.state_pages
             if there != (pages.page_bytes, pages.state_pages):
                 raise LayoutMismatch(
-                    f"{hello.peer} cannot pair: rank {rank} of {hello.tp} has pages of "
+                    f"{hello.peer} cannot pair: rank {rank} of {len(hello.regions)} has pages of "
                     f"{there[0]} bytes and a state of {there[1]} pages there, where this node "
                     f"expects {pages.page_bytes} and {pages.state_pages}."
                 )
-        self._moves(hello.tp)
+        self._moves(hello.shape)
 
     def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
         members = [
             (owner, LinkBytes(self._pool.page_bytes, moves))
-            for owner, moves in self._moves(hello.tp).items()
+            for owner, moves in self._moves(hello.shape).items()
         ]
         makers = [partial(self._link, hello, backend, *member) for member in members]
         if len(makers) == 1:
@@ -174,12 +174,12 @@ class RankLinks:
         shares = [num_bytes.of_a_page for _, num_bytes in members]
         return LinkGroup(hello.instance, makers, notify, shares=shares)
 
-    def _computed_moves(self, tp: int) -> Mapping[int, Moves | None]:
-        """Return the bytes that this rank reads from the ranks of an owner with `tp` of them."""
-        if tp == self._tp:
+    def _computed_moves(self, owner: NodeShape) -> Mapping[int, Moves | None]:
+        """Return the bytes that this rank reads from the ranks of an owner."""
+        if owner == self._node:
             return {self._rank: None}
-        mine = self._pages_by_rank(self._tp)[self._rank]
-        whole = copy_map(self._rank, mine, self._pages_by_rank(tp))
+        mine = self._pages_by_rank(self._node)[self._rank]
+        whole = copy_map(self._rank, mine, self._pages_by_rank(owner))
         moves: dict[int, tuple[list[Slice], ...]] = {}
         for table, slices in enumerate(whole):
             for each in slices:
@@ -233,7 +233,7 @@ class TransferPaths:
     def of_rank(
         cls,
         rank: int,
-        tp: int,
+        node: NodeShape,
         pool: PagePool,
         config: TransferConfig,
         backends: Mapping[str, TransferBackend],
@@ -246,7 +246,7 @@ class TransferPaths:
             ConfigError: this machine supports none of the backends.
         """
         return cls(
-            RankLinks(rank, tp, pool, backends, config, pages_by_rank),
+            RankLinks(rank, node, pool, backends, config, pages_by_rank),
             RankOffers(rank, data_paths.serve(backends, pool, instance)),
             tuple(backends),
         )

@@ -9,7 +9,7 @@ from common.errors import FailedPrecondition, ServingError
 from common.pausing import MEMORY_TAGS, WEIGHTS
 from common.requests.namespace import UNNAMED, WeightsId
 from engine.memory_release import MemoryOccupation
-from engine.runner.profiler import Profiler
+from engine.profiler import Profiler
 from engine.update import WeightUpdater
 from node.control.pauses import ControlledRole, Pauses
 from node.messages import (

@@ -315,3 +315,28 @@ def test_a_pair_needs_two_files(check, model, tmp_path):
     assert code == 2 and "expected two files" in errors
     code, _, errors = check(file, file, f"--model={model}", f"--config={file}")
     assert code == 2 and "--config" in errors
+
+
+def test_each_stage_has_its_layers_and_is_read_by_them(check_pair, tmp_path):
+    served = make_checkpoint(tmp_path / "odd", num_hidden_layers=5)
+    stages = {"engine": {"parallel": {"tp": 1, "pp": 2}}}
+    code, found = check_pair(stages, ranks(1), served=served)
+    assert code == 0
+    (first, last), (whole,) = (found["pair"]["ranks"][role] for role in ("prefill", "decode"))
+    assert [each["page_bytes"] * 5 // whole["page_bytes"] for each in (first, last)] == [2, 3]
+    assert first["weight_bytes"] + last["weight_bytes"] == whole["weight_bytes"]
+    assert {each["owner"]: each["size"] for each in found["pair"]["reads"]} == {
+        0: 2 * whole["page_bytes"] // 5 // 2,
+        1: 3 * whole["page_bytes"] // 5 // 2,
+    }
+    assert len(found["pair"]["reads"]) == 4  # of each of 2 KV heads
+
+
+def test_several_tables_of_pages_need_equal_stages(check_pair, tmp_path):
+    served = make_checkpoint(tmp_path / "windows", "gemma2", num_hidden_layers=4)
+    stages = {"engine": {"parallel": {"pp": 2}}}
+    code, found = check_pair(stages, ranks(1), served=served)
+    assert code == 1
+    (told,) = remarks(found["pair"]["findings"], "fails")
+    assert "different stages need a model with one table of pages" in told
+    assert check_pair(stages, stages, served=served)[0] == 0

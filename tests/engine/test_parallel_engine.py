@@ -248,6 +248,28 @@ def test_several_ranks_have_the_tokens_of_one(name: str, tmp_path: Path) -> None
     assert one and answers(config_of(tp, num_pages, **fields), serve) == one
 
 
+@pytest.mark.parametrize(
+    ("tp", "architecture", "fields"),
+    [
+        (1, "qwen3", {}),
+        pytest.param(1, "qwen3", {"cpu_kernels": "auto"}, marks=pytest.mark.long),
+        pytest.param(2, "qwen3", {}, marks=pytest.mark.long),
+        pytest.param(2, "gemma2", {"num_pages": 40}, marks=pytest.mark.long),
+        pytest.param(1, "deepseek_v3", {}, marks=pytest.mark.long),
+        pytest.param(2, "qwen3_moe", {"parallel": {"experts": "ep"}}, marks=pytest.mark.long),
+        pytest.param(1, "qwen3", {"parallel": {"collectives": "gloo"}}, marks=pytest.mark.long),
+    ],
+)
+def test_two_stages_have_the_tokens_of_one_rank(
+    tp: int, architecture: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    model = str(make_checkpoint(tmp_path, architecture, num_hidden_layers=5))
+    one = {key: value for key, value in fields.items() if key != "parallel"}
+    expected = answers(config_of(1, model=model, **one), serve_again)
+    parallel = {**fields.pop("parallel", {}), "pp": 2}
+    assert answers(config_of(tp, model=model, parallel=parallel, **fields), serve_again) == expected
+
+
 def test_gloo_gives_the_same_tokens(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
 
@@ -492,7 +514,19 @@ def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
         build(config_of(2, model=model, model_backend="transformers"), FOLLOWER)
 
 
-def test_every_rank_takes_other_weights_and_gives_memory_back(tmp_path: Path) -> None:
+def test_what_two_stages_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
+    def refused(fields: dict[str, Any], why: str) -> None:
+        with pytest.raises(ConfigError, match=why):
+            build(config_of(1, parallel={"pp": 2}, **fields), FOLLOWER)
+
+    refused(drafting(tmp_path / "a", "ngram", "llama"), r"speculative\.method: ngram .*pp 2")
+    refused(adapted(tmp_path / "b"), r"engine\.lora\.adapter_dir .*pp 2")
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
+def test_every_rank_takes_other_weights_and_gives_memory_back(
+    tp: int, pp: int, tmp_path: Path
+) -> None:
     """Also weights that only rank 0 has received."""
     root = tmp_path / "weights"
     first, second = make_checkpoint(root / "a"), make_checkpoint(root / "b", seed=1)
@@ -509,7 +543,7 @@ def test_every_rank_takes_other_weights_and_gives_memory_back(tmp_path: Path) ->
         expected.append(answer(one))
         one.close()
     assert expected[0] != expected[1]
-    serving = Serving(config_of(2, model=str(first), weights_dir=root))
+    serving = Serving(config_of(tp, model=str(first), weights_dir=root, parallel={"pp": pp}))
     weights = serving.engine.weights
     try:
         assert answer(serving) == expected[0]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.errors import FailedPrecondition, Overloaded
-from engine.runner import profiler
-from engine.runner.profiler import Profiler
+from engine import profiler
+from engine.profiler import Profiler
 from engine.runner.stream import WorkerStream
 
 WAIT_S = 120.0

@@ -18,7 +18,7 @@ import torch
 from common.errors import EngineFault
 from engine.rank_files import FilesOfRanks
 from engine.rank_jobs import FollowerJobs
-from engine.ranks import Share
+from engine.ranks import RankGroups, Share
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     DropAdapter,
@@ -103,7 +103,7 @@ class Unsent(LeadingForwards):
 # Seen failing with the sampling's own event: a job then awaits the step before.
 def test_a_step_that_is_sampled_later_is_done_with_its_sampling() -> None:
     followers, nothing = Sender(), object()
-    leading = Unsent(LateForwards(), followers, nothing, nothing)  # type: ignore[arg-type]
+    leading = Unsent(LateForwards(), followers, RankGroups(Share(), nothing), nothing)  # type: ignore[arg-type]
     for number in (1, 2):
         _, sample = leading.launch_forward(nothing, nothing)  # type: ignore[arg-type]
         assert followers.steps_done == number - 1

@@ -26,8 +26,8 @@ FLAGS = ("--engine.threads=1", f"--engine.scheduler.chunked-prefill-tokens={CHUN
 LONG = pytest.mark.long
 
 
-def ranks(tp: int) -> tuple[str]:
-    return (f"--engine.parallel.tp={tp}",)
+def ranks(tp: int, pp: int = 1) -> tuple[str, ...]:
+    return f"--engine.parallel.tp={tp}", f"--engine.parallel.pp={pp}"
 
 
 def prompts(vocabulary_size: int, lengths: Sequence[int]) -> list[list[int]]:
@@ -68,13 +68,47 @@ async def test_answers_are_those_of_one_rank(
     tmp_path: Path, architecture: str, prefill_tp: int, decode_tp: int, path: str, page_size: int
 ) -> None:
     model = make_checkpoint(tmp_path / "model", architecture)
+    await check_pair(model, tmp_path, ranks(prefill_tp), ranks(decode_tp), path, page_size)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "prefill", "decode", "path"),
+    [
+        ("qwen3", 5, (1, 2), (1, 1), "tcp"),
+        pytest.param("deepseek_v3", 5, (2, 2), (2, 1), "nixl", marks=LONG),
+        pytest.param("qwen3", 5, (1, 1), (1, 2), "nixl", marks=LONG),
+        pytest.param("gemma2", 5, (1, 2), (2, 2), "tcp", marks=LONG),
+        pytest.param("qwen3_next", 8, (1, 2), (1, 1), "tcp", marks=LONG),
+    ],
+)
+async def test_answers_of_stages_are_those_of_one_rank(
+    tmp_path: Path,
+    architecture: str,
+    num_layers: int,
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+    path: str,
+) -> None:
+    model = make_checkpoint(tmp_path / "model", architecture, num_hidden_layers=num_layers)
+    page_size = 256 if architecture == "qwen3_next" else 16
+    await check_pair(model, tmp_path, ranks(*prefill), ranks(*decode), path, page_size)
+
+
+async def check_pair(
+    model: Path,
+    tmp_path: Path,
+    prefill_flags: tuple[str, ...],
+    decode_flags: tuple[str, ...],
+    path: str,
+    page_size: int,
+) -> None:
     async with Cluster(
         model,
         tmp_path,
         path=path,
         node_flags=(*FLAGS, f"--engine.cache.page-size={page_size}"),
-        prefill_flags=ranks(prefill_tp),
-        decode_flags=ranks(decode_tp),
+        prefill_flags=prefill_flags,
+        decode_flags=decode_flags,
     ) as cluster:
         known = oracle(model)
         lengths = (1, page_size, page_size + 1, 2 * page_size, 4 * CHUNK_TOKENS + 5)

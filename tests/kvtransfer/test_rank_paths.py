@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from common.config import TransferConfig
-from common.copy_map import copy_map
+from common.copy_map import NodeShape, copy_map
 from common.errors import ConfigError, EngineFault, TransferError
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import LayerState, PagedKV, PagedLatent, RecurrentState, StateCells
@@ -169,18 +169,18 @@ class Node:
         backends: dict[str, TransferBackend],
         exits: ExitStack,
     ) -> None:
-        self.pages = whole.pages_by_rank(tp)
+        self.pages = whole.pages_by_rank(NodeShape(tp))
         self.memory = [Memory(NUM_PAGES, pages.page_bytes) for pages in self.pages]
         self.jobs = Jobs()
         self.jobs.followers = [
-            FollowerTransfer(rank, tp, memory.pool, whole.pages_by_rank)
+            FollowerTransfer(rank, NodeShape(tp), memory.pool, whole.pages_by_rank)
             for rank, memory in enumerate(self.memory)
             if rank
         ]
         exits.callback(self.jobs.close)
         pool = self.memory[0].pool
         self.own = self.paths = TransferPaths.of_rank(
-            0, tp, pool, config, backends, whole.pages_by_rank, instance
+            0, NodeShape(tp), pool, config, backends, whole.pages_by_rank, instance
         )
         regions = [region_of(pool)]
         if tp > 1:
@@ -691,7 +691,11 @@ LIES: dict[str, tuple[Callable[[PairHello], dict[str, Any]], str]] = {
     "no ranks": (lambda hello: {"tp": 0, "regions": ()}, "tp is 0"),
     "a number of ranks that is not possible": (
         lambda hello: {"tp": 3, "regions": hello.regions[:3], "paths": ()},
-        "a node of 3 ranks",
+        "a node with tp 3 and pp 1",
+    ),
+    "more stages than layers": (
+        lambda hello: {"tp": 1, "pp": 4, "regions": 2 * hello.regions[:2], "paths": ()},
+        "a node with tp 1 and pp 4",
     ),
     "memory": (
         lambda hello: {

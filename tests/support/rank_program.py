@@ -35,7 +35,7 @@ def group_of(place: dict[str, Any], files: list[int]) -> Group:
         return GlooGroup(rank, size, Path(place["store"]), timeout_s)
     memory, *pidfds = files
     others = dict(zip((each for each in range(size) if each != rank), pidfds, strict=True))
-    return SharedMemoryGroup(rank, size, memory, others, timeout_s)
+    return SharedMemoryGroup(rank, range(size), memory, others, timeout_s)
 
 
 def inputs(size: int, number: int, kind: str) -> list[Tensor]:

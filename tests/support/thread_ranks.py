@@ -50,8 +50,8 @@ class ThreadGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._meeting.exchange(self.rank, x), dim=-1)
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        return self._meeting.exchange(self.rank, x)[0].clone()
+    def broadcast(self, x: Tensor, sender: int = 0) -> Tensor:
+        return self._meeting.exchange(self.rank, x)[sender].clone()
 
     def close(self) -> None:
         pass

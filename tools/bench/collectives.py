@@ -70,7 +70,7 @@ def run_rank(kind: str, rank: int, size: int, store: str, calls: int, descriptor
     else:
         memory, *pidfds = files
         others = dict(zip((each for each in range(size) if each != rank), pidfds, strict=True))
-        group = SharedMemoryGroup(rank, size, memory, others, TIMEOUT_S)
+        group = SharedMemoryGroup(rank, range(size), memory, others, TIMEOUT_S)
     rows = []
     with torch.inference_mode():
         for columns in COLUMNS:

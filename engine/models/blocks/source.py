@@ -24,6 +24,11 @@ class BlockWeights(Protocol):
         ...
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The model's compute dtype."""
+        ...
+
+    @property
     def share(self) -> Share:
         """The part of the model that is built. Shapes are those of the whole model. Blocks request
         the ranges that this part keeps."""

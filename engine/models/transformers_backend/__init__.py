@@ -83,11 +83,11 @@ class TransformersCheckpoint:
         trim()
 
     def _check(self, share: Share) -> None:
-        if share.size > 1:
+        if share.num_ranks > 1:
             raise ConfigError(
                 f"engine.parallel.tp: {self.spec.architecture} is computed by transformers, which "
-                f"does not split models between {share.size} ranks; natively computed models are "
-                "split"
+                f"does not split models between {share.num_ranks} ranks; natively computed "
+                "models are split"
             )
 
     def config_hash(self) -> str:

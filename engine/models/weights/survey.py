@@ -185,21 +185,28 @@ def survey(
     dtype: torch.dtype,
     share: Share = WHOLE,
 ) -> TensorNeeds:
-    """Return the tensors that the decoder needs, checked against `checkpoint`.
+    """Return the tensors that a part of the decoder needs. Those of all stages are checked against
+    `checkpoint`.
 
     Raises:
         ConfigError: tensors are missing or unexpected, or have wrong shapes or dtypes, or cannot
             be split between the ranks.
     """
-    source = TensorInventory(checkpoint, spec.stored, form, dtype, share)
-    spec.build(source)
+
+    def needs(share: Share) -> TensorNeeds:
+        source = TensorInventory(checkpoint, spec.stored, form, dtype, share)
+        spec.build(source)
+        return source.needs
+
+    part = needs(share)
+    whole = part if share.stage is None else needs(replace(share, stage=None))
     ignored = _IGNORED | spec.stored.ignored
     if spec.tied_embeddings:
         ignored |= {"lm_head.weight"}
-    checkpoint.check(source.needs.stored, ignored, spec.unused)
-    if share.whole_experts and not source.needs.has_experts:
+    checkpoint.check(whole.stored, ignored, spec.unused)
+    if share.whole_experts and not whole.has_experts:
         raise ConfigError("engine.parallel.experts: the model has no experts")
-    return source.needs
+    return part
 
 
 def stored_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> Mapping[str, TensorRequest]:

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.config import TransferConfig
+from common.copy_map import NodeShape
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from kvtransfer import data_paths
@@ -115,7 +116,7 @@ def _layout() -> KVLayout:
 
 def _part(rank: int, tp: int, num_pages: int) -> tuple[PagePool, NDArray[np.uint8]]:
     """Return the pages of one rank, and the memory that they are in."""
-    page_bytes = _layout().pages_by_rank(tp)[rank].page_bytes
+    page_bytes = _layout().pages_by_rank(NodeShape(tp))[rank].page_bytes
     memory = np.ones((num_pages, page_bytes), np.uint8)
     return PagePool(memory.ctypes.data, page_bytes, num_pages, "cpu"), memory
 
@@ -196,7 +197,7 @@ class _Reader:
         pool, self._memory = _part(0, tp, max(plan.counts))
         backends = data_paths.backends(config, tls=False)
         beside = config, backends, _layout().pages_by_rank, 20 + tp
-        self._paths = TransferPaths.of_rank(0, tp, pool, *beside)
+        self._paths = TransferPaths.of_rank(0, NodeShape(tp), pool, *beside)
         if tp > 1:
             ask = followers.ask
             self._paths, _ = start_ranks(self._paths, config, ask, tls=False, instance=20 + tp)
@@ -251,7 +252,7 @@ def _follow(descriptor: int, rank: int, tp: int, num_pages: int) -> None:
     """Be one rank until the other end of the socket is closed."""
     messages = socket.socket(fileno=descriptor)
     pool, memory = _part(rank, tp, num_pages)
-    transfer = FollowerTransfer(rank, tp, pool, _layout().pages_by_rank)
+    transfer = FollowerTransfer(rank, NodeShape(tp), pool, _layout().pages_by_rank)
 
     def answer(number: int) -> Callable[..., None]:
         def reply(result: bytes = b"", error: str = "") -> None:

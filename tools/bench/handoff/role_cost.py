@@ -42,7 +42,7 @@ from engine.grammar.grammar_verifier import SubprocessVerifier
 from engine.grammar.guides import GrammarCache
 from engine.kv_cache.cache_events import CacheEvents
 from engine.memory_release import MemoryOccupation
-from engine.runner.profiler import Profiler
+from engine.profiler import Profiler
 from engine.scheduler.scheduler import Scheduler
 from engine.update import WeightUpdater
 from kvtransfer.messages import HandoffId, Prompt

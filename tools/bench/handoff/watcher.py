@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.config import EngineConfig, TransferConfig
+from common.copy_map import ONE_RANK
 from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining, RequestSpec
 from common.requests.sampling import SamplingParams
@@ -169,7 +170,7 @@ def _reader(
     return ConsumerSide(
         ConsumerEnd(config, tables),
         hello,
-        RankLinks(0, 1, kv, backends, config, shape.whole.pages_by_rank),
+        RankLinks(0, ONE_RANK, kv, backends, config, shape.whole.pages_by_rank),
         backends,
         outlet,
         wake,

@@ -96,7 +96,11 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[D
     """
     spec, source = spec_of(name), RandomWeights(device, dtype, dtype)
     decoder = spec.build(source)
-    embedding = 0 if spec.tied_embeddings else decoder.embedding.nbytes
+    embedding = (
+        0
+        if spec.tied_embeddings
+        else spec.model.vocabulary_size * spec.model.hidden_size * dtype.itemsize
+    )
     return decoder, source.made.num_bytes - embedding
 
 

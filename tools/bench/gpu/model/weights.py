@@ -32,6 +32,10 @@ class RandomWeights:
     made: Made = field(default_factory=Made)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.held
+
+    @property
     def share(self) -> Share:
         return WHOLE
 

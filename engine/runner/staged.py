@@ -1,0 +1,120 @@
+"""Steps of the first of two stages: while the last stage computes a step, this one begins the next.
+
+    this stage:  layers 1, send 1, layers 2, sample 1, send 2, layers 3, sample 2, send 3, ...
+    last stage:                    layers 1, back 1,   layers 2,         back 2, ...
+
+The hidden states of a step come back after the layers of the next one. Its tokens are sampled then,
+before that one is sent, because the last stage takes nothing else meanwhile. If there is no next
+step when somebody waits for the tokens, or if its input needs them, they are sampled at once.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.batch.forward import ForwardBatch
+from engine.kv_cache.kv import HostPool
+from engine.models import ModelSpec
+from engine.ranks import Stage
+from engine.runner.forwards import Forwards, SampleLater, TokenSampling
+from engine.runner.graphs import Recorder
+from engine.runner.launched import StepOutput
+from engine.runner.step import Step
+from engine.runner.stream import StreamEvent
+
+
+@dataclass(slots=True, eq=False)
+class _Sampling:
+    """The sampling of a step, and the event of its end. Waiting for it enqueues it."""
+
+    work: Callable[[], None]
+    wanted: "Callable[[_Sampling], None]"
+    event: StreamEvent | None = None  # None: not enqueued
+
+    @property
+    def is_done(self) -> bool:
+        return self.event is not None and self.event.is_done
+
+    def wait(self) -> None:
+        if self.event is None:
+            self.wanted(self)
+        assert self.event is not None
+        self.event.wait()
+
+
+class StagedForwards:
+    """The forwards of a rank of the first stage. Has the interface of Forwards. Engine thread only.
+
+    Args:
+        on_early: called before tokens are sampled although no step follows. All ranks of the stage
+            must do so between the same steps, see `sample_now`.
+    """
+
+    def __init__(
+        self, forwards: Forwards, stage: Stage, on_early: Callable[[], None] = lambda: None
+    ) -> None:
+        self._forwards = forwards
+        self._stage = stage
+        self._on_early = on_early
+        self._waiting: _Sampling | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._forwards.spec
+
+    def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "StagedForwards":
+        """See Forwards."""
+        self.sample_now()
+        changed = copy(self)
+        changed._forwards = self._forwards.with_host_pool(host_pool, recorder)
+        return changed
+
+    def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
+        """Enqueue a step, see Forwards.launch. Its sampling is enqueued later."""
+        if step.rows is None:
+            self.sample_now()
+            return self._forwards.launch(step, sampling, output)
+        _, launch_sampling = self.launch_forward(step, sampling)
+        return launch_sampling(sampling, (), output)
+
+    def launch_forward(
+        self, step: Step, sampling: TokenSampling
+    ) -> tuple[StreamEvent, SampleLater]:
+        """Enqueue a step's forward, see Forwards.launch_forward."""
+        rows = step.rows
+        assert rows is not None
+        if _has_newest_tokens(rows):
+            self.sample_now()
+        _, sampling_work = self._forwards.begin(step, sampling)
+        self.sample_now()
+        sent = self._forwards.enqueue(self._stage.send_held)
+
+        def launch_sampling(
+            whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
+        ) -> StreamEvent:
+            self._waiting = _Sampling(sampling_work(whole, added, output), self._wanted)
+            return self._waiting
+
+        return sent, launch_sampling
+
+    def enqueue(self, work: Callable[[], None]) -> StreamEvent:
+        """Enqueue work of the forward stream."""
+        return self._forwards.enqueue(work)
+
+    def sample_now(self) -> None:
+        """Enqueue the sampling that waits, if there is one."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.event = self._forwards.enqueue(waiting.work)
+
+    def _wanted(self, sampling: _Sampling) -> None:
+        assert sampling is self._waiting
+        self._on_early()
+        self.sample_now()
+
+
+def _has_newest_tokens(rows: ForwardBatch) -> bool:
+    """Return whether tokens of the input may still have to be sampled."""
+    return bool((rows.token_ids < 0).any())
