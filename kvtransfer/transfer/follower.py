@@ -73,8 +73,8 @@ class Awaited(Protocol):
 @dataclass(slots=True, eq=False)
 class _OpenLink:
     number: int  # rank 0's
-    link: PageLink
     opened: Reply | None  # None: it has been called
+    link: PageLink = field(init=False)
     reads: deque[Reply] = field(default_factory=deque)
     closed: Reply | None = None
 
@@ -238,11 +238,10 @@ class FollowerTransfer:
     # Links
 
     def _open_link(self, message: OpenRankLink, reply: Reply) -> None:
-        def notify(event: LinkEvent) -> None:
-            self._work.put(lambda: self._event(state, event))
-
-        link = self._started.opener.open(message.hello, message.backend, notify)
-        state = self._open[message.link] = _OpenLink(message.link, link, reply)
+        state = _OpenLink(message.link, reply)
+        notify = partial(self._event, state)
+        state.link = self._started.opener.open(message.hello, message.backend, notify)
+        self._open[message.link] = state
 
     def _read(self, message: ReadRankPages, reply: Reply) -> None:
         source = np.frombuffer(message.source_pages, np.int32)
@@ -251,8 +250,12 @@ class FollowerTransfer:
         state = self._open.get(message.link)
         if state is None:
             raise TransferError("the link is closed")
-        state.link.post(message.handoff, pages)
-        state.reads.append(reply)
+        state.reads.append(reply)  # first, because the read may end at once
+        try:
+            state.link.post(message.handoff, pages)
+        except ServingError:
+            state.reads.pop()
+            raise
 
     def _close(self, number: int, reason: str, reply: Reply) -> None:
         state = self._open.get(number)
@@ -262,21 +265,26 @@ class FollowerTransfer:
         state.closed = reply
         state.link.close(reason)
 
+    def _closed_link(self, state: _OpenLink, reason: str) -> None:
+        if self._open.get(state.number) is state:
+            del self._open[state.number]
+        waiting = [] if state.opened is None else [state.opened]
+        for reply in (*waiting, *state.reads):
+            reply(error=reason)
+        if state.closed is not None:
+            state.closed()
+
+    # On a link's thread ---------------------------------------------------------------------------
+
     def _event(self, state: _OpenLink, event: LinkEvent) -> None:
         match event:
             case LinkUp(_, path, gib_per_s):
                 if state.opened is not None:
                     state.opened(encode(RankLinkUp(path, gib_per_s)))
                 state.opened = None
-            case RateMeasured():
-                pass  # rank 0's link measures too
             case ReadEnded(num_bytes=num_bytes, seconds=seconds, refused=refused):
                 state.reads.popleft()(encode(RankReadEnded(num_bytes, seconds, refused)))
+            case RateMeasured():
+                pass  # rank 0's link measures too
             case LinkClosed(_, reason):
-                if self._open.get(state.number) is state:
-                    del self._open[state.number]
-                waiting = [] if state.opened is None else [state.opened]
-                for reply in (*waiting, *state.reads):
-                    reply(error=reason)
-                if state.closed is not None:
-                    state.closed()
+                self._work.put(partial(self._closed_link, state, reason))

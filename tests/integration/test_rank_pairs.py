@@ -71,14 +71,15 @@ async def test_answers_are_those_of_one_rank(
     await check_pair(model, tmp_path, ranks(prefill_tp), ranks(decode_tp), path, page_size)
 
 
+@LONG
 @pytest.mark.parametrize(
     ("architecture", "num_layers", "prefill", "decode", "path"),
     [
         ("qwen3", 5, (1, 2), (1, 1), "tcp"),
-        pytest.param("deepseek_v3", 5, (2, 2), (2, 1), "nixl", marks=LONG),
-        pytest.param("qwen3", 5, (1, 1), (1, 2), "nixl", marks=LONG),
-        pytest.param("gemma2", 5, (1, 2), (2, 2), "tcp", marks=LONG),
-        pytest.param("qwen3_next", 8, (1, 2), (1, 1), "tcp", marks=LONG),
+        ("deepseek_v3", 5, (2, 2), (2, 1), "nixl"),
+        ("qwen3", 5, (1, 1), (1, 2), "nixl"),
+        ("gemma2", 5, (1, 2), (2, 2), "tcp"),
+        ("qwen3_next", 8, (1, 2), (1, 1), "tcp"),
     ],
 )
 async def test_answers_of_stages_are_those_of_one_rank(
