@@ -292,7 +292,9 @@ def test_weights_take_what_is_said_before_they_are_loaded(
     directory = make_checkpoint(tmp_path, architecture, tie_word_embeddings=tied)
     checkpoint, spec = Checkpoint(directory), read_decoder(directory)
     decoder = load_weights(checkpoint, spec, CPU, dtype, quantize)
-    taken = decoder.embedding.nbytes + nbytes(decoder.norm) + nbytes(decoder.layers)
-    shared = tied and isinstance(decoder.head, DenseLinear)  # as bfloat16 is on some processors
-    taken += 0 if shared else nbytes(decoder.head)
+    taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
+    shared = tied and isinstance(
+        decoder.ends.head, DenseLinear
+    )  # as bfloat16 is on some processors
+    taken += 0 if shared else nbytes(decoder.ends.head)
     assert weight_bytes(checkpoint, spec, CPU, dtype, quantize) == taken

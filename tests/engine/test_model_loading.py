@@ -271,10 +271,10 @@ def test_the_tokenizer_has_a_hash_of_its_own(pristine, directory):
 def test_weights_do_not_change_with_the_file(directory):
     spec, path = read_decoder(directory), directory / "model.safetensors"
     decoder = load_weights(Checkpoint(directory), spec, CPU, torch.float32)
-    before = decoder.embedding.clone()
+    before = decoder.ends.embedding.clone()
     with path.open("r+b") as file:
         file.write(b"\xff" * path.stat().st_size)
-    assert torch.equal(decoder.embedding, before)
+    assert torch.equal(decoder.ends.embedding, before)
 
 
 def test_norms_stored_as_differences_from_one_are_whole_and_exact_in_any_dtype(tmp_path):
@@ -283,15 +283,15 @@ def test_norms_stored_as_differences_from_one_are_whole_and_exact_in_any_dtype(t
     decoder = load_weights(Checkpoint(directory), read_decoder(directory), CPU, torch.bfloat16)
     layer, prefix = decoder.layers[1], "model.layers.1."
     for norm, name in (
-        (decoder.norm, "model.norm"),
+        (decoder.ends.norm, "model.norm"),
         (layer.mixer_norm, f"{prefix}input_layernorm"),
         (layer.mixer_post_norm, f"{prefix}post_attention_layernorm"),
         (layer.ffn_norm, f"{prefix}pre_feedforward_layernorm"),
         (layer.ffn_post_norm, f"{prefix}post_feedforward_layernorm"),
     ):
         assert torch.equal(norm.weight, 1 + stored[f"{name}.weight"])
-    assert decoder.embedding.dtype == torch.bfloat16
-    assert layer.mixer.qkv.apply(decoder.embedding[:3]).dtype == torch.bfloat16
+    assert decoder.ends.embedding.dtype == torch.bfloat16
+    assert layer.mixer.qkv.apply(decoder.ends.embedding[:3]).dtype == torch.bfloat16
 
 
 def test_experts_in_one_tensor_are_those_one_by_one(tmp_path):

@@ -90,7 +90,7 @@ def test_int8_by_row_is_multiplied_as_it_is(tmp_path, architecture):
     source = make_checkpoint(tmp_path / "floats", architecture)
     quantised, twin = requantised(source, tmp_path, FORMATS[INT8])
     decoder = load_weights(Checkpoint(quantised), read_decoder(quantised), CPU, torch.float32)
-    assert decoder.head.weight.dtype == torch.float32
+    assert decoder.ends.head.weight.dtype == torch.float32
     # Rounded without loss: what comes back is the matrix, half a step of which would be 0.1.
     x = torch.eye(64) * 127
     floats = load_weights(Checkpoint(twin), read_decoder(twin), CPU, torch.float32)
@@ -111,8 +111,8 @@ def test_weights_take_what_is_said_before_they_are_loaded(tmp_path, architecture
     quantised, _ = requantised(source, tmp_path, FORMATS[name])
     checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
     decoder = load_weights(checkpoint, spec, CPU, dtype)
-    taken = decoder.embedding.nbytes + nbytes(decoder.norm) + nbytes(decoder.layers)
-    assert weight_bytes(checkpoint, spec, CPU, dtype) == taken + decoder.head.nbytes
+    taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
+    assert weight_bytes(checkpoint, spec, CPU, dtype) == taken + decoder.ends.head.nbytes
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from common.config import TransferConfig
+from common.copy_map import ONE_RANK, NodeShape
 from common.errors import EngineFault, TransferError
 from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
@@ -113,7 +114,7 @@ class Rig:
             lambda outlet, wake: ConsumerSide(
                 ConsumerEnd(config, PageTables(PAGE_SIZE)),
                 _hello(READER, self.landing.pool, **hello),
-                RankLinks(0, 1, self.landing.pool, backends, config, _no_ranks),
+                RankLinks(0, ONE_RANK, self.landing.pool, backends, config, _no_ranks),
                 backends,
                 outlet,
                 wake,
@@ -191,7 +192,7 @@ class Rig:
         )
 
 
-def _no_ranks(tp: int) -> NoReturn:
+def _no_ranks(node: NodeShape) -> NoReturn:
     raise AssertionError("both have one rank")
 
 
