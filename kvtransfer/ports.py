@@ -24,8 +24,11 @@ from kvtransfer.messages import HandoffId, Source
 Ints = NDArray[np.int32]
 
 
+STATE, PIECES = -1, -2  # in the place of a table: the state, and pieces of weights
+
+
 class TablePages(NamedTuple):
-    """So many of the pages of a read belong to a table."""
+    """So many of the pages of a read belong to a table, or have PIECES."""
 
     table: int
     num_pages: int
@@ -82,12 +85,16 @@ class InvalidateCommand(msgspec.Struct, frozen=True):
 
 
 class ProducerUp(msgspec.Struct, frozen=True):
-    """A paired owner with a proved link."""
+    """A paired owner with a proved link.
+
+    piece_bytes: largest pieces of weights that fit into pages of both nodes.
+    """
 
     owner: int
     address: str
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp
     gib_per_s: float
+    piece_bytes: int
 
 
 class OwnerRate(msgspec.Struct, frozen=True):

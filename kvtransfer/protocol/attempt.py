@@ -21,7 +21,7 @@ import numpy as np
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables
 from kvtransfer.messages import HandoffId, HandoffKind, HandoffQueued, PagesReady
-from kvtransfer.ports import GrantCommand, Ints, ReadsEndedEvent, TablePages
+from kvtransfer.ports import PIECES, GrantCommand, Ints, ReadsEndedEvent, TablePages
 from kvtransfer.protocol.actions import CloseLink, OpenLink, ReaderAction, StartRead
 from kvtransfer.protocol.liveness import DeadlineTimer, HandoffStatus, advance
 from kvtransfer.protocol.ranges import PageRanges, granted
@@ -35,11 +35,13 @@ class OwnerPages(NamedTuple):
     """The pages of an owner, as its Hello describes them.
 
     same_layout: its pages have the contents of this node's, byte by byte.
+    piece_bytes: the smaller page of the two nodes, of rank 0.
     """
 
     num_pages: int  # of its pool
     state_pages: int  # of a request
     same_layout: bool
+    piece_bytes: int
 
 
 class LinkState(Enum):
@@ -302,8 +304,9 @@ class ConsumerHandoff:
         destination = self.destination[self._places(self.ranges, spans)]
         if message.sums and self.owner.same_layout:
             self.sums += tuple((int(destination[place]), sum_) for place, sum_ in message.sums)
+        pieces = self.kind is HandoffKind.WEIGHTS
         of_tables = tuple(
-            TablePages(span.table, span.num_pages)
+            TablePages(PIECES if pieces else span.table, span.num_pages)
             for span in spans
             if span.table < self.ranges.destination.num_tables
         )

@@ -18,7 +18,6 @@ from kvtransfer.messages import (
     GrantHandoff,
     HandoffFailed,
     HandoffId,
-    HandoffKind,
     HandoffQueued,
     Heartbeat,
     InvalidatePrefix,
@@ -167,7 +166,10 @@ class ConsumerEnd:
             self._beat(stream)
             if not peer.announced:
                 peer.announced = True
-                self._actions.append(ProducerUp(peer.owner, peer.address, path, gib_per_s))
+                piece_bytes = peer.pages.piece_bytes
+                self._actions.append(
+                    ProducerUp(peer.owner, peer.address, path, gib_per_s, piece_bytes)
+                )
             self._actions += self._links.post(stream)
         return self._taken()
 
@@ -384,10 +386,6 @@ class ConsumerEnd:
             self._actions.append(FailedEvent(command.id, reason, retryable=True, may_return=True))
             return
         source, pages = command.source, self._streams[stream].pages
-        if source.kind is HandoffKind.WEIGHTS and not pages.same_layout:
-            reason = "weights are read only from a node with as many ranks"
-            self._actions.append(FailedEvent(command.id, reason, retryable=False))
-            return
         self._attempts[command.id] = ConsumerHandoff(
             command.id, stream, source.num_tokens, self._tables, pages, source.kind
         )

@@ -20,7 +20,7 @@ from common.errors import ConfigError, EngineFault, LayoutMismatch, TransferErro
 from kvtransfer.backends.base import Ints
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello, PoolRegion
-from kvtransfer.ports import TablePages
+from kvtransfer.ports import PIECES, STATE, TablePages
 from kvtransfer.rank_messages import (
     MOST_BYTES,
     MOST_PAGES,
@@ -40,7 +40,6 @@ from kvtransfer.rank_messages import (
     encode,
 )
 from kvtransfer.transfer.link import (
-    STATE,
     LinkClosed,
     LinkUp,
     Notify,
@@ -300,7 +299,11 @@ def _in_parts(pages: Ints) -> Iterator[Ints]:
 
 
 def _parts_of(pages: PagesToRead) -> Iterator[PagesToRead]:
-    """Yield reads of at most MOST_PAGES pages each. The pages of the state stay together."""
+    """Yield reads of at most MOST_PAGES pages each. The pages of the state stay together. Followers
+    have nothing to read of weights, and one empty read ends in its turn."""
+    if any(table == PIECES for table, _ in pages.spans):
+        yield PagesToRead(pages.source[:0], pages.destination[:0], ())
+        return
     if len(pages.source) <= MOST_PAGES:
         yield pages
         return

@@ -175,11 +175,14 @@ class RankLinks:
         return LinkGroup(hello.instance, makers, notify, shares=shares)
 
     def _computed_moves(self, tp: int) -> Mapping[int, Moves | None]:
-        """Return the bytes that this rank reads from the ranks of an owner with `tp` of them."""
+        """Return the bytes that this rank reads from the ranks of an owner with `tp` of them.
+        Rank 0 reads pieces of weights, from rank 0."""
         if tp == self._tp:
             return {self._rank: None}
-        mine = self._pages_by_rank(self._tp)[self._rank]
-        whole = copy_map(self._rank, mine, self._pages_by_rank(tp))
+        mine, owners = self._pages_by_rank(self._tp)[self._rank], self._pages_by_rank(tp)
+        piece = Slice(0, 0, 0, 0, 0, min(mine.page_bytes, owners[0].page_bytes))
+        *tables, state = copy_map(self._rank, mine, owners)
+        whole = (*tables, () if self._rank else (piece,), state)
         moves: dict[int, tuple[list[Slice], ...]] = {}
         for table, slices in enumerate(whole):
             for each in slices:

@@ -177,8 +177,12 @@ class ConsumerSide:
             self._outlet.end(stream, str(mismatch), refused=True)
             return
         self._peers[stream] = hello
+        there, here = hello.regions[0], self._hello.regions[0]
         pages = OwnerPages(
-            hello.regions[0].num_pages, hello.state_pages, self._hello.same_layout(hello)
+            there.num_pages,
+            hello.state_pages,
+            self._hello.same_layout(hello),
+            min(there.page_bytes, here.page_bytes),
         )
         self._carry_out(self._end.stream_up(stream, hello.instance, hello.address, pages, now))
 

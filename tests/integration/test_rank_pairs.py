@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from protos.node_pb2 import PrepareWeightsRequest, PutWeightsRequest, TakeWeightsRequest
@@ -195,31 +194,37 @@ async def test_a_rank_that_ends_costs_no_answer(
         node.killed = True
 
 
-@LONG
-async def test_a_node_takes_weights_from_one_with_as_many_ranks(tmp_path: Path) -> None:
-    """And says why it cannot if the numbers differ."""
+# Seen failing with followers that keep their weights, and with pieces of a page of the source.
+@pytest.mark.parametrize(
+    ("source_tp", "tp"),
+    [(1, 2), *(pytest.param(*each, marks=LONG) for each in [(2, 1), (2, 2), (4, 2)])],
+)
+async def test_a_node_reads_weights_from_one_with_other_ranks(
+    tmp_path: Path, source_tp: int, tp: int
+) -> None:
     root = tmp_path / "weights"
     first, second = make_checkpoint(root / "a"), make_checkpoint(root / "b", seed=1)
     async with Cluster(
         first,
         tmp_path,
-        num_prefill=2,
         node_flags=(*FLAGS, f"--engine.weights-dir={root}"),
-        flags_of={"prefill-1": ranks(2), "decode-0": ranks(2)},
-        router_flags=("--policy=round_robin",),
+        prefill_flags=ranks(tp),
+        decode_flags=ranks(source_tp),
     ) as cluster:
-        (one, two), (source,) = cluster.prefill, cluster.decode
-        for node in cluster.nodes:
-            await node.stub.Pause(PauseRequest(mode="abort"), timeout=60)
+        (node,), (source,) = cluster.prefill, cluster.decode
+        for each in cluster.nodes:
+            await each.stub.Pause(PauseRequest(mode="abort"), timeout=60)
         prepared = await source.stub.PrepareWeights(PrepareWeightsRequest(path="b"), timeout=60)
         await source.stub.PutWeights(PutWeightsRequest(id=prepared.id), timeout=60)
         take = TakeWeightsRequest(id=prepared.id, address=source.address)
-        await two.stub.TakeWeights(take, timeout=60)
-        with pytest.raises(grpc.aio.AioRpcError, match="only from a node with as many ranks"):
-            await one.stub.TakeWeights(take, timeout=60)
-        await one.stub.PrepareWeights(PrepareWeightsRequest(path="b"), timeout=60)
-        await one.stub.PutWeights(PutWeightsRequest(id=prepared.id), timeout=60)
-        for node in cluster.nodes:
-            await node.stub.Continue(ContinueRequest(), timeout=60)
+        await node.stub.TakeWeights(take, timeout=60)
+        for each in cluster.nodes:
+            await each.stub.Continue(ContinueRequest(), timeout=60)
+
+        async def paired() -> bool:
+            return bool((await source.describe()).links)
+
+        await cluster.wait_until(paired, "the nodes pair with the new weights")
         known = oracle(second)
         await check(cluster, known, prompts(known.vocabulary_size, (5, 40, 200)))
+        assert await pages_read(cluster)
