@@ -84,10 +84,20 @@ class InvalidateCommand(msgspec.Struct, frozen=True):
 # Events to a reader's engine -------------------------------------------------------------------
 
 
+class LinkMember(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a link that one rank reads from one rank of the owner."""
+
+    rank: int
+    owner_rank: int
+    path: str
+    gib_per_s: float  # as proved
+
+
 class ProducerUp(msgspec.Struct, frozen=True):
     """A paired owner with a proved link.
 
     piece_bytes: largest pieces of weights that fit into pages of both nodes.
+    members: of the link, if it has several.
     """
 
     owner: int
@@ -95,6 +105,7 @@ class ProducerUp(msgspec.Struct, frozen=True):
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp
     gib_per_s: float
     piece_bytes: int
+    members: tuple[LinkMember, ...] = ()
 
 
 class OwnerRate(msgspec.Struct, frozen=True):

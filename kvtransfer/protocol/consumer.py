@@ -33,6 +33,7 @@ from kvtransfer.ports import (
     FirstTokenEvent,
     GrantCommand,
     InvalidateCommand,
+    LinkMember,
     OpenCommand,
     OwnerRate,
     ProducerDown,
@@ -158,7 +159,9 @@ class ConsumerEnd:
             self._end_stream(stream, reason)
         return self._taken()
 
-    def link_up(self, stream: int, path: str, gib_per_s: float) -> list[ReaderAction]:
+    def link_up(
+        self, stream: int, path: str, gib_per_s: float, members: tuple[LinkMember, ...] = ()
+    ) -> list[ReaderAction]:
         """Record that the link of this stream is proved."""
         peer = self._streams.get(stream)
         if peer is not None and self._links.proved(stream):
@@ -168,7 +171,7 @@ class ConsumerEnd:
                 peer.announced = True
                 piece_bytes = peer.pages.piece_bytes
                 self._actions.append(
-                    ProducerUp(peer.owner, peer.address, path, gib_per_s, piece_bytes)
+                    ProducerUp(peer.owner, peer.address, path, gib_per_s, piece_bytes, members)
                 )
             self._actions += self._links.post(stream)
         return self._taken()

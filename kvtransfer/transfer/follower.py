@@ -261,9 +261,9 @@ class FollowerTransfer:
 
     def _event(self, state: _OpenLink, event: LinkEvent) -> None:
         match event:
-            case LinkUp(_, path, gib_per_s):
+            case LinkUp(_, path, gib_per_s, members):
                 if state.opened is not None:
-                    state.opened(encode(RankLinkUp(path, gib_per_s)))
+                    state.opened(encode(RankLinkUp(path, gib_per_s, members)))
                 state.opened = None
             case RateMeasured():
                 pass  # rank 0's link measures too

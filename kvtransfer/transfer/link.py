@@ -23,7 +23,7 @@ from typing import Protocol, TypeAlias
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import BackendConnection, Ints, Moves, ReadRefused
 from kvtransfer.messages import HandoffId
-from kvtransfer.ports import PIECES, STATE, TablePages
+from kvtransfer.ports import PIECES, STATE, LinkMember, TablePages
 
 GIB = 1 << 30
 LEAST_BYTES = 1 << 20  # a shorter read measures the round trip rather than the rate
@@ -85,6 +85,7 @@ class LinkUp:
     link: "PageLink"
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp | loopback
     gib_per_s: float
+    members: tuple[LinkMember, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -266,7 +266,9 @@ class FollowersLink:
         elif self._closing is None:
             up = [_link_up.decode(reply) for reply in asked.result()]
             slowest = min(up, key=lambda each: each.gib_per_s)
-            self._notify(LinkUp(self, slowest.path, len(up) * slowest.gib_per_s))
+            members = itertools.chain.from_iterable(each.members for each in up)
+            in_order = tuple(sorted(members, key=lambda each: (each.rank, each.owner_rank)))
+            self._notify(LinkUp(self, slowest.path, len(up) * slowest.gib_per_s, in_order))
 
     def _ended(self, read: _Read, asked: Replies) -> None:
         error = asked.exception()

@@ -7,7 +7,7 @@ joins them.
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol, TypeAlias
 
@@ -28,7 +28,8 @@ from kvtransfer.backends.base import (
     check_pool,
 )
 from kvtransfer.pairing import DataPath, PairHello
-from kvtransfer.transfer.link import Link, LinkBytes, Notify, PageLink
+from kvtransfer.ports import LinkMember
+from kvtransfer.transfer.link import Link, LinkBytes, LinkEvent, LinkUp, Notify, PageLink
 from kvtransfer.transfer.link_group import LinkGroup
 
 # Returns the pages of all ranks of a node with so many. Raises LayoutMismatch if there is no such
@@ -193,10 +194,16 @@ class RankLinks:
     def _link(
         self, hello: PairHello, backend: str, owner: int, num_bytes: LinkBytes, notify: Notify
     ) -> PageLink:
+        def named(event: LinkEvent) -> None:
+            if isinstance(event, LinkUp):
+                member = LinkMember(self._rank, owner, event.path, event.gib_per_s)
+                event = replace(event, members=(member,))
+            notify(event)
+
         return Link(
             hello.instance,
             lambda: self._connect(hello, backend, owner, num_bytes.moves),
-            notify,
+            named,
             num_bytes=num_bytes,
             read_s=self._config.read_timeout_s,
             min_gib_per_s=self._config.min_link_gib_per_s,

@@ -234,11 +234,12 @@ class ConsumerSide:
     def _link_event(self, event: LinkEvent, now: float) -> None:
         stream = self._streams[event.link]
         match event:
-            case LinkUp(_, path, gib_per_s):
+            case LinkUp(_, path, gib_per_s, members):
                 self._log.info("link up", stream=stream, path=path, gib_per_s=gib_per_s)
                 del self._opening[stream]
                 self._paths[event.link] = path
-                self._carry_out(self._end.link_up(stream, path, gib_per_s))
+                several = members if len(members) > 1 else ()
+                self._carry_out(self._end.link_up(stream, path, gib_per_s, several))
             case RateMeasured(_, gib_per_s):
                 self._carry_out(self._end.rate_measured(stream, gib_per_s))
             case ReadEnded(link, num_bytes=num_bytes, seconds=seconds, refused=refused):

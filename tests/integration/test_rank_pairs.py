@@ -83,6 +83,9 @@ async def test_answers_are_those_of_one_rank(
         assert whole
         await check(cluster, known, asked)  # with prefixes in the caches of both
         assert whole < await pages_read(cluster) < 2 * whole
+        (link,) = (await cluster.decode[0].describe()).links
+        reading = {each.rank for each in link.members}
+        assert reading == set(range(decode_tp)) or decode_tp == 1
         await cluster.until_nothing_is_held()
         for node in cluster.decode:
             await node.flush_cache()

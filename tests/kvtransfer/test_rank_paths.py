@@ -336,6 +336,17 @@ def test_every_rank_reads_its_part(
     link.post(HandoffId(READER, 1, 1), first)
     up = rig.next(LinkUp)
     assert up.link is link and up.gib_per_s > 0
+    assert [(each.rank, each.owner_rank) for each in up.members] == [
+        (rank, owner)
+        for rank, mine in enumerate(rig.reader.pages)
+        for owner in range(sizes[0])
+        if any(
+            each.owner == owner
+            for slices in copy_map(rank, mine, rig.owner.pages)
+            for each in slices
+        )
+    ]
+    assert all(each.path == up.path and each.gib_per_s > 0 for each in up.members)
     ended = rig.next(ReadEnded)
     assert (ended.handoff.request, ended.refused) == (1, "")
     assert ended.num_bytes == sum(
