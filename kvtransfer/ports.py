@@ -9,6 +9,7 @@ of this node, new for every OpenedEvent. A command about an ended hand-off then 
 another.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -32,6 +33,12 @@ class TablePages(NamedTuple):
 
     table: int
     num_pages: int
+
+
+def tables_of(spans: Sequence[TablePages], num_pages: int) -> list[int]:
+    """Return the table of each page of a read. Pages behind the spans are those of the state."""
+    tables = [table for table, number in spans for _ in range(number)]
+    return tables + [STATE] * (num_pages - len(tables))
 
 
 # Commands of a reader's engine (decode node) ---------------------------------------------------

@@ -21,10 +21,10 @@ import numpy as np
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables
 from kvtransfer.messages import HandoffId, HandoffKind, HandoffQueued, PagesReady
-from kvtransfer.ports import PIECES, GrantCommand, Ints, ReadsEndedEvent, TablePages
-from kvtransfer.protocol.actions import CloseLink, OpenLink, ReaderAction, StartRead
+from kvtransfer.ports import STATE, GrantCommand, Ints, ReadsEndedEvent, TablePages, tables_of
+from kvtransfer.protocol.actions import CloseLink, OpenLink, PageSum, ReaderAction, StartRead
 from kvtransfer.protocol.liveness import DeadlineTimer, HandoffStatus, advance
-from kvtransfer.protocol.ranges import PageRanges, granted
+from kvtransfer.protocol.ranges import PageRanges, granted, table_pages
 
 # One in progress and one for the link to continue with. The rest wait here, where the end of their
 # attempt removes them at once.
@@ -234,7 +234,7 @@ class ConsumerHandoff:
     admitted_at: float = 0.0
     first_ready: float = 0.0
     landed: float = 0.0
-    sums: tuple[tuple[int, int], ...] = ()  # of some destination pages
+    sums: tuple[PageSum, ...] = ()  # of some destination pages
 
     def grant(self, command: GrantCommand) -> None:
         """Record the destination pages. Raises EngineFault if their number is wrong."""
@@ -302,13 +302,12 @@ class ConsumerHandoff:
             self.ranges.num_tokens, self.ranges.start, message.start, message.end, last=message.last
         )
         destination = self.destination[self._places(self.ranges, spans)]
-        if message.sums and self.owner.same_layout:
-            self.sums += tuple((int(destination[place]), sum_) for place, sum_ in message.sums)
-        pieces = self.kind is HandoffKind.WEIGHTS
-        of_tables = tuple(
-            TablePages(PIECES if pieces else span.table, span.num_pages)
-            for span in spans
-            if span.table < self.ranges.destination.num_tables
+        of_tables = table_pages(self.kind, self.ranges.destination, spans)
+        tables = tables_of(of_tables, len(pages)) if message.sums else []
+        self.sums += tuple(
+            PageSum(int(destination[place]), tables[place], checksum)
+            for place, checksum in message.sums
+            if self.owner.same_layout or tables[place] != STATE
         )
         return LinkRead(self.id, np.array(pages, dtype=np.int32), destination, of_tables)
 

@@ -100,6 +100,7 @@ def start_ranks(
         NodeLinks(own.opener, num_ranks, ask),
         NodeOffers(own.offers, num_ranks, ask),
         own.backends,
+        own.compared,
     )
     return paths, tuple(each.region for each in started)
 

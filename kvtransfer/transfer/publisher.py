@@ -27,7 +27,7 @@ from kvtransfer.messages import (
     PagesReady,
 )
 from kvtransfer.pairing import OTHER_WEIGHTS, DataPath, PairHello, compare, lasts
-from kvtransfer.ports import OwnerCommand, OwnerEvent
+from kvtransfer.ports import OwnerCommand, OwnerEvent, TablePages
 from kvtransfer.protocol.actions import (
     EndStream,
     ExposePages,
@@ -147,6 +147,7 @@ class ProducerSide:
         self._held = HeldMessages(outlet.send)
         self._untaken = UnconsumedEvents(max_untaken_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
+        self._num_ranks: dict[int, int] = {}  # of readers, by stream
         self._poll_at: float | None = None
 
     def start(self) -> None:
@@ -162,6 +163,7 @@ class ProducerSide:
             return
         for old in self._admissions.streams_of(hello.instance):
             self._turn_away(old, "the reader has opened another stream")
+        self._num_ranks[stream] = hello.tp
         self._admissions.begin(stream, hello, now)
         self._answer_ready(now)
 
@@ -235,6 +237,7 @@ class ProducerSide:
         """End everything that a reader was given for a stream."""
         self._admissions.forget(stream)
         self._held.forget(stream)
+        self._num_ranks.pop(stream, None)
         self._offers.dismiss(stream)
 
     def _hold(self, stream: int, published: Sequence[Future[Any]]) -> None:
@@ -245,10 +248,11 @@ class ProducerSide:
 
     def _carry_out(self, actions: Sequence[OwnerAction]) -> None:
         ended = []
+        spans: tuple[TablePages, ...] = ()  # of the pages that are announced next
         for action in actions:
             match action:
                 case SendMessage(stream, PagesReady(pages=pages) as ready) if (
-                    sums := self._sums.take(pages)
+                    sums := self._sums.take(pages, spans, self._num_ranks[stream])
                 ):
                     self._held.send(stream, msgspec.structs.replace(ready, sums=sums))
                 case SendMessage(stream, message):
@@ -256,7 +260,7 @@ class ProducerSide:
                 case EndStream(stream, reason, refused):
                     self._outlet.end(stream, reason, refused=refused)
                     ended.append(stream)
-                case ExposePages(id, stream, pages):
+                case ExposePages(id, stream, pages, spans):
                     self._exposed.setdefault(id, []).append((stream, pages))
                     self._hold(stream, self._offers.publish(stream, pages))
                 case WithdrawPages(id):

@@ -5,6 +5,7 @@ joins them.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -28,13 +29,14 @@ from kvtransfer.backends.base import (
     check_pool,
 )
 from kvtransfer.pairing import DataPath, PairHello
-from kvtransfer.ports import LinkMember
+from kvtransfer.ports import PIECES, STATE, LinkMember
 from kvtransfer.transfer.link import Link, LinkBytes, LinkEvent, LinkUp, Notify, PageLink
 from kvtransfer.transfer.link_group import LinkGroup
 
 # Returns the pages of all ranks of a node with so many. Raises LayoutMismatch if there is no such
 # node.
 PagesByRank: TypeAlias = Callable[[int], Sequence[RankPages]]
+Cuts: TypeAlias = tuple[tuple[int, int], ...]  # of a page: begin and size
 
 _MOST_KNOWN = 8  # numbers of ranks of owners
 
@@ -180,10 +182,8 @@ class RankLinks:
         Rank 0 reads pieces of weights, from rank 0."""
         if tp == self._tp:
             return {self._rank: None}
-        mine, owners = self._pages_by_rank(self._tp)[self._rank], self._pages_by_rank(tp)
-        piece = Slice(0, 0, 0, 0, 0, min(mine.page_bytes, owners[0].page_bytes))
-        *tables, state = copy_map(self._rank, mine, owners)
-        whole = (*tables, () if self._rank else (piece,), state)
+        mine = self._pages_by_rank(self._tp)[self._rank]
+        whole = _map_of(self._rank, mine, self._pages_by_rank(tp))
         moves: dict[int, tuple[list[Slice], ...]] = {}
         for table, slices in enumerate(whole):
             for each in slices:
@@ -227,17 +227,65 @@ class RankLinks:
             memory.take(self._pool.base + page * self._pool.page_bytes, self._pool.page_bytes)
 
 
+class ComparedBytes:
+    """The bytes of pages that two nodes with different numbers of ranks compare by checksums. They
+    are those that rank 0 of the reader reads from rank 0 of the owner, in the order of its map.
+
+    Args:
+        tp: ranks of this node.
+    """
+
+    def __init__(self, tp: int, pages_by_rank: PagesByRank) -> None:
+        self._tp = tp
+        self._pages_by_rank = pages_by_rank
+        self._slices = lru_cache(_MOST_KNOWN)(self._computed)
+
+    def lent(self, tp: int | None, table: int) -> Cuts | None:
+        """Return the compared bytes of a page of a table, which a node with `tp` ranks reads. None:
+        the whole page. There are none of the state.
+        """
+        if tp is None or tp == self._tp:
+            return None
+        return tuple((each.source, each.size) for each in self._slices(tp, self._tp)[table])
+
+    def read(self, tp: int | None, table: int) -> Cuts | None:
+        """Return the same of a page that this node has read."""
+        if tp is None or tp == self._tp:
+            return None
+        return tuple((each.at, each.size) for each in self._slices(self._tp, tp)[table])
+
+    def _computed(self, reader: int, owner: int) -> Mapping[int, tuple[Slice, ...]]:
+        try:
+            mine, owners = self._pages_by_rank(reader)[0], self._pages_by_rank(owner)
+            *tables, _ = _map_of(0, mine, owners)
+        except LayoutMismatch:  # the reader ends such a pair
+            return defaultdict(tuple)
+        *of_tables, pieces = [tuple(each for each in table if each.owner == 0) for table in tables]
+        return {**dict(enumerate(of_tables)), PIECES: pieces, STATE: ()}
+
+
+def _map_of(
+    rank: int, mine: RankPages, owners: Sequence[RankPages]
+) -> tuple[tuple[Slice, ...], ...]:
+    """Return what a rank reads: by table, of pieces of weights, of the state."""
+    piece = Slice(0, 0, 0, 0, 0, min(mine.page_bytes, owners[0].page_bytes))
+    *tables, state = copy_map(rank, mine, owners)
+    return (*tables, () if rank else (piece,), state)
+
+
 @dataclass(frozen=True, slots=True)
 class TransferPaths:
     """All data paths of a node, or of one rank.
 
     Attributes:
         backends: names of those over which it may read.
+        compared: the bytes that checksums cover.
     """
 
     opener: LinkOpener
     offers: PathOffers
     backends: Collection[str]
+    compared: ComparedBytes
 
     @classmethod
     def of_rank(
@@ -259,4 +307,5 @@ class TransferPaths:
             RankLinks(rank, tp, pool, backends, config, pages_by_rank),
             RankOffers(rank, data_paths.serve(backends, pool, instance)),
             tuple(backends),
+            ComparedBytes(tp, pages_by_rank),
         )

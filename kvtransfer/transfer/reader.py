@@ -27,6 +27,7 @@ from kvtransfer.protocol.actions import (
     EndStream,
     ExpectPages,
     OpenLink,
+    PageSum,
     ReaderAction,
     SendMessage,
     StartRead,
@@ -307,9 +308,9 @@ class ConsumerSide:
                 case event:
                     self._outlet.tell(event)
 
-    def _confirm(self, stream: int, held: CompletedEvent, sums: Sequence[tuple[int, int]]) -> None:
+    def _confirm(self, stream: int, held: CompletedEvent, sums: Sequence[PageSum]) -> None:
         """Report to the engine whether the pages read match their checksums."""
-        wrong = self._sums.wrong(sums)
+        wrong = self._sums.wrong(sums, self._peers[stream].tp)
         self._meter.compared(right=len(sums) - len(wrong), wrong=len(wrong))
         if not wrong:
             self._outlet.tell(held)

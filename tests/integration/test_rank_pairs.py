@@ -14,7 +14,8 @@ from protos.node_pb2 import PrepareWeightsRequest, PutWeightsRequest, TakeWeight
 from protos.router_pb2 import ContinueRequest, PauseRequest
 from tests.integration.oracle import Oracle, oracle
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster, held, slowed
+from tests.support.cluster import Cluster, free_ports, held, slowed
+from tests.support.scrapes import scraped, total
 
 pytestmark = pytest.mark.slow
 
@@ -66,14 +67,15 @@ async def pages_read(cluster: Cluster) -> int:
 async def test_answers_are_those_of_one_rank(
     tmp_path: Path, architecture: str, prefill_tp: int, decode_tp: int, path: str, page_size: int
 ) -> None:
-    model = make_checkpoint(tmp_path / "model", architecture)
+    model, (port,) = make_checkpoint(tmp_path / "model", architecture), free_ports(1)
+    node_flags = (f"--engine.cache.page-size={page_size}", "--transfer.checksum-interval=1")
     async with Cluster(
         model,
         tmp_path,
         path=path,
-        node_flags=(*FLAGS, f"--engine.cache.page-size={page_size}"),
+        node_flags=(*FLAGS, *node_flags),
         prefill_flags=ranks(prefill_tp),
-        decode_flags=ranks(decode_tp),
+        decode_flags=(*ranks(decode_tp), f"--metrics-port={port}"),
     ) as cluster:
         known = oracle(model)
         lengths = (1, page_size, page_size + 1, 2 * page_size, 4 * CHUNK_TOKENS + 5)
@@ -90,6 +92,9 @@ async def test_answers_are_those_of_one_rank(
         for node in cluster.decode:
             await node.flush_cache()
         await check(cluster, known, asked)  # with prefixes in the prefill node's cache
+        metrics, name = await asyncio.to_thread(scraped, port), "baton_handoff_checksums_total"
+        assert total(metrics, name, outcome="passed") > len(asked)
+        assert total(metrics, name, outcome="failed") == 0
 
 
 async def test_responses_migrate_between_nodes_of_different_ranks(

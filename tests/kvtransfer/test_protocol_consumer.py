@@ -44,6 +44,7 @@ from kvtransfer.protocol.actions import (
     EndStream,
     ExpectPages,
     OpenLink,
+    PageSum,
     SendMessage,
     StartRead,
 )
@@ -571,7 +572,8 @@ def test_pages_that_came_with_checksums_are_compared_before_they_are_held(grante
     granted.read_ended(STREAM, "", 0.0)
     granted.read_ended(STREAM, "", 0.0)
     (confirm, ended) = granted.received(STREAM, PagesReleased(ID, True), 0.0)
-    assert confirm == ConfirmRead(STREAM, CompletedEvent(ID, num_tokens=7), ((30, 111), (31, 222)))
+    sums = PageSum(30, 0, 111), PageSum(31, 0, 222)
+    assert confirm == ConfirmRead(STREAM, CompletedEvent(ID, num_tokens=7), sums)
     assert ended == ReadsEndedEvent(ID)
 
 
@@ -596,16 +598,20 @@ def unlike() -> ConsumerEnd:
 
 
 # Seen failing with the reader's count in `follow` (the stream ends), with the owner's in `grant`
-# (EngineFault), and with checksums of whole pages kept (IndexError).
+# (EngineFault), and with checksums of the state kept (IndexError).
 def test_each_side_has_its_own_number_of_pages_of_the_state(unlike):
     unlike.command(opening(), 0.0)
     unlike.command(grant(pages=(30, 31, 40, 41, 50, 51)), 0.0)
     unlike.received(STREAM, PagesReady(ID, 0, 4, (1, 2), False, None), 0.0)
-    last = PagesReady(ID, 4, 7, (3, 4, 5, 6, 7), True, 42, sums=((4, 1),))
+    last = PagesReady(ID, 4, 7, (3, 4, 5, 6, 7), True, 42, sums=((1, 9), (4, 1)))
     read = next(a for a in unlike.received(STREAM, last, 0.0) if isinstance(a, StartRead))
     assert read.source_pages.tolist() == [3, 4, 5, 6, 7]
     assert read.destination_pages.tolist() == [31, 41, 50, 51]
     assert read.spans == ((0, 1), (1, 1))
+    for _ in range(2):
+        unlike.read_ended(STREAM, "", 0.0)
+    (confirm, *_) = unlike.received(STREAM, PagesReleased(ID, True), 0.0)
+    assert confirm.sums == (PageSum(41, 1, 9),)
 
 
 def test_an_owner_that_publishes_as_many_pages_of_the_state_as_the_reader_has_is_wrong(unlike):
