@@ -102,6 +102,7 @@ class RankReadEnded(msgspec.Struct, frozen=True, array_like=True):
     """See ReadEnded."""
 
     num_bytes: int
+    num_parts: int
     seconds: float
     refused: str
 

@@ -234,7 +234,7 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_read_descriptors": counter(
         "baton_handoff_read_descriptors",
-        "Total transfer descriptors of these reads, one a page.",
+        "Total transfer descriptors of these reads, one for each page or part of a page.",
         path=PATHS,
     ),
     "read_seconds": histogram(

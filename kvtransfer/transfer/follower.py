@@ -267,8 +267,9 @@ class FollowerTransfer:
                 state.opened = None
             case RateMeasured():
                 pass  # rank 0's link measures too
-            case ReadEnded(num_bytes=num_bytes, seconds=seconds, refused=refused):
-                state.reads.popleft()(encode(RankReadEnded(num_bytes, seconds, refused)))
+            case ReadEnded(_, _, num_bytes, num_parts, seconds, refused):
+                ended = RankReadEnded(num_bytes, num_parts, seconds, refused)
+                state.reads.popleft()(encode(ended))
             case LinkClosed(_, reason):
                 if self._open.get(state.number) is state:
                     del self._open[state.number]

@@ -103,6 +103,7 @@ class ReadEnded:
     link: "PageLink"
     handoff: HandoffId
     num_bytes: int
+    num_parts: int  # pages, or parts of pages
     seconds: float
     refused: str  # empty: every byte has landed; else why the owner refused only this job
 
@@ -185,6 +186,15 @@ class LinkBytes:
             return len(pages.source) * self._whole
         return sum(
             self._by_table[STATE] if table == STATE else len(source) * self._by_table[table]
+            for table, source, _ in pages.by_table()
+        )
+
+    def parts_of(self, pages: PagesToRead) -> int:
+        """Return the number of pages of a read, or of parts of pages."""
+        if self.moves is None:
+            return len(pages.source)
+        return sum(
+            len(self.moves[table]) * (1 if table == STATE else len(source))
             for table, source, _ in pages.by_table()
         )
 
@@ -415,7 +425,8 @@ class Link:
             refused = str(error)
         num_bytes = self._num_bytes.of(job.pages)
         now = time.monotonic()
-        ended = ReadEnded(self, job.handoff, num_bytes, now - started, refused)
+        num_parts = self._num_bytes.parts_of(job.pages)
+        ended = ReadEnded(self, job.handoff, num_bytes, num_parts, now - started, refused)
         with self._changed:
             self._state.jobs.popleft()
             self._state.under_way = False

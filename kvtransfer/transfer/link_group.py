@@ -35,6 +35,7 @@ class _Job:
     handoff: HandoffId
     reading: int  # members that have not ended it
     num_bytes: int = 0
+    num_parts: int = 0
     seconds: float = 0.0  # of the slowest member
     refused: str = ""
 
@@ -172,11 +173,12 @@ class LinkGroup:
         job = member.jobs.popleft()
         job.reading -= 1
         job.num_bytes += event.num_bytes
+        job.num_parts += event.num_parts
         job.seconds = max(job.seconds, event.seconds)
         job.refused = job.refused or event.refused
         if not job.reading:
             self._jobs.popleft()
-            counts = job.num_bytes, job.seconds, job.refused
+            counts = job.num_bytes, job.num_parts, job.seconds, job.refused
             self._events.append(ReadEnded(self, job.handoff, *counts))
 
     @property

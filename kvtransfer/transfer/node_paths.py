@@ -208,6 +208,7 @@ class _Read:
     handoff: HandoffId
     parts: int  # not ended
     num_bytes: int = 0
+    num_parts: int = 0
     seconds: float = 0.0
     refused: str = ""
 
@@ -279,6 +280,7 @@ class FollowersLink:
         ended = [_read_ended.decode(reply) for reply in asked.result()]
         with self._lock:
             read.num_bytes += sum(each.num_bytes for each in ended)
+            read.num_parts += sum(each.num_parts for each in ended)
             read.seconds += max(each.seconds for each in ended)
             refusals = (each.refused for each in ended if each.refused)
             read.refused = read.refused or next(refusals, "")
@@ -286,7 +288,7 @@ class FollowersLink:
             if read.parts:
                 return
             self._reads.popleft()
-        counts = read.num_bytes, read.seconds, read.refused
+        counts = read.num_bytes, read.num_parts, read.seconds, read.refused
         self._notify(ReadEnded(self, read.handoff, *counts))
 
     def _fenced(self, _: object) -> None:

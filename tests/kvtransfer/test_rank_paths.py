@@ -358,6 +358,12 @@ def test_every_rank_reads_its_part(
         ).of(first)
         for rank, pages in enumerate(rig.reader.pages)
     )
+    maps = [copy_map(rank, pages, rig.owner.pages) for rank, pages in enumerate(rig.reader.pages)]
+    assert ended.num_parts == (
+        sizes[1] * len(first.source)
+        if sizes[0] == sizes[1]
+        else sum(5 * sum(map(len, tables)) + len(state) for *tables, state in maps)
+    )
     rig.check(first)
     for memory in rig.reader.memory:
         memory.pages[:] = CANARY
@@ -726,7 +732,7 @@ def test_a_link_that_outlives_its_role_is_not_taken_for_one_of_the_next(
         read = ReadRankPages(0, HandoffId(1, 1, 1), page, page, (TablePages(0, 1),))
         read_ended = ask(encoded(read))
         wait_for(lambda: bool(links[1].posted))
-        links[1].notify(ReadEnded(links[1], HandoffId(1, 1, 1), 8, 0.1, ""))
+        links[1].notify(ReadEnded(links[1], HandoffId(1, 1, 1), 8, 1, 0.1, ""))
         read_ended.result(WAIT_S)
 
 
@@ -840,7 +846,7 @@ def test_a_hello_that_cannot_be_true_ends_the_pair(make: Make, lie: str) -> None
         rig.reader.paths.backends,
         cast(Any, outlet),
         lambda: None,
-        ReadMetrics(pool.page_bytes),
+        ReadMetrics(),
         PageChecksums(page_bytes_of(pool), 0),
     )
     hello = msgspec.structs.replace(rig.hello, **change(rig.hello))
