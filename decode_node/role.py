@@ -177,7 +177,7 @@ class DecodeRole:
                 case ProducerUp():
                     self._queues.unpaired.producer_up(event)
                     self._active.counters.link(up=True)
-                    self._control.links[event.address] = (event.path, event.gib_per_s)
+                    self._control.link_up(event)
                 case OwnerRate():
                     self._control.link_measured(event.address, event.gib_per_s)
                 case ProducerDown():

@@ -376,7 +376,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             falls_back=self._abilities.falls_back,
             links=[
                 router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s)
-                for peer, path, gib_per_s in (moving.links if moving else ())
+                for peer, path, gib_per_s, _ in (moving.links if moving else ())
                 if peer not in self._sources  # only links to prefill nodes
             ],
             pages_total=ready.num_pages if ready else 0,

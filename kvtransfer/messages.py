@@ -93,10 +93,14 @@ class Prefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class Weights(msgspec.Struct, frozen=True, tag=True):
-    """Consecutive pieces of the weights that the owner computes with."""
+    """Consecutive pieces of the weights that the owner computes with.
+
+    piece_bytes: of each piece except the file's last one. Rank 0 of both nodes has as large pages.
+    """
 
     first_piece: int
     num_pieces: int
+    piece_bytes: int
 
     kind: ClassVar[HandoffKind] = HandoffKind.WEIGHTS
 

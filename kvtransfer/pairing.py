@@ -14,7 +14,7 @@ from common.limits import MAX_RANKS
 from common.requests.namespace import WeightsId
 from kvtransfer.backends.base import PagePool
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 _MAX_SHOWN = 200  # characters shown of a peer's text
 _FLAGS = {"dtype": "--dtype", "quantize": "--quantize", "page_size": "--engine.cache.page-size"}
 OTHER_WEIGHTS = "this node has other weights now"  # the reason with which its streams end then

@@ -9,6 +9,7 @@ of this node, new for every OpenedEvent. A command about an ended hand-off then 
 another.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -24,11 +25,20 @@ from kvtransfer.messages import HandoffId, Source
 Ints = NDArray[np.int32]
 
 
+STATE, PIECES = -1, -2  # in the place of a table: the state, and pieces of weights
+
+
 class TablePages(NamedTuple):
-    """So many of the pages of a read belong to a table."""
+    """So many of the pages of a read belong to a table, or have PIECES."""
 
     table: int
     num_pages: int
+
+
+def tables_of(spans: Sequence[TablePages], num_pages: int) -> list[int]:
+    """Return the table of each page of a read. Pages behind the spans are those of the state."""
+    tables = [table for table, number in spans for _ in range(number)]
+    return tables + [STATE] * (num_pages - len(tables))
 
 
 # Commands of a reader's engine (decode node) ---------------------------------------------------
@@ -81,13 +91,28 @@ class InvalidateCommand(msgspec.Struct, frozen=True):
 # Events to a reader's engine -------------------------------------------------------------------
 
 
+class LinkMember(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a link that one rank reads from one rank of the owner."""
+
+    rank: int
+    owner_rank: int
+    path: str
+    gib_per_s: float  # as proved
+
+
 class ProducerUp(msgspec.Struct, frozen=True):
-    """A paired owner with a proved link."""
+    """A paired owner with a proved link.
+
+    piece_bytes: largest pieces of weights that fit into pages of both nodes.
+    members: of the link, if it has several.
+    """
 
     owner: int
     address: str
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp
     gib_per_s: float
+    piece_bytes: int
+    members: tuple[LinkMember, ...] = ()
 
 
 class OwnerRate(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import msgspec
 
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import PairHello, PoolRegion
-from kvtransfer.ports import TablePages
+from kvtransfer.ports import LinkMember, TablePages
 
 MOST_PAGES = 4096  # of one message
 MOST_BYTES = 96 << 10  # of the Hello in one OpenRankLink
@@ -81,6 +81,7 @@ class OpenRankLink(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class RankLinkUp(msgspec.Struct, frozen=True, array_like=True):
     path: str
     gib_per_s: float
+    members: tuple[LinkMember, ...]
 
 
 class ReadRankPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -101,6 +102,7 @@ class RankReadEnded(msgspec.Struct, frozen=True, array_like=True):
     """See ReadEnded."""
 
     num_bytes: int
+    num_parts: int
     seconds: float
     refused: str
 

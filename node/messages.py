@@ -5,7 +5,7 @@ end of one stream can never affect a request of another.
 """
 
 import math
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,6 +19,7 @@ from common.requests.namespace import NO_ADAPTER, SHARED, UNNAMED, AdapterId, Na
 from common.requests.pooling import PoolingParams
 from common.requests.timeline import NOTHING, RequestTraces, Timeline
 from common.tracing.context import UNTRACED, TraceContext
+from kvtransfer.ports import LinkMember
 from node.timings import ProducerTimings, RequestTimings
 
 
@@ -326,6 +327,15 @@ class NodeCallResult(msgspec.Struct, frozen=True, tag=True):
     weights: WeightsId = UNNAMED  # that were checked, or are in use now
 
 
+class NodeLink(NamedTuple):
+    """A link to a usable owner."""
+
+    address: str
+    path: str
+    gib_per_s: float
+    members: tuple[LinkMember, ...] = ()  # if it has several
+
+
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
     """The engine's report, sent at least once a second while the loop turns, idle or not.
 
@@ -336,7 +346,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     steps: int
     gauges: dict[str, float]
     state: str  # "ready" | "paused" | "draining"
-    links: tuple[tuple[str, str, float], ...]  # to usable owners: address, path, GiB/s
+    links: tuple[NodeLink, ...]
     distributions: dict[str, HistogramCounts] = {}
     pages_free: int = 0  # including pages that only the prefix cache holds
     backlogs: dict[str, QueueBacklog] = {}  # "prompts", and on a decode node "pages"

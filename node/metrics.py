@@ -234,7 +234,7 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_read_descriptors": counter(
         "baton_handoff_read_descriptors",
-        "Total transfer descriptors of these reads, one a page.",
+        "Total transfer descriptors of these reads, one for each page or part of a page.",
         path=PATHS,
     ),
     "read_seconds": histogram(
@@ -289,6 +289,13 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         "baton_rank_steps_behind",
         "Steps that rank 0 had begun and this rank had not finished, when the rank last reported. "
         "Only of nodes with several ranks.",
+        rank=RANKS,
+        sparse=True,
+    ),
+    "rank_link_rate": gauge(
+        "baton_rank_link_min_bytes_per_second",
+        "Rate of each rank's slowest part of a link, as measured at pairing. Only of links to or "
+        "from nodes with several ranks.",
         rank=RANKS,
         sparse=True,
     ),
@@ -488,11 +495,16 @@ def _reported(
     for queue, backlog in moving.backlogs.items():
         yield f"queued/{queue}", backlog.queued_s
     rates: dict[str, list[float]] = {}
-    for _, path, gib_per_s in moving.links:
+    by_rank: dict[int, list[float]] = {}
+    for _, path, gib_per_s, members in moving.links:
         rates.setdefault(path, []).append(gib_per_s * 2**30)
+        for member in members:
+            by_rank.setdefault(member.rank, []).append(member.gib_per_s * 2**30)
     for path, of_path in rates.items():
         yield f"links/{path}", float(len(of_path))
         yield f"link_rate/{path}", min(of_path)
+    for rank, of_rank in by_rank.items():
+        yield f"rank_link_rate/{rank}", min(of_rank)
 
 
 def _place(name: str) -> tuple[MetricDeclaration | None, Values]:

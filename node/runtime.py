@@ -141,7 +141,7 @@ class NodeRuntime:
         if backends is None:
             backends = data_paths.backends(start.config.transfer, tls=_has_tls(start))
         data_paths.rehearse(backends, pool)
-        reads = ReadMetrics(kv.page_bytes)
+        reads = ReadMetrics()
         transfer = _make_transfer(engine, start, clock, pool, backends, reads)
         memory = MemoryOccupation(
             engine.weights,

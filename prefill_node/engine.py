@@ -78,7 +78,7 @@ class PrefillRole:
                 continue
             match event:
                 case ProducerUp():
-                    self._control.links[event.address] = (event.path, event.gib_per_s)
+                    self._control.link_up(event)
                 case OwnerRate():
                     self._control.link_measured(event.address, event.gib_per_s)
                 case ProducerDown():

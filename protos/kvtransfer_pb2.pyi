@@ -150,12 +150,14 @@ class Prefix(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class Weights(_message.Message):
-    __slots__ = ("first_piece", "num_pieces")
+    __slots__ = ("first_piece", "num_pieces", "piece_bytes")
     FIRST_PIECE_FIELD_NUMBER: _ClassVar[int]
     NUM_PIECES_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     first_piece: int
     num_pieces: int
-    def __init__(self, first_piece: _Optional[int] = ..., num_pieces: _Optional[int] = ...) -> None: ...
+    piece_bytes: int
+    def __init__(self, first_piece: _Optional[int] = ..., num_pieces: _Optional[int] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("id", "prefix_tokens", "room_tokens", "gib_per_s")

@@ -644,14 +644,28 @@ class RankState(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., steps_behind: _Optional[int] = ...) -> None: ...
 
 class LinkState(_message.Message):
-    __slots__ = ("peer", "path", "gib_per_s")
+    __slots__ = ("peer", "path", "gib_per_s", "members")
     PEER_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     GIB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     peer: str
     path: str
     gib_per_s: float
-    def __init__(self, peer: _Optional[str] = ..., path: _Optional[str] = ..., gib_per_s: _Optional[float] = ...) -> None: ...
+    members: _containers.RepeatedCompositeFieldContainer[LinkMember]
+    def __init__(self, peer: _Optional[str] = ..., path: _Optional[str] = ..., gib_per_s: _Optional[float] = ..., members: _Optional[_Iterable[_Union[LinkMember, _Mapping]]] = ...) -> None: ...
+
+class LinkMember(_message.Message):
+    __slots__ = ("rank", "owner_rank", "path", "gib_per_s")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    OWNER_RANK_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    GIB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    owner_rank: int
+    path: str
+    gib_per_s: float
+    def __init__(self, rank: _Optional[int] = ..., owner_rank: _Optional[int] = ..., path: _Optional[str] = ..., gib_per_s: _Optional[float] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("name",)

@@ -388,17 +388,23 @@ def _link_lines(
     width: int,
     nodes: Mapping[str, ClusterNode],
 ) -> Iterator[Text]:
-    """Return a line for each link, or one for each path if there are more links than `room`."""
+    """Return a line for each link and each of its members. If there are more lines than `room`,
+    return one for each link, or else one for each path.
+    """
     rows = [(Text("links"), Text("path"), Text("GB/s"))]
     if room is None or len(links) <= room:
-        rows += [
-            (
-                Text(f"{safe(link.peer)} → {safe(reader)}{_ranks(nodes, link.peer, reader)}"),
-                _path(link.path),
-                Text(_gigabytes(link.gib_per_s)),
-            )
-            for link, reader in links
-        ]
+        whole = room is None or sum(1 + len(link.members) for link, _ in links) <= room
+        for link, reader in links:
+            ends = f"{safe(link.peer)} → {safe(reader)}{_ranks(nodes, link.peer, reader)}"
+            rows.append((Text(ends), _path(link.path), Text(_gigabytes(link.gib_per_s))))
+            rows += [
+                (
+                    Text(f"  rank {member.owner_rank} → rank {member.rank}"),
+                    _path(member.path),
+                    Text(_gigabytes(member.gib_per_s)),
+                )
+                for member in (link.members if whole else ())
+            ]
     else:
         rows += [
             (

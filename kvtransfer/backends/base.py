@@ -18,7 +18,8 @@ from common.copy_map import Slice
 from common.errors import EngineFault, LayoutMismatch, TransferError
 
 Ints = NDArray[np.int32]
-Moves: TypeAlias = Sequence[Sequence[Slice]]  # of one owner; by table, the state at the end
+# Of one owner: by table, of pieces of weights, of the state.
+Moves: TypeAlias = Sequence[Sequence[Slice]]
 Parsed = TypeVar("Parsed")
 
 CONNECT_S = 5.0  # longest `TransferBackend.connect`

@@ -246,9 +246,9 @@ def _source(body: pb.Open) -> Source:
             return Prefix(prefix.token_ids, namespace, prefix.ticket)
         case pb.Weights() as weights:
             _at_most("pieces", weights.num_pieces, MAX_TOKENS)
-            if not weights.num_pieces:
+            if not (weights.num_pieces and weights.piece_bytes):
                 raise ProtocolViolation("an Open without pieces")
-            return Weights(weights.first_piece, weights.num_pieces)
+            return Weights(weights.first_piece, weights.num_pieces, weights.piece_bytes)
     raise ProtocolViolation("an Open of an unknown source")
 
 

@@ -4,7 +4,7 @@ A link is named by the stream it serves. A stream belongs to one owner instance 
 never reused, so no read can reach another instance than the intended one (rule 10).
 """
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -68,6 +68,14 @@ class ExpectPages(msgspec.Struct, frozen=True):
     destination_pages: Ints
 
 
+class PageSum(NamedTuple):
+    """The checksum of a page that was read, as its owner published it."""
+
+    page: int
+    table: int
+    checksum: int
+
+
 class ConfirmRead(msgspec.Struct, frozen=True):
     """The end of a read whose pages the owner held throughout. The engine gets `held`, unless a
     page does not match its owner's checksum. Then the attempt is lost, and the link of this stream
@@ -76,17 +84,18 @@ class ConfirmRead(msgspec.Struct, frozen=True):
 
     stream: int
     held: CompletedEvent
-    sums: tuple[tuple[int, int], ...]  # local page, checksum
+    sums: tuple[PageSum, ...]
 
 
 class ExposePages(msgspec.Struct, frozen=True):
     """Permission for the reader of this stream to read these pages. Given before they are
-    announced.
+    announced, by the next PagesReady.
     """
 
     id: HandoffId
     stream: int
     pages: Ints
+    spans: tuple[TablePages, ...]  # in the order of the pages. The state follows.
 
 
 class WithdrawPages(msgspec.Struct, frozen=True):

@@ -21,10 +21,10 @@ import numpy as np
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables
 from kvtransfer.messages import HandoffId, HandoffKind, HandoffQueued, PagesReady
-from kvtransfer.ports import GrantCommand, Ints, ReadsEndedEvent, TablePages
-from kvtransfer.protocol.actions import CloseLink, OpenLink, ReaderAction, StartRead
+from kvtransfer.ports import STATE, GrantCommand, Ints, ReadsEndedEvent, TablePages, tables_of
+from kvtransfer.protocol.actions import CloseLink, OpenLink, PageSum, ReaderAction, StartRead
 from kvtransfer.protocol.liveness import DeadlineTimer, HandoffStatus, advance
-from kvtransfer.protocol.ranges import PageRanges, granted
+from kvtransfer.protocol.ranges import PageRanges, granted, table_pages
 
 # One in progress and one for the link to continue with. The rest wait here, where the end of their
 # attempt removes them at once.
@@ -35,11 +35,13 @@ class OwnerPages(NamedTuple):
     """The pages of an owner, as its Hello describes them.
 
     same_layout: its pages have the contents of this node's, byte by byte.
+    piece_bytes: the smaller page of the two nodes, of rank 0.
     """
 
     num_pages: int  # of its pool
     state_pages: int  # of a request
     same_layout: bool
+    piece_bytes: int
 
 
 class LinkState(Enum):
@@ -232,7 +234,7 @@ class ConsumerHandoff:
     admitted_at: float = 0.0
     first_ready: float = 0.0
     landed: float = 0.0
-    sums: tuple[tuple[int, int], ...] = ()  # of some destination pages
+    sums: tuple[PageSum, ...] = ()  # of some destination pages
 
     def grant(self, command: GrantCommand) -> None:
         """Record the destination pages. Raises EngineFault if their number is wrong."""
@@ -300,12 +302,12 @@ class ConsumerHandoff:
             self.ranges.num_tokens, self.ranges.start, message.start, message.end, last=message.last
         )
         destination = self.destination[self._places(self.ranges, spans)]
-        if message.sums and self.owner.same_layout:
-            self.sums += tuple((int(destination[place]), sum_) for place, sum_ in message.sums)
-        of_tables = tuple(
-            TablePages(span.table, span.num_pages)
-            for span in spans
-            if span.table < self.ranges.destination.num_tables
+        of_tables = table_pages(self.kind, self.ranges.destination, spans)
+        tables = tables_of(of_tables, len(pages)) if message.sums else []
+        self.sums += tuple(
+            PageSum(int(destination[place]), tables[place], checksum)
+            for place, checksum in message.sums
+            if self.owner.same_layout or tables[place] != STATE
         )
         return LinkRead(self.id, np.array(pages, dtype=np.int32), destination, of_tables)
 

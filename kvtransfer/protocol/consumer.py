@@ -18,7 +18,6 @@ from kvtransfer.messages import (
     GrantHandoff,
     HandoffFailed,
     HandoffId,
-    HandoffKind,
     HandoffQueued,
     Heartbeat,
     InvalidatePrefix,
@@ -34,6 +33,7 @@ from kvtransfer.ports import (
     FirstTokenEvent,
     GrantCommand,
     InvalidateCommand,
+    LinkMember,
     OpenCommand,
     OwnerRate,
     ProducerDown,
@@ -159,7 +159,9 @@ class ConsumerEnd:
             self._end_stream(stream, reason)
         return self._taken()
 
-    def link_up(self, stream: int, path: str, gib_per_s: float) -> list[ReaderAction]:
+    def link_up(
+        self, stream: int, path: str, gib_per_s: float, members: tuple[LinkMember, ...] = ()
+    ) -> list[ReaderAction]:
         """Record that the link of this stream is proved."""
         peer = self._streams.get(stream)
         if peer is not None and self._links.proved(stream):
@@ -167,7 +169,10 @@ class ConsumerEnd:
             self._beat(stream)
             if not peer.announced:
                 peer.announced = True
-                self._actions.append(ProducerUp(peer.owner, peer.address, path, gib_per_s))
+                piece_bytes = peer.pages.piece_bytes
+                self._actions.append(
+                    ProducerUp(peer.owner, peer.address, path, gib_per_s, piece_bytes, members)
+                )
             self._actions += self._links.post(stream)
         return self._taken()
 
@@ -384,10 +389,6 @@ class ConsumerEnd:
             self._actions.append(FailedEvent(command.id, reason, retryable=True, may_return=True))
             return
         source, pages = command.source, self._streams[stream].pages
-        if source.kind is HandoffKind.WEIGHTS and not pages.same_layout:
-            reason = "weights are read only from a node with as many ranks"
-            self._actions.append(FailedEvent(command.id, reason, retryable=False))
-            return
         self._attempts[command.id] = ConsumerHandoff(
             command.id, stream, source.num_tokens, self._tables, pages, source.kind
         )

@@ -51,7 +51,7 @@ from kvtransfer.protocol.liveness import (
     advance,
     earliest,
 )
-from kvtransfer.protocol.ranges import PageRanges, granted
+from kvtransfer.protocol.ranges import PageRanges, granted, table_pages
 
 # Seconds for which an owner polls for a connecting reader. Its data paths may not need polling.
 POLL_S = 30.0
@@ -291,7 +291,10 @@ class ProducerEnd:
             raise EngineFault(f"cannot publish {handoff.id}: {error}") from error
         handoff.state = advance(handoff.state, HandoffStatus.TRANSFERRING)
         if len(command.pages):
-            self._actions.append(ExposePages(handoff.id, handoff.stream, command.pages))
+            spans = table_pages(
+                handoff.kind, ranges.tables, ranges.spans(command.start, command.end, command.last)
+            )
+            self._actions.append(ExposePages(handoff.id, handoff.stream, command.pages, spans))
         ready = PagesReady(
             handoff.id,
             command.start,

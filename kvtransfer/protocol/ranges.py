@@ -1,11 +1,13 @@
 """The token ranges of one hand-off that have been published. They follow each other to its end."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.errors import ProtocolViolation
-from common.page_tables import PageTables, num_pages_of
+from common.page_tables import PageSpan, PageTables, num_pages_of
 from kvtransfer.messages import HandoffKind
+from kvtransfer.ports import PIECES, TablePages
 
 _PIECES = PageTables(1)  # weights use one page for each piece
 
@@ -58,6 +60,16 @@ def granted(
     )
 
 
+def table_pages(
+    kind: HandoffKind, tables: PageTables, spans: Sequence[PageSpan]
+) -> tuple[TablePages, ...]:
+    """Return the pages of the spans of a range by table, without those of the state."""
+    of_tables = [span for span in spans if span.table < tables.num_tables]
+    if kind is HandoffKind.WEIGHTS:
+        return tuple(TablePages(PIECES, span.num_pages) for span in of_tables)
+    return tuple(TablePages(span.table, span.num_pages) for span in of_tables)
+
+
 def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
     """Raise ProtocolViolation unless a reader may already hold so many of the tokens."""
     aligned = prefix_tokens % page_size == 0 or prefix_tokens == num_tokens
@@ -107,6 +119,10 @@ class PageRanges:
         self.complete = last
         if self.ends is not None:
             self.num_tokens = end
+
+    def spans(self, start: int, end: int, last: bool) -> tuple[PageSpan, ...]:
+        """Return the owner's pages of a range that has been added."""
+        return self.tables.spans(self.num_tokens, self.start, start, end, last=last)
 
     def _complaint(self, start: int, end: int, num_pages: int, *, last: bool) -> str | None:
         if self.complete:

@@ -278,13 +278,14 @@ class FollowerTransfer:
 
     def _event(self, state: _OpenLink, event: LinkEvent) -> None:
         match event:
-            case LinkUp(_, path, gib_per_s):
+            case LinkUp(_, path, gib_per_s, members):
                 if state.opened is not None:
-                    state.opened(encode(RankLinkUp(path, gib_per_s)))
+                    state.opened(encode(RankLinkUp(path, gib_per_s, members)))
                 state.opened = None
-            case ReadEnded(num_bytes=num_bytes, seconds=seconds, refused=refused):
-                state.reads.popleft()(encode(RankReadEnded(num_bytes, seconds, refused)))
             case RateMeasured():
                 pass  # rank 0's link measures too
+            case ReadEnded(_, _, num_bytes, num_parts, seconds, refused):
+                ended = RankReadEnded(num_bytes, num_parts, seconds, refused)
+                state.reads.popleft()(encode(ended))
             case LinkClosed(_, reason):
                 self._work.put(partial(self._closed_link, state, reason))

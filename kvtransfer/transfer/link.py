@@ -23,7 +23,7 @@ from typing import Protocol, TypeAlias
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import BackendConnection, Ints, Moves, ReadRefused
 from kvtransfer.messages import HandoffId
-from kvtransfer.ports import TablePages
+from kvtransfer.ports import PIECES, STATE, LinkMember, TablePages
 
 GIB = 1 << 30
 LEAST_BYTES = 1 << 20  # a shorter read measures the round trip rather than the rate
@@ -32,7 +32,6 @@ FIRST_PROBE_S = 10.0  # seconds without a measurement until an idle link is prob
 MOST_PROBE_S = 300.0  # upper limit of this time, which doubles with each probe
 NEWS = 1.25  # factor between two reported rates
 SLOWEST = 0.1  # fraction of the probed rate at which a read is abandoned
-STATE = -1  # the place of the state among tables
 
 
 class LinkRate:
@@ -86,6 +85,7 @@ class LinkUp:
     link: "PageLink"
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp | loopback
     gib_per_s: float
+    members: tuple[LinkMember, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +103,7 @@ class ReadEnded:
     link: "PageLink"
     handoff: HandoffId
     num_bytes: int
+    num_parts: int  # pages, or parts of pages
     seconds: float
     refused: str  # empty: every byte has landed; else why the owner refused only this job
 
@@ -177,7 +178,7 @@ class LinkBytes:
     @property
     def of_a_page(self) -> int:
         """Bytes of one page of every table, for comparisons of links."""
-        return sum(self._by_table[:-1]) or self._whole
+        return sum(self._by_table[:PIECES]) or self._whole
 
     def of(self, pages: PagesToRead) -> int:
         """Return the bytes of a read."""
@@ -188,14 +189,23 @@ class LinkBytes:
             for table, source, _ in pages.by_table()
         )
 
+    def parts_of(self, pages: PagesToRead) -> int:
+        """Return the number of pages of a read, or of parts of pages."""
+        if self.moves is None:
+            return len(pages.source)
+        return sum(
+            len(self.moves[table]) * (1 if table == STATE else len(source))
+            for table, source, _ in pages.by_table()
+        )
+
     def copy(self, connection: BackendConnection, pages: PagesToRead) -> None:
         """Read pages, see BackendConnection.copy."""
         if self.moves is None:
-            connection.copy(pages.source, pages.destination)
+            if len(pages.source):
+                connection.copy(pages.source, pages.destination)
             return
         for table, source, destination in pages.by_table():
-            place = len(self.moves) - 1 if table == STATE else table
-            connection.copy(source, destination, place)
+            connection.copy(source, destination, table % len(self.moves))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -415,7 +425,8 @@ class Link:
             refused = str(error)
         num_bytes = self._num_bytes.of(job.pages)
         now = time.monotonic()
-        ended = ReadEnded(self, job.handoff, num_bytes, now - started, refused)
+        num_parts = self._num_bytes.parts_of(job.pages)
+        ended = ReadEnded(self, job.handoff, num_bytes, num_parts, now - started, refused)
         with self._changed:
             self._state.jobs.popleft()
             self._state.under_way = False

@@ -6,6 +6,7 @@ every member has ended it, and the group is closed when no member can write any 
 Every member has the jobs in the order in which they were posted, so they also end in that order.
 """
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from functools import partial
 from common.errors import Overloaded, TransferError
 from kvtransfer.backends.base import Ints
 from kvtransfer.messages import HandoffId
+from kvtransfer.ports import LinkMember
 from kvtransfer.transfer.link import (
     LinkClosed,
     LinkEvent,
@@ -33,6 +35,7 @@ class _Job:
     handoff: HandoffId
     reading: int  # members that have not ended it
     num_bytes: int = 0
+    num_parts: int = 0
     seconds: float = 0.0  # of the slowest member
     refused: str = ""
 
@@ -43,6 +46,7 @@ class _Member:
     jobs: deque[_Job] = field(default_factory=deque)  # not ended by this member
     path: str = ""  # empty: not up
     gib_per_s: float = 0.0
+    members: tuple[LinkMember, ...] = ()
     closed: bool = False
 
 
@@ -133,10 +137,12 @@ class LinkGroup:
 
     def _note(self, member: _Member, event: LinkEvent) -> None:
         match event:
-            case LinkUp(_, path, gib_per_s):
-                member.path, member.gib_per_s = path, gib_per_s
+            case LinkUp(_, path, gib_per_s, members):
+                member.path, member.gib_per_s, member.members = path, gib_per_s, members
                 if self._is_up and self._closing is None:
-                    self._events.append(LinkUp(self, self._slowest.path, self._gib_per_s))
+                    whole = itertools.chain.from_iterable(each.members for each in self._members)
+                    path, gib_per_s = self._slowest.path, self._gib_per_s
+                    self._events.append(LinkUp(self, path, gib_per_s, tuple(whole)))
             case RateMeasured(_, gib_per_s):
                 member.gib_per_s = gib_per_s
                 if self._is_up and self._closing is None:
@@ -167,11 +173,12 @@ class LinkGroup:
         job = member.jobs.popleft()
         job.reading -= 1
         job.num_bytes += event.num_bytes
+        job.num_parts += event.num_parts
         job.seconds = max(job.seconds, event.seconds)
         job.refused = job.refused or event.refused
         if not job.reading:
             self._jobs.popleft()
-            counts = job.num_bytes, job.seconds, job.refused
+            counts = job.num_bytes, job.num_parts, job.seconds, job.refused
             self._events.append(ReadEnded(self, job.handoff, *counts))
 
     @property

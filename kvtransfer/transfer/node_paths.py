@@ -20,7 +20,7 @@ from common.errors import ConfigError, EngineFault, LayoutMismatch, TransferErro
 from kvtransfer.backends.base import Ints
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello, PoolRegion
-from kvtransfer.ports import TablePages
+from kvtransfer.ports import PIECES, STATE, TablePages
 from kvtransfer.rank_messages import (
     MOST_BYTES,
     MOST_PAGES,
@@ -40,7 +40,6 @@ from kvtransfer.rank_messages import (
     encode,
 )
 from kvtransfer.transfer.link import (
-    STATE,
     LinkClosed,
     LinkUp,
     Notify,
@@ -101,6 +100,7 @@ def start_ranks(
         NodeLinks(own.opener, num_ranks, ask),
         NodeOffers(own.offers, num_ranks, ask),
         own.backends,
+        own.compared,
     )
     return paths, tuple(each.region for each in started)
 
@@ -208,6 +208,7 @@ class _Read:
     handoff: HandoffId
     parts: int  # not ended
     num_bytes: int = 0
+    num_parts: int = 0
     seconds: float = 0.0
     refused: str = ""
 
@@ -267,7 +268,9 @@ class FollowersLink:
         elif self._closing is None:
             up = [_link_up.decode(reply) for reply in asked.result()]
             slowest = min(up, key=lambda each: each.gib_per_s)
-            self._notify(LinkUp(self, slowest.path, len(up) * slowest.gib_per_s))
+            members = itertools.chain.from_iterable(each.members for each in up)
+            in_order = tuple(sorted(members, key=lambda each: (each.rank, each.owner_rank)))
+            self._notify(LinkUp(self, slowest.path, len(up) * slowest.gib_per_s, in_order))
 
     def _ended(self, read: _Read, asked: Replies) -> None:
         error = asked.exception()
@@ -277,6 +280,7 @@ class FollowersLink:
         ended = [_read_ended.decode(reply) for reply in asked.result()]
         with self._lock:
             read.num_bytes += sum(each.num_bytes for each in ended)
+            read.num_parts += sum(each.num_parts for each in ended)
             read.seconds += max(each.seconds for each in ended)
             refusals = (each.refused for each in ended if each.refused)
             read.refused = read.refused or next(refusals, "")
@@ -284,7 +288,7 @@ class FollowersLink:
             if read.parts:
                 return
             self._reads.popleft()
-        counts = read.num_bytes, read.seconds, read.refused
+        counts = read.num_bytes, read.num_parts, read.seconds, read.refused
         self._notify(ReadEnded(self, read.handoff, *counts))
 
     def _fenced(self, _: object) -> None:
@@ -300,7 +304,11 @@ def _in_parts(pages: Ints) -> Iterator[Ints]:
 
 
 def _parts_of(pages: PagesToRead) -> Iterator[PagesToRead]:
-    """Yield reads of at most MOST_PAGES pages each. The pages of the state stay together."""
+    """Yield reads of at most MOST_PAGES pages each. The pages of the state stay together. Followers
+    have nothing to read of weights, and one empty read ends in its turn."""
+    if any(table == PIECES for table, _ in pages.spans):
+        yield PagesToRead(pages.source[:0], pages.destination[:0], ())
+        return
     if len(pages.source) <= MOST_PAGES:
         yield pages
         return

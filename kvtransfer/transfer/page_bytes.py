@@ -14,8 +14,12 @@ from typing import Protocol
 import torch
 import xxhash
 
+from common.copy_map import ONE_RANK, NodeShape
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_memory import DeviceRuntime, cuda_device
+from kvtransfer.ports import TablePages, tables_of
+from kvtransfer.protocol.actions import PageSum
+from kvtransfer.transfer.rank_paths import ComparedBytes, Cuts
 
 _MOST_BYTES, _MOST_PAGES = 16 << 20, 64  # limits of pinned memory, and of pages copied together
 
@@ -87,22 +91,42 @@ def page_bytes_of(pool: PagePool) -> PageBytes:
     return DevicePageBytes(pool, cuda_device(pool.device))
 
 
+def _checksum(content: memoryview, cuts: Cuts | None) -> int:
+    if cuts is None:
+        return xxhash.xxh3_64_intdigest(content)
+    checksum = xxhash.xxh3_64()
+    for at, size in cuts:
+        checksum.update(content[at : at + size])
+    return checksum.intdigest()
+
+
 class PageChecksums:
     """The sampling and comparison of checksums. Transfer thread only. Methods that compute
     checksums raise TransferError if a device has failed.
 
     Args:
         every: one page in so many is sampled. 0: none.
+        compared: the bytes of pages that nodes with other numbers of ranks compare.
     """
 
-    def __init__(self, pages: PageBytes, every: int) -> None:
+    def __init__(self, pages: PageBytes, every: int, compared: ComparedBytes | None = None) -> None:
         self._pages = pages
         self._every = every
+        self._compared = compared or ComparedBytes(ONE_RANK, lambda node: ())
         self._skip = self._gap()
 
-    def take(self, pages: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    def take(
+        self,
+        pages: Sequence[int],
+        spans: Sequence[TablePages] = (),
+        reader: NodeShape | None = None,
+    ) -> tuple[tuple[int, int], ...]:
         """Sample some of these pages. Returns the indices of the sampled ones, in order, each with
         its checksum.
+
+        Args:
+            spans: of the pages, see ExposePages.
+            reader: None: it has the ranks that this node has.
         """
         if not self._every:
             return ()
@@ -112,20 +136,28 @@ class PageChecksums:
             places.append(place)
             place += self._gap() + 1
         self._skip = place - len(pages)
-        return tuple(zip(places, self._of([pages[place] for place in places]), strict=True))
+        tables = tables_of(spans, len(pages))
+        cuts = {place: self._compared.lent(reader, tables[place]) for place in places}
+        places = [place for place in places if cuts[place] != ()]
+        sums = self._of([pages[place] for place in places], [cuts[place] for place in places])
+        return tuple(zip(places, sums, strict=True))
 
-    def wrong(self, expected: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the pages whose checksum is not the expected one. The pages must be in range."""
-        sums = self._of([page for page, _ in expected])
+    def wrong(self, expected: Sequence[PageSum], owner: NodeShape | None = None) -> list[int]:
+        """Return the pages whose checksum is not the expected one. The pages must be in range.
+
+        Args:
+            owner: None: it has the ranks that this node has.
+        """
+        cuts = [self._compared.read(owner, each.table) for each in expected]
+        sums = self._of([each.page for each in expected], cuts)
         return [
-            page
-            for (page, checksum), found in zip(expected, sums, strict=True)
-            if found != checksum
+            each.page for each, found in zip(expected, sums, strict=True) if found != each.checksum
         ]
 
-    def _of(self, pages: Sequence[int]) -> list[int]:
-        """Return the 64-bit XXH3 of each page as it is now."""
-        return [xxhash.xxh3_64_intdigest(content) for content in self._pages.each(pages)]
+    def _of(self, pages: Sequence[int], cuts: Sequence[Cuts | None]) -> list[int]:
+        """Return the 64-bit XXH3 of these bytes of each page as they are now."""
+        contents = self._pages.each(pages)
+        return [_checksum(*each) for each in zip(contents, cuts, strict=True)]
 
     def _gap(self) -> int:
         """Return the number of pages to skip before the next sampled one: random, with the right

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from common.copy_map import NodeShape
 from common.errors import LayoutMismatch
 from common.logs import Throttle, ThrottledLog
 from common.requests.namespace import WeightsId
@@ -27,7 +28,7 @@ from kvtransfer.messages import (
     PagesReady,
 )
 from kvtransfer.pairing import OTHER_WEIGHTS, DataPath, PairHello, compare, lasts
-from kvtransfer.ports import OwnerCommand, OwnerEvent
+from kvtransfer.ports import OwnerCommand, OwnerEvent, TablePages
 from kvtransfer.protocol.actions import (
     EndStream,
     ExposePages,
@@ -147,6 +148,7 @@ class ProducerSide:
         self._held = HeldMessages(outlet.send)
         self._untaken = UnconsumedEvents(max_untaken_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
+        self._readers: dict[int, NodeShape] = {}  # by stream
         self._poll_at: float | None = None
 
     def start(self) -> None:
@@ -162,6 +164,7 @@ class ProducerSide:
             return
         for old in self._admissions.streams_of(hello.instance):
             self._turn_away(old, "the reader has opened another stream")
+        self._readers[stream] = hello.shape
         self._admissions.begin(stream, hello, now)
         self._answer_ready(now)
 
@@ -235,6 +238,7 @@ class ProducerSide:
         """End everything that a reader was given for a stream."""
         self._admissions.forget(stream)
         self._held.forget(stream)
+        self._readers.pop(stream, None)
         self._offers.dismiss(stream)
 
     def _hold(self, stream: int, published: Sequence[Future[Any]]) -> None:
@@ -245,10 +249,11 @@ class ProducerSide:
 
     def _carry_out(self, actions: Sequence[OwnerAction]) -> None:
         ended = []
+        spans: tuple[TablePages, ...] = ()  # of the pages that are announced next
         for action in actions:
             match action:
                 case SendMessage(stream, PagesReady(pages=pages) as ready) if (
-                    sums := self._sums.take(pages)
+                    sums := self._sums.take(pages, spans, self._readers.get(stream))
                 ):
                     self._held.send(stream, msgspec.structs.replace(ready, sums=sums))
                 case SendMessage(stream, message):
@@ -256,7 +261,7 @@ class ProducerSide:
                 case EndStream(stream, reason, refused):
                     self._outlet.end(stream, reason, refused=refused)
                     ended.append(stream)
-                case ExposePages(id, stream, pages):
+                case ExposePages(id, stream, pages, spans):
                     self._exposed.setdefault(id, []).append((stream, pages))
                     self._hold(stream, self._offers.publish(stream, pages))
                 case WithdrawPages(id):

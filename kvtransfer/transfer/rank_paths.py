@@ -5,9 +5,10 @@ joins them.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol, TypeAlias
 
@@ -28,12 +29,14 @@ from kvtransfer.backends.base import (
     check_pool,
 )
 from kvtransfer.pairing import DataPath, PairHello
-from kvtransfer.transfer.link import Link, LinkBytes, Notify, PageLink
+from kvtransfer.ports import PIECES, STATE, LinkMember
+from kvtransfer.transfer.link import Link, LinkBytes, LinkEvent, LinkUp, Notify, PageLink
 from kvtransfer.transfer.link_group import LinkGroup
 
 # Returns the pages of all ranks of a node. Raises LayoutMismatch if there is no such
 # node.
 PagesByRank: TypeAlias = Callable[[NodeShape], Sequence[RankPages]]
+Cuts: TypeAlias = tuple[tuple[int, int], ...]  # of a page: begin and size
 
 _MOST_KNOWN = 8  # shapes of owners
 
@@ -175,11 +178,12 @@ class RankLinks:
         return LinkGroup(hello.instance, makers, notify, shares=shares)
 
     def _computed_moves(self, owner: NodeShape) -> Mapping[int, Moves | None]:
-        """Return the bytes that this rank reads from the ranks of an owner."""
+        """Return the bytes that this rank reads from the ranks of an owner. Rank 0 reads
+        pieces of weights, from rank 0."""
         if owner == self._node:
             return {self._rank: None}
         mine = self._pages_by_rank(self._node)[self._rank]
-        whole = copy_map(self._rank, mine, self._pages_by_rank(owner))
+        whole = _map_of(self._rank, mine, self._pages_by_rank(owner))
         moves: dict[int, tuple[list[Slice], ...]] = {}
         for table, slices in enumerate(whole):
             for each in slices:
@@ -190,10 +194,16 @@ class RankLinks:
     def _link(
         self, hello: PairHello, backend: str, owner: int, num_bytes: LinkBytes, notify: Notify
     ) -> PageLink:
+        def named(event: LinkEvent) -> None:
+            if isinstance(event, LinkUp):
+                member = LinkMember(self._rank, owner, event.path, event.gib_per_s)
+                event = replace(event, members=(member,))
+            notify(event)
+
         return Link(
             hello.instance,
             lambda: self._connect(hello, backend, owner, num_bytes.moves),
-            notify,
+            named,
             num_bytes=num_bytes,
             read_s=self._config.read_timeout_s,
             min_gib_per_s=self._config.min_link_gib_per_s,
@@ -217,17 +227,65 @@ class RankLinks:
             memory.take(self._pool.base + page * self._pool.page_bytes, self._pool.page_bytes)
 
 
+class ComparedBytes:
+    """The bytes of pages that two nodes with different numbers of ranks compare by checksums. They
+    are those that rank 0 of the reader reads from rank 0 of the owner, in the order of its map.
+
+    Args:
+        node: the ranks of this node.
+    """
+
+    def __init__(self, node: NodeShape, pages_by_rank: PagesByRank) -> None:
+        self._node = node
+        self._pages_by_rank = pages_by_rank
+        self._slices = lru_cache(_MOST_KNOWN)(self._computed)
+
+    def lent(self, reader: NodeShape | None, table: int) -> Cuts | None:
+        """Return the compared bytes of a page of a table, which another node reads. None: the whole
+        page. There are none of the state.
+        """
+        if reader is None or reader == self._node:
+            return None
+        return tuple((each.source, each.size) for each in self._slices(reader, self._node)[table])
+
+    def read(self, owner: NodeShape | None, table: int) -> Cuts | None:
+        """Return the same of a page that this node has read."""
+        if owner is None or owner == self._node:
+            return None
+        return tuple((each.at, each.size) for each in self._slices(self._node, owner)[table])
+
+    def _computed(self, reader: NodeShape, owner: NodeShape) -> Mapping[int, tuple[Slice, ...]]:
+        try:
+            mine, owners = self._pages_by_rank(reader)[0], self._pages_by_rank(owner)
+            *tables, _ = _map_of(0, mine, owners)
+        except LayoutMismatch:  # the reader ends such a pair
+            return defaultdict(tuple)
+        *of_tables, pieces = [tuple(each for each in table if each.owner == 0) for table in tables]
+        return {**dict(enumerate(of_tables)), PIECES: pieces, STATE: ()}
+
+
+def _map_of(
+    rank: int, mine: RankPages, owners: Sequence[RankPages]
+) -> tuple[tuple[Slice, ...], ...]:
+    """Return what a rank reads: by table, of pieces of weights, of the state."""
+    piece = Slice(0, 0, 0, 0, 0, min(mine.page_bytes, owners[0].page_bytes))
+    *tables, state = copy_map(rank, mine, owners)
+    return (*tables, () if rank else (piece,), state)
+
+
 @dataclass(frozen=True, slots=True)
 class TransferPaths:
     """All data paths of a node, or of one rank.
 
     Attributes:
         backends: names of those over which it may read.
+        compared: the bytes that checksums cover.
     """
 
     opener: LinkOpener
     offers: PathOffers
     backends: Collection[str]
+    compared: ComparedBytes
 
     @classmethod
     def of_rank(
@@ -249,4 +307,5 @@ class TransferPaths:
             RankLinks(rank, node, pool, backends, config, pages_by_rank),
             RankOffers(rank, data_paths.serve(backends, pool, instance)),
             tuple(backends),
+            ComparedBytes(node, pages_by_rank),
         )

@@ -27,6 +27,7 @@ from kvtransfer.protocol.actions import (
     EndStream,
     ExpectPages,
     OpenLink,
+    PageSum,
     ReaderAction,
     SendMessage,
     StartRead,
@@ -63,29 +64,26 @@ class _Path:
 class ReadMetrics:
     """Counters of reads and of compared pages.
 
-    Args:
-        page_bytes: moved by one descriptor.
     Attributes:
         in_flight: reads given to links and not ended.
     """
 
-    def __init__(self, page_bytes: int) -> None:
-        self._page_bytes = page_bytes
+    def __init__(self) -> None:
         self._paths = {name: _Path() for name in PATHS}
         self.in_flight = 0
         self._compared = {"passed": 0, "failed": 0}  # pages
 
-    def ended(self, path: str, num_bytes: int, seconds: float, *, refused: bool) -> None:
+    def ended(self, path: str, read: ReadEnded) -> None:
         """Count one ended read of a link. A path that is not in PATHS is not counted."""
         of_path = self._paths.get(path)
         if of_path is None:
             return
-        if refused:
+        if read.refused:
             of_path.num_refused += 1
             return
-        of_path.num_bytes += num_bytes
-        of_path.num_descriptors += num_bytes // self._page_bytes
-        of_path.seconds.add(seconds)
+        of_path.num_bytes += read.num_bytes
+        of_path.num_descriptors += read.num_parts
+        of_path.seconds.add(read.seconds)
 
     def compared(self, *, right: int, wrong: int) -> None:
         """Count pages that were compared by checksum."""
@@ -177,8 +175,12 @@ class ConsumerSide:
             self._outlet.end(stream, str(mismatch), refused=True)
             return
         self._peers[stream] = hello
+        there, here = hello.regions[0], self._hello.regions[0]
         pages = OwnerPages(
-            hello.regions[0].num_pages, hello.state_pages, self._hello.same_layout(hello)
+            there.num_pages,
+            hello.state_pages,
+            self._hello.same_layout(hello),
+            min(there.page_bytes, here.page_bytes),
         )
         self._carry_out(self._end.stream_up(stream, hello.instance, hello.address, pages, now))
 
@@ -230,16 +232,16 @@ class ConsumerSide:
     def _link_event(self, event: LinkEvent, now: float) -> None:
         stream = self._streams[event.link]
         match event:
-            case LinkUp(_, path, gib_per_s):
+            case LinkUp(_, path, gib_per_s, members):
                 self._log.info("link up", stream=stream, path=path, gib_per_s=gib_per_s)
                 del self._opening[stream]
                 self._paths[event.link] = path
-                self._carry_out(self._end.link_up(stream, path, gib_per_s))
+                several = members if len(members) > 1 else ()
+                self._carry_out(self._end.link_up(stream, path, gib_per_s, several))
             case RateMeasured(_, gib_per_s):
                 self._carry_out(self._end.rate_measured(stream, gib_per_s))
-            case ReadEnded(link, num_bytes=num_bytes, seconds=seconds, refused=refused):
-                path = self._paths[link]
-                self._meter.ended(path, num_bytes, seconds, refused=bool(refused))
+            case ReadEnded(link, refused=refused):
+                self._meter.ended(self._paths[link], event)
                 self._carry_out(self._end.read_ended(stream, refused, now))
             case LinkClosed(link, reason):
                 self._log.info("link closed", stream=stream, reason=reason)
@@ -302,9 +304,9 @@ class ConsumerSide:
                 case event:
                     self._outlet.tell(event)
 
-    def _confirm(self, stream: int, held: CompletedEvent, sums: Sequence[tuple[int, int]]) -> None:
+    def _confirm(self, stream: int, held: CompletedEvent, sums: Sequence[PageSum]) -> None:
         """Report to the engine whether the pages read match their checksums."""
-        wrong = self._sums.wrong(sums)
+        wrong = self._sums.wrong(sums, self._peers[stream].shape)
         self._meter.compared(right=len(sums) - len(wrong), wrong=len(wrong))
         if not wrong:
             self._outlet.tell(held)

@@ -106,7 +106,7 @@ def both_sides(
             cast(EventOutlet[ReaderEvent], outlet),  # the outlet takes the events of both
             wake,
             reads,
-            PageChecksums(page_bytes_of(pool), 0),
+            PageChecksums(page_bytes_of(pool), 0, paths.compared),
         )
         publisher = ProducerSide(
             ProducerEnd(config, tables),
@@ -114,7 +114,7 @@ def both_sides(
             paths.offers,
             cast(EventOutlet[OwnerEvent], outlet),
             wake,
-            PageChecksums(page_bytes_of(pool), config.checksum_interval),
+            PageChecksums(page_bytes_of(pool), config.checksum_interval, paths.compared),
             max_untaken_tokens=max_untaken_tokens,
         )
         return TransferSides(reader, publisher)

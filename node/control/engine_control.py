@@ -17,6 +17,7 @@ from common.priority import CLASSES
 from common.requests.namespace import AdapterId, WeightsId
 from engine.adapters.library import AdapterLoader
 from engine.kv_cache.cache_events import CacheEvents
+from kvtransfer.ports import ProducerUp
 from node.control.cache_reports import CacheReports
 from node.control.operations import EngineOperations
 from node.control.pauses import ControlledRole
@@ -34,6 +35,7 @@ from node.messages import (
     LoadAdapter,
     NodeCall,
     NodeCallResult,
+    NodeLink,
     PrepareRole,
     ResumeNode,
     StartRole,
@@ -116,17 +118,22 @@ class EngineControl:
         self._check_at = 0.0
         self._told_drained = False
         self.draining = False
-        self.links: dict[str, tuple[str, float]] = {}  # owner's address: path, GiB/s
+        self.links: dict[str, NodeLink] = {}  # by the owner's address
 
     @property
     def weights(self) -> WeightsId:
         """Return the weight version in use."""
         return self._operations.weights
 
+    def link_up(self, event: ProducerUp) -> None:
+        """Record a link."""
+        link = NodeLink(event.address, event.path, event.gib_per_s, event.members)
+        self.links[event.address] = link
+
     def link_measured(self, address: str, gib_per_s: float) -> None:
         """Record another rate of a link that is up."""
         if (link := self.links.get(address)) is not None:
-            self.links[address] = (link[0], gib_per_s)
+            self.links[address] = link._replace(gib_per_s=gib_per_s)
 
     def poll(
         self, inside: ControlledRole, requests: Callable[[FrontMessage], None] | None = None
@@ -212,7 +219,7 @@ class EngineControl:
                 gauges=gauges,
                 state=self._state(inside),
                 pages_free=pages["free"] + pages["cache"],
-                links=tuple((address, *link) for address, link in self.links.items()),
+                links=tuple(self.links.values()),
                 distributions=distributions,
                 backlogs=inside.backlogs(),
                 adapters=dict(self._adapters.names()),

@@ -30,6 +30,7 @@ from node.messages import (
     ExplainRequests,
     FlushCache,
     LoadAdapter,
+    NodeLink,
     PauseGeneration,
     PrepareWeights,
     PutWeights,
@@ -164,6 +165,15 @@ class NodeIdentity(NamedTuple):
     engine_pid: int
 
 
+def _link_state(link: NodeLink) -> router_pb2.LinkState:
+    return router_pb2.LinkState(
+        peer=link.address,
+        path=link.path,
+        gib_per_s=link.gib_per_s,
+        members=[router_pb2.LinkMember(**msgspec.structs.asdict(each)) for each in link.members],
+    )
+
+
 def _ranks(
     pids: Sequence[int], device: str, gauges: Mapping[str, float]
 ) -> Iterator[router_pb2.RankState]:
@@ -253,8 +263,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             reply.weights = moving.weights
             queued_s, token_s = moving.backlogs.get("prompts", QueueBacklog())
             reply.prompts.CopyFrom(router_pb2.Backlog(queued_s=queued_s, token_s=token_s))
-        for peer, path, gib_per_s in moving.links if moving else ():
-            reply.links.append(router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s))
+        reply.links.extend(map(_link_state, moving.links if moving else ()))
         return reply
 
     async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:

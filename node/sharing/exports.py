@@ -154,7 +154,7 @@ class PrefixExports:
 MAX_PIECES_ASKED = 64  # opened and not granted; more are rejected
 
 
-# Weights that other nodes read from this one, in pieces of a page each.
+# Weights that other nodes read from this one, in pieces of at most a page each.
 #
 #     Opened --Granted: pages of its own--> filled, beside the engine --Published--> lent
 #                  `--no pages, or other weights--> refused             ClosedEvent --> gone
@@ -165,6 +165,7 @@ MAX_PIECES_ASKED = 64  # opened and not granted; more are rejected
 @dataclass(slots=True, eq=False)
 class _Loan:
     pages: Ints
+    piece_bytes: int
     filling: Future[int]  # number of pages with a piece
     told: bool = False  # whether the result has been reported to its reader
     dropped: bool = False  # its reader is done
@@ -228,13 +229,18 @@ class WeightExports:
         serial, (weights, source) = event.serial, asked
         if weights != self._weights.id or not self._weights.whole:
             return self._refuse(serial, "this node has other weights, or none", retryable=False)
+        piece_bytes, page_bytes = source.piece_bytes, self._pool.shape[1]
+        if not 0 < piece_bytes <= page_bytes:
+            reason = f"a piece of {piece_bytes} bytes does not fit into a page of {page_bytes}"
+            return self._refuse(serial, reason, retryable=False)
         lent = sum(len(loan.pages) for loan in self._loans.values())
         num_pages = min(source.num_pieces, self._pages.num_pages // SHARE - lent)
         pages = self._cache.allocate(num_pages, PageHolder.PUBLICATION) if num_pages > 0 else None
         if pages is None:
             return self._refuse(serial, "busy: no pages for weights now", retryable=True)
-        filling = self._worker.submit(self._fill, source.first_piece, pages)
-        self._loans[serial] = _Loan(pages, filling)
+        start = source.first_piece * piece_bytes
+        filling = self._worker.submit(self._fill, start, piece_bytes, pages)
+        self._loans[serial] = _Loan(pages, piece_bytes, filling)
         filling.add_done_callback(lambda _: self._tell())
 
     def dropped(self, event: ClosedEvent) -> None:
@@ -243,7 +249,7 @@ class WeightExports:
         loan = self._loans.get(event.serial)
         if loan is not None:
             loan.dropped = True
-            self._num_bytes += loan.filling.result() * self._pool.shape[1] if event.held else 0
+            self._num_bytes += loan.filling.result() * loan.piece_bytes if event.held else 0
 
     def poll(self) -> None:
         """Publish filled pages, and release pages that have been read."""
@@ -271,18 +277,20 @@ class WeightExports:
         self._refused.add(serial)
         self._port.post(FailCommand(serial, reason, retryable))
 
-    def _fill(self, first: int, pages: Ints) -> int:
-        """Copy pieces from `first` on into these pages, on the worker. Returns the number of
-        pieces.
+    def _fill(self, start: int, piece_bytes: int, pages: Ints) -> int:
+        """Copy the pieces from the byte `start` on into these pages, on the worker. Returns the
+        number of pieces.
         """
-        page_bytes = self._pool.shape[1]
-        buffer = torch.empty(len(pages), page_bytes, dtype=torch.uint8)
+        # Whole pages, because the reader may read what is behind a piece.
+        buffer = torch.zeros(len(pages), self._pool.shape[1], dtype=torch.uint8)
+        file, num_pages = self._weights.lent(), 0
         try:
-            num_bytes = self._weights.lent().read(first * page_bytes, buffer.numpy().data.cast("B"))
+            for page in buffer.numpy():
+                if not file.read(start + num_pages * piece_bytes, page[:piece_bytes].data):
+                    break
+                num_pages += 1
         except OSError as error:
             raise FailedPrecondition(f"its weights cannot be read again: {error}") from error
-        num_pages = -(-num_bytes // page_bytes)
-        buffer.view(-1)[num_bytes : num_pages * page_bytes] = 0
         self._pool[torch.from_numpy(pages[:num_pages]).long()] = buffer[:num_pages].to(
             self._pool.device
         )

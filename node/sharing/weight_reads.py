@@ -54,14 +54,14 @@ class WeightPieces:
     """The pieces of one file, numbered from 0.
 
     Attributes:
+        piece_bytes: of each piece except the last one. Set before the first window is requested.
         num_bytes: of the file, once it is known.
     Args:
-        piece_bytes: of each piece except the last one.
         most: pieces of one window.
     """
 
-    def __init__(self, piece_bytes: int, most: int) -> None:
-        self._piece_bytes = piece_bytes
+    def __init__(self, most: int) -> None:
+        self.piece_bytes = 0
         self._most = most
         self._num_asked = 0  # from the first one on
         self._again: deque[WeightWindow] = deque()
@@ -99,7 +99,7 @@ class WeightPieces:
 
     def ends_at(self, num_bytes: int) -> None:
         """Set the length of the file. Lost pieces beyond it are not requested again."""
-        self.num_bytes, self._past = num_bytes, -(-num_bytes // self._piece_bytes)
+        self.num_bytes, self._past = num_bytes, -(-num_bytes // self.piece_bytes)
         clipped = [WeightWindow(each.first, min(each.past, self._past)) for each in self._again]
         self._again = deque(each for each in clipped if each.first < each.past)
 
@@ -119,24 +119,23 @@ class WeightCopies:
 
     def __init__(self, pool: Tensor, tell: Callable[[], None]) -> None:
         self._pool = pool
-        self._page_bytes = pool.shape[1]
         self._tell = tell
         self._worker = ThreadPoolExecutor(1, "weight reads")
 
     def copy(
-        self, file: ReceivedFile, first: int, pages: Ints, num_bytes: int | None, lender: str
+        self, file: ReceivedFile, first: int, pages: Ints, pieces: WeightPieces, lender: str
     ) -> Future[int | None]:
         """Copy the pieces from `first` on out of these pages, which must not change until it is
         done. The Future has the number of bytes of the whole file, once that can be known, else
         None.
 
         Args:
-            num_bytes: of the file, if known.
             lender: its address.
         Fails with:
             FailedPrecondition: there is no room for it, or it is not a file of weights.
         """
-        copying = self._worker.submit(self._copy, file, first, pages, num_bytes, lender)
+        sizes = pieces.piece_bytes, pieces.num_bytes
+        copying = self._worker.submit(self._copy, file, first, pages, sizes, lender)
         copying.add_done_callback(lambda _: self._tell())
         return copying
 
@@ -148,10 +147,16 @@ class WeightCopies:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _copy(
-        self, file: ReceivedFile, first: int, pages: Ints, num_bytes: int | None, lender: str
+        self,
+        file: ReceivedFile,
+        first: int,
+        pages: Ints,
+        sizes: tuple[int, int | None],
+        lender: str,
     ) -> int | None:
-        start = first * self._page_bytes
-        rows = self._pool[torch.from_numpy(pages).long()].to(_HOST)
+        piece_bytes, num_bytes = sizes
+        start = first * piece_bytes
+        rows = self._pool[torch.from_numpy(pages).long(), :piece_bytes].to(_HOST)
         data = rows.numpy().data.cast("B")
         try:
             file.write(start, data if num_bytes is None else data[: num_bytes - start])
@@ -244,8 +249,7 @@ class WeightReads:
         self._instance = instance
         self._cache = cache
         self._pages = pages
-        self._page_bytes = page_bytes = pool.shape[1]
-        most = min(WINDOW_PAGES, WINDOW_BYTES // page_bytes, pages.num_pages // SHARE)
+        most = min(WINDOW_PAGES, WINDOW_BYTES // pool.shape[1], pages.num_pages // SHARE)
         self._window_pages = max(most, 1)
         self._port = port
         self._clock = clock
@@ -277,7 +281,7 @@ class WeightReads:
         if self.busy:
             future.set_exception(Overloaded("weights are being read already"))
             return future
-        now, pieces = self._clock(), WeightPieces(self._page_bytes, self._window_pages)
+        now, pieces = self._clock(), WeightPieces(self._window_pages)
         try:
             taking = _Taking(weights, address, self._weights.receive(), pieces, now, now, future)
         except ServingError as error:
@@ -314,10 +318,9 @@ class WeightReads:
         if past < read.window.past:
             taking.pieces.lost(WeightWindow(past, read.window.past))
         taking.moved_at = self._clock()
-        self.num_bytes += event.num_tokens * self._page_bytes
+        self.num_bytes += event.num_tokens * taking.pieces.piece_bytes
         pages = read.pages[: event.num_tokens]
-        known = taking.pieces.num_bytes
-        read.copying = self._copies.copy(taking.file, first, pages, known, taking.address)
+        read.copying = self._copies.copy(taking.file, first, pages, taking.pieces, taking.address)
 
     def lost(self, event: FailedEvent) -> None:
         read, taking = self._reads[event.id], self._taking
@@ -384,6 +387,8 @@ class WeightReads:
         header is here.
         """
         pieces = taking.pieces
+        # Another owner at this address, with smaller pages, refuses pieces that do not fit.
+        pieces.piece_bytes = pieces.piece_bytes or owner.piece_bytes
         most = WINDOWS if pieces.num_bytes is not None else 1
         while len(self._reads) < most and (window := pieces.next(now)) is not None:
             num_pages = window.past - window.first
@@ -400,7 +405,7 @@ class WeightReads:
                     owner.owner,
                     taking.weights,
                     Remaining(WINDOW_S),
-                    Weights(window.first, window.past - window.first),
+                    Weights(window.first, num_pages, pieces.piece_bytes),
                 )
             )
             self._port.post(GrantCommand(handoff_id, 0, pages))

@@ -21,6 +21,7 @@ from protos.router_pb2 import (
     ClusterNode,
     GetClusterResponse,
     LatencySummary,
+    LinkMember,
     LinkState,
     RankState,
     RecentRequests,
@@ -104,6 +105,9 @@ def split(at_s, num_ranks=2):
         for n in range(num_ranks)
     ]
     now.nodes[1].ranks.extend(ranks)
+    now.nodes[1].links[0].members.extend(
+        LinkMember(rank=n, owner_rank=0, path="tcp", gib_per_s=1.0 + n) for n in range(num_ranks)
+    )
     return now
 
 
@@ -115,7 +119,17 @@ def test_each_rank_has_a_line_and_links_have_the_numbers_of_ranks():
     assert shown[shown.index(title) + 2].split() == [DECODE, "1", "31", "cpu", "6.0", "MiB", "1"]
     (link,) = [line for line in shown if "→" in line and "cma" in line]
     assert link.startswith(f"{PREFILL} → {DECODE} (1 → 2 ranks)")
+    first, second = shown[shown.index(link) + 1 :][:2]
+    assert first.split() == ["rank", "0", "→", "rank", "0", "tcp", "1.07"]
+    assert second.split() == ["rank", "0", "→", "rank", "1", "tcp", "2.15"]
     assert not any("rank" in line for line in lines(150))
+
+
+def test_members_of_links_are_shown_only_if_all_fit():
+    shown = lines(150, 24, make=lambda at_s: split(at_s, num_ranks=32))
+    assert len(shown) <= 24
+    assert any(line.startswith(f"{PREFILL} → {DECODE} (1 → 32 ranks)") for line in shown)
+    assert not any("rank 0 → rank" in line for line in shown)
 
 
 def test_ranks_that_do_not_fit_have_a_line_for_each_node():

@@ -1,6 +1,7 @@
 """Hand-offs between nodes with different numbers of ranks: answers are those of one rank."""
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -8,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from protos.node_pb2 import PrepareWeightsRequest, PutWeightsRequest, TakeWeightsRequest
 from protos.router_pb2 import ContinueRequest, PauseRequest
 from tests.integration.oracle import Oracle, oracle
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster, held, slowed
+from tests.support.cluster import Cluster, free_ports, held, slowed
+from tests.support.scrapes import scraped, total
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +69,7 @@ async def test_answers_are_those_of_one_rank(
     tmp_path: Path, architecture: str, prefill_tp: int, decode_tp: int, path: str, page_size: int
 ) -> None:
     model = make_checkpoint(tmp_path / "model", architecture)
-    await check_pair(model, tmp_path, ranks(prefill_tp), ranks(decode_tp), path, page_size)
+    await check_pair(model, tmp_path, (prefill_tp, 1), (decode_tp, 1), path, page_size)
 
 
 @LONG
@@ -92,24 +93,27 @@ async def test_answers_of_stages_are_those_of_one_rank(
 ) -> None:
     model = make_checkpoint(tmp_path / "model", architecture, num_hidden_layers=num_layers)
     page_size = 256 if architecture == "qwen3_next" else 16
-    await check_pair(model, tmp_path, ranks(*prefill), ranks(*decode), path, page_size)
+    await check_pair(model, tmp_path, prefill, decode, path, page_size)
 
 
 async def check_pair(
     model: Path,
     tmp_path: Path,
-    prefill_flags: tuple[str, ...],
-    decode_flags: tuple[str, ...],
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
     path: str,
     page_size: int,
 ) -> None:
+    """Compare the answers of a prefill node and a decode node with such tp and pp."""
+    (port,) = free_ports(1)
+    node_flags = (f"--engine.cache.page-size={page_size}", "--transfer.checksum-interval=1")
     async with Cluster(
         model,
         tmp_path,
         path=path,
-        node_flags=(*FLAGS, f"--engine.cache.page-size={page_size}"),
-        prefill_flags=prefill_flags,
-        decode_flags=decode_flags,
+        node_flags=(*FLAGS, *node_flags),
+        prefill_flags=ranks(*prefill),
+        decode_flags=(*ranks(*decode), f"--metrics-port={port}"),
     ) as cluster:
         known = oracle(model)
         lengths = (1, page_size, page_size + 1, 2 * page_size, 4 * CHUNK_TOKENS + 5)
@@ -119,10 +123,16 @@ async def check_pair(
         assert whole
         await check(cluster, known, asked)  # with prefixes in the caches of both
         assert whole < await pages_read(cluster) < 2 * whole
+        (link,) = (await cluster.decode[0].describe()).links
+        reading = {each.rank for each in link.members}
+        assert reading == set(range(math.prod(decode))) or decode == (1, 1)
         await cluster.until_nothing_is_held()
         for node in cluster.decode:
             await node.flush_cache()
         await check(cluster, known, asked)  # with prefixes in the prefill node's cache
+        metrics, name = await asyncio.to_thread(scraped, port), "baton_handoff_checksums_total"
+        assert total(metrics, name, outcome="passed") > len(asked)
+        assert total(metrics, name, outcome="failed") == 0
 
 
 async def test_responses_migrate_between_nodes_of_different_ranks(
@@ -230,31 +240,37 @@ async def test_a_rank_that_ends_costs_no_answer(
         node.killed = True
 
 
-@LONG
-async def test_a_node_takes_weights_from_one_with_as_many_ranks(tmp_path: Path) -> None:
-    """And says why it cannot if the numbers differ."""
+# Seen failing with followers that keep their weights, and with pieces of a page of the source.
+@pytest.mark.parametrize(
+    ("source_tp", "tp"),
+    [(1, 2), *(pytest.param(*each, marks=LONG) for each in [(2, 1), (2, 2), (4, 2)])],
+)
+async def test_a_node_reads_weights_from_one_with_other_ranks(
+    tmp_path: Path, source_tp: int, tp: int
+) -> None:
     root = tmp_path / "weights"
     first, second = make_checkpoint(root / "a"), make_checkpoint(root / "b", seed=1)
     async with Cluster(
         first,
         tmp_path,
-        num_prefill=2,
         node_flags=(*FLAGS, f"--engine.weights-dir={root}"),
-        flags_of={"prefill-1": ranks(2), "decode-0": ranks(2)},
-        router_flags=("--policy=round_robin",),
+        prefill_flags=ranks(tp),
+        decode_flags=ranks(source_tp),
     ) as cluster:
-        (one, two), (source,) = cluster.prefill, cluster.decode
-        for node in cluster.nodes:
-            await node.stub.Pause(PauseRequest(mode="abort"), timeout=60)
+        (node,), (source,) = cluster.prefill, cluster.decode
+        for each in cluster.nodes:
+            await each.stub.Pause(PauseRequest(mode="abort"), timeout=60)
         prepared = await source.stub.PrepareWeights(PrepareWeightsRequest(path="b"), timeout=60)
         await source.stub.PutWeights(PutWeightsRequest(id=prepared.id), timeout=60)
         take = TakeWeightsRequest(id=prepared.id, address=source.address)
-        await two.stub.TakeWeights(take, timeout=60)
-        with pytest.raises(grpc.aio.AioRpcError, match="only from a node with as many ranks"):
-            await one.stub.TakeWeights(take, timeout=60)
-        await one.stub.PrepareWeights(PrepareWeightsRequest(path="b"), timeout=60)
-        await one.stub.PutWeights(PutWeightsRequest(id=prepared.id), timeout=60)
-        for node in cluster.nodes:
-            await node.stub.Continue(ContinueRequest(), timeout=60)
+        await node.stub.TakeWeights(take, timeout=60)
+        for each in cluster.nodes:
+            await each.stub.Continue(ContinueRequest(), timeout=60)
+
+        async def paired() -> bool:
+            return bool((await source.describe()).links)
+
+        await cluster.wait_until(paired, "the nodes pair with the new weights")
         known = oracle(second)
         await check(cluster, known, prompts(known.vocabulary_size, (5, 40, 200)))
+        assert await pages_read(cluster)

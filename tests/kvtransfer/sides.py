@@ -297,7 +297,8 @@ class ReaderSide(Side[ConsumerEnd]):
         """Changes this side and returns what crosses to the world outside."""
         match given:
             case ("up", stream, owner, address):
-                theirs = OwnerPages(1 << 20, self.plan.of_owner.state_pages, same_layout=True)
+                state_pages = self.plan.of_owner.state_pages
+                theirs = OwnerPages(1 << 20, state_pages, same_layout=True, piece_bytes=1)
                 actions = self.end.stream_up(stream, owner, address, theirs, self.now)
             case ("down", stream):
                 actions = self.end.stream_down(stream, "cut")

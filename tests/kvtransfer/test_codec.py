@@ -130,7 +130,7 @@ sources = st.one_of(
     st.builds(Prompt, specs(), st.lists(hints, max_size=MAX_HINTS).map(tuple)),
     st.builds(Live, specs(), u64),
     st.builds(Prefix, token_ids, namespaces, u64),
-    st.builds(Weights, u32, st.integers(1, codec.MAX_TOKENS)),
+    st.builds(Weights, u32, st.integers(1, codec.MAX_TOKENS), st.integers(1, 2**64 - 1)),
 )
 budgets = st.builds(
     Remaining, st.floats(1e-3, MAX_BUDGET_S), st.floats(0.0, MAX_BUDGET_S) | st.just(math.inf)
@@ -221,9 +221,9 @@ def _opening() -> OpenHandoff:
     return OpenHandoff(ID, b"", Remaining(9.0), Prompt(make_spec([1, 2])))
 
 
-def _pieces(number: int) -> pb.FromReader:
+def _pieces(number: int, piece_bytes: int = 1) -> pb.FromReader:
     message = _open()
-    message.open.weights.num_pieces = number
+    _change(message.open.weights, {"num_pieces": number, "piece_bytes": piece_bytes})
     return message
 
 
@@ -323,6 +323,7 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
             "unknown source",
         ),
         (_pieces(0), "without pieces"),
+        (_pieces(1, piece_bytes=0), "without pieces"),
         (_pieces(codec.MAX_TOKENS + 1), "pieces"),
         (_open(priority=101), "priority"),
         (_open(priority=-101), "priority"),

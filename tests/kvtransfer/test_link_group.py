@@ -74,7 +74,7 @@ class FakeLink:
         self.notify(LinkUp(self, path, gib_per_s))
 
     def end(self, num_bytes: int = 10, seconds: float = 1.0, refused: str = "") -> None:
-        self.notify(ReadEnded(self, self.jobs.popleft(), num_bytes, seconds, refused))
+        self.notify(ReadEnded(self, self.jobs.popleft(), num_bytes, 2, seconds, refused))
 
     def fence(self, reason: str = "cut") -> None:
         self.closing, self.closed = self.closing or reason, True
@@ -139,7 +139,8 @@ def test_a_read_ends_when_its_last_member_has_ended_it(n):
     rig.members[-1].end(seconds=2.0)
     (ended,) = rig.events
     assert (ended.link, ended.handoff, ended.refused) == (rig.group, handoff(1), "")
-    assert (ended.num_bytes, ended.seconds) == (10 * n, 2.0 if n == 1 else 3.0)
+    assert (ended.num_bytes, ended.num_parts) == (10 * n, 2 * n)
+    assert ended.seconds == (2.0 if n == 1 else 3.0)
     rig.members[-1].end()
     assert rig.ended() == [1, 2]
 

@@ -13,6 +13,7 @@ import xxhash
 from common.errors import TransferError
 from kvtransfer.backends.base import BackendConnection, PagePool
 from kvtransfer.backends.device_memory import cuda_device
+from kvtransfer.protocol.actions import PageSum
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from tests.support.data_children import CANARY, CUDA, CudaMemory, make_backend, scattered
 from tests.support.data_ends import closing, wait_for
@@ -58,7 +59,7 @@ def test_pages_are_compared_while_a_forward_runs():
     ]
     memory.pages[3, 5] ^= 1
     torch.cuda.synchronize()
-    assert sums.wrong(taken) == [3]
+    assert sums.wrong([PageSum(page, 0, checksum) for page, checksum in taken]) == [3]
 
 
 @pytest.mark.usefixtures("one_sided")

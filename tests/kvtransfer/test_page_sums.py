@@ -3,6 +3,7 @@
 import pytest
 
 from common.errors import TransferError
+from kvtransfer.protocol.actions import PageSum
 from kvtransfer.transfer import page_bytes
 from kvtransfer.transfer.page_bytes import DevicePageBytes, PageChecksums, page_bytes_of
 from tests.support.data_children import Memory, content
@@ -40,7 +41,7 @@ def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory):
 
 def test_a_single_bit_is_found_in_the_page_that_has_it(memory):
     sums = PageChecksums(page_bytes_of(memory.pool), 1)
-    expected = [(place, checksum) for place, checksum in sums.take(range(NUM_PAGES))]
+    expected = [PageSum(place, 0, checksum) for place, checksum in sums.take(range(NUM_PAGES))]
     assert sums.wrong(expected) == []
     memory.pages[3, PAGE_BYTES - 1] ^= 1
     assert sums.wrong(expected) == [3]
@@ -52,7 +53,7 @@ def test_pages_of_a_device_are_compared_as_well(memory):
     taken = in_its_memory.take(range(NUM_PAGES))
     assert taken == PageChecksums(page_bytes_of(memory.pool), 1).take(range(NUM_PAGES))
     memory.pages[3, PAGE_BYTES - 1] ^= 1
-    assert in_its_memory.wrong(taken) == [3]
+    assert in_its_memory.wrong([PageSum(page, 0, checksum) for page, checksum in taken]) == [3]
     assert device.users.strays == []
     device.end()
 

@@ -30,7 +30,8 @@ from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults, Loopba
 from kvtransfer.frontend_messages import PairOpened
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello, region_of
-from kvtransfer.ports import TablePages
+from kvtransfer.ports import PIECES, STATE, TablePages, tables_of
+from kvtransfer.protocol.actions import PageSum
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.rank_messages import (
     DismissReader,
@@ -74,6 +75,7 @@ NET = RecurrentState(
 MODELS: dict[str, list[LayerState]] = {
     "dense": [DENSE] * 3,
     "windows": [DENSE, *[WINDOW] * 5, DENSE, WINDOW],
+    "unequal tables": [DENSE] * 3 + [WINDOW] * 2,
     "latents": [LATENT] * 4,
     "delta nets": [NET, NET, DENSE] * 2,
 }
@@ -336,6 +338,17 @@ def test_every_rank_reads_its_part(
     link.post(HandoffId(READER, 1, 1), first)
     up = rig.next(LinkUp)
     assert up.link is link and up.gib_per_s > 0
+    assert [(each.rank, each.owner_rank) for each in up.members] == [
+        (rank, owner)
+        for rank, mine in enumerate(rig.reader.pages)
+        for owner in range(sizes[0])
+        if any(
+            each.owner == owner
+            for slices in copy_map(rank, mine, rig.owner.pages)
+            for each in slices
+        )
+    ]
+    assert all(each.path == up.path and each.gib_per_s > 0 for each in up.members)
     ended = rig.next(ReadEnded)
     assert (ended.handoff.request, ended.refused) == (1, "")
     assert ended.num_bytes == sum(
@@ -344,6 +357,12 @@ def test_every_rank_reads_its_part(
             None if sizes[0] == sizes[1] else copy_map(rank, pages, rig.owner.pages),
         ).of(first)
         for rank, pages in enumerate(rig.reader.pages)
+    )
+    maps = [copy_map(rank, pages, rig.owner.pages) for rank, pages in enumerate(rig.reader.pages)]
+    assert ended.num_parts == (
+        sizes[1] * len(first.source)
+        if sizes[0] == sizes[1]
+        else sum(5 * sum(map(len, tables)) + len(state) for *tables, state in maps)
     )
     rig.check(first)
     for memory in rig.reader.memory:
@@ -355,6 +374,98 @@ def test_every_rank_reads_its_part(
     closed = rig.next(LinkClosed)
     assert (closed.link, closed.reason, closed.unfinished) == (link, "done", ())
     assert link.join(WAIT_S) and rig.events.empty()
+
+
+# Seen failing with whole pages in followers, and with pieces read as pages of the first table.
+@pytest.mark.parametrize(
+    "model, kind", [("dense", "tcp"), ("delta nets", "tcp"), ("dense", "nixl")]
+)
+@pytest.mark.parametrize("sizes", PAIRS)
+def test_rank_0_reads_pieces_of_weights_from_rank_0(
+    make: Make,
+    request: pytest.FixtureRequest,
+    sizes: tuple[int, int],
+    model: str,
+    kind: str,
+) -> None:
+    if kind == "nixl":
+        request.getfixturevalue("one_sided")
+    rig = make(sizes, model, kind)
+    source, destination = np.array([[3, 9, 4], [8, 1, 60]], np.int32)
+    rig.owner.publish(source)
+    link = rig.up()
+    for number, read in enumerate(
+        (PagesToRead(source, destination, (TablePages(PIECES, 3),)),) * 2
+    ):
+        link.post(HandoffId(READER, number, 1), read)
+        ended = rig.next(ReadEnded)
+        owner, mine = rig.owner.memory[0], rig.reader.memory[0]
+        size = min(owner.pool.page_bytes, mine.pool.page_bytes)
+        assert (ended.num_bytes, ended.refused) == (3 * size, "")
+        expected = [np.full_like(memory.pages, CANARY) for memory in rig.reader.memory]
+        expected[0][destination, :size] = owner.pages[source, :size]
+        for memory, pages in zip(rig.reader.memory, expected, strict=True):
+            assert (memory.pages == pages).all()
+
+
+def bytes_of_page(rig: Rig, table: int) -> list[tuple[int, bool]]:
+    """Return some bytes of a page that rank 0 has read, and whether checksums cover them."""
+    mine, owners = rig.reader.pages[0], rig.owner.pages
+    if len(rig.reader.pages) == len(owners):
+        return [(0, True), (mine.page_bytes - 1, True)]
+    if table == PIECES:
+        size = min(mine.page_bytes, owners[0].page_bytes)
+        return [(0, True), (size - 1, True), *([(size, False)] if size < mine.page_bytes else [])]
+    slices = copy_map(0, mine, owners)[table]
+    return [
+        (byte, each.owner == 0) for each in slices for byte in (each.at, each.at + each.size - 1)
+    ]
+
+
+# Seen failing with checksums of whole pages, and with the bytes of the first table for all tables.
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("sizes", PAIRS)
+def test_checksums_cover_the_bytes_that_rank_0_reads_from_rank_0(
+    make: Make, sizes: tuple[int, int], model: str
+) -> None:
+    rig = make(sizes, model)
+    pieces = PagesToRead(*np.array([[1], [2]], np.int32), (TablePages(PIECES, 1),))
+    pages = rig.read(5)
+    rig.owner.publish(np.concatenate([pages.source, pieces.source]))
+    link = rig.up()
+    for read in (pages, pieces):
+        link.post(HandoffId(READER, 1, 1), read)
+        assert rig.next(ReadEnded).refused == ""
+        sums = [
+            PageChecksums(page_bytes_of(node.memory[0].pool), 1, node.paths.compared)
+            for node in (rig.owner, rig.reader)
+        ]
+        tables = tables_of(read.spans, len(read.source))
+        taken = sums[0].take(read.source.tolist(), read.spans, sizes[1])
+        whole = sizes[0] == sizes[1]
+        assert [place for place, _ in taken] == [
+            place for place, table in enumerate(tables) if whole or table != STATE
+        ]
+        expected = [
+            PageSum(int(read.destination[place]), tables[place], checksum)
+            for place, checksum in taken
+        ]
+        assert sums[1].wrong(expected, sizes[0]) == []
+        for each in expected:
+            page = rig.reader.memory[0].pages[each.page]
+            for byte, counts in bytes_of_page(rig, each.table):
+                page[byte] ^= 1
+                assert sums[1].wrong(expected, sizes[0]) == ([each.page] if counts else [])
+                page[byte] ^= 1
+
+
+# Seen failing without the case: LayoutMismatch ends the thread.
+def test_a_reader_that_cannot_have_its_number_of_ranks_gets_no_checksums(make: Make) -> None:
+    rig = make((2, 1))
+    pool = rig.owner.memory[0].pool
+    sums = PageChecksums(page_bytes_of(pool), 1, rig.owner.paths.compared)
+    assert sums.take([1], [TablePages(0, 1)], 1)
+    assert sums.take([1], [TablePages(0, 1)], 3) == ()
 
 
 @pytest.mark.parametrize("model", ["windows", "delta nets"])
@@ -621,7 +732,7 @@ def test_a_link_that_outlives_its_role_is_not_taken_for_one_of_the_next(
         read = ReadRankPages(0, HandoffId(1, 1, 1), page, page, (TablePages(0, 1),))
         read_ended = ask(encoded(read))
         wait_for(lambda: bool(links[1].posted))
-        links[1].notify(ReadEnded(links[1], HandoffId(1, 1, 1), 8, 0.1, ""))
+        links[1].notify(ReadEnded(links[1], HandoffId(1, 1, 1), 8, 1, 0.1, ""))
         read_ended.result(WAIT_S)
 
 
@@ -739,7 +850,7 @@ def test_a_hello_that_cannot_be_true_ends_the_pair(make: Make, lie: str) -> None
         rig.reader.paths.backends,
         cast(Any, outlet),
         lambda: None,
-        ReadMetrics(pool.page_bytes),
+        ReadMetrics(),
         PageChecksums(page_bytes_of(pool), 0),
     )
     hello = msgspec.structs.replace(rig.hello, **change(rig.hello))

@@ -105,7 +105,7 @@ class Rig:
         self.source.pages[:] = content(7, NUM_PAGES, PAGE_BYTES)
         self.landing = Memory(NUM_PAGES, PAGE_BYTES)
         self.reader, self.owner = Engine(), Engine()
-        self.reads = ReadMetrics(PAGE_BYTES)
+        self.reads = ReadMetrics()
         self.owners = {
             name: backend.serve(self.source.pool, OWNER) for name, backend in backends.items()
         }

@@ -94,7 +94,7 @@ class LenderSide(OwnerSide):
 
     def _take(self, event: Any) -> list[Output]:
         match event:
-            case OpenedEvent(source=Weights(first_piece, num_pieces)):
+            case OpenedEvent(source=Weights(first_piece, num_pieces, _)):
                 require(event.serial not in self.prompts, "opened twice")
                 self.prompts[event.serial] = Loan(event.id, first_piece, num_pieces)
                 return []
@@ -170,7 +170,7 @@ class TakerSide(ReaderSide):
         for page in pages:
             self.cells[page] = "reserved"
         self.jobs[r] = job._replace(state="granted", pages=pages)
-        pieces, budget = Weights(first, past - first), Remaining(self.plan.budget_s)
+        pieces, budget = Weights(first, past - first, 1), Remaining(self.plan.budget_s)
         commands = (
             OpenCommand(id, max(self.owners), b"", budget, pieces),
             GrantCommand(id, 0, np.array(pages, np.int32)),

@@ -49,9 +49,11 @@ def test_describe_names_both_processes_and_what_the_engine_counts(start_node):
 
 
 def test_describe_has_the_ranks_of_a_node_with_several(start_node):
-    assert not describe(start_node().address()).ranks
+    alone = start_node().address()
+    eventually(lambda: describe(alone).links)  # its first report has come
+    assert not (described := describe(alone)).ranks and not described.links[0].members
     address = start_node("ranks").address()
-    eventually(lambda: describe(address).links)  # its first report has come
+    eventually(lambda: describe(address).links)
     described = describe(address)
     assert list(described.pids[2:]) == [21, 22]
     ranks = [
@@ -60,6 +62,11 @@ def test_describe_has_the_ranks_of_a_node_with_several(start_node):
     ]
     engine = described.pids[1]
     assert ranks == [(0, engine, "cpu", 5, 0), (1, 21, "cpu", 7, 2), (2, 22, "cpu", 0, 0)]
+    members = [
+        (member.rank, member.owner_rank, member.path, member.gib_per_s)
+        for member in described.links[0].members
+    ]
+    assert members == [(0, 0, "tcp", 2.0), (1, 0, "cma", 1.5)]
 
 
 def test_a_killed_engine_fails_every_stream_and_the_node_at_once(start_node):

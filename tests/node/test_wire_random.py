@@ -177,7 +177,7 @@ def test_what_an_owner_says_is_refused_or_taken_by_a_reader(
     said: "list[kvtransfer_pb2.FromOwner]",
 ) -> None:
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    end.stream_up(1, PEER, "h:1", OwnerPages(2**31, 0, True), 0.0)
+    end.stream_up(1, PEER, "h:1", OwnerPages(2**31, 0, True, 1), 0.0)
     end.link_up(1, "tcp", 1.0)
     end.command(OpenCommand(ID, PEER, b"", Remaining(60.0), Prompt(make_spec(range(20)))), 0.0)
     end.command(GrantCommand(ID, 0, np.arange(2, dtype=np.int32)), 0.0)

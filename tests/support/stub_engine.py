@@ -23,6 +23,7 @@ from engine.kv_cache.cache_events import CacheEvents
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from kvtransfer.frontend_messages import EngineHeartbeat, PairInput
+from kvtransfer.ports import LinkMember
 from node.control.cache_reports import CacheReports
 from node.engine_process import Begin, EngineChannel, EngineStart, run_engine
 from node.messages import (
@@ -36,6 +37,7 @@ from node.messages import (
     FlushCache,
     NodeCall,
     NodeCallResult,
+    NodeLink,
     PrepareRole,
     QuarantineStarted,
     RequestEnded,
@@ -194,10 +196,12 @@ class EchoEngine:
             "total_handoffs_opened": 5.0,
             "total_handoffs_completed": 4.0,
         }
+        members: tuple[LinkMember, ...] = ()
         if self._model == "ranks":
             gauges |= {"rank_memory/0": 5.0, "rank_behind/0": 0.0}
             gauges |= {"rank_memory/1": 7.0, "rank_behind/1": 2.0}
-        links = (("127.0.0.1:1", "tcp", 2.0),)
+            members = LinkMember(0, 0, "tcp", 2.0), LinkMember(1, 0, "cma", 1.5)
+        links = (NodeLink("127.0.0.1:1", "tcp", 2.0, members),)
         self._channel.post(EngineStats(self._steps, gauges, state, links, pages_free=5))
 
 

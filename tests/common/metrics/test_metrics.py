@@ -7,8 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.distribution import HistogramCounts, LiveHistogram
 from common.metrics.program import TRUST
 from docs.generate import metrics as docs
+from kvtransfer.ports import LinkMember
 from node import metrics as node
-from node.messages import EngineStats
+from node.messages import EngineStats, NodeLink
 from node.metrics import NodeMetrics
 from router import metrics as router
 from router.metrics import RouterMetrics
@@ -100,15 +101,29 @@ def test_what_front_and_engine_refuse_adds_up():
     assert value(metrics, name, reason="overloaded") == 0
 
 
-def test_links_are_told_by_path():
+def of_rank(rank, gib_per_s):
+    return LinkMember(rank, 0, "tcp", gib_per_s)
+
+
+def test_links_are_told_by_path_and_rank():
     metrics = NodeMetrics("decode")
     metrics.engine_moved(
-        moving(links=(("a:1", "tcp", 2.0), ("b:1", "tcp", 1.0), ("c:1", "rdma", 20.0)))
+        moving(
+            links=(
+                NodeLink("a:1", "tcp", 2.0, (of_rank(0, 1.5), of_rank(1, 1.0))),
+                NodeLink("b:1", "tcp", 1.0, (of_rank(0, 0.5),)),
+                NodeLink("c:1", "rdma", 20.0),
+            )
+        )
     )
     assert value(metrics, "baton_links", path="tcp") == 2
     assert value(metrics, "baton_links", path="cma") == 0
     assert value(metrics, "baton_link_min_bytes_per_second", path="tcp") == 2**30
     assert value(metrics, "baton_link_min_bytes_per_second", path="cma") is None
+    assert value(metrics, "baton_rank_link_min_bytes_per_second", rank="0") == 2**29
+    assert value(metrics, "baton_rank_link_min_bytes_per_second", rank="1") == 2**30
+    assert value(metrics, "baton_rank_link_min_bytes_per_second", rank="2") is None
+    check_declared(families(metrics), node.DECLARED["decode"])
 
 
 def test_ranks_are_told_one_by_one_and_only_if_there_are_several():

@@ -330,7 +330,7 @@ def reader(load: Load) -> dict[str, Any]:
         {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
     )
     role = decode_engine.make_role(cast(Engine, _Engine(core)), cast(NodeRuntime, runtime), config)
-    port.waiting = [ProducerUp(OWNER, ADDRESS, "cma", 5.0)]
+    port.waiting = [ProducerUp(OWNER, ADDRESS, "cma", 5.0, PAGE_SIZE)]
     role.poll()
     # Two tokens: the hand-off's, and one of a decode step, which ends the request.
     sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)

@@ -174,6 +174,6 @@ def _reader(
         backends,
         outlet,
         wake,
-        ReadMetrics(pool.page_bytes),
+        ReadMetrics(),
         PageChecksums(page_bytes_of(kv), 0),
     )
