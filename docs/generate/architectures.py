@@ -9,7 +9,8 @@ reason is recorded. For the other classes, transformers saves a tiny random chec
 loaded by the transformers backend. Prompts of several lengths then go through a prefill and a
 decode node with chunks, hand-offs and both caches, once uncached and once cached. Both nodes are in
 one process, and pages cross by loopback (`tests.pair.rig`). Each greedy token is compared
-with the class's own full forward over all tokens before it, without any cache.
+with the class's own full forward over all tokens before it, without any cache. Two ranks, as
+threads, then compute the same prompts.
 """
 
 import argparse
@@ -18,8 +19,10 @@ import multiprocessing
 import random
 import sys
 import tempfile
+import threading
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,14 +37,18 @@ from common.errors import ConfigError
 from engine.models import open_checkpoint
 from engine.models.families import FAMILIES
 from engine.models.transformers_backend import TransformersCheckpoint
+from engine.ranks import Share
 from tests.pair.node import Loaded, Size
 from tests.pair.rig import PairRig
+from tests.support.steps import Steps
+from tests.support.thread_ranks import run_ranks
 from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
 
 FILE = Path(__file__).with_suffix(".jsonl")
 DEADLINE_S = 150.0
 NUM_TOKENS = 8
 CHUNK_TOKENS = 32
+RANKS = 2
 LENGTHS = (1, 16, 45, 90)
 CPU = torch.device("cpu")
 # The class is built with a size that its default configuration lacks. The tiny checkpoint sets it.
@@ -50,8 +57,13 @@ _UNSAID = ("cannot be built from its configuration", "cannot be tried without we
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result for one class. same: number of tokens equal to the class's own, and their total.
-    Without it, `reason` says why the class is not served."""
+    """The result for one class.
+
+    Attributes:
+        reason: why the class is not served.
+        same: number of tokens equal to the class's own, of `asked`.
+        ranks: why RANKS ranks do not compute the same tokens, or "".
+    """
 
     kind: str
     name: str
@@ -60,6 +72,7 @@ class Found:
     same: int = 0
     asked: int = 0
     keeps: str = ""
+    ranks: str = ""
     transformers: str = transformers.__version__
 
     @property
@@ -91,9 +104,21 @@ def examined(kind: str) -> Found:
             servable = open_checkpoint(directory, "transformers")
         except ConfigError as error:
             return Found(**found, reason=_reason(error))
-        asked, same = _through_a_pair(directory)
+        context = min(512, servable.spec.context_length)
+        source = random.Random(0)
+        lengths = sorted({min(length, context - NUM_TOKENS) for length in LENGTHS})
+        prompts = [source.choices(range(2, VOCABULARY_SIZE - 64), k=length) for length in lengths]
+        reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+        expected = [_own(reference.eval(), prompt) for prompt in prompts]
+        same = _through_a_pair(directory, context, prompts, expected)
         kept = {f"{kv.kv_heads} x {kv.head_dim}" for kv in servable.spec.layers}
-        return Found(**found, asked=asked, same=same, keeps=", ".join(sorted(kept)))
+        return Found(
+            **found,
+            asked=2 * NUM_TOKENS * len(prompts),
+            same=same,
+            keeps=", ".join(sorted(kept)),
+            ranks=_by_ranks(directory, context, prompts, expected),
+        )
 
 
 def _refused(directory: Path, kind: str) -> str:
@@ -112,17 +137,12 @@ def _refused(directory: Path, kind: str) -> str:
     return ""
 
 
-def _through_a_pair(directory: Path) -> tuple[int, int]:
-    """Return the number of tokens generated, and how many equal those of the class's own
-    forward."""
+def _through_a_pair(
+    directory: Path, context: int, prompts: Sequence[list[int]], expected: Sequence[list[int]]
+) -> int:
+    """Return how many of the generated tokens equal those of the class's own forward."""
     servable = open_checkpoint(directory, "transformers")
     loaded = Loaded(directory, servable.load(CPU, torch.float32, "none"))
-    context = min(512, servable.spec.context_length)
-    source = random.Random(0)
-    lengths = sorted({min(length, context - NUM_TOKENS) for length in LENGTHS})
-    prompts = [source.choices(range(2, VOCABULARY_SIZE - 64), k=length) for length in lengths]
-    reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
-    expected = [_own(reference, prompt) for prompt in prompts]
     same = 0
     with PairRig(
         loaded,
@@ -136,7 +156,28 @@ def _through_a_pair(directory: Path) -> tuple[int, int]:
             rig.run()
             pairs = zip(asked, expected, strict=True)
             same += sum(a == b for one, own in pairs for a, b in zip(one.tokens, own, strict=True))
-    return 2 * NUM_TOKENS * len(prompts), same
+    return same
+
+
+def _by_ranks(
+    directory: Path, context: int, prompts: Sequence[list[int]], expected: Sequence[list[int]]
+) -> str:
+    """Return why ranks do not compute the expected tokens, or ""."""
+    servable, loading = open_checkpoint(directory, "transformers"), threading.Lock()
+    try:
+        servable.weight_bytes(CPU, torch.float32, "none", Share(0, RANKS))
+    except ConfigError as error:
+        return str(error).partition(f"{RANKS} ranks: ")[2] or str(error)
+
+    def tokens(share: Share) -> list[list[int]]:
+        with loading:  # transformers sets globals meanwhile
+            model = servable.load(CPU, torch.float32, "none", share)
+        steps = Steps(model, num_slots=len(prompts), context_length=context, share=share)
+        generated = steps.generate(prompts, NUM_TOKENS, chunk=CHUNK_TOKENS)
+        steps.close()
+        return generated
+
+    return "" if run_ranks(RANKS, tokens) == [expected] * RANKS else "tokens differ"
 
 
 def _own(model: PreTrainedModel, prompt: list[int]) -> list[int]:

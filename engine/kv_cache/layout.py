@@ -28,7 +28,7 @@ from common.copy_map import ONE_RANK, Atom, AtomKey, NodeShape, RankPages
 from common.errors import ConfigError, LayoutMismatch
 from common.limits import MAX_RANKS
 from common.page_tables import PageTables
-from engine.kv_cache.states import DraftState, LayerState, StateCells, own_heads
+from engine.kv_cache.states import DraftState, LayerState, StateCells
 from engine.ranks import stage_layers
 from kernels.linear_attention.state_cells import CellView
 
@@ -293,7 +293,7 @@ class KVLayout:
         for layer, its in zip(layers, part.places, strict=True):
             whole = self.places[layer].state
             if its.table != NO_TABLE:
-                heads, size = own_heads(whole.shape[0], place, tp), part._head_bytes(its.state)
+                heads, size = whole.own(place, tp), part._head_bytes(its.state)
                 for number, head in enumerate(heads):
                     at = (number * its.num_layers + its.index) * size
                     atoms[its.table][AtomKey("tokens", layer, head)] = Atom(0, at, size)
@@ -306,8 +306,7 @@ class KVLayout:
                     atoms[-1][AtomKey(name, layer, head)] = atom
         if self.draft is not None and part.draft is not None:
             layer, size = len(layers), part._head_bytes(part.draft.state.layer)
-            heads = own_heads(self.draft.state.layer.shape[0], place, tp)
-            for number, head in enumerate(heads):
+            for number, head in enumerate(self.draft.state.layer.own(place, tp)):
                 at = part.draft.layer + number * size
                 atoms[0][AtomKey("tokens", layer, head)] = Atom(0, at, size)
             size = part.draft.state.vector * self.cell_dtype.itemsize

@@ -1,7 +1,7 @@
 """The data that one layer of a model keeps of earlier tokens: per token, or for all together."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -84,17 +84,24 @@ class LayerState(Protocol):
         it."""
         ...
 
+    def own(self, place: int, tp: int) -> range:
+        """Return the heads of `shape` that rank `place` of `tp` keeps. Raises ConfigError as
+        `share`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """A key and a value for each head, for every token or for those within a window.
 
     window: tokens that a query sees, its own included; None: all.
+    split: ranks have different heads. False: every rank keeps all of them.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
+    split: bool = field(default=True, repr=False)  # the same for all numbers of ranks
 
     @property
     def token_numbers(self) -> int:
@@ -110,10 +117,14 @@ class PagedKV:
 
     @property
     def words(self) -> str:
-        return f"{self.kv_heads} heads x {self.head_dim}"
+        whole = "" if self.split else " on every rank"
+        return f"{self.kv_heads} heads x {self.head_dim}{whole}"
 
     def share(self, place: int, tp: int) -> "PagedKV":
-        return replace(self, kv_heads=len(own_heads(self.kv_heads, place, tp)))
+        return replace(self, kv_heads=len(self.own(place, tp)))
+
+    def own(self, place: int, tp: int) -> range:
+        return own_heads(self.kv_heads, place, tp) if self.split else range(self.kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +155,9 @@ class PagedLatent:
 
     def share(self, place: int, tp: int) -> "PagedLatent":
         return self  # every head of every rank needs it
+
+    def own(self, place: int, tp: int) -> range:
+        return range(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +201,6 @@ class RecurrentState:
     def share(self, place: int, tp: int) -> "RecurrentState":
         cells = (replace(each, count=len(each.own(place, tp))) for each in self.cells)
         return RecurrentState(tuple(cells))
+
+    def own(self, place: int, tp: int) -> range:
+        return range(0)

@@ -41,6 +41,11 @@ def heads_of(count: int, place: int, tp: int) -> list[int]:
     return [head for head in range(count) if head // (count // tp) == place]
 
 
+def kept_heads(state: LayerState, place: int, tp: int) -> list[int]:
+    count = state.shape[0]
+    return list(range(count)) if state in WHOLE_ON_RANKS else heads_of(count, place, tp)
+
+
 def stages_of(num_layers: int, pp: int) -> list[range]:
     edges = [num_layers * stage // pp for stage in range(pp + 1)]
     return [range(first, past) for first, past in itertools.pairwise(edges)]
@@ -51,7 +56,8 @@ def is_served(layout: KVLayout, tp: int, pp: int) -> bool:
     states = [place.state for place in layout.places]
     if layout.draft is not None:
         states.append(layout.draft.state.layer)
-    counts = [state.shape[0] for state in states if state.token_numbers]
+    split = [state for state in states if state.token_numbers and state not in WHOLE_ON_RANKS]
+    counts = [state.shape[0] for state in split]
     cells = [each.count for state in states for each in state.cells]
     stages = stages_of(len(layout.places), pp)
     return (
@@ -134,7 +140,7 @@ def _fill(
         if table != NO_TABLE:
             heads, vectors, size = kept.shape
             shape = (PAGES_PER_TABLE, heads, vectors, whole.page_size, size)
-            values = make(layer, shape, whole.dtype)[:, heads_of(heads, place, tp)]
+            values = make(layer, shape, whole.dtype)[:, kept_heads(kept, place, tp)]
             layout.view(pages, number)[tables[table]] = values
         for cells in kept.cells:
             view = layout.cells(pages, number)[cells.name]
@@ -145,7 +151,8 @@ def _fill(
     if whole.draft is not None and (view := layout.draft_view(pages)) is not None:
         heads, vectors, size = whole.draft.state.layer.shape
         shape = (PAGES_PER_TABLE, heads, vectors, whole.page_size, size)
-        values = make("draft", shape, whole.dtype)[:, heads_of(heads, place, tp)]
+        own = kept_heads(whole.draft.state.layer, place, tp)
+        values = make("draft", shape, whole.dtype)[:, own]
         view.tokens[tables[0]] = values
         shape = (PAGES_PER_TABLE, 1, 2, 1, whole.draft.state.vector // 2)
         view.vectors[tables[0]] = make("vector", shape, whole.cell_dtype)
@@ -183,6 +190,7 @@ def net(values: int, keys: int) -> RecurrentState:
 
 DENSE, WIDE, WINDOW = PagedKV(8, 4), PagedKV(16, 2), PagedKV(8, 4, 40)
 LATENT = PagedLatent(12)
+WHOLE_ON_RANKS = [PagedKV(6, 4, split=False), PagedKV(6, 4, 40, split=False)]
 MODELS: dict[str, tuple[list[LayerState], DraftState | None]] = {
     "dense": ([DENSE] * 3, None),
     "16 heads": ([WIDE] * 4, None),
@@ -191,6 +199,8 @@ MODELS: dict[str, tuple[list[LayerState], DraftState | None]] = {
     "windows": ([DENSE, *[WINDOW] * 5, DENSE, WINDOW], None),
     "several shapes": ([DENSE, PagedKV(2, 8), PagedKV(4, 8, 24), DENSE, PagedKV(2, 8, 24)], None),
     "latents": ([LATENT] * 4, None),
+    "whole heads on ranks": ([*WHOLE_ON_RANKS, WHOLE_ON_RANKS[1]], None),
+    "whole heads beside others": ([DENSE, WHOLE_ON_RANKS[0]], None),
     "latents and heads": ([LATENT, DENSE, LATENT], None),
     "delta nets": ([net(16, 8), net(16, 8), DENSE] * 2, None),
     "delta nets of two shapes": ([net(16, 16), net(32, 16), LATENT, WIDE], None),

@@ -216,3 +216,10 @@ def test_a_drafters_layer_lies_behind_the_others_in_the_pages_of_the_first_table
 def test_a_drafters_layer_wants_one_that_sees_all_tokens():
     with pytest.raises(ConfigError, match="windows alone"):
         KVLayout.of([PagedKV(2, 8, window=64)], 16, BF16, draft=DraftState(KV, 16))
+
+
+def test_nodes_differ_if_only_one_of_them_splits_heads_between_ranks() -> None:
+    split, whole = (KVLayout.of([PagedKV(4, 8, split=split)], 16, BF16) for split in (True, False))
+    assert split.describe() != whole.describe()
+    assert split.share(1, 2, range(1)).page_bytes * 2 == split.page_bytes
+    assert whole.share(1, 2, range(1)) == whole

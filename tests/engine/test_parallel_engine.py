@@ -39,6 +39,7 @@ from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
 from tests.support.specs import make_request
+from tests.support.tiny_models import make_tiny
 from tests.support.vision import make_vision_checkpoint, picture, with_images
 
 NUM_PAGES = 26
@@ -130,6 +131,12 @@ def serve_text(serving: Serving) -> None:
     assert serving.retracted
 
 
+def serve_two(serving: Serving) -> None:
+    for number in range(2):
+        serving.add(prompt(20 + 30 * number, number), sampling=sampled(max_tokens=20))
+    serving.run()
+
+
 def serve_again(serving: Serving) -> None:
     """Requests that continue from the prefix cache."""
     serve_text(serving)
@@ -181,7 +188,11 @@ def serve_adapters(serving: Serving) -> None:
     serving.run()
 
 
-QUICK = {"dense", "drafts", "adapters"}
+def borrowed(root: Path, kind: str) -> dict[str, Any]:
+    return {"model": str(make_tiny(root, kind)), "model_backend": "transformers"}
+
+
+QUICK = {"dense", "drafts", "adapters", "transformers"}
 CASES: dict[str, tuple[int, Any, int, Any]] = {
     "dense": (2, lambda root: {"model": str(make_checkpoint(root))}, NUM_PAGES, serve_text),
     "drafts": (2, lambda root: drafting(root, "ngram", "llama"), NUM_PAGES, serve_text),
@@ -228,6 +239,15 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
         serve_text,
     ),
     "adapters": (2, adapted, NUM_PAGES, serve_adapters),
+    "transformers": (2, lambda root: borrowed(root, "granite"), NUM_PAGES, serve_two),
+    "transformers, biases": (2, lambda root: borrowed(root, "jais2"), NUM_PAGES, serve_text),
+    "transformers, whole KV": (2, lambda root: borrowed(root, "olmo2"), NUM_PAGES, serve_again),
+    "transformers, experts": (
+        4,
+        lambda root: borrowed(root, "olmoe"),
+        NUM_PAGES,
+        serve_text,
+    ),
     "images": (
         2,
         lambda root: {"model": str(make_vision_checkpoint(root))},
@@ -509,9 +529,8 @@ def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path)
 
 
 def test_what_ranks_do_not_support_is_refused_by_name(tmp_path: Path) -> None:
-    model = str(make_checkpoint(tmp_path))
-    with pytest.raises(ConfigError, match="computed by transformers"):
-        build(config_of(2, model=model, model_backend="transformers"), FOLLOWER)
+    with pytest.raises(ConfigError, match=r"OPTForCausalLM .* 2 ranks: transformers has no plan"):
+        build(config_of(2, **borrowed(tmp_path, "opt")), FOLLOWER)
 
 
 def test_what_two_stages_do_not_support_is_refused_by_name(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def probed(num_layers=LAYERS, head_dim=16, is_causal=True, **said):
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs: (args, kwargs | said), with_kwargs=True
         )
-    return probe(model, num_layers)
+    return probe(model, num_layers).layers
 
 
 def test_every_layer_tells_its_heads_and_keeps_its_own_keys_and_values():

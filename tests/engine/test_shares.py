@@ -259,12 +259,6 @@ def test_models_that_ranks_cannot_split_are_refused_with_numbers(
             weighed(CPU, torch.float32, "none", Share(0, size))
 
 
-def test_a_model_of_transformers_is_refused(tmp_path: Path) -> None:
-    servable = open_checkpoint(make_checkpoint(tmp_path), "transformers")
-    with pytest.raises(ConfigError, match=r"engine\.parallel\.tp: qwen3 .* transformers.* 2 ranks"):
-        servable.load(CPU, torch.float32, "none", Share(0, 2))
-
-
 LAYERS: Mapping[str, Callable[[Path], tuple[Path, SpeculativeConfig]]] = {
     "eagle": lambda root: with_head(root, make_eagle),
     "eagle3": lambda root: with_head(root, make_eagle3),

@@ -17,6 +17,7 @@ from tests.integration.oracle import Oracle, oracle
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, free_ports, held, slowed
 from tests.support.scrapes import scraped, total
+from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -273,4 +274,26 @@ async def test_a_node_reads_weights_from_one_with_other_ranks(
         await cluster.wait_until(paired, "the nodes pair with the new weights")
         known = oracle(second)
         await check(cluster, known, prompts(known.vocabulary_size, (5, 40, 200)))
+        assert await pages_read(cluster)
+
+
+@LONG
+@pytest.mark.parametrize(
+    ("kind", "prefill_tp", "decode_tp"),
+    [("granite", 2, 1), ("olmo2", 1, 2), ("mimo_v2_flash", 2, 2)],  # olmo2: whole KV on each rank
+)
+async def test_models_of_transformers_are_handed_off_between_ranks(
+    tmp_path: Path, kind: str, prefill_tp: int, decode_tp: int
+) -> None:
+    model = make_tiny(tmp_path / "model", kind)
+    async with Cluster(
+        model,
+        tmp_path,
+        node_flags=FLAGS,
+        prefill_flags=ranks(prefill_tp),
+        decode_flags=ranks(decode_tp),
+    ) as cluster:
+        known = oracle(model)
+        asked = prompts(VOCABULARY_SIZE - 64, (1, 16, 17, 150))
+        await check(cluster, known, asked)
         assert await pages_read(cluster)

@@ -2,7 +2,7 @@
 memory."""
 
 from engine.models.linear.choose import form_of, rounding_of
-from engine.models.linear.gathered import GatheredLinear, own_outputs
+from engine.models.linear.gathered import GatheredLinear, gathered, own_outputs
 from engine.models.linear.matrix import Matrix, StoredExpert, joined
 from engine.models.linear.part import NO_CUTS, MatrixPart, Ranges, kept, scaled
 from engine.models.linear.product import Product
@@ -20,6 +20,7 @@ __all__ = [
     "Ranges",
     "StoredExpert",
     "form_of",
+    "gathered",
     "held",
     "joined",
     "kept",

@@ -27,12 +27,20 @@ class GatheredLinear:
         return self.own.nbytes
 
     def apply(self, x: Tensor) -> Tensor:
-        own, size = self.own.apply(x), _part_size(self.outputs, self.group.size)
-        missing = size - own.shape[1]
-        whole = self.group.all_gather(F.pad(own, (0, missing)) if missing else own)
-        if whole.shape[1] == self.outputs:
-            return whole
-        return whole[:, : self.outputs].contiguous()
+        return gathered(self.own.apply(x), self.outputs, self.group)
+
+
+def gathered(own: Tensor, outputs: int, group: Group) -> Tensor:
+    """Return all outputs [..., outputs], of which each rank has a part, see `own_outputs`.
+
+    Args:
+        own: contiguous, this rank's outputs in the last dimension.
+    """
+    missing = _part_size(outputs, group.size) - own.shape[-1]
+    whole = group.all_gather(F.pad(own, (0, missing)) if missing else own)
+    if whole.shape[-1] == outputs:
+        return whole
+    return whole[..., :outputs].contiguous()
 
 
 def own_outputs(outputs: int, share: Share) -> range:

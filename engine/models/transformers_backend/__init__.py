@@ -22,7 +22,7 @@ from engine.models.spec import ModelSpec
 from engine.models.transformers_backend import loading
 from engine.models.transformers_backend.held import drain_modules, refill_modules
 from engine.models.transformers_backend.model import TransformersModel
-from engine.models.transformers_backend.skeleton import MetaModel, skeleton
+from engine.models.transformers_backend.skeleton import MetaModel, config_of, part_of, skeleton
 from engine.ranks import WHOLE, Share
 
 # Fields of a configuration that do not affect KV.
@@ -59,22 +59,22 @@ class TransformersCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
-        self._check(share)
-        return loading.weight_bytes(self._skeleton, device, dtype, quantize)
+        return loading.weight_bytes(self._part(share), device, dtype, quantize)
 
     def load(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> TransformersModel:
-        self._check(share)
+        part = self._part(share)
         return loading.load(
-            self._directory, self._scheme, self._skeleton, self.spec, device, dtype, quantize
+            self._directory, self._scheme, part, self.spec, device, dtype, quantize, share
         )
 
     def refill(self, model: object, quantize: Quantize, share: Share = WHOLE) -> None:
-        self._check(share)
         if not isinstance(model, TransformersModel):
             raise ConfigError(f"{self._directory}: the model that runs is not transformers'")
-        refill_modules(model.modules, self.load(model.device, model.dtype, quantize).modules)
+        fresh = self.load(model.device, model.dtype, quantize, share)
+        refill_modules(model.modules, fresh.modules)
+        del fresh
         trim()
 
     def drain(self, model: object) -> None:
@@ -82,13 +82,21 @@ class TransformersCheckpoint:
         drain_modules(model.modules)
         trim()
 
-    def _check(self, share: Share) -> None:
-        if share.num_ranks > 1:
+    def _part(self, share: Share) -> MetaModel:
+        """Return the class as a rank has it. Raises ConfigError as `part_of`."""
+        if share.stage is not None:
             raise ConfigError(
-                f"engine.parallel.tp: {self.spec.architecture} is computed by transformers, which "
-                f"does not split models between {share.num_ranks} ranks; natively computed "
-                "models are split"
+                f"engine.parallel.pp: {self._skeleton.name} is computed by transformers, and only "
+                "natively computed models have stages"
             )
+        if share.whole_experts:
+            raise ConfigError(
+                f"engine.parallel.experts: {self._skeleton.name} is computed by transformers, and "
+                "only natively computed models have whole experts on each rank"
+            )
+        if share.size == 1:
+            return self._skeleton
+        return part_of(self._skeleton, config_of(self._directory), share)
 
     def config_hash(self) -> str:
         """Return a hash of all configuration fields that affect the computation."""

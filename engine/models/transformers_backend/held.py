@@ -45,12 +45,12 @@ def _numbers(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 def hold(model: PreTrainedModel, form: Form) -> None:
     """Convert every product of `model` to `form`. One matrix at a time is in memory twice."""
-    embedding = model.get_input_embeddings().weight
+    embedding = model.get_input_embeddings().weight.untyped_storage().data_ptr()
     head = model.get_output_embeddings()
     for name, outputs in [(name, outputs) for name, _, outputs, _ in products(model)]:
         module = model.get_submodule(name)
         weight, bias = _numbers(module)
-        if module is head and weight.data_ptr() == embedding.data_ptr():
+        if module is head and weight.untyped_storage().data_ptr() == embedding:
             linear = form.tied(weight)
         else:
             linear = form.hold(weight, bias)

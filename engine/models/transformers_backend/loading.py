@@ -5,6 +5,7 @@ matrix is converted when it is read, not before.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,9 @@ from engine.models.spec import ModelSpec
 from engine.models.transformers_backend.attention import NAME, CurrentStep, PagedLayer, attach
 from engine.models.transformers_backend.held import hold
 from engine.models.transformers_backend.model import TransformersModel
+from engine.models.transformers_backend.parts import connect, cut_tied, cutting, loaded
 from engine.models.transformers_backend.skeleton import MetaModel, config_of
+from engine.ranks import WHOLE, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +82,14 @@ def weight_bytes(
         ConfigError: as `form_of`.
     """
     model, form = skeleton.model, form_of(device, dtype, quantize)
+    tied = skeleton.plan.tied
     # Tied weights are counted once.
-    taken: int = sum(x.numel() for x in model.parameters()) * dtype.itemsize
+    named = model.named_parameters(remove_duplicate=False)
+    counted = {id(x): x for name, x in named if name != tied}
+    taken: int = sum(x.numel() for x in counted.values()) * dtype.itemsize
     taken += sum(x.nbytes for x in model.buffers())
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    for _, module, outputs, inputs in skeleton.products():
-        if module is head and module.weight is embedding:
+    for name, _, outputs, inputs in skeleton.products():
+        if f"{name}.weight" == tied:
             taken += form.tied_bytes(outputs, inputs)
         else:
             taken += form.num_bytes(outputs, inputs) - outputs * inputs * dtype.itemsize
@@ -99,20 +104,32 @@ def load(
     device: torch.device,
     dtype: torch.dtype,
     quantize: Quantize,
+    share: Share = WHOLE,
 ) -> TransformersModel:
     """Load the model.
 
+    Args:
+        skeleton: the class as the rank has it.
     Raises:
         ConfigError: weights are missing or have other shapes, or as `form_of`.
     """
-    form = form_of(device, dtype, quantize)
-    model = _from_files(directory, scheme, type(skeleton.model), device, dtype)
+    form, kind, plan = form_of(device, dtype, quantize), type(skeleton.model), skeleton.plan
+    if share.size == 1:
+        model = _from_files(directory, scheme, kind, device, dtype)
+    else:
+        # transformers then reads a tensor when it needs it, and not all of them ahead.
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+        model = _from_files(directory, scheme, cutting(kind, plan, share), device, dtype)
+        loaded(model, plan)
+        cut_tied(model, plan, share)
     step = CurrentStep()
     for layer in skeleton.attending:
         paged = PagedLayer(step, skeleton.place(layer), layer.stores, layer.window)
         attach(model.get_submodule(layer.module), paged)
     if not isinstance(form, DenseForm):  # the class already has dense matrices
         hold(model, form)
+    if share.group is not None:
+        connect(model, plan, share.group)
     return TransformersModel(spec, model, step, device, skeleton.first_position)
 
 

@@ -4,15 +4,16 @@ The class is built without weights, on torch's meta device, and computes one tok
 calls then show each layer's parameters.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as fx_config
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -78,8 +79,21 @@ class _Call:
     others: Mapping[str, object]
 
 
-def probe(model: PreTrainedModel, num_layers: int) -> tuple[AttentionProbe, ...]:
-    """Return every layer's attention, by layer.
+class Probe(NamedTuple):
+    """What a class computes for a token.
+
+    Attributes:
+        layers: the attention of every layer, by layer.
+        reductions: operations over a whole dimension, such as sums, norms and comparisons, and the
+            sizes of their dimensions. Products with matrices are not among them.
+    """
+
+    layers: tuple[AttentionProbe, ...]
+    reductions: Sequence[tuple[str, tuple[int, ...]]]
+
+
+def probe(model: PreTrainedModel, num_layers: int) -> Probe:
+    """Compute a token.
 
     Args:
         model: on the meta device.
@@ -93,7 +107,7 @@ def probe(model: PreTrainedModel, num_layers: int) -> tuple[AttentionProbe, ...]
     model.set_attn_implementation(NAME)
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
-        with torch.inference_mode(), _all_nonzero(), _ReadAsOnes():  # type: ignore[no-untyped-call]
+        with torch.inference_mode(), _all_nonzero(), _ReadAsOnes(), _Reductions() as found:  # type: ignore[no-untyped-call]
             # Without a mask, classes look for packed sequences in values that the meta device
             # lacks.
             model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
@@ -117,7 +131,7 @@ def probe(model: PreTrainedModel, num_layers: int) -> tuple[AttentionProbe, ...]
         raise UnsupportedModel(
             f"{len(places)} of {num_layers} layers attend, and the others may have states"
         )
-    return tuple(sorted(layers, key=lambda layer: layer.layer))
+    return Probe(tuple(sorted(layers, key=lambda layer: layer.layer)), found.sizes)
 
 
 @contextmanager
@@ -151,6 +165,50 @@ class _ReadAsOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in self._READS and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype, device="cpu").item()
         return func(*args, **(kwargs or {}))
+
+
+class _Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that notes operations over a whole dimension.
+
+    Attributes:
+        sizes: name of each operation, and sizes of its dimensions.
+    """
+
+    _NAMES = re.compile(
+        "aten::_?(mean|sum|prod|std|var|std_mean|var_mean|cumsum|cumprod|any|all|a?min|a?max|aminmax"
+        "|argmin|argmax|sort|argsort|topk|kthvalue|median|logsumexp|(log_)?softmax|norm"
+        "|linalg_(vector_)?norm|(native_)?(layer|group)_norm|(fused_)?rms_norm)"
+    )
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        name, x = func._schema.name, args[0] if args else None
+        compares = "other" in given  # two tensors, number by number
+        if isinstance(x, Tensor) and self._NAMES.fullmatch(name) and not compares:
+            self.sizes.append((name, _reduced(x, given)))
+        return func(*args, **kwargs)
+
+
+def _reduced(x: Tensor, given: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the sizes of the dimensions over which an operation with these arguments goes."""
+    if "normalized_shape" in given:
+        return tuple(given["normalized_shape"])
+    dims = given.get("dim")
+    if dims is None:
+        return tuple(x.shape)
+    return tuple(x.shape[dim] for dim in (dims if isinstance(dims, list | tuple) else [dims]))
 
 
 def _attending(call: _Call, name: str, first: dict[int, int]) -> AttentionProbe:
@@ -219,7 +277,8 @@ def _note(
 
 
 def _describe(*, mask_function, config, **_: object) -> MaskRange:  # type: ignore[no-untyped-def]
-    return seen_by(mask_function, getattr(config, "attention_chunk_size", None))
+    with _disable_current_modes():
+        return seen_by(mask_function, getattr(config, "attention_chunk_size", None))
 
 
 AttentionInterface.register(NAME, _note)

@@ -5,8 +5,8 @@ Code in the checkpoint is never run.
 """
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,11 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.pytorch_utils import Conv1D
 
 from common.errors import ConfigError
-from engine.kv_cache.states import PagedKV
+from engine.kv_cache.states import PagedKV, own_heads
 from engine.models.fields import Fields
 from engine.models.heads import CLASSIFIER
-from engine.models.transformers_backend.probe import AttentionProbe, probe
+from engine.models.transformers_backend.parts import ShapeGroup, connect, cut
+from engine.models.transformers_backend.plan import TensorPlan
+from engine.models.transformers_backend.probe import AttentionProbe, Probe, probe
 from engine.models.transformers_backend.refused import UnsupportedModel
+from engine.ranks import Share
 
 # Field names under which configurations give the context length.
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
@@ -36,16 +39,20 @@ class MetaModel:
 
     Attributes:
         model: on the meta device.
+        plan: how ranks divide the class.
         config: of the text model.
         attending: every layer's attention.
+        reductions: see Probe.
         context_length: tokens up to which results equal those of the class.
         limited: why that is less than the configuration says, or "".
         first_position: of a text, in the class's numbering.
     """
 
     model: PreTrainedModel
+    plan: TensorPlan
     config: PreTrainedConfig
     attending: tuple[AttentionProbe, ...]
+    reductions: Sequence[tuple[str, tuple[int, ...]]]
     context_length: int
     limited: str
     first_position: int
@@ -58,7 +65,10 @@ class MetaModel:
     def keeps(self) -> tuple[PagedKV, ...]:
         """The KV of each layer that stores KV."""
         return tuple(
-            PagedKV(layer.kv_heads, layer.head_dim, layer.window) for layer in self._storing
+            PagedKV(
+                layer.kv_heads, layer.head_dim, layer.window, split=self.plan.splits(layer.module)
+            )
+            for layer in self._storing
         )
 
     def place(self, layer: AttentionProbe) -> int:
@@ -96,9 +106,9 @@ def products(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]:
     inputs."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
-            yield name, module, module.out_features, module.in_features
+            yield name, module, *module.weight.shape
         elif type(module) is Conv1D:
-            yield name, module, module.nf, module.nx
+            yield name, module, *module.weight.shape[::-1]
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -133,6 +143,50 @@ def skeleton(directory: Path) -> MetaModel:
         return _described(model, text)
     except UnsupportedModel as refused:
         raise ConfigError(f"{directory}: {_name(config)} is not served: {refused}") from refused
+
+
+def part_of(whole: MetaModel, config: PreTrainedConfig, share: Share) -> MetaModel:
+    """Return the class as a rank has it.
+
+    Args:
+        config: of the checkpoint, see `config_of`.
+    Raises:
+        ConfigError: the ranks cannot divide the class. The error has the reason.
+    """
+    try:
+        if whole.plan.refused:
+            raise UnsupportedModel(whole.plan.refused)
+        for layer in whole.attending:
+            if whole.plan.splits(layer.module):
+                share.part(layer.heads, "attention heads")
+        model = _without_weights(config)
+        cut(model, whole.plan, share)
+        connect(model, whole.plan, ShapeGroup(share))
+        probed = _probe_part(model, whole)
+        if probed.layers != tuple(_own_heads(each, whole.plan, share) for each in whole.attending):
+            raise UnsupportedModel("its plan does not split attention by heads")
+        if probed.reductions != whole.reductions:
+            raise UnsupportedModel("it adds or compares numbers of which each rank has a part")
+    except UnsupportedModel as refused:
+        raise ConfigError(
+            f"engine.parallel.tp: {whole.name} is computed by transformers and not divided between "
+            f"{share.size} ranks: {refused}"
+        ) from refused
+    return replace(whole, model=model, attending=probed.layers)
+
+
+def _probe_part(model: PreTrainedModel, whole: MetaModel) -> Probe:
+    try:
+        return probe(model, whole.config.num_hidden_layers)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"its plan does not fit its configuration: {error}") from error
+
+
+def _own_heads(layer: AttentionProbe, plan: TensorPlan, share: Share) -> AttentionProbe:
+    if not plan.splits(layer.module):
+        return layer
+    kv_heads = own_heads(layer.kv_heads, share.rank, share.size)
+    return replace(layer, heads=layer.heads // share.size, kv_heads=len(kv_heads))
 
 
 def config_of(directory: Path) -> PreTrainedConfig:
@@ -203,7 +257,7 @@ def _described(model: PreTrainedModel, text: PreTrainedConfig) -> MetaModel:
     unsaid = [name for name in _SAID if getattr(text, name, None) is None]
     if unsaid:
         raise UnsupportedModel(f"its configuration does not say {', '.join(unsaid)}")
-    attending = probe(model, text.num_hidden_layers)
+    attending, reductions = probe(model, text.num_hidden_layers)
     lengths = [value for name in _LENGTHS if (value := getattr(text, name, None))]
     if not lengths:
         raise UnsupportedModel("its configuration does not say how long texts may be")
@@ -220,7 +274,8 @@ def _described(model: PreTrainedModel, text: PreTrainedConfig) -> MetaModel:
     elif fixed < length:
         limited = f"beyond {fixed} tokens it would rotate by the longest text of a batch"
     length = min(length, chunk, fixed)
-    return MetaModel(model, text, attending, length, limited, first_position)
+    plan = TensorPlan.of(model, {layer.module: layer.kv_heads for layer in attending})
+    return MetaModel(model, plan, text, attending, reductions, length, limited, first_position)
 
 
 def _first_position(model: PreTrainedModel) -> int:

@@ -1,0 +1,236 @@
+"""The plan for tensor parallelism of a class: which parameters are cut, and which modules exchange
+their outputs.
+
+transformers applies such a plan through torch.distributed. Here it is read, see `parts`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.kv_cache.states import own_heads
+from engine.models.linear import own_outputs, scaled
+from engine.models.transformers_backend.refused import UnsupportedModel
+from engine.ranks import Share
+
+# Dimensions of a matrix [outputs, inputs], also in a stack of matrices.
+_OUTPUTS, _INPUTS = -2, -1
+# Names of products of an attention module whose outputs are KV heads.
+_OF_KV = ("k_proj", "v_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """The effect of an entry of a plan.
+
+    Attributes:
+        cut: dimension of the matrices of which a rank has a part. None: every rank has all.
+        packed: that dimension holds two matrices, and each of them is cut.
+        before: change of the module's input: this rank's part of it, or the input divided by the
+            number of ranks.
+        after: change of the module's output: the sum over all ranks, or the outputs of all ranks
+            side by side.
+    """
+
+    cut: int | None = None
+    packed: bool = False
+    before: Literal["", "part", "quotient"] = ""
+    after: Literal["", "sum", "gather"] = ""
+
+
+_NONE = Style()
+_STYLES: Mapping[str, Style] = {
+    "colwise": Style(_OUTPUTS),
+    "colwise_gather_output": Style(_OUTPUTS, after="gather"),
+    "colwise_rep": Style(_OUTPUTS, after="gather"),
+    "packed_colwise": Style(_OUTPUTS, packed=True),
+    "rowwise": Style(_INPUTS, after="sum"),
+    "rowwise_split_input": Style(_INPUTS, before="part", after="sum"),
+    "rowwise_rep": Style(_INPUTS, before="part", after="sum"),
+    "packed_rowwise": Style(_INPUTS, packed=True),
+    "moe_tp_experts": Style(after="sum"),
+    "moe_identity_expert": Style(before="quotient"),  # its output is part of that sum on all ranks
+    "all_reduce": Style(after="sum"),
+    # Embeddings stay whole. The others concern gradients, or parameters with entries of their own.
+    "embedding_rowwise": _NONE,
+    "embedding_colwise": _NONE,
+    "local_params": _NONE,
+    "mla_kv_a_proj": _NONE,
+    "replicate": _NONE,
+    "replicated_with_grad_allreduce": _NONE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCut:
+    """The part of a parameter that a rank has.
+
+    Attributes:
+        dim: the dimension that is cut.
+        count: tensors of equal size along it, each of which is cut.
+        kv_heads: the dimension consists of so many heads, and ranks may have the same one. 0: it
+            consists of numbers.
+        uneven: the ranks may have parts of different sizes.
+        first_only: rank 0 has everything, and the other ranks have nothing.
+    """
+
+    name: str
+    dim: int = -1
+    count: int = 1
+    kv_heads: int = 0
+    uneven: bool = False
+    first_only: bool = False
+
+    def of(self, whole: Tensor, share: Share) -> Tensor:
+        """Return the part of a rank that has one. It may share memory with `whole`. Raises
+        ConfigError if the ranks cannot have equal parts."""
+        if self.first_only:
+            return whole
+        size = whole.shape[self.dim] // self.count
+        if self.uneven:
+            own = own_outputs(size, share)
+        elif self.kv_heads:
+            heads = own_heads(self.kv_heads, share.rank, share.size)
+            own = scaled(heads, size // self.kv_heads)
+        else:
+            own = share.part(size, f"numbers of {self.name}")
+        starts = [own.start + number * size for number in range(self.count)]
+        kept = [whole.narrow(self.dim, start, len(own)) for start in starts]
+        return kept[0] if self.count == 1 else torch.cat(kept, self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedModule:
+    """A module whose input or output depends on other ranks.
+
+    Attributes:
+        inputs, outputs: of the whole product. 0: it is no product.
+    """
+
+    style: Style
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorPlan:
+    """The plan of a class, for any number of ranks.
+
+    Attributes:
+        cuts: by name of the parameter.
+        connected: by name of the module.
+        tied: name of the head's matrix if it is that of the embedding, else "".
+        refused: why ranks cannot divide the class, as UnsupportedModel's text, or "".
+    """
+
+    cuts: Mapping[str, ParameterCut]
+    connected: Mapping[str, ConnectedModule]
+    tied: str
+    refused: str
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, kv_heads: Mapping[str, int]) -> "TensorPlan":
+        """Read the plan of a class without weights.
+
+        Args:
+            kv_heads: by name of an attention module.
+        """
+        entries: Mapping[str, str] = model.tp_plan or {}
+        cuts: dict[str, ParameterCut] = {}
+        connected: dict[str, ConnectedModule] = {}
+        refused = ""
+        try:
+            for name, module in model.named_modules():
+                style = _style(name, entries)
+                parent, _, leaf = name.rpartition(".")
+                heads = kv_heads.get(parent, 0) if leaf in _OF_KV else 0
+                cuts.update(_cuts_of(name, module, style, entries, heads))
+                if style.before or style.after:
+                    outputs, inputs = module.weight.shape if _is_product(module) else (0, 0)
+                    connected[name] = ConnectedModule(style, inputs, outputs)
+            _check_sums(model, cuts, connected)
+        except UnsupportedModel as error:
+            refused = str(error)
+        if not refused and all(cut.uneven for cut in cuts.values()):
+            refused = "transformers has no plan to split its layers"
+        return cls(cuts, connected, _tied(model), refused)
+
+    def splits(self, module: str) -> bool:
+        """Return whether a product inside `module` has different outputs on each rank."""
+        return any(
+            name.startswith(f"{module}.") and cut.dim == _OUTPUTS and not cut.uneven
+            for name, cut in self.cuts.items()
+        )
+
+
+def _check_sums(
+    model: PreTrainedModel,
+    cuts: Mapping[str, ParameterCut],
+    connected: Mapping[str, ConnectedModule],
+) -> None:
+    """Raise UnsupportedModel if a module adds outputs to which every rank contributes the same."""
+    summed = [name for name, own in connected.items() if own.style.after == "sum"]
+    for name in summed:
+        if connected[name].outputs:
+            continue  # a product, whose bias is left out on other ranks
+        inside = [f"{name}.{leaf}" for leaf, _ in model.get_submodule(name).named_parameters()]
+        whole = [each for each in inside if each not in cuts]
+        added = [each for each in summed if each.startswith(f"{name}.")]
+        if added:
+            raise UnsupportedModel(f"its plan sums the outputs of {name} and of {added[0]}")
+        if whole or not inside:
+            what = whole[0] if whole else "its parameters"
+            raise UnsupportedModel(f"its plan sums the outputs of {name} and does not split {what}")
+
+
+def _tied(model: PreTrainedModel) -> str:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    names = [name for name, module in model.named_modules() if module is head]
+    return f"{names[0]}.weight" if names and head.weight is embedding.weight else ""
+
+
+def _is_product(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _style(name: str, entries: Mapping[str, str]) -> Style:
+    """Return the style of a module or a parameter. Plans have * instead of numbers of layers."""
+    kind = entries.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "replicate")
+    if kind not in _STYLES:
+        raise UnsupportedModel(f"its plan has the style {kind} for {name}, which is not supported")
+    return _STYLES[kind]
+
+
+def _cuts_of(
+    name: str, module: nn.Module, style: Style, entries: Mapping[str, str], kv_heads: int
+) -> Iterator[tuple[str, ParameterCut]]:
+    """Yield the cuts of a module's own parameters.
+
+    Args:
+        kv_heads: that are the module's outputs, or 0.
+    Raises:
+        UnsupportedModel: the plan is not supported.
+    """
+    if style.cut is not None and not _is_product(module):
+        raise UnsupportedModel(f"its plan splits {name}, which is not a product with a matrix")
+    for leaf, parameter in module.named_parameters(recurse=False):
+        of_leaf = f"{name}.{leaf}" if name else leaf
+        own = _style(of_leaf, entries)
+        if own.cut is not None:
+            if parameter.ndim > 1 and style.after != "sum":
+                raise UnsupportedModel(f"its plan splits {of_leaf}, and sums nothing")
+            dim = own.cut if parameter.ndim > 1 else -1
+            yield of_leaf, ParameterCut(of_leaf, dim, 1 + own.packed)
+        elif style.cut is not None:
+            is_bias, uneven = parameter.ndim == 1, style.after == "gather"
+            dim = -1 if is_bias else style.cut
+            first_only = is_bias and style.cut == _INPUTS
+            yield (
+                of_leaf,
+                ParameterCut(of_leaf, dim, 1 + style.packed, kv_heads, uneven, first_only),
+            )
