@@ -7,7 +7,7 @@ from cli.operating.command import size
 from common.config import EngineConfig
 from common.errors import ConfigError
 from common.model_directory import model_directory
-from engine.build import OpenedModel, check_ranks
+from engine.build import OpenedModel, with_collectives
 from engine.kv_cache.layout import KVLayout
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
@@ -71,7 +71,7 @@ def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
     tp, whole = config.parallel.tp, layout_of(config, model)
     try:
         if tp > 1:
-            check_ranks(config, model.device)
+            with_collectives(config, model.device)
         experts = config.parallel.experts == "ep"
         shares = [Share(rank, tp, whole_experts=experts) for rank in range(tp)]
         return [_sizes(config, model, whole, share) for share in shares]

@@ -77,12 +77,14 @@ _DATA_PORT = "--transfer.listen-port"
 def programs(wish: RequestedSystem) -> list[Program]:
     """Return the router first, then prefill nodes, then decode nodes.
 
-    Without prefill nodes the decode nodes are colocated. CUDA devices are assigned to nodes in
-    turn, and nodes on one device share its memory. On a CPU the ranks of a role share its cores.
+    Without prefill nodes the decode nodes are colocated. CUDA devices are assigned to the ranks of
+    all nodes in turn, and nodes on one device share its memory. On a CPU the ranks of a role share
+    its cores.
     The two roles overlap on the same cores, because they rarely compute at the same time.
 
     Raises:
-        ConfigError: CUDA is requested but not available.
+        ConfigError: CUDA is requested but not available, or a node has more ranks than there are
+            devices.
     """
     prefill = [(f"prefill-{i}", "prefill_node", wish.prefill_port + i) for i in range(wish.prefill)]
     decode = [(f"decode-{i}", "decode_node", wish.decode_port + i) for i in range(wish.decode)]
@@ -188,23 +190,34 @@ def _tls_flags(knob: str, config: TlsConfig, *names: str) -> list[str]:
 
 
 def _device_flags(wish: RequestedSystem) -> list[list[str]]:
-    num_nodes = wish.prefill + wish.decode
+    ranks = [wish.prefill_tp] * wish.prefill + [wish.decode_tp] * wish.decode
     num_devices = 0 if wish.device == "cpu" else cuda_devices()
     if num_devices:
-        nodes_per_device = -(-num_nodes // num_devices)
-        fraction = CacheConfig().memory_fraction / nodes_per_device
-        memory = f"--engine.cache.memory-fraction={fraction:.3f}"
-        tp = [tp_flags(wish.prefill_tp)] * wish.prefill + [tp_flags(wish.decode_tp)] * wish.decode
-        return [
-            [f"--device=cuda:{node % num_devices}", memory, *tp[node]] for node in range(num_nodes)
-        ]
+        return _gpu_flags(ranks, num_devices)
     if wish.device == "cuda":
         raise ConfigError("--device cuda: this machine has no CUDA device that can be used")
-    ranks = [wish.prefill_tp] * wish.prefill + [wish.decode_tp] * wish.decode
     num_ranks = max(wish.prefill * wish.prefill_tp, wish.decode * wish.decode_tp)
     threads = max(1, threads_at_hand(os.environ) // num_ranks)
     flags = ["--device=cpu", f"--engine.threads={threads}"]
     return [[*flags, *tp_flags(tp)] for tp in ranks]
+
+
+def _gpu_flags(ranks: Sequence[int], num_devices: int) -> list[list[str]]:
+    """Return the flags of nodes with so many ranks."""
+    if max(ranks) > num_devices:
+        raise ConfigError(
+            f"a node of {max(ranks)} ranks needs as many CUDA devices, this machine has "
+            f"{num_devices} (--prefill-tp, --decode-tp)"
+        )
+    nodes_per_device = -(-sum(ranks) // num_devices)
+    fraction = CacheConfig().memory_fraction / nodes_per_device
+    memory = f"--engine.cache.memory-fraction={fraction:.3f}"
+    flags, first = [], 0
+    for tp in ranks:
+        gpus = ",".join(str(rank % num_devices) for rank in range(first, first + tp))
+        flags.append([f"--device=cuda:{gpus}", memory, *tp_flags(tp)])
+        first += tp
+    return flags
 
 
 def tp_flags(tp: int) -> list[str]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,24 +34,27 @@ from common.errors import ConfigError, EngineFault
 from common.logs import kv
 from common.process.leash import leashed
 from common.process.resources import resident_bytes
-from engine.ranks.gloo import GlooGroup
 from engine.ranks.group import Group
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     FromFollower,
     Job,
     JobDone,
+    MeasureRank,
     Ping,
     RankFailed,
     RankLoaded,
+    RankMeasured,
     RankReady,
     RankReport,
     StartRank,
     StartSteps,
+    ToFollower,
 )
 from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.ranks.share import Share
 from engine.ranks.shm import SharedMemoryGroup, memory_bytes
+from engine.ranks.torch_group import TorchGroup
 
 _LOAD_S = 3600.0  # for weights from a slow disk
 _CLOSE_S = 5.0
@@ -61,6 +64,7 @@ _PATIENCE_S = 5.0  # longer than in a collective, whose error is the better one 
 log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
 _from_follower: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
+_Reply = TypeVar("_Reply", RankLoaded, RankMeasured, RankReady)
 
 
 class JobFailed(EngineFault):
@@ -158,14 +162,15 @@ def open_group(
     """Open the collectives of one rank.
 
     Args:
+        config: `collectives` is not auto.
         memory: descriptor of `memory_bytes` zeros, for shm.
         pidfds: of the other ranks, by rank. Owned by the group.
-        store: path for the rendezvous of gloo.
+        store: path for the rendezvous of gloo and NCCL.
     """
-    if config.collectives == "gloo":
+    if config.collectives in ("gloo", "nccl"):
         for pidfd in pidfds:
             os.close(pidfd)
-        return GlooGroup(rank, config.tp, Path(store), config.collective_s)
+        return TorchGroup(config.collectives, rank, config.tp, Path(store), config.collective_s)
     others = dict(zip((each for each in range(config.tp) if each != rank), pidfds, strict=True))
     return SharedMemoryGroup(rank, config.tp, memory, others, config.collective_s)
 
@@ -175,6 +180,7 @@ class Followers:
 
     Attributes:
         share: of rank 0.
+        free_bytes: least memory that a follower has left. Set by `loaded`.
         steps_sent: number of steps that rank 0 has begun.
         steps_done: number of steps that rank 0 is done with. Any thread may read both.
     """
@@ -186,7 +192,7 @@ class Followers:
         Args:
             program: module that a follower runs.
         """
-        self.steps_sent = self.steps_done = 0
+        self.steps_sent = self.steps_done = self.free_bytes = 0
         self._states: dict[int, RankState] = {}  # of followers that have reported
         self._silent_s = config.parallel.collective_s + _PATIENCE_S
         size, settings = config.parallel.tp, config.model_dump_json().encode()
@@ -232,7 +238,21 @@ class Followers:
         Raises:
             ConfigError: one cannot. The error is its sentence.
         """
-        self._await(RankLoaded)
+        self.free_bytes = min(each.free_bytes for each in self._await(RankLoaded))
+
+    def measure(self, free_bytes: int) -> None:
+        """Have all followers measure the memory of steps, see MeasureRank."""
+        for follower in self._followers:
+            _send(follower, MeasureRank(free_bytes), ())
+
+    def measured(self) -> int:
+        """Wait until all followers have measured it. Return the least memory that one has left for
+        pages.
+
+        Raises:
+            ConfigError: as `loaded`.
+        """
+        return min(each.free_bytes for each in self._await(RankMeasured))
 
     def start(self, make: Callable[[int], StartSteps], num_bytes: int) -> StepRing:
         """Wait until all followers are ready for steps, and return the blocks of steps.
@@ -319,8 +339,8 @@ class Followers:
             os.close(follower.pidfd)
         self._directory.cleanup()
 
-    def _await(self, expected: type[FromFollower]) -> None:
-        deadline = time.monotonic() + _LOAD_S
+    def _await(self, expected: type[_Reply]) -> Sequence[_Reply]:
+        deadline, replies = time.monotonic() + _LOAD_S, []
         for rank, follower in enumerate(self._followers, start=1):
             ready, _, _ = select.select(
                 [follower.socket], [], [], max(0.0, deadline - time.monotonic())
@@ -335,8 +355,11 @@ class Followers:
                     raise ConfigError(error)
                 case RankFailed(error=error):
                     raise EngineFault(f"rank {rank}: {error}")
-                case message if not isinstance(message, expected):
+                case message if isinstance(message, expected):
+                    replies.append(message)
+                case message:
                     raise EngineFault(f"rank {rank} sent {type(message).__name__}")
+        return replies
 
     def _watch(self, on_end: Callable[[], None]) -> None:
         try:
@@ -467,7 +490,7 @@ def _start(program: str) -> _Follower:
     return _Follower(process, ours, os.pidfd_open(process.pid))
 
 
-def _send(follower: _Follower, message: StartRank | StartSteps, files: Sequence[int]) -> None:
+def _send(follower: _Follower, message: ToFollower, files: Sequence[int]) -> None:
     try:
         socket.send_fds(follower.socket, [_encoder.encode(message)], files)
     except OSError:

@@ -23,7 +23,7 @@ from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Group
-from engine.ranks.messages import MAX_PACKET_BYTES, Job, ReplaceHostPages
+from engine.ranks.messages import MAX_PACKET_BYTES, CaptureGraph, Job, ReplaceHostPages
 from engine.ranks.ring import BLOCKS, StepRing
 from engine.runner.forwards import Draw, Forwards, SampleLater, TokenSampling
 from engine.runner.graphs import Recorder
@@ -39,7 +39,7 @@ _TOKEN_BYTES = 64  # of a token in a step, without its locations: ids, positions
 _PAGE_BYTES = 16  # of a page in a step: its id in a table, or both ids of a copy
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Launch | Job)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Launch | CaptureGraph | Job)
 
 
 class _Leading:
@@ -66,8 +66,9 @@ class _Leading:
 class _Following:
     """The sampling of a follower, which receives all drawn tokens."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, device: torch.device) -> None:
         self._group = group
+        self._device = device
 
     def tensors(self) -> list[Tensor]:
         return []
@@ -83,7 +84,8 @@ class _Following:
         return SampledTokens(self._received(states.num_samples))
 
     def _received(self, count: int) -> Tensor:
-        return self._group.broadcast(torch.zeros(count, dtype=torch.int32))
+        received = torch.zeros(count, dtype=torch.int32, device=self._device)
+        return self._group.broadcast(received)
 
 
 class StepSender(Protocol):
@@ -98,14 +100,12 @@ class StepSender(Protocol):
     steps_done: int
 
     def send(self, header: bytes) -> None:
-        """Send the header of a step to all followers, without waiting."""
+        """Send the header of a step or a CaptureGraph to all followers, without waiting."""
         ...
 
 
 class LeadingForwards:
     """The forwards of rank 0. Has the interface of Forwards. Engine thread only."""
-
-    graph_sizes: tuple[int, ...] = ()
 
     def __init__(
         self, forwards: Forwards, followers: StepSender, group: Group, ring: StepRing
@@ -127,11 +127,17 @@ class LeadingForwards:
         changed._forwards = self._forwards.with_host_pool(host_pool, recorder)
         return changed
 
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        return self._forwards.graph_sizes
+
     def graph_of(self, rows: ForwardBatch) -> int:
-        return 0
+        return self._forwards.graph_of(rows)
 
     def capture(self, size: int) -> None:
-        raise EngineFault("no graph is captured with several ranks")
+        """Capture a graph on all ranks, see Forwards.capture. If a rank cannot, the node ends."""
+        self._followers.send(_encoder.encode(CaptureGraph(size)))
+        self._forwards.capture(size)
 
     def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
         """Send and enqueue a step, see Forwards.launch."""
@@ -245,7 +251,7 @@ def follow(
     steps: socket.socket, ring: StepRing, forwards: Forwards, group: Group, jobs: Jobs
 ) -> None:
     """Run rank 0's steps and jobs until it closes its end. Never waits for a step: rank 0 is never
-    more than a few ahead.
+    more than a few ahead. Waits for the capture of a graph.
 
     Args:
         forwards: over a stream that ends the process if a step fails.
@@ -255,8 +261,11 @@ def follow(
         match _decoder.decode(packet):
             case Launch() as launch:
                 step = decode(launch, ring.block(sent.number), jobs.adapter)
-                event = forwards.launch(step, _Following(group), StepOutput())
+                following = _Following(group, forwards.device)
+                event = forwards.launch(step, following, StepOutput())
                 sent.add(_ended(step, event, forwards, group))
+            case CaptureGraph(rows=rows):
+                forwards.capture(rows)
             case ReplaceHostPages() as job:
                 forwards = jobs.with_host_pages(job, forwards)
             case job:
@@ -283,8 +292,8 @@ def _ended(step: Step, event: StreamEvent, forwards: Forwards, group: Group) -> 
     rows has no collective of its own."""
     if step.rows is not None:
         return event
-    return forwards.enqueue(lambda: _meet(group))
+    return forwards.enqueue(lambda: _meet(group, forwards.device))
 
 
-def _meet(group: Group) -> None:
-    group.all_reduce(torch.zeros(1))
+def _meet(group: Group, device: torch.device) -> None:
+    group.all_reduce(torch.zeros(1, device=device))

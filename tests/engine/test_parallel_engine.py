@@ -32,12 +32,13 @@ from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, packed, unpacked
 from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
-from engine.ranks.processes import JobFailed, PingTimer
+from engine.ranks.processes import Followers, JobFailed, PingTimer
 from engine.runner.stream import WorkerStream
 from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.measuring_follower import FREE_BYTES
 from tests.support.specs import make_request
 from tests.support.vision import make_vision_checkpoint, picture, with_images
 
@@ -257,6 +258,28 @@ def test_gloo_gives_the_same_tokens(tmp_path: Path) -> None:
 
     one = answers(config_of(1, model=model), serve)
     assert answers(config_of(2, model=model, parallel={"collectives": "gloo"}), serve) == one
+
+
+@pytest.mark.two_gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_two_gpus_have_the_tokens_of_one(graphs: bool, tmp_path: Path) -> None:
+    fields = {"model": str(make_checkpoint(tmp_path)), "cuda_graphs": graphs}
+    one = answers(config_of(1, device="cuda:0", **fields), serve_text)
+    assert answers(config_of(2, device="cuda:0-1", **fields), serve_text) == one
+
+
+def test_followers_report_the_memory_that_steps_leave(tmp_path: Path) -> None:
+    config = config_of(2, model=str(make_checkpoint(tmp_path)))
+    followers = Followers(config, "tests.support.measuring_follower")
+    try:
+        followers.loaded()
+        half = FREE_BYTES // 2
+        assert followers.free_bytes == half
+        followers.measure(half)
+        num_slots, chunk, graphs = 12, 32, 1
+        assert followers.measured() == half - num_slots - chunk - graphs
+    finally:
+        followers.close()
 
 
 def test_each_rank_has_its_part_of_weights_and_pages(tmp_path: Path) -> None:

@@ -59,7 +59,11 @@ def test_describe_has_the_ranks_of_a_node_with_several(start_node):
         for rank in described.ranks
     ]
     engine = described.pids[1]
-    assert ranks == [(0, engine, "cpu", 5, 0), (1, 21, "cpu", 7, 2), (2, 22, "cpu", 0, 0)]
+    assert ranks == [
+        (0, engine, "cuda:2", 5, 0),
+        (1, 21, "cuda:3", 7, 2),
+        (2, 22, "cuda:0", 0, 0),
+    ]
 
 
 def test_a_killed_engine_fails_every_stream_and_the_node_at_once(start_node):

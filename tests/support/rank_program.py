@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from common.errors import EngineFault
-from engine.ranks.gloo import GlooGroup
 from engine.ranks.group import Group
 from engine.ranks.shm import BUFFER_BYTES, SharedMemoryGroup
+from engine.ranks.torch_group import TorchGroup
 
 NUM_CALLS = 300
 SHAPES = ((1,), (3, 5), (16, 128), (1, 7, 2), (16, 1024))
@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 def group_of(place: dict[str, Any], files: list[int]) -> Group:
     rank, size, timeout_s = place["rank"], place["size"], place["timeout_s"]
     if place["kind"] == "gloo":
-        return GlooGroup(rank, size, Path(place["store"]), timeout_s)
+        return TorchGroup("gloo", rank, size, Path(place["store"]), timeout_s)
     memory, *pidfds = files
     others = dict(zip((each for each in range(size) if each != rank), pidfds, strict=True))
     return SharedMemoryGroup(rank, size, memory, others, timeout_s)
@@ -64,7 +64,7 @@ def calls(group: Group, kind: str) -> Iterator[tuple[Tensor, Tensor]]:
         if pauses.random() < 0.05:
             time.sleep(pauses.random() * 0.003)
         parts = inputs(group.size, number, kind)
-        mine = parts[group.rank]
+        mine = parts[group.rank].clone()  # which may be overwritten
         match number % 3:
             case 0:
                 yield group.all_reduce(mine), summed(parts)
