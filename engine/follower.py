@@ -21,6 +21,7 @@ import torch
 from common import logs
 from common.config import EngineConfig
 from common.errors import ConfigError, RankLost
+from common.logs import kv
 from engine.adapters.adapters import shelf_of
 from engine.build import load_part, measured_room, open_model, pages_of, usable_bytes
 from engine.kv_cache.kv import KVPool
@@ -159,6 +160,7 @@ def main(descriptor: int, open_transfer: OpenTransfer) -> NoReturn:
     try:
         serve(steps, open_transfer)
     except ConfigError as error:
+        log.error("the rank cannot start %s", kv(reason=error))
         _fail(steps, RankFailed(str(error), config=True), 2)
     except Exception as error:  # noqa: BLE001  the end of the process
         _fail_at(steps, error)

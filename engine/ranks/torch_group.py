@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
-from torch.distributed import FileStore, distributed_c10d
+from torch import Tensor, distributed
 
 from common.errors import RankLost
 
 TorchBackend: TypeAlias = Literal["gloo", "nccl"]
 
-_api: Any = distributed_c10d  # its process groups have no annotations
+_api: Any = distributed  # its process groups have no annotations
 
 
 class TorchGroup:
@@ -38,11 +37,11 @@ class TorchGroup:
         self.size = size
         # Otherwise NCCL would use a stream of its own.
         self._sum = _in_order(_api.AllreduceOptions())
-        self._gathering = _in_order(_api.AllgatherOptions())
+        self._gathering = _in_order(_api.distributed_c10d.AllgatherOptions())
         self._from_first = _in_order(_api.BroadcastOptions())
         make = _nccl if backend == "nccl" else _gloo
         with _faults():
-            file = FileStore(str(store), size)
+            file = _api.FileStore(str(store), size)
             self._group = make(file, rank, size, timedelta(seconds=timeout_s))
 
     def all_reduce(self, x: Tensor) -> Tensor:
