@@ -268,9 +268,10 @@ class Engine:
         return replace(self, core=core, backend=backend, runner=runner)
 
     def equip_followers(self) -> None:
-        """Give the other ranks as many host pages as this one has. No step is under way."""
+        """Give the other ranks as many host pages as this one has, see `equipped`. No step is under
+        way."""
         followers, num_pages = self.loaded.followers, self.host_pool.num_pages
-        if followers is not None:
+        if followers is not None and not self.shape.tier_pages:
             asked = followers.ask(lambda number: ReplaceHostPages(number, num_pages))
             asked.result(EQUIP_S)
 

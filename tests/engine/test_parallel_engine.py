@@ -592,6 +592,28 @@ def exchange_slots(directory: Path) -> None:
     (directory / "index").write_bytes(index)
 
 
+def test_host_memory_of_followers_is_kept_as_that_of_rank_0(tmp_path: Path) -> None:
+    """Evicted prefixes are in it, which another role has too."""
+    offload = OffloadConfig(cpu_bytes=1 << 20)
+    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path)), offload=offload))
+    pages = np.arange(NUM_PAGES, dtype=np.int32)
+    copier = serving.engine.copier
+
+    def answer() -> list[int]:
+        serving.add(prompt(90), sampling=sampled())
+        serving.run()
+        return serving.answers[len(serving.answers)]
+
+    try:
+        expected = answer()
+        copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        serving.engine.equip_followers()
+        copier.bring(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        assert answer() == expected  # it continues from the prefix cache
+    finally:
+        serving.close()
+
+
 @pytest.mark.parametrize("harm", ["none", "other bytes", "other slots"])
 def test_pages_in_the_files_of_all_ranks_outlast_the_node(tmp_path: Path, harm: str) -> None:
     """Seen failing without the comparison of records, and with files of rank 0 alone."""

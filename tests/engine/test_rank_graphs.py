@@ -5,10 +5,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, open_checkpoint, read_spec
 from engine.ranks import WHOLE, Share
+from engine.ranks.messages import ReplaceHostPages
 from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.runner.forwards import Forwards
 from engine.runner.ranked import LeadingForwards, follow
@@ -75,9 +78,26 @@ class Sender:
         self._end.send(header, socket.MSG_DONTWAIT)
 
 
+@dataclass(frozen=True)
+class TwoRanks:
+    """The steps of rank 0, which a follower runs too.
+
+    Attributes:
+        graphs: by rank.
+        send: sends a packet to the follower.
+    """
+
+    steps: Steps
+    graphs: tuple[Repeating, Repeating]
+    send: Callable[[bytes], None]
+
+    def capture(self) -> None:
+        for size in self.steps.runner.graph_sizes:
+            self.steps.runner.capture(size)
+
+
 @contextmanager
-def two_ranks(servable: LoadableModel) -> Iterator[tuple[Steps, Repeating, Repeating]]:
-    """Yield the steps of rank 0, which a follower runs too, and the graphs of both."""
+def two_ranks(servable: LoadableModel) -> Iterator[TwoRanks]:
     meeting = Meeting(2)
     shares = [Share(rank, 2, ThreadGroup(rank, meeting)) for rank in range(2)]
     models = [servable.load(CPU, torch.float32, "none", share) for share in shares]
@@ -90,11 +110,14 @@ def two_ranks(servable: LoadableModel) -> Iterator[tuple[Steps, Repeating, Repea
     layout = part_of(KVLayout.of(spec.layers, 16, torch.float32, None, spec.draft), shares[1])
     pools = KVPool(layout, steps.pool.num_pages, CPU), HostPool(layout, 0, CPU)
     bank, stream = no_adapters(steps.table).bank, WorkerStream()
+    jobs: Any = SimpleNamespace(
+        adapter=None, with_host_pages=lambda job, forwards: forwards.over(HostPool(layout, 0, CPU))
+    )
 
     def run() -> None:
         try:
             forwards = Forwards(models[1], *pools, bank, stream, sizes, graphs[1])
-            follow(there, ring, forwards, ThreadGroup(1, meeting), SimpleNamespace(adapter=None))
+            follow(there, ring, forwards, ThreadGroup(1, meeting), jobs)
         finally:
             meeting.leave()
             stream.close()
@@ -102,10 +125,11 @@ def two_ranks(servable: LoadableModel) -> Iterator[tuple[Steps, Repeating, Repea
 
     follower = threading.Thread(target=run)
     follower.start()
-    leading = LeadingForwards(steps.runner.forwards, Sender(here), ThreadGroup(0, meeting), ring)
+    sender = Sender(here)
+    leading = LeadingForwards(steps.runner.forwards, sender, ThreadGroup(0, meeting), ring)
     steps.runner = ModelRunner(steps.runner.builder, leading)
     try:
-        yield steps, *graphs
+        yield TwoRanks(steps, graphs, sender.send)
         steps.close()
     finally:
         here.close()
@@ -119,19 +143,26 @@ def test_ranks_replay_graphs_in_step(tmp_path: Path) -> None:
     alone = Steps(open_checkpoint(directory).load(CPU, torch.float32, "none", WHOLE))
     expected = alone.generate(prompts, 8)
     alone.close()
-    with two_ranks(open_checkpoint(directory)) as (steps, ours, theirs):
-        for size in steps.runner.graph_sizes:
-            steps.runner.capture(size)
+    with two_ranks(open_checkpoint(directory)) as ranks:
+        steps, (ours, theirs) = ranks.steps, ranks.graphs
+        ranks.capture()
         steps.runner.rehearse(60)
         assert steps.generate(prompts, 8) == expected
         assert ours.replayed == theirs.replayed == [4] * 7
+        # Another role has graphs and host pages of its own.
+        again = Repeating()
+        steps.runner = steps.runner.with_host_pool(steps.host_pool, again)
+        ranks.capture()
+        ranks.send(msgspec.msgpack.encode(ReplaceHostPages(0, 0)))
+        assert steps.generate(prompts, 8) == expected
+        assert again.replayed == [4] * 7 == theirs.replayed[7:]
 
 
 def test_ranks_rehearse_drafts_together(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "deepseek_v3")
     make_mtp(directory)
-    with two_ranks(open_checkpoint(directory, "auto", MTP)) as (steps, _, _):
-        steps.runner.rehearse(60)
+    with two_ranks(open_checkpoint(directory, "auto", MTP)) as ranks:
+        ranks.steps.runner.rehearse(60)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
