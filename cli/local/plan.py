@@ -79,8 +79,8 @@ def programs(wish: RequestedSystem) -> list[Program]:
 
     Without prefill nodes the decode nodes are colocated. CUDA devices are assigned to the ranks of
     all nodes in turn, and nodes on one device share its memory. On a CPU the ranks of a role share
-    its cores.
-    The two roles overlap on the same cores, because they rarely compute at the same time.
+    its cores. The two roles overlap on the same cores, because they rarely compute at the same
+    time.
 
     Raises:
         ConfigError: CUDA is requested but not available, or a node has more ranks than there are

@@ -23,7 +23,7 @@ class TorchGroup:
     Sums and broadcasts are written over their input. With NCCL all calls are enqueued on the
     current stream, and the host waits for none of them. A CUDA graph may contain them after one
     call outside a graph, which connects the ranks. If a rank is late, a thread of torch ends this
-    process.
+    process. The process should end by os._exit: NCCL does not disconnect while there are graphs.
 
     Args:
         store: path of a file that does not exist yet, in a directory that only this user can read.

@@ -1,6 +1,7 @@
 """Engines with several ranks, as processes, have the tokens of engines with one rank."""
 
 import contextlib
+import multiprocessing
 import os
 import queue
 import select
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -260,12 +262,33 @@ def test_gloo_gives_the_same_tokens(tmp_path: Path) -> None:
     assert answers(config_of(2, model=model, parallel={"collectives": "gloo"}), serve) == one
 
 
+def answer_text(end: Connection, config: EngineConfig) -> None:
+    """Send the tokens of serve_text, and wait to be killed: NCCL may not end before its graphs."""
+    serving = Serving(config)
+    serve_text(serving)
+    end.send(dict(serving.answers))
+    end.recv()
+
+
+def answers_of_a_process(config: EngineConfig) -> dict[int, list[int]]:
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=answer_text, args=(theirs, config))
+    process.start()
+    theirs.close()
+    try:
+        return dict(ours.recv())
+    finally:
+        process.kill()
+        process.join()
+
+
 @pytest.mark.two_gpu
 @pytest.mark.parametrize("graphs", [False, True])
 def test_two_gpus_have_the_tokens_of_one(graphs: bool, tmp_path: Path) -> None:
     fields = {"model": str(make_checkpoint(tmp_path)), "cuda_graphs": graphs}
-    one = answers(config_of(1, device="cuda:0", **fields), serve_text)
-    assert answers(config_of(2, device="cuda:0-1", **fields), serve_text) == one
+    one = answers_of_a_process(config_of(1, device="cuda:0", **fields))
+    assert answers_of_a_process(config_of(2, device="cuda:0-1", **fields)) == one
 
 
 def test_followers_report_the_memory_that_steps_leave(tmp_path: Path) -> None:
