@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import distributed
 
-from common.config import EngineConfig
+from common.config import EngineConfig, ParallelConfig
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
@@ -67,6 +68,7 @@ from engine.sampling.composition import every_feature
 from engine.scheduler.scheduler import Scheduler
 from engine.sizing import (
     CUDA_CONTEXT_BYTES,
+    NCCL_BYTES,
     EngineShape,
     free_bytes,
     host_pages_of,
@@ -195,6 +197,11 @@ class Engine:
         followers = self.loaded.followers
         return () if followers is None else followers.pids
 
+    def devices(self, config: EngineConfig) -> tuple[str, ...]:
+        """Return the devices by rank."""
+        ranks = range(self.loaded.share.num_ranks)
+        return tuple(str(resolve_device(config.device, rank)) for rank in ranks)
+
     def ask_followers(
         self,
         body: bytes,
@@ -263,9 +270,10 @@ class Engine:
         return replace(self, core=core, backend=backend, runner=runner)
 
     def equip_followers(self) -> None:
-        """Give the other ranks as many host pages as this one has. No step is under way."""
+        """Give the other ranks as many host pages as this one has, see `equipped`. No step is under
+        way."""
         followers, num_pages = self.loaded.followers, self.host_pool.num_pages
-        if followers is not None:
+        if followers is not None and not self.shape.tier_pages:
             asked = followers.ask(lambda number: ReplaceHostPages(number, num_pages))
             asked.result(EQUIP_S)
 
@@ -334,8 +342,8 @@ def load(config: EngineConfig, follower_program: str = "") -> LoadedModel:
     weights_id = _named(stored_of(opened.servable, opened.directory))
     if config.parallel.num_ranks == 1:
         return _loaded(config, opened, weights_id, None)
-    check_ranks(config, opened.device)
-    followers = Followers(config, follower_program)
+    parallel = with_collectives(config, opened.device)
+    followers = Followers(config.model_copy(update={"parallel": parallel}), follower_program)
     try:
         loaded = _loaded(config, opened, weights_id, followers)
         followers.loaded()
@@ -345,13 +353,13 @@ def load(config: EngineConfig, follower_program: str = "") -> LoadedModel:
         raise
 
 
-def open_model(config: EngineConfig) -> OpenedModel:
-    """Read the configuration of the model, and set up this process for its device.
+def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
+    """Read the configuration of the model, and set up this process for the device of its rank.
 
     Raises:
         ConfigError: the model is not supported.
     """
-    device = resolve_device(config.device)
+    device = resolve_device(config.device, rank)
     if device.type == "cpu":
         threads = config.threads or max(1, threads_at_hand(os.environ) // config.parallel.num_ranks)
         use_cpu(threads, config.cpu_kernels)
@@ -392,7 +400,7 @@ def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[
     """
     device, dtype, quantize = opened.device, opened.precision.dtype, config.quantize
     needed = opened.servable.weight_bytes(device, dtype, quantize, share)
-    free = _free_bytes(device, config, share)
+    free = usable_bytes(device, config, share.num_ranks)
     if needed > free:
         raise ConfigError(
             f"{config.model}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} "
@@ -400,7 +408,7 @@ def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[
             f"{config.cache.memory_fraction})"
         )
     model = opened.servable.load(device, dtype, quantize, share)
-    return model, bank_of(config.lora, model, _free_bytes(device, config, share))
+    return model, bank_of(config.lora, model, usable_bytes(device, config, share.num_ranks))
 
 
 def _loaded(
@@ -437,21 +445,33 @@ def _loaded(
     )
 
 
-def check_ranks(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if several ranks do not support the device or a feature."""
-    if config.parallel.pp > 1:
-        drafter = config.speculative.method
-        for setting, used in {
-            f"speculative.method: {drafter}": drafter != "none",
-            "lora.adapter_dir": config.lora.adapter_dir is not None,
-        }.items():
-            if used:
-                raise ConfigError(f"engine.{setting} is not supported with engine.parallel.pp 2")
-    if device.type != "cpu":
-        num_ranks = config.parallel.num_ranks
+def with_collectives(config: EngineConfig, device: torch.device) -> ParallelConfig:
+    """Return the configuration of several ranks on such devices, with their collectives in place of
+    auto. Raise ConfigError if they do not support the devices or a feature."""
+    _check_stages(config)
+    on_gpus, wanted = device.type == "cuda", config.parallel.collectives
+    kind = ("nccl" if on_gpus else "shm") if wanted == "auto" else wanted
+    if on_gpus != (kind == "nccl"):
+        only = "GPUs" if kind == "nccl" else "CPUs"
         raise ConfigError(
-            f"engine.parallel: {num_ranks} ranks do not support engine.device {device}"
+            f"engine.parallel.collectives: {kind} is for ranks on {only}, and engine.device is "
+            f"{device}; auto chooses by the device"
         )
+    if on_gpus and not distributed.is_nccl_available():
+        raise ConfigError("engine.parallel.collectives: this torch is built without NCCL")
+    return config.parallel.model_copy(update={"collectives": kind})
+
+
+def _check_stages(config: EngineConfig) -> None:
+    if config.parallel.pp == 1:
+        return
+    drafter = config.speculative.method
+    for setting, used in {
+        f"speculative.method: {drafter}": drafter != "none",
+        "lora.adapter_dir": config.lora.adapter_dir is not None,
+    }.items():
+        if used:
+            raise ConfigError(f"engine.{setting} is not supported with engine.parallel.pp 2")
 
 
 def pages_of(
@@ -475,15 +495,42 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
     Raises:
         ConfigError: the model does not fit.
     """
-    model = loaded.model
-    fraction = config.cache.memory_fraction
-    free = _free_bytes(model.device, config, loaded.share)
-    shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free, share=loaded.share)
+    model, share, followers = loaded.model, loaded.share, loaded.followers
+    free = usable_bytes(model.device, config, share.num_ranks)
+    if model.device.type == "cuda" and followers is not None:
+        free = min(free, followers.free_bytes)
+    shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free, share=share)
     if model.device.type == "cpu":
         return shape
+    if followers is not None:
+        followers.measure(free)
+    room = measured_room(config, model, loaded.bank, share, shape)
+    if followers is not None:
+        room = min(room, followers.measured())
+    measured = config.scheduler.model_copy(
+        update={"chunked_prefill_tokens": shape.chunk_tokens or -1}
+    )
+    config = config.model_copy(update={"scheduler": measured})
+    return resolve_shape(config, model.spec, dtype=model.dtype, free=room, share=share)
+
+
+def measured_room(
+    config: EngineConfig, model: Model, bank: AdapterBank, share: Share, shape: EngineShape
+) -> int:
+    """Return the bytes of a GPU that steps leave for the pages of a rank. All ranks measure at the
+    same time.
+
+    Args:
+        shape: with the sizes of steps.
+    """
     seeing = 0 if model.seeing is None else model.seeing.needed_bytes()
     footprint = measure_footprint(
-        model, shape, loaded.bank, max_running=config.scheduler.num_slots, graphs=config.cuda_graphs
+        model,
+        shape,
+        bank,
+        max_running=config.scheduler.num_slots,
+        graphs=_has_graphs(config),
+        stage=share.stage,
     )
     log.info(
         "memory beside weights and pages %s",
@@ -494,12 +541,7 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
             images_mib=seeing >> 20,
         ),
     )
-    free = free_bytes(model.device, fraction) - footprint.total - seeing
-    measured = config.scheduler.model_copy(
-        update={"chunked_prefill_tokens": shape.chunk_tokens or -1}
-    )
-    config = config.model_copy(update={"scheduler": measured})
-    return resolve_shape(config, model.spec, dtype=model.dtype, free=free)
+    return usable_bytes(model.device, config, share.num_ranks) - footprint.total - seeing
 
 
 def _version_of_pages(loaded: LoadedModel, shape: EngineShape) -> bytes:
@@ -662,7 +704,7 @@ def _affordable_host_pages(config: EngineConfig, shape: EngineShape, share: Shar
     """Return the number of host pages. Raise ConfigError if the host does not have enough
     memory for those of all ranks."""
     layout = shape.layout
-    num_pages = host_pages_of(config.cache, layout, shape.device, shape.num_pages)
+    num_pages = host_pages_of(config.cache, layout, shape.device, shape.num_pages, share.num_ranks)
     wanted = num_pages * largest_page(shape.whole, share) * share.num_ranks
     left = free_bytes(torch.device("cpu"), 1.0)
     if wanted > left:
@@ -674,7 +716,13 @@ def _affordable_host_pages(config: EngineConfig, shape: EngineShape, share: Shar
 
 
 def _recorder(config: EngineConfig, device: torch.device) -> CudaRecorder | None:
-    return CudaRecorder() if device.type == "cuda" and config.cuda_graphs else None
+    return CudaRecorder() if device.type == "cuda" and _has_graphs(config) else None
+
+
+def _has_graphs(config: EngineConfig) -> bool:
+    """Return whether decode steps have graphs on a GPU. With stages they have none, because a step
+    has parts before and after the exchange of tensors."""
+    return config.cuda_graphs and config.parallel.pp == 1
 
 
 def _prepare_runner(runner: ModelRunner, config: EngineConfig, shape: EngineShape) -> None:
@@ -682,10 +730,13 @@ def _prepare_runner(runner: ModelRunner, config: EngineConfig, shape: EngineShap
         prepare(runner, largest_forward(shape, config.scheduler.num_slots))
 
 
-def _free_bytes(device: torch.device, config: EngineConfig, share: Share) -> int:
-    """Return this rank's part of the free memory. Ranks on a CPU share its memory."""
+def usable_bytes(device: torch.device, config: EngineConfig, num_ranks: int) -> int:
+    """Return the free memory for a rank. Ranks on a CPU share its memory, and ranks on GPUs need
+    some for NCCL."""
     free = free_bytes(device, config.cache.memory_fraction)
-    return free // share.num_ranks if device.type == "cpu" else free
+    if device.type == "cpu":
+        return free // num_ranks
+    return free if num_ranks == 1 else free - NCCL_BYTES
 
 
 def prepare(runner: ModelRunner, num_tokens: int) -> None:

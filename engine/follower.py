@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import msgspec
+import torch
 
 from common import logs
 from common.config import EngineConfig
 from common.errors import ConfigError, RankLost
+from common.logs import kv
 from engine.adapters.adapters import shelf_of
-from engine.build import load_part, open_model, pages_of
+from engine.build import load_part, measured_room, open_model, pages_of, usable_bytes
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, Model, open_checkpoint
@@ -30,8 +32,10 @@ from engine.ranks import Share
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     FromFollower,
+    MeasureRank,
     RankFailed,
     RankLoaded,
+    RankMeasured,
     RankReady,
     StartRank,
     StartSteps,
@@ -40,9 +44,10 @@ from engine.ranks.messages import (
 from engine.ranks.processes import open_groups
 from engine.ranks.ring import StepRing
 from engine.runner.forwards import Forwards, ForwardSizes
+from engine.runner.graphs import CudaRecorder
 from engine.runner.ranked import follow
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
-from engine.sizing import whole_layout
+from engine.sizing import resolve_shape, whole_layout
 
 _MAX_FILES = 130  # the pidfds of all other ranks, and two memories
 
@@ -92,6 +97,8 @@ class PartWeights:
         config = self.config
         there = open_checkpoint(directory, config.model_backend, config.speculative)
         there.refill(self.model, config.quantize, self.share)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
 
     def drain(self) -> None:
         self.served.drain(self.model)
@@ -106,16 +113,25 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     config = EngineConfig.model_validate_json(message.config)
     ranks = open_groups(config.parallel, message.rank, files, Path(message.store))
     share = ranks.share
-    opened = open_model(config)
+    opened = open_model(config, message.rank)
     model, bank = load_part(config, opened, share)
-    _send(steps, RankLoaded())
+    _send(steps, RankLoaded(usable_bytes(model.device, config, share.num_ranks)))
     message, files = _receive(steps)
+    if isinstance(message, MeasureRank):
+        shape = resolve_shape(
+            config, model.spec, dtype=model.dtype, free=message.free_bytes, share=share
+        )
+        _send(steps, RankMeasured(measured_room(config, model, bank, share, shape)))
+        message, files = _receive(steps)
     if not isinstance(message, StartSteps):
         return
     pool, host_pool = pages_of(config, model, share, message.num_pages, message.num_host_pages)
     sizes = ForwardSizes(message.num_slots, message.max_pages)
     stream = FollowerStream(open_stream(model.device), partial(_fail_at, steps))
-    forwards = Forwards(model, pool, host_pool, bank, stream, sizes)
+    # Rank 0 decides whether there are graphs, which may be another role's.
+    has_graphs = model.device.type == "cuda" and share.stage is None
+    recorder = CudaRecorder() if has_graphs else None
+    forwards = Forwards(model, pool, host_pool, bank, stream, sizes, recorder)
     ring = StepRing(files[0], message.block_bytes)
     os.close(files[0])
     _send(steps, RankReady())
@@ -143,6 +159,7 @@ def main(descriptor: int, open_transfer: OpenTransfer) -> NoReturn:
     try:
         serve(steps, open_transfer)
     except ConfigError as error:
+        log.error("the rank cannot start %s", kv(reason=error))
         _fail(steps, RankFailed(str(error), config=True), 2)
     except Exception as error:  # noqa: BLE001  the end of the process
         _fail_at(steps, error)

@@ -18,8 +18,11 @@ from engine.adapters.library import AdapterCache
 from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
+from engine.ranks import Stage
+from engine.runner.forwards import Forwards
 from engine.runner.graphs import CudaRecorder
-from engine.runner.runner import ModelRunner, make_runner
+from engine.runner.runner import make_runner
+from engine.runner.staged import StageRehearsal
 from engine.runner.stream import open_stream
 from engine.sampling.composition import every_feature
 from engine.sizing import EngineShape
@@ -54,11 +57,19 @@ class MeasuredForward(Protocol):
 
 
 def measure_footprint(
-    model: Model, shape: EngineShape, bank: AdapterBank, *, max_running: int, graphs: bool
+    model: Model,
+    shape: EngineShape,
+    bank: AdapterBank,
+    *,
+    max_running: int,
+    graphs: bool,
+    stage: Stage | None = None,
 ) -> MemoryFootprint:
     """Run the largest forward and capture the two largest graphs over a pool of one page, then
     release all their memory. The kernels stay compiled.
 
+    Args:
+        stage: of this rank. Its peer measures at the same time.
     Raises:
         ConfigError: the memory does not suffice even for that; the error has the numbers.
     """
@@ -67,7 +78,7 @@ def measure_footprint(
     num_tokens = largest_forward(shape, max_running)
     stream = open_stream(device)
 
-    def make() -> ModelRunner:
+    def make() -> MeasuredForward:
         table = SlotTable(
             max_running,
             shape.context_length,
@@ -75,7 +86,7 @@ def measure_footprint(
             layout.windows,
             layout.state_pages,
         )
-        return make_runner(
+        runner = make_runner(
             model,
             KVPool(layout, 1, device),
             HostPool(layout, 0, device),
@@ -85,6 +96,10 @@ def measure_footprint(
             stream,
             CudaRecorder() if graphs else None,
         )
+        if stage is None:
+            return runner
+        assert isinstance(runner.forwards, Forwards)
+        return StageRehearsal(runner.builder, runner.forwards, stage)
 
     try:
         footprint = footprint_of(make, num_tokens, device)

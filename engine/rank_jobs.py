@@ -50,6 +50,7 @@ from engine.ranks.messages import (
 from engine.ranks.processes import Followers, JobFailed
 from engine.runner.copier import Copier, PageCopier, PageCopy
 from engine.runner.forwards import Forwards
+from engine.runner.gpu import use_gpu
 from engine.runner.ranked import SentSteps
 from engine.runner.stream import StreamEvent
 from kernels.cpu.memory import give_back
@@ -240,8 +241,10 @@ class FollowerJobs:
         self._source = adapters
         self._weights = weights
         self._transfer = transfer
-        self._copying = ThreadPoolExecutor(1, "copy-pages")
-        self._working = ThreadPoolExecutor(1, "jobs")
+        device = pool.tensor.device
+        use = partial(use_gpu, device) if device.type == "cuda" else None
+        self._copying = ThreadPoolExecutor(1, "copy-pages", use)
+        self._working = ThreadPoolExecutor(1, "jobs", use)
         self._readings: dict[int, LoraAdapter] = {}
         self._adapters: dict[AdapterId, list[LoraAdapter]] = {}  # one for each reading
 
@@ -256,7 +259,7 @@ class FollowerJobs:
         self._host_pool = HostPool(layout, job.num_pages, device)
         self._copier = PageCopier(self._pool, self._host_pool)
         self._reply(job.number)
-        return forwards.with_host_pool(self._host_pool, None)
+        return forwards.over(self._host_pool)
 
     def take(self, job: Job, steps: SentSteps) -> None:
         """Begin a job, without waiting."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import CacheConfig, EngineConfig, Quantize
+from common.config import CacheConfig, EngineConfig, Quantize, gpus_of
 from common.errors import ConfigError
 from engine.core import CoreShape
 from engine.kv_cache.layout import KVLayout
@@ -29,6 +29,7 @@ CPU_POOL_FRACTION = 0.125  # of the free memory, if that is more
 DEVICE_CHUNK_TOKENS = 2048
 ROOM_FRACTION = 1 / 16  # of free memory, for the activations of a larger chunk
 CUDA_CONTEXT_BYTES = 1 << 29  # memory of driver and libraries outside torch's allocator
+NCCL_BYTES = 1 << 30  # of a rank. An upper bound that was not measured yet: see docs/gpu.md.
 PINNED_BYTES = 4 << 30  # for retracted requests on CUDA, unless host_pages is set:
 # limited to this part of the free host memory, since other nodes start here too
 PINNED_FRACTION = 0.25
@@ -53,18 +54,26 @@ class EngineShape(CoreShape):
     prefill_tokens: int
 
 
-def resolve_device(name: str) -> torch.device:
-    """Return the device. Raise ConfigError if it does not exist, or cannot be used as it is set
-    up."""
-    device = _device_named(name)
+def resolve_device(name: str, rank: int = 0) -> torch.device:
+    """Return the device of a rank. Raise ConfigError if it does not exist, or cannot be used as it
+    is set up.
+
+    Args:
+        name: as in EngineConfig. With auto and cuda, the ranks have the first GPUs.
+    """
+    device = _device_named(name, rank)
     if device.type == "cuda":
         check_allocator(os.environ)
     return device
 
 
-def _device_named(name: str) -> torch.device:
+def _device_named(name: str, rank: int) -> torch.device:
     if name == "auto":
-        return torch.device("cuda:0" if has_gpu() else "cpu")
+        name = "cuda" if has_gpu() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{rank}"
+    elif gpus := gpus_of(name):
+        name = f"cuda:{gpus[rank]}"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -73,14 +82,13 @@ def _device_named(name: str) -> torch.device:
         raise ConfigError(f"engine.device: {device.type} is not supported, only cpu and cuda")
     if device.type == "cpu":
         return device
-    index = device.index or 0
     has_gpu()  # raises with the reason if there is a GPU that cannot be used
-    if index >= torch.cuda.device_count():
+    if device.index >= torch.cuda.device_count():
         raise ConfigError(
             f"engine.device: {name} is not there, this machine has "
             f"{torch.cuda.device_count()} CUDA devices"
         )
-    return torch.device("cuda", index)
+    return device
 
 
 def free_bytes(device: torch.device, fraction: float) -> int:
@@ -169,7 +177,7 @@ def resolve_shape(
     Raises:
         ConfigError: the model does not fit; the error has the numbers.
     """
-    device = resolve_device(config.device)
+    device = resolve_device(config.device, share.node_rank)
     context_length = config.context_length or spec.context_length
     if context_length > spec.context_length:
         raise ConfigError(
@@ -198,7 +206,7 @@ def resolve_shape(
         tables=layout.tables,
         context_length=context_length,
         num_pages=num_pages,
-        host_pages=host_pages_of(config.cache, layout, device, num_pages),
+        host_pages=host_pages_of(config.cache, layout, device, num_pages, share.num_ranks),
         tier_pages=config.offload.cpu_bytes // (share.num_ranks * page_bytes)
         if config.cache.prefix_cache
         else 0,
@@ -208,14 +216,14 @@ def resolve_shape(
 
 
 def host_pages_of(
-    cache: CacheConfig, layout: KVLayout, device: torch.device, num_pages: int
+    cache: CacheConfig, layout: KVLayout, device: torch.device, num_pages: int, num_ranks: int
 ) -> int:
-    """Return the number of host pages for retracted requests of a pool of `num_pages`."""
+    """Return the number of host pages of a rank for retracted requests of a pool of `num_pages`."""
     if cache.swap_pages >= 0:
         return cache.swap_pages
     if device.type == "cpu":
         return num_pages
-    room = min(PINNED_BYTES, free_bytes(torch.device("cpu"), PINNED_FRACTION))
+    room = min(PINNED_BYTES, free_bytes(torch.device("cpu"), PINNED_FRACTION)) // num_ranks
     return min(num_pages, room // layout.page_bytes)
 
 

@@ -259,7 +259,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     num_pages: int
     page_size: int  # tokens
     followers: tuple[int, ...] = ()  # pids of the ranks after rank 0, which is the engine
-    device: str = ""  # of every rank
+    devices: tuple[str, ...] = ()  # by rank
 
 
 class RequestEnded(msgspec.Struct, frozen=True):

@@ -57,7 +57,7 @@ def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) ->
             num_pages=engine.shape.num_pages,
             page_size=engine.shape.layout.page_size,
             followers=engine.follower_pids,
-            device=str(engine.shape.device),
+            devices=engine.devices(config),
         )
     )
 

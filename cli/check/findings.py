@@ -29,7 +29,7 @@ from common.identity import program
 from common.identity.guard import Role
 from common.identity.program import identity_of
 from common.model_directory import model_directory
-from engine.build import OpenedModel
+from engine.build import OpenedModel, usable_bytes
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import rounding_of
@@ -37,7 +37,7 @@ from engine.models.precision import choose_precision
 from engine.models.spec import NOT_QUANTISED, ModelSpec
 from engine.processor import matrix_features, threads_at_hand, usable_cores
 from engine.ranks import Share
-from engine.sizing import free_bytes, resolve_device, resolve_shape
+from engine.sizing import resolve_device, resolve_shape
 from kernels.cpu.compiler import COMPILERS, cache_directory, compiler, prebuilt
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -100,8 +100,9 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("model", "ok", f"{spec.architecture}, {len(spec.layers)} layers: {directory}")
         yield Finding("computed", "ok", servable.computed)
         yield from _drafter(config.speculative)
-        device = resolve_device(config.device)
-        yield Finding("device", "ok", _device(device, config))
+        devices = [resolve_device(config.device, rank) for rank in range(config.parallel.num_ranks)]
+        device = devices[0]
+        yield Finding("device", "ok", _device(devices, config))
         if device.type == "cpu":
             yield _operations(config)
         precision = choose_precision(config.dtype, device, checkpoint, matrix_features())
@@ -110,8 +111,8 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         sizes = rank_sizes(config, OpenedModel(directory, servable, device, precision))
         if len(sizes) > 1:
             yield Finding("ranks", "ok", sentence(sizes))
-        # Weights first: the KV pool gets the remaining memory. Ranks share that of a CPU.
-        free = free_bytes(device, config.cache.memory_fraction) // len(sizes)
+        # Weights first: the KV pool gets the remaining memory.
+        free = min(usable_bytes(each, config, len(sizes)) for each in devices)
         weights = max(each.weight_bytes for each in sizes)
         shape = resolve_shape(
             config,
@@ -176,9 +177,9 @@ def _text(directory: Path) -> Finding:
     return Finding("tokenizer", "ok", "tokenizer.json")
 
 
-def _device(device: torch.device, config: EngineConfig) -> str:
-    if device.type == "cuda":
-        return f"{device}: {torch.cuda.get_device_name(device)}"
+def _device(devices: Sequence[torch.device], config: EngineConfig) -> str:
+    if devices[0].type == "cuda":
+        return ", ".join(f"{each}: {torch.cuda.get_device_name(each)}" for each in devices)
     features = ", ".join(matrix_features()) or "no products of 16 or 8 bits"
     num_ranks = config.parallel.num_ranks
     threads = config.threads or max(1, threads_at_hand(os.environ) // num_ranks)

@@ -8,7 +8,7 @@ from common.config import EngineConfig
 from common.copy_map import NodeShape
 from common.errors import ConfigError
 from common.model_directory import model_directory
-from engine.build import OpenedModel, check_ranks
+from engine.build import OpenedModel, with_collectives
 from engine.kv_cache.layout import KVLayout
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
@@ -74,7 +74,7 @@ def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
     num_ranks, experts = parallel.num_ranks, parallel.experts == "ep"
     try:
         if num_ranks > 1:
-            check_ranks(config, model.device)
+            with_collectives(config, model.device)
         shares = [Share.unconnected(rank, node, whole_experts=experts) for rank in range(num_ranks)]
         return [_sizes(config, model, whole, share) for share in shares]
     except ConfigError as error:

@@ -79,12 +79,14 @@ _DATA_PORT = "--transfer.listen-port"
 def programs(wish: RequestedSystem) -> list[Program]:
     """Return the router first, then prefill nodes, then decode nodes.
 
-    Without prefill nodes the decode nodes are colocated. CUDA devices are assigned to nodes in
-    turn, and nodes on one device share its memory. On a CPU the ranks of a role share its cores.
-    The two roles overlap on the same cores, because they rarely compute at the same time.
+    Without prefill nodes the decode nodes are colocated. CUDA devices are assigned to the ranks of
+    all nodes in turn, and nodes on one device share its memory. On a CPU the ranks of a role share
+    its cores. The two roles overlap on the same cores, because they rarely compute at the same
+    time.
 
     Raises:
-        ConfigError: CUDA is requested but not available.
+        ConfigError: CUDA is requested but not available, or a node has more ranks than there are
+            devices.
     """
     prefill = [(f"prefill-{i}", "prefill_node", wish.prefill_port + i) for i in range(wish.prefill)]
     decode = [(f"decode-{i}", "decode_node", wish.decode_port + i) for i in range(wish.decode)]
@@ -193,13 +195,7 @@ def _device_flags(wish: RequestedSystem) -> list[list[str]]:
     nodes = [wish.prefill_ranks] * wish.prefill + [wish.decode_ranks] * wish.decode
     num_devices = 0 if wish.device == "cpu" else cuda_devices()
     if num_devices:
-        nodes_per_device = -(-len(nodes) // num_devices)
-        fraction = CacheConfig().memory_fraction / nodes_per_device
-        memory = f"--engine.cache.memory-fraction={fraction:.3f}"
-        return [
-            [f"--device=cuda:{number % num_devices}", memory, *rank_flags(ranks)]
-            for number, ranks in enumerate(nodes)
-        ]
+        return _gpu_flags(nodes, num_devices)
     if wish.device == "cuda":
         raise ConfigError("--device cuda: this machine has no CUDA device that can be used")
     num_ranks = max(
@@ -208,6 +204,25 @@ def _device_flags(wish: RequestedSystem) -> list[list[str]]:
     threads = max(1, threads_at_hand(os.environ) // num_ranks)
     flags = ["--device=cpu", f"--engine.threads={threads}"]
     return [[*flags, *rank_flags(ranks)] for ranks in nodes]
+
+
+def _gpu_flags(nodes: Sequence[NodeShape], num_devices: int) -> list[list[str]]:
+    """Return the flags of nodes with such ranks."""
+    ranks = [math.prod(node) for node in nodes]
+    if max(ranks) > num_devices:
+        raise ConfigError(
+            f"a node of {max(ranks)} ranks needs as many CUDA devices, this machine has "
+            f"{num_devices} (--prefill-tp, --decode-tp, --prefill-pp)"
+        )
+    nodes_per_device = -(-sum(ranks) // num_devices)
+    fraction = CacheConfig().memory_fraction / nodes_per_device
+    memory = f"--engine.cache.memory-fraction={fraction:.3f}"
+    flags, first = [], 0
+    for node, num_ranks in zip(nodes, ranks, strict=True):
+        gpus = ",".join(str(rank % num_devices) for rank in range(first, first + num_ranks))
+        flags.append([f"--device=cuda:{gpus}", memory, *rank_flags(node)])
+        first += num_ranks
+    return flags
 
 
 def rank_flags(ranks: NodeShape) -> list[str]:

@@ -15,6 +15,7 @@ from common.config.engine import (
     SchedulerConfig,
     SpeculativeConfig,
     check_adapter_name,
+    gpus_of,
 )
 from common.config.node import (
     DecodeConfig,
@@ -52,4 +53,5 @@ __all__ = [
     "TlsConfig",
     "TransferConfig",
     "check_adapter_name",
+    "gpus_of",
 ]

@@ -288,10 +288,10 @@ class ParallelConfig(ConfigRecord):
         description="Split of mixtures of experts between ranks. tp: a part of every expert; "
         "ep: whole experts",
     )
-    collectives: Literal["auto", "shm", "gloo"] = Field(
+    collectives: Literal["auto", "shm", "gloo", "nccl"] = Field(
         "auto",
-        description="Exchange of tensors between ranks. auto: shm, in shared memory; gloo: "
-        "torch.distributed over loopback, slower, for comparisons",
+        description="Exchange of tensors between ranks. auto: nccl on GPUs and shm on a CPU; shm: "
+        "shared memory; gloo: torch.distributed over loopback, slower, for comparisons",
     )
     collective_s: Seconds = Field(
         30.0, description="Seconds that a rank waits for the others before the node is terminated"
@@ -302,11 +302,27 @@ class ParallelConfig(ConfigRecord):
         return self.tp * self.pp
 
 
+_GPUS = re.compile(r"cuda:([0-9]{1,3}(?:-[0-9]{1,3})?(?:,[0-9]{1,3}(?:-[0-9]{1,3})?)*)")
+
+
+def gpus_of(device: str) -> tuple[int, ...]:
+    """Return the numbers in a device, by rank: (0, 1, 3) for cuda:0-1,3. Empty: it has none."""
+    found = _GPUS.fullmatch(device)
+    if found is None:
+        return ()
+    ends = [part.partition("-")[::2] for part in found[1].split(",")]
+    return tuple(n for first, last in ends for n in range(int(first), int(last or first) + 1))
+
+
 class EngineConfig(ConfigRecord):
     """The model and the device it runs on."""
 
     model: str = Field(description="Directory or hub id of a Hugging Face checkpoint")
-    device: str = Field("auto", description="Device: auto, cpu or cuda:N")
+    device: str = Field(
+        "auto",
+        description="Device: auto, cpu or cuda:N. With several ranks, a GPU for each: cuda:0-3 or "
+        "cuda:0,2",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Compute type. auto: bfloat16 on CUDA and on CPUs with native bfloat16, "
@@ -356,3 +372,16 @@ class EngineConfig(ConfigRecord):
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoraConfig = LoraConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
+
+    @model_validator(mode="after")
+    def _each_rank_has_a_gpu(self) -> Self:
+        gpus, num_ranks = gpus_of(self.device), self.parallel.num_ranks
+        if len(set(gpus)) < len(gpus):
+            raise ValueError(f"device {self.device} names a GPU twice, and ranks cannot share one")
+        if gpus and len(gpus) != num_ranks:
+            needed = f"cuda:0-{num_ranks - 1}" if num_ranks > 1 else "cuda:0"
+            raise ValueError(
+                f"the number of GPUs in device {self.device} is {len(gpus)}, and parallel.tp x "
+                f"parallel.pp is {num_ranks}: each rank needs one, as in {needed}"
+            )
+        return self

@@ -9,7 +9,8 @@ class Group(Protocol):
     """Some ranks of a node. Forward stream only.
 
     Every call waits until the other ranks make the same call, and raises RankLost if one of them
-    ends or is too late. Nothing may be called afterwards.
+    ends or is too late. Nothing may be called afterwards. On GPUs the stream waits in place of the
+    host, and the process ends in place of the error.
 
     Attributes:
         rank: of this process, from 0.
@@ -26,7 +27,7 @@ class Group(Protocol):
         """Return the sum over all ranks, with the same bits on every rank.
 
         Args:
-            x: contiguous, of the same shape and dtype on all ranks.
+            x: contiguous, of the same shape and dtype on all ranks. May be overwritten.
         """
         ...
 
@@ -42,7 +43,8 @@ class Group(Protocol):
         """Return the tensor of one rank.
 
         Args:
-            x: contiguous. On other ranks, any tensor of the same shape and dtype.
+            x: contiguous. On other ranks, any tensor of the same shape and dtype, which may be
+                overwritten.
         """
         ...
 

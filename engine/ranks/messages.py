@@ -18,8 +18,8 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     `open_groups`, and the pidfds of all other ranks, by rank.
 
     Attributes:
-        config: EngineConfig as JSON.
-        store: directory for the rendezvous of gloo.
+        config: EngineConfig as JSON. `collectives` is not auto.
+        store: directory for the rendezvous of gloo and NCCL.
         log_level, log_format: of rank 0's log.
     """
 
@@ -28,6 +28,17 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     store: str
     log_level: str
     log_format: Literal["text", "json"]
+
+
+class MeasureRank(msgspec.Struct, frozen=True, tag=True):
+    """Measure the memory that steps take on a GPU beside weights and pages. All ranks do this at
+    the same time, because it contains collectives.
+
+    Attributes:
+        free_bytes: that every rank has for them, from which it gets the sizes of steps.
+    """
+
+    free_bytes: int
 
 
 class StartSteps(msgspec.Struct, frozen=True, tag=True):
@@ -47,6 +58,13 @@ class StartSteps(msgspec.Struct, frozen=True, tag=True):
 class SampleStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Sample the newest step now, without waiting for the next one. Only the first of two stages
     does it."""
+
+
+class CaptureGraph(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Capture the CUDA graph of decode steps with so many rows. Comes between steps, because it
+    contains collectives."""
+
+    rows: int
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -173,7 +191,23 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
-    """The part of the model is in memory."""
+    """The part of the model is in memory.
+
+    Attributes:
+        free_bytes: left for steps and pages.
+    """
+
+    free_bytes: int
+
+
+class RankMeasured(msgspec.Struct, frozen=True, tag=True):
+    """The reply to MeasureRank.
+
+    Attributes:
+        free_bytes: left for pages.
+    """
+
+    free_bytes: int
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
@@ -215,7 +249,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     config: bool
 
 
-ToFollower: TypeAlias = StartRank | StartSteps
+ToFollower: TypeAlias = StartRank | MeasureRank | StartSteps
 FileJob: TypeAlias = OpenPageFiles | WriteSlots | ReadSlots | EraseSlots | ClearSlots
 Job: TypeAlias = (
     ReadAdapter
@@ -229,4 +263,4 @@ Job: TypeAlias = (
     | TransferJob
     | Ping
 )
-FromFollower: TypeAlias = RankLoaded | RankReady | JobDone | RankReport | RankFailed
+FromFollower: TypeAlias = RankLoaded | RankMeasured | RankReady | JobDone | RankReport | RankFailed

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,25 +34,28 @@ from common.errors import ConfigError, EngineFault
 from common.logs import kv
 from common.process.leash import leashed
 from common.process.resources import resident_bytes
-from engine.ranks.gloo import GlooGroup
 from engine.ranks.group import Group
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     FromFollower,
     Job,
     JobDone,
+    MeasureRank,
     Ping,
     RankFailed,
     RankLoaded,
+    RankMeasured,
     RankReady,
     RankReport,
     SampleStep,
     StartRank,
     StartSteps,
+    ToFollower,
 )
 from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.ranks.share import RankGroups, Share, Stage
 from engine.ranks.shm import SharedMemoryGroup, memory_bytes
+from engine.ranks.torch_group import TorchGroup
 
 _LOAD_S = 3600.0  # for weights from a slow disk
 _CLOSE_S = 5.0
@@ -62,6 +65,7 @@ _PATIENCE_S = 5.0  # longer than in a collective, whose error is the better one 
 log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
 _from_follower: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
+_Reply = TypeVar("_Reply", RankLoaded, RankMeasured, RankReady)
 
 
 class JobFailed(EngineFault):
@@ -157,10 +161,11 @@ def open_groups(config: ParallelConfig, rank: int, files: Sequence[int], store: 
     """Open the collectives of one rank.
 
     Args:
+        config: `collectives` is not auto.
         rank: among all ranks of the node.
         files: descriptors of the memories for shm: of its stage, and of its pipe if there are two
             stages. Then the pidfds of all other ranks, by rank. All are closed.
-        store: directory for the rendezvous of gloo.
+        store: directory for the rendezvous of gloo and NCCL.
     """
     num_memories = config.pp
     memories, pidfds = files[:num_memories], list(files[num_memories:])
@@ -169,8 +174,9 @@ def open_groups(config: ParallelConfig, rank: int, files: Sequence[int], store: 
 
     def opened(name: str, ranks: range, memory: int) -> Group:
         own = ranks.index(rank)
-        if config.collectives == "gloo":
-            return GlooGroup(own, len(ranks), store / name, config.collective_s)
+        if config.collectives in ("gloo", "nccl"):
+            kind = config.collectives
+            return TorchGroup(kind, own, len(ranks), store / name, config.collective_s)
         others = {other: os.dup(pidfds[other]) for other in ranks if other != rank}
         return SharedMemoryGroup(own, ranks, memory, others, config.collective_s)
 
@@ -221,6 +227,7 @@ class Followers:
 
     Attributes:
         ranks: the collectives of rank 0.
+        free_bytes: least memory that a follower has left. Set by `loaded`.
         steps_sent: number of steps that rank 0 has begun.
         steps_done: number of steps that rank 0 is done with. Any thread may read both.
     """
@@ -232,7 +239,7 @@ class Followers:
         Args:
             program: module that a follower runs.
         """
-        self.steps_sent = self.steps_done = 0
+        self.steps_sent = self.steps_done = self.free_bytes = 0
         self._states: dict[int, RankState] = {}  # of followers that have reported
         self._silent_s = config.parallel.collective_s + _PATIENCE_S
         parallel, settings = config.parallel, config.model_dump_json().encode()
@@ -280,7 +287,21 @@ class Followers:
         Raises:
             ConfigError: one cannot. The error is its sentence.
         """
-        self._await(RankLoaded)
+        self.free_bytes = min(each.free_bytes for each in self._await(RankLoaded))
+
+    def measure(self, free_bytes: int) -> None:
+        """Have all followers measure the memory of steps, see MeasureRank."""
+        for follower in self._followers:
+            _send(follower, MeasureRank(free_bytes), ())
+
+    def measured(self) -> int:
+        """Wait until all followers have measured it. Return the least memory that one has left for
+        pages.
+
+        Raises:
+            ConfigError: as `loaded`.
+        """
+        return min(each.free_bytes for each in self._await(RankMeasured))
 
     def start(self, make: Callable[[int], StartSteps], num_bytes: int) -> StepRing:
         """Wait until all followers are ready for steps, and return the blocks of steps.
@@ -371,8 +392,8 @@ class Followers:
             os.close(follower.pidfd)
         self._directory.cleanup()
 
-    def _await(self, expected: type[FromFollower]) -> None:
-        deadline = time.monotonic() + _LOAD_S
+    def _await(self, expected: type[_Reply]) -> Sequence[_Reply]:
+        deadline, replies = time.monotonic() + _LOAD_S, []
         for rank, follower in enumerate(self._followers, start=1):
             ready, _, _ = select.select(
                 [follower.socket], [], [], max(0.0, deadline - time.monotonic())
@@ -387,8 +408,11 @@ class Followers:
                     raise ConfigError(error)
                 case RankFailed(error=error):
                     raise EngineFault(f"rank {rank}: {error}")
-                case message if not isinstance(message, expected):
+                case message if isinstance(message, expected):
+                    replies.append(message)
+                case message:
                     raise EngineFault(f"rank {rank} sent {type(message).__name__}")
+        return replies
 
     def _watch(self, on_end: Callable[[], None]) -> None:
         try:
@@ -519,7 +543,7 @@ def _start(program: str) -> _Follower:
     return _Follower(process, ours, os.pidfd_open(process.pid))
 
 
-def _send(follower: _Follower, message: StartRank | StartSteps, files: Sequence[int]) -> None:
+def _send(follower: _Follower, message: ToFollower, files: Sequence[int]) -> None:
     try:
         socket.send_fds(follower.socket, [_encoder.encode(message)], files)
     except OSError:

@@ -2,6 +2,9 @@
 
 Packing a step into a block is its broadcast. A block is written again only when every rank has
 finished the step that it held.
+
+The memory is not pinned for GPUs. `upload` packs a step into pinned memory when it is launched, and
+most of a ring is never used, which pinning would occupy.
 """
 
 import mmap

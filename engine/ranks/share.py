@@ -168,8 +168,8 @@ class RankGroups:
         if self.share.stage is not None:
             self.share.stage.receive_back(hidden)
 
-    def meet(self) -> None:
+    def meet(self, device: torch.device) -> None:
         """Wait until all ranks of the node have begun to wait here."""
         for group in (self.own, self.pipe):
             if group is not None:
-                group.all_reduce(torch.zeros(1))
+                group.all_reduce(torch.zeros(1, device=device))

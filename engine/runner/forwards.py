@@ -1,6 +1,7 @@
 """Runs steps of a model on the forward stream, and never waits for them. Knows no requests."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol, TypeAlias
@@ -146,9 +147,19 @@ class Forwards:
         beside = self._bank, self._stream, self._sizes
         return Forwards(self._model, self._pool, host_pool, *beside, recorder)
 
+    def over(self, host_pool: HostPool) -> "Forwards":
+        """Return these forwards, with their tokens and graphs, over another host pool."""
+        changed = copy(self)
+        changed._host_pool = host_pool
+        return changed
+
     @property
     def spec(self) -> ModelSpec:
         return self._model.spec
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:

@@ -23,24 +23,32 @@ from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import RankGroups, Stage
-from engine.ranks.messages import MAX_PACKET_BYTES, Job, ReplaceHostPages, SampleStep
+from engine.ranks.messages import (
+    MAX_PACKET_BYTES,
+    CaptureGraph,
+    Job,
+    ReplaceHostPages,
+    SampleStep,
+)
 from engine.ranks.ring import BLOCKS, StepRing
 from engine.runner.forwards import Draw, Forwards, SampleLater, TokenSampling
 from engine.runner.graphs import Recorder
 from engine.runner.launch_message import Launch, block_bytes, decode, encode
 from engine.runner.launched import StepOutput
-from engine.runner.staged import StagedForwards
+from engine.runner.staged import StagedForwards, launch_without_head
 from engine.runner.step import Step
 from engine.runner.stream import StreamEvent
 from engine.sampling.composition import SampledTokens
-from engine.sampling.heads import HeadInputs, HiddenStates
+from engine.sampling.heads import HiddenStates
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int32)
 _TOKEN_BYTES = 64  # of a token in a step, without its locations: ids, positions, places, slots
 _PAGE_BYTES = 16  # of a page in a step: its id in a table, or both ids of a copy
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Launch | SampleStep | Job)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    Launch | SampleStep | CaptureGraph | Job
+)
 
 
 class _Leading:
@@ -69,9 +77,10 @@ class _Leading:
 class _Following:
     """The sampling of a follower with a part of the head. It receives all drawn tokens."""
 
-    def __init__(self, ranks: RankGroups) -> None:
+    def __init__(self, ranks: RankGroups, device: torch.device) -> None:
         self._ranks = ranks
         self._group = ranks.own
+        self._device = device
 
     def tensors(self) -> list[Tensor]:
         return []
@@ -88,20 +97,8 @@ class _Following:
         return SampledTokens(self._received(states.num_samples))
 
     def _received(self, count: int) -> Tensor:
-        return self._group.broadcast(torch.zeros(count, dtype=torch.int32))
-
-
-class _NotSampling:
-    """The sampling of a follower without a head, which has no drafts either."""
-
-    def tensors(self) -> list[Tensor]:
-        return []
-
-    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
-        raise EngineFault("drafts need all layers in one stage")
-
-    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
-        return SampledTokens(_NO_TOKENS)
+        received = torch.zeros(count, dtype=torch.int32, device=self._device)
+        return self._group.broadcast(received)
 
 
 class StepSender(Protocol):
@@ -116,14 +113,12 @@ class StepSender(Protocol):
     steps_done: int
 
     def send(self, header: bytes) -> None:
-        """Send the header of a step to all followers, without waiting."""
+        """Send the header of a step or a CaptureGraph to all followers, without waiting."""
         ...
 
 
 class LeadingForwards:
     """The forwards of rank 0. Has the interface of Forwards. Engine thread only."""
-
-    graph_sizes: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -149,11 +144,17 @@ class LeadingForwards:
         changed._forwards = self._forwards.with_host_pool(host_pool, recorder)
         return changed
 
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        return self._forwards.graph_sizes
+
     def graph_of(self, rows: ForwardBatch) -> int:
-        return 0
+        return self._forwards.graph_of(rows)
 
     def capture(self, size: int) -> None:
-        raise EngineFault("no graph is captured with several ranks")
+        """Capture a graph on all ranks, see Forwards.capture. If a rank cannot, the node ends."""
+        self._followers.send(_encoder.encode(CaptureGraph(size)))
+        self._forwards.capture(size)
 
     def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
         """Send and enqueue a step, see Forwards.launch."""
@@ -279,7 +280,7 @@ class _StepFollower(Protocol):
 class _OnlyStage:
     def __init__(self, forwards: Forwards, ranks: RankGroups) -> None:
         self._forwards = forwards
-        self._sampling = _Following(ranks)
+        self._sampling = _Following(ranks, forwards.device)
 
     def run(self, step: Step) -> StreamEvent:
         return self._forwards.launch(step, self._sampling, StepOutput())
@@ -291,7 +292,7 @@ class _OnlyStage:
 class _FirstStage:
     def __init__(self, forwards: Forwards, ranks: RankGroups, stage: Stage) -> None:
         self._forwards = StagedForwards(forwards, stage)
-        self._sampling = _Following(ranks)
+        self._sampling = _Following(ranks, forwards.device)
 
     def run(self, step: Step) -> StreamEvent:
         if step.rows is None:
@@ -309,8 +310,7 @@ class _LastStage:
         self._forwards = forwards
 
     def run(self, step: Step) -> StreamEvent:
-        without_head = msgspec.structs.replace(step, heads=HeadInputs(chosen=False))
-        return self._forwards.launch(without_head, _NotSampling(), StepOutput())
+        return launch_without_head(self._forwards, step)
 
     def sample_now(self) -> None:
         pass
@@ -327,7 +327,7 @@ def follow(
     steps: socket.socket, ring: StepRing, forwards: Forwards, ranks: RankGroups, jobs: Jobs
 ) -> None:
     """Run rank 0's steps and jobs until it closes its end. Never waits for a step: rank 0 is never
-    more than a few ahead.
+    more than a few ahead. Waits for the capture of a graph.
 
     Args:
         forwards: over a stream that ends the process if a step fails.
@@ -340,6 +340,8 @@ def follow(
                 sent.add(_ended(step, follower.run(step), forwards, ranks))
             case SampleStep():
                 follower.sample_now()
+            case CaptureGraph(rows=rows):
+                forwards.capture(rows)
             case ReplaceHostPages() as job:
                 forwards = jobs.with_host_pages(job, forwards)
                 follower = _step_follower(forwards, ranks)
@@ -367,4 +369,6 @@ def _ended(
 ) -> StreamEvent:
     """Return an event of a step after which each rank has begun with the end of it. A step without
     rows has no collective of its own."""
-    return event if step.rows is not None else forwards.enqueue(ranks.meet)
+    if step.rows is not None:
+        return event
+    return forwards.enqueue(lambda: ranks.meet(forwards.device))

@@ -12,17 +12,25 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
+import msgspec
+import torch
 from torch import Tensor
 
+from common.errors import EngineFault
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Stage
-from engine.runner.forwards import Forwards, SampleLater, TokenSampling
+from engine.runner.forwards import Draw, Forwards, SampleLater, TokenSampling
 from engine.runner.graphs import Recorder
 from engine.runner.launched import StepOutput
 from engine.runner.step import Step
+from engine.runner.step_builder import StepBuilder
 from engine.runner.stream import StreamEvent
+from engine.sampling.composition import SampledTokens
+from engine.sampling.heads import HeadInputs, HiddenStates
+
+_NO_TOKENS = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +55,15 @@ class _Sampling:
 class StagedForwards:
     """The forwards of a rank of the first stage. Has the interface of Forwards. Engine thread only.
 
+    Attributes:
+        graph_sizes: none, because a step has parts before and after the exchange of tensors.
+
     Args:
         on_early: called before tokens are sampled although no step follows. All ranks of the stage
             must do so between the same steps, see `sample_now`.
     """
+
+    graph_sizes: tuple[int, ...] = ()
 
     def __init__(
         self, forwards: Forwards, stage: Stage, on_early: Callable[[], None] = lambda: None
@@ -63,6 +76,16 @@ class StagedForwards:
     @property
     def spec(self) -> ModelSpec:
         return self._forwards.spec
+
+    @property
+    def device(self) -> torch.device:
+        return self._forwards.device
+
+    def graph_of(self, rows: ForwardBatch) -> int:
+        return 0
+
+    def capture(self, size: int) -> None:
+        raise EngineFault("no graph is captured with stages")
 
     def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "StagedForwards":
         """See Forwards."""
@@ -113,6 +136,67 @@ class StagedForwards:
         assert sampling is self._waiting
         self._on_early()
         self.sample_now()
+
+
+class _NotSampling:
+    """The sampling of a rank without a head, which has no drafts either."""
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
+        raise EngineFault("drafts need all layers in one stage")
+
+    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        return SampledTokens(_NO_TOKENS)
+
+
+def launch_without_head(forwards: Forwards, step: Step) -> StreamEvent:
+    """Enqueue a step of the last stage."""
+    headless = msgspec.structs.replace(step, heads=HeadInputs(chosen=False))
+    return forwards.launch(headless, _NotSampling(), StepOutput())
+
+
+class _Received:
+    """A sampling of hidden states that come back from the last stage."""
+
+    def __init__(self, sampling: TokenSampling, stage: Stage) -> None:
+        self._sampling = sampling
+        self._stage = stage
+
+    def tensors(self) -> list[Tensor]:
+        return self._sampling.tensors()
+
+    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
+        return self._sampling.draws(sent, early)
+
+    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        self._stage.receive_back(states.hidden)
+        return self._sampling.sample(states, sent)
+
+
+class StageRehearsal:
+    """The largest steps of a rank of a stage, for measurements of its memory. Each rank samples for
+    itself. There are no graphs."""
+
+    graph_sizes: tuple[int, ...] = ()
+
+    def __init__(self, builder: StepBuilder, forwards: Forwards, stage: Stage) -> None:
+        self._builder = builder
+        self._forwards = forwards
+        self._stage = stage
+
+    def rehearse(self, num_tokens: int) -> None:
+        """See ModelRunner. The ranks of the other stage do the same meanwhile."""
+        for step, sampling in self._builder.rehearsals(num_tokens, self._forwards.spec):
+            if not self._stage.is_first:
+                launch_without_head(self._forwards, step).wait()
+                continue
+            first = StagedForwards(self._forwards, self._stage)
+            first.launch(step, _Received(sampling, self._stage), StepOutput()).wait()
+
+    def capture(self, size: int) -> None:
+        raise EngineFault("no graph is captured with stages")
 
 
 def _has_newest_tokens(rows: ForwardBatch) -> bool:

@@ -175,14 +175,14 @@ def _link_state(link: NodeLink) -> router_pb2.LinkState:
 
 
 def _ranks(
-    pids: Sequence[int], device: str, gauges: Mapping[str, float]
+    pids: Sequence[int], devices: Sequence[str], gauges: Mapping[str, float]
 ) -> Iterator[router_pb2.RankState]:
     """Yield the ranks of a node.
 
     Args:
         gauges: of the engine's newest report.
     """
-    for rank, pid in enumerate(pids):
+    for rank, (pid, device) in enumerate(zip(pids, devices, strict=True)):
         yield router_pb2.RankState(
             rank=rank,
             pid=pid,
@@ -246,7 +246,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         moving = self._supervision.moving
         if ready.followers:
             pids = (identity.engine_pid, *ready.followers)
-            reply.ranks.extend(_ranks(pids, ready.device, moving.gauges if moving else {}))
+            reply.ranks.extend(_ranks(pids, ready.devices, moving.gauges if moving else {}))
         weights = {"weights": moving.weights.hex()} if moving is not None else {}
         fingerprint = {**ready.fingerprint, **weights}
         reply.fingerprint = hashlib.sha256(

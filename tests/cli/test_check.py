@@ -96,6 +96,7 @@ def test_it_starts_nothing_and_leaves_the_port_free(check, model):
     [
         (["--engine.cache.num-pages=100000000"], "100000000 pages"),
         (["--device=cuda:99"], "cuda:99"),
+        (["--engine.parallel.tp=2", "--engine.parallel.collectives=nccl"], "nccl is for"),
         (["--engine.context-length=9000"], "9000"),
     ],
 )

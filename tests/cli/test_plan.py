@@ -8,6 +8,7 @@ import pytest
 
 from cli.local import plan
 from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
+from common.copy_map import NodeShape
 from common.errors import ConfigError
 from common.settings import read
 
@@ -94,6 +95,33 @@ def test_cuda_devices_go_round_the_nodes(monkeypatch, devices, expected):
     configs = _configs(dataclasses.replace(WISH, device="auto"))
     used = [configs[name].engine.device for name in ("prefill-0", "prefill-1", "decode-0")]
     assert used == [f"cuda:{number}" for number in expected]
+
+
+@pytest.mark.parametrize(
+    "prefill_tp, decode_tp, devices, expected, fraction",
+    [
+        (2, 4, 8, ["cuda:0,1", "cuda:2,3", "cuda:4,5,6,7"], 0.9),
+        (1, 2, 4, ["cuda:0", "cuda:1", "cuda:2,3"], 0.9),
+        (1, 4, 4, ["cuda:0", "cuda:1", "cuda:2,3,0,1"], 0.45),
+    ],
+)
+def test_each_rank_has_a_cuda_device(
+    monkeypatch, prefill_tp, decode_tp, devices, expected, fraction
+):
+    monkeypatch.setattr(plan, "cuda_devices", lambda: devices)
+    wish = dataclasses.replace(
+        WISH, device="auto", prefill_ranks=NodeShape(prefill_tp), decode_ranks=NodeShape(decode_tp)
+    )
+    configs = _configs(wish)
+    engines = [configs[name].engine for name in ("prefill-0", "prefill-1", "decode-0")]
+    assert [engine.device for engine in engines] == expected
+    assert {engine.cache.memory_fraction for engine in engines} == {fraction}
+
+
+def test_a_node_with_more_ranks_than_cuda_devices_is_refused(monkeypatch):
+    monkeypatch.setattr(plan, "cuda_devices", lambda: 3)
+    with pytest.raises(ConfigError, match=r"of 4 ranks needs as many CUDA devices.* has 3"):
+        plan.programs(dataclasses.replace(WISH, device="auto", decode_ranks=NodeShape(4)))
 
 
 def test_cuda_without_a_device_is_refused(monkeypatch):

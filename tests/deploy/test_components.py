@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from cli.planner import __main__ as planner_main
-from common.config import RouterConfig, SchedulerConfig
+from common.config import RouterConfig, SchedulerConfig, gpus_of
 from node.messages import EngineStats
 from node.metrics import NodeMetrics
 from node.request_state import Stage
@@ -17,6 +17,7 @@ from tests.deploy.manifests import (
     environment,
     named,
     named_ports,
+    num_bytes,
     of_kind,
     role_of,
     selects,
@@ -26,6 +27,7 @@ from tests.deploy.manifests import (
 from tests.support.programs import ROOT
 
 NODES = ("prefill", "decode")
+GIB = 1 << 30
 # A node names its queues here, except those that are named like a stage.
 SCHEDULER = "engine/scheduler/scheduler.py"
 QUEUE_SOURCES = {
@@ -67,6 +69,17 @@ def test_every_node_has_a_gpu_and_no_node_is_content_without(programs_of, name):
         assert program.config.engine.device == "cuda:0"
         # Part of the container's limit. A prefill node takes none, whatever it is told.
         assert (program.config.engine.cache.swap_pages > 0) == (program.role == "decode")
+
+
+@pytest.mark.parametrize("name", ["base with tensor-parallel", "tp4-one-node"])
+def test_every_rank_has_a_gpu_and_memory_to_exchange_tensors(programs_of, name):
+    for program in _nodes(programs_of(name)):
+        engine, limits = program.config.engine, program.container["resources"]["limits"]
+        assert limits["nvidia.com/gpu"] == engine.parallel.tp == len(gpus_of(engine.device)) == 4
+        (mount,) = [m for m in program.container["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+        memory = program.volume(mount["name"])["emptyDir"]
+        assert memory["medium"] == "Memory"
+        assert GIB < num_bytes(memory["sizeLimit"]) < num_bytes(limits["memory"]) / 2
 
 
 @pytest.mark.parametrize("name", ["base with rdma", "multi-node-rdma"])

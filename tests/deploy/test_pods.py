@@ -40,7 +40,9 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
             case PrefillConfig(transfer=transfer) | DecodeConfig(transfer=transfer):
                 expected |= {program.role: front.port}
                 if transfer.backend != "nixl":  # with which pages are not served over tcp
-                    expected[f"{program.role}-data"] = transfer.listen_port
+                    for rank in range(program.config.engine.parallel.tp):
+                        name = f"{program.role}-data" + ("", "-b", "-c", "-d")[rank]
+                        expected[name] = transfer.listen_port + rank
         assert 0 not in expected.values()
         assert ports == expected
 

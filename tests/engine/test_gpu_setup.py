@@ -6,14 +6,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.config import CacheConfig, EngineConfig, PrefillConfig, SchedulerConfig
+from common.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    PrefillConfig,
+    SchedulerConfig,
+)
 from common.errors import ConfigError
 from engine import build as engine_build
 from engine import sizing
+from engine.build import with_collectives
 from engine.kv_cache.kv import HostPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.models import read_spec
+from engine.ranks import Share
 from engine.runner.gpu import use_gpu
 from engine.sizing import resolve_device, resolve_shape
 from node import engine_main as node_engine
@@ -23,15 +31,15 @@ CUDA = torch.device("cuda", 0)
 LAYOUT = KVLayout.of((PagedKV(1, 8),) * 2, 16, torch.bfloat16)
 
 
-def has(monkeypatch, *, complaint=None):
-    """A torch with CUDA on a machine with one GPU, or one where `torch.cuda.init` complains."""
+def has(monkeypatch, *, complaint=None, gpus=1):
+    """A torch with CUDA on a machine with GPUs, or one where `torch.cuda.init` complains."""
 
     def init():
         raise RuntimeError(complaint)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: complaint is None)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(complaint is None))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if complaint else gpus)
     monkeypatch.setattr(torch.cuda, "init", init)
 
 
@@ -62,6 +70,81 @@ def test_a_torch_that_was_built_without_cuda_serves_on_the_cpu(monkeypatch):
     has(monkeypatch, complaint="Torch not compiled with CUDA enabled")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert resolve_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("auto", [0, 1, 2]),
+        ("cuda", [0, 1, 2]),
+        ("cuda:1-3", [1, 2, 3]),
+        ("cuda:2,0-1", [2, 0, 1]),
+    ],
+)
+def test_each_rank_has_the_gpu_in_its_place(monkeypatch, name, expected):
+    has(monkeypatch, gpus=4)
+    EngineConfig(model="m", device=name, parallel=ParallelConfig(tp=3))
+    assert [resolve_device(name, rank).index for rank in range(3)] == expected
+
+
+def test_ranks_on_a_cpu_have_one_device(monkeypatch):
+    has(monkeypatch, complaint="No CUDA GPUs are available")
+    assert {resolve_device(name, rank).type for name in ("auto", "cpu") for rank in (0, 3)} == {
+        "cpu"
+    }
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+    has(monkeypatch, gpus=2)
+    with pytest.raises(ConfigError, match="cuda:2 is not there, this machine has 2 CUDA devices"):
+        resolve_device("auto", 2)
+    for wrong in ("cuda:3-1", "cuda:1,", "cuda:-1"):
+        with pytest.raises(ConfigError, match="is no device"):
+            resolve_device(wrong)
+
+
+@pytest.mark.parametrize(
+    "device, tp, error",
+    [
+        ("cuda:0", 2, "cuda:0 is 1, and parallel.tp is 2: each rank needs one, as in cuda:0-1 "),
+        ("cuda:0-3", 2, "cuda:0-3 is 4, and parallel.tp is 2"),
+        ("cuda:0-1", 1, "cuda:0-1 is 2, and parallel.tp is 1: each rank needs one, as in cuda:0 "),
+        ("cuda:0-1,1", 3, "cuda:0-1,1 names a GPU twice"),
+    ],
+)
+def test_other_numbers_of_gpus_than_of_ranks_are_refused(device, tp, error):
+    with pytest.raises(ValueError, match=error):
+        EngineConfig(model="m", device=device, parallel=ParallelConfig(tp=tp))
+
+
+@pytest.mark.parametrize(
+    "device, collectives, expected",
+    [("cpu", "auto", "shm"), ("cpu", "gloo", "gloo"), ("cuda", "auto", "nccl")],
+)
+def test_collectives_are_chosen_by_the_device(monkeypatch, device, collectives, expected):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    parallel = ParallelConfig(tp=2, collectives=collectives)
+    config = EngineConfig(model="m", parallel=parallel)
+    assert with_collectives(config, torch.device(device)).collectives == expected
+    assert with_collectives(config, torch.device(device)).tp == 2
+
+
+@pytest.mark.parametrize(
+    "device, collectives, error",
+    [
+        ("cpu", "nccl", "nccl is for ranks on GPUs, and engine.device is cpu"),
+        ("cuda", "shm", "shm is for ranks on CPUs, and engine.device is cuda"),
+        ("cuda", "gloo", "gloo is for ranks on CPUs"),
+        ("cuda", "auto", "this torch is built without NCCL"),
+    ],
+)
+def test_collectives_that_a_device_does_not_support_are_refused(
+    monkeypatch, device, collectives, error
+):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    config = EngineConfig(model="m", parallel=ParallelConfig(tp=2, collectives=collectives))
+    with pytest.raises(ConfigError, match=f"engine.parallel.collectives: {error}"):
+        with_collectives(config, torch.device(device))
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -158,6 +241,8 @@ def test_a_gpu_gets_four_gib_of_host_pages_and_no_more_than_a_quarter_of_what_is
     config = EngineConfig(model=str(tmp_path), device="cuda:0")
     shape = resolve_shape(config, spec, dtype=torch.bfloat16, free=80 << 30)
     assert shape.host_pages == (pinned_gib << 30) // shape.layout.page_bytes
+    half = resolve_shape(config, spec, dtype=torch.bfloat16, free=80 << 30, share=Share(0, 2))
+    assert half.host_pages == shape.host_pages  # of half the size
     asked = CacheConfig(swap_pages=5_000_000)
     config = config.model_copy(update={"cache": asked})
     shape = resolve_shape(config, spec, dtype=torch.bfloat16, free=80 << 30)

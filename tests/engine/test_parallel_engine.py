@@ -1,6 +1,7 @@
 """Engines with several ranks, as processes, have the tokens of engines with one rank."""
 
 import contextlib
+import multiprocessing
 import os
 import queue
 import select
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,13 @@ from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, packed, unpacked
 from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
-from engine.ranks.processes import JobFailed, PingTimer
+from engine.ranks.processes import Followers, JobFailed, PingTimer
 from engine.runner.stream import WorkerStream
 from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.measuring_follower import FREE_BYTES
 from tests.support.specs import make_request
 from tests.support.tiny_models import make_tiny
 from tests.support.vision import make_vision_checkpoint, picture, with_images
@@ -299,6 +302,49 @@ def test_gloo_gives_the_same_tokens(tmp_path: Path) -> None:
 
     one = answers(config_of(1, model=model), serve)
     assert answers(config_of(2, model=model, parallel={"collectives": "gloo"}), serve) == one
+
+
+def answer_text(end: Connection, config: EngineConfig) -> None:
+    """Send the tokens of serve_text, and wait to be killed: NCCL may not end before its graphs."""
+    serving = Serving(config)
+    serve_text(serving)
+    end.send(dict(serving.answers))
+    end.recv()
+
+
+def answers_of_a_process(config: EngineConfig) -> dict[int, list[int]]:
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=answer_text, args=(theirs, config))
+    process.start()
+    theirs.close()
+    try:
+        return dict(ours.recv())
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.two_gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_two_gpus_have_the_tokens_of_one(graphs: bool, tmp_path: Path) -> None:
+    fields = {"model": str(make_checkpoint(tmp_path)), "cuda_graphs": graphs}
+    one = answers_of_a_process(config_of(1, device="cuda:0", **fields))
+    assert answers_of_a_process(config_of(2, device="cuda:0-1", **fields)) == one
+
+
+def test_followers_report_the_memory_that_steps_leave(tmp_path: Path) -> None:
+    config = config_of(2, model=str(make_checkpoint(tmp_path)))
+    followers = Followers(config, "tests.support.measuring_follower")
+    try:
+        followers.loaded()
+        half = FREE_BYTES // 2
+        assert followers.free_bytes == half
+        followers.measure(half)
+        num_slots, chunk, graphs = 12, 32, 1
+        assert followers.measured() == half - num_slots - chunk - graphs
+    finally:
+        followers.close()
 
 
 def test_each_rank_has_its_part_of_weights_and_pages(tmp_path: Path) -> None:
@@ -620,6 +666,28 @@ def exchange_slots(directory: Path) -> None:
         index[at : at + RECORD_BYTES] = packed(records[other], slot)
     pages[slots[::-1]].tofile(directory / "pages")
     (directory / "index").write_bytes(index)
+
+
+def test_host_memory_of_followers_is_kept_as_that_of_rank_0(tmp_path: Path) -> None:
+    """Evicted prefixes are in it, which another role has too."""
+    offload = OffloadConfig(cpu_bytes=1 << 20)
+    serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path)), offload=offload))
+    pages = np.arange(NUM_PAGES, dtype=np.int32)
+    copier = serving.engine.copier
+
+    def answer() -> list[int]:
+        serving.add(prompt(90), sampling=sampled())
+        serving.run()
+        return serving.answers[len(serving.answers)]
+
+    try:
+        expected = answer()
+        copier.save(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        serving.engine.equip_followers()
+        copier.bring(PageCopies(pages, pages)).future.result(PATIENCE_S)
+        assert answer() == expected  # it continues from the prefix cache
+    finally:
+        serving.close()
 
 
 @pytest.mark.parametrize("harm", ["none", "other bytes", "other slots"])

@@ -1,6 +1,7 @@
-"""Collectives between ranks that are processes of their own, in shared memory and by gloo."""
+"""Collectives between ranks that are processes of their own, in shared memory, by gloo and NCCL."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -8,11 +9,17 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import Tensor
 
+from engine.ranks import torch_group
 from engine.ranks.shm import memory_bytes
+from engine.ranks.torch_group import TorchGroup
 from tests.support import fork_server
 
 KINDS = ("shm", "gloo")
@@ -72,8 +79,13 @@ def ranks(
         running.close()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, size",
+    [
+        *itertools.product(KINDS, [2, 4]),
+        pytest.param("nccl", 2, marks=pytest.mark.two_gpu),
+    ],
+)
 def test_all_ranks_get_the_same_bits_of_the_right_results(
     kind: str, size: int, tmp_path: Path
 ) -> None:
@@ -103,3 +115,42 @@ def test_a_frozen_rank_ends_the_waits_of_the_others_by_their_deadline(
     with ranks("frozen", kind, 2, tmp_path, timeout_s=2.0) as running:
         expected = "rank 1 is 2 s late" if kind == "shm" else "is late"
         assert expected in running.result(0)
+
+
+class FakeNccl:
+    """A process group of torch on GPUs: calls in order are enqueued, and there is nothing to wait
+    for."""
+
+    made: ClassVar[list[tuple[Any, ...]]] = []
+
+    class Options:
+        _timeout: timedelta
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self.made.append((rank, size, options._timeout, os.environ["NCCL_SOCKET_IFNAME"]))
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> None:
+        assert not options.asyncOp
+        tensors[0] *= 2
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> None:
+        assert (options.asyncOp, options.rootRank) == (False, 0)
+
+    def _allgather_base(self, whole: Tensor, x: Tensor, options: Any) -> None:
+        assert not options.asyncOp
+        whole.copy_(torch.cat((x, -x)))
+
+
+def test_calls_of_nccl_are_made_in_order_and_over_their_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # restored in the end
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    monkeypatch.setattr(torch_group.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
+    group = TorchGroup("nccl", 1, 2, tmp_path / "store", 7.0)
+    assert FakeNccl.made == [(1, 2, timedelta(seconds=7), "lo")]
+    x = torch.arange(6.0).view(3, 2)
+    assert group.all_gather(x).tolist() == torch.cat((x, -x), dim=1).tolist()
+    assert group.broadcast(x) is x
+    assert group.all_reduce(x) is x
+    assert x.flatten().tolist() == [0, 2, 4, 6, 8, 10]

@@ -20,13 +20,13 @@ from engine.models.vision.seeing import KEPT_BYTES
 from engine.ranks import WHOLE, Share
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.support.devices import CPU, CPU_AND_CUDA
 from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
 from tests.support.quantised import FORMATS, INT8, in_mxfp4, requantised
 from tests.support.steps import Recorder, Steps
 from tests.support.thread_ranks import run_ranks
 from tests.support.vision import make_vision_checkpoint, picture
 
-CPU = torch.device("cpu")
 VOCABULARY = 259  # of 2 ranks: 130 and 129; of 4 ranks: 65, 65, 65 and 64
 LARGE_PAGES = {"page_size": 256, "context_length": 256, "num_slots": 2}  # with room for a cell
 
@@ -63,10 +63,16 @@ class Computed:
     num_bytes: int
 
 
-def compute(directory: Path, share: Share, quantize: Quantize = "none", **options: Any) -> Computed:
+def compute(
+    directory: Path,
+    share: Share,
+    quantize: Quantize = "none",
+    device: torch.device = CPU,
+    **options: Any,
+) -> Computed:
     """Compute two prompts in chunks, and two steps of both."""
     servable = open_checkpoint(directory)
-    model = servable.load(CPU, torch.float32, quantize, share)
+    model = servable.load(device, torch.float32, quantize, share)
     recorder: Any = Recorder(model)
     steps = Steps(recorder, overlap=False, share=share, **{"context_length": 96, **options})
     prompts = ([*range(1, 70)], [200, 7, 7, 9, 31])
@@ -82,7 +88,7 @@ def compute(directory: Path, share: Share, quantize: Quantize = "none", **option
         for layer, place in enumerate(pool.layout.places)
         if place.state.token_numbers
     }
-    state = torch.from_numpy(table.state[slots])
+    state = torch.from_numpy(table.state[slots]).to(device)
     cells = {
         (layer, name): view.read(state).transpose(0, 1)
         for layer, of_layer in enumerate(pool.cells)
@@ -136,16 +142,19 @@ def same(one: Tensor, other: Tensor) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ranks_compute_the_whole_model(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_ranks_compute_the_whole_model(variant: str, device: torch.device, tmp_path: Path) -> None:
+    """All ranks are on one device."""
     architecture, size, config, options = VARIANTS[variant]
     directory = make_checkpoint(tmp_path, architecture, vocab_size=VOCABULARY, **config)
+    options = {"device": device, **options}
     whole = compute(directory, WHOLE, **options)
     ranks = run_ranks(size, lambda share: compute(directory, share, **options))
     check(whole, ranks, same)
     for rank, own in enumerate(ranks):
         # Memory is reported before a rank can call any collective.
         said = open_checkpoint(directory).weight_bytes(
-            CPU, torch.float32, "none", Share(rank, size)
+            device, torch.float32, "none", Share(rank, size)
         )
         assert said == own.num_bytes < whole.num_bytes
 

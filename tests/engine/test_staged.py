@@ -1,12 +1,19 @@
-"""The order of work in the first of two stages."""
+"""Two stages of a node: the order of work in the first one, and rehearsals."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from engine.runner.staged import StagedForwards
+from engine.models import open_checkpoint
+from engine.ranks import Share, Stage
+from engine.runner.forwards import Forwards
+from engine.runner.staged import StagedForwards, StageRehearsal
+from tests.support.checkpoints import make_checkpoint
+from tests.support.steps import Steps
+from tests.support.thread_ranks import run_ranks
 
 
 class Done:
@@ -82,3 +89,27 @@ def test_a_step_is_sampled_before_one_without_rows() -> None:
     launch(5)
     launch()
     assert noting.done == ["layers 1", "send 1", "sample 1", "copies"]
+
+
+def test_both_stages_rehearse_together(tmp_path: Path) -> None:
+    servable = open_checkpoint(make_checkpoint(tmp_path))
+
+    def rehearse(peers: Share) -> set[int]:
+        stage = Stage(peers.rank, peers.group)
+        share = Share(stage=stage)
+        model = servable.load(torch.device("cpu"), torch.float32, "none", share)
+        steps, seen = Steps(model, share=share), set[int]()
+        runner, forward = steps.runner, model.forward
+        assert isinstance(runner.forwards, Forwards)
+
+        def noted(batch: Any, *beside: Any) -> Any:
+            seen.add(len(batch.token_ids))
+            return forward(batch, *beside)
+
+        model.forward = noted  # type: ignore[method-assign]
+        StageRehearsal(runner.builder, runner.forwards, stage).rehearse(64)
+        steps.close()
+        return seen
+
+    first, last = run_ranks(2, rehearse)
+    assert first == last and max(first) == 64

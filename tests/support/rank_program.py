@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from common.errors import EngineFault
-from engine.ranks.gloo import GlooGroup
 from engine.ranks.group import Group
 from engine.ranks.shm import BUFFER_BYTES, SharedMemoryGroup
+from engine.ranks.torch_group import TorchGroup
 
 NUM_CALLS = 300
 SHAPES = ((1,), (3, 5), (16, 128), (1, 7, 2), (16, 1024))
@@ -31,8 +31,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 
 def group_of(place: dict[str, Any], files: list[int]) -> Group:
     rank, size, timeout_s = place["rank"], place["size"], place["timeout_s"]
-    if place["kind"] == "gloo":
-        return GlooGroup(rank, size, Path(place["store"]), timeout_s)
+    if place["kind"] in ("gloo", "nccl"):
+        return TorchGroup(place["kind"], rank, size, Path(place["store"]), timeout_s)
     memory, *pidfds = files
     others = dict(zip((each for each in range(size) if each != rank), pidfds, strict=True))
     return SharedMemoryGroup(rank, range(size), memory, others, timeout_s)
@@ -41,7 +41,7 @@ def group_of(place: dict[str, Any], files: list[int]) -> Group:
 def inputs(size: int, number: int, kind: str) -> list[Tensor]:
     """Return the tensors of all ranks for one call, the same on every rank."""
     rng = random.Random(number)
-    dtypes = DTYPES if kind == "shm" else DTYPES[:1]
+    dtypes = DTYPES[:1] if kind == "gloo" else DTYPES
     shape, dtype = rng.choice(SHAPES), rng.choice(dtypes)
     if number == NUM_CALLS // 2:  # several pieces, the last one shorter
         shape, dtype = (3, BUFFER_BYTES // 4 + 5), torch.float32
@@ -64,7 +64,9 @@ def calls(group: Group, kind: str) -> Iterator[tuple[Tensor, Tensor]]:
         if pauses.random() < 0.05:
             time.sleep(pauses.random() * 0.003)
         parts = inputs(group.size, number, kind)
-        mine = parts[group.rank]
+        mine = parts[group.rank].clone()  # which may be overwritten
+        if kind == "nccl":
+            mine = mine.to(f"cuda:{group.rank}")
         match number % 3:
             case 0:
                 yield group.all_reduce(mine), summed(parts)
@@ -77,7 +79,8 @@ def calls(group: Group, kind: str) -> Iterator[tuple[Tensor, Tensor]]:
 def compare(group: Group, kind: str) -> str:
     """Make random calls. Return a hash of all results."""
     digest = hashlib.sha256()
-    for result, expected in calls(group, kind):
+    for made, expected in calls(group, kind):
+        result = made.cpu()
         if kind == "shm":
             assert torch.equal(result, expected)
         else:  # it adds in its own order

@@ -220,7 +220,7 @@ def body(begin: Begin, first: StartRole) -> None:
         8,
         16,
         followers=(21, 22) if model == "ranks" else (),
-        device="cpu",
+        devices=("cuda:2", "cuda:3", "cuda:0") if model == "ranks" else ("cpu",),
     )
     try:
         while True:

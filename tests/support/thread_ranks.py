@@ -25,14 +25,22 @@ class Meeting:
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         assert x.is_contiguous()
         self._parts[rank] = x.clone()
+        _settle(x)
         self._barrier.wait()
-        parts = [part for part in self._parts if part is not None]
+        parts = [part.clone() for part in self._parts if part is not None]
+        _settle(x)
         self._barrier.wait()
         assert len({(part.shape, part.dtype) for part in parts}) == 1
         return parts
 
     def leave(self) -> None:
         self._barrier.abort()
+
+
+def _settle(x: Tensor) -> None:
+    """Wait for this thread's stream, because another thread's stream continues with its tensors."""
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
 
 
 class ThreadGroup:
@@ -51,7 +59,7 @@ class ThreadGroup:
         return torch.cat(self._meeting.exchange(self.rank, x), dim=-1)
 
     def broadcast(self, x: Tensor, sender: int = 0) -> Tensor:
-        return self._meeting.exchange(self.rank, x)[sender].clone()
+        return self._meeting.exchange(self.rank, x)[sender]
 
     def close(self) -> None:
         pass

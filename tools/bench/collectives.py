@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.ranks.gloo import GlooGroup
 from engine.ranks.group import Group
 from engine.ranks.shm import SharedMemoryGroup, memory_bytes
+from engine.ranks.torch_group import TorchGroup
 from tools.bench.support import record
 
 ROWS, COLUMNS = 16, (128, 1024, 4096)
@@ -66,7 +66,7 @@ def run_rank(kind: str, rank: int, size: int, store: str, calls: int, descriptor
         _, files, _, _ = socket.recv_fds(parent, 64, 16)
     group: Group
     if kind == "gloo":
-        group = GlooGroup(rank, size, Path(store), TIMEOUT_S)
+        group = TorchGroup("gloo", rank, size, Path(store), TIMEOUT_S)
     else:
         memory, *pidfds = files
         others = dict(zip((each for each in range(size) if each != rank), pidfds, strict=True))

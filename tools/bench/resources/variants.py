@@ -87,6 +87,9 @@ QWEN3_30B = Shape(
 )
 MIXTRAL = Shape("mixtral-8x7b", 4096, 32, 8, 128, 14336, 32000, 32, experts=(8, 2))
 GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201088, 24, experts=(32, 4))
+# A rank's part of a model: an eighth with one KV head, and half of the inner numbers of experts.
+LLAMA3_70B_TP8 = Shape("llama3-70b-tp8", 8192, 8, 1, 128, 3584, 128256, 80)
+QWEN3_30B_TP2 = replace(QWEN3_30B, name="qwen3-30b-a3b-tp2", heads=16, kv_heads=2, intermediate=384)
 SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)
 QWEN3_NEXT, DEEPSEEK_V3 = "qwen3-next", "deepseek-v3"  # of hybrids, and of latents
 WITH_EXPERTS = (QWEN3_30B, MIXTRAL)
@@ -304,6 +307,7 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     """
     if every:
         experts = [_experts(shape, dtype) for shape in WITH_EXPERTS for dtype in DTYPES]
+        experts += [*_variants([(LLAMA3_70B_TP8, _BF16, 16)]), _experts(QWEN3_30B_TP2, _BF16)]
         experts += [_clamped(GPT_OSS, dtype) for dtype in DTYPES]
         experts += [_states(dtype) for dtype in DTYPES]
         experts += [_adapters(shape, dtype) for shape in ADAPTED for dtype in DTYPES]
@@ -319,8 +323,10 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
         return [early, *few, *experts, _states(_BF16), *_latents(_BF16), *narrow]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
     page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
-    others = [(shape, _BF16, 16) for shape in (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)]
+    shapes = (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED, LLAMA3_70B_TP8)
+    others = [(shape, _BF16, 16) for shape in shapes]
     experts = [_experts(QWEN3_30B, _BF16), _experts(QWEN3_30B, torch.float32)]
+    experts.append(_experts(QWEN3_30B_TP2, _BF16))
     experts += [_clamped(GPT_OSS, _BF16), _states(_BF16), _states(torch.float32)]
     experts += [_adapters(shape, _BF16) for shape in ADAPTED]
     experts += [*_latents(_BF16), *_narrow()]

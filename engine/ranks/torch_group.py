@@ -1,0 +1,100 @@
+"""Collectives of torch.distributed: NCCL between GPUs, and gloo between CPUs, for comparisons."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, distributed
+
+from common.errors import RankLost
+
+TorchBackend: TypeAlias = Literal["gloo", "nccl"]
+
+_api: Any = distributed  # its process groups have no annotations
+
+
+class TorchGroup:
+    """A Group of ranks that find each other by a file, and connect over loopback.
+
+    Sums and broadcasts are written over their input. With NCCL all calls are enqueued on the
+    current stream, and the host waits for none of them. A CUDA graph may contain them after one
+    call outside a graph, which connects the ranks. If a rank is late, a thread of torch ends this
+    process. The process should end by os._exit: NCCL does not disconnect while there are graphs.
+
+    Args:
+        store: path of a file that does not exist yet, in a directory that only this user can read.
+        timeout_s: longest wait for another rank.
+    """
+
+    def __init__(
+        self, backend: TorchBackend, rank: int, size: int, store: Path, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        # Otherwise NCCL would use a stream of its own.
+        self._sum = _in_order(_api.AllreduceOptions())
+        self._gathering = _in_order(_api.distributed_c10d.AllgatherOptions())
+        self._sending = [_in_order(_api.BroadcastOptions()) for _ in range(size)]  # by sender
+        for sender, options in enumerate(self._sending):
+            options.rootRank = sender
+        make = _nccl if backend == "nccl" else _gloo
+        with _faults():
+            file = _api.FileStore(str(store), size)
+            self._group = make(file, rank, size, timedelta(seconds=timeout_s))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        with _faults():
+            _finish(self._group.allreduce([x], self._sum))
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        whole = x.new_empty(self.size * len(x), *x.shape[1:])
+        with _faults():
+            _finish(self._group._allgather_base(whole, x, self._gathering))
+        return torch.cat(whole.chunk(self.size), dim=-1)
+
+    def broadcast(self, x: Tensor, sender: int = 0) -> Tensor:
+        with _faults():
+            _finish(self._group.broadcast([x], self._sending[sender]))
+        return x
+
+    def close(self) -> None:
+        pass
+
+
+def _in_order(options: Any) -> Any:
+    options.asyncOp = False
+    return options
+
+
+def _finish(work: Any) -> None:
+    """Wait for a call of gloo. Calls of NCCL in order return None."""
+    if work is not None:
+        work.wait()
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = _api.ProcessGroupGloo._Options()
+    options._devices = [_api.ProcessGroupGloo.create_device(interface="lo")]
+    options._timeout = timeout
+    return _api.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    # Its peers do not authenticate. Tensors go through device or shared memory, not through this.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    options = _api.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return _api.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"a rank has ended or is late: {str(error).splitlines()[0]}") from error

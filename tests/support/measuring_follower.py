@@ -1,0 +1,30 @@
+"""A follower on a CPU that measures its memory as on a GPU, with made-up results.
+
+`python -m tests.support.measuring_follower DESCRIPTOR`
+"""
+
+import sys
+from unittest import mock
+
+from engine import build, follower
+from engine.adapters.adapters import AdapterBank
+from engine.footprint import MemoryFootprint
+from engine.models import Model
+from engine.sizing import EngineShape
+from node.follower import open_transfer
+
+FREE_BYTES = 3 << 30
+
+
+def measured(
+    model: Model, shape: EngineShape, bank: AdapterBank, *, max_running: int, graphs: bool
+) -> MemoryFootprint:
+    return MemoryFootprint(shape.prefill_tokens, max_running, int(graphs))
+
+
+if __name__ == "__main__":
+    with (
+        mock.patch.object(build, "free_bytes", return_value=FREE_BYTES),
+        mock.patch.object(build, "measure_footprint", measured),
+    ):
+        follower.main(int(sys.argv[1]), open_transfer)
