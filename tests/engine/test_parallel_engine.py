@@ -195,7 +195,7 @@ def borrowed(root: Path, kind: str) -> dict[str, Any]:
     return {"model": str(make_tiny(root, kind)), "model_backend": "transformers"}
 
 
-QUICK = {"dense", "drafts", "adapters", "transformers"}
+QUICK = {"dense", "transformers"}
 CASES: dict[str, tuple[int, Any, int, Any]] = {
     "dense": (2, lambda root: {"model": str(make_checkpoint(root))}, NUM_PAGES, serve_text),
     "drafts": (2, lambda root: drafting(root, "ngram", "llama"), NUM_PAGES, serve_text),
@@ -542,7 +542,7 @@ def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
 
 
 # Seen failing with no Ping sent.
-@pytest.mark.parametrize("step", [False, True])
+@pytest.mark.parametrize("step", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_frozen_rank_ends_its_node(step: bool, tmp_path: Path) -> None:
     """By the deadline of the collective, or without a step by its missing reply."""
     with rank_zero(tmp_path, collective_s=1.0) as running:
@@ -690,7 +690,13 @@ def test_host_memory_of_followers_is_kept_as_that_of_rank_0(tmp_path: Path) -> N
         serving.close()
 
 
-@pytest.mark.parametrize("harm", ["none", "other bytes", "other slots"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "none",
+        *(pytest.param(f"other {each}", marks=pytest.mark.long) for each in ("bytes", "slots")),
+    ],
+)
 def test_pages_in_the_files_of_all_ranks_outlast_the_node(tmp_path: Path, harm: str) -> None:
     """Seen failing without the comparison of records, and with files of rank 0 alone."""
     files = OffloadConfig(cpu_bytes=1 << 20, disk_dir=tmp_path / "files", disk_bytes=1 << 20)

@@ -32,9 +32,8 @@ async def _reported(cluster: Cluster) -> GetClusterResponse:
             await asyncio.sleep(POLL_S)
 
 
-@pytest.mark.parametrize(
-    "end", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_rank_that_ends_costs_no_answer(
     model: Path, tmp_path: Path, end: signal.Signals
 ) -> None:
