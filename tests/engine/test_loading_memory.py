@@ -45,7 +45,11 @@ def directory(tmp_path_factory):
     [
         "none",
         pytest.param(
-            "int8", marks=pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
+            "int8",
+            marks=[
+                pytest.mark.long,
+                pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here"),
+            ],
         ),
     ],
 )
