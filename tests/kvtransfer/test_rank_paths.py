@@ -429,6 +429,7 @@ def test_checksums_cover_the_bytes_that_rank_0_reads_from_rank_0(
     make: Make, sizes: tuple[int, int], model: str
 ) -> None:
     rig = make(sizes, model)
+    owner, reader = map(NodeShape, sizes)
     pieces = PagesToRead(*np.array([[1], [2]], np.int32), (TablePages(PIECES, 1),))
     pages = rig.read(5)
     rig.owner.publish(np.concatenate([pages.source, pieces.source]))
@@ -441,7 +442,7 @@ def test_checksums_cover_the_bytes_that_rank_0_reads_from_rank_0(
             for node in (rig.owner, rig.reader)
         ]
         tables = tables_of(read.spans, len(read.source))
-        taken = sums[0].take(read.source.tolist(), read.spans, sizes[1])
+        taken = sums[0].take(read.source.tolist(), read.spans, reader)
         whole = sizes[0] == sizes[1]
         assert [place for place, _ in taken] == [
             place for place, table in enumerate(tables) if whole or table != STATE
@@ -450,12 +451,12 @@ def test_checksums_cover_the_bytes_that_rank_0_reads_from_rank_0(
             PageSum(int(read.destination[place]), tables[place], checksum)
             for place, checksum in taken
         ]
-        assert sums[1].wrong(expected, sizes[0]) == []
+        assert sums[1].wrong(expected, owner) == []
         for each in expected:
             page = rig.reader.memory[0].pages[each.page]
             for byte, counts in bytes_of_page(rig, each.table):
                 page[byte] ^= 1
-                assert sums[1].wrong(expected, sizes[0]) == ([each.page] if counts else [])
+                assert sums[1].wrong(expected, owner) == ([each.page] if counts else [])
                 page[byte] ^= 1
 
 
@@ -464,8 +465,8 @@ def test_a_reader_that_cannot_have_its_number_of_ranks_gets_no_checksums(make: M
     rig = make((2, 1))
     pool = rig.owner.memory[0].pool
     sums = PageChecksums(page_bytes_of(pool), 1, rig.owner.paths.compared)
-    assert sums.take([1], [TablePages(0, 1)], 1)
-    assert sums.take([1], [TablePages(0, 1)], 3) == ()
+    assert sums.take([1], [TablePages(0, 1)], NodeShape(1))
+    assert sums.take([1], [TablePages(0, 1)], NodeShape(3)) == ()
 
 
 @pytest.mark.parametrize("model", ["windows", "delta nets"])
