@@ -109,7 +109,8 @@ async def test_the_cluster_as_json_says_what_get_cluster_says(model):
     assert decoding["counters"] == {"generated_tokens": 2**53}
     assert (decoding["queues"], decoding["steps"]) == ({"waiting": 3}, 9)
     assert decoding["mode"] == "disaggregated"
-    assert decoding["links"] == [{"peer": "127.0.0.1:1", "path": "tcp", "gib_per_s": 2.5}]
+    link = {"peer": "127.0.0.1:1", "path": "tcp", "gib_per_s": 2.5, "members": []}
+    assert decoding["links"] == [link]
 
 
 def test_the_json_of_an_empty_cluster_has_every_field():

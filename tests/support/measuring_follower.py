@@ -10,6 +10,7 @@ from engine import build, follower
 from engine.adapters.adapters import AdapterBank
 from engine.footprint import MemoryFootprint
 from engine.models import Model
+from engine.ranks import Stage
 from engine.sizing import EngineShape
 from node.follower import open_transfer
 
@@ -17,7 +18,13 @@ FREE_BYTES = 3 << 30
 
 
 def measured(
-    model: Model, shape: EngineShape, bank: AdapterBank, *, max_running: int, graphs: bool
+    model: Model,
+    shape: EngineShape,
+    bank: AdapterBank,
+    *,
+    max_running: int,
+    graphs: bool,
+    stage: Stage | None,
 ) -> MemoryFootprint:
     return MemoryFootprint(shape.prefill_tokens, max_running, int(graphs))
 
