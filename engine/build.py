@@ -1,22 +1,17 @@
-"""The construction of an engine: load the model, plan the sizes, assemble the parts."""
+"""The construction of an engine: load the model (load.py), plan the sizes, assemble the parts."""
 
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from torch import distributed
 
-from common.config import EngineConfig, ParallelConfig
+from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import kv
-from common.model_directory import model_directory
-from common.requests.namespace import WeightsId
-from engine.adapters.adapters import AdapterBank, AdapterManager, bank_of, load_all, shelf_of
+from engine.adapters.adapters import AdapterBank, AdapterManager, load_all, shelf_of
 from engine.adapters.library import AdapterCache, AdapterLoader, AdapterSource
 from engine.backend import TorchBackend
 from engine.batch.holding import PageHolding
@@ -28,37 +23,25 @@ from engine.footprint import largest_forward, measure_footprint
 from engine.grammar.grammar_verifier import GrammarVerifier, SubprocessVerifier
 from engine.grammar.guides import GrammarCache
 from engine.kv_cache.kv import HostPool, KVPool
-from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
+from engine.load import LoadedModel, load, usable_bytes
 from engine.loop.watchdog import end_process
 from engine.models import (
-    LoadableModel,
     Model,
-    constants,
-    content,
-    open_checkpoint,
-    stored_of,
-    tokenizer_hash,
 )
-from engine.models.checkpoint import Checkpoint, StoredTensor
-from engine.models.linear import rounding_of
-from engine.models.precision import Precision, choose_precision
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import version_of
 from engine.offload.file_tier import PageStore
 from engine.offload.page_files import FileThreads
-from engine.processor import matrix_features, threads_at_hand
 from engine.profiler import Profiler
 from engine.rank_files import FilesOfRanks, version_of_rank
 from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks, PoolsOfRanks, WeightsOfRanks
-from engine.ranks import WHOLE, Share
+from engine.ranks import Share
 from engine.ranks.messages import ReplaceHostPages, StartSteps, TransferJob
 from engine.ranks.processes import Followers
 from engine.runner.copier import Copier
-from engine.runner.cpu import use_cpu
 from engine.runner.forwards import Forwards
-from engine.runner.gpu import use_gpu
 from engine.runner.graphs import CudaRecorder
 from engine.runner.ranked import LeadingForwards, largest_step
 from engine.runner.runner import ModelRunner
@@ -68,7 +51,6 @@ from engine.sampling.composition import every_feature
 from engine.scheduler.scheduler import Scheduler
 from engine.sizing import (
     CUDA_CONTEXT_BYTES,
-    NCCL_BYTES,
     EngineShape,
     free_bytes,
     host_pages_of,
@@ -85,49 +67,6 @@ PROGRESS_S = 1.0  # between two log lines about captured graphs
 EQUIP_S = 60.0  # for the allocation of host pages
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedModel:
-    """A model in memory.
-
-    Attributes:
-        constants: the model's part of the fingerprint.
-        weights_id: of the files in `directory`; computed in parallel to loading.
-        bank: the device memory of its adapters.
-        followers: the processes with the other parts. None: this one has the whole model.
-    """
-
-    directory: Path
-    servable: LoadableModel
-    model: Model
-    constants: Mapping[str, str]
-    tokenizer_hash: str
-    weights_id: "Future[WeightsId]"
-    bank: AdapterBank
-    followers: Followers | None = None
-
-    @property
-    def share(self) -> Share:
-        return WHOLE if self.followers is None else self.followers.share
-
-    def limits(self, shape: EngineShape) -> RequestLimits:
-        """Return the limits of an engine of these sizes."""
-        spec = self.model.spec
-        return RequestLimits(
-            context_length=shape.context_length,
-            vocabulary_size=spec.vocabulary_size,
-            tables=shape.tables,
-            num_pages=shape.num_pages,
-            generates=spec.generates,
-            num_labels=spec.num_labels,
-            image_token_side=spec.image_token_side,
-            eos_token_ids=spec.eos_token_ids,
-        )
-
-    def fingerprint(self, shape: EngineShape) -> dict[str, str]:
-        """Return the constant part of the fingerprint, see Engine.fingerprint."""
-        return {**self.constants, **layout_fields(shape.whole)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,16 +228,6 @@ class Engine:
             self.loaded.followers.close()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenedModel:
-    """A checkpoint that is to be loaded in a process that is set up for its device."""
-
-    directory: Path
-    servable: LoadableModel
-    device: torch.device
-    precision: Precision
-
-
 def build(config: EngineConfig, follower_program: str = "") -> Engine:
     """Load the model, and size everything else by the remaining memory.
 
@@ -329,149 +258,6 @@ def _with_ranks(backend: TorchBackend, loaded: LoadedModel) -> TorchBackend:
     if loaded.followers is None:
         return backend
     return replace(backend, copier=CopierOfRanks(backend.copier, loaded.followers))
-
-
-def load(config: EngineConfig, follower_program: str = "") -> LoadedModel:
-    """Load the model, and set up this process for its device. Starts the followers of a node with
-    several ranks, and waits until they have loaded their parts.
-
-    Raises:
-        ConfigError: the model is not supported, or its weights do not fit.
-    """
-    opened = open_model(config)
-    weights_id = _named(stored_of(opened.servable, opened.directory))
-    if config.parallel.num_ranks == 1:
-        return _loaded(config, opened, weights_id, None)
-    parallel = with_collectives(config, opened.device)
-    followers = Followers(config.model_copy(update={"parallel": parallel}), follower_program)
-    try:
-        loaded = _loaded(config, opened, weights_id, followers)
-        followers.loaded()
-        return loaded
-    except BaseException:
-        followers.close()
-        raise
-
-
-def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
-    """Read the configuration of the model, and set up this process for the device of its rank.
-
-    Raises:
-        ConfigError: the model is not supported.
-    """
-    device = resolve_device(config.device, rank)
-    if device.type == "cpu":
-        threads = config.threads or max(1, threads_at_hand(os.environ) // config.parallel.num_ranks)
-        use_cpu(threads, config.cpu_kernels)
-    else:
-        use_gpu(device)  # in this thread, which launches kernels
-    directory = model_directory(config.model, weights=True)
-    servable = open_checkpoint(directory, config.model_backend, config.speculative)
-    precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
-    return OpenedModel(directory, servable, device, precision)
-
-
-def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
-    """Return the part of the fingerprint that says how the model is computed."""
-    rounding = rounding_of(
-        opened.device,
-        config.quantize,
-        int8_stored=opened.servable.spec.int8_stored,
-        ranks=config.parallel.tp,
-    )
-    return {**constants(opened.servable), "dtype": str(opened.precision), "quantize": rounding}
-
-
-def layout_fields(whole: KVLayout) -> dict[str, str]:
-    """Return the part of the fingerprint that describes pages with all heads."""
-    return {
-        "page_size": str(whole.page_size),
-        "kv_dtype": str(whole.dtype).removeprefix("torch."),
-        "kv_layout": whole.describe(),
-        "kv_token_bytes": str(whole.token_bytes),
-    }
-
-
-def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[Model, AdapterBank]:
-    """Load a rank's part of the model, and allocate the memory of its adapters.
-
-    Raises:
-        ConfigError: the weights do not fit.
-    """
-    device, dtype, quantize = opened.device, opened.precision.dtype, config.quantize
-    needed = opened.servable.weight_bytes(device, dtype, quantize, share)
-    free = usable_bytes(device, config, share.num_ranks)
-    if needed > free:
-        raise ConfigError(
-            f"{config.model}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} "
-            f"GiB of {device} may be used (engine.cache.memory_fraction "
-            f"{config.cache.memory_fraction})"
-        )
-    model = opened.servable.load(device, dtype, quantize, share)
-    return model, bank_of(config.lora, model, usable_bytes(device, config, share.num_ranks))
-
-
-def _loaded(
-    config: EngineConfig,
-    opened: OpenedModel,
-    weights_id: Future[WeightsId],
-    followers: Followers | None,
-) -> LoadedModel:
-    share = WHOLE if followers is None else followers.share
-    model, bank = load_part(config, opened, share)
-    fields = model_fields(config, opened)
-    log.info(
-        "model loaded %s",
-        kv(
-            device=str(model.device),
-            ranks=share.num_ranks,
-            computed=opened.servable.computed,
-            dtype=str(opened.precision),
-            reason=opened.precision.because,
-            quantize=fields["quantize"],
-            stored=model.spec.stored,
-            threads=torch.get_num_threads(),
-        ),
-    )
-    return LoadedModel(
-        opened.directory,
-        opened.servable,
-        model,
-        fields,
-        tokenizer_hash(opened.directory),
-        weights_id,
-        bank,
-        followers,
-    )
-
-
-def with_collectives(config: EngineConfig, device: torch.device) -> ParallelConfig:
-    """Return the configuration of several ranks on such devices, with their collectives in place of
-    auto. Raise ConfigError if they do not support the devices or a feature."""
-    _check_stages(config)
-    on_gpus, wanted = device.type == "cuda", config.parallel.collectives
-    kind = ("nccl" if on_gpus else "shm") if wanted == "auto" else wanted
-    if on_gpus != (kind == "nccl"):
-        only = "GPUs" if kind == "nccl" else "CPUs"
-        raise ConfigError(
-            f"engine.parallel.collectives: {kind} is for ranks on {only}, and engine.device is "
-            f"{device}; auto chooses by the device"
-        )
-    if on_gpus and not distributed.is_nccl_available():
-        raise ConfigError("engine.parallel.collectives: this torch is built without NCCL")
-    return config.parallel.model_copy(update={"collectives": kind})
-
-
-def _check_stages(config: EngineConfig) -> None:
-    if config.parallel.pp == 1:
-        return
-    drafter = config.speculative.method
-    for setting, used in {
-        f"speculative.method: {drafter}": drafter != "none",
-        "lora.adapter_dir": config.lora.adapter_dir is not None,
-    }.items():
-        if used:
-            raise ConfigError(f"engine.{setting} is not supported with engine.parallel.pp 2")
 
 
 def pages_of(
@@ -690,16 +476,6 @@ def _report(backend: TorchBackend, adapters: AdapterManager) -> None:
     )
 
 
-def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
-    """Compute the weights' id in parallel to loading, so that each file is read from the disk
-    once."""
-    worker = ThreadPoolExecutor(1, "weights")
-    try:
-        return worker.submit(content, stored)
-    finally:
-        worker.shutdown(wait=False)
-
-
 def _affordable_host_pages(config: EngineConfig, shape: EngineShape, share: Share) -> int:
     """Return the number of host pages. Raise ConfigError if the host does not have enough
     memory for those of all ranks."""
@@ -728,15 +504,6 @@ def _has_graphs(config: EngineConfig) -> bool:
 def _prepare_runner(runner: ModelRunner, config: EngineConfig, shape: EngineShape) -> None:
     if shape.device.type == "cuda":
         prepare(runner, largest_forward(shape, config.scheduler.num_slots))
-
-
-def usable_bytes(device: torch.device, config: EngineConfig, num_ranks: int) -> int:
-    """Return the free memory for a rank. Ranks on a CPU share its memory, and ranks on GPUs need
-    some for NCCL."""
-    free = free_bytes(device, config.cache.memory_fraction)
-    if device.type == "cpu":
-        return free // num_ranks
-    return free if num_ranks == 1 else free - NCCL_BYTES
 
 
 def prepare(runner: ModelRunner, num_tokens: int) -> None:

@@ -23,9 +23,10 @@ from common.config import EngineConfig
 from common.errors import ConfigError, RankLost
 from common.logs import kv
 from engine.adapters.adapters import shelf_of
-from engine.build import load_part, measured_room, open_model, pages_of, usable_bytes
+from engine.build import measured_room, pages_of
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
+from engine.load import load_part, open_model, usable_bytes
 from engine.models import LoadableModel, Model, open_checkpoint
 from engine.rank_jobs import FollowerJobs, TransferTaker
 from engine.ranks import Share
@@ -41,7 +42,7 @@ from engine.ranks.messages import (
     StartSteps,
     ToFollower,
 )
-from engine.ranks.processes import open_groups
+from engine.ranks.rank_groups import open_groups
 from engine.ranks.ring import StepRing
 from engine.runner.forwards import Forwards, ForwardSizes
 from engine.runner.graphs import CudaRecorder

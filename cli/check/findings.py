@@ -29,7 +29,7 @@ from common.identity import program
 from common.identity.guard import Role
 from common.identity.program import identity_of
 from common.model_directory import model_directory
-from engine.build import OpenedModel, usable_bytes
+from engine.load import OpenedModel, usable_bytes
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import rounding_of

@@ -12,7 +12,7 @@ from cli.check.sizes import RankSizes, layout_of, opened, rank_sizes, sentence
 from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
 from common.copy_map import NodeShape, RankPages, Slice, copy_map
 from common.errors import ConfigError, LayoutMismatch
-from engine.build import OpenedModel, layout_fields, model_fields
+from engine.load import OpenedModel, layout_fields, model_fields
 from engine.models.checkpoint import content
 from engine.models.fingerprint import stored_of
 from kvtransfer.pairing import PairHello, PoolRegion, compare

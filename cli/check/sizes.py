@@ -8,8 +8,8 @@ from common.config import EngineConfig
 from common.copy_map import NodeShape
 from common.errors import ConfigError
 from common.model_directory import model_directory
-from engine.build import OpenedModel, with_collectives
 from engine.kv_cache.layout import KVLayout
+from engine.load import OpenedModel, with_collectives
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.precision import choose_precision

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from common import logs
-from common.config import EngineConfig, ParallelConfig
+from common.config import EngineConfig
 from common.errors import ConfigError, EngineFault
 from common.logs import kv
 from common.process.leash import leashed
 from common.process.resources import resident_bytes
-from engine.ranks.group import Group
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     FromFollower,
@@ -52,10 +51,9 @@ from engine.ranks.messages import (
     StartSteps,
     ToFollower,
 )
+from engine.ranks.rank_groups import group_memories, open_groups
 from engine.ranks.ring import StepRing, ring_memory, whole_pages
-from engine.ranks.share import RankGroups, Share, Stage
-from engine.ranks.shm import SharedMemoryGroup, memory_bytes
-from engine.ranks.torch_group import TorchGroup
+from engine.ranks.share import Share
 
 _LOAD_S = 3600.0  # for weights from a slow disk
 _CLOSE_S = 5.0
@@ -157,71 +155,6 @@ class _Follower:
     pidfd: int
 
 
-def open_groups(config: ParallelConfig, rank: int, files: Sequence[int], store: Path) -> RankGroups:
-    """Open the collectives of one rank.
-
-    Args:
-        config: `collectives` is not auto.
-        rank: among all ranks of the node.
-        files: descriptors of the memories for shm: of its stage, and of its pipe if there are two
-            stages. Then the pidfds of all other ranks, by rank. All are closed.
-        store: directory for the rendezvous of gloo and NCCL.
-    """
-    num_memories = config.pp
-    memories, pidfds = files[:num_memories], list(files[num_memories:])
-    pidfds.insert(rank, -1)
-    stage, place = divmod(rank, config.tp)
-
-    def opened(name: str, ranks: range, memory: int) -> Group:
-        own = ranks.index(rank)
-        if config.collectives in ("gloo", "nccl"):
-            kind = config.collectives
-            return TorchGroup(kind, own, len(ranks), store / name, config.collective_s)
-        others = {other: os.dup(pidfds[other]) for other in ranks if other != rank}
-        return SharedMemoryGroup(own, ranks, memory, others, config.collective_s)
-
-    try:
-        own = opened(f"stage-{stage}", _stage_ranks(config, stage), memories[0])
-        group, whole_experts = own if config.tp > 1 else None, config.experts == "ep"
-        if config.pp == 1:
-            return RankGroups(Share(place, config.tp, group, whole_experts), own)
-        pipe = opened(f"pipe-{place}", _pipe_ranks(config, place), memories[1])
-        share = Share(place, config.tp, group, whole_experts, Stage(stage, pipe))
-        return RankGroups(share, own, pipe)
-    finally:
-        for file in files:
-            os.close(file)
-
-
-def _stage_ranks(config: ParallelConfig, stage: int) -> range:
-    return range(stage * config.tp, (stage + 1) * config.tp)
-
-
-def _pipe_ranks(config: ParallelConfig, place: int) -> range:
-    """Return the ranks with the same heads."""
-    return range(place, config.num_ranks, config.tp)
-
-
-@contextlib.contextmanager
-def _group_memories(config: ParallelConfig) -> Iterator[Callable[[int], Sequence[int]]]:
-    """Create the memories of all groups. Yield a function that returns those of a rank's stage and
-    pipe, as `open_groups` takes them."""
-
-    def created(num_groups: int, size: int) -> list[int]:
-        made = [os.memfd_create("baton-collectives", os.MFD_CLOEXEC) for _ in range(num_groups)]
-        for memory in made:
-            os.truncate(memory, memory_bytes(size))
-        return made
-
-    stages = created(config.pp, config.tp)
-    pipes = created(config.tp if config.pp > 1 else 0, config.pp)
-    try:
-        yield lambda rank: [stages[rank // config.tp], *pipes[rank % config.tp :][:1]]
-    finally:
-        for memory in (*stages, *pipes):
-            os.close(memory)
-
-
 class Followers:
     """All ranks but rank 0, as rank 0 sees them. Engine thread only, except for `ask`.
 
@@ -258,7 +191,7 @@ class Followers:
                 self._followers.append(_start(program))
                 self._sockets.append(self._followers[-1].socket)
             pidfds += [each.pidfd for each in self._followers]
-            with _group_memories(parallel) as memories:
+            with group_memories(parallel) as memories:
                 for rank, follower in enumerate(self._followers, start=1):
                     others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
                     start = StartRank(rank, settings, str(store), *logs.in_use())

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from common.copy_map import NodeShape
@@ -148,28 +147,3 @@ class Share:
 
 
 WHOLE = Share()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankGroups:
-    """The collectives of one rank.
-
-    Attributes:
-        own: the ranks of its stage.
-        pipe: see Stage. None: there is one stage.
-    """
-
-    share: Share
-    own: Group
-    pipe: Group | None = None
-
-    def receive_back(self, hidden: Tensor) -> None:
-        """Wait for the hidden states that the last stage sends back, if there is one."""
-        if self.share.stage is not None:
-            self.share.stage.receive_back(hidden)
-
-    def meet(self, device: torch.device) -> None:
-        """Wait until all ranks of the node have begun to wait here."""
-        for group in (self.own, self.pipe):
-            if group is not None:
-                group.all_reduce(torch.zeros(1, device=device))

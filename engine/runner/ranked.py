@@ -22,7 +22,7 @@ from engine.adapters.stored import LoraAdapter
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
-from engine.ranks import RankGroups, Stage
+from engine.ranks import Stage
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     CaptureGraph,
@@ -30,6 +30,7 @@ from engine.ranks.messages import (
     ReplaceHostPages,
     SampleStep,
 )
+from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS, StepRing
 from engine.runner.forwards import Draw, Forwards, SampleLater, TokenSampling
 from engine.runner.graphs import Recorder

@@ -15,11 +15,12 @@ from common.config import (
 )
 from common.errors import ConfigError
 from engine import build as engine_build
+from engine import load as engine_load
 from engine import sizing
-from engine.build import with_collectives
 from engine.kv_cache.kv import HostPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
+from engine.load import with_collectives
 from engine.models import read_spec
 from engine.ranks import Share
 from engine.runner.gpu import use_gpu
@@ -183,7 +184,7 @@ def test_the_thread_that_builds_an_engine_has_its_gpu_first_of_all(monkeypatch):
         raise ChosenError
 
     has(monkeypatch)
-    monkeypatch.setattr(engine_build, "use_gpu", use_gpu)
+    monkeypatch.setattr(engine_load, "use_gpu", use_gpu)
     with pytest.raises(ChosenError):
         engine_build.build(EngineConfig(model="nowhere", device="cuda:0"))
 

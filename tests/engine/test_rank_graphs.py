@@ -24,14 +24,16 @@ from common.config import (
 )
 from engine import build as engine_build
 from engine import footprint as footprint_module
+from engine import load as engine_load
 from engine.adapters.adapters import bank_of, no_adapters
 from engine.build import plan
 from engine.footprint import MemoryFootprint, measure_footprint
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, open_checkpoint, read_spec
-from engine.ranks import WHOLE, RankGroups, Share
+from engine.ranks import WHOLE, Share
 from engine.ranks.messages import ReplaceHostPages
+from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.runner.forwards import Forwards
 from engine.runner.ranked import LeadingForwards, follow
@@ -212,7 +214,7 @@ def test_every_rank_has_the_pages_for_which_all_have_room(
     model.seeing = None
     share = Share(0, 2)
     loaded: Any = SimpleNamespace(model=model, share=share, followers=followers, bank=None)
-    monkeypatch.setattr(engine_build, "free_bytes", lambda *_: room["ours"] + NCCL_BYTES)
+    monkeypatch.setattr(engine_load, "free_bytes", lambda *_: room["ours"] + NCCL_BYTES)
     monkeypatch.setattr(
         engine_build, "measure_footprint", lambda *_, **__: MemoryFootprint(0, 0, 0)
     )

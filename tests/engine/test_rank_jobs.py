@@ -18,7 +18,7 @@ import torch
 from common.errors import EngineFault
 from engine.rank_files import FilesOfRanks
 from engine.rank_jobs import FollowerJobs
-from engine.ranks import RankGroups, Share
+from engine.ranks import Share
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     DropAdapter,
@@ -29,6 +29,7 @@ from engine.ranks.messages import (
     TransferJob,
 )
 from engine.ranks.processes import JobQueue
+from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS
 from engine.runner.ranked import LeadingForwards, SentSteps, _CountedEvent
 from tests.engine.test_parallel_engine import PATIENCE_S, Serving, config_of, prompt, sampled

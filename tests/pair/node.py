@@ -36,10 +36,11 @@ from engine.adapters.adapters import bank_of
 from engine.backend import TorchBackend
 from engine.batch.batch import LaunchedBatch
 from engine.batch.request import FinishReason
-from engine.build import Engine, LoadedModel, assemble
+from engine.build import Engine, assemble
 from engine.core import EngineCore
 from engine.grammar.compilers import prepared
 from engine.grammar.grammar_verifier import GrammarWorker
+from engine.load import LoadedModel
 from engine.loop.loop import EventLoop
 from engine.models import Model, content, load, open_checkpoint, stored_of
 from engine.offload.file_cache import version_of

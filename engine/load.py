@@ -1,0 +1,260 @@
+"""From a configuration to a model in memory, or to the part of it that a rank has."""
+
+import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from common.config import EngineConfig, ParallelConfig
+from common.errors import ConfigError
+from common.logs import kv
+from common.model_directory import model_directory
+from common.requests.namespace import WeightsId
+from engine.adapters.adapters import AdapterBank, bank_of
+from engine.batch.limits import RequestLimits
+from engine.kv_cache.layout import KVLayout
+from engine.models import (
+    LoadableModel,
+    Model,
+    constants,
+    content,
+    open_checkpoint,
+    stored_of,
+    tokenizer_hash,
+)
+from engine.models.checkpoint import Checkpoint, StoredTensor
+from engine.models.linear import rounding_of
+from engine.models.precision import Precision, choose_precision
+from engine.processor import matrix_features, threads_at_hand
+from engine.ranks import WHOLE, Share
+from engine.ranks.processes import Followers
+from engine.runner.cpu import use_cpu
+from engine.runner.gpu import use_gpu
+from engine.sizing import (
+    NCCL_BYTES,
+    EngineShape,
+    free_bytes,
+    resolve_device,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedModel:
+    """A checkpoint that is to be loaded in a process that is set up for its device."""
+
+    directory: Path
+    servable: LoadableModel
+    device: torch.device
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model in memory.
+
+    Attributes:
+        constants: the model's part of the fingerprint.
+        weights_id: of the files in `directory`; computed in parallel to loading.
+        bank: the device memory of its adapters.
+        followers: the processes with the other parts. None: this one has the whole model.
+    """
+
+    directory: Path
+    servable: LoadableModel
+    model: Model
+    constants: Mapping[str, str]
+    tokenizer_hash: str
+    weights_id: "Future[WeightsId]"
+    bank: AdapterBank
+    followers: Followers | None = None
+
+    @property
+    def share(self) -> Share:
+        return WHOLE if self.followers is None else self.followers.share
+
+    def limits(self, shape: EngineShape) -> RequestLimits:
+        """Return the limits of an engine of these sizes."""
+        spec = self.model.spec
+        return RequestLimits(
+            context_length=shape.context_length,
+            vocabulary_size=spec.vocabulary_size,
+            tables=shape.tables,
+            num_pages=shape.num_pages,
+            generates=spec.generates,
+            num_labels=spec.num_labels,
+            image_token_side=spec.image_token_side,
+            eos_token_ids=spec.eos_token_ids,
+        )
+
+    def fingerprint(self, shape: EngineShape) -> dict[str, str]:
+        """Return the constant part of the fingerprint, see Engine.fingerprint."""
+        return {**self.constants, **layout_fields(shape.whole)}
+
+
+def load(config: EngineConfig, follower_program: str = "") -> LoadedModel:
+    """Load the model, and set up this process for its device. Starts the followers of a node with
+    several ranks, and waits until they have loaded their parts.
+
+    Raises:
+        ConfigError: the model is not supported, or its weights do not fit.
+    """
+    opened = open_model(config)
+    weights_id = _named(stored_of(opened.servable, opened.directory))
+    if config.parallel.num_ranks == 1:
+        return _loaded(config, opened, weights_id, None)
+    parallel = with_collectives(config, opened.device)
+    followers = Followers(config.model_copy(update={"parallel": parallel}), follower_program)
+    try:
+        loaded = _loaded(config, opened, weights_id, followers)
+        followers.loaded()
+        return loaded
+    except BaseException:
+        followers.close()
+        raise
+
+
+def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
+    """Read the configuration of the model, and set up this process for the device of its rank.
+
+    Raises:
+        ConfigError: the model is not supported.
+    """
+    device = resolve_device(config.device, rank)
+    if device.type == "cpu":
+        threads = config.threads or max(1, threads_at_hand(os.environ) // config.parallel.num_ranks)
+        use_cpu(threads, config.cpu_kernels)
+    else:
+        use_gpu(device)  # in this thread, which launches kernels
+    directory = model_directory(config.model, weights=True)
+    servable = open_checkpoint(directory, config.model_backend, config.speculative)
+    precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
+    return OpenedModel(directory, servable, device, precision)
+
+
+def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[Model, AdapterBank]:
+    """Load a rank's part of the model, and allocate the memory of its adapters.
+
+    Raises:
+        ConfigError: the weights do not fit.
+    """
+    device, dtype, quantize = opened.device, opened.precision.dtype, config.quantize
+    needed = opened.servable.weight_bytes(device, dtype, quantize, share)
+    free = usable_bytes(device, config, share.num_ranks)
+    if needed > free:
+        raise ConfigError(
+            f"{config.model}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} "
+            f"GiB of {device} may be used (engine.cache.memory_fraction "
+            f"{config.cache.memory_fraction})"
+        )
+    model = opened.servable.load(device, dtype, quantize, share)
+    return model, bank_of(config.lora, model, usable_bytes(device, config, share.num_ranks))
+
+
+def _loaded(
+    config: EngineConfig,
+    opened: OpenedModel,
+    weights_id: Future[WeightsId],
+    followers: Followers | None,
+) -> LoadedModel:
+    share = WHOLE if followers is None else followers.share
+    model, bank = load_part(config, opened, share)
+    fields = model_fields(config, opened)
+    log.info(
+        "model loaded %s",
+        kv(
+            device=str(model.device),
+            ranks=share.num_ranks,
+            computed=opened.servable.computed,
+            dtype=str(opened.precision),
+            reason=opened.precision.because,
+            quantize=fields["quantize"],
+            stored=model.spec.stored,
+            threads=torch.get_num_threads(),
+        ),
+    )
+    return LoadedModel(
+        opened.directory,
+        opened.servable,
+        model,
+        fields,
+        tokenizer_hash(opened.directory),
+        weights_id,
+        bank,
+        followers,
+    )
+
+
+def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
+    """Return the part of the fingerprint that says how the model is computed."""
+    rounding = rounding_of(
+        opened.device,
+        config.quantize,
+        int8_stored=opened.servable.spec.int8_stored,
+        ranks=config.parallel.tp,
+    )
+    return {**constants(opened.servable), "dtype": str(opened.precision), "quantize": rounding}
+
+
+def layout_fields(whole: KVLayout) -> dict[str, str]:
+    """Return the part of the fingerprint that describes pages with all heads."""
+    return {
+        "page_size": str(whole.page_size),
+        "kv_dtype": str(whole.dtype).removeprefix("torch."),
+        "kv_layout": whole.describe(),
+        "kv_token_bytes": str(whole.token_bytes),
+    }
+
+
+def with_collectives(config: EngineConfig, device: torch.device) -> ParallelConfig:
+    """Return the configuration of several ranks on such devices, with their collectives in place of
+    auto. Raise ConfigError if they do not support the devices or a feature."""
+    _check_stages(config)
+    on_gpus, wanted = device.type == "cuda", config.parallel.collectives
+    kind = ("nccl" if on_gpus else "shm") if wanted == "auto" else wanted
+    if on_gpus != (kind == "nccl"):
+        only = "GPUs" if kind == "nccl" else "CPUs"
+        raise ConfigError(
+            f"engine.parallel.collectives: {kind} is for ranks on {only}, and engine.device is "
+            f"{device}; auto chooses by the device"
+        )
+    if on_gpus and not distributed.is_nccl_available():
+        raise ConfigError("engine.parallel.collectives: this torch is built without NCCL")
+    return config.parallel.model_copy(update={"collectives": kind})
+
+
+def _check_stages(config: EngineConfig) -> None:
+    if config.parallel.pp == 1:
+        return
+    drafter = config.speculative.method
+    for setting, used in {
+        f"speculative.method: {drafter}": drafter != "none",
+        "lora.adapter_dir": config.lora.adapter_dir is not None,
+    }.items():
+        if used:
+            raise ConfigError(f"engine.{setting} is not supported with engine.parallel.pp 2")
+
+
+def usable_bytes(device: torch.device, config: EngineConfig, num_ranks: int) -> int:
+    """Return the free memory for a rank. Ranks on a CPU share its memory, and ranks on GPUs need
+    some for NCCL."""
+    free = free_bytes(device, config.cache.memory_fraction)
+    if device.type == "cpu":
+        return free // num_ranks
+    return free if num_ranks == 1 else free - NCCL_BYTES
+
+
+def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
+    """Compute the weights' id in parallel to loading, so that each file is read from the disk
+    once."""
+    worker = ThreadPoolExecutor(1, "weights")
+    try:
+        return worker.submit(content, stored)
+    finally:
+        worker.shutdown(wait=False)

@@ -1,0 +1,106 @@
+"""The collectives of one rank: those of its stage, and with the rank of the other stage."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.config import ParallelConfig
+from engine.ranks.group import Group
+from engine.ranks.share import Share, Stage
+from engine.ranks.shm import SharedMemoryGroup, memory_bytes
+from engine.ranks.torch_group import TorchGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankGroups:
+    """The collectives of one rank.
+
+    Attributes:
+        own: the ranks of its stage.
+        pipe: see Stage. None: there is one stage.
+    """
+
+    share: Share
+    own: Group
+    pipe: Group | None = None
+
+    def receive_back(self, hidden: Tensor) -> None:
+        """Wait for the hidden states that the last stage sends back, if there is one."""
+        if self.share.stage is not None:
+            self.share.stage.receive_back(hidden)
+
+    def meet(self, device: torch.device) -> None:
+        """Wait until all ranks of the node have begun to wait here."""
+        for group in (self.own, self.pipe):
+            if group is not None:
+                group.all_reduce(torch.zeros(1, device=device))
+
+
+def open_groups(config: ParallelConfig, rank: int, files: Sequence[int], store: Path) -> RankGroups:
+    """Open the collectives of one rank.
+
+    Args:
+        config: `collectives` is not auto.
+        rank: among all ranks of the node.
+        files: descriptors of the memories for shm: of its stage, and of its pipe if there are two
+            stages. Then the pidfds of all other ranks, by rank. All are closed.
+        store: directory for the rendezvous of gloo and NCCL.
+    """
+    num_memories = config.pp
+    memories, pidfds = files[:num_memories], list(files[num_memories:])
+    pidfds.insert(rank, -1)
+    stage, place = divmod(rank, config.tp)
+
+    def opened(name: str, ranks: range, memory: int) -> Group:
+        own = ranks.index(rank)
+        if config.collectives in ("gloo", "nccl"):
+            kind = config.collectives
+            return TorchGroup(kind, own, len(ranks), store / name, config.collective_s)
+        others = {other: os.dup(pidfds[other]) for other in ranks if other != rank}
+        return SharedMemoryGroup(own, ranks, memory, others, config.collective_s)
+
+    try:
+        own = opened(f"stage-{stage}", _stage_ranks(config, stage), memories[0])
+        group, whole_experts = own if config.tp > 1 else None, config.experts == "ep"
+        if config.pp == 1:
+            return RankGroups(Share(place, config.tp, group, whole_experts), own)
+        pipe = opened(f"pipe-{place}", _pipe_ranks(config, place), memories[1])
+        share = Share(place, config.tp, group, whole_experts, Stage(stage, pipe))
+        return RankGroups(share, own, pipe)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _stage_ranks(config: ParallelConfig, stage: int) -> range:
+    return range(stage * config.tp, (stage + 1) * config.tp)
+
+
+def _pipe_ranks(config: ParallelConfig, place: int) -> range:
+    """Return the ranks with the same heads."""
+    return range(place, config.num_ranks, config.tp)
+
+
+@contextlib.contextmanager
+def group_memories(config: ParallelConfig) -> Iterator[Callable[[int], Sequence[int]]]:
+    """Create the memories of all groups. Yield a function that returns those of a rank's stage and
+    pipe, as `open_groups` takes them."""
+
+    def created(num_groups: int, size: int) -> list[int]:
+        made = [os.memfd_create("baton-collectives", os.MFD_CLOEXEC) for _ in range(num_groups)]
+        for memory in made:
+            os.truncate(memory, memory_bytes(size))
+        return made
+
+    stages = created(config.pp, config.tp)
+    pipes = created(config.tp if config.pp > 1 else 0, config.pp)
+    try:
+        yield lambda rank: [stages[rank // config.tp], *pipes[rank % config.tp :][:1]]
+    finally:
+        for memory in (*stages, *pipes):
+            os.close(memory)
