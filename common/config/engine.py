@@ -109,6 +109,9 @@ class SchedulerConfig(ConfigRecord):
     max_prefill_tokens: Positive = Field(
         16384, description="Prompt tokens of all requests in a forward pass"
     )
+    max_prefill_requests: int = Field(
+        0, ge=0, description="Requests whose prompts share a forward pass. 0: no limit"
+    )
     policy: Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"] = Field(
         "slack",
         description="Order of the queue. slack: first come, first served, but shorter wait limits "

@@ -37,16 +37,24 @@ class PrefillAdder:
         reserved_pages: pages kept free for the growth of others.
         input_tokens: prompt tokens over all rows; the first row may exceed it.
         chunk_tokens: all tokens of the forward; None: prompts are never cut.
+        max_requests: number of rows; 0: no limit.
     """
 
     def __init__(
-        self, *, page_size: int, reserved_pages: int, input_tokens: int, chunk_tokens: int | None
+        self,
+        *,
+        page_size: int,
+        reserved_pages: int,
+        input_tokens: int,
+        chunk_tokens: int | None,
+        max_requests: int = 0,
     ) -> None:
         self._page_size = page_size
         self._reserved_pages = reserved_pages
         self._input_left = input_tokens
         self._chunk_left = chunk_tokens
-        self._empty = True
+        self._max_requests = max_requests
+        self._num_requests = 0
 
     def has_room(self, num_pages: float, available: int) -> bool:
         """Return whether a request that may need up to `num_pages` can get them from `available`
@@ -65,14 +73,15 @@ class PrefillAdder:
                 it, or `start` if the budgets are used up. The first row of a batch gets one page at
                 least.
         """
-        num_tokens = end - start
+        num_tokens, empty = end - start, not self._num_requests
         if self._chunk_left is not None and num_tokens > self._chunk_left:
             num_tokens = self._chunk_left // self._page_size * self._page_size
-            if self._empty:
+            if empty:
                 num_tokens = min(end - start, max(num_tokens, self._page_size))
-        if num_tokens <= 0 or (num_tokens > self._input_left and not self._empty):
+        used_up = num_tokens > self._input_left or self._num_requests == self._max_requests
+        if num_tokens <= 0 or (used_up and not empty):
             return start
-        self._empty = False
+        self._num_requests += 1
         self._input_left -= num_tokens
         if self._chunk_left is not None:
             self._chunk_left -= num_tokens
@@ -142,6 +151,7 @@ class PrefillAdmission:
         self._on_admit = on_admit
         self._most_on_device = table.num_slots - config.spare_slots
         self._max_prefill_tokens = config.max_prefill_tokens
+        self._max_prefill_requests = config.max_prefill_requests
         self._chunk_tokens = core.shape.chunk_tokens
         self._full: dict[bool, _Full] = {}  # key: whether the pass tried suspect requests
         policy = SchedulePolicy(config.policy, cache, table.routing_keys, core.clock)
@@ -212,6 +222,7 @@ class PrefillAdmission:
             reserved_pages=reserved_pages,
             input_tokens=self._max_prefill_tokens,
             chunk_tokens=None if chunk_tokens is None else max(chunk_tokens - num_decode_rows, 0),
+            max_requests=self._max_prefill_requests,
         )
         adder.reserve(self.growth_of_chunked)
         rows: list[ExtendRow] = []

@@ -280,6 +280,26 @@ def test_the_prompt_tokens_of_a_forward_are_limited_over_all_requests():
     rig.run()
 
 
+@pytest.mark.parametrize("most, rows", [(0, [4]), (3, [3, 1]), (1, [1, 1, 1, 1])])
+def test_the_prompts_of_a_forward_are_limited(most, rows):
+    rig = Rig(max_prefill_requests=most)
+    for number in range(4):
+        rig.add([number] * 20, max_tokens=1)
+    rig.run()
+    assert [len(batch.slots) for batch in rig.runner.batches] == rows
+    rig.complete()
+
+
+def test_a_last_chunk_is_one_of_the_prompts_that_share_a_forward():
+    rig = Rig(chunked_prefill_tokens=64, max_prefill_requests=2)
+    rig.add([1] * 68, max_tokens=1)
+    for number in range(2):
+        rig.add([number + 2] * 4, max_tokens=1)
+    rig.run()
+    assert [len(batch.slots) for batch in rig.runner.batches] == [1, 2, 1]
+    rig.complete()
+
+
 # Admission
 
 
