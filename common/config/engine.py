@@ -154,6 +154,12 @@ class SchedulerConfig(ConfigRecord):
     new_token_ratio_steps: Positive = Field(
         600, description="Decode steps until new_token_ratio reaches its final value"
     )
+    schedule_conservativeness: float = Field(
+        1.0,
+        gt=0,
+        description="Factor of new_token_ratio and min_new_token_ratio, whose results are at most "
+        "1. Higher: fewer retractions, and fewer running requests",
+    )
     step_timeout_s: Seconds = Field(
         1.0,
         description="Seconds without progress, beyond the expected time of the current step, "

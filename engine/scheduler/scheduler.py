@@ -73,7 +73,10 @@ class Scheduler:
         self._pages = core.pages
         self._cache = core.cache
         ratio = NewTokenRatio(
-            config.new_token_ratio, config.min_new_token_ratio, config.new_token_ratio_steps
+            config.new_token_ratio,
+            config.min_new_token_ratio,
+            config.new_token_ratio_steps,
+            config.schedule_conservativeness,
         )
         self._running = RunningBatch(core.table, core.cache, ratio)
         self._retracted = RetractedRequests(core)

@@ -366,6 +366,20 @@ def test_room_is_what_the_running_requests_will_not_need():
     assert rig.scheduler.growth_pages(rig.request([1] * 16, max_tokens=128)) == 4
 
 
+@pytest.mark.parametrize(
+    "factor, at_first, at_last", [(0.5, 2, 1), (1.0, 4, 2), (1.5, 6, 3), (9.0, 8, 8)]
+)
+def test_conservativeness_scales_the_reserve_up_to_all_of_the_output(factor, at_first, at_last):
+    ratios = {"new_token_ratio": 0.5, "min_new_token_ratio": 0.25, "new_token_ratio_steps": 9}
+    rig = Rig(schedule_conservativeness=factor, **ratios)
+    asked = rig.request([1] * 16, max_tokens=128)
+    assert rig.scheduler.growth_pages(asked) == at_first
+    rig.add([2], max_tokens=30)
+    rig.step(15)
+    assert rig.scheduler.growth_pages(asked) == at_last
+    rig.run()
+
+
 # Seen failing without the reset: a page less.
 def test_an_engine_at_rest_is_as_cautious_again_as_at_first():
     config = {"new_token_ratio": 0.5, "min_new_token_ratio": 0.1, "new_token_ratio_steps": 9}
