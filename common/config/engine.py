@@ -39,6 +39,12 @@ class CacheConfig(ConfigRecord):
     prefix_cache: bool = Field(
         True, description="Prefix cache: keep the KV of finished requests for reuse"
     )
+    max_cached_pages: int = Field(
+        0,
+        ge=0,
+        description="Pages in the prefix cache. Pages beyond that number are evicted as soon as no "
+        "request uses them, least recently used first. 0: no limit but the pool",
+    )
 
     @field_validator("page_size")
     @classmethod

@@ -355,6 +355,7 @@ class Scheduler:
 
         The caller must launch the batch before it requests another one.
         """
+        self._cache.trim()
         if self.paused:
             return None
         if self.preempts and self._admission.waiting:

@@ -1,5 +1,6 @@
 """The scheduler from outside: requests in, tokens and ends out, through loop and fake runner."""
 
+import numpy as np
 import pytest
 
 from common.errors import EngineFault, FailedPrecondition, InvalidRequest
@@ -298,6 +299,35 @@ def test_a_last_chunk_is_one_of_the_prompts_that_share_a_forward():
     rig.run()
     assert [len(batch.slots) for batch in rig.runner.batches] == [1, 2, 1]
     rig.complete()
+
+
+# The prefix cache
+
+
+def test_the_prefix_cache_of_an_idle_engine_is_within_its_size_limit():
+    rig = Rig(max_cached_pages=5, chunked_prefill_tokens=32)
+    for number in range(6):
+        rig.add([number] * 40, max_tokens=20)
+    rig.step(7)
+    assert rig.cache.num_pages > 5  # pages in use
+    rig.complete()
+    assert rig.cache.num_pages == 5
+    rig.add([5] * 40, max_tokens=1)
+    rig.complete()
+    assert rig.scheduler.counters()["cached_tokens"] == 32
+
+
+def test_pages_beyond_the_size_limit_are_evicted_when_a_peer_has_read_them():
+    rig = Rig(max_cached_pages=2, vandal=False)
+    rig.add([1] * 70, max_tokens=4)
+    rig.step(2)
+    published = np.flatnonzero(rig.pages.holds(PageHolder.CACHE))
+    rig.pages.hold(published, PageHolder.PUBLICATION)
+    rig.run()
+    assert rig.cache.num_pages == len(published) == 4
+    rig.pages.drop(published, PageHolder.PUBLICATION)
+    rig.step()
+    assert rig.cache.num_pages == 2
 
 
 # Admission
