@@ -166,6 +166,12 @@ class SchedulerConfig(ConfigRecord):
         description="Factor of new_token_ratio and min_new_token_ratio, whose results are at most "
         "1. Higher: fewer retractions, and fewer running requests",
     )
+    retract_every: int = Field(
+        0,
+        ge=0,
+        description="Decode steps after which a running request is retracted as if pages were "
+        "short, for tests. 0: never",
+    )
     step_timeout_s: Seconds = Field(
         1.0,
         description="Seconds without progress, beyond the expected time of the current step, "

@@ -84,7 +84,7 @@ class Scheduler:
         self._speculation: Speculation | None = None
         if core.speculator is not None:
             self._speculation = Speculation(core.speculator, core, self._running)
-        self._retraction = Retraction(core, self._running, self._retracted)
+        self._retraction = Retraction(core, self._running, self._retracted, config.retract_every)
         self._quarantine = QuarantineQueue(core.table)
         self._preemption = Preemption(
             config, core, self._running, self._retracted, self._quarantine

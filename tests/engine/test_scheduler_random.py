@@ -45,6 +45,7 @@ def make_rig(rng: random.Random, *, pressure: bool, urgent: bool, **options: obj
         max_preempted_requests=rng.choice((1, 3, 16)) if urgent else 1,
         max_cached_pages=rng.choice((0, 0, 4)),
         max_prefill_requests=rng.choice((0, 0, 2)),
+        retract_every=rng.choice((0, 0, 3)),
         **options,
     )
 
