@@ -103,7 +103,7 @@ class SchedulerConfig(ConfigRecord):
         0,
         ge=-1,
         description="Prompt tokens of a chunk. -1: prompts are not split. 0: chosen by device, "
-        "role and memory",
+        "role and memory, and at most 512 beside more than 10 running requests",
     )
     auto_chunk_tokens: int = Field(
         0,

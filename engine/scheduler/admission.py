@@ -29,6 +29,9 @@ from engine.scheduler.retraction import RetractedRequests
 from engine.scheduler.running import NewTokenRatio, missing_pages_of_one
 from engine.scheduler.waiting import ActivePrefills, SchedulePolicy, WaitingQueue
 
+MANY_DECODE_ROWS = 10  # beside more of them a chunk is small, because they all wait for it
+SMALL_CHUNK_TOKENS = 512
+
 
 class PrefillAdder:
     """The budgets of one prefill batch. Each reservation reduces them.
@@ -153,6 +156,7 @@ class PrefillAdmission:
         self._max_prefill_tokens = config.max_prefill_tokens
         self._max_prefill_requests = config.max_prefill_requests
         self._chunk_tokens = core.shape.chunk_tokens
+        self._chosen_by_load = config.chunked_prefill_tokens == 0
         self._full: dict[bool, _Full] = {}  # key: whether the pass tried suspect requests
         policy = SchedulePolicy(config.policy, cache, table.routing_keys, core.clock)
         self.waiting = WaitingQueue(policy)
@@ -216,12 +220,11 @@ class PrefillAdmission:
             suspect: False: only requests that may share a forward; True: only those that may
                 not.
         """
-        chunk_tokens = self._chunk_tokens
         adder = PrefillAdder(
             page_size=self._table.page_size,
             reserved_pages=reserved_pages,
             input_tokens=self._max_prefill_tokens,
-            chunk_tokens=None if chunk_tokens is None else max(chunk_tokens - num_decode_rows, 0),
+            chunk_tokens=self._chunk_beside(num_decode_rows),
             max_requests=self._max_prefill_requests,
         )
         adder.reserve(self.growth_of_chunked)
@@ -290,6 +293,15 @@ class PrefillAdmission:
         self.under_way.remove(request)
         if self.chunked is not None and self.chunked.request is request:
             self.chunked = None
+
+    def _chunk_beside(self, num_decode_rows: int) -> int | None:
+        """Return the prompt tokens that may share a forward with these rows; None: no limit."""
+        if self._chunk_tokens is None:
+            return None
+        num_tokens = max(self._chunk_tokens - num_decode_rows, 0)
+        if self._chosen_by_load and num_decode_rows > MANY_DECODE_ROWS:
+            return min(num_tokens, SMALL_CHUNK_TOKENS)
+        return num_tokens
 
     def _next_chunk(self, before: ExtendRow, adder: PrefillAdder) -> ExtendRow:
         num_tokens = len(before.request.token_ids)

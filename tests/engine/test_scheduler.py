@@ -260,6 +260,29 @@ def test_only_rows_that_ride_along_take_from_a_chunk():
     rig.run()
 
 
+@pytest.mark.parametrize(
+    "num_running, config, num_tokens",
+    [
+        (10, {}, CHUNK_TOKENS - 16),  # whole pages of what 10 decode rows leave
+        (11, {}, 512),
+        (11, {"mixed_chunk": False}, CHUNK_TOKENS),
+        (11, {"chunked_prefill_tokens": 1024}, 1024 - 16),
+        (11, {"chunked_prefill_tokens": 256}, 256 - 16),
+        (11, {"chunked_prefill_tokens": -1}, 3000),
+    ],
+)
+def test_a_chunk_is_small_beside_many_running_requests(num_running, config, num_tokens):
+    rig = Rig(num_pages=400, max_running_requests=16, context_length=4096, **config)
+    for number in range(num_running):
+        rig.add([number] * 4, max_tokens=40)
+    rig.step(2)
+    rig.add([99] * 3000, max_tokens=1)
+    rig.step()
+    first = rig.runner.batches[-1]
+    assert (first.ends - first.starts)[0] == num_tokens
+    rig.complete()
+
+
 # Seen failing without max_prefill_tokens in Admission: both in one forward.
 # Seen failing with the usual chunk in place of none: [2048, 2049].
 def test_a_prompt_longer_than_the_usual_chunk_is_not_cut_where_none_is_to_be():
