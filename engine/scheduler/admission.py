@@ -378,7 +378,7 @@ class PrefillAdmission:
                 continue
             match = self._match(request)
             if self._cache.enabled and self.under_way.worth_waiting(
-                self._wanted(request), request.namespace, match.num_tokens
+                request.reusable_tokens, request.namespace, match.num_tokens
             ):
                 held_back = True
                 continue
@@ -414,18 +414,14 @@ class PrefillAdmission:
             request.note_brought(self._clock())
 
         if request.brought is None:
-            way = self._tiers.way(self._wanted(request), request.namespace)
+            way = self._tiers.way(request.reusable_tokens, request.namespace)
             if way is not None and self._tiers.bring(way, self._cache.num_available, over):
                 request.brought = False
                 request.bringing.append(self._clock())
         return request.brought is False
 
-    def _wanted(self, request: Request) -> Ints:
-        """Return the tokens whose KV may come from the cache."""
-        return request.token_ids[: 0 if request.computed_whole else -1]
-
     def _match(self, request: Request) -> PrefixMatch:
-        return self._cache.match(self._wanted(request), request.namespace)
+        return self._cache.match(request.reusable_tokens, request.namespace)
 
     def _needed_pages(self, request: Request, match: PrefixMatch) -> int:
         """Return the pages that it takes from the available ones: fresh pages, plus evictable pages
