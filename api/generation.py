@@ -180,7 +180,10 @@ def _options(job: TokenizedRequest, spell: Spell, *, tells_cached_tokens: bool) 
         tells_tokens = partial(told, num_top=params.logprobs, spell=spell)
     if job.echo is not None or params.prompt_logprobs >= 0:
         num_top, text = params.prompt_logprobs, job.echo or ""
-        tells_prompt = partial(told_prompt, text, job.spec.tokens, num_top=num_top, spell=spell)
+        first = params.first_prompt_logprob
+        tells_prompt = partial(
+            told_prompt, text, job.spec.tokens, first=first, num_top=num_top, spell=spell
+        )
     return ResponseOptions(
         num_prompt_tokens=job.spec.num_tokens,
         min_tokens=params.min_tokens,

@@ -67,6 +67,8 @@ FIELDS: Mapping[str, str] = {
     "top_logprobs": "Of so many of the likeliest tokens at each place, 20 at most.",
     "echo": "The answer begins with its prompt, and so do its log-probabilities. With `max_tokens` "
     "0 it is all there is.",
+    "prompt_logprobs_start": "With `echo` and `logprobs`: index of the first prompt token with a "
+    "log probability. A cached prefix before it is not computed again.",
     "response_format": "`json_object`, or `json_schema` with a `schema`: the answer is such JSON "
     "and nothing else. With `tools` it may be calls instead.",
     "output_config": "`format`: the answer is JSON of its `schema`, or with `tools` calls. "

@@ -54,7 +54,15 @@ _FORMS = {
 _BASIC = ("max_tokens", "temperature", "seed", "stop")
 # Fields with flags of their own, and fields that a command line has no use for.
 _OTHERWISE = frozenset(
-    {"logit_bias", "guide", "bad_word_ids", "logprobs", "prompt_logprobs", "thought"}
+    {
+        "logit_bias",
+        "guide",
+        "bad_word_ids",
+        "logprobs",
+        "prompt_logprobs",
+        "prompt_logprobs_start",
+        "thought",
+    }
 )
 
 

@@ -493,6 +493,6 @@ def _as_asked(request: Request, event: FirstTokenEvent) -> bool:
     told = [0 if each is None else len(each) for each in (event.logprobs, event.prompt_logprobs)]
     wanted = [
         int(request.sampling.logprobs >= 0),
-        request.num_prompt - 1 if request.sampling.prompt_logprobs >= 0 else 0,
+        request.num_prompt_logprobs,
     ]
     return told == wanted

@@ -88,7 +88,8 @@ class EngineCore:
         table = SlotTable(config.scheduler.num_slots, shape.context_length, tables.page_size, *kept)
         pages = PageAllocator(shape.num_pages, lifo=lifo)
         enabled = config.cache.prefix_cache
-        cache = PrefixCache(tables.page_size, pages, *kept, enabled=enabled)
+        most = config.cache.max_cached_pages
+        cache = PrefixCache(tables.page_size, pages, *kept, enabled=enabled, max_pages=most)
         tiers = make_tiers(shape, pages, cache, copier, store)
         return cls(shape, limits, table, pages, cache, tiers, speculator, clock)
 

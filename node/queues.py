@@ -10,7 +10,7 @@ from common.errors import InvalidRequest, ServingError
 from common.queueing import QueueEstimator
 from engine.adapters.adapters import AdapterManager
 from engine.batch.holding import PageHolding
-from engine.batch.request import Ints, Request, RequestEnd, out_of_time, waited_too_long
+from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
 from engine.grammar.guides import GrammarCache
 from engine.grammar.matching import CompiledGuide
 from engine.offload.cache_tiers import CacheTiers
@@ -357,7 +357,7 @@ class TierLoadQueue:
 
     def needed_by(self, request: Request) -> bool:
         """Return whether a sufficient part of its prefix is in an offload tier."""
-        way = self._tiers.way(_wanted(request), request.namespace)
+        way = self._tiers.way(request.reusable_tokens, request.namespace)
         if way is not None:
             self._ways[request.key] = way
         return way is not None
@@ -387,8 +387,3 @@ class TierLoadQueue:
             if request is not None:
                 request.note_brought(time.monotonic())
                 yield request, None
-
-
-def _wanted(request: Request) -> Ints:
-    """Return the tokens whose KV may come from a cache. The last one must be computed."""
-    return request.token_ids[: 0 if request.computed_whole else -1]

@@ -265,6 +265,7 @@ def samplings(
     *,
     logprobs: int = -1,
     prompt_logprobs: int = -1,
+    prompt_logprobs_start: int = 0,
     thinking_budget: int = -1,
     best_of: int = 1,
 ) -> Sequence[SamplingParams]:
@@ -278,6 +279,7 @@ def samplings(
         best_of: number of responses to a prompt, if more than n.
         max_tokens: None: as many as fit into the context.
         logprobs, prompt_logprobs, thinking_budget: -1: none.
+        prompt_logprobs_start: index of the first prompt token with a log-probability.
 
     Raises:
         ApiError: two response formats are requested, or an invalid one.
@@ -302,6 +304,7 @@ def samplings(
         allowed_token_ids=tuple(fields.allowed_token_ids or ()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_start=prompt_logprobs_start,
         guide=guide_of(fields),
         thinking_budget=thinking_budget,
     )

@@ -33,8 +33,8 @@ from protos.sampling_pb2 import Logprobs
 def response_to(request_id: str, piece: OutputChunk | FinalChunk) -> GenerateResponse:
     """Return a piece of a response as a message."""
     end = _end(piece) if isinstance(piece, FinalChunk) else {}
-    # The first token of a prompt has no log-probability.
-    prompt = () if piece.prompt is None else piece.prompt.tokens[1:]
+    reports = () if piece.prompt is None else piece.prompt.tokens
+    prompt = [report for report in reports if report.logprob is not None]
     return GenerateResponse(
         request_id=request_id,
         text=piece.text,

@@ -32,6 +32,7 @@ class CompletionFields(GenerationFields, kw_only=True):
     prompt: TextOrTokens
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    prompt_logprobs_start: Annotated[int, msgspec.Meta(ge=0)] | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
@@ -117,6 +118,7 @@ class CompletionsEndpoint:
             1 if silent else max_tokens,
             logprobs=max(logprobs, 0) if best_of > 1 else logprobs,
             prompt_logprobs=logprobs if echo else -1,
+            prompt_logprobs_start=fields.prompt_logprobs_start or 0,
             best_of=best_of,
         )
         prompts = prompts_of("prompt", fields.prompt)

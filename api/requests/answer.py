@@ -34,7 +34,7 @@ class PromptReport(msgspec.Struct, frozen=True):
     """The prompt within the first piece of a response, if the client requests it.
 
     Attributes:
-        tokens: tokens with log-probabilities: none, or all.
+        tokens: none, or all. Those before the first requested log-probability have none.
     """
 
     text: str
@@ -51,19 +51,20 @@ def told_prompt(
     text: str,
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprobs],
+    first: int,
     num_top: int,
     spell: Spell,
 ) -> PromptReport:
     """Return the prompt of a response.
 
     Args:
-        logprobs: of all tokens except the first, or none.
+        logprobs: of all tokens from index `first` on, or none.
     """
     if not logprobs and num_top < 0:
         return PromptReport(text, ())
-    first = TokenReport(token_ids[0], spell(token_ids[0]), None, ())
-    others = zip(token_ids[1:], logprobs, strict=True)
-    return PromptReport(text, [first, *(told(*other, num_top, spell) for other in others)])
+    before = [TokenReport(token, spell(token), None, ()) for token in token_ids[:first]]
+    others = zip(token_ids[first:], logprobs, strict=True)
+    return PromptReport(text, [*before, *(told(*other, num_top, spell) for other in others)])
 
 
 class TokenUsage(msgspec.Struct, frozen=True):

@@ -105,6 +105,7 @@ async def _job(
         params = replace(params, guide=prompts.guide(wanted.prompt, params.guide))
     if wanted.prompt.images and params.prompt_logprobs >= 0:
         raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
+    check_prompt_logprobs_start(params, len(token_ids))
     params = fit_context(params, wanted.max_tokens_field, len(token_ids), limits.context_length)
     predicted = await prompts.checked(wanted.prediction, client) if wanted.prediction else ()
     spec = RequestSpec(
@@ -193,6 +194,20 @@ def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
         raise InvalidRequest(
             f"sampling.prompt_logprobs: {num_numbers} log-probabilities of {num_tokens} tokens, "
             f"{MAX_PROMPT_LOGPROBS} allowed"
+        )
+
+
+def check_prompt_logprobs_start(params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Raise InvalidRequest if the first prompt token with a log-probability does not exist."""
+    start = params.prompt_logprobs_start
+    if start and params.prompt_logprobs < 0:
+        raise InvalidRequest(
+            "sampling.prompt_logprobs_start: no log-probabilities of the prompt are requested"
+        )
+    if start and start >= num_prompt_tokens:
+        raise InvalidRequest(
+            f"sampling.prompt_logprobs_start: {start} is not below the {num_prompt_tokens} tokens "
+            "of the prompt"
         )
 
 

@@ -39,6 +39,12 @@ class CacheConfig(ConfigRecord):
     prefix_cache: bool = Field(
         True, description="Prefix cache: keep the KV of finished requests for reuse"
     )
+    max_cached_pages: int = Field(
+        0,
+        ge=0,
+        description="Pages in the prefix cache. Pages beyond that number are evicted as soon as no "
+        "request uses them, least recently used first. 0: no limit but the pool",
+    )
 
     @field_validator("page_size")
     @classmethod
@@ -97,7 +103,7 @@ class SchedulerConfig(ConfigRecord):
         0,
         ge=-1,
         description="Prompt tokens of a chunk. -1: prompts are not split. 0: chosen by device, "
-        "role and memory",
+        "role and memory, and at most 512 beside more than 10 running requests",
     )
     auto_chunk_tokens: int = Field(
         0,
@@ -108,6 +114,9 @@ class SchedulerConfig(ConfigRecord):
     )
     max_prefill_tokens: Positive = Field(
         16384, description="Prompt tokens of all requests in a forward pass"
+    )
+    max_prefill_requests: int = Field(
+        0, ge=0, description="Requests whose prompts share a forward pass. 0: no limit"
     )
     policy: Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"] = Field(
         "slack",
@@ -150,6 +159,18 @@ class SchedulerConfig(ConfigRecord):
     )
     new_token_ratio_steps: Positive = Field(
         600, description="Decode steps until new_token_ratio reaches its final value"
+    )
+    schedule_conservativeness: float = Field(
+        1.0,
+        gt=0,
+        description="Factor of new_token_ratio and min_new_token_ratio, whose results are at most "
+        "1. Higher: fewer retractions, and fewer running requests",
+    )
+    retract_every: int = Field(
+        0,
+        ge=0,
+        description="Decode steps after which a running request is retracted as if pages were "
+        "short, for tests. 0: never",
     )
     step_timeout_s: Seconds = Field(
         1.0,

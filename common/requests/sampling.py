@@ -147,6 +147,7 @@ _RANGES = (
     ("min_tokens", 0, _LARGEST, "at least 0"),
     ("logprobs", -1, MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
     ("prompt_logprobs", -1, MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
+    ("prompt_logprobs_start", 0, _LARGEST, "at least 0"),
     ("thinking_budget", -1, _LARGEST, "at least 0"),
 )
 _NAMES, _LOWEST, _HIGHEST, _ = zip(*_RANGES, strict=True)
@@ -176,6 +177,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int = -1  # most likely tokens returned per token; -1: no log-probabilities
     prompt_logprobs: int = -1
+    prompt_logprobs_start: int = 0  # index of the first prompt token with one; 0: as 1
     guide: GuidedDecoding | None = None  # form of the response
     thinking_budget: int = -1  # tokens after which reasoning is ended; -1: no limit
     thought: ReasoningTokens | None = None  # reasoning delimiters, if a node needs to know them
@@ -191,6 +193,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         With a guide it always does: it is the end of the grammar, and nothing can follow.
         """
         return not self.ignore_eos or self.guide is not None
+
+    @property
+    def first_prompt_logprob(self) -> int:
+        """Index of the first prompt token with a log-probability. Token 0 has none."""
+        return max(self.prompt_logprobs_start, 1)
 
     @property
     def penalised(self) -> bool:
@@ -246,6 +253,7 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
         bad_word_ids=tuple(map(tuple, words)),
         logprobs=proto.logprobs if proto.HasField("logprobs") else -1,
         prompt_logprobs=proto.prompt_logprobs if proto.HasField("prompt_logprobs") else -1,
+        prompt_logprobs_start=proto.prompt_logprobs_start,
         guide=guide_from_proto(proto.guide) if proto.HasField("guide") else None,
         thinking_budget=proto.thinking_budget if proto.HasField("thinking_budget") else -1,
         thought=reasoning_from_proto(proto.thought) if proto.HasField("thought") else None,

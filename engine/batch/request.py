@@ -180,11 +180,21 @@ class Request:
         return len(self.token_ids) < self.alone_until
 
     @property
-    def computed_whole(self) -> bool:
-        """Return whether it needs results of tokens whose KV a cache may hold."""
+    def reusable_tokens(self) -> Ints:
+        """Return the tokens whose KV may come from a cache. The results of all others are
+        needed."""
         if self.pooling is not None:
-            return self.pooling.of_all
-        return self.sampling.prompt_logprobs >= 0
+            return self.token_ids[: 0 if self.pooling.of_all else -1]
+        if self.sampling.prompt_logprobs < 0:
+            return self.token_ids[:-1]
+        return self.token_ids[: min(self.sampling.first_prompt_logprob, self.num_prompt) - 1]
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Return the number of prompt tokens whose log-probabilities are requested."""
+        if self.sampling.prompt_logprobs < 0:
+            return 0
+        return max(self.num_prompt - self.sampling.first_prompt_logprob, 0)
 
     @property
     def queue_position(self) -> float:

@@ -102,9 +102,16 @@ class PrefixCache:
         state_pages: int = 0,
         *,
         enabled: bool = True,
+        max_pages: int = 0,
     ) -> None:
-        """Create an empty tree. For windows and state_pages see PageTables."""
+        """Create an empty tree. For windows and state_pages see PageTables.
+
+        Args:
+            max_pages: the size limit, which `trim` applies. 0: no limit.
+        """
         self.page_size = page_size
+        self._max_pages = max_pages
+        self._trimmed_at = -1  # num_released of the pool when `trim` could not evict enough
         self.enabled = enabled
         self._full = [window is None for window in windows]
         self._pool = pages
@@ -227,13 +234,22 @@ class PrefixCache:
         in use. A page that only the tree holds may be above one that is in use. It is freed last,
         and the tree then drops everything below it.
         """
-        freed = self._windows.thin(num_pages)
-        freed += self._states.thin(num_pages - freed)
-        freed += self._evict_leaves(num_pages - freed)
-        freed += self._states.drop_oldest(num_pages - freed)
+        freed = self._evict_oldest(num_pages)
         if freed < num_pages and self._pool.num_evictable:
             freed += self._cut_off()
         return freed
+
+    def trim(self) -> None:
+        """Evict the pages beyond the size limit, except those in use and those above them.
+
+        To be called once per turn of the loop. O(evicted pages), plus O(leaves in use) if pages
+        went out of use since the last call.
+        """
+        excess = min(self.num_pages - self._max_pages, self._pool.num_evictable)
+        if not self._max_pages or excess <= 0 or self._trimmed_at == self._pool.num_released:
+            return
+        enough = self._evict_oldest(excess) >= excess
+        self._trimmed_at = -1 if enough else self._pool.num_released
 
     @property
     def num_available(self) -> int:
@@ -386,6 +402,15 @@ class PrefixCache:
         if not node.queued:
             node.queued = True
             heapq.heappush(self._leaves, (node.last_used, node.number, node))
+
+    def _evict_oldest(self, num_pages: int) -> int:
+        """Evict as `evict` does, but keep everything below which a page is in use."""
+        freed = self._windows.thin(num_pages)
+        freed += self._states.thin(num_pages - freed)
+        freed += self._evict_leaves(num_pages - freed)
+        if freed < num_pages:
+            freed += self._states.drop_oldest(num_pages - freed)
+        return freed
 
     def _evict_leaves(self, num_pages: int) -> int:
         freed = 0

@@ -102,9 +102,11 @@ class PromptLogprobs:
     def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._num_top = np.full(table.num_slots, -1, np.int32)
+        self._first = np.ones(table.num_slots, np.int32)  # index of the first token with one
 
     def acquire(self, slot: int, request: Request) -> bool:
         """Assign a slot to the request. Return whether it needs prompt logprobs."""
+        self._first[slot] = request.sampling.first_prompt_logprob
         self._num_top[slot] = request.sampling.prompt_logprobs
         return request.sampling.prompt_logprobs >= 0
 
@@ -113,11 +115,13 @@ class PromptLogprobs:
         prompt."""
         table, slots = self._table, batch.slots.astype(np.intp)
         last = np.minimum(batch.ends, table.num_prompt[slots] - 1)
-        counts = np.where(self._num_top[slots] < 0, 0, np.maximum(last - batch.starts, 0))
+        begins = np.maximum(batch.starts, self._first[slots] - 1)
+        counts = np.where(self._num_top[slots] < 0, 0, np.maximum(last - begins, 0))
         if not counts.any():
             return None
         rows = np.repeat(np.arange(len(slots)), counts)
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        offsets += (begins - batch.starts)[rows]
         lengths = batch.ends - batch.starts
         firsts = np.cumsum(lengths) - lengths
         targets = table.tokens[slots[rows], batch.starts[rows] + offsets + 1]

@@ -29,6 +29,9 @@ from engine.scheduler.retraction import RetractedRequests
 from engine.scheduler.running import NewTokenRatio, missing_pages_of_one
 from engine.scheduler.waiting import ActivePrefills, SchedulePolicy, WaitingQueue
 
+MANY_DECODE_ROWS = 10  # beside more of them a chunk is small, because they all wait for it
+SMALL_CHUNK_TOKENS = 512
+
 
 class PrefillAdder:
     """The budgets of one prefill batch. Each reservation reduces them.
@@ -37,16 +40,24 @@ class PrefillAdder:
         reserved_pages: pages kept free for the growth of others.
         input_tokens: prompt tokens over all rows; the first row may exceed it.
         chunk_tokens: all tokens of the forward; None: prompts are never cut.
+        max_requests: number of rows; 0: no limit.
     """
 
     def __init__(
-        self, *, page_size: int, reserved_pages: int, input_tokens: int, chunk_tokens: int | None
+        self,
+        *,
+        page_size: int,
+        reserved_pages: int,
+        input_tokens: int,
+        chunk_tokens: int | None,
+        max_requests: int = 0,
     ) -> None:
         self._page_size = page_size
         self._reserved_pages = reserved_pages
         self._input_left = input_tokens
         self._chunk_left = chunk_tokens
-        self._empty = True
+        self._max_requests = max_requests
+        self._num_requests = 0
 
     def has_room(self, num_pages: float, available: int) -> bool:
         """Return whether a request that may need up to `num_pages` can get them from `available`
@@ -65,14 +76,15 @@ class PrefillAdder:
                 it, or `start` if the budgets are used up. The first row of a batch gets one page at
                 least.
         """
-        num_tokens = end - start
+        num_tokens, empty = end - start, not self._num_requests
         if self._chunk_left is not None and num_tokens > self._chunk_left:
             num_tokens = self._chunk_left // self._page_size * self._page_size
-            if self._empty:
+            if empty:
                 num_tokens = min(end - start, max(num_tokens, self._page_size))
-        if num_tokens <= 0 or (num_tokens > self._input_left and not self._empty):
+        used_up = num_tokens > self._input_left or self._num_requests == self._max_requests
+        if num_tokens <= 0 or (used_up and not empty):
             return start
-        self._empty = False
+        self._num_requests += 1
         self._input_left -= num_tokens
         if self._chunk_left is not None:
             self._chunk_left -= num_tokens
@@ -142,7 +154,9 @@ class PrefillAdmission:
         self._on_admit = on_admit
         self._most_on_device = table.num_slots - config.spare_slots
         self._max_prefill_tokens = config.max_prefill_tokens
+        self._max_prefill_requests = config.max_prefill_requests
         self._chunk_tokens = core.shape.chunk_tokens
+        self._chosen_by_load = config.chunked_prefill_tokens == 0
         self._full: dict[bool, _Full] = {}  # key: whether the pass tried suspect requests
         policy = SchedulePolicy(config.policy, cache, table.routing_keys, core.clock)
         self.waiting = WaitingQueue(policy)
@@ -206,12 +220,12 @@ class PrefillAdmission:
             suspect: False: only requests that may share a forward; True: only those that may
                 not.
         """
-        chunk_tokens = self._chunk_tokens
         adder = PrefillAdder(
             page_size=self._table.page_size,
             reserved_pages=reserved_pages,
             input_tokens=self._max_prefill_tokens,
-            chunk_tokens=None if chunk_tokens is None else max(chunk_tokens - num_decode_rows, 0),
+            chunk_tokens=self._chunk_beside(num_decode_rows),
+            max_requests=self._max_prefill_requests,
         )
         adder.reserve(self.growth_of_chunked)
         rows: list[ExtendRow] = []
@@ -279,6 +293,15 @@ class PrefillAdmission:
         self.under_way.remove(request)
         if self.chunked is not None and self.chunked.request is request:
             self.chunked = None
+
+    def _chunk_beside(self, num_decode_rows: int) -> int | None:
+        """Return the prompt tokens that may share a forward with these rows; None: no limit."""
+        if self._chunk_tokens is None:
+            return None
+        num_tokens = max(self._chunk_tokens - num_decode_rows, 0)
+        if self._chosen_by_load and num_decode_rows > MANY_DECODE_ROWS:
+            return min(num_tokens, SMALL_CHUNK_TOKENS)
+        return num_tokens
 
     def _next_chunk(self, before: ExtendRow, adder: PrefillAdder) -> ExtendRow:
         num_tokens = len(before.request.token_ids)
@@ -355,7 +378,7 @@ class PrefillAdmission:
                 continue
             match = self._match(request)
             if self._cache.enabled and self.under_way.worth_waiting(
-                self._wanted(request), request.namespace, match.num_tokens
+                request.reusable_tokens, request.namespace, match.num_tokens
             ):
                 held_back = True
                 continue
@@ -391,18 +414,14 @@ class PrefillAdmission:
             request.note_brought(self._clock())
 
         if request.brought is None:
-            way = self._tiers.way(self._wanted(request), request.namespace)
+            way = self._tiers.way(request.reusable_tokens, request.namespace)
             if way is not None and self._tiers.bring(way, self._cache.num_available, over):
                 request.brought = False
                 request.bringing.append(self._clock())
         return request.brought is False
 
-    def _wanted(self, request: Request) -> Ints:
-        """Return the tokens whose KV may come from the cache."""
-        return request.token_ids[: 0 if request.computed_whole else -1]
-
     def _match(self, request: Request) -> PrefixMatch:
-        return self._cache.match(self._wanted(request), request.namespace)
+        return self._cache.match(request.reusable_tokens, request.namespace)
 
     def _needed_pages(self, request: Request, match: PrefixMatch) -> int:
         """Return the pages that it takes from the available ones: fresh pages, plus evictable pages

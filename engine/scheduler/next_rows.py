@@ -257,10 +257,12 @@ class RowSelector:
     def _decodes(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return those of `slots` that can continue."""
         full = self._running.full(slots)
-        if len(full) and not self._running.grow(full):
+        due = len(slots) > 0 and self._retraction.is_due()
+        if due or (len(full) and not self._running.grow(full)):
             # All running rows are considered: the missing pages may belong to quarantined rows or
             # to others.
-            kept = self._retraction.retract_for(self._running.ready(), self._residents.by_slot)
+            ready, requests = self._running.ready(), self._residents.by_slot
+            kept = self._retraction.retract_for(ready, requests, least=int(due))
             return slots[np.isin(slots, kept)]
         self._running.ratio.decay()
         return slots

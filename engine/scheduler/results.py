@@ -334,11 +334,11 @@ class StepResults:
 def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -> ChunkDone:
     """Return the finished chunk of row `place` of the step.
 
-    A prompt that is recomputed from its start discards its earlier logprobs and pooled vector.
+    A prompt that is recomputed discards its earlier logprobs and pooled vector.
     `token`: the token chosen after the chunk; None: none was.
     """
     request, prompt = row.request, result.prompt_logprobs
-    if row.start == 0:
+    if row.start < request.sampling.first_prompt_logprob:
         request.prompt_logprobs.clear()
         request.pooled = None
     if prompt is not None and request.sampling.prompt_logprobs >= 0:

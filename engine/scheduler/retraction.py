@@ -241,10 +241,14 @@ def _copies(entries: list[_Retracted]) -> PageCopies | None:
 
 class Retraction:
     """The swap-out and return of requests, so that the running batch fits the pages. Engine thread
-    only."""
+    only.
+
+    Args:
+        every: decode steps after which a request is retracted although pages suffice; 0: never.
+    """
 
     def __init__(
-        self, core: EngineCore, running: RunningBatch, retracted: RetractedRequests
+        self, core: EngineCore, running: RunningBatch, retracted: RetractedRequests, every: int
     ) -> None:
         self._table = core.table
         self._pages = core.pages
@@ -252,14 +256,23 @@ class Retraction:
         self._running = running
         self._retracted = retracted
         self._num_tables = core.table.tables.num_tables
+        self._every = every
+        self._num_decodes = 0
         self.num_retractions = 0
         self.num_recomputed = 0
 
+    def is_due(self) -> bool:
+        """Count a decode step. Return whether it must retract a request although pages suffice."""
+        self._num_decodes += 1
+        return self._every > 0 and self._num_decodes % self._every == 0
+
     def retract_for(
-        self, slots: NDArray[np.intp], requests: Mapping[int, Request]
+        self, slots: NDArray[np.intp], requests: Mapping[int, Request], least: int = 0
     ) -> NDArray[np.intp]:
         """Retract requests until the other rows can continue, and give those their pages.
 
+        Args:
+            least: requests to retract even if the pages suffice.
         Returns:
             The rows of the next batch. One request is always kept. It is not among the rows if
                 it has to wait for a page that another holder has.
@@ -273,7 +286,8 @@ class Retraction:
             full = self._running.full(slots)
             spare = given_up[self._pages.held_only_by(given_up, PageHolder.STEP)]
             missing = len(full) * self._num_tables - self._cache.num_available - len(spare)
-            if missing <= 0 or not victims or len(slots) == 1:
+            suffices = missing <= 0 and len(retracted) >= least
+            if suffices or not victims or len(slots) == 1:
                 break
             slot = victims.pop(0)
             self._running.leave(slot)

@@ -26,13 +26,19 @@ LOOK_AHEAD_STEPS = 20
 
 
 class NewTokenRatio:
-    """Share of a running request's remaining tokens for which pages are kept free."""
+    """Share of a running request's remaining tokens for which pages are kept free.
 
-    def __init__(self, first: float, last: float, steps: int) -> None:
-        self._first = first
-        self._last = min(first, last)
+    Args:
+        conservativeness: factor of `first` and `last`, whose results are at most 1.
+    """
+
+    def __init__(
+        self, first: float, last: float, steps: int, conservativeness: float = 1.0
+    ) -> None:
+        self._first = min(1.0, first * conservativeness)
+        self._last = min(self._first, last * conservativeness)
         self._per_step = (self._first - self._last) / steps
-        self.value = first
+        self.value = self._first
 
     def decay(self) -> None:
         """Lower the ratio after a successful decode step."""

@@ -73,7 +73,10 @@ class Scheduler:
         self._pages = core.pages
         self._cache = core.cache
         ratio = NewTokenRatio(
-            config.new_token_ratio, config.min_new_token_ratio, config.new_token_ratio_steps
+            config.new_token_ratio,
+            config.min_new_token_ratio,
+            config.new_token_ratio_steps,
+            config.schedule_conservativeness,
         )
         self._running = RunningBatch(core.table, core.cache, ratio)
         self._retracted = RetractedRequests(core)
@@ -81,7 +84,7 @@ class Scheduler:
         self._speculation: Speculation | None = None
         if core.speculator is not None:
             self._speculation = Speculation(core.speculator, core, self._running)
-        self._retraction = Retraction(core, self._running, self._retracted)
+        self._retraction = Retraction(core, self._running, self._retracted, config.retract_every)
         self._quarantine = QuarantineQueue(core.table)
         self._preemption = Preemption(
             config, core, self._running, self._retracted, self._quarantine
@@ -352,6 +355,7 @@ class Scheduler:
 
         The caller must launch the batch before it requests another one.
         """
+        self._cache.trim()
         if self.paused:
             return None
         if self.preempts and self._admission.waiting:

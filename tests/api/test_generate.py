@@ -14,6 +14,7 @@ from protos.decode_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     FromNode,
+    RowLogprobs,
     Status,
     Step,
 )
@@ -24,7 +25,7 @@ from protos.router_pb2 import (
     TokenIds,
     TokenizeRequest,
 )
-from protos.sampling_pb2 import Sampling
+from protos.sampling_pb2 import Logprobs, Sampling
 from router.cluster.decode_client import DecodeClient
 from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids
 from tests.api.rig import (
@@ -192,12 +193,28 @@ async def test_requests_may_be_called_alike_and_have_ids_of_their_own(client, no
     assert (await get(router.http_port, "/requests/same")).json["id"] == listed[0]["id"]
 
 
+async def test_logprobs_of_the_prompt_begin_at_the_requested_token(client, node):
+    sampling = Sampling(prompt_logprobs=0, prompt_logprobs_start=2)
+    call = client.generate(token_ids=TokenIds(ids=[5, 6, 7, 8]), sampling=sampling)
+    submit = await node.submitted()
+    assert submit.sampling.prompt_logprobs_start == 2
+    told = RowLogprobs(request=submit.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
+    node.send(FromNode(step=Step(prompt_logprobs=[told])))
+    node.finish(submit.number, [9])
+    responses = [response async for response in call]
+    assert [list(each.prompt_logprobs.logprob) for each in responses if each.token_ids] == [
+        [-0.5, -1.5]
+    ]
+
+
 async def test_bad_input_reaches_no_node_and_leaves_nothing(model):
     async with served(model, max_concurrent_requests=1) as (client, node, router):
         for request in (
             {"text": "x", "sampling": Sampling(max_tokens=0)},
             {"token_ids": TokenIds(ids=[VOCABULARY_SIZE])},
             {"token_ids": TokenIds()},
+            {"text": "x", "sampling": Sampling(prompt_logprobs_start=1)},
+            {"text": "x", "sampling": Sampling(prompt_logprobs=1, prompt_logprobs_start=99)},
             {},
         ):
             await fails(client.generate(**request), StatusCode.INVALID_ARGUMENT)

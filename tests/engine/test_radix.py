@@ -19,9 +19,9 @@ ONE, OTHER = namespace_of("one"), namespace_of("other")
 class Books:
     """A cache of pages of 4 tokens, and requests that compute and leave."""
 
-    def __init__(self, num_pages: int = 64, *, enabled: bool = True) -> None:
+    def __init__(self, num_pages: int = 64, *, enabled: bool = True, max_pages: int = 0) -> None:
         self.pages = PageAllocator(num_pages, lifo=True)
-        self.cache = PrefixCache(SIZE, self.pages, enabled=enabled)
+        self.cache = PrefixCache(SIZE, self.pages, enabled=enabled, max_pages=max_pages)
 
     def begin(self, tokens: list[int], namespace=SHARED):
         """Return a request's pages: its cached prefix, held, and fresh ones. None: there are too
@@ -303,3 +303,61 @@ def test_every_match_holds_the_tokens_that_were_asked_for(seed):
             if rng.random() < 0.5:
                 break
         books.check()
+
+
+# The size limit
+
+
+def test_the_least_recently_used_prefixes_beyond_the_size_limit_are_evicted():
+    books = Books(max_pages=6)
+    prompts = [[number] * 8 for number in range(4)]
+    for prompt in prompts[:3]:
+        books.learn(prompt)
+        books.cache.trim()
+    assert books.cache.num_pages == 6
+    books.cache.match(ints(prompts[0]))
+    books.learn(prompts[3])
+    books.cache.trim()
+    books.check()
+    assert [books.cache.match(ints(prompt)).num_tokens for prompt in prompts] == [8, 0, 8, 8]
+    assert books.pages.num_free == 64 - 6
+
+
+def test_pages_in_use_may_exceed_the_size_limit_until_they_are_released():
+    books = Books(max_pages=2)
+    idle, used = [1] * 8, [2] * 20
+    books.learn(idle)
+    pages = books.begin(used)
+    books.cache.insert(ints(used), PageHolding.of(pages))
+    books.cache.trim()
+    assert [books.cache.match(ints(prompt)).num_tokens for prompt in (idle, used)] == [0, 20]
+    books.pages.drop(pages, PageHolder.REQUEST)
+    books.cache.trim()
+    books.check()
+    assert books.cache.match(ints(used)).num_tokens == 8
+
+
+def test_the_size_limit_costs_work_for_evicted_pages_and_for_releases_only(monkeypatch):
+    books = Books(max_pages=10)
+    tried = []
+    loose = books.cache._pages.loose_at_end
+    monkeypatch.setattr(
+        books.cache._pages, "loose_at_end", lambda node: (tried.append(node), loose(node))[1]
+    )
+    for number in range(30):
+        books.learn([number] * 4)
+    books.cache.trim()
+    assert (len(tried), books.cache.num_pages) == (20, 10)
+    # Requests with duplicates of a cached page: pages in use are below it, so it stays.
+    held = [books.pages.allocate(2, PageHolder.REQUEST) for _ in range(12)]
+    for number, pages in enumerate(held):
+        books.cache.insert(ints([29] * 4 + [number] * 4), PageHolding.of(pages))
+    books.cache.trim()
+    assert (books.pages.num_evictable, books.cache.num_pages) == (1, 13)
+    tried.clear()
+    books.cache.trim()
+    assert tried == []
+    books.pages.drop(held[0], PageHolder.REQUEST)
+    books.cache.trim()
+    books.check()
+    assert (len(tried), books.cache.num_pages) == (12, 12)

@@ -64,6 +64,34 @@ def test_without_host_memory_it_is_recomputed_through_the_waiting_queue(overlap)
     assert all(request.cached_tokens == 0 for request in rig.requests.values())
 
 
+@BOTH
+@pytest.mark.parametrize("swap_pages", [0, 64])
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_an_injected_retraction_takes_a_request_at_every_nth_decode_step(
+    overlap, swap_pages, every
+):
+    rig = Rig(overlap_schedule=overlap, swap_pages=swap_pages, retract_every=every)
+    for i in range(3):
+        rig.add([i] * 14, max_tokens=60)
+    rig.complete()
+    counters = rig.scheduler.counters()
+    assert counters["retractions"] >= (59 // every if swap_pages else 3)
+    assert counters["recomputed"] == (0 if swap_pages else counters["retractions"])
+
+
+def test_an_injected_retraction_keeps_the_last_request_and_counts_steps_with_rows_only():
+    rig = Rig(retract_every=4)
+    first = rig.add([1] * 14, max_tokens=2)
+    rig.complete(first)
+    rig.step(20)
+    for i in range(2):
+        rig.add([i + 2] * 14, max_tokens=20)
+    rig.run_until(lambda: rig.scheduler.counters()["retractions"] == 1)
+    # Each prefill is followed by decode steps. One row is left in the fourth of them.
+    assert [len(batch.slots) for batch in rig.runner.batches] == [1, 1, 2, 2, 2, 1]
+    rig.complete()
+
+
 def test_fewest_outputs_go_first_then_the_longest_prompt():
     rig = _rig(num_pages=5)
     old = rig.add([1] * 14, max_tokens=60)

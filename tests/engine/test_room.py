@@ -5,9 +5,10 @@ import time
 import pytest
 
 from engine.batch.batch import ForwardMode
-from engine.batch.request import FinishReason, RequestEnd
+from engine.batch.holding import PageHolding
+from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.pages import PageHolder
-from tests.support.engine_rig import Rig
+from tests.support.engine_rig import Rig, ints
 
 LATER = time.monotonic() + 1e6  # an arrival that nobody has waited for yet
 CAUTIOUS = {"new_token_ratio": 1.0, "min_new_token_ratio": 1.0}
@@ -115,6 +116,104 @@ def test_nobody_is_tried_again_while_there_is_no_more_room(monkeypatch):
     for request in [*waiting, rig.requests[5]]:
         rig.abort(request)
     rig.run()
+
+
+class Blocked:
+    """A request that needs five pages while only three are available to it.
+
+    Attributes:
+        passes: admission passes since the request was found to have no room.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+        rig = self.rig = Rig(**{"num_pages": 19, "vandal": False, **options})
+        rig.scheduler.kept.pages = 3
+        self.lent = rig.scheduler.allocate(8, PageHolder.PUBLICATION)
+        self.large = rig.add([3] * 50, max_tokens=12, priority=15)
+        self.small = rig.add([5], max_tokens=15)
+        rig.step()
+        self.waiting = rig.add([1] * 76, max_tokens=2, priority=20)
+        self.other = rig.add([2] * 76, max_tokens=2, priority=20)
+        rig.step(2)
+        assert [key for key, _ in rig.admitted] == [self.large.key, self.small.key]
+        self.passes = 0
+        queue = rig.scheduler._admission.waiting
+        in_order = queue.in_order
+
+        def counted() -> list[Request]:
+            self.passes += 1
+            return in_order()
+
+        monkeypatch.setattr(queue, "in_order", counted)
+
+    def release(self, num_pages: int) -> None:
+        self.rig.pages.drop(self.lent[:num_pages], PageHolder.PUBLICATION)
+
+    def learn(self, tokens: list[int]) -> None:
+        """Insert a page in use into the prefix cache."""
+        self.rig.cache.insert(ints(tokens), PageHolding.of(self.lent[:1]))
+
+    def reserve(self, num_pages: int) -> None:
+        self.rig.scheduler.kept.pages = num_pages
+
+    def move_barrier(self) -> None:
+        self.rig.scheduler.kept.barrier = 2 * LATER
+
+
+# The events after which a failed pass is forgotten (SGLang: batch_is_full), and those after which
+# it is not. Admission changes the queue, so that a further pass follows.
+@pytest.mark.parametrize(
+    "event, num_passes, admits",
+    [
+        pytest.param(lambda it: None, 0, False, id="nothing"),
+        pytest.param(lambda it: it.rig.add([9] * 76), 1, False, id="a request arrives"),
+        pytest.param(lambda it: it.rig.abort(it.other), 1, False, id="a waiting request ends"),
+        pytest.param(lambda it: it.release(1), 0, False, id="too few pages are freed"),
+        pytest.param(lambda it: it.release(2), 1, True, id="enough pages are freed"),
+        pytest.param(lambda it: it.rig.abort(it.small), 0, False, id="a small request ends"),
+        pytest.param(lambda it: it.rig.abort(it.large), 1, True, id="a large request ends"),
+        pytest.param(lambda it: it.learn([7] * 16), 1, False, id="the prefix cache grows"),
+        pytest.param(lambda it: it.reserve(2), 0, False, id="a page less is reserved"),
+        pytest.param(lambda it: it.reserve(1), 1, True, id="two pages less are reserved"),
+        pytest.param(lambda it: it.move_barrier(), 1, False, id="the barrier moves"),
+    ],
+)
+def test_a_failed_admission_pass_is_remembered_until_something_changes(
+    event, num_passes, admits, monkeypatch
+):
+    blocked = Blocked(monkeypatch)
+    event(blocked)
+    blocked.rig.run_until(lambda: blocked.passes == num_passes, max_steps=4)
+    blocked.rig.step(0 if admits else 3)
+    assert blocked.passes == num_passes
+    assert (len(blocked.rig.admitted) > 2) == admits
+
+
+def test_a_failed_admission_pass_is_forgotten_when_the_minimum_priority_changes(monkeypatch):
+    blocked = Blocked(monkeypatch, preemption_threshold=10)
+    blocked.rig.scheduler.preempt_for(20, num_pages=4)
+    assert blocked.rig.scheduler.num_retracted == 1
+    blocked.rig.step(2)
+    assert blocked.passes == 1
+    blocked.rig.run_until(lambda: not blocked.rig.scheduler.num_retracted)
+    assert blocked.passes >= 2
+
+
+# A retracted request holds all others back. It then continues from host memory beside the same
+# requests as before, or it is queued.
+@pytest.mark.parametrize(
+    "swap_pages, passes", [(64, False), (0, True)], ids=["swapped", "recomputed"]
+)
+def test_a_failed_admission_pass_is_forgotten_when_a_retracted_request_is_queued(
+    swap_pages, passes, monkeypatch
+):
+    blocked = Blocked(monkeypatch, swap_pages=swap_pages, retract_every=4)
+    counters = blocked.rig.scheduler.counters
+    blocked.rig.run_until(lambda: counters()["retractions"])
+    assert blocked.passes == 0
+    blocked.rig.run_until(lambda: not blocked.rig.scheduler.num_retracted)
+    blocked.rig.step()
+    assert bool(blocked.passes) == passes
 
 
 # Seen failing with the growth of the first not reserved: both are admitted, and one is retracted.

@@ -1,5 +1,6 @@
 """The scheduler from outside: requests in, tokens and ends out, through loop and fake runner."""
 
+import numpy as np
 import pytest
 
 from common.errors import EngineFault, FailedPrecondition, InvalidRequest
@@ -259,6 +260,29 @@ def test_only_rows_that_ride_along_take_from_a_chunk():
     rig.run()
 
 
+@pytest.mark.parametrize(
+    "num_running, config, num_tokens",
+    [
+        (10, {}, CHUNK_TOKENS - 16),  # whole pages of what 10 decode rows leave
+        (11, {}, 512),
+        (11, {"mixed_chunk": False}, CHUNK_TOKENS),
+        (11, {"chunked_prefill_tokens": 1024}, 1024 - 16),
+        (11, {"chunked_prefill_tokens": 256}, 256 - 16),
+        (11, {"chunked_prefill_tokens": -1}, 3000),
+    ],
+)
+def test_a_chunk_is_small_beside_many_running_requests(num_running, config, num_tokens):
+    rig = Rig(num_pages=400, max_running_requests=16, context_length=4096, **config)
+    for number in range(num_running):
+        rig.add([number] * 4, max_tokens=40)
+    rig.step(2)
+    rig.add([99] * 3000, max_tokens=1)
+    rig.step()
+    first = rig.runner.batches[-1]
+    assert (first.ends - first.starts)[0] == num_tokens
+    rig.complete()
+
+
 # Seen failing without max_prefill_tokens in Admission: both in one forward.
 # Seen failing with the usual chunk in place of none: [2048, 2049].
 def test_a_prompt_longer_than_the_usual_chunk_is_not_cut_where_none_is_to_be():
@@ -278,6 +302,55 @@ def test_the_prompt_tokens_of_a_forward_are_limited_over_all_requests():
     assert [batch.samples.sum() for batch in rig.runner.batches] == [1, 2]
     assert [len(rig.admitted[i][1]) for i in range(2)] == [2, 2]
     rig.run()
+
+
+@pytest.mark.parametrize("most, rows", [(0, [4]), (3, [3, 1]), (1, [1, 1, 1, 1])])
+def test_the_prompts_of_a_forward_are_limited(most, rows):
+    rig = Rig(max_prefill_requests=most)
+    for number in range(4):
+        rig.add([number] * 20, max_tokens=1)
+    rig.run()
+    assert [len(batch.slots) for batch in rig.runner.batches] == rows
+    rig.complete()
+
+
+def test_a_last_chunk_is_one_of_the_prompts_that_share_a_forward():
+    rig = Rig(chunked_prefill_tokens=64, max_prefill_requests=2)
+    rig.add([1] * 68, max_tokens=1)
+    for number in range(2):
+        rig.add([number + 2] * 4, max_tokens=1)
+    rig.run()
+    assert [len(batch.slots) for batch in rig.runner.batches] == [1, 2, 1]
+    rig.complete()
+
+
+# The prefix cache
+
+
+def test_the_prefix_cache_of_an_idle_engine_is_within_its_size_limit():
+    rig = Rig(max_cached_pages=5, chunked_prefill_tokens=32)
+    for number in range(6):
+        rig.add([number] * 40, max_tokens=20)
+    rig.step(7)
+    assert rig.cache.num_pages > 5  # pages in use
+    rig.complete()
+    assert rig.cache.num_pages == 5
+    rig.add([5] * 40, max_tokens=1)
+    rig.complete()
+    assert rig.scheduler.counters()["cached_tokens"] == 32
+
+
+def test_pages_beyond_the_size_limit_are_evicted_when_a_peer_has_read_them():
+    rig = Rig(max_cached_pages=2, vandal=False)
+    rig.add([1] * 70, max_tokens=4)
+    rig.step(2)
+    published = np.flatnonzero(rig.pages.holds(PageHolder.CACHE))
+    rig.pages.hold(published, PageHolder.PUBLICATION)
+    rig.run()
+    assert rig.cache.num_pages == len(published) == 4
+    rig.pages.drop(published, PageHolder.PUBLICATION)
+    rig.step()
+    assert rig.cache.num_pages == 2
 
 
 # Admission
@@ -344,6 +417,20 @@ def test_room_is_what_the_running_requests_will_not_need():
     # 64 of its 127 further tokens with KV are reserved: 4 pages beside its own.
     assert rig.scheduler.free_capacity().num_pages == 20 - 1 - 4
     assert rig.scheduler.growth_pages(rig.request([1] * 16, max_tokens=128)) == 4
+
+
+@pytest.mark.parametrize(
+    "factor, at_first, at_last", [(0.5, 2, 1), (1.0, 4, 2), (1.5, 6, 3), (9.0, 8, 8)]
+)
+def test_conservativeness_scales_the_reserve_up_to_all_of_the_output(factor, at_first, at_last):
+    ratios = {"new_token_ratio": 0.5, "min_new_token_ratio": 0.25, "new_token_ratio_steps": 9}
+    rig = Rig(schedule_conservativeness=factor, **ratios)
+    asked = rig.request([1] * 16, max_tokens=128)
+    assert rig.scheduler.growth_pages(asked) == at_first
+    rig.add([2], max_tokens=30)
+    rig.step(15)
+    assert rig.scheduler.growth_pages(asked) == at_last
+    rig.run()
 
 
 # Seen failing without the reset: a page less.

@@ -43,6 +43,9 @@ def make_rig(rng: random.Random, *, pressure: bool, urgent: bool, **options: obj
         new_token_ratio_steps=rng.choice((1, 50)),
         preemption_threshold=rng.choice((1, 5)) if urgent else 0,
         max_preempted_requests=rng.choice((1, 3, 16)) if urgent else 1,
+        max_cached_pages=rng.choice((0, 0, 4)),
+        max_prefill_requests=rng.choice((0, 0, 2)),
+        retract_every=rng.choice((0, 0, 3)),
         **options,
     )
 

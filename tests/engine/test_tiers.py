@@ -47,6 +47,17 @@ def in_tree(rig: Rig, prompt: list[int]) -> int:
     return rig.cache.match(np.array(prompt, np.int32)).num_tokens
 
 
+def test_pages_beyond_the_size_limit_of_the_tree_are_brought_back_from_the_tier():
+    rig = Rig(num_pages=40, tier_pages=100, max_cached_pages=8)
+    prompts = [drawn(seed, 7 * SIZE) for seed in range(3)]
+    for prompt in prompts:
+        ask(rig, prompt)
+    assert rig.cache.num_pages == 8
+    assert [in_tree(rig, prompt) for prompt in prompts] == [0, SIZE, 7 * SIZE]
+    ask(rig, prompts[0])
+    assert rig.tiers.host_tokens == 6 * SIZE
+
+
 def fill_the_pool(rig: Rig, seed: int = 99) -> None:
     """With prompts that nobody asks again."""
     for more in range(3):

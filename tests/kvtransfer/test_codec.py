@@ -74,6 +74,7 @@ samplings = st.builds(
     bad_word_ids=st.lists(st.lists(i31, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
     logprobs=st.integers(-1, 20),
     prompt_logprobs=st.integers(-1, 20),
+    prompt_logprobs_start=st.integers(0, 2**31 - 1),
 )
 beats = st.builds(Heartbeat, u64, u32, st.booleans())
 hellos = st.builds(

@@ -50,6 +50,24 @@ def _crossed() -> Iterator:
         )
 
 
+@pytest.mark.parametrize("swap_pages", [0, 64], ids=["recomputed", "swapped"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.9, "top_p": 0.95}], ids=["greedy", "seeded"]
+)
+def test_injected_retractions_change_no_answer(known, sampling, swap_pages):
+    def answers(every: int) -> list[list[int]]:
+        size = Size(64, swap_pages=swap_pages)
+        with PairRig(known.loaded, decode=[size], retract_every=every) as rig:
+            asked = [rig.ask([i] * 20, NUM_TOKENS, **sampling) for i in range(4)]
+            rig.run()
+            assert bool(rig.decode[0].count("retractions")) == bool(every)
+        return [one.tokens for one in asked]
+
+    undisturbed = answers(0)
+    assert len({tuple(tokens) for tokens in undisturbed}) > 1
+    assert answers(3) == undisturbed
+
+
 def _sampled() -> Iterator:
     """Yield every architecture with and without overlap. `make test` runs one of both."""
     for (number, architecture), overlap in product(enumerate(ARCHITECTURES), (True, False)):

@@ -73,6 +73,49 @@ def test_logprobs_are_those_of_transformers(known, overlap, pool):
                 check(one.prompt_logprobs, one.prompt[1:], rows[: length - 1], number % 3)
 
 
+@pytest.mark.parametrize("nodes", [{}, {"prefill": (), "mode": "colocated"}], ids=["pair", "one"])
+def test_prompt_logprobs_begin_at_a_token_and_the_prefix_before_it_comes_from_the_cache(
+    known, nodes
+):
+    """In whole pages, chunks and parts of both."""
+    prompt = prompts(known.vocabulary_size)[-1]
+    rows = by_transformers(known, prompt)
+    with PairRig(known.loaded, **nodes) as rig:
+        rig.serve(prompt, 1)
+        (computing,) = rig.prefill or rig.decode
+        for start in (0, 1, 2, 17, 33, 64, 65, 66, 149):
+            before = computing.count("cached_tokens")
+            one = rig.serve(prompt, 4, prompt_logprobs=2, prompt_logprobs_start=start)
+            first = max(start, 1)
+            assert one.tokens == known.greedy(prompt, 4)
+            assert computing.count("cached_tokens") - before == (first - 1) // 16 * 16
+            check(one.prompt_logprobs, prompt[first:], rows[first - 1 : -1], 2)
+
+
+def test_prompt_logprobs_are_sent_once_each_when_the_prompt_is_recomputed(known):
+    asking = prompts(known.vocabulary_size)[1:]
+    alone = {"prefill": (), "mode": "colocated", "decode": [Size(swap_pages=0)]}
+    with PairRig(known.loaded, **alone, retract_every=3) as rig:
+        for number, start in enumerate((0, 20), 1):
+            asked = [
+                rig.ask(prompt, NUM_TOKENS, prompt_logprobs=1, prompt_logprobs_start=start)
+                for prompt in asking
+            ]
+            rig.run()
+            assert rig.decode[0].count("recomputed") >= number
+            first = max(start, 1)
+            for one in asked:
+                rows = by_transformers(known, one.prompt)
+                check(one.prompt_logprobs, one.prompt[first:], rows[first - 1 : -1], 1)
+
+
+def test_prompt_logprobs_that_begin_behind_the_prompt_are_none(known):
+    with PairRig(known.loaded) as rig:
+        for start in (40, 41, 500):
+            one = rig.serve(range(40), 4, prompt_logprobs=0, prompt_logprobs_start=start)
+            assert one.tokens == known.greedy(range(40), 4) and not one.prompt_logprobs
+
+
 def test_what_may_not_be_sampled_is_not_on_either_node(known):
     """Against a node that does both halves itself, and what is asked for."""
     asking = prompts(known.vocabulary_size)

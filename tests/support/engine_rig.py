@@ -74,6 +74,7 @@ class Options:
     weights: bytes = b""
     namespaces: dict[int, Namespace | None] | None = None
     prefix_cache: bool = True
+    max_cached_pages: int = 0
     eos: tuple[int, ...] = ()
     lifo: bool = True
     vandal: bool = True
@@ -108,7 +109,9 @@ class Rig:
         self.backend = FakeBackend(shape)
         self.copier, self.store = self.backend.copier, self._files()
         self.clock = FakeClock()
-        cache = CacheConfig(prefix_cache=given.prefix_cache)
+        cache = CacheConfig(
+            prefix_cache=given.prefix_cache, max_cached_pages=given.max_cached_pages
+        )
         self.core = EngineCore.make(
             EngineConfig(model="fake", cache=cache, scheduler=self.config),
             shape,

@@ -12,7 +12,11 @@ from protos.decode_pb2 import (
     FINISH_REASON_ABORT,
     FINISH_REASON_ERROR,
     FINISH_REASON_LENGTH,
+    FromNode,
+    RowLogprobs,
+    Step,
 )
+from protos.sampling_pb2 import Logprobs
 from tests.api.models import CONTEXT_LENGTH, ids, write_model
 from tests.api.rig import (
     AT_ONCE,
@@ -505,3 +509,17 @@ async def test_best_of_one_asks_for_nothing(api):
     for n in (None, 1):
         submit, answer = await api.ask(COMPLETIONS, prompt="x", best_of=1, n=n)
         assert not submit.sampling.HasField("logprobs") and answer.status == 200
+
+
+async def test_the_logprobs_of_an_echoed_prompt_begin_at_the_requested_token(api):
+    asked = {"prompt": [5, 6, 7, 8], "logprobs": 0, "echo": True, "prompt_logprobs_start": 2}
+    answering = asyncio.create_task(api.post(COMPLETIONS, **asked))
+    submit = await api.node.submitted()
+    assert submit.sampling.prompt_logprobs_start == 2
+    told = RowLogprobs(request=submit.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
+    api.node.send(FromNode(step=Step(prompt_logprobs=[told])))
+    api.node.finish(submit.number, [9], logprobs={submit.number: [-2.5]})
+    logprobs = (await answering).json["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [None, None, -0.5, -1.5, -2.5]
+    assert [each is None for each in logprobs["top_logprobs"]] == [True, True, False, False, False]
+    assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 5

@@ -243,6 +243,12 @@ async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(
         ({"prompt": "x", "bad_words": ["x" * 1025]}, "bad_words"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
         ({"prompt": "x", "echo": 1}, "echo"),
+        ({"prompt": "x", "prompt_logprobs_start": -1}, "prompt_logprobs_start"),
+        ({"prompt": "x", "logprobs": 1, "prompt_logprobs_start": 1}, "prompt_logprobs_start"),
+        (
+            {"prompt": [5, 6], "logprobs": 1, "echo": True, "prompt_logprobs_start": 2},
+            "prompt_logprobs_start",
+        ),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),
         ({"prompt": "x", "best_of": 2, "n": 3}, "best_of"),
