@@ -33,7 +33,7 @@ class NodeOutput(msgspec.Struct, frozen=True):
         end: None: the request runs.
         cached_tokens: prompt tokens that were cached. None: not reported yet.
         logprobs: of the tokens, if requested.
-        prompt_logprobs: of the prompt's tokens except the first one, if requested.
+        prompt_logprobs: of the prompt's tokens from the first requested one on.
         predicted: counts of predicted tokens.
     """
 

@@ -39,8 +39,8 @@ class ChunkDone:
     unless it has been retracted since. The last chunk comes with the token sampled after it, or
     with the vector that is wanted instead.
 
-    logprobs: of that token, if requested. prompt_logprobs: of the prompt tokens except the first,
-    if requested.
+    logprobs: of that token, if requested. prompt_logprobs: of the prompt tokens from the first
+    requested one on.
     """
 
     request: Request
