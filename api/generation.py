@@ -186,6 +186,7 @@ def _options(job: TokenizedRequest, spell: Spell, *, tells_cached_tokens: bool) 
         )
     return ResponseOptions(
         num_prompt_tokens=job.spec.num_tokens,
+        prompt_token_ids=job.spec.token_ids,
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids,
         tells_cached_tokens=tells_cached_tokens,

@@ -65,6 +65,8 @@ FIELDS: Mapping[str, str] = {
     "logprobs": "Completions: log probabilities of each token and of this many likely ones, 20 at "
     "most. Chat: whether to return them.",
     "top_logprobs": "Of so many of the likeliest tokens at each place, 20 at most.",
+    "return_token_ids": "The answer has `token_ids` of each choice, and `prompt_token_ids`. Of a "
+    "stream the first event has the latter.",
     "echo": "The answer begins with its prompt, and so do its log-probabilities. With `max_tokens` "
     "0 it is all there is.",
     "prompt_logprobs_start": "With `echo` and `logprobs`: index of the first prompt token with a "

@@ -29,7 +29,15 @@ from api.dialect.messages import (
 )
 from api.dialect.problems import OPENAI, invalid
 from api.dialect.tools import guided, listening, offered
-from api.openai.replies import ChatLogprobs, ChoiceCollector, StopReason, of_chat, stop_reason
+from api.openai.replies import (
+    ChatLogprobs,
+    ChoiceCollector,
+    StopReason,
+    TokenIds,
+    generated_ids,
+    of_chat,
+    stop_reason,
+)
 from api.parsers.events import CallPart, ParsedText, StreamParser
 from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk
@@ -62,6 +70,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str
     logprobs: ChatLogprobs | None = None
     stop_reason: StopReason = msgspec.UNSET
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
@@ -91,24 +100,33 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
     stop_reason: StopReason = msgspec.UNSET
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class ChatResponseWriter:
-    """Writer of one choice."""
+    """Writer of one choice.
 
-    def __init__(self, index: int, listener: StreamParser) -> None:
+    Args:
+        tells_ids: whether token ids are returned.
+    """
+
+    def __init__(self, index: int, listener: StreamParser, *, tells_ids: bool = False) -> None:
         self._index = index
         self._listener = listener
+        self._tells_ids = tells_ids
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> ChunkChoice | None:
         first, last = not self._listener.begun, isinstance(piece, FinalChunk)
         heard = self._listener.hear(piece.text, piece.marks, last=last)
-        if not heard and not first and not last and not piece.tokens:  # no text is decided yet
+        told = piece.tokens or self._tells_ids
+        if not (heard or first or last or told):  # no text is decided yet
             return None
         chunk = ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
         if isinstance(piece, FinalChunk):
             chunk.finish_reason = _reason(self._listener, piece)
             chunk.stop_reason = stop_reason(piece)
+        if self._tells_ids:
+            chunk.token_ids = generated_ids([piece])
         return chunk
 
     def choice(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> ChatChoice:
@@ -123,6 +141,7 @@ class ChatResponseWriter:
             _reason(self._listener, last),
             of_chat([token for piece in pieces for token in piece.tokens]),
             stop_reason(last),
+            generated_ids(pieces) if self._tells_ids else msgspec.UNSET,
         )
 
 
@@ -186,6 +205,7 @@ class ChatFields(GenerationFields, kw_only=True):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
     prediction: PredictionFields | None = None
 
 
@@ -239,6 +259,7 @@ class ChatEndpoint:
         )
         reasons = fields.include_reasoning is not False
         listener = partial(listening, self._speech, wanted[0].prompt, offer, reasons=reasons)
+        tells_ids = bool(fields.return_token_ids)
         told = ChoiceCollector(
             whole_object="chat.completion",
             chunk_object="chat.completion.chunk",
@@ -246,7 +267,8 @@ class ChatEndpoint:
             num_per_prompt=len(per_prompt),
             stream=bool(fields.stream),
             include_usage=includes_usage(fields),
-            voice=lambda index: ChatResponseWriter(index, listener()),
+            voice=lambda index: ChatResponseWriter(index, listener(), tells_ids=tells_ids),
+            tells_prompt_ids=tells_ids,
         )
         return EndpointCall(
             fields.model,

@@ -20,7 +20,16 @@ from api.dialect.fields import (
 )
 from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.dialect.problems import OPENAI, invalid
-from api.openai.replies import ChoiceCollector, StopReason, TextLogprobs, TextTokens, stop_reason
+from api.openai.replies import (
+    ChoiceCollector,
+    StopReason,
+    TextLogprobs,
+    TextTokens,
+    TokenIds,
+    generated_ids,
+    prompt_ids,
+    stop_reason,
+)
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
 from api.text.limits import MAX_CHOICES
 from common.requests.sampling import MAX_LOGPROBS
@@ -33,6 +42,7 @@ class CompletionFields(GenerationFields, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     prompt_logprobs_start: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    return_token_ids: bool | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
@@ -42,6 +52,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: TextLogprobs | None = None
     stop_reason: StopReason = msgspec.UNSET
+    token_ids: TokenIds = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET
 
 
 class CompletionResponseWriter:
@@ -49,11 +61,13 @@ class CompletionResponseWriter:
 
     Args:
         tells: whether log-probabilities are returned, if there are any.
+        tells_ids: whether token ids are returned.
     """
 
-    def __init__(self, index: int, *, tells: bool = True) -> None:
+    def __init__(self, index: int, *, tells: bool = True, tells_ids: bool = False) -> None:
         self._index = index
         self._tells = tells
+        self._tells_ids = tells_ids
         self._begun = False
         self._tokens = TextTokens()
 
@@ -61,23 +75,28 @@ class CompletionResponseWriter:
         match piece:
             case FinalChunk():
                 return self._end([piece], piece)
-            case OutputChunk(text="", tokens=[] | ()) if self._begun:  # an incomplete character
-                return None
+            case OutputChunk(text="", tokens=[] | ()) if self._begun and not self._tells_ids:
+                return None  # an incomplete character
             case _:
                 self._begun = True
-                return CompletionChoice(self._index, _text([piece]), None, self._logprobs([piece]))
+                return self._choice([piece], None)
 
     def choice(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> CompletionChoice:
         return self._end(pieces, last)
 
     def _end(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> CompletionChoice:
-        return CompletionChoice(
-            self._index,
-            _text(pieces),
-            last.finish_reason,
-            self._logprobs(pieces),
-            stop_reason(last),
-        )
+        choice = self._choice(pieces, last.finish_reason)
+        choice.stop_reason = stop_reason(last)
+        return choice
+
+    def _choice(self, pieces: Sequence[OutputChunk], finish_reason: str | None) -> CompletionChoice:
+        logprobs = self._logprobs(pieces)
+        choice = CompletionChoice(self._index, _text(pieces), finish_reason, logprobs)
+        if self._tells_ids:
+            choice.token_ids = generated_ids(pieces)
+            if pieces[0].prompt_token_ids:
+                choice.prompt_token_ids = prompt_ids(pieces[0])
+        return choice
 
     def _logprobs(self, pieces: Sequence[OutputChunk]) -> TextLogprobs | None:
         if not self._tells:
@@ -141,7 +160,11 @@ class CompletionsEndpoint:
             num_per_prompt=len(per_prompt),
             stream=bool(fields.stream),
             include_usage=includes_usage(fields),
-            voice=partial(CompletionResponseWriter, tells=logprobs >= 0),
+            voice=partial(
+                CompletionResponseWriter,
+                tells=logprobs >= 0,
+                tells_ids=bool(fields.return_token_ids),
+            ),
             num_kept=fields.n or 1,
         )
         return EndpointCall(

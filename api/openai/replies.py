@@ -15,9 +15,10 @@ from api.dialect.events import (
 )
 from api.http.messages import Headers, HttpRequest
 from api.requests.answer import FinalChunk, LikelyTokenText, OutputChunk, PromptReport, TokenReport
-from common.request import NOT_PREDICTED
+from common.request import NOT_PREDICTED, tokens_of
 
 StopReason: TypeAlias = str | int | msgspec.UnsetType
+TokenIds: TypeAlias = list[int] | msgspec.UnsetType
 _encode = msgspec.json.Encoder().encode
 
 
@@ -47,6 +48,7 @@ class ResponseEnvelope(msgspec.Struct):
     model: str
     choices: Sequence[msgspec.Struct]
     usage: OpenAiUsage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: TokenIds = msgspec.UNSET
 
 
 class ResponseWriter(Protocol):
@@ -68,7 +70,12 @@ class ResponseWriter(Protocol):
 
 
 class ChoiceCollector(msgspec.Struct, frozen=True):
-    """The format of the choices of one request."""
+    """The format of the choices of one request.
+
+    Attributes:
+        tells_prompt_ids: whether the response has the token ids of its prompt. The first choice
+            brings them.
+    """
 
     whole_object: str
     chunk_object: str
@@ -78,6 +85,7 @@ class ChoiceCollector(msgspec.Struct, frozen=True):
     include_usage: bool
     voice: Callable[[int], ResponseWriter]  # of the choice with this index
     num_kept: int = 0  # number of the best choices of a prompt in a whole response. 0: all
+    tells_prompt_ids: bool = False
 
     def reply(self, origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
         if not self.stream:
@@ -107,7 +115,10 @@ class _Response:
             for index, place in enumerate(self._kept())
         ]
         usage = _usage(self._ends, self._choices.num_per_prompt)
-        return _encode(_envelope(self._origin, self._choices.whole_object, told, usage))
+        envelope = _envelope(self._origin, self._choices.whole_object, told, usage)
+        if self._choices.tells_prompt_ids:
+            envelope.prompt_token_ids = prompt_ids(self._pieces[0][0])
+        return _encode(envelope)
 
     def _kept(self) -> Iterator[int]:
         """Yield the indices of the choices to return, the best first for each prompt."""
@@ -134,8 +145,8 @@ class _Chunks:
         self._origin = origin
         # If usage is requested, every chunk has the field, and only the last one has a value. Every
         # other event consists of this text around its choice.
-        usage = None if choices.include_usage else msgspec.UNSET
-        envelope = _event(_envelope(origin, choices.chunk_object, (), usage))
+        self._usage = None if choices.include_usage else msgspec.UNSET
+        envelope = _event(_envelope(origin, choices.chunk_object, (), self._usage))
         self._before, _, self._after = envelope.rpartition(b"]")
         self._ends: dict[int, FinalChunk] = {}
 
@@ -143,7 +154,13 @@ class _Chunks:
         if isinstance(piece, FinalChunk):
             self._ends[index] = piece
         chunk = self._voices[index].chunk(piece)
-        return b"" if chunk is None else b"%b%b]%b" % (self._before, _encode(chunk), self._after)
+        if chunk is None:
+            return b""
+        if self._choices.tells_prompt_ids and index == 0 and piece.prompt_token_ids:
+            first = _envelope(self._origin, self._choices.chunk_object, [chunk], self._usage)
+            first.prompt_token_ids = prompt_ids(piece)
+            return _event(first)
+        return b"%b%b]%b" % (self._before, _encode(chunk), self._after)
 
     def end(self) -> bytes:
         if not self._choices.include_usage:
@@ -155,6 +172,15 @@ class _Chunks:
 def stop_reason(last: FinalChunk) -> StopReason:
     """Return the stop string or the id of the stop token that ended a choice, unset if none did."""
     return msgspec.UNSET if last.stop_reason is None else last.stop_reason
+
+
+def prompt_ids(first: OutputChunk) -> list[int]:
+    """Return the token ids of the prompt, from the first piece of a choice."""
+    return list(tokens_of(first.prompt_token_ids))
+
+
+def generated_ids(pieces: Sequence[OutputChunk]) -> list[int]:
+    return [token for piece in pieces for token in piece.token_ids]
 
 
 def _envelope(

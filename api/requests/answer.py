@@ -80,6 +80,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
         TokenReport
     ] = ()  # all tokens of the piece, if log-probabilities are requested
     prompt: PromptReport | None = None  # in the first piece, if requested
+    prompt_token_ids: bytes = b""  # in the first piece, little-endian int32
 
 
 class OutputChunk(_Told, frozen=True):
@@ -104,6 +105,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a request that decide the form of its response.
 
     Attributes:
+        prompt_token_ids: little-endian int32.
         min_tokens: text of that many first tokens completes no stop.
         tells_cached_tokens: whether usage has the cached tokens of the prompt.
         tells_tokens: makes the report of a token. None: not requested.
@@ -113,6 +115,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_prompt_tokens: int
+    prompt_token_ids: bytes = b""
     min_tokens: int = 0
     stop_token_ids: Collection[int] = ()
     tells_cached_tokens: bool = True
@@ -143,6 +146,7 @@ class ResponseBuilder:
         self._stops = stops
         self._options = options
         self._tells_prompt = options.tells_prompt  # None after it is returned
+        self._prompt_token_ids = options.prompt_token_ids  # empty after they are returned
         self._predicted = NOT_PREDICTED if options.predicts else None
         self._cached_tokens: int | None = None  # as reported by the first node
         self.token_ids: list[int] = []  # all tokens so far
@@ -176,9 +180,12 @@ class ResponseBuilder:
             report, each_logprobs = self._options.tells_tokens, output.logprobs
             tokens = [report(*each) for each in zip(piece.token_ids, each_logprobs, strict=False)]
         marks = self._take_marks(len(piece.text))
-        if not (tokens or prompt or marks):
+        prompt_ids, self._prompt_token_ids = self._prompt_token_ids, b""
+        if not (tokens or prompt or marks or prompt_ids):
             return piece
-        return replace(piece, tokens=tokens, prompt=prompt, marks=marks)
+        return replace(
+            piece, tokens=tokens, prompt=prompt, marks=marks, prompt_token_ids=prompt_ids
+        )
 
     def _take_marks(self, num_characters: int) -> Sequence[int]:
         """Return the marks within the next characters of the text, relative to their start."""

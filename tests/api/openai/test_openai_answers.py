@@ -96,6 +96,32 @@ async def test_a_streamed_completion_is_exactly_these_bytes(api, wire):
     assert rest.decode() == event % (envelope, " two", '"stop"') + "data: [DONE]\n\n"
 
 
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
+async def test_token_ids_are_returned_if_they_are_requested(api, wire, endpoint):
+    """A piece without text has token ids too: the text of a part of a character is not known."""
+    asked = {"prompt": "x"} if endpoint == COMPLETIONS else {"messages": HELLO}
+    generated = ids(" one \u00e9 two")
+
+    async def answered(stream):
+        await wire.post(endpoint, {**asked, "stream": stream, "return_token_ids": True})
+        submit = await api.node.submitted()
+        for token in generated[:-1]:
+            api.node.say({submit.number: [token]})
+        api.node.finish(submit.number, generated[-1:])
+        return list(submit.token_ids), await wire.response()
+
+    prompt, response = await answered(False)
+    whole = response.json
+    (choice,) = whole["choices"]
+    assert choice["token_ids"] == generated
+    assert (choice if endpoint == COMPLETIONS else whole)["prompt_token_ids"] == prompt
+    _, response = await answered(True)
+    events = response.events
+    assert [token for each in events for token in each["choices"][0]["token_ids"]] == generated
+    told = [each["choices"][0] if endpoint == COMPLETIONS else each for each in events]
+    assert [each.get("prompt_token_ids") for each in told] == [prompt] + [None] * (len(told) - 1)
+
+
 async def test_a_streamed_chat_names_the_assistant_once_and_tells_usage_last(api, wire):
     await wire.post(
         CHAT,
