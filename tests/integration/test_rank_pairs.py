@@ -223,6 +223,7 @@ async def test_a_rank_that_ends_costs_no_answer(
         node_flags=(*FLAGS, "--engine.parallel.collective-s=5", *ranks(2)),
         router_flags=("--policy=round_robin",),
         patient=end is signal.SIGKILL,
+        environment=slowed(0.02),  # otherwise prompts may be computed before anybody has looked
     ) as cluster:
         known, asked = oracle(model), prompts(250, [300] * 6)
         answers = [
