@@ -6,7 +6,7 @@
 import sys
 from unittest import mock
 
-from engine import build, follower
+from engine import build, follower, load
 from engine.adapters.adapters import AdapterBank
 from engine.footprint import MemoryFootprint
 from engine.models import Model
@@ -31,7 +31,7 @@ def measured(
 
 if __name__ == "__main__":
     with (
-        mock.patch.object(build, "free_bytes", return_value=FREE_BYTES),
+        mock.patch.object(load, "free_bytes", return_value=FREE_BYTES),
         mock.patch.object(build, "measure_footprint", measured),
     ):
         follower.main(int(sys.argv[1]), open_transfer)
