@@ -117,9 +117,11 @@ def test_time_in_which_pages_do_not_land_is_the_transfer(known):
 def test_the_wait_for_the_prefill_node_ends_with_its_first_chunk(known):
     """Seen failing with the moment of the last Ready in place of the first one's."""
     with PairRig(known.loaded, chunked_prefill_tokens=32) as rig:
+        rig.faults[0].freeze()  # all chunks may be there by then, and would be read at once
         asked = rig.ask(LONG)
         rig.until(lambda: rig.wires.said(PagesReady), "a chunk is there")
         rig.let_time_pass(time.monotonic() + DELAY_S)
+        rig.faults[0].release()
         rig.run()
         check(asked.ended, len(asked.tokens))
         assert seconds(asked, Phase.PREFILL_WAIT, 1) <= besides_delay(asked)
