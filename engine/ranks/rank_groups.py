@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from common.config import ParallelConfig
 from engine.ranks.group import Group
@@ -28,11 +27,6 @@ class RankGroups:
     share: Share
     own: Group
     pipe: Group | None = None
-
-    def receive_back(self, hidden: Tensor) -> None:
-        """Wait for the hidden states that the last stage sends back, if there is one."""
-        if self.share.stage is not None:
-            self.share.stage.receive_back(hidden)
 
     def meet(self, device: torch.device) -> None:
         """Wait until all ranks of the node have begun to wait here."""

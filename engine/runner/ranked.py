@@ -22,7 +22,7 @@ from engine.adapters.stored import LoraAdapter
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
-from engine.ranks import Stage
+from engine.ranks import Group, Stage
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     CaptureGraph,
@@ -55,10 +55,9 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 class _Leading:
     """The sampling of rank 0, which broadcasts all drawn tokens."""
 
-    def __init__(self, sampling: TokenSampling, ranks: RankGroups) -> None:
+    def __init__(self, sampling: TokenSampling, group: Group) -> None:
         self._sampling = sampling
-        self._ranks = ranks
-        self._group = ranks.own
+        self._group = group
 
     def tensors(self) -> list[Tensor]:
         return self._sampling.tensors()
@@ -68,7 +67,6 @@ class _Leading:
         return lambda logits, places: self._group.broadcast(draw(logits, places))
 
     def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
-        self._ranks.receive_back(states.hidden)
         sampled = self._sampling.sample(states, sent)
         if not states.inputs.chosen:
             return sampled
@@ -78,9 +76,8 @@ class _Leading:
 class _Following:
     """The sampling of a follower with a part of the head. It receives all drawn tokens."""
 
-    def __init__(self, ranks: RankGroups, device: torch.device) -> None:
-        self._ranks = ranks
-        self._group = ranks.own
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group = group
         self._device = device
 
     def tensors(self) -> list[Tensor]:
@@ -90,7 +87,6 @@ class _Following:
         return lambda logits, places: self._received(len(logits))
 
     def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
-        self._ranks.receive_back(states.hidden)
         for _ in states.logits():
             pass  # each is a part of the logits, which rank 0 gathers
         if not states.inputs.chosen:
@@ -160,7 +156,7 @@ class LeadingForwards:
     def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
         """Send and enqueue a step, see Forwards.launch."""
         self._send(step)
-        event = self._forwards.launch(step, _Leading(sampling, self._ranks), output)
+        event = self._forwards.launch(step, _Leading(sampling, self._ranks.own), output)
         return self._noted(_ended(step, event, self._forwards, self._ranks))
 
     def launch_forward(
@@ -168,14 +164,14 @@ class LeadingForwards:
     ) -> tuple[StreamEvent, SampleLater]:
         """Send a step and enqueue its forward, see Forwards.launch_forward."""
         self._send(step)
-        ranks = self._ranks
-        event, launch = self._forwards.launch_forward(step, _Leading(sampling, ranks))
+        group = self._ranks.own
+        event, launch = self._forwards.launch_forward(step, _Leading(sampling, group))
         forward = self._noted(event)
 
         def launch_sampling(
             whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
         ) -> StreamEvent:
-            sampled = launch(_Leading(whole, ranks), added, output)
+            sampled = launch(_Leading(whole, group), added, output)
             self._events[(forward.number - 1) % BLOCKS] = sampled
             return _CountedEvent(sampled, forward.number, self._followers)
 
@@ -281,7 +277,7 @@ class _StepFollower(Protocol):
 class _OnlyStage:
     def __init__(self, forwards: Forwards, ranks: RankGroups) -> None:
         self._forwards = forwards
-        self._sampling = _Following(ranks, forwards.device)
+        self._sampling = _Following(ranks.own, forwards.device)
 
     def run(self, step: Step) -> StreamEvent:
         return self._forwards.launch(step, self._sampling, StepOutput())
@@ -293,7 +289,7 @@ class _OnlyStage:
 class _FirstStage:
     def __init__(self, forwards: Forwards, ranks: RankGroups, stage: Stage) -> None:
         self._forwards = StagedForwards(forwards, stage)
-        self._sampling = _Following(ranks, forwards.device)
+        self._sampling = _Following(ranks.own, forwards.device)
 
     def run(self, step: Step) -> StreamEvent:
         if step.rows is None:

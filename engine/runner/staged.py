@@ -4,8 +4,8 @@
     last stage:                    layers 1, back 1,   layers 2,         back 2, ...
 
 The hidden states of a step come back after the layers of the next one. Its tokens are sampled then,
-before that one is sent, because the last stage takes nothing else meanwhile. If there is no next
-step when somebody waits for the tokens, or if its input needs them, they are sampled at once.
+before that one is sent, because the last stage takes nothing else meanwhile. The tokens are sampled
+at once if the next step needs them as input, or if they are needed before there is a next step.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,6 +50,24 @@ class _Sampling:
             self.wanted(self)
         assert self.event is not None
         self.event.wait()
+
+
+class _Received:
+    """A sampling of hidden states that come back from the last stage."""
+
+    def __init__(self, sampling: TokenSampling, stage: Stage) -> None:
+        self._sampling = sampling
+        self._stage = stage
+
+    def tensors(self) -> list[Tensor]:
+        return self._sampling.tensors()
+
+    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
+        return self._sampling.draws(sent, early)
+
+    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
+        self._stage.receive_back(states.hidden)
+        return self._sampling.sample(states, sent)
 
 
 class StagedForwards:
@@ -117,7 +135,8 @@ class StagedForwards:
         def launch_sampling(
             whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
         ) -> StreamEvent:
-            self._waiting = _Sampling(sampling_work(whole, added, output), self._wanted)
+            received = _Received(whole, self._stage)
+            self._waiting = _Sampling(sampling_work(received, added, output), self._wanted)
             return self._waiting
 
         return sent, launch_sampling
@@ -157,24 +176,6 @@ def launch_without_head(forwards: Forwards, step: Step) -> StreamEvent:
     return forwards.launch(headless, _NotSampling(), StepOutput())
 
 
-class _Received:
-    """A sampling of hidden states that come back from the last stage."""
-
-    def __init__(self, sampling: TokenSampling, stage: Stage) -> None:
-        self._sampling = sampling
-        self._stage = stage
-
-    def tensors(self) -> list[Tensor]:
-        return self._sampling.tensors()
-
-    def draws(self, sent: Sequence[Tensor], early: Tensor | None) -> Draw:
-        return self._sampling.draws(sent, early)
-
-    def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
-        self._stage.receive_back(states.hidden)
-        return self._sampling.sample(states, sent)
-
-
 class StageRehearsal:
     """The largest steps of a rank of a stage, for measurements of its memory. Each rank samples for
     itself. There are no graphs."""
@@ -193,7 +194,7 @@ class StageRehearsal:
                 launch_without_head(self._forwards, step).wait()
                 continue
             first = StagedForwards(self._forwards, self._stage)
-            first.launch(step, _Received(sampling, self._stage), StepOutput()).wait()
+            first.launch(step, sampling, StepOutput()).wait()
 
     def capture(self, size: int) -> None:
         raise EngineFault("no graph is captured with stages")
