@@ -215,8 +215,8 @@ class Decoder:
         """
         step, stage = ModelStep(batch, adapted, late), self._stage
         if stage is not None and not stage.is_first:
-            hidden = batch.positions.shape[-1], self.spec.hidden_size
-            x = stage.receive(torch.empty(hidden, dtype=self.dtype, device=self.device))
+            shape = batch.positions.shape[-1], self.spec.hidden_size
+            x = stage.receive(torch.empty(shape, dtype=self.dtype, device=self.device))
         else:
             x = self._embedded(batch.token_ids, future_tokens)
             self._see(batch, x)

@@ -33,8 +33,7 @@ from kvtransfer.ports import PIECES, STATE, LinkMember
 from kvtransfer.transfer.link import Link, LinkBytes, LinkEvent, LinkUp, Notify, PageLink
 from kvtransfer.transfer.link_group import LinkGroup
 
-# Returns the pages of all ranks of a node. Raises LayoutMismatch if there is no such
-# node.
+# Returns the pages of all ranks of a node. Raises LayoutMismatch if there is no such node.
 PagesByRank: TypeAlias = Callable[[NodeShape], Sequence[RankPages]]
 Cuts: TypeAlias = tuple[tuple[int, int], ...]  # of a page: begin and size
 

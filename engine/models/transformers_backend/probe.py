@@ -80,7 +80,7 @@ class _Call:
 
 
 class Probe(NamedTuple):
-    """What a class computes for a token.
+    """The operations of a class for one token.
 
     Attributes:
         layers: the attention of every layer, by layer.
