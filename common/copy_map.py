@@ -60,12 +60,13 @@ class RankPages:
 
 
 class Slice(NamedTuple):
-    """Bytes [source, source + size) of a page of rank `owner`, read into a page from `at` on.
+    """Bytes [source, source + size) of a page of one rank of the producer, read into a page from
+    `at` on.
 
     source_page, page: indices in the pages of the state. 0 in tables.
     """
 
-    owner: int
+    producer_rank: int
     source_page: int
     source: int
     page: int
@@ -74,29 +75,29 @@ class Slice(NamedTuple):
 
 
 def copy_map(
-    reader_rank: int, mine: RankPages, owners: Sequence[RankPages]
+    consumer_rank: int, mine: RankPages, producers: Sequence[RankPages]
 ) -> tuple[tuple[Slice, ...], ...]:
-    """Return what rank `reader_rank` of a consumer reads, by table, and of the state at the end.
+    """Return what rank `consumer_rank` of a consumer reads, by table, and of the state at the end.
 
-    Of n owners that have an atom, the owner at index reader_rank % n of these is read. Slices are
-    in the order of `mine`. Adjacent ones are joined, across alignment too, so that equal ranks
-    read a page as one slice.
+    Of n producers that have an atom, the producer at index consumer_rank % n of these is read.
+    Slices are in the order of `mine`. Adjacent ones are joined, across alignment too, so that equal
+    ranks read a page as one slice.
 
     Args:
-        owners: by rank.
+        producers: by rank.
     Raises:
-        LayoutMismatch: the owners do not have what this rank reads, or the numbers are invalid.
+        LayoutMismatch: the producers do not have what this rank reads, or the numbers are invalid.
     """
-    if not (0 <= reader_rank < MAX_RANKS and 1 <= len(owners) <= MAX_RANKS):
+    if not (0 <= consumer_rank < MAX_RANKS and 1 <= len(producers) <= MAX_RANKS):
         raise LayoutMismatch(
-            f"rank {reader_rank} cannot read from {len(owners)} ranks: a node has at most "
+            f"rank {consumer_rank} cannot read from {len(producers)} ranks: a node has at most "
             f"{MAX_RANKS}"
         )
-    for pages in (mine, *owners):
+    for pages in (mine, *producers):
         _check(pages, len(mine.atoms))
-    _check_stages(mine, owners)
+    _check_stages(mine, producers)
     return tuple(
-        tuple(_joined(_slices(reader_rank, atoms, [each.atoms[group] for each in owners])))
+        tuple(_joined(_slices(consumer_rank, atoms, [each.atoms[group] for each in producers])))
         for group, atoms in enumerate(mine.atoms)
     )
 
@@ -104,7 +105,7 @@ def copy_map(
 def _check(pages: RankPages, num_groups: int) -> None:
     if len(pages.atoms) != num_groups:
         raise LayoutMismatch(
-            f"{len(pages.atoms) - 1} tables of pages at the owner, {num_groups - 1} here"
+            f"{len(pages.atoms) - 1} tables of pages at the producer, {num_groups - 1} here"
         )
     for group, atoms in enumerate(pages.atoms):
         num_pages = pages.state_pages if group == num_groups - 1 else 1
@@ -116,41 +117,41 @@ def _check(pages: RankPages, num_groups: int) -> None:
                 )
 
 
-def _check_stages(mine: RankPages, owners: Sequence[RankPages]) -> None:
+def _check_stages(mine: RankPages, producers: Sequence[RankPages]) -> None:
     """With several tables, each number of stages needs tables of its own."""
     num_tables = len(mine.atoms) - 1
-    for layers in dict.fromkeys(each.layers for each in owners):
+    for layers in dict.fromkeys(each.layers for each in producers):
         apart = layers.stop <= mine.layers.start or mine.layers.stop <= layers.start
         if num_tables > 1 and layers != mine.layers and not apart:
             raise LayoutMismatch(
-                f"the owner has a stage of layers {layers.start} to {layers.stop - 1}, this node "
-                f"{mine.layers.start} to {mine.layers.stop - 1}: different stages need a model "
-                f"with one table of pages, and this model has {num_tables}"
+                f"the producer has a stage of layers {layers.start} to {layers.stop - 1}, this "
+                f"node {mine.layers.start} to {mine.layers.stop - 1}: different stages need a "
+                f"model with one table of pages, and this model has {num_tables}"
             )
 
 
 def _slices(
-    reader_rank: int, mine: Mapping[AtomKey, Atom], owners: Sequence[Mapping[AtomKey, Atom]]
+    consumer_rank: int, mine: Mapping[AtomKey, Atom], producers: Sequence[Mapping[AtomKey, Atom]]
 ) -> Iterator[Slice]:
     """Return one slice for each atom, in the order in which they lie in this rank's pages."""
     holders: dict[AtomKey, list[int]] = {key: [] for key in mine}
-    for owner, atoms in enumerate(owners):
+    for producer, atoms in enumerate(producers):
         for key in atoms.keys() & mine.keys():
-            holders[key].append(owner)
+            holders[key].append(producer)
     for key, (page, at, size) in sorted(mine.items(), key=lambda each: each[1]):
         having = holders[key]
         if not having:
             raise LayoutMismatch(
-                f"no rank of the owner has {key.kind} of layer {key.layer}, head {key.head}"
+                f"no rank of the producer has {key.kind} of layer {key.layer}, head {key.head}"
             )
-        owner = having[reader_rank % len(having)]
-        source = owners[owner][key]
+        producer = having[consumer_rank % len(having)]
+        source = producers[producer][key]
         if source.size != size:
             raise LayoutMismatch(
                 f"{key.kind} of layer {key.layer}, head {key.head}: {source.size} bytes at the "
-                f"owner, {size} here"
+                f"producer, {size} here"
             )
-        yield Slice(owner, source.page, source.at, page, at, size)
+        yield Slice(producer, source.page, source.at, page, at, size)
 
 
 def _joined(slices: Iterable[Slice]) -> Iterator[Slice]:
@@ -160,8 +161,8 @@ def _joined(slices: Iterable[Slice]) -> Iterator[Slice]:
     for each in slices:
         if last is None:
             last = each
-        elif (last.owner, last.source_page, last.page, each.at - last.at) == (
-            each.owner,
+        elif (last.producer_rank, last.source_page, last.page, each.at - last.at) == (
+            each.producer_rank,
             each.source_page,
             each.page,
             each.source - last.source,

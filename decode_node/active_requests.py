@@ -64,7 +64,7 @@ class DecodeCounters:
         self._totals["handoff_retries"] += attempt > 1
 
     def held(
-        self, seconds: float, *, pages_read: int, tokens: int, own: int, owner_cached: int
+        self, seconds: float, *, pages_read: int, tokens: int, own: int, producer_cached: int
     ) -> None:
         """Count a completed hand-off.
 
@@ -73,14 +73,14 @@ class DecodeCounters:
             pages_read: pages transferred.
             tokens: of the request.
             own: prefix tokens that this node had in its cache.
-            owner_cached: prefix tokens that the producer had in its cache.
+            producer_cached: prefix tokens that the producer had in its cache.
         """
         totals = self._totals
         totals["handoffs_completed"] += 1
         totals["pages_read"] += pages_read
         totals["handoff_tokens/local_cache"] += own
-        totals["handoff_tokens/producer_cache"] += max(owner_cached - own, 0)
-        totals["handoff_tokens/computed"] += tokens - max(own, owner_cached)
+        totals["handoff_tokens/producer_cache"] += max(producer_cached - own, 0)
+        totals["handoff_tokens/computed"] += tokens - max(own, producer_cached)
         self._seconds.add(seconds)
 
     def moved_away(self, *, held: bool) -> None:

@@ -73,7 +73,7 @@ class _Standing(Enum):
 class _Trial:
     """A trial with one prompt. All earlier trials gave different responses."""
 
-    owner: ProducerUp
+    producer: ProducerUp
     number: int  # of this producer, counted from 1
     standing: _Standing
     handed: _Answer
@@ -110,7 +110,7 @@ class Canary:
     Args:
         num_tokens: length of a response. 0 disables trials.
         submit: accepts a request of this stream. If it has a prefill address, that is the address
-            of `owner`.
+            of `producer`.
         is_busy: returns whether trials would delay client requests.
     """
 
@@ -137,11 +137,11 @@ class Canary:
         ] = {}  # by instance; time of the next trial
 
     @property
-    def owner(self) -> ProducerUp:
+    def producer(self) -> ProducerUp:
         """Return the producer on trial. Raises NodeUnavailable if it is gone."""
         if self._trial is None:
             raise NodeUnavailable("the node to check is no longer paired")
-        return self._trial.owner
+        return self._trial.producer
 
     def admitted(self, events: Sequence[NodeEvent], now: float) -> list[NodeEvent]:
         """Filter transfer events for the rest of the node, which sees only producers in use.
@@ -156,7 +156,7 @@ class Canary:
             match event:
                 case ProducerUp():
                     self._waiting.append(event)
-                case ProducerDown(owner=instance) if self._forgets(instance):
+                case ProducerDown(instance=instance) if self._forgets(instance):
                     pass
                 case _:
                     passed.append(event)
@@ -183,25 +183,27 @@ class Canary:
             return []
         self._trial = None
         if trial.verdict == "failed" and trial.number < NUM_ANSWERS:
-            self._try(trial.owner, trial.standing, trial.number + 1)
+            self._try(trial.producer, trial.standing, trial.number + 1)
             return []
         self._counts.canary(trial.verdict)
-        owner = trial.owner
+        producer = trial.producer
         if trial.admits:
-            return [] if trial.in_use else [owner]
-        self._kept_out[owner.owner] = owner, now + AGAIN_S
+            return [] if trial.in_use else [producer]
+        self._kept_out[producer.instance] = producer, now + AGAIN_S
         if trial.verdict == "failed":
             log.error(
                 "canary check failed, prefill node not used %s",
                 kv(
-                    producer=owner.address,
-                    path=owner.path,
+                    producer=producer.address,
+                    path=producer.path,
                     handed=trial.handed.tokens,
                     own=trial.own.tokens,
                     again_s=AGAIN_S,
                 ),
             )
-        gone = ProducerDown(owner.owner, owner.address, "its KV is not what is computed here")
+        gone = ProducerDown(
+            producer.instance, producer.address, "its KV is not what is computed here"
+        )
         return [gone] if trial.in_use else []
 
     def _begin(self, now: float) -> list[NodeEvent]:
@@ -213,32 +215,32 @@ class Canary:
         if self._waiting:
             self._try(self._waiting.popleft(), _Standing.NEW)
         elif due := [each for each, again_at in self._kept_out.values() if again_at <= now]:
-            del self._kept_out[due[0].owner]
+            del self._kept_out[due[0].instance]
             self._try(due[0], _Standing.KEPT_OUT)
         elif self._untried:
             self._try(self._untried.popleft(), _Standing.IN_USE)
         return []
 
     def _use_untried(self) -> list[NodeEvent]:
-        owners = list(self._waiting)
+        producers = list(self._waiting)
         self._waiting.clear()
-        self._untried += owners
-        for _ in owners:
+        self._untried += producers
+        for _ in producers:
             self._counts.canary("unknown")
-        return [*owners]
+        return [*producers]
 
-    def _try(self, owner: ProducerUp, standing: _Standing, number: int = 1) -> None:
-        draw = Random(f"{owner.owner} {number}")
+    def _try(self, producer: ProducerUp, standing: _Standing, number: int = 1) -> None:
+        draw = Random(f"{producer.instance} {number}")
         tokens = [draw.randrange(self._vocabulary_size) for _ in range(PROMPT_TOKENS)]
         handed, own = _Answer(next(self._numbers)), _Answer(next(self._numbers))
-        self._trial = _Trial(owner, number, standing, handed, own)
-        for answer, addresses in ((handed, (owner.address,)), (own, ())):
+        self._trial = _Trial(producer, number, standing, handed, own)
+        for answer, addresses in ((handed, (producer.address,)), (own, ())):
             self._submit(
                 SubmitRequest(
                     stream=STREAM,
                     number=answer.request,
                     spec=RequestSpec(
-                        request_id=f"canary of {owner.address}",
+                        request_id=f"canary of {producer.address}",
                         token_ids=as_bytes(tokens),
                         sampling=SamplingParams(
                             max_tokens=self._num_tokens, temperature=0.0, seed=0, ignore_eos=True
@@ -253,11 +255,11 @@ class Canary:
     def _forgets(self, instance: int) -> bool:
         """Forget a producer. Returns whether it was not in use."""
         trial = self._trial
-        if trial is not None and trial.owner.owner == instance:
+        if trial is not None and trial.producer.instance == instance:
             self._trial = None
             return not trial.in_use
-        self._untried = deque(each for each in self._untried if each.owner != instance)
-        waiting = [each for each in self._waiting if each.owner == instance]
+        self._untried = deque(each for each in self._untried if each.instance != instance)
+        waiting = [each for each in self._waiting if each.instance == instance]
         for each in waiting:
             self._waiting.remove(each)
         return bool(waiting) or self._kept_out.pop(instance, None) is not None

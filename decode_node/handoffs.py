@@ -114,7 +114,7 @@ class IncomingHandoffs:
         self._launch_by = 0.0  # one limit for all migrations arriving now
         self._log = ThrottledLog(log, Throttle(most=100))
 
-    def open(self, state: DecodeState, owner: ProducerUp, ticket: int = 0) -> None:
+    def open(self, state: DecodeState, producer: ProducerUp, ticket: int = 0) -> None:
         """Open a hand-off at a producer.
 
         Args:
@@ -133,11 +133,11 @@ class IncomingHandoffs:
         priority, came = request.spec.priority, request.arrived
         waits = self.prealloc.backlog
         waits.check(QueueEntry(request.start_by, num_pages, priority, came), now)
-        timings = HandoffTimings(owner.address, owner.path, opened=now)
+        timings = HandoffTimings(producer.address, producer.path, opened=now)
         state.timings.open(timings)
         attempt = HandoffAttempt(
             HandoffId(self._limits.instance, state.key, state.next_attempt),
-            owner.owner,
+            producer.instance,
             request.token_ids[:-1] if room_tokens else request.token_ids,
             num_pages,
             now,
@@ -155,10 +155,10 @@ class IncomingHandoffs:
         self._port.post(
             OpenCommand(
                 attempt.id,
-                owner.owner,
+                producer.instance,
                 request.weights,
                 Remaining(budget_s, max(request.start_by - now, 0.0)),
-                _source(state, attempt, owner, ticket),
+                _source(state, attempt, producer, ticket),
             )
         )
 
@@ -262,7 +262,7 @@ class IncomingHandoffs:
         if state is None:
             return
         attempt = state.attempt
-        attempt.owner_cached_tokens = len(state.request.token_ids) - event.compute_tokens
+        attempt.producer_cached_tokens = len(state.request.token_ids) - event.compute_tokens
         if not attempt.moves:
             state.request.cached_tokens = attempt.cached_tokens
             self._active.report_cached_tokens(state)
@@ -340,7 +340,7 @@ class IncomingHandoffs:
         attempt.held = True
         destination = attempt.reserved
         stamps, now, num_read = attempt.stamps, time.monotonic(), len(destination.fresh)
-        state.request.given_by.append(attempt.owner)
+        state.request.given_by.append(attempt.producer)
         if attempt.moves:
             self._note_arrival(now)
             self._active.counters.moved_here()
@@ -350,7 +350,7 @@ class IncomingHandoffs:
                 pages_read=num_read,
                 tokens=len(state.request.token_ids),
                 own=destination.prefix_tokens,
-                owner_cached=attempt.owner_cached_tokens,
+                producer_cached=attempt.producer_cached_tokens,
             )
         stamps.landed, stamps.held = event.landed, now
         stamps.num_pages = num_read
@@ -456,7 +456,9 @@ class IncomingHandoffs:
         state.handoff = None
 
 
-def _source(state: DecodeState, attempt: HandoffAttempt, owner: ProducerUp, ticket: int) -> Source:
+def _source(
+    state: DecodeState, attempt: HandoffAttempt, producer: ProducerUp, ticket: int
+) -> Source:
     request = state.request
     spec = replace(
         request.spec,
@@ -469,7 +471,9 @@ def _source(state: DecodeState, attempt: HandoffAttempt, owner: ProducerUp, tick
     )
     if ticket:
         return Live(spec, ticket)
-    return Prompt(spec, tuple(hint for hint in state.prefix_hints if hint.address != owner.address))
+    return Prompt(
+        spec, tuple(hint for hint in state.prefix_hints if hint.address != producer.address)
+    )
 
 
 def _name_of(request: Request) -> bytes:

@@ -185,7 +185,7 @@ class OutgoingMigrations:
             if migration.stage is MigrationStage.STOPPING:
                 self._publish(migration, now)
             elif migration.stage is MigrationStage.PAUSED and migration.paused_until <= now:
-                self._cancel(migration, "the reader took too long")
+                self._cancel(migration, "the consumer took too long")
 
     def cancel_all(self, reason: str) -> None:
         """Cancel all hand-offs. Requests that have stopped resume here."""

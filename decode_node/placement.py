@@ -86,7 +86,7 @@ class PrefillPlacement:
             if state.placement.move_from is not None:
                 self._place_migration(state, state.placement.move_from)
             elif _is_canary(state) and state.candidates:
-                self._handoffs.open(state, self._canary.owner)
+                self._handoffs.open(state, self._canary.producer)
             else:
                 self._place_prompt(state)
         except ServingError as error:

@@ -7,7 +7,7 @@ from common.config import DecodeConfig
 from common.errors import ServingError
 from decode_node.servicer import DecodeAbilities, DecodeService
 from kvtransfer.pairs.dialer import PairDialer
-from kvtransfer.pairs.named_owners import NamedProducers
+from kvtransfer.pairs.named_producers import NamedProducers
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
 from node.frontend.engine_link import NodeFrontend, RoleProgram, RoleServices
@@ -41,11 +41,11 @@ def _parts(
 
     streams = PairStreams(frontend.transfer_socket, frontend.metrics, on_beat=beat)
     dialer = PairDialer(streams, frontend.metrics, frontend.make_channel)
-    owners = NamedProducers(frontend.address, dialer.dial)
+    producers = NamedProducers(frontend.address, dialer.dial)
     pairs = PairService(streams, frontend.engine.check_ready, frontend.supervision.check_length)
 
     def pair(prefill: frozenset[str], decode: frozenset[str]) -> None:
-        owners.listed(decode if colocated else prefill | decode)
+        producers.listed(decode if colocated else prefill | decode)
 
     serve = DecodeService(
         frontend.engine,
@@ -66,7 +66,7 @@ def _parts(
         step=serve.step,
         on_trial=serve.on_trial,
         moved=serve.moved,
-        pair_with=lambda address: owners.name([address]),
+        pair_with=lambda address: producers.name([address]),
         drain=serve.drain,  # destinations of its requests can still pair with it
         resume=serve.resume,
         end=end,

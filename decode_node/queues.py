@@ -86,7 +86,7 @@ class UnpairedQueue(KeyedQueue[DecodeState]):
     def producer_down(self, event: ProducerDown, now: float) -> bool:
         """Remove a producer. Returns whether this node was paired with it."""
         producer = self.producers.get(event.address)
-        if producer is None or producer.owner != event.owner:
+        if producer is None or producer.instance != event.instance:
             return False
         del self.producers[event.address]
         recent = ((each, at) for each, at in self._lost_at.items() if now - at < self._wait_s)

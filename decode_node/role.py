@@ -41,8 +41,8 @@ from kvtransfer.ports import (
     FirstTokenEvent,
     GrantedEvent,
     OpenedEvent,
-    OwnerRate,
     ProducerDown,
+    ProducerRate,
     ProducerUp,
     QueuedEvent,
     ReadsEndedEvent,
@@ -158,7 +158,7 @@ class DecodeRole:
         return self._handoffs.launch_waits_s(time.monotonic(), ahead=self.scheduler.computes)
 
     def check_leaks(self) -> None:
-        """Raise EngineFault if a page or slot has no live owner."""
+        """Raise EngineFault if a page or slot has no live producer."""
         joining = [state.attempt.reserved.holding.flat() for state in self._queues.transfer]
         reads = [*self._handoffs.reads(), *self._sharing.reads()]
         lent = [*self._migrations.lent(), *self._sharing.lent()]
@@ -178,7 +178,7 @@ class DecodeRole:
                     self._queues.unpaired.producer_up(event)
                     self._active.counters.link(up=True)
                     self._control.link_up(event)
-                case OwnerRate():
+                case ProducerRate():
                     self._control.link_measured(event.address, event.gib_per_s)
                 case ProducerDown():
                     if self._queues.unpaired.producer_down(event, now):

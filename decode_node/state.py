@@ -141,7 +141,7 @@ class HandoffAttempt:
     """An attempt at a hand-off to this node.
 
     Attributes:
-        owner: instance of the producer.
+        producer: instance of the producer.
         token_ids: tokens requested from the producer. The newest token of a running request may
             have no KV.
         num_pages: for its tokens and the next one.
@@ -156,7 +156,7 @@ class HandoffAttempt:
     """
 
     id: HandoffId
-    owner: int
+    producer: int
     token_ids: Ints
     num_pages: int
     opened: float
@@ -166,7 +166,7 @@ class HandoffAttempt:
     until: float = math.inf
     destination: PageReservation | None = None
     growth_pages: int = 0
-    owner_cached_tokens: int = 0
+    producer_cached_tokens: int = 0
     first_token: int | None = None
     told: FirstTokenEvent | None = None
     held: bool = False
@@ -185,7 +185,7 @@ class HandoffAttempt:
     @property
     def cached_tokens(self) -> int:
         """Tokens of the request whose KV this node or the producer had."""
-        return max(self.reserved.prefix_tokens, self.owner_cached_tokens)
+        return max(self.reserved.prefix_tokens, self.producer_cached_tokens)
 
     def continued(self, request: Request) -> Request:
         """Return the request including its first token, if that has arrived.
@@ -307,7 +307,7 @@ class DecodeState(RequestState):
         if attempt is not None:
             fields |= {
                 "id": tuple(attempt.id),
-                "owner": attempt.stamps.prefill,
+                "producer": attempt.stamps.prefill,
                 "pages": attempt.num_pages,
                 "open_s": now - attempt.opened,
             }

@@ -1,1 +1,1 @@
-"""Transfer of KV pages between nodes. The reader reads pages that the owner publishes."""
+"""Transfer of KV pages between nodes. The consumer reads pages that the producer publishes."""

@@ -39,20 +39,20 @@ def serve(
     Raises:
         ConfigError: there are backends, and this machine supports none of them.
     """
-    owners: dict[str, PageProducer] = {}
+    producers: dict[str, PageProducer] = {}
     reasons = []
     for name, backend in backends.items():
         try:
-            owners[name] = backend.serve(pool, instance)
+            producers[name] = backend.serve(pool, instance)
         except TransferError as error:
             log.warning("data path unavailable %s", kv(path=name, reason=error))
             reasons.append(f"{name}: {error}")
-    if backends and not owners:
+    if backends and not producers:
         raise ConfigError(
             f"transfer.backend: no data path can be served here: {'; '.join(reasons)}"
         )
-    log.info("data paths ready %s", kv(device=pool.device, over=", ".join(owners)))
-    return owners
+    log.info("data paths ready %s", kv(device=pool.device, over=", ".join(producers)))
+    return producers
 
 
 def rehearse(backends: Mapping[str, TransferBackend], pool: PagePool) -> None:

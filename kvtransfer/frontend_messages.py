@@ -4,11 +4,11 @@ The frontend keeps no state of hand-offs. It numbers the pair streams of both di
 counter, never reuses a number, and forwards what `pairs/codec.py` has parsed. A stream begins like
 this:
 
-    reader's frontend                   owner's frontend
-    sends LocalHello.hello  ---Hello--> PairOpened(stream, hello, as_reader=False)
+    consumer's frontend                   producer's frontend
+    sends LocalHello.hello  ---Hello--> PairOpened(stream, hello, as_consumer=False)
                                         waits for PeerHello (or PairEnd) of that stream
     PairOpened(stream, hello,   <-Hello-- sends PeerHello.hello
-               as_reader=True)
+               as_consumer=True)
 
 Each end stops waiting for a Hello after 5 s. Messages wait in the frontend until the stream has
 been opened to the transfer thread.
@@ -29,7 +29,7 @@ class PairOpened(msgspec.Struct, frozen=True, tag=True):
 
     stream: int
     hello: PairHello
-    as_reader: bool  # whether this node is the reader of the pair
+    as_consumer: bool  # whether this node is the consumer of the pair
 
 
 class PairMessage(msgspec.Struct, frozen=True, tag=True):
@@ -51,7 +51,7 @@ PairInput: TypeAlias = PairOpened | PairMessage | PairClosed
 
 
 class LocalHello(msgspec.Struct, frozen=True, tag=True):
-    """The Hello that this node sends first as a reader. It is the first message on the socket,
+    """The Hello that this node sends first as a consumer. It is the first message on the socket,
     since pairing may begin with it, and is sent again when the weight version changes.
     """
 
@@ -59,7 +59,7 @@ class LocalHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
-    """The owner's Hello on this stream: its paths, described for this reader."""
+    """The producer's Hello on this stream: its paths, described for this consumer."""
 
     stream: int
     hello: PairHello

@@ -18,8 +18,8 @@ from common.requests.timeline import PrefillTimes
 class HandoffId(NamedTuple):
     """The name of one attempt at one hand-off. Never derived from a router's or a client's id."""
 
-    instance: int  # of the reader
-    request: int  # the reader's own counter, incremented for every submission
+    instance: int  # of the consumer
+    request: int  # the consumer's own counter, incremented for every submission
     attempt: int  # from 1
 
     def __str__(self) -> str:
@@ -41,9 +41,9 @@ class HandoffKind(Enum):
 
 
 class Prompt(msgspec.Struct, frozen=True, tag=True):
-    """A request whose KV the owner computes.
+    """A request whose KV the producer computes.
 
-    prefix_hints: other nodes from which the owner may read the prefix that it lacks.
+    prefix_hints: other nodes from which the producer may read the prefix that it lacks.
     """
 
     spec: RequestSpec
@@ -57,9 +57,9 @@ class Prompt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Live(msgspec.Struct, frozen=True, tag=True):
-    """A running request of the owner, until it is released as held.
+    """A running request of the producer, until it is released as held.
 
-    spec: has all tokens that the reader knows but the last one.
+    spec: has all tokens that the consumer knows but the last one.
     ticket: of the running request.
     """
 
@@ -74,10 +74,10 @@ class Live(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prefix(msgspec.Struct, frozen=True, tag=True):
-    """The part of some tokens' KV that is in the owner's cache. It stays there too.
+    """The part of some tokens' KV that is in the producer's cache. It stays there too.
 
     token_ids: little-endian int32, whole pages.
-    namespace: of the owner's cache, with adapter and weights.
+    namespace: of the producer's cache, with adapter and weights.
     ticket: of a running request that will follow as Live. 0: none.
     """
 
@@ -93,7 +93,7 @@ class Prefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class Weights(msgspec.Struct, frozen=True, tag=True):
-    """Consecutive pieces of the weights that the owner computes with.
+    """Consecutive pieces of the weights that the producer computes with.
 
     piece_bytes: of each piece except the file's last one. Rank 0 of both nodes has as large pages.
     """
@@ -118,9 +118,9 @@ class PairRecord(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenHandoff(PairRecord, frozen=True, tag=True):
-    """A reader's request for `source`.
+    """A consumer's request for `source`.
 
-    weights: that the reader computes with. Unnamed with Prefix, whose namespace includes them.
+    weights: that the consumer computes with. Unnamed with Prefix, whose namespace includes them.
     """
 
     id: HandoffId
@@ -136,7 +136,7 @@ class OpenHandoff(PairRecord, frozen=True, tag=True):
 class GrantHandoff(PairRecord, frozen=True, tag=True):
     id: HandoffId
     prefix_tokens: int
-    room_tokens: int = 0  # LIVE: tokens for whose KV the reader has capacity
+    room_tokens: int = 0  # LIVE: tokens for whose KV the consumer has capacity
     gib_per_s: float = 0.0  # LIVE: over its link, as it was proved; 0.0: unknown
 
 
@@ -147,7 +147,7 @@ class HandoffQueued(PairRecord, frozen=True, tag=True):
 
 
 class PagesReady(PairRecord, frozen=True, tag=True):
-    """A token range [start, end) in `pages` of the owner, final and readable. `PageTables.spans`
+    """A token range [start, end) in `pages` of the producer, final and readable. `PageTables.spans`
     defines which pages, and their order.
     """
 
@@ -182,9 +182,9 @@ class CancelHandoff(PairRecord, frozen=True, tag=True):
 
 
 class InvalidatePrefix(PairRecord, frozen=True, tag=True):
-    """A reader's report that KV of these tokens, which it got from the owner, led to NaN or Inf
-    logits. The owner must not serve that KV from its cache any more. It belongs to no hand-off,
-    since the hand-off is completed. There is no response.
+    """A consumer's report that KV of these tokens, which it got from the producer, led to NaN or
+    Inf logits. The producer must not serve that KV from its cache any more. It belongs to no
+    hand-off, since the hand-off is completed. There is no response.
     """
 
     token_ids: bytes  # little-endian int32
@@ -199,19 +199,19 @@ class HandoffFailed(PairRecord, frozen=True, tag=True):
     id: HandoffId
     reason: str
     retryable: bool
-    retry_after_s: float = 0.0  # above 0.0: the owner's queue is too long until then
+    retry_after_s: float = 0.0  # above 0.0: the producer's queue is too long until then
 
 
 class Heartbeat(PairRecord, frozen=True, tag=True):
     sequence: int
     open_handoffs: int
-    connecting: bool = False  # from a reader whose link is not up: an owner over RDMA must poll
+    connecting: bool = False  # from a consumer whose link is not up: a producer over RDMA must poll
 
 
-FromReader: TypeAlias = (
+FromConsumer: TypeAlias = (
     OpenHandoff | GrantHandoff | ReadsDone | CancelHandoff | InvalidatePrefix | Heartbeat
 )
-FromOwner: TypeAlias = HandoffQueued | PagesReady | PagesReleased | HandoffFailed | Heartbeat
+FromProducer: TypeAlias = HandoffQueued | PagesReady | PagesReleased | HandoffFailed | Heartbeat
 AnyMessage: TypeAlias = (
     OpenHandoff
     | GrantHandoff

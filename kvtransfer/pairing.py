@@ -44,8 +44,8 @@ def region_of(pool: PagePool) -> PoolRegion:
 
 
 class PairHello(msgspec.Struct, frozen=True, tag=True):
-    """The first message in each direction. A reader offers no paths. An owner offers them in the
-    order of its preference, described for that one stream.
+    """The first message in each direction. A consumer offers no paths. A producer offers them in
+    the order of its preference, described for that one stream.
 
     Attributes:
         regions: by rank.

@@ -4,8 +4,8 @@ All pages are counted on the engine thread. For every command that gives the tra
 of pages, it returns them with exactly one event: GrantCommand -> ReadsEndedEvent, OpenedEvent ->
 ClosedEvent (which ends every PublishCommand of that hand-off).
 
-A reader chooses its ids, and may reuse one. So an owner's engine identifies a hand-off by a serial
-of this node, new for every OpenedEvent. A command about an ended hand-off then never affects
+A consumer chooses its ids, and may reuse one. So a producer's engine identifies a hand-off by a
+serial of this node, new for every OpenedEvent. A command about an ended hand-off then never affects
 another.
 """
 
@@ -41,17 +41,18 @@ def tables_of(spans: Sequence[TablePages], num_pages: int) -> list[int]:
     return tables + [STATE] * (num_pages - len(tables))
 
 
-# Commands of a reader's engine (decode node) ---------------------------------------------------
+# Commands of a consumer's engine (decode node) ---------------------------------------------------
 
 
 class OpenCommand(msgspec.Struct, frozen=True):
-    """A request to `owner`, a paired instance, for `source`. Lost follows if the owner is gone.
+    """A request to `producer`, a paired instance, for `source`. FailedEvent follows if the
+    producer is gone.
 
     weights: that this node computes with.
     """
 
     id: HandoffId
-    owner: int
+    producer: int
     weights: WeightsId
     remaining: Remaining
     source: Source
@@ -79,35 +80,35 @@ class CancelCommand(msgspec.Struct, frozen=True):
 
 
 class InvalidateCommand(msgspec.Struct, frozen=True):
-    """A report to `owner`, if it is still paired, that KV of these tokens, which it gave, led to
+    """A report to `producer`, if it is still paired, that KV of these tokens, which it gave, led to
     NaN or Inf logits.
     """
 
-    owner: int
+    producer: int
     token_ids: Ints
     namespace: Namespace
 
 
-# Events to a reader's engine -------------------------------------------------------------------
+# Events to a consumer's engine -------------------------------------------------------------------
 
 
 class LinkMember(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a link that one rank reads from one rank of the owner."""
+    """The part of a link that one rank reads from one rank of the producer."""
 
     rank: int
-    owner_rank: int
+    producer_rank: int
     path: str
     gib_per_s: float  # as proved
 
 
 class ProducerUp(msgspec.Struct, frozen=True):
-    """A paired owner with a proved link.
+    """A paired producer with a proved link.
 
     piece_bytes: largest pieces of weights that fit into pages of both nodes.
     members: of the link, if it has several.
     """
 
-    owner: int
+    instance: int
     address: str
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp
     gib_per_s: float
@@ -115,18 +116,18 @@ class ProducerUp(msgspec.Struct, frozen=True):
     members: tuple[LinkMember, ...] = ()
 
 
-class OwnerRate(msgspec.Struct, frozen=True):
-    """A new measurement of the link to a paired owner."""
+class ProducerRate(msgspec.Struct, frozen=True):
+    """A new measurement of the link to a paired producer."""
 
-    owner: int
+    instance: int
     address: str
     gib_per_s: float
 
 
 class ProducerDown(msgspec.Struct, frozen=True):
-    """A lost owner. Every open hand-off with it is reported FailedEvent next."""
+    """A lost producer. Every open hand-off with it is reported FailedEvent next."""
 
-    owner: int
+    instance: int
     address: str
     reason: str
 
@@ -143,15 +144,15 @@ class FirstTokenEvent(msgspec.Struct, frozen=True):
     id: HandoffId
     token: int
     first_ready: float = 0.0  # time.monotonic() when the first range was ready
-    times: PrefillTimes | None = None  # as the owner measured them
+    times: PrefillTimes | None = None  # as the producer measured them
     logprobs: Logprobs | None = None  # as in Ready
     prompt_logprobs: Logprobs | None = None
     token_ids: tuple[int, ...] = ()  # LIVE, as in Ready
 
 
 class CompletedEvent(msgspec.Struct, frozen=True):
-    """A completed hand-off: all pages have landed and the owner held them throughout. The request
-    may join a batch.
+    """A completed hand-off: all pages have landed and the producer held them throughout. The
+    request may join a batch.
     """
 
     id: HandoffId
@@ -165,10 +166,10 @@ class FailedEvent(msgspec.Struct, frozen=True):
 
     id: HandoffId
     reason: str
-    retryable: bool  # False: another owner would refuse it as well
-    engine_died: bool = False  # the owner's engine, which may have been computing it
-    may_return: bool = False  # the owner may: its stream ended, another one may come
-    retry_after_s: float = 0.0  # above 0.0: the owner's queue is too long until then
+    retryable: bool  # False: another producer would refuse it as well
+    engine_died: bool = False  # the producer's engine, which may have been computing it
+    may_return: bool = False  # the producer may: its stream ended, another one may come
+    retry_after_s: float = 0.0  # above 0.0: the producer's queue is too long until then
 
 
 class ReadsEndedEvent(msgspec.Struct, frozen=True):
@@ -179,7 +180,7 @@ class ReadsEndedEvent(msgspec.Struct, frozen=True):
     id: HandoffId
 
 
-# Commands of an owner's engine ------------------------------------------------------------------
+# Commands of a producer's engine ------------------------------------------------------------------
 
 
 class QueuedCommand(msgspec.Struct, frozen=True):
@@ -207,7 +208,7 @@ class PublishCommand(msgspec.Struct, frozen=True):
 
 
 class FailCommand(msgspec.Struct, frozen=True):
-    """The owner's decision to fail the hand-off. ClosedEvent follows."""
+    """The producer's decision to fail the hand-off. ClosedEvent follows."""
 
     serial: int
     reason: str
@@ -215,14 +216,14 @@ class FailCommand(msgspec.Struct, frozen=True):
     retry_after_s: float = 0.0  # above 0.0: the queue here is too long until then
 
 
-# Events to an owner's engine -------------------------------------------------------------------
+# Events to a producer's engine -------------------------------------------------------------------
 
 
 class OpenedEvent(msgspec.Struct, frozen=True):
-    """A reader's request for `source`.
+    """A consumer's request for `source`.
 
     id: for logs.
-    weights: that the reader computes with.
+    weights: that the consumer computes with.
     """
 
     serial: int
@@ -236,22 +237,22 @@ class GrantedEvent(msgspec.Struct, frozen=True):
     serial: int
     prefix_tokens: int
     room_tokens: int = 0  # LIVE: maximum number of published tokens
-    gib_per_s: float = 0.0  # LIVE: of the reader's link, as the reader reports it; 0.0: unknown
+    gib_per_s: float = 0.0  # LIVE: of the consumer's link, as the consumer reports it; 0.0: unknown
 
 
 class ClosedEvent(msgspec.Struct, frozen=True):
-    """The end of a hand-off at the owner. The engine drops its "publication" holds and stops
+    """The end of a hand-off at the producer. The engine drops its "publication" holds and stops
     computing it. Exactly once per OpenedEvent, and the last event about its serial.
     """
 
     serial: int
     id: HandoffId  # for logs
-    held: bool  # the reader has everything
+    held: bool  # the consumer has everything
     reason: str
 
 
 class InvalidateEvent(msgspec.Struct, frozen=True):
-    """A reader's report that KV of these tokens, which this node gave, led to NaN or Inf logits.
+    """A consumer's report that KV of these tokens, which this node gave, led to NaN or Inf logits.
     The report may be wrong.
     """
 
@@ -270,10 +271,10 @@ class SetWeightVersion(msgspec.Struct, frozen=True):
     weights: WeightsId
 
 
-ReaderCommand: TypeAlias = OpenCommand | GrantCommand | CancelCommand | InvalidateCommand
-ReaderEvent: TypeAlias = (
+ConsumerCommand: TypeAlias = OpenCommand | GrantCommand | CancelCommand | InvalidateCommand
+ConsumerEvent: TypeAlias = (
     ProducerUp
-    | OwnerRate
+    | ProducerRate
     | ProducerDown
     | QueuedEvent
     | FirstTokenEvent
@@ -281,27 +282,27 @@ ReaderEvent: TypeAlias = (
     | FailedEvent
     | ReadsEndedEvent
 )
-OwnerCommand: TypeAlias = QueuedCommand | PublishCommand | FailCommand
-OwnerEvent: TypeAlias = OpenedEvent | GrantedEvent | ClosedEvent | InvalidateEvent
-NodeCommand: TypeAlias = ReaderCommand | OwnerCommand | SetWeightVersion
-NodeEvent: TypeAlias = ReaderEvent | OwnerEvent
+ProducerCommand: TypeAlias = QueuedCommand | PublishCommand | FailCommand
+ProducerEvent: TypeAlias = OpenedEvent | GrantedEvent | ClosedEvent | InvalidateEvent
+NodeCommand: TypeAlias = ConsumerCommand | ProducerCommand | SetWeightVersion
+NodeEvent: TypeAlias = ConsumerEvent | ProducerEvent
 
 
 class ConsumerCommands(Protocol):
     """The port for commands about hand-offs that this node receives. Never blocks."""
 
-    def post(self, command: ReaderCommand) -> None: ...
+    def post(self, command: ConsumerCommand) -> None: ...
 
 
 class ProducerCommands(Protocol):
     """The port for commands about hand-offs that this node gives. Never blocks."""
 
-    def post(self, command: OwnerCommand) -> None: ...
+    def post(self, command: ProducerCommand) -> None: ...
 
 
 class TransferPort(Protocol):
-    """The transfer thread of a node that is reader and owner, as its engine thread sees it. Neither
-    call ever blocks.
+    """The transfer thread of a node that is consumer and producer, as its engine thread sees it.
+    Neither call ever blocks.
     """
 
     def post(self, command: NodeCommand) -> None: ...

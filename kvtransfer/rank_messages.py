@@ -1,6 +1,6 @@
 """Messages from rank 0's transfer thread to the followers of its node, and their replies.
 
-Each is the body of a job of all followers (engine/ranks/messages.py), which replies once. Readers
+Each is the body of a job of all followers (engine/ranks/messages.py), which replies once. Consumers
 and links have the numbers that rank 0 gives them, which it may reuse after StopTransfer.
 """
 
@@ -41,24 +41,24 @@ class StopTransfer(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class OfferPaths(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Admit a reader. The reply has the DataPaths of this rank for it."""
+    """Admit a consumer. The reply has the DataPaths of this rank for it."""
 
-    reader: int
+    consumer: int
 
 
-class DismissReader(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    reader: int
+class DismissConsumer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    consumer: int
 
 
 class PublishPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Let a reader read pages. At most MOST_PAGES, int32."""
+    """Let a consumer read pages. At most MOST_PAGES, int32."""
 
-    reader: int
+    consumer: int
     pages: bytes
 
 
 class WithdrawPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    reader: int
+    consumer: int
     pages: bytes
 
 
@@ -67,10 +67,10 @@ class PollPaths(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class OpenRankLink(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Connect to the ranks of an owner over one backend. The reply is a RankLinkUp.
+    """Connect to the ranks of a producer over one backend. The reply is a RankLinkUp.
 
     Attributes:
-        hello: of the owner, with the paths of that backend alone.
+        hello: of the producer, with the paths of that backend alone.
     """
 
     link: int
@@ -118,7 +118,7 @@ RankMessage: TypeAlias = (
     StartTransfer
     | StopTransfer
     | OfferPaths
-    | DismissReader
+    | DismissConsumer
     | PublishPages
     | WithdrawPages
     | PollPaths

@@ -328,7 +328,7 @@ class NodeCallResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeLink(NamedTuple):
-    """A link to a usable owner."""
+    """A link to a usable producer."""
 
     address: str
     path: str

@@ -26,9 +26,9 @@ from kvtransfer.backends.base import PagePool, TransferBackend
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello, PoolRegion, region_of
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
+from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.node_paths import start_ranks
 from kvtransfer.transfer.rank_paths import TransferPaths
-from kvtransfer.transfer.reader import ReadMetrics
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
 from node.control.engine_control import EngineControl, FrontendChannel, RoleEnded

@@ -129,10 +129,10 @@ class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
     done: float = 0.0  # its last chunk
     num_chunks: int = 0
     dropped: float = 0.0
-    attempt: int = 1  # of its reader, for this request
+    attempt: int = 1  # of its consumer, for this request
     cached_tokens: int = 0  # found in this node's cache
-    prefix_tokens: int = 0  # that its reader had
-    held: bool = False  # its reader has everything
+    prefix_tokens: int = 0  # that its consumer had
+    held: bool = False  # its consumer has everything
     reason: str = ""  # of a hand-off that was dropped before
     bringing: list[float] = []  # as RequestTimings.bringing
 

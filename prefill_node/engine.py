@@ -19,8 +19,8 @@ from kvtransfer.ports import (
     ClosedEvent,
     GrantedEvent,
     OpenedEvent,
-    OwnerRate,
     ProducerDown,
+    ProducerRate,
     ProducerUp,
     SetWeightVersion,
     TransferPort,
@@ -79,7 +79,7 @@ class PrefillRole:
             match event:
                 case ProducerUp():
                     self._control.link_up(event)
-                case OwnerRate():
+                case ProducerRate():
                     self._control.link_measured(event.address, event.gib_per_s)
                 case ProducerDown():
                     self._control.links.pop(event.address, None)
@@ -101,8 +101,8 @@ class PrefillRole:
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         outcome = self.scheduler.finish(batch, result)
         for chunk in outcome.chunks:
-            owner = self._handoffs if chunk.request.pooling is None else self._pooling
-            owner.computed(chunk)
+            producer = self._handoffs if chunk.request.pooling is None else self._pooling
+            producer.computed(chunk)
         now = time.monotonic()
         self._queues.scheduled.backlog.tick(now)
         self._sharing.ways.tick(now)
@@ -118,7 +118,7 @@ class PrefillRole:
         self._control.wait_for_work(self, self.check_leaks)
 
     def check_leaks(self) -> None:
-        """Raise EngineFault if a page or slot has no live owner."""
+        """Raise EngineFault if a page or slot has no live producer."""
         lent = [*self._handoffs.lent, *self._sharing.lent()]
         reads = self._sharing.reads()
         self.scheduler.check_idle({PageHolder.PUBLICATION: lent, PageHolder.READ: reads})
@@ -233,8 +233,8 @@ def make_role(engine: Engine, runtime: NodeRuntime, config: PrefillConfig) -> Pr
     control, sharing, steps = runtime.control, runtime.sharing, config.engine.scheduler
 
     def find(request: Request) -> RequestState | None:
-        owner = handoffs if request.pooling is None else pooling
-        return owner.find(request)
+        producer = handoffs if request.pooling is None else pooling
+        return producer.find(request)
 
     def admitted(request: Request, holding: PageHolding) -> None:
         if request.pooling is None:

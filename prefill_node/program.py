@@ -33,7 +33,7 @@ from common.requests.namespace import check_identity
 from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import MAX_TOKEN_ID
 from kvtransfer.pairs.dialer import PairDialer
-from kvtransfer.pairs.named_owners import NamedProducers
+from kvtransfer.pairs.named_producers import NamedProducers
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
 from node.frontend import spans
@@ -234,19 +234,19 @@ def _parts(frontend: NodeFrontend, *, calls: bool, fetches: bool) -> RoleService
         on_beat=lambda late_s: frontend.supervision.beat(time.monotonic(), late_s),
     )
     dialer = PairDialer(streams, frontend.metrics, frontend.make_channel)
-    owners = NamedProducers(frontend.address, dialer.dial)
+    producers = NamedProducers(frontend.address, dialer.dial)
     pairs = PairService(
         streams,
         frontend.engine.check_ready,
         frontend.supervision.check_length,
-        on_named=owners.name if fetches else lambda addresses: None,
+        on_named=producers.name if fetches else lambda addresses: None,
     )
     pooling = PoolingServicer(frontend.engine, frontend.supervision.check_length)
 
     def pair_with(address: str) -> None:
         if not calls:
             raise FailedPrecondition("over TLS that is not mutual a prefill node calls no other")
-        owners.name([address])
+        producers.name([address])
 
     def drain() -> None:
         pairs.drain()

@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class FromReader(_message.Message):
+class FromConsumer(_message.Message):
     __slots__ = ("hello", "open", "grant", "done", "cancel", "beat", "forget")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -28,7 +28,7 @@ class FromReader(_message.Message):
     forget: Forget
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
 
-class FromOwner(_message.Message):
+class FromProducer(_message.Message):
     __slots__ = ("hello", "admitted", "ready", "released", "failed", "beat", "last_words")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]

@@ -36,8 +36,8 @@ class KvTransferStub:
         """
         self.Pair = channel.stream_stream(
                 '/baton.v1.KvTransfer/Pair',
-                request_serializer=protos_dot_kvtransfer__pb2.FromReader.SerializeToString,
-                response_deserializer=protos_dot_kvtransfer__pb2.FromOwner.FromString,
+                request_serializer=protos_dot_kvtransfer__pb2.FromConsumer.SerializeToString,
+                response_deserializer=protos_dot_kvtransfer__pb2.FromProducer.FromString,
                 _registered_method=True)
 
 
@@ -56,8 +56,8 @@ def add_KvTransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Pair': grpc.stream_stream_rpc_method_handler(
                     servicer.Pair,
-                    request_deserializer=protos_dot_kvtransfer__pb2.FromReader.FromString,
-                    response_serializer=protos_dot_kvtransfer__pb2.FromOwner.SerializeToString,
+                    request_deserializer=protos_dot_kvtransfer__pb2.FromConsumer.FromString,
+                    response_serializer=protos_dot_kvtransfer__pb2.FromProducer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -85,8 +85,8 @@ class KvTransfer:
             request_iterator,
             target,
             '/baton.v1.KvTransfer/Pair',
-            protos_dot_kvtransfer__pb2.FromReader.SerializeToString,
-            protos_dot_kvtransfer__pb2.FromOwner.FromString,
+            protos_dot_kvtransfer__pb2.FromConsumer.SerializeToString,
+            protos_dot_kvtransfer__pb2.FromProducer.FromString,
             options,
             channel_credentials,
             insecure,

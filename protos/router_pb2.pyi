@@ -656,16 +656,16 @@ class LinkState(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., path: _Optional[str] = ..., gib_per_s: _Optional[float] = ..., members: _Optional[_Iterable[_Union[LinkMember, _Mapping]]] = ...) -> None: ...
 
 class LinkMember(_message.Message):
-    __slots__ = ("rank", "owner_rank", "path", "gib_per_s")
+    __slots__ = ("rank", "producer_rank", "path", "gib_per_s")
     RANK_FIELD_NUMBER: _ClassVar[int]
-    OWNER_RANK_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_RANK_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     GIB_PER_S_FIELD_NUMBER: _ClassVar[int]
     rank: int
-    owner_rank: int
+    producer_rank: int
     path: str
     gib_per_s: float
-    def __init__(self, rank: _Optional[int] = ..., owner_rank: _Optional[int] = ..., path: _Optional[str] = ..., gib_per_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., producer_rank: _Optional[int] = ..., path: _Optional[str] = ..., gib_per_s: _Optional[float] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("name",)

@@ -37,7 +37,7 @@ export class Links {
       .flatMap((node) =>
         node.links.map((link) => ({
           ...link,
-          reader: node.address,
+          consumer: node.address,
           key: `${link.peer} ${node.address}`,
           busy: busy(link.peer) && busy(node.address),
         })),
@@ -52,7 +52,7 @@ export class Links {
     const address = card?.dataset.address;
     this.canvas.classList.toggle("single", Boolean(address));
     const own = new Set(
-      this.links.filter((l) => l.peer === address || l.reader === address).map((l) => l.key),
+      this.links.filter((l) => l.peer === address || l.consumer === address).map((l) => l.key),
     );
     for (const part of [...this.lines.children, ...this.labels.children]) {
       part.classList.toggle("on", own.has(part.dataset.key));
@@ -71,13 +71,13 @@ export class Links {
       [...this.fabric.querySelectorAll(".node")].map((card) => [card.dataset.address, box(card)]),
     );
     const hasGap = this.legend.getBoundingClientRect().width > 0;
-    const known = (link) => hasGap && boxes.has(link.peer) && boxes.has(link.reader);
+    const known = (link) => hasGap && boxes.has(link.peer) && boxes.has(link.consumer);
     const drawn = this.links.filter(known);
     this.canvas.classList.toggle("dense", drawn.length > MOST_LOUD);
     const heights = spread(drawn, boxes);
     const curve = (link) => {
       const [from, to] = heights.get(link.key);
-      return { ...bent(boxes.get(link.peer), boxes.get(link.reader), origin.width / 2), y0: from.y, y1: to.y };
+      return { ...bent(boxes.get(link.peer), boxes.get(link.consumer), origin.width / 2), y0: from.y, y1: to.y };
     };
     keep(this.lines, drawn, (link) => link.key, makeLine, (group, link) => {
       const { x0, c0, c1, x1, arrives, y0, y1 } = curve(link);
@@ -110,11 +110,11 @@ function along(t, p0, p1, p2, p3) {
  * Returns the x coordinates of a line through the gap between the columns: its ends, its control
  * points, and the direction in which it arrives (1: to the right, -1: to the left).
  */
-function bent(peer, reader, middle) {
+function bent(peer, consumer, middle) {
   const leaves = peer.left < middle ? 1 : -1;
-  const arrives = reader.left < middle ? -1 : 1;
+  const arrives = consumer.left < middle ? -1 : 1;
   const x0 = leaves > 0 ? peer.right : peer.left;
-  const x1 = arrives > 0 ? reader.left : reader.right;
+  const x1 = arrives > 0 ? consumer.left : consumer.right;
   const bend = leaves === arrives ? Math.abs(x1 - x0) * BEND : LOOP;
   return { x0, c0: x0 + bend * leaves, c1: x1 - bend * arrives, x1, arrives };
 }
@@ -125,9 +125,9 @@ function bent(peer, reader, middle) {
  */
 function spread(links, boxes) {
   const heights = new Map(links.map((link) => [link.key, []]));
-  const ends = links.flatMap(({ key, peer, reader }) => [
-    { key, card: peer, other: reader, place: 0 },
-    { key, card: reader, other: peer, place: 1 },
+  const ends = links.flatMap(({ key, peer, consumer }) => [
+    { key, card: peer, other: consumer, place: 0 },
+    { key, card: consumer, other: peer, place: 1 },
   ]);
   for (const [address, own] of groups(ends, (end) => end.card)) {
     const { top, height } = boxes.get(address);

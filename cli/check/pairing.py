@@ -61,14 +61,14 @@ class Pair:
 
     Attributes:
         findings: whether they can pair, and the sizes of their ranks.
-        owners, readers: sizes of the ranks of the prefill node and of the decode node.
+        producers, consumers: sizes of the ranks of the prefill node and of the decode node.
         reads: by rank of the decode node. Empty: they cannot pair.
         windows: of each table, in tokens.
     """
 
     findings: list[Finding] = field(default_factory=list)
-    owners: Sequence[RankSizes] = ()
-    readers: Sequence[RankSizes] = ()
+    producers: Sequence[RankSizes] = ()
+    consumers: Sequence[RankSizes] = ()
     reads: Sequence[Reads] = ()
     windows: Sequence[int | None] = ()
 
@@ -91,16 +91,16 @@ class Pair:
                 pair.findings.append(Finding(name, "ok", sentence(sides[-1].sizes)))
         if len(sides) < len(names):
             return pair
-        owner, reader = sides
-        pair.owners, pair.readers = owner.sizes, reader.sizes
-        pair.windows = layout_of(reader.config, reader.model).windows
+        producer, consumer = sides
+        pair.producers, pair.consumers = producer.sizes, consumer.sizes
+        pair.windows = layout_of(consumer.config, consumer.model).windows
         try:
-            _compare(owner, reader)
-            pair.reads = [_reads(rank, owner, reader) for rank in range(len(reader.pages))]
+            _compare(producer, consumer)
+            pair.reads = [_reads(rank, producer, consumer) for rank in range(len(consumer.pages))]
         except LayoutMismatch as error:
             pair.findings.append(Finding("pair", "fails", str(error)))
         else:
-            ranks = f"{len(owner.pages)} and {len(reader.pages)} ranks"
+            ranks = f"{len(producer.pages)} and {len(consumer.pages)} ranks"
             pair.findings.append(Finding("pair", "ok", f"the nodes can pair, with {ranks}"))
         return pair
 
@@ -109,8 +109,8 @@ class Pair:
         return {
             "findings": [asdict(finding) for finding in self.findings],
             "ranks": {
-                "prefill": [asdict(each) for each in self.owners],
-                "decode": [asdict(each) for each in self.readers],
+                "prefill": [asdict(each) for each in self.producers],
+                "decode": [asdict(each) for each in self.consumers],
             },
             "reads": [
                 {"rank": rank, "table": self._table(table), **each._asdict()}
@@ -124,13 +124,13 @@ class Pair:
         """Yield what each rank reads from each rank of the prefill node, by table."""
         for rank, reads in enumerate(self.reads):
             for table, slices in enumerate(reads):
-                for owner in sorted({each.owner for each in slices}):
-                    own = [each for each in slices if each.owner == owner]
+                for producer in sorted({each.producer_rank for each in slices}):
+                    own = [each for each in slices if each.producer_rank == producer]
                     name, window = self._table(table), None
                     if table < len(self.windows):
                         window = self.windows[table]
                     seen = "" if window is None else f", {window} tokens seen"
-                    yield str(rank), str(owner), f"{name}{seen}", *_described(own)
+                    yield str(rank), str(producer), f"{name}{seen}", *_described(own)
 
     def _table(self, number: int) -> str:
         return f"table {number}" if number < len(self.windows) else "state"
@@ -160,18 +160,18 @@ def _settings(prefill: PrefillConfig, decode: DecodeConfig) -> Iterator[Finding]
         yield Finding("KV transfer", "fails", remark)
 
 
-def _compare(owner: _Side, reader: _Side) -> None:
+def _compare(producer: _Side, consumer: _Side) -> None:
     """Raise LayoutMismatch as the decode node does when the prefill node connects."""
-    same = owner.model.directory.resolve() == reader.model.directory.resolve()
-    theirs, ours = ({} if same else side.weights() for side in (owner, reader))
-    compare(reader.hello(1, ours), owner.hello(2, theirs))
+    same = producer.model.directory.resolve() == consumer.model.directory.resolve()
+    theirs, ours = ({} if same else side.weights() for side in (producer, consumer))
+    compare(consumer.hello(1, ours), producer.hello(2, theirs))
 
 
-def _reads(rank: int, owner: _Side, reader: _Side) -> Reads:
-    """Return what a rank reads. Raise LayoutMismatch if the owner does not have it."""
-    mine = reader.pages[rank]
-    if len(owner.pages) != len(reader.pages):
-        return copy_map(rank, mine, owner.pages)
+def _reads(rank: int, producer: _Side, consumer: _Side) -> Reads:
+    """Return what a rank reads. Raise LayoutMismatch if the producer does not have it."""
+    mine = consumer.pages[rank]
+    if len(producer.pages) != len(consumer.pages):
+        return copy_map(rank, mine, producer.pages)
     # Between equal numbers of ranks, each one reads whole pages of its counterpart.
     whole = [Slice(rank, 0, 0, 0, 0, mine.page_bytes)]
     state = [Slice(rank, page, 0, page, 0, mine.page_bytes) for page in range(mine.state_pages)]

@@ -248,13 +248,13 @@ def _in_use(cluster: GetClusterResponse, address: str) -> bool:
 
 def paired(cluster: GetClusterResponse) -> Pairs:
     """Return pairs of each decode node with each prefill node that it can read from."""
-    owners = {node.address for node in cluster.nodes if node.role == "prefill"}
+    producers = {node.address for node in cluster.nodes if node.role == "prefill"}
     return frozenset(
         (node.address, link.peer)
         for node in cluster.nodes
         if node.role == "decode"  # prefill nodes pair only when they have something to read
         for link in node.links
-        if link.peer in owners
+        if link.peer in producers
     )
 
 

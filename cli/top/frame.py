@@ -195,14 +195,14 @@ def _headline(address: str, router: RouterState, width: int) -> Text:
 
 def _totals(nodes: Sequence[ClusterNode], router: RouterState, rates: Rates) -> Text:
     everyone = [node.address for node in nodes]
-    readers = [node.address for node in nodes if node.role == "decode"]
+    consumers = [node.address for node in nodes if node.role == "decode"]
     ready = sum(node.state == "ready" for node in nodes)
     shown = {
         "nodes": f"{ready}/{len(nodes)}",
         "in-flight": f"{router.live_requests}/{router.max_requests}",
         "tok/s": short(rates.total(everyone, "generated_tokens")),
         "prompt/s": short(rates.total(everyone, "prompt_tokens")),
-        "hand-offs/s": short(rates.total(readers, "handoffs_completed")),
+        "hand-offs/s": short(rates.total(consumers, "handoffs_completed")),
     }
     return _figures(shown)
 
@@ -394,12 +394,12 @@ def _link_lines(
     rows = [(Text("links"), Text("path"), Text("GB/s"))]
     if room is None or len(links) <= room:
         whole = room is None or sum(1 + len(link.members) for link, _ in links) <= room
-        for link, reader in links:
-            ends = f"{safe(link.peer)} → {safe(reader)}{_ranks(nodes, link.peer, reader)}"
+        for link, consumer in links:
+            ends = f"{safe(link.peer)} → {safe(consumer)}{_ranks(nodes, link.peer, consumer)}"
             rows.append((Text(ends), _path(link.path), Text(_gigabytes(link.gib_per_s))))
             rows += [
                 (
-                    Text(f"  rank {member.owner_rank} → rank {member.rank}"),
+                    Text(f"  rank {member.producer_rank} → rank {member.rank}"),
                     _path(member.path),
                     Text(_gigabytes(member.gib_per_s)),
                 )
@@ -423,9 +423,9 @@ def _link_lines(
         yield line
 
 
-def _ranks(nodes: Mapping[str, ClusterNode], owner: str, reader: str) -> str:
+def _ranks(nodes: Mapping[str, ClusterNode], producer: str, consumer: str) -> str:
     """Return the numbers of ranks of both ends of a link, if one has several."""
-    ends = [nodes.get(each) for each in (owner, reader)]
+    ends = [nodes.get(each) for each in (producer, consumer)]
     if not any(end.ranks for end in ends if end is not None):
         return ""
     counts = [

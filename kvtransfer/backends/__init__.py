@@ -1,1 +1,1 @@
-"""Backends that move pages from an owner's memory into a reader's. base.py has the contract."""
+"""Backends that move pages from a producer's memory into a consumer's. base.py has the contract."""

@@ -1,8 +1,8 @@
 """The contract of a data path and its types. Conformance tests are in tests/kvtransfer.
 
-An PageProducer serves reads of its pool. A Connection reads from one owner into the local pool. One
-user thread (the link's) uses a BackendConnection and blocks in `copy`. Any other thread may `stop`
-it.
+A PageProducer serves reads of its pool. A Connection reads from one producer into the local pool.
+One user thread (the link's) uses a BackendConnection and blocks in `copy`. Any other thread may
+`stop` it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from common.copy_map import Slice
 from common.errors import EngineFault, LayoutMismatch, TransferError
 
 Ints = NDArray[np.int32]
-# Of one owner: by table, of pieces of weights, of the state.
+# Of one producer: by table, of pieces of weights, of the state.
 Moves: TypeAlias = Sequence[Sequence[Slice]]
 Parsed = TypeVar("Parsed")
 
@@ -30,8 +30,8 @@ PROBE_BYTES = 4 << 20  # read by one `BackendConnection.probe`, rounded to whole
 
 
 class ReadRefused(TransferError):
-    """The owner does not publish a page of this copy to this reader, or no longer does. No more of
-    the copy will land, and the connection stays usable.
+    """The producer does not publish a page of this copy to this consumer, or no longer does. No
+    more of the copy will land, and the connection stays usable.
     """
 
 
@@ -39,9 +39,9 @@ class ReadRefused(TransferError):
 class PagePool:
     """Registered memory in this process: page i is [base + i * page_bytes, + page_bytes).
 
-    The memory stays mapped for as long as any owner or connection made with it is open. `device` is
-    "cpu" or "cuda:N". All memory of a device pool is one allocation that other processes may map,
-    as made by cudaMalloc.
+    The memory stays mapped for as long as any producer or connection made with it is open. `device`
+    is "cpu" or "cuda:N". All memory of a device pool is one allocation that other processes may
+    map, as made by cudaMalloc.
     """
 
     base: int
@@ -52,7 +52,7 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True)
 class RemotePool:
-    """An owner's pool, as its Hello describes it. It is trusted only after a range check."""
+    """A producer's pool, as its Hello describes it. It is trusted only after a range check."""
 
     base: int
     page_bytes: int
@@ -82,9 +82,9 @@ def check_pool(remote: RemotePool) -> None:
 
 
 def check_pages(source: Ints, num_source: int, destination: Ints, num_destination: int) -> None:
-    """Raise ReadRefused if the owner has no such page, EngineFault if this node has none."""
+    """Raise ReadRefused if the producer has no such page, EngineFault if this node has none."""
     if (wrong := first_outside(source, num_source)) is not None:
-        raise ReadRefused(f"page {wrong} is not one of the owner's {num_source}")
+        raise ReadRefused(f"page {wrong} is not one of the producer's {num_source}")
     if (wrong := first_outside(destination, num_destination)) is not None:
         raise EngineFault(f"page {wrong} is not one of this node's {num_destination}")
 
@@ -99,68 +99,68 @@ def first_outside(pages: Ints, num_pages: int) -> int | None:
 
 
 def prepared() -> Future[Any]:
-    """Return a completed Future, for an `PageProducer.prepare` that needs no time."""
+    """Return a completed Future, for a `PageProducer.prepare` that needs no time."""
     done: Future[Any] = Future()
     done.set_result(None)
     return done
 
 
 class PageProducer(Protocol):
-    """Serves reads of one pool to any number of readers.
+    """Serves reads of one pool to any number of consumers.
 
-    A reader is one pair stream, identified by a number that is never reused: a node that pairs
-    again is a new reader. Everything created for a reader belongs to it alone and ends with it.
+    A consumer is one pair stream, identified by a number that is never reused: a node that pairs
+    again is a new consumer. Everything created for a consumer belongs to it alone and ends with it.
     """
 
-    def prepare(self, reader: int) -> Future[Any]:
-        """Start work for this reader alone that may take longer than `admit` may. Called at most
-        once for each reader. The Future completes when the work has ended, successfully or not.
+    def prepare(self, consumer: int) -> Future[Any]:
+        """Start work for this consumer alone that may take longer than `admit` may. Called at most
+        once for each consumer. The Future completes when the work has ended, successfully or not.
         """
         ...
 
-    def admit(self, reader: int) -> bytes:
-        """Return the description with which this reader connects, valid until it is dismissed. It
+    def admit(self, consumer: int) -> bytes:
+        """Return the description with which this consumer connects, valid until it is dismissed. It
         covers what has been prepared so far, is opaque to everything but the same backend's
-        `connect`, and may contain a key for this reader alone.
+        `connect`, and may contain a key for this consumer alone.
 
         Raises:
-            TransferError: there is nothing for this reader.
+            TransferError: there is nothing for this consumer.
         """
         ...
 
-    def dismiss(self, reader: int) -> None:
-        """End everything that `prepare` and `admit` started: the reader's publications are removed,
-        its connections end, and it cannot connect again. Never blocks, idempotent. On a path
-        without keys, a one-sided backend can do nothing here: a reader that received addresses
-        still has them.
+    def dismiss(self, consumer: int) -> None:
+        """End everything that `prepare` and `admit` started: the consumer's publications are
+        removed, its connections end, and it cannot connect again. Never blocks, idempotent. On a
+        path without keys, a one-sided backend can do nothing here: a consumer that received
+        addresses still has them.
         """
         ...
 
-    def publish(self, reader: int, pages: Ints) -> None:
-        """Allow an admitted reader to read these pages. Counted: a page published twice is readable
-        until it is withdrawn twice. A one-sided backend has nothing to do here.
+    def publish(self, consumer: int, pages: Ints) -> None:
+        """Allow an admitted consumer to read these pages. Counted: a page published twice is
+        readable until it is withdrawn twice. A one-sided backend has nothing to do here.
         """
         ...
 
-    def withdraw(self, reader: int, pages: Ints) -> None:
-        """Undo one `publish` of each of these pages for an admitted reader. Never waits for a read
-        in progress.
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        """Undo one `publish` of each of these pages for an admitted consumer. Never waits for a
+        read in progress.
         """
         ...
 
     def poll(self) -> None:
-        """Make progress for backends whose readers need the owner's help to connect. Called about
-        every millisecond while a reader is connecting, and at no other time.
+        """Make progress for backends whose consumers need the producer's help to connect. Called
+        about every millisecond while a consumer is connecting, and at no other time.
         """
         ...
 
     def close(self) -> None:
-        """Stop serving all readers. The pool may be unmapped afterwards. Idempotent."""
+        """Stop serving all consumers. The pool may be unmapped afterwards. Idempotent."""
         ...
 
 
 class BackendConnection(Protocol):
-    """One reader's access to one owner instance."""
+    """One consumer's access to one producer instance."""
 
     @property
     def path(self) -> str:
@@ -168,8 +168,9 @@ class BackendConnection(Protocol):
         ...
 
     def probe(self) -> float:
-        """Read about PROBE_BYTES of the owner's scratch pages and return the rate in GiB/s. Blocks
-        and can be stopped like `copy`, and runs on the same thread. Touches no page of either pool.
+        """Read about PROBE_BYTES of the producer's scratch pages and return the rate in GiB/s.
+        Blocks and can be stopped like `copy`, and runs on the same thread. Touches no page of
+        either pool.
 
         Raises:
             TransferError: as for `copy`.
@@ -177,12 +178,12 @@ class BackendConnection(Protocol):
         ...
 
     def copy(self, source_pages: Ints, destination_pages: Ints, table: int = 0) -> None:
-        """Read pages of a table as the connection's map says: the owner's source_pages[i] into the
-        local destination_pages[i]. The table after the last one is the state, whose pages are all
-        given. Blocks until every byte has landed.
+        """Read pages of a table as the connection's map says: the producer's source_pages[i] into
+        the local destination_pages[i]. The table after the last one is the state, whose pages are
+        all given. Blocks until every byte has landed.
 
         Raises:
-            ReadRefused: a source page is not published to this reader. The destination pages hold
+            ReadRefused: a source page is not published to this consumer. The destination pages hold
                 garbage, nothing more will land in them, and other copies may follow.
             TransferError: the content of the destination pages is unknown. The connection is dead
                 and only `stop` and `close` may follow.
@@ -219,8 +220,8 @@ class TransferBackend(Protocol):
         pool: PagePool,
         moves: Moves | None = None,
     ) -> BackendConnection:
-        """Connect to the owner that `description` names, as the reader that it was made for, and
-        *prove* the path before returning. Blocks for at most 5 s.
+        """Connect to the producer that `description` names, as the consumer that it was made for,
+        and *prove* the path before returning. Blocks for at most 5 s.
 
         Args:
             moves: the bytes to read, see ReadMap. None: whole pages.

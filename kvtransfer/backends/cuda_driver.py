@@ -1,7 +1,7 @@
 """GPU functions that torch does not offer: memory shared between processes, and device topology.
 
 Calls the driver's library and NVML directly. Both exist wherever a GPU does. This module knows
-addresses and ordinals, not owners of memory. Every function may raise TransferError with the
+addresses and ordinals, not producers of memory. Every function may raise TransferError with the
 driver's message.
 """
 

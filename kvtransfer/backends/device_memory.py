@@ -1,8 +1,8 @@
 """Device operations that the backends need: a pool's bytes as tensors, and ordered copies.
 
 `DeviceRuntime` is the seam: `CudaDevice` is the real one, and a test double that keeps the same
-promises may replace it on machines without a GPU. Pools are known as addresses, not by the owner of
-their pages.
+promises may replace it on machines without a GPU. Pools are known as addresses, not by the producer
+of their pages.
 """
 
 from collections.abc import Callable, Iterator

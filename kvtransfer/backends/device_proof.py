@@ -1,12 +1,12 @@
-"""Proof that a reader's device reaches an owner's memory, and the mapping of that memory.
+"""Proof that a consumer's device reaches a producer's memory, and the mapping of that memory.
 
-The owner writes random bytes into its scratch pages and sends them, with handles of its memory,
-over the pair stream. A reader maps the memory behind the handles. If it finds the same bytes there,
-it is on the same host, may map the memory, and its device reaches it.
+The producer writes random bytes into its scratch pages and sends them, with handles of its memory,
+over the pair stream. A consumer maps the memory behind the handles. If it finds the same bytes
+there, it is on the same host, may map the memory, and its device reaches it.
 
 The mappings are kept as long as the connection. UCX maps memory for each of its reads and keeps
 nothing mapped (agent.py), which is cheap only if the memory is mapped already. When the connection
-closes, all mappings end, so the memory of a dead owner is free again.
+closes, all mappings end, so the memory of a dead producer is free again.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The location of the owner's pool and scratch pages, and the first bytes of the
+    """The location of the producer's pool and scratch pages, and the first bytes of the
     scratch pages.
     """
 
@@ -56,7 +56,7 @@ class DeviceLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceEvidence:
-    """The owner's evidence. It is valid as long as the object and both memories live."""
+    """The producer's evidence. It is valid as long as the object and both memories live."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
         """Raise TransferError if the memory cannot be shared or no agent can be made."""
@@ -82,7 +82,7 @@ class DeviceEvidence:
 
 
 class MappedMemory:
-    """A reader's mapping of an owner's pool and scratch pages. For one thread."""
+    """A consumer's mapping of a producer's pool and scratch pages. For one thread."""
 
     def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
         """Map the memory. Raises TransferError if it cannot be reached from the pool's device."""
@@ -97,7 +97,7 @@ class MappedMemory:
             self._mapped.append(cuda_driver.map_shared(place.scratch.handle))
             found = self._device.read(self._mapped[-1] + place.scratch.offset, _NONCE_BYTES)
             if found != place.nonce:
-                raise TransferError("the memory behind its handle is not the owner's")
+                raise TransferError("the memory behind its handle is not the producer's")
         except BaseException:
             self.close()
             raise
@@ -108,6 +108,6 @@ class MappedMemory:
     def close(self) -> None:
         """Unmap the memory. No read may use it any more. Idempotent."""
         while self._mapped:
-            # Memory of a dead owner cannot always be unmapped, which is harmless.
+            # Memory of a dead producer cannot always be unmapped, which is harmless.
             with contextlib.suppress(TransferError):
                 cuda_driver.unmap_shared(self._mapped.pop())

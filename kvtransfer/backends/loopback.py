@@ -1,7 +1,7 @@
 """A data path inside one process, for tests. The backend object is the whole network.
 
-It copies between two pools of this process and refuses pages that are not published. Each owner has
-a `faults` object with which a test delays, freezes, cuts or fails the copies made from it.
+It copies between two pools of this process and refuses pages that are not published. Each producer
+has a `faults` object with which a test delays, freezes, cuts or fails the copies made from it.
 """
 
 import ctypes
@@ -28,12 +28,12 @@ from kvtransfer.backends.publications import PublishedPages
 from kvtransfer.backends.read_map import PartRead, ReadMap
 from kvtransfer.backends.scratch import ReadScratch, measure
 
-_DESCRIPTION = struct.Struct("<QQ")  # the owner's instance and the reader's number
+_DESCRIPTION = struct.Struct("<QQ")  # the producer's instance and the consumer's number
 _PART_BYTES = 4 << 20  # bytes copied between two checks whether the connection has ended
 
 
 class LoopbackFaults:
-    """Faults injected into the copies from one owner. Any thread.
+    """Faults injected into the copies from one producer. Any thread.
 
     A copy lands the first half of its pages, pauses if it is delayed or frozen, then lands the
     rest.
@@ -109,7 +109,7 @@ class LoopbackFaults:
 
 
 class LoopbackProducer:
-    """An owner of a LoopbackBackend."""
+    """A producer of a LoopbackBackend."""
 
     def __init__(self, backend: "LoopbackBackend", pool: PagePool, instance: int) -> None:
         self.faults = LoopbackFaults()
@@ -119,40 +119,40 @@ class LoopbackProducer:
         self._backend = backend
         self._instance = instance
 
-    def prepare(self, reader: int) -> Future[Any]:
+    def prepare(self, consumer: int) -> Future[Any]:
         return prepared()
 
-    def admit(self, reader: int) -> bytes:
-        self._backend.admit(self._instance, reader)
-        return _DESCRIPTION.pack(self._instance, reader)
+    def admit(self, consumer: int) -> bytes:
+        self._backend.admit(self._instance, consumer)
+        return _DESCRIPTION.pack(self._instance, consumer)
 
-    def dismiss(self, reader: int) -> None:
-        self._backend.dismiss(self._instance, reader)
-        self.publications.forget(reader)
+    def dismiss(self, consumer: int) -> None:
+        self._backend.dismiss(self._instance, consumer)
+        self.publications.forget(consumer)
 
-    def publish(self, reader: int, pages: Ints) -> None:
-        self.publications.publish(reader, pages)
+    def publish(self, consumer: int, pages: Ints) -> None:
+        self.publications.publish(consumer, pages)
 
-    def withdraw(self, reader: int, pages: Ints) -> None:
-        self.publications.withdraw(reader, pages)
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        self.publications.withdraw(consumer, pages)
 
     def poll(self) -> None:
-        """Do nothing: connections reach into the owner."""
+        """Do nothing: connections reach into the producer."""
 
     def close(self) -> None:
         self._backend.end(self._instance)
 
 
 class LoopbackConnection:
-    """One reader's copies from one LoopbackProducer."""
+    """One consumer's copies from one LoopbackProducer."""
 
     path = "loopback"
 
-    def __init__(self, owner: LoopbackProducer, reads: ReadMap, pool: PagePool, reader: int):
-        self._owner = owner
+    def __init__(self, producer: LoopbackProducer, reads: ReadMap, pool: PagePool, consumer: int):
+        self._producer = producer
         self._map = reads
         self._pool = pool
-        self._reader = reader
+        self._consumer = consumer
         self._scratch = ReadScratch(pool.page_bytes)
         self._ended = threading.Event()
         self._copying = threading.Lock()
@@ -162,12 +162,12 @@ class LoopbackConnection:
         return measure(scratch.num_pages, scratch.page_bytes, self._probe)
 
     def copy(self, source_pages: Ints, destination_pages: Ints, table: int = 0) -> None:
-        faults = self._owner.faults
+        faults = self._producer.faults
         reads = self._map.reads(source_pages, destination_pages, table)
         self._check_alive()
-        refused = self._owner.publications.first_refused(self._reader, source_pages)
+        refused = self._producer.publications.first_refused(self._consumer, source_pages)
         if refused is not None:
-            raise ReadRefused(f"the owner does not publish page {refused} to this reader")
+            raise ReadRefused(f"the producer does not publish page {refused} to this consumer")
         fault = faults.take()
         if fault is not None and not fault[1]:
             raise TransferError(fault[0])
@@ -183,10 +183,10 @@ class LoopbackConnection:
 
     def stop(self) -> None:
         self._ended.set()
-        self._owner.faults.wake()
+        self._producer.faults.wake()
 
     def end(self) -> None:
-        """Stop because the owner has ended. Waits for the part in progress, as its pool may go
+        """Stop because the producer has ended. Waits for the part in progress, as its pool may go
         away.
         """
         self.stop()
@@ -200,7 +200,7 @@ class LoopbackConnection:
         with self._copying:
             self._check_alive()
             num_bytes = len(pages) * self._pool.page_bytes
-            there = _memory(self._owner.scratch.pool).reshape(-1)[:num_bytes]
+            there = _memory(self._producer.scratch.pool).reshape(-1)[:num_bytes]
             _memory(self._scratch.pool).reshape(-1)[: len(there)] = there
 
     def _land(self, read: PartRead, some: slice) -> None:
@@ -211,7 +211,7 @@ class LoopbackConnection:
             there, here = sources[start : start + step], destinations[start : start + step]
             with self._copying:
                 self._check_alive()
-                _memory(self._pool)[here, at : at + size] = _memory(self._owner.pool)[
+                _memory(self._pool)[here, at : at + size] = _memory(self._producer.pool)[
                     there, source : source + size
                 ]
 
@@ -221,22 +221,22 @@ class LoopbackConnection:
 
 
 class LoopbackBackend:
-    """Owners and readers made with one LoopbackBackend reach each other, and no others."""
+    """Producers and consumers made with one LoopbackBackend reach each other, and no others."""
 
     name = "loopback"
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._owners: dict[int, LoopbackProducer] = {}
-        # By owner and admitted reader.
+        self._producers: dict[int, LoopbackProducer] = {}
+        # By producer and admitted consumer.
         self._connections: dict[tuple[int, int], list[LoopbackConnection]] = {}
 
     def serve(self, pool: PagePool, instance: int) -> LoopbackProducer:
         _check_host_memory(pool)
-        owner = LoopbackProducer(self, pool, instance)
+        producer = LoopbackProducer(self, pool, instance)
         with self._lock:
-            self._owners[instance] = owner
-        return owner
+            self._producers[instance] = producer
+        return producer
 
     def connect(
         self,
@@ -249,40 +249,42 @@ class LoopbackBackend:
         reads = ReadMap(remote, pool, moves)
         if len(description) != _DESCRIPTION.size:
             raise TransferError("not a description of loopback")
-        instance, reader = _DESCRIPTION.unpack(description)
+        instance, consumer = _DESCRIPTION.unpack(description)
         with self._lock:
-            owner = self._owners.get(instance)
-            if owner is None:
-                raise TransferError(f"no owner {instance:016x} on this loopback")
-            if (instance, reader) not in self._connections:
-                raise TransferError(f"owner {instance:016x} does not admit reader {reader}")
-            connection = LoopbackConnection(owner, reads, pool, reader)
-            self._connections[instance, reader].append(connection)
+            producer = self._producers.get(instance)
+            if producer is None:
+                raise TransferError(f"no producer {instance:016x} on this loopback")
+            if (instance, consumer) not in self._connections:
+                raise TransferError(f"producer {instance:016x} does not admit consumer {consumer}")
+            connection = LoopbackConnection(producer, reads, pool, consumer)
+            self._connections[instance, consumer].append(connection)
             return connection
 
-    def admit(self, instance: int, reader: int) -> None:
-        """Allow a reader to connect to an owner."""
+    def admit(self, instance: int, consumer: int) -> None:
+        """Allow a consumer to connect to a producer."""
         with self._lock:
-            self._connections.setdefault((instance, reader), [])
+            self._connections.setdefault((instance, consumer), [])
 
-    def dismiss(self, instance: int, reader: int) -> None:
-        """End the reader's connections to an owner. Copies over them raise from now on."""
+    def dismiss(self, instance: int, consumer: int) -> None:
+        """End the consumer's connections to a producer. Copies over them raise from now on."""
         with self._lock:
-            connections = self._connections.pop((instance, reader), [])
+            connections = self._connections.pop((instance, consumer), [])
         for connection in connections:
             connection.stop()
 
     def faults(self, instance: int) -> LoopbackFaults:
-        """Return the faults of a live owner."""
+        """Return the faults of a live producer."""
         with self._lock:
-            return self._owners[instance].faults
+            return self._producers[instance].faults
 
     def end(self, instance: int) -> None:
-        """Close an owner. Copies from it raise from now on. Idempotent."""
+        """Close a producer. Copies from it raise from now on. Idempotent."""
         with self._lock:
-            self._owners.pop(instance, None)
-            readers = [reader for owner, reader in self._connections if owner == instance]
-            connections = [self._connections.pop((instance, reader)) for reader in readers]
+            self._producers.pop(instance, None)
+            consumers = [
+                consumer for producer, consumer in self._connections if producer == instance
+            ]
+            connections = [self._connections.pop((instance, consumer)) for consumer in consumers]
         for connection in itertools.chain(*connections):
             connection.end()
 

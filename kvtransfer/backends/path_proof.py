@@ -1,11 +1,11 @@
 """Proof that one process can copy another's host memory, before any KV depends on it.
 
-The owner keeps random bytes in its memory and sends them, with their address, over the pair stream.
-A reader that finds the same bytes there with process_vm_readv is on the same host, has the right
-process for that id (in another namespace, a pid is another process), and has permission.
+The producer keeps random bytes in its memory and sends them, with their address, over the pair
+stream. A consumer that finds the same bytes there with process_vm_readv is on the same host, has
+the right process for that id (in another namespace, a pid is another process), and has permission.
 
-Behind them lies a digest of the metadata of the owner's agent. UCX ends the process on some forged
-metadata, so only metadata that a process of this host vouches for is used.
+Behind them lies a digest of the metadata of the producer's agent. UCX ends the process on some
+forged metadata, so only metadata that a process of this host vouches for is used.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _Namespace = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class HostLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The location of the owner's nonce and of the digest behind it, and the nonce itself."""
+    """The location of the producer's nonce and of the digest behind it, and the nonce itself."""
 
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
     namespaces: Annotated[tuple[_Namespace, ...], msgspec.Meta(max_length=len(_NAMESPACES))]
@@ -60,7 +60,7 @@ class Nonce:
 
 
 class HostEvidence:
-    """The owner's evidence. It is valid as long as the object lives."""
+    """The producer's evidence. It is valid as long as the object lives."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
         """Raise TransferError if no agent can be made."""
@@ -72,7 +72,7 @@ class HostEvidence:
 
 
 class SameHost:
-    """The reader's proof that the owner's memory can be read directly."""
+    """The consumer's proof that the producer's memory can be read directly."""
 
     path = "cma"
 
@@ -102,13 +102,13 @@ def check_shared_memory() -> None:
 
 def prove_same_host(place: HostLocation, metadata: bytes) -> None:
     """Raise TransferError if that memory cannot be read directly, or the metadata is not the
-    owner's.
+    producer's.
     """
     if place.boot_id != _boot_id():
-        raise TransferError("the owner is on another host")
+        raise TransferError("the producer is on another host")
     if place.namespaces != (ours := _namespaces()):
         theirs = ", ".join(place.namespaces)
-        raise TransferError(f"the owner is in namespaces {theirs}, not in {', '.join(ours)}")
+        raise TransferError(f"the producer is in namespaces {theirs}, not in {', '.join(ours)}")
     found = ctypes.create_string_buffer(_NONCE_BYTES + _DIGEST_BYTES)
     local = _Vector(ctypes.addressof(found), len(found))
     remote = _Vector(place.address, len(found))
@@ -120,9 +120,9 @@ def prove_same_host(place: HostLocation, metadata: bytes) -> None:
         raise TransferError(f"reading process {place.pid}: {error}")
     nonce, digest = found.raw[:_NONCE_BYTES], found.raw[_NONCE_BYTES:]
     if nonce != place.nonce:
-        raise TransferError(f"process {place.pid} is not the owner")
+        raise TransferError(f"process {place.pid} is not the producer")
     if digest != _digest(metadata):
-        raise TransferError("the metadata is not that of the owner's agent")
+        raise TransferError("the metadata is not that of the producer's agent")
 
 
 class _Vector(ctypes.Structure):

@@ -18,7 +18,7 @@ _ACTIVE = "4: ACTIVE"
 
 
 class RdmaPorts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The owner's ports, for messages. UCX determines which of them reach each other."""
+    """The producer's ports, for messages. UCX determines which of them reach each other."""
 
     ports: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=256)]
 
@@ -46,7 +46,7 @@ def devices() -> str:
 
 
 class RdmaEvidence:
-    """The owner's evidence: its active ports."""
+    """The producer's evidence: its active ports."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
         """Raise TransferError if no port is active."""
@@ -57,7 +57,7 @@ class RdmaEvidence:
 
 
 class RdmaPath:
-    """The reader's end. Nothing is proved before the agents meet."""
+    """The consumer's end. Nothing is proved before the agents meet."""
 
     path = "rdma"
 

@@ -23,7 +23,7 @@ from kvtransfer.backends.base import (
 
 
 class PagePart(NamedTuple):
-    """Bytes [source, source + size) of an owner's page, read into a page from `at` on."""
+    """Bytes [source, source + size) of a producer's page, read into a page from `at` on."""
 
     source: int
     at: int
@@ -58,7 +58,7 @@ class ReadMap:
         if moves is None:
             if remote.page_bytes != pool.page_bytes:
                 raise LayoutMismatch(
-                    f"a page is {remote.page_bytes} bytes at the owner and {pool.page_bytes} here"
+                    f"a page is {remote.page_bytes} bytes at the producer, {pool.page_bytes} here"
                 )
             moves = ((Slice(0, 0, 0, 0, 0, pool.page_bytes),), ())
         numbers: dict[PagePart, int] = {}
@@ -68,7 +68,7 @@ class ReadMap:
             if source + size > remote.page_bytes or at + size > pool.page_bytes:
                 raise LayoutMismatch(
                     f"{size} bytes at {source} and at {at} are outside pages of "
-                    f"{remote.page_bytes} bytes at the owner and {pool.page_bytes} here"
+                    f"{remote.page_bytes} bytes at the producer and {pool.page_bytes} here"
                 )
             numbers.setdefault(PagePart(source, at, size), len(numbers))
         *tables, state = moves
@@ -88,7 +88,7 @@ class ReadMap:
         """Return the reads of these pages of a table, or of all pages of the state.
 
         Raises:
-            ReadRefused: the owner has no such page.
+            ReadRefused: the producer has no such page.
             EngineFault: this node has no such page, or the lists do not fit the map.
         """
         if table < len(self._tables):

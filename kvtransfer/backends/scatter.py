@@ -1,6 +1,6 @@
 """Transfer of pages between a blocking stream socket and memory, without a copy in Python.
 
-Knows addresses and sockets, not page owners or the frames around pages. The pages of one call
+Knows addresses and sockets, not page producers or the frames around pages. The pages of one call
 become one iovec each, picked from a table with numpy, so that the cost per page is the kernel's and
 not the interpreter's (Python's socket methods need a memoryview per page).
 """

@@ -48,7 +48,7 @@ MAX_FIELDS = 64  # of a fingerprint
 MAX_DESCRIPTION_BYTES = 64 << 10
 MAX_TEXT = 4096  # characters of a reason, an address, a fingerprint's value
 
-Proto: TypeAlias = pb.FromReader | pb.FromOwner
+Proto: TypeAlias = pb.FromConsumer | pb.FromProducer
 
 
 def parse(message: Proto) -> PairHello | AnyMessage:
@@ -87,14 +87,15 @@ def parse(message: Proto) -> PairHello | AnyMessage:
     raise ProtocolViolation(f"an unknown message {kind}")
 
 
-def to_proto(record: PairHello | AnyMessage, *, as_reader: bool) -> Proto:
-    """Return the message to send on a stream on which this node is the reader, or the owner."""
-    wrap = pb.FromReader if as_reader else pb.FromOwner
+def to_proto(record: PairHello | AnyMessage, *, as_consumer: bool) -> Proto:
+    """Return the message to send on a stream on which this node is the consumer, or the
+    producer."""
+    wrap = pb.FromConsumer if as_consumer else pb.FromProducer
     match record:
         case PairHello():
             return wrap(hello=_hello_proto(record))
         case OpenHandoff():
-            return pb.FromReader(open=_open_proto(record))
+            return pb.FromConsumer(open=_open_proto(record))
         case GrantHandoff(id, prefix_tokens, room_tokens, gib_per_s):
             grant = pb.Grant(
                 id=_id_proto(id),
@@ -102,22 +103,22 @@ def to_proto(record: PairHello | AnyMessage, *, as_reader: bool) -> Proto:
                 room_tokens=room_tokens,
                 gib_per_s=gib_per_s,
             )
-            return pb.FromReader(grant=grant)
+            return pb.FromConsumer(grant=grant)
         case ReadsDone(id):
-            return pb.FromReader(done=pb.Done(id=_id_proto(id)))
+            return pb.FromConsumer(done=pb.Done(id=_id_proto(id)))
         case CancelHandoff(id, reason):
-            return pb.FromReader(cancel=pb.Cancel(id=_id_proto(id), reason=reason[:MAX_TEXT]))
+            return pb.FromConsumer(cancel=pb.Cancel(id=_id_proto(id), reason=reason[:MAX_TEXT]))
         case InvalidatePrefix(token_ids, namespace):
-            return pb.FromReader(forget=pb.Forget(token_ids=token_ids, namespace=namespace))
+            return pb.FromConsumer(forget=pb.Forget(token_ids=token_ids, namespace=namespace))
         case HandoffQueued(id, compute_tokens, queued_tokens):
             admitted = pb.Admitted(
                 id=_id_proto(id), compute_tokens=compute_tokens, queued_tokens=queued_tokens
             )
-            return pb.FromOwner(admitted=admitted)
+            return pb.FromProducer(admitted=admitted)
         case PagesReady():
-            return pb.FromOwner(ready=_ready_proto(record))
+            return pb.FromProducer(ready=_ready_proto(record))
         case PagesReleased(id, held):
-            return pb.FromOwner(released=pb.Released(id=_id_proto(id), held=held))
+            return pb.FromProducer(released=pb.Released(id=_id_proto(id), held=held))
         case HandoffFailed(id, reason, retryable, retry_after_s):
             failed = pb.Failed(
                 id=_id_proto(id),
@@ -125,15 +126,15 @@ def to_proto(record: PairHello | AnyMessage, *, as_reader: bool) -> Proto:
                 retryable=retryable,
                 retry_after_s=min(retry_after_s, MAX_BUDGET_S),
             )
-            return pb.FromOwner(failed=failed)
+            return pb.FromProducer(failed=failed)
         case Heartbeat(sequence, open_handoffs, connecting):
             beat = pb.Beat(sequence=sequence, open_handoffs=open_handoffs, connecting=connecting)
             return wrap(beat=beat)
 
 
-def last_words(error: ServingError) -> pb.FromOwner:
-    """Return the owner's final message on a stream. It belongs to no hand-off."""
-    return pb.FromOwner(last_words=said(error))
+def last_words(error: ServingError) -> pb.FromProducer:
+    """Return the producer's final message on a stream. It belongs to no hand-off."""
+    return pb.FromProducer(last_words=said(error))
 
 
 # Parts ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The reader's side of KvTransfer: maintains one pair stream to each given owner.
+"""The consumer's side of KvTransfer: maintains one pair stream to each given producer.
 
 Nodes may start in any order. An address that does not answer is dialled again. The wait is shorter
 after a lost stream than after a refusal, which only a restart of either node can fix. The dialer
@@ -53,7 +53,7 @@ class DialTimes:
     first_s: float = 0.2  # after the first failure; doubles with each further one
     longest_s: float = 5.0
     refused_s: float = 30.0
-    # From the dial to the owner's Hello. Longer than an owner may take (admissions.WAIT_S).
+    # From the dial to the producer's Hello. Longer than a producer may take (admissions.WAIT_S).
     hello_s: float = 15.0
 
 
@@ -67,7 +67,7 @@ class _Over:
 
 
 class PairDialer:
-    """Dials owners and keeps their pair streams. Event loop only."""
+    """Dials producers and keeps their pair streams. Event loop only."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PairDialer:
         """
         Args:
             make_channel: opens a channel to an address, with this node's credentials, and verifies
-                the owner.
+                the producer.
         """
         self._streams = streams
         self._metrics = metrics
@@ -91,7 +91,7 @@ class PairDialer:
         self._changed = asyncio.Event()
 
     def dial(self, addresses: frozenset[str]) -> None:
-        """Pair with exactly these owners from now on. Streams to others are ended."""
+        """Pair with exactly these producers from now on. Streams to others are ended."""
         self._wanted = addresses
         self._changed.set()
 
@@ -147,18 +147,18 @@ class PairDialer:
                 theirs = await self._hello(call, incoming, ours)
                 up_at = time.monotonic()
                 self._metrics.pairing("up")
-                # The router's name for the owner, not the address in its Hello.
+                # The router's name for the producer, not the address in its Hello.
                 peer = msgspec.structs.replace(theirs, address=address)
-                with self._streams.opened(peer, as_reader=True) as stream:
+                with self._streams.opened(peer, as_consumer=True) as stream:
                     await stream.outgoing.converse(partial(_write, call), incoming, stream.take)
             except ServingError as ended:
                 error = ended
             except Exception:
                 # A peer's input may break this pair, but not the node.
                 log.exception("pair stream failed by an internal error")
-                error = NodeUnavailable("internal error; see the log of the reader")
+                error = NodeUnavailable("internal error; see the log of the consumer")
             else:
-                error = NodeUnavailable("the owner has closed the stream")
+                error = NodeUnavailable("the producer has closed the stream")
             finally:
                 call.cancel()
         refused = error.status in _REFUSALS
@@ -166,17 +166,17 @@ class PairDialer:
         return _Over(str(error), refused, lived_s)
 
     async def _hello(
-        self, call: Any, incoming: AsyncIterator[kvtransfer_pb2.FromOwner], ours: PairHello
+        self, call: Any, incoming: AsyncIterator[kvtransfer_pb2.FromProducer], ours: PairHello
     ) -> PairHello:
         try:
             async with asyncio.timeout(self._times.hello_s):
-                await _write(call, codec.to_proto(ours, as_reader=True))
+                await _write(call, codec.to_proto(ours, as_consumer=True))
                 first = await anext(incoming, None)
         except TimeoutError:
             raise NodeUnavailable(f"no Hello within {self._times.hello_s:g} s") from None
         theirs = codec.parse(first) if first is not None else None
         if not isinstance(theirs, PairHello):
-            raise ProtocolViolation("the first message of the owner is not Hello")
+            raise ProtocolViolation("the first message of the producer is not Hello")
         return theirs
 
 
@@ -186,9 +186,9 @@ async def _write(call: Any, message: codec.Proto) -> None:
         await call.write(message)
 
 
-async def _incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromOwner]:
-    """Yield the owner's messages. Raises the end of the call as a ServingError, with the owner's
-    own sentence.
+async def _incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromProducer]:
+    """Yield the producer's messages. Raises the end of the call as a ServingError, with the
+    producer's own sentence.
     """
     try:
         async for message in streams.heard(call):

@@ -1,4 +1,4 @@
-"""The owner's side of KvTransfer: serves pair streams that readers open."""
+"""The producer's side of KvTransfer: serves pair streams that consumers open."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -31,9 +31,9 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
     Args:
         check_ready: raises NodeUnavailable until the engine can pair.
         check_length: raises InvalidRequest if so many tokens can never be served.
-        on_named: called with the addresses of other nodes that have part of a prompt, as its reader
-            reports them.
-        hello_s: longest wait for a reader's Hello.
+        on_named: called with the addresses of other nodes that have part of a prompt, as its
+            consumer reports them.
+        hello_s: longest wait for a consumer's Hello.
     """
 
     def __init__(
@@ -59,20 +59,22 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         add = kvtransfer_pb2_grpc.add_KvTransferServicer_to_server
         return rpc.add_service(server, add, self, guard)
 
-    async def Pair(self, messages: AsyncIterator[kvtransfer_pb2.FromReader], context: Any) -> None:
-        """Carry every hand-off of one reader, until either side ends the stream.
+    async def Pair(
+        self, messages: AsyncIterator[kvtransfer_pb2.FromConsumer], context: Any
+    ) -> None:
+        """Carry every hand-off of one consumer, until either side ends the stream.
 
-        Status codes: UNAVAILABLE while the node starts or drains. FAILED_PRECONDITION if the reader
-        is incompatible (with every field that differs) or breaks the protocol (with a sentence).
-        PERMISSION_DENIED if it uses another caller's instance id. DEADLINE_EXCEEDED if it sends no
-        Hello.
+        Status codes: UNAVAILABLE while the node starts or drains. FAILED_PRECONDITION if the
+        consumer is incompatible (with every field that differs) or breaks the protocol (with a
+        sentence). PERMISSION_DENIED if it uses another caller's instance id. DEADLINE_EXCEEDED if
+        it sends no Hello.
         """
         self._check_ready()
         if self._draining:
             raise NodeUnavailable("this node is draining")
         hello = await self._first(messages)
         _check_instance(hello, context.caller)
-        with self._streams.opened(hello, as_reader=False) as stream:
+        with self._streams.opened(hello, as_consumer=False) as stream:
             await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
 
     def drain(self) -> None:
@@ -83,7 +85,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         """Accept new streams again."""
         self._draining = False
 
-    async def _take(self, stream: PairStream, message: kvtransfer_pb2.FromReader) -> None:
+    async def _take(self, stream: PairStream, message: kvtransfer_pb2.FromConsumer) -> None:
         """Forward a message. An Open with more tokens than can be served fails here, before its
         tokens are read.
         """
@@ -93,7 +95,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
             except InvalidRequest as error:
                 id = codec.id_of(message.open)
                 refusal = codec.to_proto(
-                    HandoffFailed(id, str(error), retryable=False), as_reader=False
+                    HandoffFailed(id, str(error), retryable=False), as_consumer=False
                 )
                 stream.outgoing.put(refusal)
                 return
@@ -102,7 +104,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         if hints:
             self._on_named(each.address for each in hints)
 
-    async def _first(self, messages: AsyncIterator[kvtransfer_pb2.FromReader]) -> PairHello:
+    async def _first(self, messages: AsyncIterator[kvtransfer_pb2.FromConsumer]) -> PairHello:
         try:
             message = await asyncio.wait_for(anext(messages, None), self._hello_s)
         except TimeoutError:

@@ -50,7 +50,7 @@ MAX_STREAMS = 1024
 _MAX_UNSENT_BYTES = 256 << 20
 _LAST_WORDS_S = 0.5  # for the engine thread, or the end of the process, to report the reason
 
-Outward: TypeAlias = kvtransfer_pb2.FromReader | kvtransfer_pb2.FromOwner
+Outward: TypeAlias = kvtransfer_pb2.FromConsumer | kvtransfer_pb2.FromProducer
 
 
 class PairMetrics(Protocol):
@@ -69,12 +69,12 @@ class PairStream:
     """One pair stream, from both Hellos to its end."""
 
     def __init__(
-        self, number: int, as_reader: bool, forward: Callable[[PairInput], Awaitable[None]]
+        self, number: int, as_consumer: bool, forward: Callable[[PairInput], Awaitable[None]]
     ) -> None:
         self.number = number
-        self.as_reader = as_reader
+        self.as_consumer = as_consumer
         self.outgoing: OutgoingStream[Outward] = OutgoingStream(
-            last_words=None if as_reader else codec.last_words, max_bytes=_MAX_UNSENT_BYTES
+            last_words=None if as_consumer else codec.last_words, max_bytes=_MAX_UNSENT_BYTES
         )
         self.reason = "the peer has closed the stream"  # why it ended
         self.engine_died = False  # whether the peer's engine died, which ended it
@@ -135,8 +135,8 @@ class PairStreams:
             self._connection.close()
 
     async def local_hello(self) -> PairHello:
-        """Return the Hello that this node sends first as a reader. Waits until the transfer thread
-        has sent it.
+        """Return the Hello that this node sends first as a consumer. Waits until the transfer
+        thread has sent it.
         """
         return await asyncio.shield(self._hello)
 
@@ -146,7 +146,7 @@ class PairStreams:
             await self._said_otherwise.wait()
 
     @contextmanager
-    def opened(self, hello: PairHello, *, as_reader: bool) -> Iterator[PairStream]:
+    def opened(self, hello: PairHello, *, as_consumer: bool) -> Iterator[PairStream]:
         """Open a stream whose peer's Hello has arrived. The transfer thread knows it inside the
         context.
 
@@ -159,12 +159,12 @@ class PairStreams:
         if len(self._streams) >= MAX_STREAMS:
             raise Overloaded(f"{MAX_STREAMS} pair streams are open here")
         forward = partial(self._forward, CallLane(self._connection))
-        stream = PairStream(next(self._numbers), as_reader, forward)
+        stream = PairStream(next(self._numbers), as_consumer, forward)
         self._streams[stream.number] = stream
         self._metrics.stream_opened("pair")
-        self._send(PairOpened(stream.number, hello, as_reader))
+        self._send(PairOpened(stream.number, hello, as_consumer))
         self._log.info(
-            "pair stream opened", stream=stream.number, peer=hello.address, consumer=as_reader
+            "pair stream opened", stream=stream.number, peer=hello.address, consumer=as_consumer
         )
         try:
             yield stream
@@ -203,7 +203,7 @@ class PairStreams:
             case PeerHello(stream=number, hello=said) | PairSend(stream=number, message=said):
                 stream = self._streams.get(number)
                 if stream is not None:
-                    stream.outgoing.put(codec.to_proto(said, as_reader=stream.as_reader))
+                    stream.outgoing.put(codec.to_proto(said, as_consumer=stream.as_consumer))
             case PairEnd(stream=number, reason=reason, refused=refused):
                 stream = self._streams.get(number)
                 if stream is not None:

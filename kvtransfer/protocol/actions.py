@@ -1,6 +1,6 @@
 """Actions of the two protocol ends. The transfer thread carries them out in the order given.
 
-A link is named by the stream it serves. A stream belongs to one owner instance and its number is
+A link is named by the stream it serves. A stream belongs to one producer instance and its number is
 never reused, so no read can reach another instance than the intended one (rule 10).
 """
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from kvtransfer.messages import AnyMessage, HandoffId
-from kvtransfer.ports import CompletedEvent, Ints, OwnerEvent, ReaderEvent, TablePages
+from kvtransfer.ports import CompletedEvent, ConsumerEvent, Ints, ProducerEvent, TablePages
 
 
 class SendMessage(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class EndStream(msgspec.Struct, frozen=True):
 
 
 class OpenLink(msgspec.Struct, frozen=True):
-    """A request to connect to the owner of this stream. The response is one link_up or
+    """A request to connect to the producer of this stream. The response is one link_up or
     link_closed.
     """
 
@@ -43,7 +43,7 @@ class CloseLink(msgspec.Struct, frozen=True):
 
 
 class StartRead(msgspec.Struct, frozen=True):
-    """A read of pages of the stream's owner into pages of this node.
+    """A read of pages of the stream's producer into pages of this node.
 
     Page i of the tables is read into page i. The pages of the state follow in both lists. Their
     numbers differ if the two nodes have different numbers of pages for a state.
@@ -69,7 +69,7 @@ class ExpectPages(msgspec.Struct, frozen=True):
 
 
 class PageSum(NamedTuple):
-    """The checksum of a page that was read, as its owner published it."""
+    """The checksum of a page that was read, as its producer published it."""
 
     page: int
     table: int
@@ -77,9 +77,9 @@ class PageSum(NamedTuple):
 
 
 class ConfirmRead(msgspec.Struct, frozen=True):
-    """The end of a read whose pages the owner held throughout. The engine gets `held`, unless a
-    page does not match its owner's checksum. Then the attempt is lost, and the link of this stream
-    is closed.
+    """The end of a read whose pages the producer held throughout. The engine gets `held`, unless a
+    page does not match its producer's checksum. Then the attempt is lost, and the link of this
+    stream is closed.
     """
 
     stream: int
@@ -88,7 +88,7 @@ class ConfirmRead(msgspec.Struct, frozen=True):
 
 
 class ExposePages(msgspec.Struct, frozen=True):
-    """Permission for the reader of this stream to read these pages. Given before they are
+    """Permission for the consumer of this stream to read these pages. Given before they are
     announced, by the next PagesReady.
     """
 
@@ -104,7 +104,7 @@ class WithdrawPages(msgspec.Struct, frozen=True):
     id: HandoffId
 
 
-ReaderAction: TypeAlias = (
+ConsumerAction: TypeAlias = (
     SendMessage
     | EndStream
     | OpenLink
@@ -112,6 +112,6 @@ ReaderAction: TypeAlias = (
     | StartRead
     | ExpectPages
     | ConfirmRead
-    | ReaderEvent
+    | ConsumerEvent
 )
-OwnerAction: TypeAlias = SendMessage | EndStream | ExposePages | WithdrawPages | OwnerEvent
+ProducerAction: TypeAlias = SendMessage | EndStream | ExposePages | WithdrawPages | ProducerEvent

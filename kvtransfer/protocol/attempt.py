@@ -22,7 +22,7 @@ from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageSpan, PageTables
 from kvtransfer.messages import HandoffId, HandoffKind, HandoffQueued, PagesReady
 from kvtransfer.ports import STATE, GrantCommand, Ints, ReadsEndedEvent, TablePages, tables_of
-from kvtransfer.protocol.actions import CloseLink, OpenLink, PageSum, ReaderAction, StartRead
+from kvtransfer.protocol.actions import CloseLink, ConsumerAction, OpenLink, PageSum, StartRead
 from kvtransfer.protocol.liveness import DeadlineTimer, HandoffStatus, advance
 from kvtransfer.protocol.ranges import PageRanges, granted, table_pages
 
@@ -31,8 +31,8 @@ from kvtransfer.protocol.ranges import PageRanges, granted, table_pages
 READS_AHEAD = 2
 
 
-class OwnerPages(NamedTuple):
-    """The pages of an owner, as its Hello describes them.
+class ProducerPages(NamedTuple):
+    """The pages of a producer, as its Hello describes them.
 
     same_layout: its pages have the contents of this node's, byte by byte.
     piece_bytes: the smaller page of the two nodes, of rank 0.
@@ -127,7 +127,7 @@ class ConsumerLinks:
         self._deadlines.set(stream, now + LINK_S)
         return CloseLink(stream, reason)
 
-    def stream_over(self, stream: int, reason: str) -> list[ReaderAction]:
+    def stream_over(self, stream: int, reason: str) -> list[ConsumerAction]:
         """Close the link of an ended stream permanently, if there is one."""
         self._deadlines.drop(stream)
         if stream not in self._links:
@@ -164,13 +164,13 @@ class ConsumerLinks:
             raise EngineFault(f"{id} was granted twice")
         self._landing[id] = 0
 
-    def read(self, stream: int, read: LinkRead) -> list[ReaderAction]:
+    def read(self, stream: int, read: LinkRead) -> list[ConsumerAction]:
         self._links[stream].waiting.append(read)
         return self.post(stream)
 
-    def post(self, stream: int) -> list[ReaderAction]:
+    def post(self, stream: int) -> list[ConsumerAction]:
         """Start queued reads up to the link's limit."""
-        link, actions = self._links[stream], list[ReaderAction]()
+        link, actions = self._links[stream], list[ConsumerAction]()
         while (read := link.next_to_post()) is not None:
             self._landing[read.id] += 1
             actions.append(
@@ -207,7 +207,7 @@ class ConsumerLinks:
         if stream in self._links:
             self._links[stream].forget(id)
 
-    def settle(self, id: HandoffId) -> list[ReaderAction]:
+    def settle(self, id: HandoffId) -> list[ConsumerAction]:
         """Return ReadsEndedEvent for an ended attempt if none of its bytes can land any more.
         Otherwise return nothing.
         """
@@ -223,7 +223,7 @@ class ConsumerHandoff:
     stream: int
     num_tokens: int  # as opened
     tables: PageTables
-    owner: OwnerPages
+    producer: ProducerPages
     kind: HandoffKind = HandoffKind.PROMPT
     state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
     destination: Ints = field(default_factory=lambda: np.empty(0, np.int32))
@@ -241,7 +241,7 @@ class ConsumerHandoff:
         try:
             ranges = granted(
                 self.kind,
-                replace(self.tables, state_pages=self.owner.state_pages),
+                replace(self.tables, state_pages=self.producer.state_pages),
                 destination=self.tables,
                 num_tokens=self.num_tokens,
                 prefix_tokens=command.prefix_tokens,
@@ -280,9 +280,9 @@ class ConsumerHandoff:
         pages = message.pages
         if self.ranges is None:
             raise ProtocolViolation(f"Ready of {self.id} before Grant")
-        if pages and not 0 <= min(pages) <= max(pages) < self.owner.num_pages:
+        if pages and not 0 <= min(pages) <= max(pages) < self.producer.num_pages:
             raise ProtocolViolation(
-                f"a page id of {self.id} is outside [0, {self.owner.num_pages})"
+                f"a page id of {self.id} is outside [0, {self.producer.num_pages})"
             )
         comes = message.last and self.kind.samples
         if comes is (message.first_token is None):
@@ -307,7 +307,7 @@ class ConsumerHandoff:
         self.sums += tuple(
             PageSum(int(destination[place]), tables[place], checksum)
             for place, checksum in message.sums
-            if self.owner.same_layout or tables[place] != STATE
+            if self.producer.same_layout or tables[place] != STATE
         )
         return LinkRead(self.id, np.array(pages, dtype=np.int32), destination, of_tables)
 
@@ -329,15 +329,15 @@ class ConsumerHandoff:
 
     @property
     def num_kv(self) -> int:
-        """Return the number of tokens whose KV the reader has once all is read. For a granted
+        """Return the number of tokens whose KV the consumer has once all is read. For a granted
         attempt only.
         """
         return self.ranges.num_tokens if self.ranges is not None else 0
 
     @property
     def being_computed(self) -> bool:
-        """Return whether the owner may be computing it, according to its messages. An admitted
-        hand-off may be in the owner's next forward.
+        """Return whether the producer may be computing it, according to its messages. An admitted
+        hand-off may be in the producer's next forward.
         """
         return self.admitted is not None and not (self.ranges is not None and self.ranges.complete)
 

@@ -29,26 +29,26 @@ from kvtransfer.messages import (
 from kvtransfer.ports import (
     CancelCommand,
     CompletedEvent,
+    ConsumerCommand,
     FailedEvent,
     FirstTokenEvent,
     GrantCommand,
     InvalidateCommand,
     LinkMember,
     OpenCommand,
-    OwnerRate,
     ProducerDown,
+    ProducerRate,
     ProducerUp,
     QueuedEvent,
-    ReaderCommand,
 )
 from kvtransfer.protocol.actions import (
     ConfirmRead,
+    ConsumerAction,
     EndStream,
     ExpectPages,
-    ReaderAction,
     SendMessage,
 )
-from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks, OwnerPages
+from kvtransfer.protocol.attempt import ConsumerHandoff, ConsumerLinks, ProducerPages
 from kvtransfer.protocol.liveness import (
     DeadlineTimer,
     HandoffStatus,
@@ -76,9 +76,9 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class _Stream:
-    owner: int
+    producer: int
     address: str
-    pages: OwnerPages
+    pages: ProducerPages
     pace: ProducerPace
     announced: bool = False  # ProducerUp has been sent
     gib_per_s: float = 0.0  # of its link, once it is proved
@@ -96,7 +96,7 @@ class ConsumerEnd:
         self._attempts: dict[HandoffId, ConsumerHandoff] = {}
         self._deadlines: DeadlineTimer[_Key] = DeadlineTimer()
         self._beats = HeartbeatTimer(config)
-        self._actions: list[ReaderAction] = []
+        self._actions: list[ConsumerAction] = []
 
     # State for the thread -----------------------------------------------------------------------
 
@@ -124,36 +124,36 @@ class ConsumerEnd:
     # Inputs: streams and links ------------------------------------------------------------------
 
     def stream_up(
-        self, stream: int, owner: int, address: str, pages: OwnerPages, now: float
-    ) -> list[ReaderAction]:
-        """Add the stream of `owner` (an instance), which has answered Hello. A stream from another
-        address with an instance that is already paired is refused: it must not end the existing
-        stream.
+        self, stream: int, producer: int, address: str, pages: ProducerPages, now: float
+    ) -> list[ConsumerAction]:
+        """Add the stream of `producer` (an instance), which has answered Hello. A stream from
+        another address with an instance that is already paired is refused: it must not end the
+        existing stream.
         """
         for old, peer in list(self._streams.items()):
-            if peer.owner == owner and peer.address != address:
+            if peer.producer == producer and peer.address != address:
                 reason = f"this instance is paired at {peer.address} already"
                 return [EndStream(stream, reason, refused=True)]
-            if peer.owner == owner:
-                self._end_stream(old, "the owner has another stream")
-        self._streams[stream] = _Stream(owner, address, pages, ProducerPace(self._progress_s))
+            if peer.producer == producer:
+                self._end_stream(old, "the producer has another stream")
+        self._streams[stream] = _Stream(producer, address, pages, ProducerPace(self._progress_s))
         self._beats.start(stream, now)
         self._open_link(stream, now)
         return self._taken()
 
     def stream_down(
         self, stream: int, reason: str, *, engine_died: bool = False
-    ) -> list[ReaderAction]:
+    ) -> list[ConsumerAction]:
         """Remove an ended stream. No effect if this end has ended it itself.
 
         Args:
-            engine_died: as reported by the owner's frontend.
+            engine_died: as reported by the producer's frontend.
         """
         if stream in self._streams:
             self._forget_stream(stream, reason, engine_died=engine_died)
         return self._taken()
 
-    def end_streams(self, reason: str) -> list[ReaderAction]:
+    def end_streams(self, reason: str) -> list[ConsumerAction]:
         """End all streams. New ones may follow."""
         for stream in tuple(self._streams):
             self._end_stream(stream, reason)
@@ -161,7 +161,7 @@ class ConsumerEnd:
 
     def link_up(
         self, stream: int, path: str, gib_per_s: float, members: tuple[LinkMember, ...] = ()
-    ) -> list[ReaderAction]:
+    ) -> list[ConsumerAction]:
         """Record that the link of this stream is proved."""
         peer = self._streams.get(stream)
         if peer is not None and self._links.proved(stream):
@@ -171,24 +171,25 @@ class ConsumerEnd:
                 peer.announced = True
                 piece_bytes = peer.pages.piece_bytes
                 self._actions.append(
-                    ProducerUp(peer.owner, peer.address, path, gib_per_s, piece_bytes, members)
+                    ProducerUp(peer.producer, peer.address, path, gib_per_s, piece_bytes, members)
                 )
             self._actions += self._links.post(stream)
         return self._taken()
 
-    def rate_measured(self, stream: int, gib_per_s: float) -> list[ReaderAction]:
+    def rate_measured(self, stream: int, gib_per_s: float) -> list[ConsumerAction]:
         """Record a new measurement of the link of this stream."""
         peer = self._streams.get(stream)
         if peer is not None and peer.announced:
             peer.gib_per_s = gib_per_s
-            self._actions.append(OwnerRate(peer.owner, peer.address, gib_per_s))
+            self._actions.append(ProducerRate(peer.producer, peer.address, gib_per_s))
         return self._taken()
 
-    def read_ended(self, stream: int, refused: str, now: float) -> list[ReaderAction]:
+    def read_ended(self, stream: int, refused: str, now: float) -> list[ConsumerAction]:
         """End the first read posted to this link. Nothing more of it will land.
 
         Args:
-            refused: empty if all of it has landed, else the owner's reason for refusing the read.
+            refused: empty if all of it has landed, else the producer's reason for refusing the
+            read.
         """
         id = self._links.read_ended(stream)
         attempt = self._attempts.get(id)
@@ -202,7 +203,7 @@ class ConsumerEnd:
         self._actions += self._links.post(stream)
         return self._taken()
 
-    def read_late(self, stream: int, now: float) -> list[ReaderAction]:
+    def read_late(self, stream: int, now: float) -> list[ConsumerAction]:
         """Handle a missed deadline of the first read posted to this link. Abandons its attempt, and
         closes and reopens the link.
         """
@@ -212,7 +213,7 @@ class ConsumerEnd:
             self._actions.append(self._links.close(stream, reason, now))
         return self._taken()
 
-    def link_closed(self, stream: int, reason: str, now: float) -> list[ReaderAction]:
+    def link_closed(self, stream: int, reason: str, now: float) -> list[ConsumerAction]:
         """Handle the end of a link, closed on request or broken by the first read posted to it. No
         byte can land through it any more. Reads of other attempts go to its successor (rule 11).
         """
@@ -229,17 +230,17 @@ class ConsumerEnd:
             self._open_link(stream, now)
         return self._taken()
 
-    def distrust(self, stream: int, reason: str, now: float) -> list[ReaderAction]:
-        """Close and reopen a link that delivered pages different from the owner's."""
+    def distrust(self, stream: int, reason: str, now: float) -> list[ConsumerAction]:
+        """Close and reopen a link that delivered pages different from the producer's."""
         if stream in self._streams and self._links.is_up(stream):
             self._actions.append(self._links.close(stream, reason, now))
         return self._taken()
 
     # Inputs: messages ---------------------------------------------------------------------------
 
-    def received(self, stream: int, message: AnyMessage, now: float) -> list[ReaderAction]:
-        """Handle a message from the owner. Messages on an ended stream, or about an ended attempt,
-        are dropped.
+    def received(self, stream: int, message: AnyMessage, now: float) -> list[ConsumerAction]:
+        """Handle a message from the producer. Messages on an ended stream, or about an ended
+        attempt, are dropped.
         """
         if stream in self._streams:
             try:
@@ -260,7 +261,7 @@ class ConsumerEnd:
                     raise ProtocolViolation(f"{message.id} is an attempt of another stream")
                 self._advance(attempt, message, now)
             case _:
-                raise ProtocolViolation(f"{type(message).__name__} is no message of an owner")
+                raise ProtocolViolation(f"{type(message).__name__} is no message of a producer")
 
     def _advance(
         self,
@@ -279,7 +280,7 @@ class ConsumerEnd:
                 if message.held:
                     self._finish(attempt)
                 else:
-                    self._lose(attempt, "the owner had let its pages go", retryable=True)
+                    self._lose(attempt, "the producer had let its pages go", retryable=True)
             case HandoffFailed():
                 self._lose(
                     attempt,
@@ -289,10 +290,10 @@ class ConsumerEnd:
                 )
 
     def _note_admitted(self, attempt: ConsumerHandoff, message: HandoffQueued, now: float) -> None:
-        most = attempt.owner.num_pages * self._tables.page_size
+        most = attempt.producer.num_pages * self._tables.page_size
         if message.queued_tokens > most:
             raise ProtocolViolation(
-                f"{message.queued_tokens} tokens queued, {most} fit into the owner's pool"
+                f"{message.queued_tokens} tokens queued, {most} fit into the producer's pool"
             )
         attempt.admit(message, now)
         self._expect_progress(attempt, message.compute_tokens + message.queued_tokens, now)
@@ -340,7 +341,7 @@ class ConsumerEnd:
 
     # Inputs: commands and time ------------------------------------------------------------------
 
-    def command(self, command: ReaderCommand, now: float) -> list[ReaderAction]:
+    def command(self, command: ConsumerCommand, now: float) -> list[ConsumerAction]:
         """Handle a command. A command about an ended attempt is dropped, except for its pages: a
         grant of it gets ReadsEndedEvent.
 
@@ -357,20 +358,20 @@ class ConsumerEnd:
                 if attempt is not None:
                     self._tell_cancel(attempt, command.reason)
                     self._leave(attempt, HandoffStatus.FAILED)
-            case InvalidateCommand(owner, token_ids, namespace):
-                stream = self._stream_to(owner)
+            case InvalidateCommand(producer, token_ids, namespace):
+                stream = self._stream_to(producer)
                 if stream is not None:
                     forget = InvalidatePrefix(token_ids.tobytes(), namespace)
                     self._actions.append(SendMessage(stream, forget))
         return self._taken()
 
-    def tick(self, now: float) -> list[ReaderAction]:
+    def tick(self, now: float) -> list[ConsumerAction]:
         """Carry out what is due. Call it at `next_deadline`, after all input has been given."""
         due = self._beats.take_due(now)
         for stream in due.beats:
             self._beat(stream)
         for stream in due.silent:
-            self._end_stream(stream, "the owner has missed too many beats")
+            self._end_stream(stream, "the producer has missed too many beats")
         for stream in self._links.take_overdue(now):
             self._end_stream(stream, "no link in time")
         for id, wait in self._deadlines.take_due(now):
@@ -383,9 +384,9 @@ class ConsumerEnd:
     def _open(self, command: OpenCommand, now: float) -> None:
         if command.id in self._attempts:
             raise EngineFault(f"{command.id} was opened twice")
-        stream = self._stream_to(command.owner)
+        stream = self._stream_to(command.producer)
         if stream is None:
-            reason = "the owner is not paired"
+            reason = "the producer is not paired"
             self._actions.append(FailedEvent(command.id, reason, retryable=True, may_return=True))
             return
         source, pages = command.source, self._streams[stream].pages
@@ -396,9 +397,9 @@ class ConsumerEnd:
         message = OpenHandoff(command.id, command.weights, command.remaining, source)
         self._actions.append(SendMessage(stream, message))
 
-    def _stream_to(self, owner: int) -> int | None:
-        """Return the stream to an announced owner, or None if there is none."""
-        paired = (n for n, s in self._streams.items() if s.owner == owner and s.announced)
+    def _stream_to(self, producer: int) -> int | None:
+        """Return the stream to an announced producer, or None if there is none."""
+        paired = (n for n, s in self._streams.items() if s.producer == producer and s.announced)
         return next(paired, None)
 
     def _grant(self, command: GrantCommand) -> None:
@@ -428,9 +429,9 @@ class ConsumerEnd:
             case _Wait.BUDGET:
                 self._give_up(attempt, "the request's time is used up", retryable=False)
             case _Wait.PROGRESS:
-                self._give_up(attempt, "the owner made no progress")
+                self._give_up(attempt, "the producer made no progress")
             case _Wait.RELEASED:
-                self._give_up(attempt, "the owner did not answer Done")
+                self._give_up(attempt, "the producer did not answer Done")
 
     # Ends of an attempt -------------------------------------------------------------------------
 
@@ -442,7 +443,8 @@ class ConsumerEnd:
         self._leave(attempt, HandoffStatus.SUCCESS)
 
     def _give_up(self, attempt: ConsumerHandoff, reason: str, *, retryable: bool = True) -> None:
-        """End an attempt for a reason of this node. The owner is notified immediately (rule 2)."""
+        """End an attempt for a reason of this node. The producer is notified immediately (rule
+        2)."""
         self._tell_cancel(attempt, reason)
         self._lose(attempt, reason, retryable=retryable)
 
@@ -508,7 +510,7 @@ class ConsumerEnd:
         self._beats.stop(stream)
         # First, so that lost attempts are not opened here again.
         if peer.announced:
-            self._actions.append(ProducerDown(peer.owner, peer.address, reason))
+            self._actions.append(ProducerDown(peer.producer, peer.address, reason))
         for attempt in [h for h in self._attempts.values() if h.stream == stream]:
             computing = engine_died and attempt.being_computed
             self._lose(
@@ -516,6 +518,6 @@ class ConsumerEnd:
             )
         self._actions += self._links.stream_over(stream, reason)
 
-    def _taken(self) -> list[ReaderAction]:
+    def _taken(self) -> list[ConsumerAction]:
         actions, self._actions = self._actions, []
         return actions

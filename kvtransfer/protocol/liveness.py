@@ -21,8 +21,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from common.config import TransferConfig
 from common.errors import EngineFault
 
-# Until something is known: slow for a GPU, fast for a CPU. Heartbeats detect a dead owner. This
-# estimate only prevents that hand-offs of a live owner with a long queue are abandoned.
+# Until something is known: slow for a GPU, fast for a CPU. Heartbeats detect a dead producer. This
+# estimate only prevents that hand-offs of a live producer with a long queue are abandoned.
 _FIRST_GUESS_S = 0.005  # per token
 _WEIGHT = 0.2  # of the newest hand-off
 _PATIENCE = 5.0  # times the expected duration
@@ -75,7 +75,7 @@ class DeadlineTimer(Generic[K]):
 
 
 class ProducerPace:
-    """The learnt pace of one owner. `progress_s` is the minimum of all limits."""
+    """The learnt pace of one producer. `progress_s` is the minimum of all limits."""
 
     def __init__(self, progress_s: float) -> None:
         self._progress_s = progress_s

@@ -33,14 +33,14 @@ from kvtransfer.ports import (
     GrantedEvent,
     InvalidateEvent,
     OpenedEvent,
-    OwnerCommand,
+    ProducerCommand,
     PublishCommand,
     QueuedCommand,
 )
 from kvtransfer.protocol.actions import (
     EndStream,
     ExposePages,
-    OwnerAction,
+    ProducerAction,
     SendMessage,
     WithdrawPages,
 )
@@ -53,14 +53,14 @@ from kvtransfer.protocol.liveness import (
 )
 from kvtransfer.protocol.ranges import PageRanges, granted, table_pages
 
-# Seconds for which an owner polls for a connecting reader. Its data paths may not need polling.
+# Seconds for which a producer polls for a connecting consumer. Its data paths may not need polling.
 POLL_S = 30.0
 
 
 @dataclass(slots=True)
 class _Stream:
-    reader: int
-    connecting: bool = True  # the reader's last report
+    consumer: int
+    connecting: bool = True  # the consumer's last report
     poll_until: float = 0.0
 
 
@@ -94,7 +94,7 @@ class ProducerEnd:
         self._next_serial = 1
         self._budgets: DeadlineTimer[HandoffId] = DeadlineTimer()
         self._beats = HeartbeatTimer(config)
-        self._actions: list[OwnerAction] = []
+        self._actions: list[ProducerAction] = []
 
     # State for the thread -----------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class ProducerEnd:
         return earliest((self._beats.next_deadline(), self._budgets.next()))
 
     def polls(self, now: float) -> bool:
-        """Return whether a reader may be connecting to this node now."""
+        """Return whether a consumer may be connecting to this node now."""
         return any(s.connecting and now < s.poll_until for s in self._streams.values())
 
     def engine_moves(self, moving: bool) -> None:
@@ -118,29 +118,29 @@ class ProducerEnd:
 
     # Inputs -------------------------------------------------------------------------------------
 
-    def stream_up(self, stream: int, reader: int, now: float) -> list[OwnerAction]:
-        """Add a new stream on which `reader` (an instance) has sent Hello."""
+    def stream_up(self, stream: int, consumer: int, now: float) -> list[ProducerAction]:
+        """Add a new stream on which `consumer` (an instance) has sent Hello."""
         for old, peer in list(self._streams.items()):
-            if peer.reader == reader:
-                self._end_stream(old, "the reader has opened another stream")
-        self._streams[stream] = _Stream(reader, poll_until=now + POLL_S)
+            if peer.consumer == consumer:
+                self._end_stream(old, "the consumer has opened another stream")
+        self._streams[stream] = _Stream(consumer, poll_until=now + POLL_S)
         self._beats.start(stream, now)
         return self._taken()
 
-    def stream_down(self, stream: int, reason: str) -> list[OwnerAction]:
+    def stream_down(self, stream: int, reason: str) -> list[ProducerAction]:
         """Remove an ended stream. No effect if this end has ended it itself."""
         if stream in self._streams:
             self._forget_stream(stream, reason)
         return self._taken()
 
-    def end_streams(self, reason: str) -> list[OwnerAction]:
+    def end_streams(self, reason: str) -> list[ProducerAction]:
         """End all streams. New ones may follow."""
         for stream in tuple(self._streams):
             self._end_stream(stream, reason)
         return self._taken()
 
-    def received(self, stream: int, message: AnyMessage, now: float) -> list[OwnerAction]:
-        """Handle a message from the reader. Messages on an ended stream are dropped."""
+    def received(self, stream: int, message: AnyMessage, now: float) -> list[ProducerAction]:
+        """Handle a message from the consumer. Messages on an ended stream are dropped."""
         if stream in self._streams:
             try:
                 self._receive(stream, message, now)
@@ -148,7 +148,7 @@ class ProducerEnd:
                 self._end_stream(stream, f"protocol violation: {violation}", refused=True)
         return self._taken()
 
-    def command(self, command: OwnerCommand) -> list[OwnerAction]:
+    def command(self, command: ProducerCommand) -> list[ProducerAction]:
         """Handle a command. A command about an ended hand-off is dropped: its ClosedEvent is on
         the way to the engine. A new hand-off with the same id has another serial.
 
@@ -173,14 +173,14 @@ class ProducerEnd:
                     )
         return self._taken()
 
-    def tick(self, now: float) -> list[OwnerAction]:
+    def tick(self, now: float) -> list[ProducerAction]:
         """Carry out what is due. Call it at `next_deadline`, after all input has been given."""
         due = self._beats.take_due(now)
         for stream in due.beats:
             beat = Heartbeat(self._beats.sequence(stream), self._num_open_on(stream))
             self._actions.append(SendMessage(stream, beat))
         for stream in due.silent:
-            self._end_stream(stream, "the reader has missed too many beats")
+            self._end_stream(stream, "the consumer has missed too many beats")
         for id in self._budgets.take_due(now):
             self._fail(self._handoffs[id], "the request's time is used up", retryable=False)
         return self._taken()
@@ -205,7 +205,7 @@ class ProducerEnd:
             case InvalidatePrefix(token_ids, namespace):
                 self._actions.append(InvalidateEvent(np.frombuffer(token_ids, np.int32), namespace))
             case _:
-                raise ProtocolViolation(f"{type(message).__name__} is no message of a reader")
+                raise ProtocolViolation(f"{type(message).__name__} is no message of a consumer")
 
     def _note_connecting(self, peer: _Stream, connecting: bool, now: float) -> None:
         if connecting and not peer.connecting:
@@ -232,7 +232,7 @@ class ProducerEnd:
     def _grant(self, stream: int, message: GrantHandoff) -> None:
         handoff = self._known(stream, message.id)
         if handoff is None:
-            gone = HandoffFailed(message.id, "the owner has given it up", retryable=True)
+            gone = HandoffFailed(message.id, "the producer has given it up", retryable=True)
             self._actions.append(SendMessage(stream, gone))
             return
         if handoff.ranges is not None:
@@ -256,12 +256,12 @@ class ProducerEnd:
         if handoff.ranges is None or not handoff.ranges.complete:
             raise ProtocolViolation(f"Done of {message.id} before its last Ready")
         self._actions.append(SendMessage(stream, PagesReleased(message.id, held=True)))
-        self._drop(handoff, HandoffStatus.SUCCESS, "the reader has everything")
+        self._drop(handoff, HandoffStatus.SUCCESS, "the consumer has everything")
 
     def _known(self, stream: int, id: HandoffId) -> _Handoff | None:
         handoff = self._handoffs.get(id)
         other = handoff is not None and handoff.stream != stream
-        if other or id.instance != self._streams[stream].reader:
+        if other or id.instance != self._streams[stream].consumer:
             raise ProtocolViolation(f"{id} is an attempt of another stream")
         return handoff
 
@@ -269,7 +269,7 @@ class ProducerEnd:
 
     def _granted(self, handoff: _Handoff) -> PageRanges:
         """Return the hand-off's ranges. Nothing is sent before the grant (rule 8), because the
-        reader has no pages yet.
+        consumer has no pages yet.
         """
         if handoff.ranges is None:
             raise EngineFault(f"{handoff.id} was admitted or published before its grant")
@@ -339,6 +339,6 @@ class ProducerEnd:
     def _num_open_on(self, stream: int) -> int:
         return sum(handoff.stream == stream for handoff in self._handoffs.values())
 
-    def _taken(self) -> list[OwnerAction]:
+    def _taken(self) -> list[ProducerAction]:
         actions, self._actions = self._actions, []
         return actions

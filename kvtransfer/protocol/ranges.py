@@ -37,10 +37,10 @@ def granted(
     """Return the ranges that may be published for a hand-off of so many tokens.
 
     Args:
-        tables: of the owner.
-        destination: of the reader, if its state has another number of pages.
-        prefix_tokens: tokens that the reader has already.
-        room_tokens: tokens of a running request for whose KV the reader has capacity.
+        tables: of the producer.
+        destination: of the consumer, if its state has another number of pages.
+        prefix_tokens: tokens that the consumer has already.
+        room_tokens: tokens of a running request for whose KV the consumer has capacity.
     Raises:
         ProtocolViolation: the grant is invalid.
     """
@@ -71,7 +71,7 @@ def table_pages(
 
 
 def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
-    """Raise ProtocolViolation unless a reader may already hold so many of the tokens."""
+    """Raise ProtocolViolation unless a consumer may already hold so many of the tokens."""
     aligned = prefix_tokens % page_size == 0 or prefix_tokens == num_tokens
     if not 0 <= prefix_tokens <= num_tokens or not aligned:
         raise ProtocolViolation(f"a prefix of {prefix_tokens} tokens of {num_tokens}")
@@ -79,7 +79,7 @@ def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
 
 def check_room(prefix_tokens: int, num_tokens: int, room_tokens: int, page_size: int) -> None:
     """Raise ProtocolViolation unless the prefix and the capacity fit a running request, of which
-    the reader knows `num_tokens` tokens.
+    the consumer knows `num_tokens` tokens.
     """
     if prefix_tokens % page_size or not prefix_tokens <= num_tokens <= room_tokens:
         raise ProtocolViolation(
@@ -93,10 +93,10 @@ class PageRanges:
     tokens, and is the only one that may be empty.
     """
 
-    tables: PageTables  # of the owner, whose pages are published
-    destination: PageTables  # of the reader: the same tables, and its own pages of the state
+    tables: PageTables  # of the producer, whose pages are published
+    destination: PageTables  # of the consumer: the same tables, and its own pages of the state
     num_tokens: int
-    start: int  # the prefix that the reader has
+    start: int  # the prefix that the consumer has
     next: int  # the start of the next range
     complete: bool = False
     # For a running request (which continues meanwhile), a PREFIX and WEIGHTS: their only range
@@ -105,7 +105,7 @@ class PageRanges:
 
     @property
     def num_pages(self) -> int:
-        """Return the number of destination pages that the reader must have."""
+        """Return the number of destination pages that the consumer must have."""
         if self.ends is None:
             return num_pages_of(self.destination.handed_over(self.num_tokens, self.start))
         return self.destination.room_pages(self.ends.most, self.start)
@@ -121,7 +121,7 @@ class PageRanges:
             self.num_tokens = end
 
     def spans(self, start: int, end: int, last: bool) -> tuple[PageSpan, ...]:
-        """Return the owner's pages of a range that has been added."""
+        """Return the producer's pages of a range that has been added."""
         return self.tables.spans(self.num_tokens, self.start, start, end, last=last)
 
     def _complaint(self, start: int, end: int, num_pages: int, *, last: bool) -> str | None:

@@ -1,1 +1,1 @@
-"""The transfer thread of an engine process, and the reader and owner sides that it runs."""
+"""The transfer thread of an engine process, and the consumer and producer sides that it runs."""

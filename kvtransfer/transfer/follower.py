@@ -25,7 +25,7 @@ from kvtransfer.backends.base import PagePool
 from kvtransfer.pairing import region_of
 from kvtransfer.rank_messages import (
     CloseRankLink,
-    DismissReader,
+    DismissConsumer,
     OfferPaths,
     OpenRankLink,
     PollPaths,
@@ -95,7 +95,7 @@ class FollowerTransfer:
         self._pool = pool
         self._pages_by_rank = pages_by_rank
         self._paths: TransferPaths | None = None  # None: not started
-        self._readers: set[int] = set()  # not dismissed
+        self._consumers: set[int] = set()  # not dismissed
         self._open: dict[int, _OpenLink] = {}  # by rank 0's number
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._closed = False
@@ -154,18 +154,18 @@ class FollowerTransfer:
             case StopTransfer():
                 self._stop()
                 reply()
-            case OfferPaths(reader=reader):
-                self._offer(reader, reply)
-            case DismissReader(reader=reader):
-                self._readers.discard(reader)
+            case OfferPaths(consumer=consumer):
+                self._offer(consumer, reply)
+            case DismissConsumer(consumer=consumer):
+                self._consumers.discard(consumer)
                 if self._paths is not None:
-                    self._paths.offers.dismiss(reader)
+                    self._paths.offers.dismiss(consumer)
                 reply()
-            case PublishPages(reader=reader, pages=pages):
-                self._offers.publish(reader, np.frombuffer(pages, np.int32))
+            case PublishPages(consumer=consumer, pages=pages):
+                self._offers.publish(consumer, np.frombuffer(pages, np.int32))
                 reply()
-            case WithdrawPages(reader=reader, pages=pages):
-                self._offers.withdraw(reader, np.frombuffer(pages, np.int32))
+            case WithdrawPages(consumer=consumer, pages=pages):
+                self._offers.withdraw(consumer, np.frombuffer(pages, np.int32))
                 reply()
             case PollPaths():
                 self._offers.poll()
@@ -195,7 +195,7 @@ class FollowerTransfer:
         if self._paths is not None:
             self._paths.offers.close()
         self._paths = None
-        self._readers.clear()
+        self._consumers.clear()
         # The next role counts its links from 0 again, and these may end later.
         ending, self._open = self._open, {}
         for state in ending.values():
@@ -214,15 +214,15 @@ class FollowerTransfer:
             raise TransferError("this role has ended")
         return self._paths
 
-    def _offer(self, reader: int, reply: Reply) -> None:
-        self._readers.add(reader)
-        preparations = self._offers.prepare(reader)
+    def _offer(self, consumer: int, reply: Reply) -> None:
+        self._consumers.add(consumer)
+        preparations = self._offers.prepare(consumer)
         left = len(preparations)
 
         def admit() -> None:
-            if reader not in self._readers:
-                raise TransferError("the reader has been dismissed")
-            reply(encode(self._offers.admit(reader)))
+            if consumer not in self._consumers:
+                raise TransferError("the consumer has been dismissed")
+            reply(encode(self._offers.admit(consumer)))
 
         def prepared() -> None:
             nonlocal left

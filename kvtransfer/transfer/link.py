@@ -105,7 +105,7 @@ class ReadEnded:
     num_bytes: int
     num_parts: int  # pages, or parts of pages
     seconds: float
-    refused: str  # empty: every byte has landed; else why the owner refused only this job
+    refused: str  # empty: every byte has landed; else why the producer refused only this job
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,9 +124,9 @@ Notify: TypeAlias = Callable[[LinkEvent], None]
 
 
 class PageLink(Protocol):
-    """A link to one or several ranks of an owner. Link documents the methods."""
+    """A link to one or several ranks of a producer. Link documents the methods."""
 
-    owner: int
+    producer: int
 
     def post(self, handoff: HandoffId, pages: "PagesToRead") -> None: ...
 
@@ -227,14 +227,14 @@ class _State:
 
 
 class Link:
-    """Reads pages of one owner instance into the local pool.
+    """Reads pages of one producer instance into the local pool.
 
     All methods except the worker's are for one thread, the caller's. None of them blocks.
     """
 
     def __init__(
         self,
-        owner: int,
+        producer: int,
         connect: Callable[[], BackendConnection],
         notify: Notify,
         *,
@@ -247,7 +247,7 @@ class Link:
         """Start connecting at once.
 
         Args:
-            owner: instance id of the owner. A new instance needs a new link.
+            producer: instance id of the producer. A new instance needs a new link.
             connect: called once, on the link's thread. May block for 5 s and raise TransferError.
             notify: called on the link's thread with each event. Must not block or raise. Put the
                 event into a queue of the caller's and wake it.
@@ -258,7 +258,7 @@ class Link:
             take_memory: called on the link's thread with a local page. Lets the system allocate the
                 page's memory before it is written.
         """
-        self.owner = owner
+        self.producer = producer
         self._connect = connect
         self._notify = notify
         self._num_bytes = num_bytes
@@ -268,7 +268,7 @@ class Link:
         self._take_memory = take_memory
         self._state = _State()
         self._changed = threading.Condition(threading.RLock())
-        self._thread = threading.Thread(target=self._run, name=f"link-{owner:016x}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"link-{producer:016x}", daemon=True)
         self._thread.start()
 
     def post(self, handoff: HandoffId, pages: PagesToRead) -> None:

@@ -1,4 +1,4 @@
-"""Links to several ranks of one owner, used as one link.
+"""Links to several ranks of one producer, used as one link.
 
 Each member reads its own parts of every page. The group's events are those of Link: a job ends when
 every member has ended it, and the group is closed when no member can write any more.
@@ -56,7 +56,7 @@ class LinkGroup:
 
     def __init__(
         self,
-        owner: int,
+        producer: int,
         makers: Sequence[Callable[[Notify], PageLink]],
         notify: Notify,
         *,
@@ -71,7 +71,7 @@ class LinkGroup:
             shares: by member, the bytes that it reads of each page.
             max_jobs: jobs not ended before `post` raises Overloaded. No member has more.
         """
-        self.owner = owner
+        self.producer = producer
         self._notify = notify
         self._shares = tuple(shares)
         self._max_jobs = max_jobs

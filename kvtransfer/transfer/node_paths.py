@@ -1,7 +1,7 @@
 """The data paths of a node with several ranks, as rank 0 sees them.
 
-Rank 0 has its own, and the followers do their part as jobs. A reader may read pages when all ranks
-serve them, and a read ends when all ranks have read.
+Rank 0 has its own, and the followers do their part as jobs. A consumer may read pages when all
+ranks serve them, and a read ends when all ranks have read.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from kvtransfer.rank_messages import (
     MOST_BYTES,
     MOST_PAGES,
     CloseRankLink,
-    DismissReader,
+    DismissConsumer,
     OfferPaths,
     OpenRankLink,
     PollPaths,
@@ -117,16 +117,16 @@ class NodeOffers:
         self._own = own
         self._num_ranks = num_ranks
         self._ask = ask
-        self._offered: dict[int, Replies] = {}  # by reader
+        self._offered: dict[int, Replies] = {}  # by consumer
         self._poll: Future[Any] | None = None
 
-    def prepare(self, reader: int) -> Sequence[Future[Any]]:
-        self._offered[reader] = self._ask(encode(OfferPaths(reader)))
-        return (*self._own.prepare(reader), self._offered[reader])
+    def prepare(self, consumer: int) -> Sequence[Future[Any]]:
+        self._offered[consumer] = self._ask(encode(OfferPaths(consumer)))
+        return (*self._own.prepare(consumer), self._offered[consumer])
 
-    def admit(self, reader: int) -> tuple[DataPath, ...]:
+    def admit(self, consumer: int) -> tuple[DataPath, ...]:
         """Return the paths over which all ranks can be read."""
-        paths, asked = list(self._own.admit(reader)), self._offered[reader]
+        paths, asked = list(self._own.admit(consumer)), self._offered[consumer]
         if asked.done() and not asked.exception():
             paths += (path for reply in asked.result() for path in _paths.decode(reply))
         by_name: dict[str, list[DataPath]] = {}
@@ -135,24 +135,24 @@ class NodeOffers:
         offered = [each for each in by_name.values() if len(each) == self._num_ranks]
         return tuple(itertools.chain(*offered))
 
-    def dismiss(self, reader: int) -> None:
-        self._own.dismiss(reader)
-        if self._offered.pop(reader, None) is not None:
-            self._ask(encode(DismissReader(reader)))
+    def dismiss(self, consumer: int) -> None:
+        self._own.dismiss(consumer)
+        if self._offered.pop(consumer, None) is not None:
+            self._ask(encode(DismissConsumer(consumer)))
 
-    def publish(self, reader: int, pages: Ints) -> Sequence[Future[Any]]:
-        self._own.publish(reader, pages)
+    def publish(self, consumer: int, pages: Ints) -> Sequence[Future[Any]]:
+        self._own.publish(consumer, pages)
         return [
-            self._ask(encode(PublishPages(reader, some.tobytes()))) for some in _in_parts(pages)
+            self._ask(encode(PublishPages(consumer, some.tobytes()))) for some in _in_parts(pages)
         ]
 
-    def withdraw(self, reader: int, pages: Ints) -> None:
-        """Followers do it later. Until then the reader may read what others write there, as over a
-        one-sided path. It discards such reads.
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        """Followers do it later. Until then the consumer may read what others write there, as over
+        a one-sided path. It discards such reads.
         """
-        self._own.withdraw(reader, pages)
+        self._own.withdraw(consumer, pages)
         for some in _in_parts(pages):
-            self._ask(encode(WithdrawPages(reader, some.tobytes())))
+            self._ask(encode(WithdrawPages(consumer, some.tobytes())))
 
     def poll(self) -> None:
         self._own.poll()
@@ -214,14 +214,14 @@ class _Read:
 
 
 class FollowersLink:
-    """A link of all followers to the ranks of an owner, see PageLink. It has no deadlines: each
+    """A link of all followers to the ranks of a producer, see PageLink. It has no deadlines: each
     follower closes its links that are late, and a follower that is frozen ends the node.
     """
 
     deadline: float | None = None
 
     def __init__(self, opening: OpenRankLink, ask: Ask, notify: Notify) -> None:
-        self.owner = opening.hello.instance
+        self.producer = opening.hello.instance
         self._number = opening.link
         self._ask = ask
         self._notify = notify
@@ -269,7 +269,7 @@ class FollowersLink:
             up = [_link_up.decode(reply) for reply in asked.result()]
             slowest = min(up, key=lambda each: each.gib_per_s)
             members = itertools.chain.from_iterable(each.members for each in up)
-            in_order = tuple(sorted(members, key=lambda each: (each.rank, each.owner_rank)))
+            in_order = tuple(sorted(members, key=lambda each: (each.rank, each.producer_rank)))
             self._notify(LinkUp(self, slowest.path, len(up) * slowest.gib_per_s, in_order))
 
     def _ended(self, read: _Read, asked: Replies) -> None:

@@ -119,14 +119,14 @@ class PageChecksums:
         self,
         pages: Sequence[int],
         spans: Sequence[TablePages] = (),
-        reader: NodeShape | None = None,
+        consumer: NodeShape | None = None,
     ) -> tuple[tuple[int, int], ...]:
         """Sample some of these pages. Returns the indices of the sampled ones, in order, each with
         its checksum.
 
         Args:
             spans: of the pages, see ExposePages.
-            reader: None: it has the ranks that this node has.
+            consumer: None: it has the ranks that this node has.
         """
         if not self._every:
             return ()
@@ -137,18 +137,18 @@ class PageChecksums:
             place += self._gap() + 1
         self._skip = place - len(pages)
         tables = tables_of(spans, len(pages))
-        cuts = {place: self._compared.lent(reader, tables[place]) for place in places}
+        cuts = {place: self._compared.lent(consumer, tables[place]) for place in places}
         places = [place for place in places if cuts[place] != ()]
         sums = self._of([pages[place] for place in places], [cuts[place] for place in places])
         return tuple(zip(places, sums, strict=True))
 
-    def wrong(self, expected: Sequence[PageSum], owner: NodeShape | None = None) -> list[int]:
+    def wrong(self, expected: Sequence[PageSum], producer: NodeShape | None = None) -> list[int]:
         """Return the pages whose checksum is not the expected one. The pages must be in range.
 
         Args:
-            owner: None: it has the ranks that this node has.
+            producer: None: it has the ranks that this node has.
         """
-        cuts = [self._compared.read(owner, each.table) for each in expected]
+        cuts = [self._compared.read(producer, each.table) for each in expected]
         sums = self._of([each.page for each in expected], cuts)
         return [
             each.page for each, found in zip(expected, sums, strict=True) if found != each.checksum

@@ -1,4 +1,5 @@
-"""The data paths of one rank: its pages are served over them, and read from the ranks of an owner.
+"""The data paths of one rank: its pages are served over them, and read from the ranks of a
+producer.
 
 A node with one rank uses these directly. With several ranks, each has its own, and node_paths.py
 joins them.
@@ -37,29 +38,29 @@ from kvtransfer.transfer.link_group import LinkGroup
 PagesByRank: TypeAlias = Callable[[NodeShape], Sequence[RankPages]]
 Cuts: TypeAlias = tuple[tuple[int, int], ...]  # of a page: begin and size
 
-_MOST_KNOWN = 8  # shapes of owners
+_MOST_KNOWN = 8  # shapes of producers
 
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
 class PathOffers(Protocol):
-    """The data paths over which readers read the pages of a node, or of one rank. Transfer thread
+    """The data paths over which consumers read the pages of a node, or of one rank. Transfer thread
     only. See PageProducer.
     """
 
-    def prepare(self, reader: int) -> Sequence[Future[Any]]: ...
+    def prepare(self, consumer: int) -> Sequence[Future[Any]]: ...
 
-    def admit(self, reader: int) -> tuple[DataPath, ...]:
-        """Return the paths of a reader, in the order in which it should try them."""
+    def admit(self, consumer: int) -> tuple[DataPath, ...]:
+        """Return the paths of a consumer, in the order in which it should try them."""
         ...
 
-    def dismiss(self, reader: int) -> None: ...
+    def dismiss(self, consumer: int) -> None: ...
 
-    def publish(self, reader: int, pages: Ints) -> Sequence[Future[Any]]:
-        """Let a reader read pages. It may when all futures are done."""
+    def publish(self, consumer: int, pages: Ints) -> Sequence[Future[Any]]:
+        """Let a consumer read pages. It may when all futures are done."""
         ...
 
-    def withdraw(self, reader: int, pages: Ints) -> None: ...
+    def withdraw(self, consumer: int, pages: Ints) -> None: ...
 
     def poll(self) -> None: ...
 
@@ -70,37 +71,37 @@ class RankOffers:
     """The paths over which one rank is read.
 
     Args:
-        producers: by name of their backend, in the order in which readers should try them.
+        producers: by name of their backend, in the order in which consumers should try them.
     """
 
     def __init__(self, rank: int, producers: Mapping[str, PageProducer]) -> None:
         self._rank = rank
         self._producers = producers
 
-    def prepare(self, reader: int) -> Sequence[Future[Any]]:
-        return [producer.prepare(reader) for producer in self._producers.values()]
+    def prepare(self, consumer: int) -> Sequence[Future[Any]]:
+        return [producer.prepare(consumer) for producer in self._producers.values()]
 
-    def admit(self, reader: int) -> tuple[DataPath, ...]:
+    def admit(self, consumer: int) -> tuple[DataPath, ...]:
         paths = []
         for name, producer in self._producers.items():
             try:
-                paths.append(DataPath(name, producer.admit(reader), self._rank))
+                paths.append(DataPath(name, producer.admit(consumer), self._rank))
             except TransferError as error:
-                _log.warning("data path not offered", path=name, stream=reader, reason=error)
+                _log.warning("data path not offered", path=name, stream=consumer, reason=error)
         return tuple(paths)
 
-    def dismiss(self, reader: int) -> None:
+    def dismiss(self, consumer: int) -> None:
         for producer in self._producers.values():
-            producer.dismiss(reader)
+            producer.dismiss(consumer)
 
-    def publish(self, reader: int, pages: Ints) -> Sequence[Future[Any]]:
+    def publish(self, consumer: int, pages: Ints) -> Sequence[Future[Any]]:
         for producer in self._producers.values():
-            producer.publish(reader, pages)
+            producer.publish(consumer, pages)
         return ()
 
-    def withdraw(self, reader: int, pages: Ints) -> None:
+    def withdraw(self, consumer: int, pages: Ints) -> None:
         for producer in self._producers.values():
-            producer.withdraw(reader, pages)
+            producer.withdraw(consumer, pages)
 
     def poll(self) -> None:
         for producer in self._producers.values():
@@ -112,14 +113,15 @@ class RankOffers:
 
 
 class LinkOpener(Protocol):
-    """Opens links to owners, for a node or for one rank."""
+    """Opens links to producers, for a node or for one rank."""
 
     def check(self, hello: PairHello) -> None:
-        """Raise LayoutMismatch if the pages of an owner cannot be read."""
+        """Raise LayoutMismatch if the pages of a producer cannot be read."""
         ...
 
     def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
-        """Open a link to an owner over one backend. If it offers none, the link closes at once."""
+        """Open a link to a producer over one backend. If it offers none, the link closes at
+        once."""
         ...
 
 
@@ -146,7 +148,7 @@ class RankLinks:
         self._pool = pool
         self._backends = backends
         self._config = config
-        # An owner that connects again and again costs the computation of its map once.
+        # A producer that connects again and again costs the computation of its map once.
         self._pages_by_rank = lru_cache(_MOST_KNOWN)(pages_by_rank)
         self._moves = lru_cache(_MOST_KNOWN)(self._computed_moves)
 
@@ -167,8 +169,8 @@ class RankLinks:
 
     def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
         members = [
-            (owner, LinkBytes(self._pool.page_bytes, moves))
-            for owner, moves in self._moves(hello.shape).items()
+            (producer, LinkBytes(self._pool.page_bytes, moves))
+            for producer, moves in self._moves(hello.shape).items()
         ]
         makers = [partial(self._link, hello, backend, *member) for member in members]
         if len(makers) == 1:
@@ -176,32 +178,32 @@ class RankLinks:
         shares = [num_bytes.of_a_page for _, num_bytes in members]
         return LinkGroup(hello.instance, makers, notify, shares=shares)
 
-    def _computed_moves(self, owner: NodeShape) -> Mapping[int, Moves | None]:
-        """Return the bytes that this rank reads from the ranks of an owner. Rank 0 reads
+    def _computed_moves(self, producer: NodeShape) -> Mapping[int, Moves | None]:
+        """Return the bytes that this rank reads from the ranks of a producer. Rank 0 reads
         pieces of weights, from rank 0."""
-        if owner == self._node:
+        if producer == self._node:
             return {self._rank: None}
         mine = self._pages_by_rank(self._node)[self._rank]
-        whole = _map_of(self._rank, mine, self._pages_by_rank(owner))
+        whole = _map_of(self._rank, mine, self._pages_by_rank(producer))
         moves: dict[int, tuple[list[Slice], ...]] = {}
         for table, slices in enumerate(whole):
             for each in slices:
-                own = moves.setdefault(each.owner, tuple([] for _ in whole))
+                own = moves.setdefault(each.producer_rank, tuple([] for _ in whole))
                 own[table].append(each)
         return dict(sorted(moves.items()))
 
     def _link(
-        self, hello: PairHello, backend: str, owner: int, num_bytes: LinkBytes, notify: Notify
+        self, hello: PairHello, backend: str, producer: int, num_bytes: LinkBytes, notify: Notify
     ) -> PageLink:
         def named(event: LinkEvent) -> None:
             if isinstance(event, LinkUp):
-                member = LinkMember(self._rank, owner, event.path, event.gib_per_s)
+                member = LinkMember(self._rank, producer, event.path, event.gib_per_s)
                 event = replace(event, members=(member,))
             notify(event)
 
         return Link(
             hello.instance,
-            lambda: self._connect(hello, backend, owner, num_bytes.moves),
+            lambda: self._connect(hello, backend, producer, num_bytes.moves),
             named,
             num_bytes=num_bytes,
             read_s=self._config.read_timeout_s,
@@ -210,13 +212,13 @@ class RankLinks:
         )
 
     def _connect(
-        self, hello: PairHello, backend: str, owner: int, moves: Moves | None
+        self, hello: PairHello, backend: str, producer: int, moves: Moves | None
     ) -> BackendConnection:
-        """Connect to a rank of an owner. Link's thread only."""
-        path = next((p for p in hello.paths if (p.backend, p.rank) == (backend, owner)), None)
+        """Connect to a rank of a producer. Link's thread only."""
+        path = next((p for p in hello.paths if (p.backend, p.rank) == (backend, producer)), None)
         if path is None:
-            raise TransferError("the owner offers none that this node may use")
-        region = hello.regions[owner]
+            raise TransferError("the producer offers none that this node may use")
+        region = hello.regions[producer]
         remote = RemotePool(region.base, region.page_bytes, region.num_pages)
         return self._backends[backend].connect(path.description, remote, self._pool, moves)
 
@@ -228,7 +230,8 @@ class RankLinks:
 
 class ComparedBytes:
     """The bytes of pages that two nodes with different numbers of ranks compare by checksums. They
-    are those that rank 0 of the reader reads from rank 0 of the owner, in the order of its map.
+    are those that rank 0 of the consumer reads from rank 0 of the producer, in the order of its
+    map.
 
     Args:
         node: the ranks of this node.
@@ -239,36 +242,40 @@ class ComparedBytes:
         self._pages_by_rank = pages_by_rank
         self._slices = lru_cache(_MOST_KNOWN)(self._computed)
 
-    def lent(self, reader: NodeShape | None, table: int) -> Cuts | None:
+    def lent(self, consumer: NodeShape | None, table: int) -> Cuts | None:
         """Return the compared bytes of a page of a table, which another node reads. None: the whole
         page. There are none of the state.
         """
-        if reader is None or reader == self._node:
+        if consumer is None or consumer == self._node:
             return None
-        return tuple((each.source, each.size) for each in self._slices(reader, self._node)[table])
+        return tuple((each.source, each.size) for each in self._slices(consumer, self._node)[table])
 
-    def read(self, owner: NodeShape | None, table: int) -> Cuts | None:
+    def read(self, producer: NodeShape | None, table: int) -> Cuts | None:
         """Return the same of a page that this node has read."""
-        if owner is None or owner == self._node:
+        if producer is None or producer == self._node:
             return None
-        return tuple((each.at, each.size) for each in self._slices(self._node, owner)[table])
+        return tuple((each.at, each.size) for each in self._slices(self._node, producer)[table])
 
-    def _computed(self, reader: NodeShape, owner: NodeShape) -> Mapping[int, tuple[Slice, ...]]:
+    def _computed(
+        self, consumer: NodeShape, producer: NodeShape
+    ) -> Mapping[int, tuple[Slice, ...]]:
         try:
-            mine, owners = self._pages_by_rank(reader)[0], self._pages_by_rank(owner)
-            *tables, _ = _map_of(0, mine, owners)
-        except LayoutMismatch:  # the reader ends such a pair
+            mine, producers = self._pages_by_rank(consumer)[0], self._pages_by_rank(producer)
+            *tables, _ = _map_of(0, mine, producers)
+        except LayoutMismatch:  # the consumer ends such a pair
             return defaultdict(tuple)
-        *of_tables, pieces = [tuple(each for each in table if each.owner == 0) for table in tables]
+        *of_tables, pieces = [
+            tuple(each for each in table if each.producer_rank == 0) for table in tables
+        ]
         return {**dict(enumerate(of_tables)), PIECES: pieces, STATE: ()}
 
 
 def _map_of(
-    rank: int, mine: RankPages, owners: Sequence[RankPages]
+    rank: int, mine: RankPages, producers: Sequence[RankPages]
 ) -> tuple[tuple[Slice, ...], ...]:
     """Return what a rank reads: by table, of pieces of weights, of the state."""
-    piece = Slice(0, 0, 0, 0, 0, min(mine.page_bytes, owners[0].page_bytes))
-    *tables, state = copy_map(rank, mine, owners)
+    piece = Slice(0, 0, 0, 0, 0, min(mine.page_bytes, producers[0].page_bytes))
+    *tables, state = copy_map(rank, mine, producers)
     return (*tables, () if rank else (piece,), state)
 
 

@@ -15,39 +15,39 @@ from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import (
     CancelCommand,
+    ConsumerEvent,
     GrantCommand,
     InvalidateCommand,
     NodeCommand,
     NodeEvent,
     OpenCommand,
-    OwnerEvent,
-    ReaderEvent,
+    ProducerEvent,
     SetWeightVersion,
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.liveness import earliest
 from kvtransfer.protocol.producer import ProducerEnd
+from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
-from kvtransfer.transfer.publisher import ProducerSide
+from kvtransfer.transfer.producer import ProducerSide
 from kvtransfer.transfer.rank_paths import TransferPaths
-from kvtransfer.transfer.reader import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.thread import EventOutlet
 
 
 class TransferSides:
-    """The reader's and the owner's side of one node. Transfer thread only."""
+    """The consumer's and the producer's side of one node. Transfer thread only."""
 
-    def __init__(self, reader: ConsumerSide, publisher: ProducerSide) -> None:
-        self._reader = reader
+    def __init__(self, consumer: ConsumerSide, publisher: ProducerSide) -> None:
+        self._consumer = consumer
         self._publisher = publisher
         self._of_stream: dict[int, ConsumerSide | ProducerSide] = {}
 
     def start(self) -> None:
-        self._reader.start()
+        self._consumer.start()
         self._publisher.start()
 
     def opened(self, opening: PairOpened, now: float) -> None:
-        side = self._reader if opening.as_reader else self._publisher
+        side = self._consumer if opening.as_consumer else self._publisher
         self._of_stream[opening.stream] = side
         side.opened(opening, now)
 
@@ -60,22 +60,22 @@ class TransferSides:
     def command(self, command: NodeCommand, now: float) -> None:
         match command:
             case OpenCommand() | GrantCommand() | CancelCommand() | InvalidateCommand():
-                self._reader.command(command, now)
+                self._consumer.command(command, now)
             case SetWeightVersion(weights):
-                self._reader.compute_with(weights)
+                self._consumer.compute_with(weights)
                 self._publisher.compute_with(weights)
             case _:
                 self._publisher.command(command, now)
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
-        self._reader.tick(now, engine_moves=engine_moves)
+        self._consumer.tick(now, engine_moves=engine_moves)
         self._publisher.tick(now, engine_moves=engine_moves)
 
     def next_deadline(self) -> float | None:
-        return earliest((self._reader.next_deadline(), self._publisher.next_deadline()))
+        return earliest((self._consumer.next_deadline(), self._publisher.next_deadline()))
 
     def close(self) -> None:
-        self._reader.close()
+        self._consumer.close()
         self._publisher.close()
 
 
@@ -98,12 +98,12 @@ def both_sides(
     """
 
     def made(outlet: EventOutlet[NodeEvent], wake: Callable[[], None]) -> TransferSides:
-        reader = ConsumerSide(
+        consumer = ConsumerSide(
             ConsumerEnd(config, tables),
             hello,
             paths.opener,
             paths.backends,
-            cast(EventOutlet[ReaderEvent], outlet),  # the outlet takes the events of both
+            cast(EventOutlet[ConsumerEvent], outlet),  # the outlet takes the events of both
             wake,
             reads,
             PageChecksums(page_bytes_of(pool), 0, paths.compared),
@@ -112,11 +112,11 @@ def both_sides(
             ProducerEnd(config, tables),
             hello,
             paths.offers,
-            cast(EventOutlet[OwnerEvent], outlet),
+            cast(EventOutlet[ProducerEvent], outlet),
             wake,
             PageChecksums(page_bytes_of(pool), config.checksum_interval, paths.compared),
             max_untaken_tokens=max_untaken_tokens,
         )
-        return TransferSides(reader, publisher)
+        return TransferSides(consumer, publisher)
 
     return made

@@ -118,7 +118,7 @@ class EngineControl:
         self._check_at = 0.0
         self._told_drained = False
         self.draining = False
-        self.links: dict[str, NodeLink] = {}  # by the owner's address
+        self.links: dict[str, NodeLink] = {}  # by the producer's address
 
     @property
     def weights(self) -> WeightsId:

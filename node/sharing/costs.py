@@ -4,16 +4,16 @@
     compute    tokens x time of a computed token on this node
 
 A link's rate is measured (kvtransfer/transfer/link.py). A token's time is learnt from the
-prompts computed here. The round trips, which include the owner's steps, are learnt from ended
+prompts computed here. The round trips, which include the producer's steps, are learnt from ended
 fetches.
 """
 
 from dataclasses import dataclass
 
 GIB = 1 << 30
-FIRST_ROUND_S = 0.02  # until a fetch has shown how long its owner takes to answer
+FIRST_ROUND_S = 0.02  # until a fetch has shown how long its producer takes to answer
 WEIGHT = 0.2  # of the newest fetch
-BELIEVED_S = 60.0  # how long a measured round trip is used, since an owner's load changes
+BELIEVED_S = 60.0  # how long a measured round trip is used, since a producer's load changes
 LEAST_GIB_S = 0.01  # minimum for a link with a lower or unknown rate
 
 
@@ -24,7 +24,7 @@ class _Rounds:
 
 
 class PrefixReadCosts:
-    """Learnt costs. Engine thread only. Owners by instance.
+    """Learnt costs. Engine thread only. Producers by instance.
 
     Args:
         margin: fraction of the time of computing that reading may take.
@@ -35,7 +35,7 @@ class PrefixReadCosts:
         self._rounds: dict[int, _Rounds] = {}
 
     def read_s(
-        self, owner: int, num_bytes: int, gib_per_s: float, num_reads: int, now: float
+        self, producer: int, num_bytes: int, gib_per_s: float, num_reads: int, now: float
     ) -> float:
         """Return the expected seconds from now until the pages are in this node's tree.
 
@@ -43,7 +43,7 @@ class PrefixReadCosts:
             num_reads: on that link already.
         """
         rate = max(gib_per_s, LEAST_GIB_S) * GIB / (num_reads + 1)
-        return num_bytes / rate + self._round_s(owner, now)
+        return num_bytes / rate + self._round_s(producer, now)
 
     def pays(self, read_s: float, num_tokens: int, *, token_s: float, queued_s: float) -> bool:
         """Return whether to read so many tokens' KV instead of computing them.
@@ -55,18 +55,18 @@ class PrefixReadCosts:
         return max(0.0, read_s - queued_s) < self._margin * num_tokens * token_s
 
     def learn(
-        self, owner: int, num_bytes: int, gib_per_s: float, seconds: float, now: float
+        self, producer: int, num_bytes: int, gib_per_s: float, seconds: float, now: float
     ) -> None:
         """Record the duration of a fetch, successful or not."""
         rounds_s = max(seconds - num_bytes / (max(gib_per_s, LEAST_GIB_S) * GIB), 0.0)
-        before_s = self._round_s(owner, now)
-        self._rounds[owner] = _Rounds(before_s + WEIGHT * (rounds_s - before_s), now)
+        before_s = self._round_s(producer, now)
+        self._rounds[producer] = _Rounds(before_s + WEIGHT * (rounds_s - before_s), now)
 
-    def forget(self, owner: int) -> None:
-        """Forget an owner that is gone."""
-        self._rounds.pop(owner, None)
+    def forget(self, producer: int) -> None:
+        """Forget a producer that is gone."""
+        self._rounds.pop(producer, None)
 
-    def _round_s(self, owner: int, now: float) -> float:
-        rounds = self._rounds.get(owner)
+    def _round_s(self, producer: int, now: float) -> float:
+        rounds = self._rounds.get(producer)
         known = rounds is not None and now - rounds.learnt_at < BELIEVED_S
         return rounds.seconds if rounds is not None and known else FIRST_ROUND_S

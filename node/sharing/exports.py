@@ -4,12 +4,12 @@
                   | ^   `--nothing, or too much is lent--> refused -^
                   `-' an offload tier has more: it is loaded first
 
-An owner uses its own memory alone: it neither computes nor fetches for a reader, and so never waits
-for a node that waits for it. It holds nothing before the reader has its pages. Held pages stay in
-the tree. The tree may evict them, and they are free when the reader is done.
+A producer uses its own memory alone: it neither computes nor fetches for a consumer, and so never
+waits for a node that waits for it. It holds nothing before the consumer has its pages. Held pages
+stay in the tree. The tree may evict them, and they are free when the consumer is done.
 
-A request that runs here and is to migrate is inserted into the tree when a reader asks for it. Its
-pages are needed until it has migrated, so they are exported without a limit.
+A request that runs here and is to migrate is inserted into the tree when a consumer asks for it.
+Its pages are needed until it has migrated, so they are exported without a limit.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class PrefixExports:
     """The exports of prefixes. Engine thread only.
 
     Args:
-        enabled: False: all readers are rejected.
+        enabled: False: all consumers are rejected.
     """
 
     def __init__(
@@ -160,15 +160,15 @@ MAX_PIECES_ASKED = 64  # opened and not granted; more are rejected
 #                  `--no pages, or other weights--> refused             ClosedEvent --> gone
 #
 # A piece is copied into a page of the KV pool, which other nodes can read, and stays there until
-# its reader has it. So weights use no more memory than prefix exports, and only while they are
+# its consumer has it. So weights use no more memory than prefix exports, and only while they are
 # read.
 @dataclass(slots=True, eq=False)
 class _Loan:
     pages: Ints
     piece_bytes: int
     filling: Future[int]  # number of pages with a piece
-    told: bool = False  # whether the result has been reported to its reader
-    dropped: bool = False  # its reader is done
+    told: bool = False  # whether the result has been reported to its consumer
+    dropped: bool = False  # its consumer is done
 
 
 class WeightExports:
@@ -281,7 +281,7 @@ class WeightExports:
         """Copy the pieces from the byte `start` on into these pages, on the worker. Returns the
         number of pieces.
         """
-        # Whole pages, because the reader may read what is behind a piece.
+        # Whole pages, because the consumer may read what is behind a piece.
         buffer = torch.zeros(len(pages), self._pool.shape[1], dtype=torch.uint8)
         file, num_pages = self._weights.lent(), 0
         try:

@@ -35,8 +35,8 @@ from kvtransfer.ports import (
     FailedEvent,
     GrantCommand,
     OpenCommand,
-    OwnerRate,
     ProducerDown,
+    ProducerRate,
     ProducerUp,
     ReadsEndedEvent,
 )
@@ -51,7 +51,7 @@ FIRST_NUMBER = 1 << 63
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    owner: ProducerUp
+    producer: ProducerUp
     token_ids: Ints  # whole pages
     namespace: Namespace
     prefix_tokens: int  # number of these tokens that are here already
@@ -62,7 +62,7 @@ class _Fetch:
 
 class FetchedPrefix(NamedTuple):
     num_tokens: int
-    owner: int  # its instance
+    producer: int  # its instance
 
 
 NOTHING = FetchedPrefix(0, 0)
@@ -72,7 +72,7 @@ NOTHING = FetchedPrefix(0, 0)
 class _Way:
     """A possible fetch."""
 
-    owner: ProducerUp
+    producer: ProducerUp
     num_tokens: int  # of the prompt, from its start
     num_pages: int
     read_s: float
@@ -108,7 +108,7 @@ class PrefixFetches:
         self._tables = tables
         self._port = port
         self._costs = PrefixReadCosts(config.max_cost_ratio)
-        self._owners: dict[str, ProducerUp] = {}  # by address
+        self._producers: dict[str, ProducerUp] = {}  # by address
         self._next_number = FIRST_NUMBER
         self._fetches: dict[HandoffId, _Fetch] = {}
         self._reads: dict[HandoffId, Ints] = {}  # held until nothing can land in them
@@ -133,21 +133,22 @@ class PrefixFetches:
     def counters(self) -> dict[str, int]:
         return {f"prefix_fetches/{outcome}": number for outcome, number in self._counts.items()}
 
-    # Owners -------------------------------------------------------------------------------------
+    # Producers
+    # -------------------------------------------------------------------------------------
 
-    def owner_up(self, event: ProducerUp) -> None:
-        self._owners[event.address] = event
+    def producer_up(self, event: ProducerUp) -> None:
+        self._producers[event.address] = event
 
-    def owner_rate(self, event: OwnerRate) -> None:
-        owner = self._owners.get(event.address)
-        if owner is not None and owner.owner == event.owner:
-            self._owners[event.address] = replace(owner, gib_per_s=event.gib_per_s)
+    def producer_rate(self, event: ProducerRate) -> None:
+        producer = self._producers.get(event.address)
+        if producer is not None and producer.instance == event.instance:
+            self._producers[event.address] = replace(producer, gib_per_s=event.gib_per_s)
 
-    def owner_down(self, event: ProducerDown) -> None:
-        self._costs.forget(event.owner)
-        owner = self._owners.get(event.address)
-        if owner is not None and owner.owner == event.owner:
-            del self._owners[event.address]
+    def producer_down(self, event: ProducerDown) -> None:
+        self._costs.forget(event.instance)
+        producer = self._producers.get(event.address)
+        if producer is not None and producer.instance == event.instance:
+            del self._producers[event.address]
 
     # Waiting requests ---------------------------------------------------------------------------
 
@@ -199,15 +200,15 @@ class PrefixFetches:
             ticket: identifies the request on that node.
             room: pages that may be used now.
         """
-        owner = self._owners.get(address)
-        if not self._enabled or owner is None:
+        producer = self._producers.get(address)
+        if not self._enabled or producer is None:
             return False
         own = self._cache.match(token_ids, namespace).num_tokens
         end = len(token_ids) // self._tables.page_size * self._tables.page_size
         if end - own < LEAST_PAGES * self._tables.page_size:
             return False
         now = self._clock()
-        way = self._way(owner, own, end, 0.0, now)
+        way = self._way(producer, own, end, 0.0, now)
         return self._wait(key, way, token_ids, namespace, own, room, now, ticket)
 
     def waits(self, key: int) -> bool:
@@ -249,9 +250,9 @@ class PrefixFetches:
             if end - own < LEAST_PAGES * self._tables.page_size:
                 continue
             much = True
-            owner = self._owners.get(hint.address)
-            if owner is not None:
-                ways.append(self._way(owner, own, end, token_s, now))
+            producer = self._producers.get(hint.address)
+            if producer is not None:
+                ways.append(self._way(producer, own, end, token_s, now))
         if not ways:
             self._counts["unpaired"] += much
             return None
@@ -262,12 +263,16 @@ class PrefixFetches:
             return None
         return best
 
-    def _way(self, owner: ProducerUp, own: int, end: int, token_s: float, now: float) -> _Way:
+    def _way(self, producer: ProducerUp, own: int, end: int, token_s: float, now: float) -> _Way:
         num_pages = num_pages_of(self._tables.handed_over(end, own))
-        num_reads = sum(fetch.owner.owner == owner.owner for fetch in self._fetches.values())
+        num_reads = sum(
+            fetch.producer.instance == producer.instance for fetch in self._fetches.values()
+        )
         num_bytes = num_pages * self._page_bytes
-        read_s = self._costs.read_s(owner.owner, num_bytes, owner.gib_per_s, num_reads, now)
-        return _Way(owner, end, num_pages, read_s, (end - own) * token_s - read_s)
+        read_s = self._costs.read_s(
+            producer.instance, num_bytes, producer.gib_per_s, num_reads, now
+        )
+        return _Way(producer, end, num_pages, read_s, (end - own) * token_s - read_s)
 
     def _wait(
         self,
@@ -318,11 +323,11 @@ class PrefixFetches:
         handoff_id = HandoffId(self._instance, self._next_number, 1)
         self._next_number += 1
         self._reads[handoff_id] = fresh
-        self._fetches[handoff_id] = _Fetch(way.owner, tokens, namespace, own, fresh, now)
+        self._fetches[handoff_id] = _Fetch(way.producer, tokens, namespace, own, fresh, now)
         self._port.post(
             OpenCommand(
                 handoff_id,
-                way.owner.owner,
+                way.producer.instance,
                 UNNAMED,  # the namespace includes the weights
                 Remaining(self._fetch_s + TIMES_EXPECTED * way.read_s),
                 Prefix(tokens.tobytes(), namespace, ticket),
@@ -345,7 +350,7 @@ class PrefixFetches:
         holding = PageHolding.laid_out(tables, here, fetch.fresh[:num_pages], end)
         self._cache.insert(tokens, holding, fetch.namespace, state=holding.state)
         for key in fetch.waiting:
-            self._fetched[key] = FetchedPrefix(end - prefix, fetch.owner.owner)
+            self._fetched[key] = FetchedPrefix(end - prefix, fetch.producer.instance)
 
     def lost(self, event: FailedEvent) -> None:
         self._ended(event.id, "failed")
@@ -356,9 +361,9 @@ class PrefixFetches:
     def _ended(self, handoff_id: HandoffId, outcome: str) -> _Fetch:
         fetch = self._fetches.pop(handoff_id)
         self._counts[outcome] += 1
-        owner, now = fetch.owner, self._clock()
+        producer, now = fetch.producer, self._clock()
         num_bytes = len(fetch.fresh) * self._page_bytes
-        self._costs.learn(owner.owner, num_bytes, owner.gib_per_s, now - fetch.began, now)
+        self._costs.learn(producer.instance, num_bytes, producer.gib_per_s, now - fetch.began, now)
         for key in fetch.waiting:
             del self._waits[key]
         self._over += fetch.waiting

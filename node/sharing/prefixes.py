@@ -21,7 +21,7 @@ from kvtransfer.ports import (
     InvalidateCommand,
     InvalidateEvent,
     NodeEvent,
-    OwnerRate,
+    ProducerRate,
 )
 from node.sharing.exports import PrefixExports
 from node.sharing.fetches import PrefixFetches
@@ -34,7 +34,7 @@ EVERY_S = 1.0
 # Invalidation of corrupt KV (NaN or Inf logits) between nodes. This node asks the node that gave
 # the KV to forget it too, and forgets prefixes when asked.
 #
-# Each node forgets prefixes that gave its own requests NaN or Inf. But an owner would give them
+# Each node forgets prefixes that gave its own requests NaN or Inf. But a producer would give them
 # again, if it computes from its own KV in another way, or exports KV that it never computes from.
 # A request records the nodes from which its KV was read.
 #
@@ -61,8 +61,8 @@ class CorruptPrefixes:
     def found(self, prefix: CorruptPrefix) -> None:
         """Report corrupt KV, which this node has forgotten, to the nodes that gave it."""
         self._counts["own"] += 1
-        for owner in dict.fromkeys(prefix.given_by):
-            self._port.post(InvalidateCommand(owner, prefix.token_ids, prefix.namespace))
+        for producer in dict.fromkeys(prefix.given_by):
+            self._port.post(InvalidateCommand(producer, prefix.token_ids, prefix.namespace))
 
     def asked(self, event: InvalidateEvent) -> None:
         now = self._clock()
@@ -207,7 +207,7 @@ class PrefixSharing:
         """Record an admitted request, with the prefix that the tree has."""
         fetched = self.fetches.fetched(request.key)
         if fetched.num_tokens:
-            request.given_by.append(fetched.owner)
+            request.given_by.append(fetched.producer)
         self.ways.admitted(request, fetched.num_tokens, time.monotonic())
 
     def forget(self, key: int) -> None:
@@ -223,8 +223,8 @@ class PrefixSharing:
             case InvalidateEvent():
                 self.corrupt_prefixes.asked(event)
                 return True
-            case OwnerRate():
-                self.fetches.owner_rate(event)
+            case ProducerRate():
+                self.fetches.producer_rate(event)
                 return False
             case _:
                 return take(event, Prefix, self.fetches, self.loans)

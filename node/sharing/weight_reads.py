@@ -254,7 +254,7 @@ class WeightReads:
         self._port = port
         self._clock = clock
         self._copies = WeightCopies(pool, tell)
-        self._owners: dict[str, ProducerUp] = {}  # by address
+        self._producers: dict[str, ProducerUp] = {}  # by address
         self._next_number = FIRST_NUMBER
         self._taking: _Taking | None = None
         self._reads: dict[HandoffId, _Read] = {}
@@ -290,15 +290,16 @@ class WeightReads:
             self._taking = taking
         return future
 
-    # Owners -------------------------------------------------------------------------------------
+    # Producers
+    # -------------------------------------------------------------------------------------
 
-    def owner_up(self, event: ProducerUp) -> None:
-        self._owners[event.address] = event
+    def producer_up(self, event: ProducerUp) -> None:
+        self._producers[event.address] = event
 
-    def owner_down(self, event: ProducerDown) -> None:
-        owner = self._owners.get(event.address)
-        if owner is not None and owner.owner == event.owner:
-            del self._owners[event.address]
+    def producer_down(self, event: ProducerDown) -> None:
+        producer = self._producers.get(event.address)
+        if producer is not None and producer.instance == event.instance:
+            del self._producers[event.address]
 
     # Outcomes of a window -----------------------------------------------------------------------
 
@@ -372,23 +373,23 @@ class WeightReads:
             if taking.preparing.done():
                 self._prepared(taking, taking.preparing)
         elif now - taking.moved_at > STILL_S or now - taking.began > TAKE_S:
-            paired = taking.address in self._owners
+            paired = taking.address in self._producers
             reason = "its weights do not come" if paired else "it does not pair with this node"
             self._end(
                 taking, FailedPrecondition(f"{taking.address}: {reason}; the logs of both say why")
             )
         elif taking.pieces.all_asked and all(read.over for read in self._reads.values()):
             self._prepare(taking)
-        elif taking.address in self._owners:
-            self._ask(taking, self._owners[taking.address], now)
+        elif taking.address in self._producers:
+            self._ask(taking, self._producers[taking.address], now)
 
-    def _ask(self, taking: _Taking, owner: ProducerUp, now: float) -> None:
+    def _ask(self, taking: _Taking, producer: ProducerUp, now: float) -> None:
         """Request windows up to the limit. Windows after the header follow when the
         header is here.
         """
         pieces = taking.pieces
-        # Another owner at this address, with smaller pages, refuses pieces that do not fit.
-        pieces.piece_bytes = pieces.piece_bytes or owner.piece_bytes
+        # Another producer at this address, with smaller pages, refuses pieces that do not fit.
+        pieces.piece_bytes = pieces.piece_bytes or producer.piece_bytes
         most = WINDOWS if pieces.num_bytes is not None else 1
         while len(self._reads) < most and (window := pieces.next(now)) is not None:
             num_pages = window.past - window.first
@@ -402,7 +403,7 @@ class WeightReads:
             self._port.post(
                 OpenCommand(
                     handoff_id,
-                    owner.owner,
+                    producer.instance,
                     taking.weights,
                     Remaining(WINDOW_S),
                     Weights(window.first, num_pages, pieces.piece_bytes),

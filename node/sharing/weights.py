@@ -39,9 +39,9 @@ class ConsumerShare(Protocol):
 
     def __contains__(self, handoff_id: HandoffId) -> bool: ...
 
-    def owner_up(self, event: ProducerUp) -> None: ...
+    def producer_up(self, event: ProducerUp) -> None: ...
 
-    def owner_down(self, event: ProducerDown) -> None: ...
+    def producer_down(self, event: ProducerDown) -> None: ...
 
     def held(self, event: CompletedEvent) -> None: ...
 
@@ -73,10 +73,10 @@ def take(
     """
     match event:
         case ProducerUp():
-            reading.owner_up(event)
+            reading.producer_up(event)
             return False
         case ProducerDown():
-            reading.owner_down(event)
+            reading.producer_down(event)
             return False
         case CompletedEvent() if event.id in reading:
             reading.held(event)

@@ -210,7 +210,9 @@ def remarks(findings, verdict):
 
 def spans(pair):
     """Return all reads: both ranks, and the first byte in both pages."""
-    return [(each["rank"], each["owner"], each["source"], each["at"]) for each in pair["reads"]]
+    return [
+        (each["rank"], each["producer_rank"], each["source"], each["at"]) for each in pair["reads"]
+    ]
 
 
 def test_the_memory_of_a_node_with_ranks_is_that_of_each(check, model):
@@ -227,7 +229,7 @@ def test_the_memory_of_a_node_with_ranks_is_that_of_each(check, model):
     assert device.endswith("threads for each rank")
 
 
-def test_each_rank_of_a_reader_reads_its_heads_of_a_page(check_pair):
+def test_each_rank_of_a_consumer_reads_its_heads_of_a_page(check_pair):
     code, found = check_pair(ranks(1), ranks(2))
     assert code == 0
     pair = found["pair"]
@@ -326,7 +328,7 @@ def test_each_stage_has_its_layers_and_is_read_by_them(check_pair, tmp_path):
     (first, last), (whole,) = (found["pair"]["ranks"][role] for role in ("prefill", "decode"))
     assert [each["page_bytes"] * 5 // whole["page_bytes"] for each in (first, last)] == [2, 3]
     assert first["weight_bytes"] + last["weight_bytes"] == whole["weight_bytes"]
-    assert {each["owner"]: each["size"] for each in found["pair"]["reads"]} == {
+    assert {each["producer_rank"]: each["size"] for each in found["pair"]["reads"]} == {
         0: 2 * whole["page_bytes"] // 5 // 2,
         1: 3 * whole["page_bytes"] // 5 // 2,
     }

@@ -106,7 +106,7 @@ def split(at_s, num_ranks=2):
     ]
     now.nodes[1].ranks.extend(ranks)
     now.nodes[1].links[0].members.extend(
-        LinkMember(rank=n, owner_rank=0, path="tcp", gib_per_s=1.0 + n) for n in range(num_ranks)
+        LinkMember(rank=n, producer_rank=0, path="tcp", gib_per_s=1.0 + n) for n in range(num_ranks)
     )
     return now
 

@@ -158,25 +158,27 @@ def _fill(
         view.vectors[tables[0]] = make("vector", shape, whole.cell_dtype)
 
 
-def check_read(reader: Rank, owners: list[Rank]) -> tuple[tuple[Slice, ...], ...]:
-    """Read by the map into empty pages, and compare with the pages as the reader would fill them.
+def check_read(consumer: Rank, producers: list[Rank]) -> tuple[tuple[Slice, ...], ...]:
+    """Read by the map into empty pages, and compare with the pages as the consumer would fill them.
     Every byte in use is read exactly once. No other page is written."""
-    moves = copy_map(reader.number, reader.pages, [owner.pages for owner in owners])
-    memory, times = np.zeros_like(reader.memory), np.zeros(reader.memory.shape, np.uint8)
+    moves = copy_map(consumer.number, consumer.pages, [producer.pages for producer in producers])
+    memory, times = np.zeros_like(consumer.memory), np.zeros(consumer.memory.shape, np.uint8)
     for table, slices in enumerate(moves[:-1]):
-        here = reader.tables[table]
-        for owner, _, source, _, at, size in slices:
-            there = owners[owner].tables[table]
-            memory[here, at : at + size] = owners[owner].memory[there, source : source + size]
+        here = consumer.tables[table]
+        for producer, _, source, _, at, size in slices:
+            there = producers[producer].tables[table]
+            memory[here, at : at + size] = producers[producer].memory[there, source : source + size]
             times[here, at : at + size] += 1
-    for owner, source_page, source, page, at, size in moves[-1]:
-        there, here = owners[owner].state[source_page], reader.state[page]
-        memory[here, at : at + size] = owners[owner].memory[there, source : source + size]
+    for producer, source_page, source, page, at, size in moves[-1]:
+        there, here = producers[producer].state[source_page], consumer.state[page]
+        memory[here, at : at + size] = producers[producer].memory[there, source : source + size]
         times[here, at : at + size] += 1
-    assert (memory[reader.used] == reader.memory[reader.used]).all()
-    assert (times[reader.used] == 1).all()
+    assert (memory[consumer.used] == consumer.memory[consumer.used]).all()
+    assert (times[consumer.used] == 1).all()
     assert times.max() == 1
-    unused = np.setdiff1d(np.arange(len(memory)), np.concatenate([*reader.tables, reader.state]))
+    unused = np.setdiff1d(
+        np.arange(len(memory)), np.concatenate([*consumer.tables, consumer.state])
+    )
     assert not times[unused].any()
     return moves
 
@@ -224,24 +226,24 @@ def check_pairs(whole: KVLayout, sizes: Sequence[tuple[int, int]], seed: int = 0
     for size in set(sizes) - set(served):
         with pytest.raises(ConfigError, match=r"\d"):
             ranks_of(whole, *size, make, 0)
-    owners = {size: ranks_of(whole, *size, make, 1) for size in served}
+    producers = {size: ranks_of(whole, *size, make, 1) for size in served}
     num_maps = 0
     for size in served:
-        for reader, (owner_size, owner) in itertools.product(
-            ranks_of(whole, *size, make, 2), owners.items()
+        for consumer, (producer_size, producer) in itertools.product(
+            ranks_of(whole, *size, make, 2), producers.items()
         ):
             num_maps += 1
-            stages = [each.pages.layers for each in owner]
-            if len(whole.windows) > 1 and reader.pages.layers not in stages:
+            stages = [each.pages.layers for each in producer]
+            if len(whole.windows) > 1 and consumer.pages.layers not in stages:
                 with pytest.raises(LayoutMismatch, match=f"has {len(whole.windows)}"):
-                    copy_map(reader.number, reader.pages, [each.pages for each in owner])
+                    copy_map(consumer.number, consumer.pages, [each.pages for each in producer])
                 continue
-            moves = check_read(reader, owner)
-            if owner_size[1] == size[1]:
+            moves = check_read(consumer, producer)
+            if producer_size[1] == size[1]:
                 most = 3 if whole.draft else 1
                 for table in moves[:-1]:
-                    read = [each.owner for each in table]
-                    assert all(read.count(owner) <= most for owner in read)
+                    read = [each.producer_rank for each in table]
+                    assert all(read.count(producer) <= most for producer in read)
     return num_maps
 
 
@@ -321,8 +323,10 @@ def test_one_rank_has_the_whole_layout_and_reads_pages_as_one_slice() -> None:
 def test_ranks_with_the_same_head_are_read_by_turns() -> None:
     whole = layout_of("latents", "bf16")
     ranks = [whole.rank_pages(place, 4, range(4)) for place in range(4)]
-    owners = [copy_map(reader, ranks[reader], ranks[:2])[0][0].owner for reader in range(4)]
-    assert owners == [0, 1, 0, 1]
+    producers = [
+        copy_map(consumer, ranks[consumer], ranks[:2])[0][0].producer_rank for consumer in range(4)
+    ]
+    assert producers == [0, 1, 0, 1]
 
 
 def test_pages_are_smaller_by_the_heads_that_a_rank_lacks_and_states_have_their_own_count() -> None:
@@ -381,7 +385,7 @@ GOOD = pages_with(Atom(0, 0, 64))
 
 
 @pytest.mark.parametrize(
-    "reader, mine, owners, message",
+    "consumer, mine, producers, message",
     [
         (0, GOOD, [], "0 ranks"),
         (0, GOOD, [GOOD] * 10**6, f"1000000 ranks: .* {MAX_RANKS}"),
@@ -395,12 +399,12 @@ GOOD = pages_with(Atom(0, 0, 64))
         (0, GOOD, [pages_with(Atom(0, 0, 2**64))], "outside"),
         (0, GOOD, [pages_with(Atom(1, 0, 64))], "page 1 "),
         (0, pages_with(Atom(0, 32, 64)), [GOOD], "at 32"),
-        (0, GOOD, [pages_with(Atom(0, 0, 32))], "32 bytes at the owner, 64 here"),
-        (0, GOOD, [pages_with()], "no rank of the owner"),
+        (0, GOOD, [pages_with(Atom(0, 0, 32))], "32 bytes at the producer, 64 here"),
+        (0, GOOD, [pages_with()], "no rank of the producer"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_with_the_numbers(
-    reader: int, mine: RankPages, owners: list[RankPages], message: str
+    consumer: int, mine: RankPages, producers: list[RankPages], message: str
 ) -> None:
     with pytest.raises(LayoutMismatch, match=message):
-        copy_map(reader, mine, owners)
+        copy_map(consumer, mine, producers)

@@ -24,8 +24,8 @@ class Stuck:
         return {"waiting": 0, "transfer": 2}
 
     def handoffs(self):
-        yield {"queue": "transfer", "request_id": "the first", "owner": "p0:1"}
-        yield {"queue": "transfer", "request_id": "the second", "owner": "p1:1"}
+        yield {"queue": "transfer", "request_id": "the first", "producer": "p0:1"}
+        yield {"queue": "transfer", "request_id": "the second", "producer": "p1:1"}
         {broken}
 
     def flights(self, num_ended):
@@ -55,8 +55,8 @@ def test_its_log_has_all_queues_every_handoff_and_every_stack():
     assert ended.returncode == 1
     assert "engine stalled, terminating" in ended.stderr
     assert "waiting=0 transfer=2" in ended.stderr
-    for name, owner in (("the first", "p0:1"), ("the second", "p1:1")):
-        assert f'queue=transfer request_id="{name}" owner={owner}' in ended.stderr
+    for name, producer in (("the first", "p0:1"), ("the second", "p1:1")):
+        assert f'queue=transfer request_id="{name}" producer={producer}' in ended.stderr
     assert "in poll" in ended.stderr
     assert 'events="0.000 submitted; 0.250 opened"' in ended.stderr
     assert 'request_id="the first" began_ago_s=9' in ended.stderr  # the last ones are told

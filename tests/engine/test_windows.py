@@ -91,7 +91,7 @@ def test_a_conversation_goes_on_from_where_its_last_answer_ended():
     rig.complete()
 
 
-def test_a_prefix_without_its_windows_is_computed_anew_and_is_of_use_to_a_reader():
+def test_a_prefix_without_its_windows_is_computed_anew_and_is_of_use_to_a_consumer():
     """After a branch in the middle of a chunk no windows are kept."""
     rig = Rig(windows=WINDOWS, num_pages=100)
     rig.add(prompt(200), 4)

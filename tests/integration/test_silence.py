@@ -18,7 +18,8 @@ from tests.support.cluster import Cluster, Node, slowed
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 log = logging.getLogger(__name__)
 
-# Longer than an owner waits for a reader's beats (5 s), shorter than a router for a node's (10 s).
+# Longer than a producer waits for a consumer's beats (5 s), shorter than a router for a node's (10
+# s).
 PAUSE_S = 6.5
 
 

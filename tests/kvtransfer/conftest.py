@@ -1,5 +1,5 @@
-"""Fixtures of the data paths: owners that end with their test, and what this machine permits; and
-of searches."""
+"""Fixtures of the data paths: producers that end with their test, and what this machine permits;
+and of searches."""
 
 import gc
 from collections.abc import Iterator

@@ -54,9 +54,9 @@ from tests.kvtransfer.sides import (
     TORN,
     Input,
     Output,
-    OwnerSide,
     Plan,
-    ReaderSide,
+    SimulatedConsumer,
+    SimulatedProducer,
     require,
 )
 from tests.kvtransfer.world import Simulation, Step, World
@@ -92,7 +92,7 @@ class LivePlan(NamedTuple):
             windows=self.windows,
             state_pages=self.state_pages,
             asynchronous=self.asynchronous,
-            late_owner=self.asynchronous,
+            late_producer=self.asynchronous,
             only_faults=self.only_faults,
         )
 
@@ -270,7 +270,7 @@ class Beneath:
         request.in_batch, request.slot, request.told = False, None, told
 
 
-class SourceSide(OwnerSide):
+class SourceSide(SimulatedProducer):
     def __init__(
         self, live: LivePlan, config: TransferConfig, instance: int, *, runs: int | None = 1
     ) -> None:
@@ -423,16 +423,16 @@ class SourceSide(OwnerSide):
     def _take(self, event: Any) -> list[Output]:
         of_loans = event.serial in self.loans
         of_loans |= isinstance(event, OpenedEvent) and isinstance(event.source, Prefix)
-        owner = self.loans if of_loans else self.departures
+        producer = self.loans if of_loans else self.departures
         match event:
             case OpenedEvent(source=Prefix() as prefix):
                 self.loans.opened(event, prefix)
             case OpenedEvent():
                 self.departures.opened(event)
             case GrantedEvent():
-                owner.granted(event)
+                producer.granted(event)
             case ClosedEvent():
-                owner.dropped(event)
+                producer.dropped(event)
         return self._turn()
 
     def _turn(self) -> list[Output]:
@@ -499,7 +499,7 @@ def in_page(place: int, num_kv: int) -> int:
 # The target --------------------------------------------------------------------------------------
 
 
-class TargetSide(ReaderSide):
+class TargetSide(SimulatedConsumer):
     """The migration target. If it copies first, the first attempt of a migration is the copy.
 
     joined: tickets of submissions that run here, by mover.
@@ -547,7 +547,7 @@ class TargetSide(ReaderSide):
             source: Source = Live(spec, self.asks)
             if copies:
                 source = Prefix(spec.token_ids, ticket=self.asks)
-            return OpenCommand(self._id(job), max(self.owners), b"", Remaining(100.0), source)
+            return OpenCommand(self._id(job), max(self.producers), b"", Remaining(100.0), source)
         command = super()._command(what, r)
         if isinstance(command, GrantCommand) and not copies:
             prefix = len(self.copied)
@@ -629,13 +629,13 @@ class TargetSide(ReaderSide):
 
 class LiveSimulation(Simulation):
     def __init__(self, live: LivePlan, config: TransferConfig) -> None:
-        target = Node(101, reader=TargetSide(live, config, 101))
-        source = Node(201, owner=SourceSide(live, config, 201))
+        target = Node(101, consumer=TargetSide(live, config, 101))
+        source = Node(201, producer=SourceSide(live, config, 201))
         super().__init__([target, source], only_faults=live.only_faults)
 
     def after(self, world: World, step: Step) -> World:
         after = super().after(world, step)
-        target, source = (node.reader or node.owner for node in self.nodes(after))
+        target, source = (node.consumer or node.producer for node in self.nodes(after))
         assert isinstance(source, SourceSide) and isinstance(target, TargetSide)
         require(len(target.joined) <= 1, "two movers run")
         require(

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Self
 
 from kvtransfer.messages import HandoffId
-from tests.kvtransfer.sides import Input, Output, OwnerSide, ReaderSide
+from tests.kvtransfer.sides import Input, Output, SimulatedConsumer, SimulatedProducer
 
 
 class Node:
@@ -15,15 +15,19 @@ class Node:
     """
 
     def __init__(
-        self, instance: int, *, reader: ReaderSide | None = None, owner: OwnerSide | None = None
+        self,
+        instance: int,
+        *,
+        consumer: SimulatedConsumer | None = None,
+        producer: SimulatedProducer | None = None,
     ) -> None:
-        ends = {"reader": reader, "owner": owner}
+        ends = {"consumer": consumer, "producer": producer}
         self.instance = instance
-        self.reader, self.owner = reader, owner
+        self.consumer, self.producer = consumer, producer
         self._ends = [name for name, end in ends.items() if end is not None]
 
     def _end(self, name: str) -> Any:
-        return self.reader if name == "reader" else self.owner
+        return self.consumer if name == "consumer" else self.producer
 
     def _all(self) -> list[Any]:
         return [self._end(name) for name in self._ends]
@@ -71,19 +75,19 @@ class Node:
 
     def ended(self) -> list[int]:
         """Requests that have."""
-        jobs = self.reader.jobs if self.reader is not None else []
+        jobs = self.consumer.jobs if self.consumer is not None else []
         return [r for r, job in enumerate(jobs) if job.state == "ended"]
 
     def contents(self, pages: Sequence[int]) -> tuple[Any, ...]:
-        assert self.owner is not None
-        return self.owner.contents(pages)
+        assert self.producer is not None
+        return self.producer.contents(pages)
 
     def serves(self, pages: Sequence[int]) -> bool:
-        assert self.owner is not None
-        return self.owner.serves(pages)
+        assert self.producer is not None
+        return self.producer.serves(pages)
 
     def live_streams(self) -> set[int]:
-        return self.reader.live_streams() if self.reader is not None else set()
+        return self.consumer.live_streams() if self.consumer is not None else set()
 
     def streams(self) -> set[int]:
         """Return the streams that its ends remember."""

@@ -40,9 +40,9 @@ from tests.kvtransfer.sides import (
     Input,
     Job,
     Output,
-    OwnerSide,
     Plan,
-    ReaderSide,
+    SimulatedConsumer,
+    SimulatedProducer,
     require,
 )
 from tests.kvtransfer.world import Simulation
@@ -55,11 +55,11 @@ class PrefixPlan(NamedTuple):
     """The parameters of a search.
 
     namespaces: of the prompts that want a prefix; all have the same tokens.
-    told: pages that the reader is told of, at one owner for each prompt in turn.
+    told: pages that the consumer is told of, at one producer for each prompt in turn.
     further: pages more that each next prompt is told of.
-    has: pages that each owner has.
-    own: pages that the reader has.
-    owners: their addresses.
+    has: pages that each producer has.
+    own: pages that the consumer has.
+    producers: their addresses.
     windows, state_pages: as of PageTables.
     """
 
@@ -68,8 +68,8 @@ class PrefixPlan(NamedTuple):
     further: int = 0
     has: int = 2
     own: int = 0
-    owners: tuple[str, ...] = ("1",)
-    reader_pages: int = 4
+    producers: tuple[str, ...] = ("1",)
+    consumer_pages: int = 4
     loans: int = 1  # as many as fit at once
     windows: tuple[int | None, ...] = (None,)
     state_pages: int = 0
@@ -83,7 +83,7 @@ class PrefixPlan(NamedTuple):
     def hint(self, r: int) -> PrefixHint:
         """Return the prefix hint of a prompt."""
         num_pages = self.told + self.further * r
-        return PrefixHint(self.owners[r % len(self.owners)], num_pages * PAGE_SIZE)
+        return PrefixHint(self.producers[r % len(self.producers)], num_pages * PAGE_SIZE)
 
     def plan(self) -> Plan:
         return Plan(
@@ -92,7 +92,7 @@ class PrefixPlan(NamedTuple):
             windows=self.windows,
             state_pages=self.state_pages,
             asynchronous=self.asynchronous,
-            late_owner=self.asynchronous,
+            late_producer=self.asynchronous,
             only_faults=self.only_faults,
         )
 
@@ -208,7 +208,8 @@ NO_TIERS = CacheTiers(  # nothing changes there: never copied
 )
 
 
-# The owner ---------------------------------------------------------------------------------------
+# The producer
+# ---------------------------------------------------------------------------------------
 
 
 def lender_memory(plan: PrefixPlan, free: int | None = None) -> Memory:
@@ -221,7 +222,7 @@ def lender_memory(plan: PrefixPlan, free: int | None = None) -> Memory:
     return Memory(num_pages, plan.tables, 0 if free is None else num_pages - free)
 
 
-class LenderSide(OwnerSide):
+class LenderSide(SimulatedProducer):
     def __init__(
         self,
         plan: PrefixPlan,
@@ -319,10 +320,11 @@ class LenderSide(OwnerSide):
         return [output for command in self.port.take() for output in self._posted(command)]
 
 
-# The reader --------------------------------------------------------------------------------------
+# The consumer
+# --------------------------------------------------------------------------------------
 
 
-class FetcherSide(ReaderSide):
+class FetcherSide(SimulatedConsumer):
     def __init__(
         self, plan: PrefixPlan, config: TransferConfig, instance: int, memory: Memory
     ) -> None:
@@ -366,7 +368,7 @@ class FetcherSide(ReaderSide):
     def moves(self) -> list[Input]:
         moves = [(what,) for what, waits in (("take", self.inbox), ("post", self.posts)) if waits]
         jobs = enumerate(self.jobs)
-        return moves + [("begin", r) for r, job in jobs if job.state == "new" and self.owners]
+        return moves + [("begin", r) for r, job in jobs if job.state == "new" and self.producers]
 
     def faults(self) -> list[Input]:
         faults: list[Input] = [("forget", r) for r, j in enumerate(self.jobs) if j.state == "open"]
@@ -415,7 +417,7 @@ class FetcherSide(ReaderSide):
 
     def _restart(self, instance: int) -> None:
         plan = self.sharing_plan
-        memory = Memory(plan.reader_pages, plan.tables)
+        memory = Memory(plan.consumer_pages, plan.tables)
         fresh = FetcherSide(plan, self.config, instance, memory)
         fresh.jobs = [ENDED] * len(self.jobs)
         self.__dict__.update(fresh.__dict__)
@@ -423,11 +425,11 @@ class FetcherSide(ReaderSide):
     def _take(self, event: Any) -> None:
         match event:
             case ProducerUp():
-                self.owners[event.owner] = event.address
-                self.fetches.owner_up(event)
+                self.producers[event.instance] = event.address
+                self.fetches.producer_up(event)
             case ProducerDown():
-                self.owners.pop(event.owner, None)
-                self.fetches.owner_down(event)
+                self.producers.pop(event.instance, None)
+                self.fetches.producer_down(event)
             case CompletedEvent():
                 self.fetches.held(event)
             case FailedEvent():
@@ -440,13 +442,13 @@ class FetcherSide(ReaderSide):
 
 class PrefixSimulation(Simulation):
     def __init__(self, plan: PrefixPlan, config: TransferConfig) -> None:
-        memory = Memory(plan.reader_pages, plan.tables)
-        nodes = [Node(101, reader=FetcherSide(plan, config, 101, memory))]
-        for address in plan.owners:
+        memory = Memory(plan.consumer_pages, plan.tables)
+        nodes = [Node(101, consumer=FetcherSide(plan, config, 101, memory))]
+        for address in plan.producers:
             instance = 100 * int(address) + 101
             lender = LenderSide(plan, config, instance, lender_memory(plan))
-            nodes.append(Node(instance, owner=lender))
-        super().__init__(nodes, [(0, int(each)) for each in plan.owners], plan.only_faults)
+            nodes.append(Node(instance, producer=lender))
+        super().__init__(nodes, [(0, int(each)) for each in plan.producers], plan.only_faults)
 
 
 # Two nodes that are both ------------------------------------------------------------------------
@@ -459,8 +461,8 @@ class Peer(Node):
         free: pages that are not taken for good, of which what it lends has some.
     """
 
-    reader: FetcherSide
-    owner: LenderSide
+    consumer: FetcherSide
+    producer: LenderSide
 
     def __init__(
         self,
@@ -473,25 +475,25 @@ class Peer(Node):
         knows: bool = True,
     ) -> None:
         memory = lender_memory(has, free)
-        reader = FetcherSide(wants, config, instance, memory)
-        owner = LenderSide(has, config, instance, memory, knows=knows)
-        super().__init__(instance, reader=reader, owner=owner)
+        consumer = FetcherSide(wants, config, instance, memory)
+        producer = LenderSide(has, config, instance, memory, knows=knows)
+        super().__init__(instance, consumer=consumer, producer=producer)
         self._plans, self._config, self._free = (wants, has), config, free
 
     def fork(self, *names: str) -> None:
         copied: dict[int, Any] = {}
-        self.reader, self.owner = self.reader.fork(copied), self.owner.fork(copied)
+        self.consumer, self.producer = self.consumer.fork(copied), self.producer.fork(copied)
 
     def react(self, name: str, given: Input) -> list[Output]:
         outputs = super().react(name, given)
-        self.owner.check()
+        self.producer.check()
         return outputs
 
     def restart(self) -> None:
         wants, has = self._plans
         fresh = Peer(wants, has, self._config, self.instance, free=self._free, knows=False)
-        fresh.reader.jobs = [ENDED] * len(fresh.reader.jobs)
-        self.reader, self.owner = fresh.reader, fresh.owner
+        fresh.consumer.jobs = [ENDED] * len(fresh.consumer.jobs)
+        self.consumer, self.producer = fresh.consumer, fresh.producer
 
 
 class PeersSimulation(Simulation):
@@ -502,6 +504,6 @@ class PeersSimulation(Simulation):
         nodes = []
         for n in (0, 1):
             has = plan._replace(namespaces=(whose[n],))
-            wants = plan._replace(namespaces=(whose[1 - n],), owners=(str(1 - n),))
+            wants = plan._replace(namespaces=(whose[1 - n],), producers=(str(1 - n),))
             nodes.append(Peer(wants, has, config, 100 * n + 101, free=free))
         super().__init__(nodes, [(0, 1), (1, 0)], plan.only_faults)

@@ -1,5 +1,5 @@
-"""Stands in for the frontends of one reader and one owner: carries frames between their transfer
-threads, through protobuf as the network would, and cuts streams when it is told to.
+"""Stands in for the frontends of one consumer and one producer: carries frames between their
+transfer threads, through protobuf as the network would, and cuts streams when it is told to.
 """
 
 import contextlib
@@ -37,24 +37,24 @@ class Pump:
     """
 
     def __init__(self) -> None:
-        self._sockets: dict[bool, FrameSocket[PairOutput]] = {}  # by whether it is the reader's
+        self._sockets: dict[bool, FrameSocket[PairOutput]] = {}  # by whether it is the consumer's
         self._wake_up = WakeUp()
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
-        self._reader_hello: PairHello | None = None
+        self._consumer_hello: PairHello | None = None
         self._streams = 0
         self._stopped = False
         self.open: set[int] = set()
         self.ended: dict[int, PairEnd] = {}  # by stream: what an end has ended it with
         self.sent: list[AnyMessage] = []  # all that has crossed, both ways
-        self.beats = {True: 0, False: 0}  # of engines, by whether it is the reader's
+        self.beats = {True: 0, False: 0}  # of engines, by whether it is the consumer's
         self.late_s = {True: 0.0, False: 0.0}  # in the last heartbeat of each
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
 
-    def join(self, *, as_reader: bool) -> FrameSocket[PairInput]:
+    def join(self, *, as_consumer: bool) -> FrameSocket[PairInput]:
         """The transfer thread's end of a socket to this pump; call before `start`."""
         ours, theirs = socket_pair()
-        self._sockets[as_reader] = FrameSocket(ours, PairOutput)
+        self._sockets[as_consumer] = FrameSocket(ours, PairOutput)
         return _input_socket(theirs)
 
     def start(self) -> None:
@@ -67,8 +67,8 @@ class Pump:
             sock.close()
 
     def connect(self) -> int:
-        """Opens the next stream, once the reader has said what it is."""
-        self.wait(lambda: self._reader_hello is not None)
+        """Opens the next stream, once the consumer has said what it is."""
+        self.wait(lambda: self._consumer_hello is not None)
         self._streams += 1
         stream = self._streams
         self._call(lambda: self._connect(stream))
@@ -78,9 +78,9 @@ class Pump:
         """Both ends see the end of it."""
         self._call(lambda: self._close(stream, "cut"))
 
-    def say(self, stream: int, message: AnyMessage, *, to_reader: bool) -> None:
+    def say(self, stream: int, message: AnyMessage, *, to_consumer: bool) -> None:
         """Send a message that the other end would not send by itself."""
-        self._call(lambda: self._sockets[to_reader].send(PairMessage(stream, message)))
+        self._call(lambda: self._sockets[to_consumer].send(PairMessage(stream, message)))
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Until something that has crossed makes it true."""
@@ -104,16 +104,16 @@ class Pump:
         while not self._stopped:
             poll.poll()
             self._wake_up.clear()
-            for as_reader, sock in list(self._sockets.items()):
+            for as_consumer, sock in list(self._sockets.items()):
                 try:
                     messages = sock.receive()
                 except PeerGone:
                     poll.unregister(sock)
-                    self._sockets.pop(as_reader).close()
+                    self._sockets.pop(as_consumer).close()
                     continue
                 with self._changed:
                     for message in messages:
-                        self._take(message, as_reader=as_reader)
+                        self._take(message, as_consumer=as_consumer)
                     self._changed.notify_all()
             with self._changed:
                 while self._calls:
@@ -121,28 +121,28 @@ class Pump:
                 self._changed.notify_all()
 
     def _connect(self, stream: int) -> None:
-        assert self._reader_hello is not None
+        assert self._consumer_hello is not None
         self.open.add(stream)
-        hello = _through_protobuf(self._reader_hello, as_reader=True)
+        hello = _through_protobuf(self._consumer_hello, as_consumer=True)
         assert isinstance(hello, PairHello)
-        self._sockets[False].send(PairOpened(stream, hello, as_reader=False))
+        self._sockets[False].send(PairOpened(stream, hello, as_consumer=False))
 
-    def _take(self, message: PairOutput, *, as_reader: bool) -> None:
+    def _take(self, message: PairOutput, *, as_consumer: bool) -> None:
         match message:
             case LocalHello(hello):
-                self._reader_hello = hello
+                self._consumer_hello = hello
             case PeerHello(stream, hello) if stream in self.open:
-                answer = _through_protobuf(hello, as_reader=False)
+                answer = _through_protobuf(hello, as_consumer=False)
                 assert isinstance(answer, PairHello)
-                self._sockets[True].send(PairOpened(stream, answer, as_reader=True))
+                self._sockets[True].send(PairOpened(stream, answer, as_consumer=True))
             case PairSend(stream, said) if stream in self.open:
-                heard = _through_protobuf(said, as_reader=as_reader)
+                heard = _through_protobuf(said, as_consumer=as_consumer)
                 assert not isinstance(heard, PairHello)
                 self.sent.append(heard)
-                self._send(not as_reader, PairMessage(stream, heard))
+                self._send(not as_consumer, PairMessage(stream, heard))
             case EngineHeartbeat(late_s=late_s):
-                self.beats[as_reader] += 1
-                self.late_s[as_reader] = late_s
+                self.beats[as_consumer] += 1
+                self.late_s[as_consumer] = late_s
             case PairEnd(stream, reason):
                 self.ended[stream] = message
                 self._close(stream, reason)
@@ -150,18 +150,20 @@ class Pump:
     def _close(self, stream: int, reason: str) -> None:
         if stream in self.open:
             self.open.remove(stream)
-            for as_reader in (True, False):
-                self._send(as_reader, PairClosed(stream, reason))
+            for as_consumer in (True, False):
+                self._send(as_consumer, PairClosed(stream, reason))
 
-    def _send(self, as_reader: bool, message: PairInput) -> None:
+    def _send(self, as_consumer: bool, message: PairInput) -> None:
         with contextlib.suppress(KeyError):  # that node has ended
-            self._sockets[as_reader].send(message)
+            self._sockets[as_consumer].send(message)
 
 
 def _input_socket(sock: socket.socket) -> FrameSocket[PairInput]:
     return FrameSocket(sock, PairInput)
 
 
-def _through_protobuf(record: PairHello | AnyMessage, *, as_reader: bool) -> PairHello | AnyMessage:
-    proto = codec.to_proto(record, as_reader=as_reader)
+def _through_protobuf(
+    record: PairHello | AnyMessage, *, as_consumer: bool
+) -> PairHello | AnyMessage:
+    proto = codec.to_proto(record, as_consumer=as_consumer)
     return codec.parse(type(proto).FromString(proto.SerializeToString()))

@@ -57,17 +57,17 @@ class Roamer(Node):
         rooms: for how many such there are pages.
     """
 
-    reader: ArrivalSide
-    owner: SourceSide
+    consumer: ArrivalSide
+    producer: SourceSide
 
     def __init__(
         self, live: LivePlan, config: TransferConfig, instance: int, stop: Stop, rooms: int
     ) -> None:
         moves_here = live if stop.asks else live._replace(movers=0)
         asks, _ = stop.asks or (0, 0)
-        reader = ArrivalSide(moves_here, config, instance, asks=asks)
+        consumer = ArrivalSide(moves_here, config, instance, asks=asks)
         super().__init__(
-            instance, reader=reader, owner=SourceSide(live, config, instance, runs=stop.runs)
+            instance, consumer=consumer, producer=SourceSide(live, config, instance, runs=stop.runs)
         )
         self._rooms = rooms
 
@@ -77,9 +77,9 @@ class Roamer(Node):
 
     def react(self, name: str, given: Input) -> list[Output]:
         outputs = super().react(name, given)
-        num_tokens = self.reader.arrival()
+        num_tokens = self.consumer.arrival()
         if num_tokens:
-            self.owner.begin(self.reader.asks + REQUESTS, num_tokens)
+            self.producer.begin(self.consumer.asks + REQUESTS, num_tokens)
         return outputs
 
     def moves(self) -> list[Input]:
@@ -92,10 +92,12 @@ class Roamer(Node):
     def _taken(self) -> int:
         """Rooms in which something is: those of submissions, and what is lent of those that have
         ended; and of movers."""
-        requests = self.owner.beneath.requests.values()
-        pages = {r.pages[0] for r in requests if r.kv is not Kv.AWAY} | {*self.owner.beneath.lent}
-        banks = {page // bank_pages(self.owner.plan.tables) for page in pages}
-        return len(banks) + len(self.reader.reads)
+        requests = self.producer.beneath.requests.values()
+        pages = {r.pages[0] for r in requests if r.kv is not Kv.AWAY} | {
+            *self.producer.beneath.lent
+        }
+        banks = {page // bank_pages(self.producer.plan.tables) for page in pages}
+        return len(banks) + len(self.consumer.reads)
 
     def faults(self) -> list[Input]:
         """Without replays, which are submissions that nothing here asks for."""
@@ -103,7 +105,7 @@ class Roamer(Node):
 
     def running(self) -> Iterator[int]:
         """Tickets of what decodes here."""
-        return (ticket for ticket in self.owner.beneath.requests if self.owner.runs(ticket))
+        return (ticket for ticket in self.producer.beneath.requests if self.producer.runs(ticket))
 
 
 class RoamingSimulation(Simulation):

@@ -7,7 +7,7 @@ from _pytest.mark import ParameterSet
 
 from common.config import TransferConfig
 from tests.kvtransfer.node import Node
-from tests.kvtransfer.sides import Broken, OwnerSide, Plan, ReaderSide, require
+from tests.kvtransfer.sides import Broken, Plan, SimulatedConsumer, SimulatedProducer, require
 from tests.kvtransfer.world import Simulation, Step
 
 PATIENT = TransferConfig(heartbeat_s=1e6, max_missed_heartbeats=1)  # deadlines pass, streams live
@@ -71,14 +71,16 @@ def _path(came_from: dict[int, tuple[int, Step]], here: int) -> list[str]:
 
 
 class PairSimulation(Simulation):
-    """Hand-offs of prompts: one node reads, from one owner or from several."""
+    """Hand-offs of prompts: one node reads, from one producer or from several."""
 
     def __init__(self, plan: Plan, config: TransferConfig) -> None:
-        reader = Node(101, reader=ReaderSide(plan, config, 101))
-        instances = [100 * n + 101 for n in range(1, plan.owners + 1)]
-        owners = [Node(each, owner=OwnerSide(plan, config, each)) for each in instances]
-        dials = [(0, n) for n in range(1, plan.owners + 1)]
-        super().__init__([reader, *owners], dials, plan.only_faults)
+        consumer = Node(101, consumer=SimulatedConsumer(plan, config, 101))
+        instances = [100 * n + 101 for n in range(1, plan.producers + 1)]
+        producers = [
+            Node(each, producer=SimulatedProducer(plan, config, each)) for each in instances
+        ]
+        dials = [(0, n) for n in range(1, plan.producers + 1)]
+        super().__init__([consumer, *producers], dials, plan.only_faults)
 
 
 def case(

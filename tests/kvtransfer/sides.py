@@ -48,7 +48,7 @@ from kvtransfer.protocol.actions import (
     StartRead,
     WithdrawPages,
 )
-from kvtransfer.protocol.attempt import OwnerPages
+from kvtransfer.protocol.attempt import ProducerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.producer import ProducerEnd
 from tests.kvtransfer.copies import fork, key_of
@@ -79,18 +79,18 @@ class Plan:
     """The parameters of a search."""
 
     prompts: tuple[int, ...]  # tokens of each request
-    prefixes: tuple[int, ...]  # of those, what the reader has already
-    reader_pages: int = 0  # 0: more than enough, each request from a part of its own
-    owner_pages: int = 0
+    prefixes: tuple[int, ...]  # of those, what the consumer has already
+    consumer_pages: int = 0  # 0: more than enough, each request from a part of its own
+    producer_pages: int = 0
     windows: tuple[int | None, ...] = (None,)  # of the tables of pages
-    state_pages: int = 0  # of the reader
-    owner_state_pages: int | None = None  # None: as many
-    owners: int = 1  # nodes that compute prompts
+    state_pages: int = 0  # of the consumer
+    producer_state_pages: int | None = None  # None: as many
+    producers: int = 1  # nodes that compute prompts
     attempts: int = 2
     budget_s: float = 100.0
-    admits: bool = False  # whether the owner sends Admitted
-    asynchronous: bool = False  # whether the reader's engine takes its events later
-    late_owner: bool = False  # the same of the owner's, whose commands are late too
+    admits: bool = False  # whether the producer sends Admitted
+    asynchronous: bool = False  # whether the consumer's engine takes its events later
+    late_producer: bool = False  # the same of the producer's, whose commands are late too
     beats: bool = False
     only_faults: tuple[str, ...] = ()  # empty: all
 
@@ -99,15 +99,15 @@ class Plan:
         return PageTables(PAGE_SIZE, self.windows, self.state_pages)
 
     @property
-    def of_owner(self) -> "Plan":
-        """Return the plan as the owner sees it, with its own pages of the state."""
-        if self.owner_state_pages is None:
+    def of_producer(self) -> "Plan":
+        """Return the plan as the producer sees it, with its own pages of the state."""
+        if self.producer_state_pages is None:
             return self
-        return replace(self, state_pages=self.owner_state_pages)
+        return replace(self, state_pages=self.producer_state_pages)
 
     def source_of(self, page: int) -> int:
-        """Return the page of the owner's state that is read into this page of the reader's."""
-        return page % self.of_owner.state_pages
+        """Return the page of the producer's state that is read into this page of the consumer's."""
+        return page % self.of_producer.state_pages
 
     def places(self, num_tokens: int, prefix: int) -> list[tuple[int, int]]:
         """Return the (table, page) places that are handed over.
@@ -133,11 +133,12 @@ class Plan:
         return len(self.windows)
 
 
-# The reader and a decode node's engine -----------------------------------------------------------
+# The consumer and a decode node's engine
+# -----------------------------------------------------------
 
 
 class Job(NamedTuple):
-    """One request in the reader's engine."""
+    """One request in the consumer's engine."""
 
     state: str  # new | open | granted | ended
     serial: int  # new for every submission
@@ -218,7 +219,7 @@ def _timeless(event: Any) -> Any:
     return event
 
 
-class ReaderSide(Side[ConsumerEnd]):
+class SimulatedConsumer(Side[ConsumerEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
         super().__init__(ConsumerEnd(config, plan.tables), late=plan.asynchronous)
         self.end.engine_moves(plan.beats)
@@ -226,14 +227,14 @@ class ReaderSide(Side[ConsumerEnd]):
         self.config = config
         self.instance = instance
         self.jobs = [Job("new", r + 1, 1, 0, 0, ()) for r in range(len(plan.prompts))]
-        self.cells: list[Any] = [FREE] * (plan.reader_pages or len(plan.prompts) * BANK)
+        self.cells: list[Any] = [FREE] * (plan.consumer_pages or len(plan.prompts) * BANK)
         self.reads: dict[HandoffId, tuple[int, ...]] = {}  # pages held for "read"
-        self.owners: dict[int, str] = {}  # addresses of those that are up, by instance
+        self.producers: dict[int, str] = {}  # addresses of those that are up, by instance
 
-    def fork(self) -> "ReaderSide":
+    def fork(self) -> "SimulatedConsumer":
         twin = self.share()
         twin.jobs, twin.cells = list(self.jobs), list(self.cells)
-        twin.reads, twin.owners = dict(self.reads), dict(self.owners)
+        twin.reads, twin.producers = dict(self.reads), dict(self.producers)
         return twin
 
     def key(self) -> Hashable:
@@ -243,7 +244,7 @@ class ReaderSide(Side[ConsumerEnd]):
             tuple(self.jobs),
             tuple(self.cells),
             tuple(sorted(self.reads.items())),
-            tuple(sorted(self.owners.items())),
+            tuple(sorted(self.producers.items())),
             repr(self.inbox),
             repr(self.posts),
         )
@@ -253,7 +254,7 @@ class ReaderSide(Side[ConsumerEnd]):
     def moves(self) -> list[Input]:
         moves = self.waiting()
         for r, job in enumerate(self.jobs):
-            if job.state == "new" and self.owners:
+            if job.state == "new" and self.producers:
                 moves.append(("open", r))
             if job.state == "open" and len(self._free(r)) >= self._num_pages(r):
                 moves.append(("grant", r))
@@ -285,7 +286,7 @@ class ReaderSide(Side[ConsumerEnd]):
 
     def peers(self) -> set[int]:
         """Instances that it remembers."""
-        return self.owners.keys() | {stream.owner for stream in self._end._streams.values()}
+        return self.producers.keys() | {stream.producer for stream in self._end._streams.values()}
 
     def at_rest(self) -> bool:
         done = all(job.state == "ended" for job in self.jobs)
@@ -296,10 +297,10 @@ class ReaderSide(Side[ConsumerEnd]):
     def react(self, given: Input) -> list[Output]:
         """Changes this side and returns what crosses to the world outside."""
         match given:
-            case ("up", stream, owner, address):
-                state_pages = self.plan.of_owner.state_pages
-                theirs = OwnerPages(1 << 20, state_pages, same_layout=True, piece_bytes=1)
-                actions = self.end.stream_up(stream, owner, address, theirs, self.now)
+            case ("up", stream, producer, address):
+                state_pages = self.plan.of_producer.state_pages
+                theirs = ProducerPages(1 << 20, state_pages, same_layout=True, piece_bytes=1)
+                actions = self.end.stream_up(stream, producer, address, theirs, self.now)
             case ("down", stream):
                 actions = self.end.stream_down(stream, "cut")
             case ("message", stream, message):
@@ -389,7 +390,7 @@ class ReaderSide(Side[ConsumerEnd]):
                 tokens = range(self.plan.prompts[r] + job.emitted)
                 spec = make_spec(tokens, num_generated=job.emitted, request_id=str(r))
                 budget = Remaining(self.plan.budget_s)
-                return OpenCommand(id, self._owner(r), b"", budget, messages.Prompt(spec))
+                return OpenCommand(id, self._producer(r), b"", budget, messages.Prompt(spec))
             case "grant":
                 pages = self._free(r)[: self._num_pages(r)]
                 self.reads[id] = pages
@@ -404,14 +405,14 @@ class ReaderSide(Side[ConsumerEnd]):
                 return CancelCommand(id, "going local, or its first token ended it")
         raise AssertionError(what)
 
-    def _owner(self, r: int) -> int:
-        """Return the owner of its next attempt: a different one each time, if possible."""
-        addresses = sorted(set(self.owners.values()))
+    def _producer(self, r: int) -> int:
+        """Return the producer of its next attempt: a different one each time, if possible."""
+        addresses = sorted(set(self.producers.values()))
         address = addresses[(self.jobs[r].attempt - 1) % len(addresses)]
-        return max(instance for instance, at in self.owners.items() if at == address)
+        return max(instance for instance, at in self.producers.items() if at == address)
 
     def _restart(self, instance: int) -> None:
-        fresh = ReaderSide(self.plan, self.config, instance)
+        fresh = SimulatedConsumer(self.plan, self.config, instance)
         # The router replays what had not ended, with the tokens it knows.
         fresh.jobs = [
             job if job.state == "ended" else Job("new", r + 1, 1, job.told, job.told, ())
@@ -424,9 +425,9 @@ class ReaderSide(Side[ConsumerEnd]):
     def _take(self, event: Any) -> None:
         match event:
             case ProducerUp():
-                self.owners[event.owner] = event.address
+                self.producers[event.instance] = event.address
             case ProducerDown():
-                self.owners.pop(event.owner, None)
+                self.producers.pop(event.instance, None)
             case QueuedEvent():
                 pass
             case FirstTokenEvent():
@@ -465,9 +466,9 @@ class ReaderSide(Side[ConsumerEnd]):
         self._leave(r, ENDED)
 
     def _retry(self, r: int, lost: FailedEvent) -> None:
-        """Retry, or end the job. Without an owner it waits, if its own may come back."""
+        """Retry, or end the job. Without a producer it waits, if its own may come back."""
         job = self.jobs[r]
-        somewhere = bool(self.owners) or lost.may_return
+        somewhere = bool(self.producers) or lost.may_return
         if lost.retryable and job.attempt < self.plan.attempts and somewhere:
             self._leave(r, job._replace(state="new", attempt=job.attempt + 1, pages=()))
         else:  # prefilled here, to its end
@@ -509,7 +510,7 @@ class ReaderSide(Side[ConsumerEnd]):
 
     def _free(self, r: int) -> tuple[int, ...]:
         bank = range(r * BANK, (r + 1) * BANK)
-        pages = range(self.plan.reader_pages) if self.plan.reader_pages else bank
+        pages = range(self.plan.consumer_pages) if self.plan.consumer_pages else bank
         held = self._held()
         return tuple(page for page in pages if page not in held)
 
@@ -518,11 +519,12 @@ class ReaderSide(Side[ConsumerEnd]):
         return held | {page for job in self.jobs for page in job.pages}
 
 
-# The owner and a prefill node's engine -----------------------------------------------------------
+# The producer and a prefill node's engine
+# -----------------------------------------------------------
 
 
 class Prompt(NamedTuple):
-    """One request in the owner's engine."""
+    """One request in the producer's engine."""
 
     id: HandoffId
     num_tokens: int
@@ -530,25 +532,25 @@ class Prompt(NamedTuple):
     bank: int
     granted: bool = False
     admitted: bool = False
-    done: int = 0  # tokens published, or the reader's prefix
-    pages: tuple[int, ...] = ()  # of Plan.places, from the reader's prefix `start` on
+    done: int = 0  # tokens published, or the consumer's prefix
+    pages: tuple[int, ...] = ()  # of Plan.places, from the consumer's prefix `start` on
     start: int = 0
     last_sent: bool = False
 
 
-class OwnerSide(Side[ProducerEnd]):
+class SimulatedProducer(Side[ProducerEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
-        plan = plan.of_owner
-        super().__init__(ProducerEnd(config, plan.tables), late=plan.late_owner)
+        plan = plan.of_producer
+        super().__init__(ProducerEnd(config, plan.tables), late=plan.late_producer)
         self.end.engine_moves(plan.beats)
         self.plan = plan
         self.config = config
         self.instance = instance
         self.prompts: dict[int, Prompt] = {}  # by serial
-        self.cells: list[Any] = [FREE] * (plan.owner_pages or len(plan.prompts) * BANK)
+        self.cells: list[Any] = [FREE] * (plan.producer_pages or len(plan.prompts) * BANK)
         self.exposed: dict[HandoffId, tuple[int, ...]] = {}
 
-    def fork(self) -> "OwnerSide":
+    def fork(self) -> "SimulatedProducer":
         twin = self.share()
         twin.prompts, twin.cells = dict(self.prompts), list(self.cells)
         twin.exposed = dict(self.exposed)
@@ -581,7 +583,7 @@ class OwnerSide(Side[ProducerEnd]):
 
     def peers(self) -> set[int]:
         """Instances that it remembers."""
-        return {stream.reader for stream in self._end._streams.values()}
+        return {stream.consumer for stream in self._end._streams.values()}
 
     def ids(self) -> set[HandoffId]:
         """Return the hand-off ids that any part of this side remembers."""
@@ -611,8 +613,8 @@ class OwnerSide(Side[ProducerEnd]):
 
     def _react(self, given: Input) -> list[Output]:
         match given:
-            case ("up", stream, reader):
-                actions = self.end.stream_up(stream, reader, self.now)
+            case ("up", stream, consumer):
+                actions = self.end.stream_up(stream, consumer, self.now)
             case ("down", stream):
                 actions = self.end.stream_down(stream, "cut")
             case ("message", stream, message):
@@ -629,7 +631,7 @@ class OwnerSide(Side[ProducerEnd]):
                 self.now = max(self.now, self.end.next_deadline() or self.now)
                 actions = self.end.tick(self.now)
             case ("restart", instance):
-                self.__dict__.update(OwnerSide(self.plan, self.config, instance).__dict__)
+                self.__dict__.update(SimulatedProducer(self.plan, self.config, instance).__dict__)
                 return []
             case _:
                 raise AssertionError(given)
@@ -649,7 +651,7 @@ class OwnerSide(Side[ProducerEnd]):
                     self.exposed[action.id] = before + tuple(action.pages.tolist())
                 case WithdrawPages():
                     self.exposed.pop(action.id, None)
-                case event if self.plan.late_owner:
+                case event if self.plan.late_producer:
                     self.inbox.append(event)
                 case event:
                     outputs += self._take(event)
@@ -699,8 +701,8 @@ class OwnerSide(Side[ProducerEnd]):
         return outputs
 
     def _free(self, prompt: Prompt) -> list[int]:
-        first = 0 if self.plan.owner_pages else prompt.bank * BANK
-        num_pages = self.plan.owner_pages or BANK
+        first = 0 if self.plan.producer_pages else prompt.bank * BANK
+        num_pages = self.plan.producer_pages or BANK
         return [page for page in range(first, first + num_pages) if self.cells[page] == FREE]
 
     def _next_chunk(self, serial: int) -> PublishCommand:

@@ -1,4 +1,4 @@
-"""Readers whose paths take time to be made: what the owner tells them, and when."""
+"""Consumers whose paths take time to be made: what the producer tells them, and when."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,34 +17,34 @@ from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
-from kvtransfer.transfer.publisher import WAIT_S, ProducerSide
+from kvtransfer.transfer.producer import WAIT_S, ProducerSide
 from kvtransfer.transfer.rank_paths import RankOffers
 from kvtransfer.transfer.thread import EventOutlet
 
-OWNER, READER, OTHER = 1, 2, 3  # instances
+PRODUCER, CONSUMER, OTHER = 1, 2, 3  # instances
 
 
 class Slow:
-    """An owner whose readers' own is made when the test says so."""
+    """A producer whose consumers' own is made when the test says so."""
 
     def __init__(self) -> None:
-        self.preparations: dict[int, Future[Any]] = {}  # by reader that is not dismissed
+        self.preparations: dict[int, Future[Any]] = {}  # by consumer that is not dismissed
 
-    def prepare(self, reader: int) -> Future[Any]:
-        self.preparations[reader] = Future()
-        return self.preparations[reader]
+    def prepare(self, consumer: int) -> Future[Any]:
+        self.preparations[consumer] = Future()
+        return self.preparations[consumer]
 
-    def admit(self, reader: int) -> bytes:
-        if not self.preparations[reader].done():
+    def admit(self, consumer: int) -> bytes:
+        if not self.preparations[consumer].done():
             raise TransferError("not ready")
         return b"own"
 
-    def dismiss(self, reader: int) -> None:
-        self.preparations.pop(reader, None)
+    def dismiss(self, consumer: int) -> None:
+        self.preparations.pop(consumer, None)
 
-    def publish(self, reader: int, pages: Ints) -> None: ...
+    def publish(self, consumer: int, pages: Ints) -> None: ...
 
-    def withdraw(self, reader: int, pages: Ints) -> None: ...
+    def withdraw(self, consumer: int, pages: Ints) -> None: ...
 
     def poll(self) -> None: ...
 
@@ -52,9 +52,9 @@ class Slow:
 
 
 class Quick(Slow):
-    def prepare(self, reader: int) -> Future[Any]:
-        self.preparations[reader] = prepared()
-        return self.preparations[reader]
+    def prepare(self, consumer: int) -> Future[Any]:
+        self.preparations[consumer] = prepared()
+        return self.preparations[consumer]
 
 
 @dataclass
@@ -83,19 +83,19 @@ def rig() -> Iterator[Rig]:
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
     front: FrameSocket[PairOutput] = FrameSocket(theirs, PairOutput)
-    owners: dict[str, PageProducer] = {"slow": Slow(), "quick": Quick()}
+    producers: dict[str, PageProducer] = {"slow": Slow(), "quick": Quick()}
     wakes: list[None] = []
     end = ProducerEnd(TransferConfig(), PageTables(4))
     nothing = PageChecksums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
     publisher = ProducerSide(
         end,
-        _hello(OWNER),
-        RankOffers(0, owners),
+        _hello(PRODUCER),
+        RankOffers(0, producers),
         EventOutlet(frames),
         lambda: wakes.append(None),
         nothing,
     )
-    slow = owners["slow"]
+    slow = producers["slow"]
     assert isinstance(slow, Slow)
     yield Rig(publisher, front, slow, wakes)
     frames.close()
@@ -104,8 +104,8 @@ def rig() -> Iterator[Rig]:
 
 # Seen failing with `add_done_callback` taken out of `ConsumerAdmissions.begin`: nobody wakes the
 # thread.
-def test_a_reader_is_answered_once_all_its_paths_are_ready(rig):
-    rig.open(1, READER)
+def test_a_consumer_is_answered_once_all_its_paths_are_ready(rig):
+    rig.open(1, CONSUMER)
     rig.open(2, OTHER)
     assert rig.tick(0.1) == {}
     rig.wakes.clear()
@@ -119,20 +119,20 @@ def test_a_reader_is_answered_once_all_its_paths_are_ready(rig):
 
 # Seen failing with no deadline in `take_ready`.
 def test_what_is_not_ready_in_time_is_left_out(rig):
-    rig.open(1, READER, now=5.0)
+    rig.open(1, CONSUMER, now=5.0)
     deadline = rig.publisher.next_deadline()
     assert deadline is not None and deadline <= 5.0 + WAIT_S
     assert rig.tick(5.0 + WAIT_S - 0.1) == {}
     assert rig.tick(5.0 + WAIT_S) == {1: ["quick"]}
 
 
-def test_an_owner_waits_less_long_than_its_readers():
+def test_a_producer_waits_less_long_than_its_consumers():
     assert DialTimes().hello_s >= WAIT_S + 5
 
 
 # Seen failing with `forget` taken out of `ProducerSide._dismiss`.
-def test_a_reader_that_goes_before_it_is_ready_is_dismissed_and_not_answered(rig):
-    rig.open(1, READER)
+def test_a_consumer_that_goes_before_it_is_ready_is_dismissed_and_not_answered(rig):
+    rig.open(1, CONSUMER)
     being_made = rig.slow.preparations[1]
     rig.publisher.closed(1, "gone")
     assert not rig.slow.preparations
@@ -143,9 +143,9 @@ def test_a_reader_that_goes_before_it_is_ready_is_dismissed_and_not_answered(rig
 
 # Seen failing with the loop over `streams_of` taken out of `ProducerSide.opened`: the older stream
 # comes up last, and ends the newer one.
-def test_the_newer_of_two_streams_of_a_reader_that_waits_is_kept(rig):
-    rig.open(1, READER)
-    rig.open(2, READER)
+def test_the_newer_of_two_streams_of_a_consumer_that_waits_is_kept(rig):
+    rig.open(1, CONSUMER)
+    rig.open(2, CONSUMER)
     (ended,) = (each for each in rig.front.receive() if isinstance(each, PairEnd))
     assert ended.stream == 1 and "opened another stream" in ended.reason and not ended.refused
     assert rig.slow.preparations.keys() == {2}

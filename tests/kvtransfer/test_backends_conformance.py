@@ -1,4 +1,4 @@
-"""Requirements of every data path. Owners of nixl and tcp are processes of their own."""
+"""Requirements of every data path. Producers of nixl and tcp are processes of their own."""
 
 import threading
 import time
@@ -20,10 +20,10 @@ AT_ONCE_S = 60.0  # on a busy machine
 
 
 @pytest.fixture
-def owner(ends, backend):
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    return owner
+def producer(ends, backend):
+    producer = ends.producer(backend, NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
+    return producer
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def memory(ends, backend):
 
 
 @pytest.fixture
-def connection(ends, backend, owner, memory):
-    return ends.connect(backend, owner, memory)
+def connection(ends, backend, producer, memory):
+    return ends.connect(backend, producer, memory)
 
 
 # Page bytes that divide no part or request evenly, more pages than one sendmsg takes, pages
@@ -44,19 +44,19 @@ def connection(ends, backend, owner, memory):
 def test_scattered_pages_land_where_they_belong_and_nothing_else_changes(
     ends, backend, num_pages, page_bytes
 ):
-    owner = ends.owner(backend, num_pages, page_bytes)
-    owner.publish_all()
+    producer = ends.producer(backend, num_pages, page_bytes)
+    producer.publish_all()
     memory = ends.memory(backend, num_pages, page_bytes)
-    connection = ends.connect(backend, owner, memory)
+    connection = ends.connect(backend, producer, memory)
     expected = memory.pages.copy()
     for seed in range(3):
         source, destination = scattered(seed, num_pages, max(1, num_pages * (seed + 1) // 4))
         connection.copy(source, destination)
-        expected[destination] = owner.content[source]
+        expected[destination] = producer.content[source]
         assert (memory.pages == expected).all()
 
 
-SMALL, LARGE = 2 * 1040, 4 * 1040  # bytes of a page here, and at the owner
+SMALL, LARGE = 2 * 1040, 4 * 1040  # bytes of a page here, and at the producer
 HALVES = [
     (Slice(0, 0, 1040, 0, 0, 1040), Slice(0, 0, 3120, 0, 1040, 1024)),
     (Slice(0, 0, 16, 0, 8, 5),),  # of an odd length
@@ -66,32 +66,32 @@ HALVES = [
 
 def test_parts_of_pages_land_where_the_map_says_and_nothing_else_changes(ends, backend):
     """Two tables of a producer with other pages, and a state of another number of pages."""
-    owner = ends.owner(backend, 2000, LARGE)
-    owner.publish_all()
+    producer = ends.producer(backend, 2000, LARGE)
+    producer.publish_all()
     memory = ends.memory(backend, 1500, SMALL)
-    connection = ends.connect(backend, owner, memory, moves=HALVES)
+    connection = ends.connect(backend, producer, memory, moves=HALVES)
     assert connection.probe() > 0.01
     expected = memory.pages.copy()
     for table, count in ((0, 1200), (1, 300), (0, 0), (0, 1)):
         source, destination = scattered(table, 1500, count)
         connection.copy(source, destination, table)
         for _, _, start, _, at, size in HALVES[table]:
-            expected[destination, at : at + size] = owner.content[source, start : start + size]
+            expected[destination, at : at + size] = producer.content[source, start : start + size]
         assert (memory.pages == expected).all()
     source, destination = np.array([7, 3, 1999], np.int32), np.array([9, 8, 2, 5], np.int32)
     connection.copy(source, destination, 2)
     for _, there, start, here, at, size in HALVES[2]:
-        part = owner.content[source[there], start : start + size]
+        part = producer.content[source[there], start : start + size]
         expected[destination[here], at : at + size] = part
     assert (memory.pages == expected).all()
 
 
 @pytest.mark.parametrize("backend", ["nixl", "tcp", "loopback"], indirect=True)
 def test_lists_of_pages_that_do_not_fit_the_map_are_refused(ends, backend):
-    owner = ends.owner(backend, NUM_PAGES, LARGE)
-    owner.publish_all()
+    producer = ends.producer(backend, NUM_PAGES, LARGE)
+    producer.publish_all()
     memory = ends.memory(backend, NUM_PAGES, SMALL)
-    connection = ends.connect(backend, owner, memory, moves=HALVES)
+    connection = ends.connect(backend, producer, memory, moves=HALVES)
     ids = np.arange(4, dtype=np.int32)
     for source, destination, table in ((ids, ids[:3], 0), (ids[:2], ids, 2), (ids, ids[:2], 2)):
         with pytest.raises(EngineFault):
@@ -126,14 +126,14 @@ def test_a_copy_of_no_pages_is_done_at_once(connection):
     connection.copy(np.empty(0, np.int32), np.empty(0, np.int32))
 
 
-def test_connections_to_several_owners_copy_at_once(ends, backend):
-    owners = [ends.owner(backend, NUM_PAGES, PAGE_BYTES) for _ in range(2)]
+def test_connections_to_several_producers_copy_at_once(ends, backend):
+    producers = [ends.producer(backend, NUM_PAGES, PAGE_BYTES) for _ in range(2)]
     memories = [ends.memory(backend, NUM_PAGES, PAGE_BYTES) for _ in range(4)]
     pairs = []
-    for reader, memory in enumerate(memories):
-        owner = owners[reader % 2]
-        owner.publish_all(reader)
-        pairs.append((owner, memory, ends.connect(backend, owner, memory, reader)))
+    for consumer, memory in enumerate(memories):
+        producer = producers[consumer % 2]
+        producer.publish_all(consumer)
+        pairs.append((producer, memory, ends.connect(backend, producer, memory, consumer)))
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
     threads = [
         threading.Thread(
@@ -145,40 +145,40 @@ def test_connections_to_several_owners_copy_at_once(ends, backend):
         thread.start()
     for thread in threads:
         thread.join()
-    for owner, memory, _ in pairs:
-        assert (memory.pages[destination] == owner.content[source]).all()
+    for producer, memory, _ in pairs:
+        assert (memory.pages[destination] == producer.content[source]).all()
 
 
-def test_a_page_that_the_owner_has_not_is_refused_and_the_connection_lives(
-    owner, memory, connection
+def test_a_page_that_the_producer_has_not_is_refused_and_the_connection_lives(
+    producer, memory, connection
 ):
     for wrong in (NUM_PAGES, -1, 2**31 - 1):
         with pytest.raises(ReadRefused, match=str(wrong)):
             connection.copy(np.array([1, wrong], np.int32), np.array([2, 3], np.int32))
     connection.copy(np.array([5], np.int32), np.array([7], np.int32))
-    assert (memory.pages[7] == owner.content[5]).all()
+    assert (memory.pages[7] == producer.content[5]).all()
 
 
-def test_pages_of_another_size_are_refused(ends, backend, owner):
+def test_pages_of_another_size_are_refused(ends, backend, producer):
     with pytest.raises(LayoutMismatch, match=r"16384.*32768"):
-        ends.connect(backend, owner, ends.memory(backend, NUM_PAGES, 2 * PAGE_BYTES))
+        ends.connect(backend, producer, ends.memory(backend, NUM_PAGES, 2 * PAGE_BYTES))
 
 
 @pytest.mark.parametrize(
     "base, num_pages", [(0, 8), (1 << 57, 8), (1 << 40, 0), (1 << 40, 1 << 40), (-8, 8)]
 )
-def test_memory_that_cannot_be_is_refused(backend, owner, memory, base, num_pages):
+def test_memory_that_cannot_be_is_refused(backend, producer, memory, base, num_pages):
     lie = RemotePool(base, PAGE_BYTES, num_pages)
     with pytest.raises(LayoutMismatch):
-        backend.connect(owner.admit(), lie, memory.pool)
+        backend.connect(producer.admit(), lie, memory.pool)
 
 
-def test_a_description_of_rubbish_is_an_error_and_no_more(backend, owner, memory):
-    good = owner.admit()
+def test_a_description_of_rubbish_is_an_error_and_no_more(backend, producer, memory):
+    good = producer.admit()
     rng = np.random.default_rng(0)
     for rubbish in (b"", good[:-1], good + b"x", b"\x80", *(rng.bytes(80) for _ in range(50))):
         with pytest.raises(TransferError):
-            backend.connect(rubbish, owner.remote, memory.pool)
+            backend.connect(rubbish, producer.remote, memory.pool)
 
 
 def test_a_probe_measures_without_touching_a_page(memory, connection):
@@ -202,10 +202,10 @@ def test_a_stopped_connection_copies_no_more(memory, connection):
 # Seen failing with the flag taken out of `stop` of nixl and loopback; tcp's shutdown: test_tcp.py.
 def test_stop_ends_a_copy_under_way(ends, backend):
     num_pages, page_bytes = 64, 1 << 20
-    owner = ends.owner(backend, num_pages, page_bytes)
-    owner.publish_all()
+    producer = ends.producer(backend, num_pages, page_bytes)
+    producer.publish_all()
     memory = ends.memory(backend, num_pages, page_bytes)
-    connection = ends.connect(backend, owner, memory)
+    connection = ends.connect(backend, producer, memory)
     source, destination = (np.tile(ids, 4000) for ids in scattered(0, num_pages, num_pages))
     ended = threading.Event()
 
@@ -222,27 +222,27 @@ def test_stop_ends_a_copy_under_way(ends, backend):
     thread.join()
 
 
-def test_an_owner_that_has_died_is_an_error_that_nobody_waits_for(
-    backend, monkeypatch, owner, memory, connection
+def test_a_producer_that_has_died_is_an_error_that_nobody_waits_for(
+    backend, monkeypatch, producer, memory, connection
 ):
     connection.copy(*scattered(0, NUM_PAGES, NUM_PAGES))
-    description = owner.admit()
-    owner.end()
+    description = producer.admit()
+    producer.end()
     for waiting in (nixl, tcp_connection):
         monkeypatch.setattr(waiting, "CONNECT_S", 10 * AT_ONCE_S)
     died_at = time.monotonic()
     with pytest.raises(TransferError):
         connection.copy(*scattered(0, NUM_PAGES, NUM_PAGES))
     with pytest.raises(TransferError):
-        backend.connect(description, owner.remote, memory.pool)
+        backend.connect(description, producer.remote, memory.pool)
     assert time.monotonic() - died_at < AT_ONCE_S
 
 
 @pytest.mark.parametrize("backend", ["nixl", "tcp", "loopback"], indirect=True)
-def test_memory_that_is_not_the_devices_is_refused_with_a_reason(backend, owner):
+def test_memory_that_is_not_the_devices_is_refused_with_a_reason(backend, producer):
     pool = Memory(NUM_PAGES, PAGE_BYTES).pool
     elsewhere = PagePool(pool.base, pool.page_bytes, pool.num_pages, "cuda:0")
     with pytest.raises(TransferError, match="cuda:0"):
         backend.serve(elsewhere, 1)
     with pytest.raises(TransferError, match="cuda:0"):
-        backend.connect(owner.admit(), owner.remote, elsewhere)
+        backend.connect(producer.admit(), producer.remote, elsewhere)

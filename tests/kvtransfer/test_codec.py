@@ -157,14 +157,14 @@ def readies(draw: st.DrawFn) -> PagesReady:
     )
 
 
-from_reader = st.one_of(
+from_consumer = st.one_of(
     opens,
     st.builds(GrantHandoff, ids, u32, u32),
     st.builds(ReadsDone, ids),
     st.builds(CancelHandoff, ids, text),
     beats,
 )
-from_owner = st.one_of(
+from_producer = st.one_of(
     st.builds(HandoffQueued, ids, u32, u32),
     readies(),
     st.builds(PagesReleased, ids, st.booleans()),
@@ -173,46 +173,46 @@ from_owner = st.one_of(
 )
 
 
-def through(record: PairHello | AnyMessage, *, as_reader: bool) -> PairHello | AnyMessage:
-    proto = codec.to_proto(record, as_reader=as_reader)
+def through(record: PairHello | AnyMessage, *, as_consumer: bool) -> PairHello | AnyMessage:
+    proto = codec.to_proto(record, as_consumer=as_consumer)
     return codec.parse(type(proto).FromString(proto.SerializeToString()))
 
 
 # Seen failing with `queue_s` of Open left out, on its way out or in, and with `engine_deaths`.
 @settings(max_examples=150)
-@given(from_reader)
-def test_what_a_reader_says_arrives_as_it_was(message):
-    assert through(message, as_reader=True) == message
+@given(from_consumer)
+def test_what_a_consumer_says_arrives_as_it_was(message):
+    assert through(message, as_consumer=True) == message
 
 
 # Seen failing with `retry_after_s` of Failed left out, on its way out or in.
 @settings(max_examples=150)
-@given(from_owner)
-def test_what_an_owner_says_arrives_as_it_was(message):
-    assert through(message, as_reader=False) == message
+@given(from_producer)
+def test_what_a_producer_says_arrives_as_it_was(message):
+    assert through(message, as_consumer=False) == message
 
 
 @settings(max_examples=50)
 @given(hellos, st.booleans())
-def test_a_hello_arrives_as_it_was(hello, as_reader):
-    assert through(hello, as_reader=as_reader) == hello
+def test_a_hello_arrives_as_it_was(hello, as_consumer):
+    assert through(hello, as_consumer=as_consumer) == hello
 
 
-def _open(**changes: Any) -> pb.FromReader:
+def _open(**changes: Any) -> pb.FromConsumer:
     """A prompt, with changes of its request."""
-    message = codec.to_proto(_opening(), as_reader=True)
-    assert isinstance(message, pb.FromReader)
+    message = codec.to_proto(_opening(), as_consumer=True)
+    assert isinstance(message, pb.FromConsumer)
     _change(message.open.prompt.request, changes)
     return message
 
 
-def _hinted(*addresses: str) -> pb.FromReader:
+def _hinted(*addresses: str) -> pb.FromConsumer:
     message = _open()
     _change(message.open.prompt, {"prefix_hints": [{"address": each} for each in addresses]})
     return message
 
 
-def _due(**changes: float) -> pb.FromReader:
+def _due(**changes: float) -> pb.FromConsumer:
     message = _open()
     _change(message.open.remaining, changes)
     return message
@@ -222,22 +222,22 @@ def _opening() -> OpenHandoff:
     return OpenHandoff(ID, b"", Remaining(9.0), Prompt(make_spec([1, 2])))
 
 
-def _pieces(number: int, piece_bytes: int = 1) -> pb.FromReader:
+def _pieces(number: int, piece_bytes: int = 1) -> pb.FromConsumer:
     message = _open()
     _change(message.open.weights, {"num_pieces": number, "piece_bytes": piece_bytes})
     return message
 
 
-def _ready(**changes: Any) -> pb.FromOwner:
-    message = codec.to_proto(PagesReady(ID, 0, 4, (1,), True, 7), as_reader=False)
-    assert isinstance(message, pb.FromOwner)
+def _ready(**changes: Any) -> pb.FromProducer:
+    message = codec.to_proto(PagesReady(ID, 0, 4, (1,), True, 7), as_consumer=False)
+    assert isinstance(message, pb.FromProducer)
     _change(message.ready, changes)
     return message
 
 
-def _failed(**changes: Any) -> pb.FromOwner:
-    message = codec.to_proto(HandoffFailed(ID, "late", True), as_reader=False)
-    assert isinstance(message, pb.FromOwner)
+def _failed(**changes: Any) -> pb.FromProducer:
+    message = codec.to_proto(HandoffFailed(ID, "late", True), as_consumer=False)
+    assert isinstance(message, pb.FromProducer)
     _change(message.failed, changes)
     return message
 
@@ -262,14 +262,14 @@ def test_times_before_the_last_range_are_ignored():
     assert isinstance(record, PagesReady) and record.times is None
 
 
-def _grant(gib_per_s: float) -> pb.FromReader:
-    return pb.FromReader(grant=pb.Grant(id=_open().open.id, gib_per_s=gib_per_s))
+def _grant(gib_per_s: float) -> pb.FromConsumer:
+    return pb.FromConsumer(grant=pb.Grant(id=_open().open.id, gib_per_s=gib_per_s))
 
 
-def _hello(**changes: Any) -> pb.FromReader:
+def _hello(**changes: Any) -> pb.FromConsumer:
     hello = PairHello(1, 1, {"a": "b"}, (DataPath("tcp", b"x"),), (PoolRegion(0, 1, 1),), "here:1")
-    message = codec.to_proto(hello, as_reader=True)
-    assert isinstance(message, pb.FromReader)
+    message = codec.to_proto(hello, as_consumer=True)
+    assert isinstance(message, pb.FromConsumer)
     _change(message.hello, changes)
     return message
 
@@ -289,18 +289,18 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_ready(times={"prefill_s": -1.0}), "times of"),
         (_ready(times={"waiting_s": float("nan")}), "times of"),
         (_ready(times={"bootstrap_s": float("inf")}), "times of"),
-        (pb.FromReader(), "without content"),
-        (pb.FromOwner(), "without content"),
-        (pb.FromReader(grant=pb.Grant(prefix_tokens=1)), "attempt"),
+        (pb.FromConsumer(), "without content"),
+        (pb.FromProducer(), "without content"),
+        (pb.FromConsumer(grant=pb.Grant(prefix_tokens=1)), "attempt"),
         (_grant(gib_per_s=math.nan), "GiB/s"),
         (_grant(gib_per_s=math.inf), "GiB/s"),
         (_grant(gib_per_s=-1.0), "GiB/s"),
-        (pb.FromReader(done=pb.Done(id=pb.HandoffId(instance=1, request=1))), "attempt"),
-        (pb.FromReader(cancel=pb.Cancel(id=_open().open.id, reason="x" * 5000)), "reason"),
+        (pb.FromConsumer(done=pb.Done(id=pb.HandoffId(instance=1, request=1))), "attempt"),
+        (pb.FromConsumer(cancel=pb.Cancel(id=_open().open.id, reason="x" * 5000)), "reason"),
         (_open(token_ids=b""), "0 bytes of token_ids"),
-        (pb.FromReader(forget=pb.Forget()), "0 bytes of token_ids"),
-        (pb.FromReader(forget=pb.Forget(token_ids=b"12345")), "5 bytes of token_ids"),
-        (pb.FromReader(forget=pb.Forget(token_ids=b"1234", namespace=bytes(15))), "namespace"),
+        (pb.FromConsumer(forget=pb.Forget()), "0 bytes of token_ids"),
+        (pb.FromConsumer(forget=pb.Forget(token_ids=b"12345")), "5 bytes of token_ids"),
+        (pb.FromConsumer(forget=pb.Forget(token_ids=b"1234", namespace=bytes(15))), "namespace"),
         (_open(token_ids=bytes(4 * codec.MAX_TOKENS + 4)), "token_ids"),
         (_open(token_ids=b"12345"), "5 bytes of token_ids"),
         (_open(prediction=b"12345"), "prediction has 5 bytes"),
@@ -320,7 +320,7 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_open(namespace=bytes(1 << 20)), "namespace"),
         (_open(sampling=None), "max_tokens"),
         (
-            pb.FromReader(open=pb.Open(id=_open().open.id, remaining={"budget_s": 1})),
+            pb.FromConsumer(open=pb.Open(id=_open().open.id, remaining={"budget_s": 1})),
             "unknown source",
         ),
         (_pieces(0), "without pieces"),
@@ -356,12 +356,12 @@ def test_sampling_that_no_router_would_send_is_a_violation(field, value):
 
 
 def test_a_long_reason_is_cut_and_not_refused_by_the_peer():
-    failed = through(HandoffFailed(ID, "x" * 10_000, True), as_reader=False)
+    failed = through(HandoffFailed(ID, "x" * 10_000, True), as_consumer=False)
     assert isinstance(failed, HandoffFailed) and len(failed.reason) == codec.MAX_TEXT
 
 
 @settings(max_examples=200)
-@given(st.binary(max_size=200), st.sampled_from([pb.FromReader, pb.FromOwner]))
+@given(st.binary(max_size=200), st.sampled_from([pb.FromConsumer, pb.FromProducer]))
 def test_any_bytes_are_a_record_or_a_violation(data, kind):
     try:
         message = kind.FromString(data)

@@ -11,7 +11,7 @@ import pytest
 from common.errors import TransferError
 from kvtransfer.backends.base import TransferBackend
 from tests.support.data_children import Child, Memory, make_backend, scattered
-from tests.support.data_ends import Ends, FarOwner, FarReader, closing, wait_for
+from tests.support.data_ends import Ends, FarConsumer, FarProducer, closing, wait_for
 from tests.support.isolation import left_behind
 
 NUM_PAGES, PAGE_BYTES = 256, 65536
@@ -33,22 +33,22 @@ def _random_moment() -> None:
     threading.Event().wait(random.uniform(0, 0.02))
 
 
-def _readers(ends: Ends, path: TransferBackend, count: int) -> Iterator[FarReader]:
-    spares: list[FarReader] = []
+def _consumers(ends: Ends, path: TransferBackend, count: int) -> Iterator[FarConsumer]:
+    spares: list[FarConsumer] = []
     for number in range(count):
         while len(spares) < min(NUM_SPARES, count - number):
-            spares.append(ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES))
+            spares.append(ends.far_consumer(path.name, NUM_PAGES, PAGE_BYTES))
         yield spares.pop(0)
 
 
-def _owners(ends: Ends, path: TransferBackend, count: int) -> Iterator[FarOwner]:
-    spares: list[FarOwner] = []
+def _producers(ends: Ends, path: TransferBackend, count: int) -> Iterator[FarProducer]:
+    spares: list[FarProducer] = []
     for number in range(count):
         while len(spares) < min(NUM_SPARES, count - number):
-            spares.append(ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES))
-        owner = spares.pop(0)
-        owner.publish_all()
-        yield owner
+            spares.append(ends.far_producer(path.name, NUM_PAGES, PAGE_BYTES))
+        producer = spares.pop(0)
+        producer.publish_all()
+        yield producer
 
 
 @contextmanager
@@ -69,76 +69,76 @@ def _held(child: Child) -> tuple[int, int]:
     return len(list((process / "fd").iterdir())), (process / "maps").read_text().count("/ucx_shm")
 
 
-def _serves(ends: Ends, path: TransferBackend, owner: FarOwner) -> None:
+def _serves(ends: Ends, path: TransferBackend, producer: FarProducer) -> None:
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
-    with closing(path.connect(owner.admit(), owner.remote, memory.pool)) as connection:
+    with closing(path.connect(producer.admit(), producer.remote, memory.pool)) as connection:
         connection.copy(source, destination)
-    assert (memory.pages[destination] == owner.content[source]).all()
+    assert (memory.pages[destination] == producer.content[source]).all()
     assert ends.log.read_text() == ""
 
 
-def test_an_owner_lives_through_readers_killed_mid_read(ends, path, deaths):
-    owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    _serves(ends, path, owner)
+def test_a_producer_lives_through_consumers_killed_mid_read(ends, path, deaths):
+    producer = ends.far_producer(path.name, NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
+    _serves(ends, path, producer)
     dead: list[Child] = []
-    with _leaving_nothing(owner.child, dead):
-        for reader in _readers(ends, path, deaths):
-            reader.read_from(owner)
+    with _leaving_nothing(producer.child, dead):
+        for consumer in _consumers(ends, path, deaths):
+            consumer.read_from(producer)
             _random_moment()
-            reader.child.kill()
-            dead.append(reader.child)
-            owner.has_run()
-    _serves(ends, path, owner)
+            consumer.child.kill()
+            dead.append(consumer.child)
+            producer.has_run()
+    _serves(ends, path, producer)
 
 
-def test_a_reader_lives_through_owners_killed_mid_read(ends, path, deaths):
-    reader = ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES)
+def test_a_consumer_lives_through_producers_killed_mid_read(ends, path, deaths):
+    consumer = ends.far_consumer(path.name, NUM_PAGES, PAGE_BYTES)
     dead: list[Child] = []
-    with _leaving_nothing(reader.child, dead):
-        for owner in _owners(ends, path, deaths):
-            reader.read_from(owner)
+    with _leaving_nothing(consumer.child, dead):
+        for producer in _producers(ends, path, deaths):
+            consumer.read_from(producer)
             _random_moment()
-            owner.child.kill()
-            dead.append(owner.child)
-            reader.failed()  # told: a read has no deadline of its own
-    assert reader.child.alive
+            producer.child.kill()
+            dead.append(producer.child)
+            consumer.failed()  # told: a read has no deadline of its own
+    assert consumer.child.alive
     assert ends.log.read_text() == ""
 
 
-def test_an_owner_that_is_frozen_lives_through_the_death_of_its_readers(ends, path, deaths):
-    owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    for reader in _readers(ends, path, deaths):
-        reader.read_from(owner)
-        owner.child.freeze()
+def test_a_producer_that_is_frozen_lives_through_the_death_of_its_consumers(ends, path, deaths):
+    producer = ends.far_producer(path.name, NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
+    for consumer in _consumers(ends, path, deaths):
+        consumer.read_from(producer)
+        producer.child.freeze()
         _random_moment()
-        reader.child.kill()
-        owner.child.thaw()
-        owner.has_run()
-    _serves(ends, path, owner)
+        consumer.child.kill()
+        producer.child.thaw()
+        producer.has_run()
+    _serves(ends, path, producer)
 
 
-def test_a_reader_that_is_frozen_lives_through_the_death_of_its_owners(ends, path, deaths):
-    reader = ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES)
-    for owner in _owners(ends, path, deaths):
-        reader.read_from(owner)
+def test_a_consumer_that_is_frozen_lives_through_the_death_of_its_producers(ends, path, deaths):
+    consumer = ends.far_consumer(path.name, NUM_PAGES, PAGE_BYTES)
+    for producer in _producers(ends, path, deaths):
+        consumer.read_from(producer)
         _random_moment()
-        reader.child.freeze()
-        owner.child.kill()
-        reader.child.thaw()
-        reader.failed()
-    assert reader.child.alive
+        consumer.child.freeze()
+        producer.child.kill()
+        consumer.child.thaw()
+        consumer.failed()
+    assert consumer.child.alive
     assert ends.log.read_text() == ""
 
 
-def test_connecting_to_a_frozen_owner_ends_in_time(ends, path):
-    owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
-    description, memory = owner.admit(), Memory(NUM_PAGES, PAGE_BYTES)
-    owner.child.freeze()
-    with suppress(TransferError):  # nixl needs nothing of the owner; tcp waits for CONNECT_S
-        path.connect(description, owner.remote, memory.pool).close()
-    owner.child.thaw()
-    owner.publish_all()
-    ends.connect(path, owner, memory).copy(*scattered(0, NUM_PAGES, NUM_PAGES))
+def test_connecting_to_a_frozen_producer_ends_in_time(ends, path):
+    producer = ends.far_producer(path.name, NUM_PAGES, PAGE_BYTES)
+    description, memory = producer.admit(), Memory(NUM_PAGES, PAGE_BYTES)
+    producer.child.freeze()
+    with suppress(TransferError):  # nixl needs nothing of the producer; tcp waits for CONNECT_S
+        path.connect(description, producer.remote, memory.pool).close()
+    producer.child.thaw()
+    producer.publish_all()
+    ends.connect(path, producer, memory).copy(*scattered(0, NUM_PAGES, NUM_PAGES))

@@ -13,10 +13,10 @@ import pytest
 from common.errors import EngineFault, TransferError
 from kvtransfer.backends.base import BackendConnection, ReadRefused
 from kvtransfer.backends.tcp.backend import TcpBackend
-from kvtransfer.backends.tcp.owner import TcpProducer
+from kvtransfer.backends.tcp.producer import TcpProducer
 from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.wire import REPLY, REQUEST
-from tests.support.data_children import CANARY, READER, Memory, content, scattered
+from tests.support.data_children import CANARY, CONSUMER, Memory, content, scattered
 from tests.support.data_ends import introduced, wait_for
 from tests.support.device_twin import DeviceTwin
 
@@ -25,19 +25,19 @@ ALL = np.arange(NUM_PAGES, dtype=np.int32)
 
 
 class Rig:
-    """An owner and a reader in this process, each with a device of its own."""
+    """A producer and a consumer in this process, each with a device of its own."""
 
     def __init__(self, num_pages: int = NUM_PAGES, page_bytes: int = PAGE_BYTES) -> None:
         self.there, self.here = DeviceTwin(), DeviceTwin()
         self.source, self.memory = Memory(num_pages, page_bytes), Memory(num_pages, page_bytes)
         self.source.pages[:] = content(0, num_pages, page_bytes)
-        self.owner: TcpProducer = staged(self.there).serve(self.source.pool, 1)
-        self.owner.publish(READER, np.arange(num_pages, dtype=np.int32))
+        self.producer: TcpProducer = staged(self.there).serve(self.source.pool, 1)
+        self.producer.publish(CONSUMER, np.arange(num_pages, dtype=np.int32))
         self.connections: list[BackendConnection] = []
 
     def connect(self) -> BackendConnection:
         connection = staged(self.here).connect(
-            self.owner.admit(READER), self.source.remote, self.memory.pool
+            self.producer.admit(CONSUMER), self.source.remote, self.memory.pool
         )
         self.connections.append(connection)
         return connection
@@ -50,7 +50,7 @@ class Rig:
             connection.stop()
             with contextlib.suppress(EngineFault):
                 connection.close()
-        self.owner.close()
+        self.producer.close()
         for device in (self.there, self.here):
             device.end()
 
@@ -157,7 +157,7 @@ def test_a_probe_goes_the_way_that_pages_go(rig):
 # Seen failing with the `settle` taken out of `TcpConnection._read`.
 def test_a_refused_copy_lands_nothing_more(rig):
     connection = rig.connect()
-    rig.owner.withdraw(READER, ALL[500:501])
+    rig.producer.withdraw(CONSUMER, ALL[500:501])
     for _ in range(5):
         with pytest.raises(ReadRefused, match="page 500 "):
             connection.copy(ALL, ALL)
@@ -191,10 +191,10 @@ def _copy_until_it_ends(connection: BackendConnection) -> None:
 
 
 # Seen failing with `num_ahead` 0, and with the bound on it taken out of `_answer_all`.
-def test_an_owner_fetches_one_request_ahead_of_the_socket_and_no_more(make_rig):
-    rig = make_rig(4, 32 << 20)  # the sockets hold less than a page: the owner blocks
+def test_a_producer_fetches_one_request_ahead_of_the_socket_and_no_more(make_rig):
+    rig = make_rig(4, 32 << 20)  # the sockets hold less than a page: the producer blocks
     fetched = rig.there.queues["to host"]
-    with introduced(rig.owner.admit(READER)) as raw:
+    with introduced(rig.producer.admit(CONSUMER)) as raw:
         raw.sendall(
             b"".join(REQUEST.pack(0, 1, 0, 32 << 20) + struct.pack("<i", page) for page in range(4))
         )
@@ -208,14 +208,14 @@ def test_an_owner_fetches_one_request_ahead_of_the_socket_and_no_more(make_rig):
 
 
 # Seen failing with the departures not closed in `TcpProducer._serve`.
-def test_an_owner_that_is_closed_reads_its_pool_no_more(make_rig):
+def test_a_producer_that_is_closed_reads_its_pool_no_more(make_rig):
     rig = make_rig(4, 32 << 20)
     fetched = rig.there.queues["to host"]
     fetched.hold(after=1)
-    with introduced(rig.owner.admit(READER)) as raw:
+    with introduced(rig.producer.admit(CONSUMER)) as raw:
         raw.sendall(2 * (REQUEST.pack(0, 1, 0, 32 << 20) + bytes(4)))
         wait_for(lambda: fetched.num_added == 2)  # the first is being sent
-    closing = threading.Thread(target=rig.owner.close)
+    closing = threading.Thread(target=rig.producer.close)
     closing.start()
     closing.join(0.2)
     assert closing.is_alive()
@@ -223,7 +223,7 @@ def test_an_owner_that_is_closed_reads_its_pool_no_more(make_rig):
     closing.join()
 
 
-def test_a_reader_whose_device_fails_says_so_and_cannot_promise_the_fence(rig):
+def test_a_consumer_whose_device_fails_says_so_and_cannot_promise_the_fence(rig):
     connection = rig.connect()
     rig.here.queues["to device"].fail("an illegal memory access was encountered")
     with pytest.raises(TransferError, match="illegal memory access"):
@@ -232,7 +232,7 @@ def test_a_reader_whose_device_fails_says_so_and_cannot_promise_the_fence(rig):
         connection.close()
 
 
-def test_an_owner_whose_device_fails_says_so_and_ends_the_connection(rig, caplog):
+def test_a_producer_whose_device_fails_says_so_and_ends_the_connection(rig, caplog):
     connection = rig.connect()
     rig.there.queues["to host"].fail("an illegal memory access was encountered")
     with caplog.at_level(logging.WARNING), pytest.raises(TransferError):
@@ -242,14 +242,14 @@ def test_an_owner_whose_device_fails_says_so_and_ends_the_connection(rig, caplog
 
 @pytest.mark.parametrize("there, here", [("tcp", "tcp-staged"), ("tcp-staged", "tcp")])
 def test_one_end_may_be_a_device_and_the_other_not(ends, there, here):
-    owner = ends.far_owner(there, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
+    producer = ends.far_producer(there, NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
     twin = DeviceTwin()
     backend = staged(twin) if here == "tcp-staged" else TcpBackend("127.0.0.1")
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, memory)
+    connection = ends.connect(backend, producer, memory)
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
     connection.copy(source, destination)
-    assert (memory.pages[destination] == owner.content[source]).all()
+    assert (memory.pages[destination] == producer.content[source]).all()
     connection.close()
     twin.end()

@@ -1,4 +1,4 @@
-"""The proof that a device reaches an owner's memory, and what is kept of it. No device is here:
+"""The proof that a device reaches a producer's memory, and what is kept of it. No device is here:
 the driver is a table of what is shared and what is mapped."""
 
 from collections import Counter
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("one_sided")
 POOL = PagePool(0x7000_0000_1000, 4096, 8, "cuda:0")
 SCRATCH = PagePool(0x7000_8000_0200, 4096, 8, "cuda:0")
 ALLOCATIONS = {b"p" * 64: 0x7000_0000_0000, b"s" * 64: 0x7000_8000_0000}
-MAPPED_AT = 0x100_0000_0000  # beyond where the owner has it
-METADATA = b"of the owner's agent"
+MAPPED_AT = 0x100_0000_0000  # beyond where the producer has it
+METADATA = b"of the producer's agent"
 OURS, THEIRS = b"A" * 16, b"B" * 16
 
 
@@ -81,10 +81,10 @@ def test_memory_that_is_found_stays_mapped_until_the_connection_closes(machine):
 
 
 # Seen failing with the comparison taken out, and with the mappings kept after it.
-def test_memory_with_other_bytes_in_it_is_not_the_owners(machine):
+def test_memory_with_other_bytes_in_it_is_not_the_producers(machine):
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.write(SCRATCH, torch.zeros(32, dtype=torch.uint8))
-    with pytest.raises(TransferError, match="is not the owner's"):
+    with pytest.raises(TransferError, match="is not the producer's"):
         MappedMemory(evidence.tell(METADATA), METADATA, POOL)
     assert +machine.mapped == Counter()
 
@@ -98,7 +98,7 @@ def test_memory_that_cannot_be_mapped_is_no_path_and_leaves_nothing(machine, han
     assert +machine.mapped == Counter()
 
 
-def test_an_owner_that_is_not_on_this_host_is_not_looked_for(machine):
+def test_a_producer_that_is_not_on_this_host_is_not_looked_for(machine):
     told = msgspec.msgpack.decode(DeviceEvidence(POOL, SCRATCH).tell(METADATA))
     told["process"]["boot_id"] = "another"
     with pytest.raises(TransferError, match="another host"):

@@ -39,9 +39,9 @@ class Member(NamedTuple):
 
 class SimGroup(NamedTuple):
     stream: int
-    reader: int  # its node
-    owner: int
-    instance: int  # of the owner
+    consumer: int  # its node
+    producer: int
+    instance: int  # of the producer
     members: tuple[Member, ...]
     reads: tuple[SimRead, ...] = ()
     landed: tuple[Contents | None, ...] = ()  # by read: as members have read it
@@ -116,7 +116,7 @@ class GroupDraft(Draft):
 
     def open_link(self, wire: Wire) -> None:
         members = (Member(),) * self._size
-        link = SimGroup(wire.stream, wire.reader, wire.owner, wire.instance, members)
+        link = SimGroup(wire.stream, wire.consumer, wire.producer, wire.instance, members)
         self._links[wire.stream] = link  # type: ignore[assignment]
 
     def close_link(self, stream: int) -> None:
@@ -187,14 +187,14 @@ class GroupDraft(Draft):
         for event in events:
             match event:
                 case LinkUp():
-                    self.of_reader(stream, "link up", stream)
+                    self.of_consumer(stream, "link up", stream)
                 case ReadEnded(refused=refused):
                     self._read_ended(stream, refused)
                 case LinkClosed():
                     link = self._group(stream)
                     require(all(each.closed for each in link.members), "no fence of a member")
                     del self._links[stream]
-                    self.react(link.reader, "reader", "link closed", stream)
+                    self.react(link.consumer, "consumer", "link closed", stream)
 
     def _read_ended(self, stream: int, refused: str) -> None:
         link = self._group(stream)
@@ -211,8 +211,8 @@ class GroupDraft(Draft):
         read, landed = link.reads[0], link.landed[0]
         if not refused:
             require(landed is not None, "nothing has landed")
-            self.of_reader(stream, "write", read.id, read.destination, landed)
-        self.of_reader(stream, "read ended", stream, refused)
+            self.of_consumer(stream, "write", read.id, read.destination, landed)
+        self.of_consumer(stream, "read ended", stream, refused)
 
     def _group(self, stream: int) -> SimGroup:
         return self._links[stream]  # type: ignore[return-value]
@@ -227,13 +227,13 @@ class GroupDraft(Draft):
         return link.reads[link.members[number].ended]
 
     def _source_of(self, stream: int, number: int) -> Contents:
-        owner = self.node(self._group(stream).owner)
-        return owner.contents(self._read_of(stream, number).source)
+        producer = self.node(self._group(stream).producer)
+        return producer.contents(self._read_of(stream, number).source)
 
     def _write_torn(self, stream: int, number: int) -> None:
         read = self._read_of(stream, number)
         torn = (TORN,) * len(read.destination)
-        self.of_reader(stream, "write", read.id, read.destination, torn)
+        self.of_consumer(stream, "write", read.id, read.destination, torn)
 
 
 def put(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
@@ -251,7 +251,7 @@ def merged(now: Contents, begun: Contents | None, landed: Contents | None) -> Co
 
 
 class GroupSimulation(PairSimulation):
-    """Hand-offs between a reader and an owner that it reads over so many links."""
+    """Hand-offs between a consumer and a producer that it reads over so many links."""
 
     def __init__(self, plan: Plan, size: int) -> None:
         super().__init__(plan, PATIENT)
@@ -262,16 +262,16 @@ class GroupSimulation(PairSimulation):
         return GroupDraft(self, world)
 
     def _link_steps(self, world: World, link: Any) -> Iterator[Step]:
-        owner = self.states[link.owner].nodes[world.nodes[link.owner]]
+        producer = self.states[link.producer].nodes[world.nodes[link.producer]]
         for number, member in enumerate(link.members):
             if member.closed:
                 continue
-            if link.closing or owner.instance != link.instance:
+            if link.closing or producer.instance != link.instance:
                 yield "member", "closes", link.stream, number
             elif not member.up:
                 yield "member", "is up", link.stream, number
             elif member.ended < len(link.reads):
-                if not owner.serves(link.reads[member.ended].source):
+                if not producer.serves(link.reads[member.ended].source):
                     yield "member", "refuses", link.stream, number
                 ends = "begins" if member.begun is None else "ends"
                 yield "member", ends, link.stream, number

@@ -1,4 +1,4 @@
-"""An owner with several ranks tells a reader of pages when all ranks serve them."""
+"""A producer with several ranks tells a consumer of pages when all ranks serve them."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -24,14 +24,14 @@ from kvtransfer.messages import (
     Prompt,
 )
 from kvtransfer.pairing import DataPath, PairHello, PoolRegion
-from kvtransfer.ports import FailCommand, OwnerEvent, PublishCommand, QueuedCommand
+from kvtransfer.ports import FailCommand, ProducerEvent, PublishCommand, QueuedCommand
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
-from kvtransfer.transfer.publisher import HeldMessages, ProducerSide
+from kvtransfer.transfer.producer import HeldMessages, ProducerSide
 from kvtransfer.transfer.thread import EventOutlet
 from tests.support.specs import make_spec
 
-OWNER, READER, OTHER = 1, 2, 3  # instances, and streams of the readers
+PRODUCER, CONSUMER, OTHER = 1, 2, 3  # instances, and streams of the consumers
 
 
 def _hello(instance: int) -> PairHello:
@@ -42,32 +42,32 @@ class Ranks:
     """The paths of a node whose followers reply when the test says so."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, list[int], Future[Any]]] = []  # reader, pages, reply
+        self.asked: list[tuple[int, list[int], Future[Any]]] = []  # consumer, pages, reply
         self.withdrawn: list[tuple[int, list[int]]] = []
 
-    def prepare(self, reader: int) -> Sequence[Future[Any]]:
+    def prepare(self, consumer: int) -> Sequence[Future[Any]]:
         return (prepared(),)
 
-    def admit(self, reader: int) -> tuple[DataPath, ...]:
+    def admit(self, consumer: int) -> tuple[DataPath, ...]:
         return ()
 
-    def dismiss(self, reader: int) -> None: ...
+    def dismiss(self, consumer: int) -> None: ...
 
-    def publish(self, reader: int, pages: Ints) -> Sequence[Future[Any]]:
+    def publish(self, consumer: int, pages: Ints) -> Sequence[Future[Any]]:
         replies: list[Future[Any]] = [Future(), Future()]  # of two messages
-        self.asked += [(reader, pages.tolist(), reply) for reply in replies]
+        self.asked += [(consumer, pages.tolist(), reply) for reply in replies]
         return replies
 
-    def withdraw(self, reader: int, pages: Ints) -> None:
-        self.withdrawn.append((reader, pages.tolist()))
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        self.withdrawn.append((consumer, pages.tolist()))
 
     def poll(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Owner:
-    """A publisher with two readers, and what their frontends and the transfer thread see."""
+class Producer:
+    """A publisher with two consumers, and what their frontends and the transfer thread see."""
 
     def __init__(self, publisher: ProducerSide, front: FrameSocket[PairOutput], ranks: Ranks):
         self.publisher, self.ranks = publisher, ranks
@@ -110,24 +110,24 @@ class Owner:
 
 
 @pytest.fixture
-def owner() -> Iterator[Owner]:
+def producer() -> Iterator[Producer]:
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
     front: FrameSocket[PairOutput] = FrameSocket(theirs, PairOutput)
-    outlet: EventOutlet[OwnerEvent] = EventOutlet(frames)
+    outlet: EventOutlet[ProducerEvent] = EventOutlet(frames)
     nothing = PageChecksums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
     ranks, made = Ranks(), []
     publisher = ProducerSide(
         ProducerEnd(TransferConfig(), PageTables(4)),
-        _hello(OWNER),
+        _hello(PRODUCER),
         ranks,
         outlet,
         lambda: made[0].wake(),
         nothing,
     )
-    made.append(Owner(publisher, front, ranks))
-    for reader in (READER, OTHER):
-        publisher.opened(PairOpened(reader, _hello(reader), False), 0.0)
+    made.append(Producer(publisher, front, ranks))
+    for consumer in (CONSUMER, OTHER):
+        publisher.opened(PairOpened(consumer, _hello(consumer), False), 0.0)
     made[0].told()
     yield made[0]
     frames.close()
@@ -135,85 +135,85 @@ def owner() -> Iterator[Owner]:
 
 
 # Seen failing with PagesReady sent at once, and with the wait for the first reply alone.
-def test_pages_are_ready_when_all_ranks_have_replied(owner: Owner) -> None:
-    _, serial = owner.open(READER)
-    owner.publish(serial, 9)
-    assert owner.told() == []
-    owner.replies(0)
-    assert owner.told() == []
-    before = owner.wakes
-    owner.replies(1)
-    assert owner.wakes > before
-    assert owner.told() == [(READER, "PagesReady", (9,))]
-    assert owner.told() == []
+def test_pages_are_ready_when_all_ranks_have_replied(producer: Producer) -> None:
+    _, serial = producer.open(CONSUMER)
+    producer.publish(serial, 9)
+    assert producer.told() == []
+    producer.replies(0)
+    assert producer.told() == []
+    before = producer.wakes
+    producer.replies(1)
+    assert producer.wakes > before
+    assert producer.told() == [(CONSUMER, "PagesReady", (9,))]
+    assert producer.told() == []
 
 
-def test_messages_of_a_stream_keep_their_order(owner: Owner) -> None:
-    _, first = owner.open(READER)
-    _, second = owner.open(READER)
-    owner.publish(first, 9)
-    owner.publisher.command(QueuedCommand(second, 7, 0), 0.0)
-    owner.publish(first, 5, last=True)
-    owner.replies(2, 3)  # the second publication's
-    assert owner.told() == []
-    owner.replies(0, 1)
-    assert [(kind, pages) for _, kind, pages in owner.told()] == [
+def test_messages_of_a_stream_keep_their_order(producer: Producer) -> None:
+    _, first = producer.open(CONSUMER)
+    _, second = producer.open(CONSUMER)
+    producer.publish(first, 9)
+    producer.publisher.command(QueuedCommand(second, 7, 0), 0.0)
+    producer.publish(first, 5, last=True)
+    producer.replies(2, 3)  # the second publication's
+    assert producer.told() == []
+    producer.replies(0, 1)
+    assert [(kind, pages) for _, kind, pages in producer.told()] == [
         ("PagesReady", (9,)),
         ("HandoffQueued", ()),
         ("PagesReady", (5,)),
     ]
 
 
-def test_other_streams_do_not_wait(owner: Owner) -> None:
-    _, slow = owner.open(READER)
-    _, quick = owner.open(OTHER)
-    owner.publish(slow, 9)
-    owner.publish(quick, 5)
-    owner.replies(2, 3)
-    assert owner.told() == [(OTHER, "PagesReady", (5,))]
-    owner.replies(0, 1)
-    assert owner.told() == [(READER, "PagesReady", (9,))]
+def test_other_streams_do_not_wait(producer: Producer) -> None:
+    _, slow = producer.open(CONSUMER)
+    _, quick = producer.open(OTHER)
+    producer.publish(slow, 9)
+    producer.publish(quick, 5)
+    producer.replies(2, 3)
+    assert producer.told() == [(OTHER, "PagesReady", (5,))]
+    producer.replies(0, 1)
+    assert producer.told() == [(CONSUMER, "PagesReady", (9,))]
 
 
 # Seen failing with `forget` taken out of `ProducerSide._dismiss`.
-def test_an_ended_stream_gets_nothing_more(owner: Owner) -> None:
-    _, serial = owner.open(READER)
-    owner.publish(serial, 9)
-    owner.publisher.closed(READER, "gone")
-    assert owner.ranks.withdrawn == [(READER, [9])]
-    owner.replies(0, 1)
-    assert owner.told() == []
+def test_an_ended_stream_gets_nothing_more(producer: Producer) -> None:
+    _, serial = producer.open(CONSUMER)
+    producer.publish(serial, 9)
+    producer.publisher.closed(CONSUMER, "gone")
+    assert producer.ranks.withdrawn == [(CONSUMER, [9])]
+    producer.replies(0, 1)
+    assert producer.told() == []
 
 
-def test_a_failure_comes_after_the_pages_before_it(owner: Owner) -> None:
-    _, serial = owner.open(READER)
-    owner.publish(serial, 9)
-    owner.publisher.command(FailCommand(serial, "out of pages", False), 0.0)
-    assert owner.ranks.withdrawn == [(READER, [9])]
-    assert owner.told() == []
-    owner.replies(0, 1)
-    assert [kind for _, kind, _ in owner.told()] == ["PagesReady", "HandoffFailed"]
+def test_a_failure_comes_after_the_pages_before_it(producer: Producer) -> None:
+    _, serial = producer.open(CONSUMER)
+    producer.publish(serial, 9)
+    producer.publisher.command(FailCommand(serial, "out of pages", False), 0.0)
+    assert producer.ranks.withdrawn == [(CONSUMER, [9])]
+    assert producer.told() == []
+    producer.replies(0, 1)
+    assert [kind for _, kind, _ in producer.told()] == ["PagesReady", "HandoffFailed"]
 
 
-def test_a_rank_that_cannot_publish_ends_the_node(owner: Owner) -> None:
-    _, serial = owner.open(READER)
-    owner.publish(serial, 9)
-    owner.ranks.asked[0][2].set_exception(EngineFault("rank 1 cannot"))
+def test_a_rank_that_cannot_publish_ends_the_node(producer: Producer) -> None:
+    _, serial = producer.open(CONSUMER)
+    producer.publish(serial, 9)
+    producer.ranks.asked[0][2].set_exception(EngineFault("rank 1 cannot"))
     with pytest.raises(EngineFault, match="rank 1 cannot"):
-        owner.told()
+        producer.told()
 
 
 def test_messages_without_a_wait_are_sent_at_once() -> None:
     sent: list[tuple[int, Any]] = []
     held, until = HeldMessages(lambda *message: sent.append(message)), Future[Any]()
     messages: list[Any] = ["first", "second", "third"]
-    held.send(READER, messages[0])
-    assert sent == [(READER, "first")]
-    held.hold(READER, until)
-    held.send(READER, messages[1])
+    held.send(CONSUMER, messages[0])
+    assert sent == [(CONSUMER, "first")]
+    held.hold(CONSUMER, until)
+    held.send(CONSUMER, messages[1])
     held.let_go()
     assert len(sent) == 1
     until.set_result(None)
     held.let_go()
-    held.send(READER, messages[2])
+    held.send(CONSUMER, messages[2])
     assert [message for _, message in sent] == messages

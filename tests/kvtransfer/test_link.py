@@ -1,4 +1,4 @@
-"""Links, seen by the one thread that uses them. Over loopback, whose owners obey the test."""
+"""Links, seen by the one thread that uses them. Over loopback, whose producers obey the test."""
 
 import queue
 import threading
@@ -28,17 +28,17 @@ from kvtransfer.transfer.link import (
     RateMeasured,
     ReadEnded,
 )
-from tests.support.data_children import CANARY, READER, Memory
-from tests.support.data_ends import NearOwner
+from tests.support.data_children import CANARY, CONSUMER, Memory
+from tests.support.data_ends import NearProducer
 
 NUM_PAGES, PAGE_BYTES = 64, 4096
-OWNER = 1
+PRODUCER = 1
 ALL = np.arange(NUM_PAGES, dtype=np.int32)
 Event = TypeVar("Event", LinkUp, RateMeasured, ReadEnded, LinkClosed)
 
 
 def handoff(number: int) -> HandoffId:
-    return HandoffId(READER, number, 1)
+    return HandoffId(CONSUMER, number, 1)
 
 
 def pages(source: Ints, destination: Ints) -> PagesToRead:
@@ -47,22 +47,22 @@ def pages(source: Ints, destination: Ints) -> PagesToRead:
 
 
 class Rig:
-    """An owner, a pool, and the events of the links between them."""
+    """A producer, a pool, and the events of the links between them."""
 
     def __init__(self, exits: ExitStack) -> None:
         self.backend = LoopbackBackend()
-        self.owner = NearOwner(self.backend, NUM_PAGES, PAGE_BYTES, seed=OWNER)
-        self.owner.publish_all()
+        self.producer = NearProducer(self.backend, NUM_PAGES, PAGE_BYTES, seed=PRODUCER)
+        self.producer.publish_all()
         self.memory = Memory(NUM_PAGES, PAGE_BYTES)
         self.events: queue.Queue[LinkEvent] = queue.Queue()
         self._exits = exits
 
     @property
     def faults(self) -> LoopbackFaults:
-        return self.backend.faults(OWNER)
+        return self.backend.faults(PRODUCER)
 
     def connect(self) -> BackendConnection:
-        return self.backend.connect(self.owner.admit(), self.owner.remote, self.memory.pool)
+        return self.backend.connect(self.producer.admit(), self.producer.remote, self.memory.pool)
 
     def link(
         self,
@@ -74,7 +74,7 @@ class Rig:
         take_memory: Callable[[int], None] = lambda page: None,
     ) -> Link:
         link = Link(
-            OWNER,
+            PRODUCER,
             connect or self.connect,
             self.events.put,
             num_bytes=LinkBytes(PAGE_BYTES),
@@ -115,8 +115,8 @@ def test_reads_are_done_in_order_and_land(rig):
         (2, 4 * PAGE_BYTES, ""),
         (1, 34 * PAGE_BYTES, ""),
     ]
-    assert (rig.memory.pages[20:30] == rig.owner.content[:10]).all()
-    assert (rig.memory.pages[:4] == rig.owner.content[10:14]).all()
+    assert (rig.memory.pages[20:30] == rig.producer.content[:10]).all()
+    assert (rig.memory.pages[:4] == rig.producer.content[10:14]).all()
 
 
 def test_memory_is_taken_for_what_is_expected_and_reads_go_first(rig):
@@ -140,7 +140,7 @@ def test_memory_is_taken_for_what_is_expected_and_reads_go_first(rig):
 
 def test_a_refused_read_ends_alone(rig):
     link = rig.link()
-    rig.owner.withdraw(READER, ALL[5:6])
+    rig.producer.withdraw(CONSUMER, ALL[5:6])
     for number, some in enumerate((ALL[:5], ALL[5:7], ALL[7:9])):
         link.post(handoff(number), pages(some, some))
     rig.next(LinkUp)
@@ -188,7 +188,7 @@ def test_closing_ends_a_read_under_way_and_nothing_lands_afterwards(rig):
 
 
 def _probes(rig: Rig, *gib_per_s: float) -> Callable[[], BackendConnection]:
-    """Connects to the owner; probes give these rates, and then the last one."""
+    """Connects to the producer; probes give these rates, and then the last one."""
     left = deque(gib_per_s)
 
     def connect() -> BackendConnection:
@@ -306,12 +306,12 @@ def test_a_queue_that_is_full_says_so(rig):
 
 
 def test_a_link_that_cannot_connect_tells_why(rig):
-    description, remote = rig.owner.admit(), rig.owner.remote
-    rig.owner.end()
+    description, remote = rig.producer.admit(), rig.producer.remote
+    rig.producer.end()
     link = rig.link(lambda: rig.backend.connect(description, remote, rig.memory.pool))
     closed = rig.next(LinkClosed)
-    assert "no owner" in closed.reason and closed.link is link
-    with pytest.raises(TransferError, match="no owner"):
+    assert "no producer" in closed.reason and closed.link is link
+    with pytest.raises(TransferError, match="no producer"):
         link.post(handoff(1), pages(ALL, ALL))
 
 
@@ -339,13 +339,13 @@ def test_a_link_below_the_floor_is_refused(rig):
     assert "less than the configured" in rig.next(LinkClosed).reason
 
 
-def test_an_owner_that_dies_closes_the_link(rig):
+def test_a_producer_that_dies_closes_the_link(rig):
     link = rig.link()
     rig.next(LinkUp)
     rig.faults.freeze()
     link.post(handoff(1), pages(ALL, ALL))
     assert rig.faults.wait_until_resting(1, 60)
-    rig.owner.end()
+    rig.producer.end()
     assert rig.next(LinkClosed).unfinished == (handoff(1),)
 
 
@@ -360,7 +360,7 @@ def test_a_fault_of_our_own_still_closes_the_link(rig, monkeypatch):
     assert [type(fault) for fault in faults] == [EngineFault]
 
 
-def test_two_links_to_one_owner_do_not_disturb_each_other(rig):
+def test_two_links_to_one_producer_do_not_disturb_each_other(rig):
     first, second = rig.link(), rig.link()
     for _ in range(2):
         rig.next(LinkUp)
@@ -368,4 +368,4 @@ def test_two_links_to_one_owner_do_not_disturb_each_other(rig):
     assert rig.next(LinkClosed).link is first
     second.post(handoff(1), pages(ALL, ALL))
     assert rig.next(ReadEnded).link is second
-    assert (rig.memory.pages == rig.owner.content).all()
+    assert (rig.memory.pages == rig.producer.content).all()

@@ -1,4 +1,4 @@
-"""A group of links to the ranks of one owner keeps the contract of one link, whichever member is
+"""A group of links to the ranks of one producer keeps the contract of one link, whichever member is
 late, frozen, cut or refusing."""
 
 import threading
@@ -27,7 +27,7 @@ from kvtransfer.transfer.link_group import LinkGroup
 PAGES = np.arange(3, dtype=np.int32)
 READ = PagesToRead(PAGES, PAGES, (TablePages(0, 3),))
 MEMBERS = (1, 2, 3, 4)
-OWNER = 7
+PRODUCER = 7
 WAIT_S = 60.0
 
 
@@ -39,7 +39,7 @@ class FakeLink:
     """A member whose every step is the test's. It begins its first job by itself."""
 
     def __init__(self, notify: Callable[[LinkEvent], None]) -> None:
-        self.owner = OWNER
+        self.producer = PRODUCER
         self.notify = notify
         self.jobs: deque[HandoffId] = deque()
         self.expected: list[int] = []
@@ -86,7 +86,7 @@ class Rig:
         self.members: list[FakeLink] = []
         self.events: list[Any] = []
         self.group = LinkGroup(
-            OWNER,
+            PRODUCER,
             [self.make] * num_members,
             self.events.append,
             shares=[100] * num_members,
@@ -241,7 +241,7 @@ def test_no_lock_is_held_while_an_event_is_delivered_and_events_keep_their_order
         assert posted.wait(WAIT_S)
         order.append(type(event))
 
-    rig.group = LinkGroup(OWNER, [rig.make] * 2, deliver, shares=[100, 100])
+    rig.group = LinkGroup(PRODUCER, [rig.make] * 2, deliver, shares=[100, 100])
     first, second = rig.members[2:]
     first.up()
     thread = threading.Thread(target=second.up)

@@ -15,7 +15,7 @@ from kvtransfer.backends.base import BackendConnection
 from kvtransfer.backends.nixl.agent import NixlAgent
 from kvtransfer.backends.nixl.backend import NixlBackend
 from tests.support.data_children import CANARY, Memory, scattered
-from tests.support.data_ends import FarOwner, closing, wait_for
+from tests.support.data_ends import FarProducer, closing, wait_for
 
 pytestmark = pytest.mark.usefixtures("one_sided")
 
@@ -25,14 +25,14 @@ WAIT_S = 60.0
 
 # Seen failing with the stop flag not looked at in `_read`, and with the thread not joined.
 def test_no_byte_lands_after_close_at_any_moment(ends):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
-    description = owner.admit()
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+    description = producer.admit()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     backend = NixlBackend()
     rng = np.random.default_rng(0)
     for _ in range(25):
         memory.pages[:] = CANARY
-        connection = backend.connect(description, owner.remote, memory.pool)
+        connection = backend.connect(description, producer.remote, memory.pool)
         thread = threading.Thread(target=_copy_small_parts, args=(connection,))
         thread.start()
         wait_for(lambda: bool((memory.pages != CANARY).any()))
@@ -41,7 +41,7 @@ def test_no_byte_lands_after_close_at_any_moment(ends):
         thread.join(WAIT_S)
         assert not thread.is_alive()
         memory.pages[:] = CANARY
-        with closing(backend.connect(description, owner.remote, Memory(1, PAGE_BYTES).pool)):
+        with closing(backend.connect(description, producer.remote, Memory(1, PAGE_BYTES).pool)):
             assert (memory.pages == CANARY).all()
 
 
@@ -58,30 +58,30 @@ def _copy_small_parts(connection: BackendConnection) -> None:
 
 # Over UCX's tcp neither was so: no contact, and from the 20th second on no read landed.
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(23.0, marks=pytest.mark.long)])
-def test_an_owner_that_does_not_run_is_connected_to_read_and_left(ends, seconds):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
-    description = owner.admit()
+def test_a_producer_that_does_not_run_is_connected_to_read_and_left(ends, seconds):
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+    description = producer.admit()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    owner.child.freeze()
+    producer.child.freeze()
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
-    with closing(NixlBackend().connect(description, owner.remote, memory.pool)) as connection:
+    with closing(NixlBackend().connect(description, producer.remote, memory.pool)) as connection:
         late = time.monotonic() + seconds
         connection.copy(source, destination)
         while time.monotonic() < late:
             threading.Event().wait(0.2)
             memory.pages[:] = CANARY
             connection.copy(source, destination)
-    assert (memory.pages[destination] == owner.content[source]).all()
-    owner.child.thaw()
-    owner.has_run()
+    assert (memory.pages[destination] == producer.content[source]).all()
+    producer.child.thaw()
+    producer.has_run()
 
 
 # Seen failing with `error.__traceback__ = None` and the `del` taken out of `_call`.
 def test_an_error_that_is_still_being_raised_does_not_keep_the_agent_alive(ends):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = NixlBackend().connect(owner.admit(), owner.remote, memory.pool)
-    owner.end()
+    connection = NixlBackend().connect(producer.admit(), producer.remote, memory.pool)
+    producer.end()
     failed = False
     try:
         connection.copy(*scattered(0, NUM_PAGES, NUM_PAGES))
@@ -102,38 +102,38 @@ def test_an_agent_that_does_not_end_is_not_passed_over():
 @pytest.mark.parametrize(
     "change, reason",
     [
-        ({"nonce": bytes(32)}, "is not the owner"),
+        ({"nonce": bytes(32)}, "is not the producer"),
         ({"boot_id": "another"}, "on another host"),
         ({"address": 4096}, "Bad address"),
         ({"pid": 2**31 - 1}, "No such process"),
     ],
 )
 def test_a_path_that_is_not_proved_is_not_taken(ends, change, reason):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=f"no one-sided path: .*{reason}"):
         NixlBackend().connect(
-            _forged(owner, evidence=change),
-            owner.remote,
+            _forged(producer, evidence=change),
+            producer.remote,
             Memory(NUM_PAGES, PAGE_BYTES).pool,
         )
 
 
 # Seen failing with the look at the digest taken out of `prove_same_host`.
-def test_metadata_that_the_owner_does_not_vouch_for_is_not_met(ends):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
-    with pytest.raises(TransferError, match="is not that of the owner's agent"):
+def test_metadata_that_the_producer_does_not_vouch_for_is_not_met(ends):
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+    with pytest.raises(TransferError, match="is not that of the producer's agent"):
         NixlBackend().connect(
-            _forged(owner, metadata=b"nobody"),
-            owner.remote,
+            _forged(producer, metadata=b"nobody"),
+            producer.remote,
             Memory(NUM_PAGES, PAGE_BYTES).pool,
         )
 
 
 def _forged(
-    owner: FarOwner, evidence: dict[str, object] | None = None, metadata: bytes | None = None
+    producer: FarProducer, evidence: dict[str, object] | None = None, metadata: bytes | None = None
 ) -> bytes:
-    """The owner's description with some of it replaced."""
-    description = msgspec.msgpack.decode(owner.admit())
+    """The producer's description with some of it replaced."""
+    description = msgspec.msgpack.decode(producer.admit())
     (offer,) = description["offers"]
     told = msgspec.msgpack.decode(offer["evidence"]) | (evidence or {})
     offer["evidence"] = msgspec.msgpack.encode(told)
@@ -149,9 +149,9 @@ def test_without_nixl_installed_the_backend_says_so(monkeypatch):
 
 
 def test_nothing_is_printed_by_either_end(ends):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
-    reader = ends.far_reader("nixl", NUM_PAGES, PAGE_BYTES)
-    reader.read_from(owner)
-    owner.end()
-    reader.failed()
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+    consumer = ends.far_consumer("nixl", NUM_PAGES, PAGE_BYTES)
+    consumer.read_from(producer)
+    producer.end()
+    consumer.failed()
     assert ends.log.read_text() == ""

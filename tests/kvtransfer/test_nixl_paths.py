@@ -20,8 +20,8 @@ from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.connection import NixlDescription, NixlHostMemory
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.path_proof import SameHost
-from tests.support.data_children import READER, SOCKETS, Memory, TwoPathNixl, scattered
-from tests.support.data_ends import FarOwner
+from tests.support.data_children import CONSUMER, SOCKETS, Memory, TwoPathNixl, scattered
+from tests.support.data_ends import FarProducer
 from tests.support.sockets import sockets_of
 
 pytestmark = pytest.mark.usefixtures("one_sided")
@@ -29,53 +29,54 @@ pytestmark = pytest.mark.usefixtures("one_sided")
 NUM_PAGES, PAGE_BYTES = 512, 16384
 
 
-def changed(owner: FarOwner, **offer: object) -> bytes:
-    """The owner's description with some of its only offer replaced."""
-    description = msgspec.msgpack.decode(owner.admit())
+def changed(producer: FarProducer, **offer: object) -> bytes:
+    """The producer's description with some of its only offer replaced."""
+    description = msgspec.msgpack.decode(producer.admit())
     description["offers"][0] |= offer
     return msgspec.msgpack.encode(description)
 
 
-def connect(owner: FarOwner, description: bytes, backend: NixlBackend) -> None:
+def connect(producer: FarProducer, description: bytes, backend: NixlBackend) -> None:
     pool = Memory(NUM_PAGES, PAGE_BYTES).pool
-    backend.connect(description, owner.remote, pool).close()
+    backend.connect(description, producer.remote, pool).close()
 
 
 # Seen failing with the look at the rate taken out of `_make_contact`, and with the agents given
 # the transports of the environment.
 def test_a_path_on_which_ucx_falls_back_to_sockets_is_refused(ends):
-    owner = ends.far_owner("nixl-two-paths", NUM_PAGES, PAGE_BYTES)
+    producer = ends.far_producer("nixl-two-paths", NUM_PAGES, PAGE_BYTES)
     reason = r"no one-sided path: sockets: reads go another way: they reach [01]\.\d\d GiB/s"
     with pytest.raises(TransferError, match=reason):
-        connect(owner, owner.admit(), NixlBackend((SOCKETS,)))
+        connect(producer, producer.admit(), NixlBackend((SOCKETS,)))
 
 
-# As where another process' memory can be mapped and not read. Seen failing with every owner polled.
-def test_a_path_on_which_ucx_has_the_owner_help_is_refused(ends, monkeypatch):
+# As where another process' memory can be mapped and not read. Seen failing with every producer
+# polled.
+def test_a_path_on_which_ucx_has_the_producer_help_is_refused(ends, monkeypatch):
     monkeypatch.setattr(nixl, "CONNECT_S", 1.0)
     helped = replace(PATHS[0], transports=NixlTransports("posix,cuda_copy", errors="none"))
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
-    with pytest.raises(TransferError, match=r"cma: no read of the owner's memory has landed"):
-        connect(owner, owner.admit(), NixlBackend((helped,)))
-    owner.has_run()
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+    with pytest.raises(TransferError, match=r"cma: no read of the producer's memory has landed"):
+        connect(producer, producer.admit(), NixlBackend((helped,)))
+    producer.has_run()
 
 
 @pytest.mark.parametrize("namespace", ["ipc", "pid"])
-def test_an_owner_in_another_namespace_is_found_out_at_once(ends, namespace):
-    owner = ends.owner_apart(namespace, NUM_PAGES, PAGE_BYTES)
-    with pytest.raises(TransferError, match=rf"cma: the owner is in namespaces .*{namespace}:"):
-        connect(owner, owner.admit(), NixlBackend())
-    owner.has_run()
+def test_a_producer_in_another_namespace_is_found_out_at_once(ends, namespace):
+    producer = ends.producer_apart(namespace, NUM_PAGES, PAGE_BYTES)
+    with pytest.raises(TransferError, match=rf"cma: the producer is in namespaces .*{namespace}:"):
+        connect(producer, producer.admit(), NixlBackend())
+    producer.has_run()
 
 
-# With the proof switched off. Seen failing with sysv for posix: agents meet, and UCX has the owner
-# help.
+# With the proof switched off. Seen failing with sysv for posix: agents meet, and UCX has the
+# producer help.
 def test_agents_of_different_process_namespaces_do_not_meet(ends, monkeypatch):
     monkeypatch.setattr(path_proof, "prove_same_host", lambda place, metadata: None)
-    owner = ends.owner_apart("pid", NUM_PAGES, PAGE_BYTES)
-    with pytest.raises(TransferError, match=r"cma: the owner's agent is out of reach: nixl"):
-        connect(owner, owner.admit(), NixlBackend())
-    owner.has_run()
+    producer = ends.producer_apart("pid", NUM_PAGES, PAGE_BYTES)
+    with pytest.raises(TransferError, match=r"cma: the producer's agent is out of reach: nixl"):
+        connect(producer, producer.admit(), NixlBackend())
+    producer.has_run()
 
 
 @pytest.mark.parametrize(
@@ -96,13 +97,13 @@ def test_without_room_for_agents_to_meet_there_is_a_sentence(
 
 def test_the_next_path_is_taken_where_the_first_is_none(ends):
     backend = TwoPathNixl()
-    owner = ends.far_owner(backend.name, NUM_PAGES, PAGE_BYTES)
+    producer = ends.far_producer(backend.name, NUM_PAGES, PAGE_BYTES)
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, memory)
+    connection = ends.connect(backend, producer, memory)
     assert connection.path == "cma"
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
     connection.copy(source, destination)
-    assert (memory.pages[destination] == owner.content[source]).all()
+    assert (memory.pages[destination] == producer.content[source]).all()
 
 
 @pytest.mark.parametrize(
@@ -116,17 +117,17 @@ def test_the_next_path_is_taken_where_the_first_is_none(ends):
     ],
 )
 def test_an_offer_that_does_not_hold_here_is_refused_before_its_agent_is_met(ends, offer, reason):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
-    description = changed(owner, **offer, metadata=b"never looked at")
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+    description = changed(producer, **offer, metadata=b"never looked at")
     with pytest.raises(TransferError, match=reason):
-        connect(owner, description, NixlBackend())
+        connect(producer, description, NixlBackend())
 
 
 def test_memory_of_different_kinds_has_no_one_sided_path(ends):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
-    description = msgspec.msgpack.decode(owner.admit()) | {"device": "cuda:1"}
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
+    description = msgspec.msgpack.decode(producer.admit()) | {"device": "cuda:1"}
     with pytest.raises(TransferError, match="no one-sided path from cuda:1 to cpu"):
-        connect(owner, msgspec.msgpack.encode(description), NixlBackend())
+        connect(producer, msgspec.msgpack.encode(description), NixlBackend())
 
 
 def network_card(root: Path, name: str, **states: str) -> None:
@@ -146,13 +147,13 @@ def test_active_ports_are_found_and_no_others(tmp_path, monkeypatch):
     assert rdma_proof.active_ports() == ("mlx5_0/1", "mlx5_2/1")
 
 
-def test_an_owner_offers_what_works_and_says_what_does_not(tmp_path, monkeypatch, caplog):
+def test_a_producer_offers_what_works_and_says_what_does_not(tmp_path, monkeypatch, caplog):
     network_card(tmp_path, "mlx5_0", port1="4: ACTIVE")  # nothing is behind it
     monkeypatch.setattr(rdma_proof, "DEVICES", tmp_path)
     with caplog.at_level(logging.INFO):
-        owner = NixlBackend().serve(Memory(8, PAGE_BYTES).pool, 1)
-    described = msgspec.msgpack.decode(owner.admit(READER), type=NixlDescription)
-    owner.close()
+        producer = NixlBackend().serve(Memory(8, PAGE_BYTES).pool, 1)
+    described = msgspec.msgpack.decode(producer.admit(CONSUMER), type=NixlDescription)
+    producer.close()
     assert [offer.path for offer in described.offers] == ["cma"]
     assert 'nixl offers paths=cma reason="not rdma: nixl' in caplog.text
 
@@ -200,7 +201,7 @@ def test_memory_of_a_device_is_told_to_nixl_with_its_number():
     ids=["connected", "not met", "no agent"],
 )
 def test_what_a_path_holds_is_let_go_with_its_connection_and_without_one(ends, offer, transports):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     let_go: list[str] = []
 
     class Held(SameHost):
@@ -212,7 +213,7 @@ def test_what_a_path_holds_is_let_go_with_its_connection_and_without_one(ends, o
 
     backend = NixlBackend([replace(PATHS[0], prove=Held, transports=transports)])
     with suppress(TransferError):
-        connect(owner, changed(owner, **offer), backend)
+        connect(producer, changed(producer, **offer), backend)
     assert let_go == ["cma"]
 
 
@@ -234,7 +235,7 @@ class Broken(NixlHostMemory):
 
 # Seen failing with either `settle` taken out of `NixlConnection.close`.
 def test_what_an_agent_has_begun_is_waited_for_before_and_after_it_goes(ends, monkeypatch):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     log: list[str] = []
     destroy = NixlAgent.destroy
 
@@ -243,11 +244,11 @@ def test_what_an_agent_has_begun_is_waited_for_before_and_after_it_goes(ends, mo
         destroy(agent)
 
     monkeypatch.setattr(NixlAgent, "destroy", logged)
-    connect(owner, owner.admit(), NixlBackend(memory_of=lambda pool: Slow(pool, log)))
+    connect(producer, producer.admit(), NixlBackend(memory_of=lambda pool: Slow(pool, log)))
     assert log == ["settled", "destroyed", "settled"]
 
 
 def test_a_fence_that_cannot_be_told_is_not_passed_over(ends):
-    owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
+    producer = ends.far_producer("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(EngineFault, match=r"over cma may yet land: an illegal memory access"):
-        connect(owner, owner.admit(), NixlBackend(memory_of=Broken))
+        connect(producer, producer.admit(), NixlBackend(memory_of=Broken))

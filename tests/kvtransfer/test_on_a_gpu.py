@@ -64,8 +64,8 @@ def test_pages_are_compared_while_a_forward_runs():
 
 @pytest.mark.usefixtures("one_sided")
 def test_two_processes_on_one_device_are_joined_by_cuda_ipc(ends):
-    owner = ends.far_owner("nixl-cuda", 64, 4 << 20)
-    connection = ends.connect(make_backend("nixl-cuda"), owner, CudaMemory(64, 4 << 20))
+    producer = ends.far_producer("nixl-cuda", 64, 4 << 20)
+    connection = ends.connect(make_backend("nixl-cuda"), producer, CudaMemory(64, 4 << 20))
     assert connection.path == "cuda_ipc"
     assert connection.probe() > 2.0
 
@@ -73,23 +73,23 @@ def test_two_processes_on_one_device_are_joined_by_cuda_ipc(ends):
 @pytest.mark.two_gpu
 @pytest.mark.usefixtures("one_sided")
 def test_pages_cross_between_two_devices(ends, name):
-    owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
+    producer = ends.far_producer(name, NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
     memory = CudaMemory(NUM_PAGES, PAGE_BYTES, "cuda:1")
-    connection = ends.connect(make_backend(name), owner, memory)
+    connection = ends.connect(make_backend(name), producer, memory)
     assert connection.path in ("nvlink", "cuda_ipc", "tcp")
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
     connection.copy(source, destination)
-    assert (memory.pages[destination] == owner.content[source]).all()
+    assert (memory.pages[destination] == producer.content[source]).all()
 
 
 def test_a_forward_that_is_launched_after_a_copy_sees_its_pages(ends, name):
-    owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
+    producer = ends.far_producer(name, NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
     memory = CudaMemory(NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(make_backend(name), owner, memory)
+    connection = ends.connect(make_backend(name), producer, memory)
     pages = cuda_device(CUDA).view(memory.pool)
-    expected = torch.from_numpy(owner.content).to(CUDA)
+    expected = torch.from_numpy(producer.content).to(CUDA)
     torch.cuda.synchronize()
     forward = torch.cuda.Stream(CUDA)
     for seed in range(50):
@@ -105,9 +105,9 @@ def test_a_forward_that_is_launched_after_a_copy_sees_its_pages(ends, name):
 
 # A staged copy on the default stream would wait for the sleep.
 def test_copies_wait_for_no_forward(ends, name):
-    owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    connection = ends.connect(make_backend(name), owner, CudaMemory(NUM_PAGES, PAGE_BYTES))
+    producer = ends.far_producer(name, NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
+    connection = ends.connect(make_backend(name), producer, CudaMemory(NUM_PAGES, PAGE_BYTES))
     connection.copy(ALL, ALL)
     started = time.monotonic()
     with torch.cuda.stream(torch.cuda.Stream(CUDA)):
@@ -121,16 +121,16 @@ def test_copies_wait_for_no_forward(ends, name):
 
 
 def test_no_byte_lands_after_close_at_any_moment(ends, name):
-    owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    description = owner.admit()
+    producer = ends.far_producer(name, NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
+    description = producer.admit()
     memory = CudaMemory(NUM_PAGES, PAGE_BYTES)
     pages = cuda_device(CUDA).view(memory.pool)
     backend = make_backend(name)
     rng = np.random.default_rng(0)
     for _ in range(25):
         memory.pages[:] = CANARY
-        connection = backend.connect(description, owner.remote, memory.pool)
+        connection = backend.connect(description, producer.remote, memory.pool)
         thread = threading.Thread(target=_copy_until_it_ends, args=(connection,))
         thread.start()
         wait_for(lambda: bool((pages != CANARY).any()))
@@ -150,25 +150,25 @@ def _copy_until_it_ends(connection: BackendConnection) -> None:
     connection.close()
 
 
-# Without `MappedMemory` and UCX's cache switched off, it stays taken until the reader ends.
+# Without `MappedMemory` and UCX's cache switched off, it stays taken until the consumer ends.
 @pytest.mark.usefixtures("one_sided")
-def test_the_memory_of_a_dead_owner_is_free_again_once_its_connection_has_closed(ends):
-    owner = ends.far_owner("nixl-cuda", 2048, 1 << 20)
+def test_the_memory_of_a_dead_producer_is_free_again_once_its_connection_has_closed(ends):
+    producer = ends.far_producer("nixl-cuda", 2048, 1 << 20)
     memory = CudaMemory(2048, 1 << 20)
     backend = make_backend("nixl-cuda")
-    with closing(backend.connect(owner.admit(), owner.remote, memory.pool)) as connection:
+    with closing(backend.connect(producer.admit(), producer.remote, memory.pool)) as connection:
         connection.copy(*scattered(0, 2048, 2048))
         taken, _ = torch.cuda.mem_get_info(0)
-        owner.end()
+        producer.end()
     # Of the 2 GiB a process that is starting meanwhile may have taken some.
     wait_for(lambda: torch.cuda.mem_get_info(0)[0] - taken > 1.2 * GIB)
 
 
 @pytest.mark.usefixtures("one_sided")
 def test_nothing_is_printed_by_either_end(ends):
-    owner = ends.far_owner("nixl-cuda", NUM_PAGES, PAGE_BYTES)
-    reader = ends.far_reader("nixl-cuda", NUM_PAGES, PAGE_BYTES)
-    reader.read_from(owner)
-    owner.end()
-    reader.failed()
+    producer = ends.far_producer("nixl-cuda", NUM_PAGES, PAGE_BYTES)
+    consumer = ends.far_consumer("nixl-cuda", NUM_PAGES, PAGE_BYTES)
+    consumer.read_from(producer)
+    producer.end()
+    consumer.failed()
     assert ends.log.read_text() == ""

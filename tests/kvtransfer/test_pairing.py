@@ -11,7 +11,7 @@ from common.limits import MAX_RANKS
 from engine.build import build
 from engine.models.linear import onednn
 from kvtransfer.pairing import PROTOCOL_VERSION, DataPath, PairHello, PoolRegion, compare, lasts
-from kvtransfer.pairs.named_owners import MAX_OWNERS, REMEMBERED_S, NamedProducers
+from kvtransfer.pairs.named_producers import MAX_PRODUCERS, REMEMBERED_S, NamedProducers
 from tests.support.checkpoints import make_checkpoint
 
 OURS = PairHello(
@@ -153,44 +153,44 @@ class Dialled:
     def __init__(self) -> None:
         self.now = 0.0
         self.calls: list[frozenset[str]] = []
-        self.owners = NamedProducers("me:1", self.calls.append, lambda: self.now)
+        self.producers = NamedProducers("me:1", self.calls.append, lambda: self.now)
 
 
 def test_who_is_named_is_dialled_once_and_never_the_node_itself():
     dialled = Dialled()
-    dialled.owners.name(["me:1"])
+    dialled.producers.name(["me:1"])
     assert dialled.calls == []
-    dialled.owners.name(["a:1", "me:1"])
-    dialled.owners.name(["a:1"])
-    dialled.owners.name(["b:1", "a:1"])
+    dialled.producers.name(["a:1", "me:1"])
+    dialled.producers.name(["a:1"])
+    dialled.producers.name(["b:1", "a:1"])
     assert dialled.calls == [{"a:1"}, {"a:1", "b:1"}]
 
 
 def test_who_was_named_long_ago_is_let_go():
     dialled = Dialled()
-    dialled.owners.name(["a:1", "b:1"])
+    dialled.producers.name(["a:1", "b:1"])
     dialled.now = REMEMBERED_S
-    dialled.owners.name(["b:1"])
+    dialled.producers.name(["b:1"])
     dialled.now += 1.0
-    dialled.owners.name(["c:1"])
+    dialled.producers.name(["c:1"])
     assert dialled.calls[-1] == {"b:1", "c:1"}
 
 
 def test_of_too_many_those_named_last_stay():
     dialled = Dialled()
-    dialled.owners.name([f"{n}:1" for n in range(1, MAX_OWNERS + 1)])
-    dialled.owners.name(["1:1", "new:1"])
-    assert len(dialled.calls[-1]) == MAX_OWNERS
+    dialled.producers.name([f"{n}:1" for n in range(1, MAX_PRODUCERS + 1)])
+    dialled.producers.name(["1:1", "new:1"])
+    assert len(dialled.calls[-1]) == MAX_PRODUCERS
     assert {"1:1", "new:1"} <= dialled.calls[-1] and "2:1" not in dialled.calls[-1]
 
 
 def test_who_is_listed_is_dialled_as_long_and_who_is_named_besides():
     dialled = Dialled()
-    dialled.owners.listed(frozenset({"a:1", "b:1"}))
-    dialled.owners.name(["b:1", "c:1"])
+    dialled.producers.listed(frozenset({"a:1", "b:1"}))
+    dialled.producers.name(["b:1", "c:1"])
     assert dialled.calls == [{"a:1", "b:1"}, {"a:1", "b:1", "c:1"}]
-    dialled.owners.listed(frozenset({"a:1"}))
+    dialled.producers.listed(frozenset({"a:1"}))
     assert len(dialled.calls) == 2
     dialled.now = REMEMBERED_S + 1.0
-    dialled.owners.listed(frozenset({"d:1"}))
+    dialled.producers.listed(frozenset({"d:1"}))
     assert dialled.calls[-1] == {"d:1"}

@@ -14,9 +14,9 @@ from tests.kvtransfer.search import PATIENT, SILENT, search_in
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_collector")]
 
 ONE, OTHER = b"", b"another's prompts"[:16]
-TWO_OWNERS = PrefixPlan((ONE, ONE), owners=("1", "2"))
+TWO_PRODUCERS = PrefixPlan((ONE, ONE), producers=("1", "2"))
 # The second prompt goes on where the first one ends: both are read at once.
-ONE_GOES_ON = TWO_OWNERS._replace(has=3, further=1, reader_pages=6)
+ONE_GOES_ON = TWO_PRODUCERS._replace(has=3, further=1, consumer_pages=6)
 
 
 @pytest.mark.parametrize(
@@ -30,23 +30,27 @@ ONE_GOES_ON = TWO_OWNERS._replace(has=3, further=1, reader_pages=6)
         pytest.param(PrefixPlan((ONE, ONE)), PATIENT, 1, 1_000, id="two-want-the-same"),
         pytest.param(PrefixPlan((ONE, OTHER)), PATIENT, 0, 75, id="one-loan-at-once"),
         pytest.param(
-            PrefixPlan((ONE, OTHER), reader_pages=2, loans=2), PATIENT, 0, 40, id="pages-for-one"
+            PrefixPlan((ONE, OTHER), consumer_pages=2, loans=2), PATIENT, 0, 40, id="pages-for-one"
         ),
         pytest.param(
-            PrefixPlan(windows=(None, 3), state_pages=1, reader_pages=6),
+            PrefixPlan(windows=(None, 3), state_pages=1, consumer_pages=6),
             PATIENT,
             1,
             200,
             id="windows-and-a-state",
         ),
         pytest.param(
-            TWO_OWNERS._replace(only_faults=("evict",)), PATIENT, 1, 1_900, id="one-of-two-owners"
+            TWO_PRODUCERS._replace(only_faults=("evict",)),
+            PATIENT,
+            1,
+            1_900,
+            id="one-of-two-producers",
         ),
         pytest.param(
-            ONE_GOES_ON, PATIENT, 1, 95_000, id="two-owners-any-fault", marks=pytest.mark.long
+            ONE_GOES_ON, PATIENT, 1, 95_000, id="two-producers-any-fault", marks=pytest.mark.long
         ),
         pytest.param(
-            PrefixPlan(windows=(None, 3), state_pages=1, reader_pages=12, own=1, told=3, has=3),
+            PrefixPlan(windows=(None, 3), state_pages=1, consumer_pages=12, own=1, told=3, has=3),
             PATIENT,
             2,
             2_000,

@@ -1,12 +1,12 @@
 """Rules 3, 5 and 8 of the hand-off are needed: the search without one of them breaks an invariant.
 
 Two of them back up another rule, so that a search without them alone finds nothing:
-Rule 3: the owner sends Failed whenever it lets a hand-off go (rule 2), on the stream on which it
-    would answer Done or Grant, and before that answer. So the owner here breaks rule 2 too, where
-    rule 3 makes up for it: before the grant and after the last Ready.
-Rule 5, an end of a stream drops only the hand-offs of that stream: a new stream of a reader ends
-    its old one (the other half) before the new one has any. So the owner here breaks both.
-Rule 8 binds the engines. The protocol end of an owner refuses what an engine publishes too early.
+Rule 3: the producer sends Failed whenever it lets a hand-off go (rule 2), on the stream on which it
+    would answer Done or Grant, and before that answer. So the producer here breaks rule 2 too,
+    where rule 3 makes up for it: before the grant and after the last Ready.
+Rule 5, an end of a stream drops only the hand-offs of that stream: a new stream of a consumer ends
+    its old one (the other half) before the new one has any. So the producer here breaks both.
+Rule 8 binds the engines. The protocol end of a producer refuses what an engine publishes too early.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from kvtransfer.ports import OpenedEvent
 from kvtransfer.protocol.liveness import HandoffStatus
 from kvtransfer.protocol.producer import ProducerEnd
 from tests.kvtransfer.search import PATIENT, search
-from tests.kvtransfer.sides import Broken, Input, Output, OwnerSide, Plan, ReaderSide
+from tests.kvtransfer.sides import Broken, Input, Output, Plan, SimulatedConsumer, SimulatedProducer
 
 pytestmark = pytest.mark.usefixtures("without_collector")
 
@@ -27,12 +27,12 @@ Break = Callable[[pytest.MonkeyPatch], None]
 WAITS = "I3: something waits for ever"
 
 
-def owner(side: type[OwnerSide]) -> Break:
-    return lambda patch: patch.setattr("tests.kvtransfer.search.OwnerSide", side)
+def producer(side: type[SimulatedProducer]) -> Break:
+    return lambda patch: patch.setattr("tests.kvtransfer.search.SimulatedProducer", side)
 
 
-def reader(side: type[ReaderSide]) -> Break:
-    return lambda patch: patch.setattr("tests.kvtransfer.search.ReaderSide", side)
+def consumer(side: type[SimulatedConsumer]) -> Break:
+    return lambda patch: patch.setattr("tests.kvtransfer.search.SimulatedConsumer", side)
 
 
 def of_end(name: str, broken: Callable[..., Any]) -> Break:
@@ -42,7 +42,7 @@ def of_end(name: str, broken: Callable[..., Any]) -> Break:
 # Rule 3
 
 
-class LetsGoSilently(OwnerSide):
+class LetsGoSilently(SimulatedProducer):
     """Sends no Failed for a hand-off that has no grant yet, or all of whose pages are published."""
 
     def _react(self, given: Input) -> list[Output]:
@@ -81,29 +81,29 @@ def _answers(given: Input, kind: type, output: Output) -> bool:
 _stream_up = ProducerEnd.stream_up
 
 
-def _keeps_the_old_stream(self: ProducerEnd, stream: int, reader: int, now: float) -> list[Any]:
+def _keeps_the_old_stream(self: ProducerEnd, stream: int, consumer: int, now: float) -> list[Any]:
     old, self._streams = self._streams, {}
-    actions = _stream_up(self, stream, reader, now)
+    actions = _stream_up(self, stream, consumer, now)
     self._streams.update(old)
     return actions
 
 
-def _drops_all_of_its_reader(self: ProducerEnd, stream: int, reason: str) -> None:
-    reader = self._streams[stream].reader
-    for handoff in [each for each in self._handoffs.values() if each.id.instance == reader]:
+def _drops_all_of_its_consumer(self: ProducerEnd, stream: int, reason: str) -> None:
+    consumer = self._streams[stream].consumer
+    for handoff in [each for each in self._handoffs.values() if each.id.instance == consumer]:
         self._drop(handoff, HandoffStatus.FAILED, reason)
     self._beats.stop(stream)
     del self._streams[stream]
 
 
 OLD_STREAM_STAYS = of_end("stream_up", _keeps_the_old_stream)
-END_DROPS_ALL = of_end("_forget_stream", _drops_all_of_its_reader)
+END_DROPS_ALL = of_end("_forget_stream", _drops_all_of_its_consumer)
 
 
 # Rule 8
 
 
-class ReservesPageByPage(ReaderSide):
+class ReservesPageByPage(SimulatedConsumer):
     """Holds what pages it has got while it waits for the others."""
 
     def moves(self) -> list[Input]:
@@ -126,8 +126,8 @@ class ReservesPageByPage(ReaderSide):
         return pages if len(pages) == self._num_pages(r) else super()._free(r)
 
 
-class AdmitsPageByPage(OwnerSide):
-    """The same of an owner."""
+class AdmitsPageByPage(SimulatedProducer):
+    """The same of a producer."""
 
     def _admit(self) -> list[Output]:
         return []
@@ -150,7 +150,7 @@ class AdmitsPageByPage(OwnerSide):
         return []
 
 
-class PublishesBeforeTheGrant(OwnerSide):
+class PublishesBeforeTheGrant(SimulatedProducer):
     """Reserves the pages of a prompt, and computes it, as soon as it is opened."""
 
     def _take(self, event: Any) -> list[Output]:
@@ -176,9 +176,9 @@ class AdmitsBeforeTheGrant(PublishesBeforeTheGrant):
 LETS_GO = Plan((3,), (0,), only_faults=("fail",))
 HALF_OPEN = Plan((3,), (0,), only_faults=("half-open",))
 CUT = Plan((3,), (0,), only_faults=("cut",))
-NARROW_READER = Plan((7, 7), (0, 0), reader_pages=2)  # two pages each
-NARROW_OWNER = Plan((7, 7), (0, 0), owner_pages=2)
-ONE_PAGE_EACH = Plan((3, 3), (0, 0), reader_pages=1, owner_pages=1)
+NARROW_CONSUMER = Plan((7, 7), (0, 0), consumer_pages=2)  # two pages each
+NARROW_PRODUCER = Plan((7, 7), (0, 0), producer_pages=2)
+ONE_PAGE_EACH = Plan((3, 3), (0, 0), consumer_pages=1, producer_pages=1)
 
 
 def _faults(plan: Plan) -> int:
@@ -189,16 +189,22 @@ def _faults(plan: Plan) -> int:
 @pytest.mark.parametrize(
     "plan, breaks, invariant",
     [
-        pytest.param(LETS_GO, [owner(IgnoresUnknownDone)], WAITS, id="3-done-unanswered"),
-        pytest.param(LETS_GO, [owner(IgnoresUnknownGrant)], WAITS, id="3-grant-unanswered"),
+        pytest.param(LETS_GO, [producer(IgnoresUnknownDone)], WAITS, id="3-done-unanswered"),
+        pytest.param(LETS_GO, [producer(IgnoresUnknownGrant)], WAITS, id="3-grant-unanswered"),
         pytest.param(HALF_OPEN, [OLD_STREAM_STAYS], WAITS, id="5-old-stream-stays"),
         pytest.param(CUT, [OLD_STREAM_STAYS, END_DROPS_ALL], WAITS, id="5-old-end-drops-the-new"),
-        pytest.param(NARROW_READER, [reader(ReservesPageByPage)], WAITS, id="8-reader-piecemeal"),
-        pytest.param(NARROW_OWNER, [owner(AdmitsPageByPage)], WAITS, id="8-owner-piecemeal"),
-        pytest.param(ONE_PAGE_EACH, [owner(AdmitsBeforeTheGrant)], WAITS, id="8-ungranted-pages"),
+        pytest.param(
+            NARROW_CONSUMER, [consumer(ReservesPageByPage)], WAITS, id="8-consumer-piecemeal"
+        ),
+        pytest.param(
+            NARROW_PRODUCER, [producer(AdmitsPageByPage)], WAITS, id="8-producer-piecemeal"
+        ),
+        pytest.param(
+            ONE_PAGE_EACH, [producer(AdmitsBeforeTheGrant)], WAITS, id="8-ungranted-pages"
+        ),
         pytest.param(
             ONE_PAGE_EACH,
-            [owner(PublishesBeforeTheGrant)],
+            [producer(PublishesBeforeTheGrant)],
             "EngineFault: .* before its grant",
             id="8-ungranted-ready",
         ),
@@ -215,11 +221,11 @@ def test_the_search_finds_what_a_broken_rule_leads_to(monkeypatch, plan, breaks,
 @pytest.mark.parametrize(
     "plan, breaks",
     [
-        pytest.param(LETS_GO, [owner(LetsGoSilently)], id="3-makes-up-for-2"),
+        pytest.param(LETS_GO, [producer(LetsGoSilently)], id="3-makes-up-for-2"),
         pytest.param(CUT, [END_DROPS_ALL], id="5-one-half-makes-up-for-the-other"),
         pytest.param(HALF_OPEN, [], id="half-open"),
-        pytest.param(NARROW_READER, [], id="narrow-reader"),
-        pytest.param(NARROW_OWNER, [], id="narrow-owner"),
+        pytest.param(NARROW_CONSUMER, [], id="narrow-consumer"),
+        pytest.param(NARROW_PRODUCER, [], id="narrow-producer"),
         pytest.param(ONE_PAGE_EACH, [], id="one-page-each"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The reader's end, rule by rule of docs/design/hand-off.md."""
+"""The consumer's end, rule by rule of docs/design/hand-off.md."""
 
 from typing import Any
 
@@ -48,24 +48,24 @@ from kvtransfer.protocol.actions import (
     SendMessage,
     StartRead,
 )
-from kvtransfer.protocol.attempt import LINK_S, OwnerPages
+from kvtransfer.protocol.attempt import LINK_S, ProducerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
 from tests.support.specs import make_spec
 
 PAGE_SIZE = 4
-POOL = 512  # pages of the owner
-PAGES = OwnerPages(POOL, state_pages=0, same_layout=True, piece_bytes=96)
-READER = 101
-OWNER = 11
+POOL = 512  # pages of the producer
+PAGES = ProducerPages(POOL, state_pages=0, same_layout=True, piece_bytes=96)
+CONSUMER = 101
+PRODUCER = 11
 STREAM = 1
-ID = HandoffId(READER, 1, 1)
-OTHER = HandoffId(READER, 2, 1)
+ID = HandoffId(CONSUMER, 1, 1)
+OTHER = HandoffId(CONSUMER, 2, 1)
 FIRST = PagesReady(ID, 0, 4, (9,), False, None)
 LAST = PagesReady(ID, 4, 7, (5,), True, 42)
 
 
-def opening(id: HandoffId = ID, owner: int = OWNER, budget_s: float = 100.0) -> OpenCommand:
-    return OpenCommand(id, owner, b"", Remaining(budget_s), Prompt(make_spec(range(7))))
+def opening(id: HandoffId = ID, producer: int = PRODUCER, budget_s: float = 100.0) -> OpenCommand:
+    return OpenCommand(id, producer, b"", Remaining(budget_s), Prompt(make_spec(range(7))))
 
 
 def grant(id: HandoffId = ID, prefix: int = 0, pages: tuple[int, ...] = (30, 31)) -> GrantCommand:
@@ -91,10 +91,10 @@ def reads(actions: list[Any]) -> list[tuple[HandoffId, list[int], list[int]]]:
 
 @pytest.fixture
 def end() -> ConsumerEnd:
-    reader = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    reader.stream_up(STREAM, OWNER, "host:1", PAGES, 0.0)
-    reader.link_up(STREAM, "tcp", 3.0)
-    return reader
+    consumer = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
+    consumer.stream_up(STREAM, PRODUCER, "host:1", PAGES, 0.0)
+    consumer.link_up(STREAM, "tcp", 3.0)
+    return consumer
 
 
 @pytest.fixture
@@ -126,10 +126,10 @@ def neighbours(granted: ConsumerEnd) -> ConsumerEnd:
 
 def test_a_handoff_goes_from_open_to_held():
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    up = end.stream_up(STREAM, OWNER, "host:1", PAGES, 0.0)
+    up = end.stream_up(STREAM, PRODUCER, "host:1", PAGES, 0.0)
     assert up == [OpenLink(STREAM), SendMessage(STREAM, Heartbeat(1, 0, connecting=True))]
     proved = end.link_up(STREAM, "tcp", 3.0)
-    up = ProducerUp(OWNER, "host:1", "tcp", 3.0, 96)
+    up = ProducerUp(PRODUCER, "host:1", "tcp", 3.0, 96)
     assert proved == [SendMessage(STREAM, Heartbeat(2, 0)), up]
     (opened,) = sent(end.command(opening(), 0.0))
     assert opened.id == ID and opened.source == Prompt(make_spec(range(7)))
@@ -167,16 +167,16 @@ def test_a_full_prefix_hit_moves_no_page(end):
     ]
 
 
-def test_an_owner_that_is_not_paired_loses_it_at_once(end):
-    (lost,) = end.command(opening(owner=12), 0.0)
+def test_a_producer_that_is_not_paired_loses_it_at_once(end):
+    (lost,) = end.command(opening(producer=12), 0.0)
     assert isinstance(lost, FailedEvent) and lost.retryable
     # Its grant, which the engine may have posted meanwhile, gives the pages back.
     assert end.command(grant(), 0.0) == [ReadsEndedEvent(ID)]
 
 
-def test_an_owner_whose_link_is_not_proved_gets_no_handoff():
+def test_a_producer_whose_link_is_not_proved_gets_no_handoff():
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    end.stream_up(STREAM, OWNER, "host:1", PAGES, 0.0)
+    end.stream_up(STREAM, PRODUCER, "host:1", PAGES, 0.0)
     assert isinstance(end.command(opening(), 0.0)[0], FailedEvent)
 
 
@@ -201,8 +201,8 @@ def test_an_attempt_given_up_takes_its_waiting_reads_along(end):
     assert end.read_ended(STREAM, "", 0.0) == []
 
 
-# Seen failing with an owner announced once for each link, and with a closing link closed again.
-def test_a_link_that_is_opened_again_is_no_new_owner(end):
+# Seen failing with a producer announced once for each link, and with a closing link closed again.
+def test_a_link_that_is_opened_again_is_no_new_producer(end):
     assert end.distrust(STREAM, "a page has another checksum", 1.0) == [
         CloseLink(STREAM, "a page has another checksum")
     ]
@@ -293,7 +293,7 @@ def test_a_read_that_ends_while_its_link_is_closed_still_counts(neighbours):
 def test_who_was_being_computed_is_told_of_the_death_of_an_engine_and_no_other(
     granted, engine_died
 ):
-    done, waits = HandoffId(READER, 3, 1), HandoffId(READER, 4, 1)
+    done, waits = HandoffId(CONSUMER, 3, 1), HandoffId(CONSUMER, 4, 1)
     for id, pages in ((OTHER, (32, 33)), (done, (34, 35)), (waits, (36, 37))):
         granted.command(opening(id), 0.0)
         granted.command(grant(id, pages=pages), 0.0)
@@ -307,17 +307,17 @@ def test_who_was_being_computed_is_told_of_the_death_of_an_engine_and_no_other(
 
 
 # Rule 10. Seen failing with the link of stream 1 handed on to stream 2 by stream_up.
-def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted):
+def test_a_new_instance_of_a_producer_gets_a_link_of_its_own(granted):
     granted.received(STREAM, FIRST, 0.0)
     gone = granted.stream_down(STREAM, "reset")
     assert gone == [
-        ProducerDown(OWNER, "host:1", "reset"),
+        ProducerDown(PRODUCER, "host:1", "reset"),
         FailedEvent(ID, "reset", retryable=True, may_return=True),
         CloseLink(STREAM, "reset"),
     ]
-    assert granted.stream_up(2, OWNER + 1, "host:1", PAGES, 1.0)[0] == OpenLink(2)
+    assert granted.stream_up(2, PRODUCER + 1, "host:1", PAGES, 1.0)[0] == OpenLink(2)
     granted.link_up(2, "tcp", 3.0)
-    granted.command(opening(OTHER, OWNER + 1), 1.0)
+    granted.command(opening(OTHER, PRODUCER + 1), 1.0)
     granted.command(grant(OTHER, 4, (40,)), 1.0)
     ready = granted.received(2, PagesReady(OTHER, 4, 7, (6,), True, 43), 1.0)
     assert [action.stream for action in ready if isinstance(action, StartRead)] == [2]
@@ -326,9 +326,9 @@ def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted):
     assert granted.link_closed(STREAM, "closed", 2.0) == [ReadsEndedEvent(ID)]
 
 
-# Seen failing without the look at the address: the pair with the owner itself ends.
+# Seen failing without the look at the address: the pair with the producer itself ends.
 def test_an_instance_that_is_paired_at_another_address_is_refused(granted):
-    (end,) = granted.stream_up(2, OWNER, "thief:1", PAGES, 1.0)
+    (end,) = granted.stream_up(2, PRODUCER, "thief:1", PAGES, 1.0)
     assert isinstance(end, EndStream) and end.stream == 2 and end.refused
     assert "host:1" in end.reason
     assert granted.num_open == 1
@@ -338,14 +338,14 @@ def test_an_instance_that_is_paired_at_another_address_is_refused(granted):
     "admitted", [HandoffQueued(ID, 8, 0), HandoffQueued(ID, 7, POOL * PAGE_SIZE + 1)]
 )
 def test_more_tokens_than_there_are_are_not_waited_for(granted, admitted):
-    """Seen failing without either check: the stream goes on, and the owner is waited for."""
+    """Seen failing without either check: the stream goes on, and the producer is waited for."""
     actions = granted.received(STREAM, admitted, 0.0)
     assert any(isinstance(action, EndStream) and action.refused for action in actions)
 
 
 # Rule 5. Seen failing with the loop in stream_up removed.
-def test_a_second_stream_of_an_owner_ends_the_first(granted):
-    actions = granted.stream_up(2, OWNER, "host:1", PAGES, 1.0)
+def test_a_second_stream_of_a_producer_ends_the_first(granted):
+    actions = granted.stream_up(2, PRODUCER, "host:1", PAGES, 1.0)
     assert [type(action) for action in told(actions)] == [
         EndStream,
         ProducerDown,
@@ -375,7 +375,7 @@ def test_failed_while_released_is_awaited_loses_it(done):
     assert actions == [FailedEvent(ID, "draining", True), ReadsEndedEvent(ID)]
 
 
-def test_what_another_owner_would_refuse_too_is_not_retryable(granted):
+def test_what_another_producer_would_refuse_too_is_not_retryable(granted):
     actions = granted.received(STREAM, HandoffFailed(ID, "too long", False), 0.0)
     assert actions == [FailedEvent(ID, "too long", False), ReadsEndedEvent(ID)]
 
@@ -432,14 +432,14 @@ def test_messages_of_an_attempt_that_is_over_are_dropped(granted, message):
         "last-without-its-token",
         "empty-but-not-last",
         "released-before-done",
-        "a-reader's-message",
+        "a-consumer's-message",
     ],
 )
 def test_a_violation_ends_the_stream_and_its_handoffs_only(granted, message):
     granted.command(opening(OTHER), 0.0)
-    granted.stream_up(2, OWNER + 1, "host:2", PAGES, 0.0)
+    granted.stream_up(2, PRODUCER + 1, "host:2", PAGES, 0.0)
     granted.link_up(2, "tcp", 3.0)
-    granted.command(opening(HandoffId(READER, 3, 1), OWNER + 1), 0.0)
+    granted.command(opening(HandoffId(CONSUMER, 3, 1), PRODUCER + 1), 0.0)
     actions = granted.received(STREAM, message, 0.0)
     assert [type(action) for action in actions] == [
         EndStream,
@@ -460,7 +460,7 @@ def test_a_range_after_the_last_is_a_violation(done, message):
 
 
 def test_an_attempt_of_another_stream_is_a_violation(granted):
-    granted.stream_up(2, OWNER + 1, "host:2", PAGES, 0.0)
+    granted.stream_up(2, PRODUCER + 1, "host:2", PAGES, 0.0)
     (ended, *_) = granted.received(2, FIRST, 0.0)
     assert isinstance(ended, EndStream) and ended.stream == 2
     assert granted.num_open == 1
@@ -482,27 +482,27 @@ class TestDeadlines:
 
     @pytest.fixture
     def end(self) -> ConsumerEnd:
-        reader = ConsumerEnd(TransferConfig(heartbeat_s=1e6), PageTables(PAGE_SIZE))
-        reader.stream_up(STREAM, OWNER, "host:1", PAGES, 0.0)
-        reader.link_up(STREAM, "tcp", 3.0)
-        reader.command(opening(), 0.0)
-        reader.command(grant(), 0.0)
-        return reader
+        consumer = ConsumerEnd(TransferConfig(heartbeat_s=1e6), PageTables(PAGE_SIZE))
+        consumer.stream_up(STREAM, PRODUCER, "host:1", PAGES, 0.0)
+        consumer.link_up(STREAM, "tcp", 3.0)
+        consumer.command(opening(), 0.0)
+        consumer.command(grant(), 0.0)
+        return consumer
 
     def test_progress_is_awaited_from_admission_on(self, end: ConsumerEnd) -> None:
-        assert end.next_deadline() == 100.0  # the owner's queue is not progress
+        assert end.next_deadline() == 100.0  # the producer's queue is not progress
         end.received(STREAM, HandoffQueued(ID, 7, 0), 50.0)
         assert end.next_deadline() == 60.0
         end.received(STREAM, FIRST, 55.0)
         assert end.next_deadline() == 65.0
         actions = end.tick(65.0)
-        assert sent(actions) == [CancelHandoff(ID, "the owner made no progress")]
+        assert sent(actions) == [CancelHandoff(ID, "the producer made no progress")]
 
-    def test_an_owner_with_a_long_queue_has_longer(self, end: ConsumerEnd) -> None:
+    def test_a_producer_with_a_long_queue_has_longer(self, end: ConsumerEnd) -> None:
         end.received(STREAM, HandoffQueued(ID, 7, 1993), 0.0)
         assert end.next_deadline() == 50.0
 
-    def test_an_owner_that_was_fast_has_less_time(self, end: ConsumerEnd) -> None:
+    def test_a_producer_that_was_fast_has_less_time(self, end: ConsumerEnd) -> None:
         end.received(STREAM, HandoffQueued(ID, 7, 1993), 0.0)
         end.received(STREAM, FIRST, 0.0)
         end.received(STREAM, LAST, 0.2)
@@ -511,7 +511,7 @@ class TestDeadlines:
         end.received(STREAM, HandoffQueued(OTHER, 7, 1993), 1.0)
         assert end.next_deadline() == pytest.approx(41.2)
 
-    def test_the_budget_ends_it_for_every_owner(self, end: ConsumerEnd) -> None:
+    def test_the_budget_ends_it_for_every_producer(self, end: ConsumerEnd) -> None:
         actions = end.tick(100.0)
         assert sent(actions) == [CancelHandoff(ID, "the request's time is used up")]
         assert FailedEvent(ID, "the request's time is used up", False) in actions
@@ -531,7 +531,7 @@ class TestDeadlines:
         assert isinstance(end.tick(6.0 + LINK_S)[0], EndStream)
 
 
-def test_an_owner_that_misses_five_beats_is_dead(granted):
+def test_a_producer_that_misses_five_beats_is_dead(granted):
     granted.received(STREAM, Heartbeat(1, 0), 1.0)
     assert EndStream not in map(type, granted.tick(5.9))
     actions = granted.tick(6.0)
@@ -556,9 +556,9 @@ def test_beats_stop_while_the_engine_does_not_move(end):
 
 # Seen failing with the first stream ended alone.
 def test_all_streams_can_be_ended_at_once(granted):
-    granted.stream_up(2, OWNER + 1, "host:2", PAGES, 0.0)
+    granted.stream_up(2, PRODUCER + 1, "host:2", PAGES, 0.0)
     granted.link_up(2, "tcp", 3.0)
-    granted.command(opening(OTHER, OWNER + 1), 0.0)
+    granted.command(opening(OTHER, PRODUCER + 1), 0.0)
     actions = granted.end_streams("other weights")
     assert [action.stream for action in actions if isinstance(action, EndStream)] == [STREAM, 2]
     assert [a.may_return for a in actions if isinstance(a, FailedEvent)] == [True, True]
@@ -579,26 +579,27 @@ def test_pages_that_came_with_checksums_are_compared_before_they_are_held(grante
 
 def test_a_link_that_cannot_be_opened_ends_the_stream():
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    end.stream_up(STREAM, OWNER, "host:1", PAGES, 0.0)
+    end.stream_up(STREAM, PRODUCER, "host:1", PAGES, 0.0)
     (ended,) = end.link_closed(STREAM, "nixl: another host; tcp: refused", 1.0)
     assert isinstance(ended, EndStream) and "tcp: refused" in ended.reason
 
 
-# A state with other pages at the owner ------------------------------------------------------------
+# A state with other pages at the producer
+# ------------------------------------------------------------
 
 
 @pytest.fixture
 def unlike() -> ConsumerEnd:
-    """A reader with two pages of a state. Its owner has three, and other contents of pages."""
-    reader = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE, (None, 5), state_pages=2))
-    pages = OwnerPages(POOL, state_pages=3, same_layout=False, piece_bytes=96)
-    reader.stream_up(STREAM, OWNER, "host:1", pages, 0.0)
-    reader.link_up(STREAM, "tcp", 3.0)
-    return reader
+    """A consumer with two pages of a state. Its producer has three, and other contents of pages."""
+    consumer = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE, (None, 5), state_pages=2))
+    pages = ProducerPages(POOL, state_pages=3, same_layout=False, piece_bytes=96)
+    consumer.stream_up(STREAM, PRODUCER, "host:1", pages, 0.0)
+    consumer.link_up(STREAM, "tcp", 3.0)
+    return consumer
 
 
-# Seen failing with the reader's count in `follow` (the stream ends), with the owner's in `grant`
-# (EngineFault), and with checksums of the state kept (IndexError).
+# Seen failing with the consumer's count in `follow` (the stream ends), with the producer's in
+# `grant` (EngineFault), and with checksums of the state kept (IndexError).
 def test_each_side_has_its_own_number_of_pages_of_the_state(unlike):
     unlike.command(opening(), 0.0)
     unlike.command(grant(pages=(30, 31, 40, 41, 50, 51)), 0.0)
@@ -614,7 +615,7 @@ def test_each_side_has_its_own_number_of_pages_of_the_state(unlike):
     assert confirm.sums == (PageSum(41, 1, 9),)
 
 
-def test_an_owner_that_publishes_as_many_pages_of_the_state_as_the_reader_has_is_wrong(unlike):
+def test_a_producer_that_publishes_as_many_pages_of_the_state_as_the_consumer_has_is_wrong(unlike):
     unlike.command(opening(), 0.0)
     unlike.command(grant(pages=(30, 31, 40, 41, 50, 51)), 0.0)
     ended = unlike.received(STREAM, PagesReady(ID, 0, 7, (1, 2, 3, 4, 5, 6), True, 42), 0.0)
@@ -623,7 +624,7 @@ def test_an_owner_that_publishes_as_many_pages_of_the_state_as_the_reader_has_is
 
 # Seen failing with pieces read as pages of the first table.
 def test_pieces_of_weights_are_no_pages_of_a_table(unlike):
-    unlike.command(OpenCommand(ID, OWNER, b"", Remaining(100.0), Weights(0, 2, 96)), 0.0)
+    unlike.command(OpenCommand(ID, PRODUCER, b"", Remaining(100.0), Weights(0, 2, 96)), 0.0)
     unlike.command(grant(pages=(30, 31)), 0.0)
     ready = unlike.received(STREAM, PagesReady(ID, 0, 2, (1, 2), True, None), 0.0)
     read = next(a for a in ready if isinstance(a, StartRead))

@@ -1,6 +1,6 @@
-"""Every interleaving of an owner's end with its engine, and with a reader that says anything.
+"""Every interleaving of a producer's end with its engine, and with a consumer that says anything.
 
-The reader keeps to no protocol: it opens, grants, ends and cancels an id in any order, again and
+The consumer keeps to no protocol: it opens, grants, ends and cancels an id in any order, again and
 again, and uses one that it has given up at once anew. Whatever it says ends its stream at most;
 what this node's engine says of a hand-off that is over, or is about to be, never meets another one.
 """
@@ -18,12 +18,12 @@ from kvtransfer.messages import (
     Prompt,
     ReadsDone,
 )
-from tests.kvtransfer.sides import Broken, Input, OwnerSide, Plan, require
+from tests.kvtransfer.sides import Broken, Input, Plan, SimulatedProducer, require
 from tests.support.specs import make_spec
 
-READER = 101
+CONSUMER = 101
 STREAM = 1
-ID = HandoffId(READER, 1, 1)
+ID = HandoffId(CONSUMER, 1, 1)
 MOST_UNDER_WAY = 3  # events and commands between the engine and its transfer thread
 NUM_TOKENS = 5  # two chunks
 
@@ -39,21 +39,21 @@ SAYINGS: tuple[AnyMessage, ...] = (
 )
 
 
-def inputs(side: OwnerSide) -> list[Input]:
+def inputs(side: SimulatedProducer) -> list[Input]:
     moves = [*side.moves(), *(("fail", serial) for serial in side.prompts)]
     if len(side.inbox) + len(side.posts) >= MOST_UNDER_WAY:
         return [move for move in moves if move[0] in ("take", "post")]
     if STREAM not in side.streams():
-        return [*moves, ("up", STREAM, READER)]
+        return [*moves, ("up", STREAM, CONSUMER)]
     return [*moves, *(("message", STREAM, message) for message in SAYINGS)]
 
 
 # Seen failing with the id's own number as the serial of its hand-off, and with commands looked up
 # by id: "cannot publish".
-def test_nothing_that_a_reader_says_ends_its_owner():
-    plan = Plan((NUM_TOKENS,), (0,), owner_pages=4, admits=True, late_owner=True)
+def test_nothing_that_a_consumer_says_ends_its_producer():
+    plan = Plan((NUM_TOKENS,), (0,), producer_pages=4, admits=True, late_producer=True)
     config = TransferConfig(heartbeat_s=1e6, max_missed_heartbeats=1)
-    first = OwnerSide(plan, config, instance=11)
+    first = SimulatedProducer(plan, config, instance=11)
     seen = {hash(first.key())}
     pending = [first]
     while pending:

@@ -1,4 +1,4 @@
-"""The owner's end, rule by rule of docs/design/hand-off.md."""
+"""The producer's end, rule by rule of docs/design/hand-off.md."""
 
 from typing import Any
 
@@ -36,11 +36,11 @@ from kvtransfer.protocol.producer import POLL_S, ProducerEnd
 from tests.support.specs import make_spec
 
 PAGE_SIZE = 4
-READER = 101
+CONSUMER = 101
 STREAM = 1
-ID = HandoffId(READER, 1, 1)
+ID = HandoffId(CONSUMER, 1, 1)
 SERIAL = 1  # of the first hand-off
-OTHER = HandoffId(READER, 2, 1)
+OTHER = HandoffId(CONSUMER, 2, 1)
 
 
 def opening(id: HandoffId = ID, num_tokens: int = 7, budget_s: float = 100.0) -> OpenHandoff:
@@ -61,9 +61,9 @@ def sent(actions: list[Any]) -> list[AnyMessage]:
 
 @pytest.fixture
 def end() -> ProducerEnd:
-    owner = ProducerEnd(TransferConfig(), PageTables(PAGE_SIZE), max_handoffs=3)
-    owner.stream_up(STREAM, READER, 0.0)
-    return owner
+    producer = ProducerEnd(TransferConfig(), PageTables(PAGE_SIZE), max_handoffs=3)
+    producer.stream_up(STREAM, CONSUMER, 0.0)
+    return producer
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_handoff_goes_from_open_to_released(end):
     assert end.received(STREAM, GrantHandoff(ID, 0), 0.0) == [GrantedEvent(SERIAL, 0)]
     assert sent(end.command(QueuedCommand(SERIAL, 7, 20))) == [HandoffQueued(ID, 7, 20)]
     exposed, told = end.command(publish(0, 4, [9]))
-    assert isinstance(exposed, ExposePages)  # readable before the reader knows of it
+    assert isinstance(exposed, ExposePages)  # readable before the consumer knows of it
     assert told == SendMessage(STREAM, PagesReady(ID, 0, 4, (9,), False, None))
     assert sent(end.command(publish(4, 7, [5], last=True))) == [
         PagesReady(ID, 4, 7, (5,), True, 42)
@@ -95,7 +95,7 @@ def test_a_handoff_goes_from_open_to_released(end):
     assert end.received(STREAM, ReadsDone(ID), 1.0) == [
         SendMessage(STREAM, PagesReleased(ID, True)),
         WithdrawPages(ID),  # nobody reads them any more before the engine lets them go
-        ClosedEvent(SERIAL, ID, True, "the reader has everything"),
+        ClosedEvent(SERIAL, ID, True, "the consumer has everything"),
     ]
     assert end.num_open == 0
 
@@ -157,8 +157,8 @@ def test_a_cancel_drops_it(published):
 
 
 def test_the_end_of_a_stream_drops_its_handoffs_alone(published):
-    published.stream_up(2, READER + 1, 0.0)
-    other = HandoffId(READER + 1, 1, 1)
+    published.stream_up(2, CONSUMER + 1, 0.0)
+    other = HandoffId(CONSUMER + 1, 1, 1)
     published.received(2, opening(other), 0.0)
     assert published.stream_down(STREAM, "reset") == [
         WithdrawPages(ID),
@@ -169,8 +169,8 @@ def test_the_end_of_a_stream_drops_its_handoffs_alone(published):
 
 
 # Rule 5. Seen failing with the loop in stream_up removed.
-def test_a_second_hello_of_a_reader_ends_its_first_stream(published):
-    actions = published.stream_up(2, READER, 1.0)
+def test_a_second_hello_of_a_consumer_ends_its_first_stream(published):
+    actions = published.stream_up(2, CONSUMER, 1.0)
     assert kinds(actions) == [EndStream, WithdrawPages, ClosedEvent]
     assert actions[0].stream == STREAM and not actions[0].refused
     # What is still under way on the old stream, and its end, change nothing on the new one.
@@ -186,8 +186,8 @@ def test_a_second_hello_of_a_reader_ends_its_first_stream(published):
         opening(),
         GrantHandoff(ID, 0),
         ReadsDone(ID),
-        ReadsDone(HandoffId(READER + 1, 1, 1)),
-        opening(HandoffId(READER + 1, 9, 1)),
+        ReadsDone(HandoffId(CONSUMER + 1, 1, 1)),
+        opening(HandoffId(CONSUMER + 1, 9, 1)),
         PagesReleased(ID, True),
         GrantHandoff(OTHER, 3),
         GrantHandoff(OTHER, 8),
@@ -196,17 +196,17 @@ def test_a_second_hello_of_a_reader_ends_its_first_stream(published):
         "second-open",
         "second-grant",
         "done-before-the-last-ready",
-        "of-another-reader",
-        "opened-in-the-name-of-another-reader",
-        "an-owner's-message",
+        "of-another-consumer",
+        "opened-in-the-name-of-another-consumer",
+        "an-producer's-message",
         "prefix-not-at-a-page's-edge",
         "prefix-longer-than-the-prompt",
     ],
 )
 def test_a_violation_ends_the_stream_and_its_handoffs_only(granted, message):
     granted.received(STREAM, opening(OTHER), 0.0)
-    granted.stream_up(2, READER + 1, 0.0)
-    granted.received(2, opening(HandoffId(READER + 1, 1, 1)), 0.0)
+    granted.stream_up(2, CONSUMER + 1, 0.0)
+    granted.received(2, opening(HandoffId(CONSUMER + 1, 1, 1)), 0.0)
     actions = granted.received(STREAM, message, 0.0)
     assert kinds(actions) == [EndStream, WithdrawPages, ClosedEvent, WithdrawPages, ClosedEvent]
     assert actions[0].refused and "violation" in actions[0].reason
@@ -214,7 +214,7 @@ def test_a_violation_ends_the_stream_and_its_handoffs_only(granted, message):
 
 
 def test_an_attempt_of_another_stream_is_a_violation(granted):
-    granted.stream_up(2, READER + 1, 0.0)
+    granted.stream_up(2, CONSUMER + 1, 0.0)
     actions = granted.received(2, CancelHandoff(ID, ""), 0.0)
     assert kinds(actions) == [EndStream] and actions[0].stream == 2
     assert granted.num_open == 1
@@ -246,7 +246,7 @@ def test_the_budget_ends_it_in_any_state(end):
     ]
 
 
-def test_a_reader_that_misses_five_beats_is_let_go(published):
+def test_a_consumer_that_misses_five_beats_is_let_go(published):
     published.received(STREAM, Heartbeat(1, 1), 1.0)
     published.received(STREAM, ReadsDone(OTHER), 5.5)  # no beat
     assert EndStream not in kinds(published.tick(5.9))
@@ -265,13 +265,13 @@ def test_beats_stop_while_the_engine_does_not_move(published):
 
 def test_one_open_too_many_is_answered_failed(end):
     for request in range(3):
-        end.received(STREAM, opening(HandoffId(READER, request, 1)), 0.0)
-    (answer,) = sent(end.received(STREAM, opening(HandoffId(READER, 9, 1)), 0.0))
+        end.received(STREAM, opening(HandoffId(CONSUMER, request, 1)), 0.0)
+    (answer,) = sent(end.received(STREAM, opening(HandoffId(CONSUMER, 9, 1)), 0.0))
     assert isinstance(answer, HandoffFailed) and answer.retryable
     assert end.num_open == 3
 
 
-def test_an_owner_polls_while_a_reader_connects(end):
+def test_a_producer_polls_while_a_consumer_connects(end):
     assert end.polls(0.0) and not end.polls(POLL_S)
     end.received(STREAM, Heartbeat(1, 0, connecting=False), 1.0)
     assert not end.polls(1.0)
@@ -281,8 +281,8 @@ def test_an_owner_polls_while_a_reader_connects(end):
     assert not end.polls(3.0)
 
 
-# Seen failing with a reader's first word on it as the only one, and with every one as the first.
-def test_an_owner_polls_for_a_limited_time_each_time_that_a_reader_connects(end):
+# Seen failing with a consumer's first word on it as the only one, and with every one as the first.
+def test_a_producer_polls_for_a_limited_time_each_time_that_a_consumer_connects(end):
     end.received(STREAM, Heartbeat(1, 0, connecting=False), 1.0)
     end.received(STREAM, Heartbeat(2, 0, connecting=True), 100.0)
     end.received(STREAM, Heartbeat(3, 0, connecting=True), 101.0)
@@ -298,15 +298,15 @@ def test_an_engine_that_admits_twice_is_at_fault(granted):
 
 # Seen failing with all hand-offs counted for each stream.
 def test_a_beat_counts_the_handoffs_of_its_own_stream(granted):
-    granted.stream_up(2, READER + 1, 0.0)
+    granted.stream_up(2, CONSUMER + 1, 0.0)
     beats = {action.stream: action.message for action in granted.tick(1.0)}
     assert beats == {STREAM: Heartbeat(1, 1), 2: Heartbeat(1, 0)}
 
 
 # Seen failing with the first stream ended alone.
 def test_all_streams_can_be_ended_at_once(granted):
-    granted.stream_up(2, READER + 1, 0.0)
-    granted.received(2, opening(HandoffId(READER + 1, 1, 1)), 0.0)
+    granted.stream_up(2, CONSUMER + 1, 0.0)
+    granted.received(2, opening(HandoffId(CONSUMER + 1, 1, 1)), 0.0)
     actions = granted.end_streams("other weights")
     assert kinds(actions) == [EndStream, WithdrawPages, ClosedEvent] * 2
     assert not any(action.refused for action in actions if isinstance(action, EndStream))

@@ -23,8 +23,8 @@ def _plan(rng: random.Random) -> Plan:
     return Plan(
         prompts,
         prefixes,
-        reader_pages=rng.choice((0, 4, 5)),
-        owner_pages=rng.choice((0, 4, 5)),
+        consumer_pages=rng.choice((0, 4, 5)),
+        producer_pages=rng.choice((0, 4, 5)),
         attempts=3,
         budget_s=rng.choice((8.0, 600.0)),
         admits=rng.random() < 0.5,

@@ -1,19 +1,20 @@
-"""Every interleaving of two hand-offs, of one with more faults, or of one with two owners, over the
-product's own ends: I1-I5 of docs/design/hand-off.md hold in every state, and what can move no more
-is at rest.
+"""Every interleaving of two hand-offs, of one with more faults, or of one with two producers, over
+the product's own ends: I1-I5 of docs/design/hand-off.md hold in every state, and what can move no
+more is at rest.
 
 A fault is a cut stream, a death and restart of either node, a broken link, a late read, a
-deadline, a cancel, a local prefill or the owner letting go. Between them everything may come in
+deadline, a cancel, a local prefill or the producer letting go. Between them everything may come in
 any order: half-open streams, torn reads, late answers, new streams, second attempts.
 
 Each of these lines was taken out once; the search named fails then:
 rule 1, the reads of a link count as ended as soon as it is told to close: the first, "I2: a read
     wrote into a page given away"; ReadsEndedEvent as soon as an attempt is given up: the first,
     too.
-rule 2, no Cancel when a reader gives up, no Failed when an owner does: the first, "I3: something
+rule 2, no Cancel when a consumer gives up, no Failed when a producer does: the first, "I3:
+something
     waits for ever".
-rule 4, the entry stays when the owner lets go: the first, I3.
-rule 5, a second Hello leaves the old stream be, and the end of a stream drops all of its reader:
+rule 4, the entry stays when the producer lets go: the first, I3.
+rule 5, a second Hello leaves the old stream be, and the end of a stream drops all of its consumer:
     the first, I3.
 rule 6, a resubmission under the same id: the first, an attempt granted twice.
 rule 8, the grant of an attempt that is over is not answered: the asynchronous ones, I3.
@@ -52,7 +53,12 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
         case(
             "full-prefix-hit-and-tiny-pools",
             Plan(
-                (3, 3), (0, 3), reader_pages=2, owner_pages=1, admits=True, only_faults=NO_RESTART
+                (3, 3),
+                (0, 3),
+                consumer_pages=2,
+                producer_pages=1,
+                admits=True,
+                only_faults=NO_RESTART,
             ),
             PATIENT,
             1,
@@ -61,7 +67,7 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
         ),
         case(
             "full-prefix-hit-and-small-pools",
-            Plan((7, 3), (0, 3), reader_pages=3, owner_pages=2, admits=True),
+            Plan((7, 3), (0, 3), consumer_pages=3, producer_pages=2, admits=True),
             PATIENT,
             1,
             100_000,
@@ -80,15 +86,15 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
         case("windows-and-no-full-table", Plan((9,), (0,), windows=(3,)), PATIENT, 1, 1_000),
         case("states", Plan((7,), (4,), state_pages=2), PATIENT, 1, 1_000),
         case(
-            "more-pages-of-a-state-at-the-owner",
-            Plan((7,), (4,), windows=(None, 5), state_pages=1, owner_state_pages=3),
+            "more-pages-of-a-state-at-the-producer",
+            Plan((7,), (4,), windows=(None, 5), state_pages=1, producer_state_pages=3),
             PATIENT,
             1,
             1_000,
         ),
         case(
-            "fewer-pages-of-a-state-at-the-owner",
-            Plan((7,), (4,), windows=(None, 5), state_pages=3, owner_state_pages=2),
+            "fewer-pages-of-a-state-at-the-producer",
+            Plan((7,), (4,), windows=(None, 5), state_pages=3, producer_state_pages=2),
             PATIENT,
             1,
             900,
@@ -109,21 +115,21 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             17_000,
             long=True,
         ),
-        case("commands-cross-events", Plan((7,), (0,), late_owner=True), PATIENT, 1, 13_000),
+        case("commands-cross-events", Plan((7,), (0,), late_producer=True), PATIENT, 1, 13_000),
         case(
-            "two-owners-one-fault",
-            Plan((3,), (0,), owners=2, attempts=3, only_faults=("read is late", "fail", "cut")),
+            "two-producers-one-fault",
+            Plan((3,), (0,), producers=2, attempts=3, only_faults=("read is late", "fail", "cut")),
             PATIENT,
             1,
             18_000,
         ),
         case(
-            "two-owners-and-a-page",
+            "two-producers-and-a-page",
             Plan(
                 (1,),
                 (0,),
-                reader_pages=1,
-                owners=2,
+                consumer_pages=1,
+                producers=2,
                 attempts=3,
                 only_faults=("read is late", "fail", "link breaks"),
             ),
@@ -133,27 +139,27 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             long=True,
         ),
         case(
-            "two-owners-any-fault",
-            Plan((3,), (0,), owners=2, attempts=3),
+            "two-producers-any-fault",
+            Plan((3,), (0,), producers=2, attempts=3),
             PATIENT,
             1,
             100_000,
             long=True,
         ),
         case(
-            "two-owners-one-silence",
-            Plan((3,), (0,), owners=2, attempts=3),
+            "two-producers-one-silence",
+            Plan((3,), (0,), producers=2, attempts=3),
             SILENT,
             1,
             120_000,
             long=True,
         ),
         case(
-            "two-owners-two-faults",
+            "two-producers-two-faults",
             Plan(
                 (3,),
                 (0,),
-                owners=2,
+                producers=2,
                 attempts=3,
                 only_faults=("read is late", "link breaks", "fail", "cancel"),
             ),

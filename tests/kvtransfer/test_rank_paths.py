@@ -34,7 +34,7 @@ from kvtransfer.ports import PIECES, STATE, TablePages, tables_of
 from kvtransfer.protocol.actions import PageSum
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.rank_messages import (
-    DismissReader,
+    DismissConsumer,
     OfferPaths,
     OpenRankLink,
     PollPaths,
@@ -46,6 +46,7 @@ from kvtransfer.rank_messages import (
 )
 from kvtransfer.rank_messages import encode as encoded
 from kvtransfer.transfer import node_paths
+from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.follower import FollowerTransfer
 from kvtransfer.transfer.link import (
     LinkBytes,
@@ -59,12 +60,11 @@ from kvtransfer.transfer.link import (
 from kvtransfer.transfer.node_paths import Replies, start_ranks
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from kvtransfer.transfer.rank_paths import RankLinks, TransferPaths
-from kvtransfer.transfer.reader import ConsumerSide, ReadMetrics
 from tests.support.data_children import CANARY, Memory, content
 from tests.support.data_ends import wait_for
 
 WAIT_S = 60.0
-OWNER, READER, STREAM = 7, 8, 1
+PRODUCER, CONSUMER, STREAM = 7, 8, 1
 NUM_PAGES = 64  # of a node
 Event = TypeVar("Event", LinkUp, ReadEnded, LinkClosed)
 
@@ -194,11 +194,11 @@ class Node:
         state_pages = self.pages[0].state_pages
         self.hello = PairHello.of(instance, "host:1", {}, regions, state_pages)
 
-    def admitted(self, reader: int = STREAM) -> PairHello:
-        """Return the Hello that a reader gets."""
-        for preparation in self.paths.offers.prepare(reader):
+    def admitted(self, consumer: int = STREAM) -> PairHello:
+        """Return the Hello that a consumer gets."""
+        for preparation in self.paths.offers.prepare(consumer):
             preparation.exception(WAIT_S)
-        return msgspec.structs.replace(self.hello, paths=self.paths.offers.admit(reader))
+        return msgspec.structs.replace(self.hello, paths=self.paths.offers.admit(consumer))
 
     def publish(self, pages: Ints) -> None:
         for each in self.paths.offers.publish(STREAM, pages):
@@ -206,7 +206,7 @@ class Node:
 
 
 class Rig:
-    """An owner, a reader, and a link between them."""
+    """A producer, a consumer, and a link between them."""
 
     def __init__(
         self,
@@ -217,18 +217,18 @@ class Rig:
         config: TransferConfig,
     ) -> None:
         self.whole = layout_of(model)
-        self.owner = Node(self.whole, sizes[0], OWNER, config, backends, exits)
-        self.reader = Node(self.whole, sizes[1], READER, config, backends, exits)
-        for rank, memory in enumerate(self.owner.memory):
+        self.producer = Node(self.whole, sizes[0], PRODUCER, config, backends, exits)
+        self.consumer = Node(self.whole, sizes[1], CONSUMER, config, backends, exits)
+        for rank, memory in enumerate(self.producer.memory):
             memory.pages[:] = content(rank, NUM_PAGES, memory.pool.page_bytes)
         self.events: queue.Queue[LinkEvent] = queue.Queue()
-        self.hello = self.owner.admitted()
-        self.reader.paths.opener.check(self.hello)
+        self.hello = self.producer.admitted()
+        self.consumer.paths.opener.check(self.hello)
         self._exits = exits
 
     def open(self) -> PageLink:
         backend = self.hello.paths[0].backend
-        link = self.reader.paths.opener.open(self.hello, backend, self.events.put)
+        link = self.consumer.paths.opener.open(self.hello, backend, self.events.put)
         self._exits.callback(link.join, WAIT_S)
         self._exits.callback(link.close, "the test ends")
         return link
@@ -244,9 +244,9 @@ class Rig:
         return link
 
     def faults(self, rank: int) -> LoopbackFaults:
-        """Return the faults of what is read from a rank of the owner."""
+        """Return the faults of what is read from a rank of the producer."""
         backend = cast(Network, self.network)
-        return backend.producers[self.owner.memory[rank].pool.base].faults
+        return backend.producers[self.producer.memory[rank].pool.base].faults
 
     network: TransferBackend
 
@@ -258,24 +258,24 @@ class Rig:
         )
         num_tables = len(self.whole.windows)
         paired = num_tables * num_pages
-        source = there[: paired + self.owner.pages[0].state_pages]
-        destination = here[: paired + self.reader.pages[0].state_pages]
+        source = there[: paired + self.producer.pages[0].state_pages]
+        destination = here[: paired + self.consumer.pages[0].state_pages]
         spans = tuple(TablePages(table, num_pages) for table in range(num_tables))
         return PagesToRead(source, destination, spans)
 
     def expected(self, pages: PagesToRead) -> list[Any]:
-        """Return the pages of the reader's ranks after a read, which were empty before."""
+        """Return the pages of the consumer's ranks after a read, which were empty before."""
         tables = {table: (source, destination) for table, source, destination in pages.by_table()}
         memories = []
-        for rank, mine in enumerate(self.reader.pages):
-            memory = np.full_like(self.reader.memory[rank].pages, CANARY)
-            for table, slices in enumerate(copy_map(rank, mine, self.owner.pages)):
+        for rank, mine in enumerate(self.consumer.pages):
+            memory = np.full_like(self.consumer.memory[rank].pages, CANARY)
+            for table, slices in enumerate(copy_map(rank, mine, self.producer.pages)):
                 is_state = table == len(mine.atoms) - 1
                 for each in slices:
                     source, destination = tables[-1 if is_state else table]
                     if is_state:
                         source, destination = source[[each.source_page]], destination[[each.page]]
-                    there = self.owner.memory[each.owner].pages[source]
+                    there = self.producer.memory[each.producer_rank].pages[source]
                     part = there[:, each.source : each.source + each.size]
                     memory[destination, each.at : each.at + each.size] = part
             memories.append(memory)
@@ -284,7 +284,7 @@ class Rig:
     def check(self, pages: PagesToRead) -> None:
         """Compare what was read. Bytes that the map does not have may be anything."""
         blank = self.expected(pages)
-        for rank, memory in enumerate(self.reader.memory):
+        for rank, memory in enumerate(self.consumer.memory):
             known = blank[rank] != CANARY
             assert (memory.pages[known] == blank[rank][known]).all()
             others = np.setdiff1d(np.arange(NUM_PAGES), pages.destination)
@@ -323,8 +323,8 @@ PAIRS = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)]
 EVERY_PAIR = [*itertools.product(PAIRS, MODELS, ["tcp"]), ((2, 4), "windows", "nixl")]
 
 
-# Seen failing with a read that ends with its first member, and with the reader's count of state
-# pages in place of the owner's.
+# Seen failing with a read that ends with its first member, and with the consumer's count of state
+# pages in place of the producer's.
 @pytest.mark.parametrize("sizes, model, kind", EVERY_PAIR)
 def test_every_rank_reads_its_part(
     make: Make, request: pytest.FixtureRequest, sizes: tuple[int, int], model: str, kind: str
@@ -333,18 +333,18 @@ def test_every_rank_reads_its_part(
         request.getfixturevalue("one_sided")
     rig = make(sizes, model, kind)
     first, second = rig.read(5), rig.read(3, seed=9)
-    rig.owner.publish(np.concatenate([first.source, second.source]))
+    rig.producer.publish(np.concatenate([first.source, second.source]))
     link = rig.open()
-    link.post(HandoffId(READER, 1, 1), first)
+    link.post(HandoffId(CONSUMER, 1, 1), first)
     up = rig.next(LinkUp)
     assert up.link is link and up.gib_per_s > 0
-    assert [(each.rank, each.owner_rank) for each in up.members] == [
-        (rank, owner)
-        for rank, mine in enumerate(rig.reader.pages)
-        for owner in range(sizes[0])
+    assert [(each.rank, each.producer_rank) for each in up.members] == [
+        (rank, producer)
+        for rank, mine in enumerate(rig.consumer.pages)
+        for producer in range(sizes[0])
         if any(
-            each.owner == owner
-            for slices in copy_map(rank, mine, rig.owner.pages)
+            each.producer_rank == producer
+            for slices in copy_map(rank, mine, rig.producer.pages)
             for each in slices
         )
     ]
@@ -354,20 +354,22 @@ def test_every_rank_reads_its_part(
     assert ended.num_bytes == sum(
         LinkBytes(
             pages.page_bytes,
-            None if sizes[0] == sizes[1] else copy_map(rank, pages, rig.owner.pages),
+            None if sizes[0] == sizes[1] else copy_map(rank, pages, rig.producer.pages),
         ).of(first)
-        for rank, pages in enumerate(rig.reader.pages)
+        for rank, pages in enumerate(rig.consumer.pages)
     )
-    maps = [copy_map(rank, pages, rig.owner.pages) for rank, pages in enumerate(rig.reader.pages)]
+    maps = [
+        copy_map(rank, pages, rig.producer.pages) for rank, pages in enumerate(rig.consumer.pages)
+    ]
     assert ended.num_parts == (
         sizes[1] * len(first.source)
         if sizes[0] == sizes[1]
         else sum(5 * sum(map(len, tables)) + len(state) for *tables, state in maps)
     )
     rig.check(first)
-    for memory in rig.reader.memory:
+    for memory in rig.consumer.memory:
         memory.pages[:] = CANARY
-    link.post(HandoffId(READER, 2, 1), second)
+    link.post(HandoffId(CONSUMER, 2, 1), second)
     assert rig.next(ReadEnded).refused == ""
     rig.check(second)
     link.close("done")
@@ -392,33 +394,35 @@ def test_rank_0_reads_pieces_of_weights_from_rank_0(
         request.getfixturevalue("one_sided")
     rig = make(sizes, model, kind)
     source, destination = np.array([[3, 9, 4], [8, 1, 60]], np.int32)
-    rig.owner.publish(source)
+    rig.producer.publish(source)
     link = rig.up()
     for number, read in enumerate(
         (PagesToRead(source, destination, (TablePages(PIECES, 3),)),) * 2
     ):
-        link.post(HandoffId(READER, number, 1), read)
+        link.post(HandoffId(CONSUMER, number, 1), read)
         ended = rig.next(ReadEnded)
-        owner, mine = rig.owner.memory[0], rig.reader.memory[0]
-        size = min(owner.pool.page_bytes, mine.pool.page_bytes)
+        producer, mine = rig.producer.memory[0], rig.consumer.memory[0]
+        size = min(producer.pool.page_bytes, mine.pool.page_bytes)
         assert (ended.num_bytes, ended.refused) == (3 * size, "")
-        expected = [np.full_like(memory.pages, CANARY) for memory in rig.reader.memory]
-        expected[0][destination, :size] = owner.pages[source, :size]
-        for memory, pages in zip(rig.reader.memory, expected, strict=True):
+        expected = [np.full_like(memory.pages, CANARY) for memory in rig.consumer.memory]
+        expected[0][destination, :size] = producer.pages[source, :size]
+        for memory, pages in zip(rig.consumer.memory, expected, strict=True):
             assert (memory.pages == pages).all()
 
 
 def bytes_of_page(rig: Rig, table: int) -> list[tuple[int, bool]]:
     """Return some bytes of a page that rank 0 has read, and whether checksums cover them."""
-    mine, owners = rig.reader.pages[0], rig.owner.pages
-    if len(rig.reader.pages) == len(owners):
+    mine, producers = rig.consumer.pages[0], rig.producer.pages
+    if len(rig.consumer.pages) == len(producers):
         return [(0, True), (mine.page_bytes - 1, True)]
     if table == PIECES:
-        size = min(mine.page_bytes, owners[0].page_bytes)
+        size = min(mine.page_bytes, producers[0].page_bytes)
         return [(0, True), (size - 1, True), *([(size, False)] if size < mine.page_bytes else [])]
-    slices = copy_map(0, mine, owners)[table]
+    slices = copy_map(0, mine, producers)[table]
     return [
-        (byte, each.owner == 0) for each in slices for byte in (each.at, each.at + each.size - 1)
+        (byte, each.producer_rank == 0)
+        for each in slices
+        for byte in (each.at, each.at + each.size - 1)
     ]
 
 
@@ -429,20 +433,20 @@ def test_checksums_cover_the_bytes_that_rank_0_reads_from_rank_0(
     make: Make, sizes: tuple[int, int], model: str
 ) -> None:
     rig = make(sizes, model)
-    owner, reader = map(NodeShape, sizes)
+    producer, consumer = map(NodeShape, sizes)
     pieces = PagesToRead(*np.array([[1], [2]], np.int32), (TablePages(PIECES, 1),))
     pages = rig.read(5)
-    rig.owner.publish(np.concatenate([pages.source, pieces.source]))
+    rig.producer.publish(np.concatenate([pages.source, pieces.source]))
     link = rig.up()
     for read in (pages, pieces):
-        link.post(HandoffId(READER, 1, 1), read)
+        link.post(HandoffId(CONSUMER, 1, 1), read)
         assert rig.next(ReadEnded).refused == ""
         sums = [
             PageChecksums(page_bytes_of(node.memory[0].pool), 1, node.paths.compared)
-            for node in (rig.owner, rig.reader)
+            for node in (rig.producer, rig.consumer)
         ]
         tables = tables_of(read.spans, len(read.source))
-        taken = sums[0].take(read.source.tolist(), read.spans, reader)
+        taken = sums[0].take(read.source.tolist(), read.spans, consumer)
         whole = sizes[0] == sizes[1]
         assert [place for place, _ in taken] == [
             place for place, table in enumerate(tables) if whole or table != STATE
@@ -451,20 +455,20 @@ def test_checksums_cover_the_bytes_that_rank_0_reads_from_rank_0(
             PageSum(int(read.destination[place]), tables[place], checksum)
             for place, checksum in taken
         ]
-        assert sums[1].wrong(expected, owner) == []
+        assert sums[1].wrong(expected, producer) == []
         for each in expected:
-            page = rig.reader.memory[0].pages[each.page]
+            page = rig.consumer.memory[0].pages[each.page]
             for byte, counts in bytes_of_page(rig, each.table):
                 page[byte] ^= 1
-                assert sums[1].wrong(expected, owner) == ([each.page] if counts else [])
+                assert sums[1].wrong(expected, producer) == ([each.page] if counts else [])
                 page[byte] ^= 1
 
 
 # Seen failing without the case: LayoutMismatch ends the thread.
-def test_a_reader_that_cannot_have_its_number_of_ranks_gets_no_checksums(make: Make) -> None:
+def test_a_consumer_that_cannot_have_its_number_of_ranks_gets_no_checksums(make: Make) -> None:
     rig = make((2, 1))
-    pool = rig.owner.memory[0].pool
-    sums = PageChecksums(page_bytes_of(pool), 1, rig.owner.paths.compared)
+    pool = rig.producer.memory[0].pool
+    sums = PageChecksums(page_bytes_of(pool), 1, rig.producer.paths.compared)
     assert sums.take([1], [TablePages(0, 1)], NodeShape(1))
     assert sums.take([1], [TablePages(0, 1)], NodeShape(3)) == ()
 
@@ -476,17 +480,17 @@ def test_followers_get_long_reads_in_parts(
     monkeypatch.setattr(node_paths, "MOST_PAGES", 4)
     rig = make((1, 2), model)
     pages = rig.read(9)
-    rig.owner.publish(pages.source)
+    rig.producer.publish(pages.source)
     link = rig.up()
-    link.post(HandoffId(READER, 1, 1), pages)
+    link.post(HandoffId(CONSUMER, 1, 1), pages)
     whole = sum(
-        LinkBytes(each.page_bytes, copy_map(rank, each, rig.owner.pages)).of(pages)
-        for rank, each in enumerate(rig.reader.pages)
+        LinkBytes(each.page_bytes, copy_map(rank, each, rig.producer.pages)).of(pages)
+        for rank, each in enumerate(rig.consumer.pages)
     )
     ended = rig.next(ReadEnded)
     assert (ended.num_bytes, ended.refused) == (whole, "")
     rig.check(pages)
-    parts = [each for each in rig.reader.jobs.asked if isinstance(each, ReadRankPages)]
+    parts = [each for each in rig.consumer.jobs.asked if isinstance(each, ReadRankPages)]
     assert len(parts) > 3 and all(len(part.source_pages) <= 4 * 4 for part in parts if part.spans)
     assert rig.events.empty()
 
@@ -497,15 +501,15 @@ def test_long_publications_go_to_followers_in_parts(
     monkeypatch.setattr(node_paths, "MOST_PAGES", 4)
     rig = make((2, 2))
     pages = rig.read(30)
-    rig.owner.publish(pages.source)
+    rig.producer.publish(pages.source)
     link = rig.up()
-    link.post(HandoffId(READER, 1, 1), pages)
+    link.post(HandoffId(CONSUMER, 1, 1), pages)
     assert rig.next(ReadEnded).refused == ""
-    rig.owner.paths.offers.withdraw(STREAM, pages.source[:29])
-    rig.owner.jobs.ask(encoded(PollPaths())).result(WAIT_S)
-    link.post(HandoffId(READER, 2, 1), pages)
+    rig.producer.paths.offers.withdraw(STREAM, pages.source[:29])
+    rig.producer.jobs.ask(encoded(PollPaths())).result(WAIT_S)
+    link.post(HandoffId(CONSUMER, 2, 1), pages)
     assert rig.next(ReadEnded).refused
-    for memory in rig.owner.memory:
+    for memory in rig.producer.memory:
         published = cast(Network, rig.network).producers[memory.pool.base].publications
         assert published.first_refused(STREAM, pages.source[:1]) is not None
         assert published.first_refused(STREAM, pages.source[29:]) is None
@@ -519,11 +523,11 @@ def test_replies_that_come_before_the_job_is_noted_are_not_lost(
 ) -> None:
     rig = make(sizes)
     pages = rig.read(5)
-    rig.owner.publish(pages.source)
-    rig.reader.jobs.prompt = True
+    rig.producer.publish(pages.source)
+    rig.consumer.jobs.prompt = True
     link = rig.up()
     for number in range(3):
-        link.post(HandoffId(READER, number, 1), pages)
+        link.post(HandoffId(CONSUMER, number, 1), pages)
     assert [rig.next(ReadEnded).handoff.request for _ in range(3)] == [0, 1, 2]
     link.close("done")
     assert rig.next(LinkClosed).unfinished == ()
@@ -534,10 +538,10 @@ def test_replies_that_come_before_the_job_is_noted_are_not_lost(
 def test_reads_that_end_while_others_are_posted(make: Make) -> None:
     rig = make((4, 2))
     pages = rig.read(1)
-    rig.owner.publish(pages.source)
+    rig.producer.publish(pages.source)
     link = rig.up()
     for number in range(1000):
-        link.post(HandoffId(READER, number, 1), pages)
+        link.post(HandoffId(CONSUMER, number, 1), pages)
     assert [rig.next(ReadEnded).handoff.request for _ in range(1000)] == [*range(1000)]
 
 
@@ -545,14 +549,14 @@ def test_reads_that_end_while_others_are_posted(make: Make) -> None:
 def test_a_rank_that_refuses_refuses_the_read_alone(make: Make, rank: int) -> None:
     rig = make((2, 2))
     pages, others = rig.read(5), rig.read(2, seed=9)
-    rig.owner.publish(np.concatenate([pages.source, others.source]))
-    producer = cast(Network, rig.network).producers[rig.owner.memory[rank].pool.base]
+    rig.producer.publish(np.concatenate([pages.source, others.source]))
+    producer = cast(Network, rig.network).producers[rig.producer.memory[rank].pool.base]
     link = rig.up()
     producer.withdraw(STREAM, pages.source)
-    link.post(HandoffId(READER, 1, 1), pages)
+    link.post(HandoffId(CONSUMER, 1, 1), pages)
     assert "does not publish page" in rig.next(ReadEnded).refused
     producer.publish(STREAM, pages.source)
-    link.post(HandoffId(READER, 2, 1), others)
+    link.post(HandoffId(CONSUMER, 2, 1), others)
     assert rig.next(ReadEnded).refused == ""
 
 
@@ -560,23 +564,23 @@ def test_a_rank_that_refuses_refuses_the_read_alone(make: Make, rank: int) -> No
 def test_a_read_that_is_late_on_a_follower_closes_the_link(make: Make) -> None:
     rig = make((2, 2), read_s=0.5)
     pages = rig.read(5)
-    rig.owner.publish(pages.source)
+    rig.producer.publish(pages.source)
     link = rig.up()
     rig.faults(1).freeze()
-    link.post(HandoffId(READER, 1, 1), pages)
+    link.post(HandoffId(CONSUMER, 1, 1), pages)
     assert rig.faults(1).wait_until_resting(1, WAIT_S)
     while rig.events.empty():
-        rig.reader.jobs.ask(encoded(PollPaths())).exception(WAIT_S)
+        rig.consumer.jobs.ask(encoded(PollPaths())).exception(WAIT_S)
     closed = rig.next(LinkClosed)
     assert closed.reason == "a read passed its deadline"
-    assert closed.unfinished == (HandoffId(READER, 1, 1),)
+    assert closed.unfinished == (HandoffId(CONSUMER, 1, 1),)
     with pytest.raises(TransferError, match="deadline"):
-        link.post(HandoffId(READER, 2, 1), pages)
-    for memory in rig.reader.memory:
+        link.post(HandoffId(CONSUMER, 2, 1), pages)
+    for memory in rig.consumer.memory:
         memory.pages[:] = CANARY
     rig.faults(1).release()
     assert link.join(WAIT_S)
-    assert all((memory.pages == CANARY).all() for memory in rig.reader.memory)
+    assert all((memory.pages == CANARY).all() for memory in rig.consumer.memory)
     assert rig.events.empty()
 
 
@@ -584,11 +588,11 @@ def test_a_read_that_is_late_on_a_follower_closes_the_link(make: Make) -> None:
 def test_a_rank_whose_connection_is_cut_ends_the_link(make: Make, rank: int) -> None:
     rig = make((4, 4))
     pages = rig.read(5)
-    rig.owner.publish(pages.source)
+    rig.producer.publish(pages.source)
     link = rig.up()
     rig.faults(rank).freeze()
     for number in range(3):
-        link.post(HandoffId(READER, number, 1), pages)
+        link.post(HandoffId(CONSUMER, number, 1), pages)
     assert rig.faults(rank).wait_until_resting(1, WAIT_S)
     rig.faults(rank).truncate_next("cut")
     rig.faults(rank).release()
@@ -608,9 +612,9 @@ def test_a_link_that_is_closed_while_followers_connect(make: Make) -> None:
     network = cast(Network, rig.network)
     network.gate.clear()
     link = rig.open()
-    link.post(HandoffId(READER, 1, 1), rig.read(1))
+    link.post(HandoffId(CONSUMER, 1, 1), rig.read(1))
     link.close("enough")
-    rig.reader.jobs.ask(encoded(PollPaths())).result(WAIT_S)
+    rig.consumer.jobs.ask(encoded(PollPaths())).result(WAIT_S)
     assert rig.events.empty()
     network.gate.set()
     closed = rig.next(LinkClosed)
@@ -631,15 +635,15 @@ def test_a_follower_that_cannot_connect_ends_the_link(make: Make) -> None:
 def test_a_path_is_offered_if_all_ranks_serve_it(make: Make) -> None:
     rig = make((2, 2))
     more = (DataPath("of rank 0 alone", b""),)
-    own = rig.owner.own.offers
+    own = rig.producer.own.offers
     admit = own.admit
-    own.admit = lambda reader: (*more, *admit(reader))  # type: ignore[method-assign]
-    paths = rig.owner.admitted(STREAM + 1).paths
+    own.admit = lambda consumer: (*more, *admit(consumer))  # type: ignore[method-assign]
+    paths = rig.producer.admitted(STREAM + 1).paths
     assert [(path.backend, path.rank) for path in paths] == [("loopback", 0), ("loopback", 1)]
 
 
 class Slow(Network):
-    """A network whose readers' own takes until the test says so."""
+    """A network whose consumers' own takes until the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -648,7 +652,7 @@ class Slow(Network):
     def serve(self, pool: PagePool, instance: int) -> LoopbackProducer:
         producer = super().serve(pool, instance)
 
-        def prepare(reader: int) -> Future[Any]:
+        def prepare(consumer: int) -> Future[Any]:
             preparation: Future[Any] = Future()
             self.preparations.put(preparation)
             return preparation
@@ -657,19 +661,19 @@ class Slow(Network):
         return producer
 
 
-# Seen failing without the check of dismissed readers, and with the error of `admit` not caught.
+# Seen failing without the check of dismissed consumers, and with the error of `admit` not caught.
 @pytest.mark.parametrize("end", ["dismissed", "stopped"])
-def test_a_reader_whose_paths_are_ready_too_late_is_not_admitted(
+def test_a_consumer_whose_paths_are_ready_too_late_is_not_admitted(
     monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     network, whole = Slow(), layout_of("dense")
     monkeypatch.setattr(data_paths, "backends", lambda config, tls: {"loopback": network})
     with ExitStack() as exits:
-        node = Node(whole, 2, OWNER, TransferConfig(), {"loopback": network}, exits)
+        node = Node(whole, 2, PRODUCER, TransferConfig(), {"loopback": network}, exits)
         offered = node.jobs.ask(encoded(OfferPaths(STREAM)))
         preparation = network.preparations.get(timeout=WAIT_S)
         if end == "dismissed":
-            node.jobs.ask(encoded(DismissReader(STREAM))).result(WAIT_S)
+            node.jobs.ask(encoded(DismissConsumer(STREAM))).result(WAIT_S)
         else:
             node.jobs.ask(encoded(StopTransfer())).result(WAIT_S)
         preparation.set_result(None)
@@ -684,7 +688,7 @@ class SlowLink:
     deadline = None
 
     def __init__(self, notify: Callable[[LinkEvent], None]) -> None:
-        self.owner = OWNER
+        self.producer = PRODUCER
         self.notify = notify
         self.posted: list[PagesToRead] = []
 
@@ -715,12 +719,12 @@ def test_a_link_that_outlives_its_role_is_not_taken_for_one_of_the_next(
     config = TransferConfig(backend="tcp")
     with ExitStack() as exits:
         node = Node(
-            layout_of("dense"), 2, READER, config, data_paths.backends(config, tls=False), exits
+            layout_of("dense"), 2, CONSUMER, config, data_paths.backends(config, tls=False), exits
         )
         ask, opening = node.jobs.ask, encoded(OpenRankLink(0, "tcp", node.hello))
         before = ask(opening)
         ask(encoded(StopTransfer())).result(WAIT_S)
-        start = StartTransfer(config.model_dump_json().encode(), False, READER)
+        start = StartTransfer(config.model_dump_json().encode(), False, CONSUMER)
         ask(encoded(start)).result(WAIT_S)
         after = ask(opening)
         wait_for(lambda: len(links) == 2)
@@ -754,23 +758,23 @@ class Steps:
 def test_a_follower_waits_for_its_steps_before_it_uses_pages(make: Make, what: str) -> None:
     rig = make((2, 2))
     pages, steps = rig.read(2), Steps()
-    node = rig.owner if what == "publish" else rig.reader
+    node = rig.producer if what == "publish" else rig.consumer
     follower = node.jobs.followers[0]
     if what == "read":
-        rig.owner.publish(pages.source)
+        rig.producer.publish(pages.source)
         rig.up()
         arrays = pages.source.tobytes(), pages.destination.tobytes()
-        body = encoded(ReadRankPages(0, HandoffId(READER, 1, 1), *arrays, pages.spans))
+        body = encoded(ReadRankPages(0, HandoffId(CONSUMER, 1, 1), *arrays, pages.spans))
     else:
         body = encoded(PublishPages(STREAM, pages.source.tobytes()))
-    producer = cast(Network, rig.network).producers[rig.owner.memory[1].pool.base]
+    producer = cast(Network, rig.network).producers[rig.producer.memory[1].pool.base]
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
     follower.take(body, steps, lambda result=b"", error="": done.put(error))
     assert steps.awaited.wait(WAIT_S)
     assert done.empty()
     if what == "publish":
         assert producer.publications.first_refused(STREAM, pages.source) is not None
-    assert (rig.reader.memory[1].pages == CANARY).all()
+    assert (rig.consumer.memory[1].pages == CANARY).all()
     steps.end.set()
     assert done.get(timeout=WAIT_S) == ""
 
@@ -842,29 +846,29 @@ LIES: dict[str, tuple[Callable[[PairHello], dict[str, Any]], str]] = {
 def test_a_hello_that_cannot_be_true_ends_the_pair(make: Make, lie: str) -> None:
     rig = make((4, 2), "delta nets")
     change, expected = LIES[lie]
-    outlet, pool = Refusals(), rig.reader.memory[0].pool
+    outlet, pool = Refusals(), rig.consumer.memory[0].pool
     config = TransferConfig()
     side = ConsumerSide(
         ConsumerEnd(config, rig.whole.tables),
-        rig.reader.hello,
-        rig.reader.paths.opener,
-        rig.reader.paths.backends,
+        rig.consumer.hello,
+        rig.consumer.paths.opener,
+        rig.consumer.paths.backends,
         cast(Any, outlet),
         lambda: None,
         ReadMetrics(),
         PageChecksums(page_bytes_of(pool), 0),
     )
     hello = msgspec.structs.replace(rig.hello, **change(rig.hello))
-    asked = len(rig.reader.jobs.asked)
-    side.opened(PairOpened(STREAM, hello, as_reader=True), 0.0)
+    asked = len(rig.consumer.jobs.asked)
+    side.opened(PairOpened(STREAM, hello, as_consumer=True), 0.0)
     ((stream, reason, refused),) = outlet.ended
     assert (stream, refused) == (STREAM, True)
     assert expected in reason
     assert len(reason) < 1000
-    assert len(rig.reader.jobs.asked) == asked
+    assert len(rig.consumer.jobs.asked) == asked
 
 
-def test_an_owner_without_a_path_for_all_ranks_closes_the_link(make: Make) -> None:
+def test_a_producer_without_a_path_for_all_ranks_closes_the_link(make: Make) -> None:
     rig = make((2, 2))
     rig.hello = msgspec.structs.replace(rig.hello, paths=rig.hello.paths[:1])
     link = rig.open()
@@ -883,4 +887,4 @@ def test_followers_that_cannot_serve_their_pages_are_an_error_of_the_node(
     broken = SimpleNamespace(name="broken", serve=refuse)
     monkeypatch.setattr(data_paths, "backends", lambda config, tls: {"broken": broken})
     with ExitStack() as exits, pytest.raises(ConfigError, match="no sockets here"):
-        Node(whole, 2, OWNER, TransferConfig(), {"loopback": network}, exits)
+        Node(whole, 2, PRODUCER, TransferConfig(), {"loopback": network}, exits)

@@ -32,45 +32,45 @@ from kvtransfer.transfer.link import (
     PagesToRead,
 )
 from tests.support.cluster import free_ports
-from tests.support.data_children import CANARY, READER, Memory, make_backend, scattered
+from tests.support.data_children import CANARY, CONSUMER, Memory, make_backend, scattered
 from tests.support.data_ends import changed, introduced, introduction, wait_for
 
-MOST = 80  # connections of one reader
+MOST = 80  # connections of one consumer
 NUM_PAGES, PAGE_BYTES = 2048, 4112  # several requests for all of them
 ALL = np.arange(NUM_PAGES, dtype=np.int32)
 
 
 @pytest.fixture(params=["tcp", "tcp-tls", "tcp-staged", "loopback"])
 def backend(request: pytest.FixtureRequest) -> TransferBackend:
-    """Return a backend whose owner knows what it has published."""
+    """Return a backend whose producer knows what it has published."""
     return LoopbackBackend() if request.param == "loopback" else make_backend(request.param)
 
 
 # Seen failing with the look into the publications taken out of `TcpProducer._answer`.
-def test_only_pages_published_to_that_reader_are_served(ends, backend):
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    owner.publish(READER, ALL[:1024])
-    owner.publish(READER + 1, ALL[1024:])
+def test_only_pages_published_to_that_consumer_are_served(ends, backend):
+    producer = ends.producer(backend, NUM_PAGES, PAGE_BYTES)
+    producer.publish(CONSUMER, ALL[:1024])
+    producer.publish(CONSUMER + 1, ALL[1024:])
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, memory)
+    connection = ends.connect(backend, producer, memory)
     with pytest.raises(ReadRefused, match="1024"):
         connection.copy(ALL[1020:1028], ALL[1020:1028])
     memory.pages[:] = CANARY
     connection.copy(ALL[:1024], ALL[:1024])
-    assert (memory.pages[:1024] == owner.content[:1024]).all()
+    assert (memory.pages[:1024] == producer.content[:1024]).all()
     assert (memory.pages[1024:] == CANARY).all()
 
 
 def test_a_page_published_twice_is_readable_until_withdrawn_twice(ends, backend):
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    owner.publish(READER, ALL[:8])
-    owner.publish(READER, ALL[4:12])
-    connection = ends.connect(backend, owner, Memory(NUM_PAGES, PAGE_BYTES))
-    owner.withdraw(READER, ALL[:8])
+    producer = ends.producer(backend, NUM_PAGES, PAGE_BYTES)
+    producer.publish(CONSUMER, ALL[:8])
+    producer.publish(CONSUMER, ALL[4:12])
+    connection = ends.connect(backend, producer, Memory(NUM_PAGES, PAGE_BYTES))
+    producer.withdraw(CONSUMER, ALL[:8])
     connection.copy(ALL[4:12], ALL[4:12])
     with pytest.raises(ReadRefused, match="page 3 "):
         connection.copy(ALL[3:12], ALL[3:12])
-    owner.withdraw(READER, ALL[4:12])
+    producer.withdraw(CONSUMER, ALL[4:12])
     with pytest.raises(ReadRefused):
         connection.copy(ALL[4:5], ALL[4:5])
 
@@ -78,10 +78,10 @@ def test_a_page_published_twice_is_readable_until_withdrawn_twice(ends, backend)
 # Seen failing with the answers after a refusal left unread in `TcpConnection._exchange`.
 @pytest.mark.parametrize("refused", [0, 300, 1100, 2047])
 def test_the_copy_after_a_refused_one_gets_its_own_bytes(ends, backend, refused):
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    owner.publish(READER, np.delete(ALL, refused))
+    producer = ends.producer(backend, NUM_PAGES, PAGE_BYTES)
+    producer.publish(CONSUMER, np.delete(ALL, refused))
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, memory)
+    connection = ends.connect(backend, producer, memory)
     for _ in range(3):
         with pytest.raises(ReadRefused, match=f"page {refused} "):
             connection.copy(ALL, ALL)
@@ -89,52 +89,54 @@ def test_the_copy_after_a_refused_one_gets_its_own_bytes(ends, backend, refused)
         source, destination = scattered(refused, NUM_PAGES, 1500)
         served = source != refused
         connection.copy(source[served], destination[served])
-        assert (memory.pages[destination[served]] == owner.content[source[served]]).all()
+        assert (memory.pages[destination[served]] == producer.content[source[served]]).all()
         assert (np.delete(memory.pages, destination[served], axis=0) == CANARY).all()
 
 
-def test_a_key_proves_one_reader_to_one_owner_only(ends):
+def test_a_key_proves_one_consumer_to_one_producer_only(ends):
     backend = TcpBackend("127.0.0.1")
-    owner, other = (ends.far_owner("tcp", 8, PAGE_BYTES) for _ in range(2))
+    producer, other = (ends.far_producer("tcp", 8, PAGE_BYTES) for _ in range(2))
     memory = Memory(8, PAGE_BYTES)
-    owner.admit(READER + 1)
-    here, there = (msgspec.msgpack.decode(o.admit(), type=TcpDescription) for o in (owner, other))
-    for lie in ({"reader": READER + 1}, {"reader": READER + 2}, {"port": there.port}):
+    producer.admit(CONSUMER + 1)
+    here, there = (
+        msgspec.msgpack.decode(o.admit(), type=TcpDescription) for o in (producer, other)
+    )
+    for lie in ({"consumer": CONSUMER + 1}, {"consumer": CONSUMER + 2}, {"port": there.port}):
         with pytest.raises(TransferError):
-            backend.connect(changed(here, **lie), owner.remote, memory.pool)
+            backend.connect(changed(here, **lie), producer.remote, memory.pool)
 
 
 # Seen failing with `TcpConsumers.dismiss`, and with `LoopbackBackend.dismiss`, doing nothing; its
 # last part with `PublishedPages.forget` doing nothing.
-def test_what_a_reader_was_given_ends_with_it(ends, backend):
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
+def test_what_a_consumer_was_given_ends_with_it(ends, backend):
+    producer = ends.producer(backend, NUM_PAGES, PAGE_BYTES)
     memory, bystanders = Memory(NUM_PAGES, PAGE_BYTES), Memory(NUM_PAGES, PAGE_BYTES)
-    for reader in (READER, READER + 1):
-        owner.publish_all(reader)
-    description = owner.admit(READER)
-    connection = ends.connect(backend, owner, memory)
-    bystander = ends.connect(backend, owner, bystanders, READER + 1)
+    for consumer in (CONSUMER, CONSUMER + 1):
+        producer.publish_all(consumer)
+    description = producer.admit(CONSUMER)
+    connection = ends.connect(backend, producer, memory)
+    bystander = ends.connect(backend, producer, bystanders, CONSUMER + 1)
     connection.copy(ALL[:8], ALL[:8])
-    owner.dismiss(READER)
-    owner.dismiss(READER)
+    producer.dismiss(CONSUMER)
+    producer.dismiss(CONSUMER)
     memory.pages[:] = CANARY
     with pytest.raises(TransferError) as ended:
         connection.copy(ALL, ALL)
     assert not isinstance(ended.value, ReadRefused)
     with pytest.raises(TransferError):
-        backend.connect(description, owner.remote, memory.pool)
+        backend.connect(description, producer.remote, memory.pool)
     assert (memory.pages == CANARY).all()
     bystander.copy(ALL, ALL)
-    assert (bystanders.pages == owner.content).all()
+    assert (bystanders.pages == producer.content).all()
     with pytest.raises(ReadRefused):  # what was published before is not, were the number used again
-        ends.connect(backend, owner, memory).copy(ALL[:1], ALL[:1])
+        ends.connect(backend, producer, memory).copy(ALL[:1], ALL[:1])
 
 
-def test_a_copy_under_way_ends_with_its_reader(ends, backend):
-    owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
+def test_a_copy_under_way_ends_with_its_consumer(ends, backend):
+    producer = ends.producer(backend, NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(backend, owner, memory)
+    connection = ends.connect(backend, producer, memory)
     source, destination = (np.tile(ids, 4000) for ids in scattered(0, NUM_PAGES, NUM_PAGES))
     ended = threading.Event()
 
@@ -146,15 +148,15 @@ def test_a_copy_under_way_ends_with_its_reader(ends, backend):
     thread = threading.Thread(target=copy)
     thread.start()
     wait_for(lambda: bool((memory.pages[destination[:8]] != CANARY).any()))
-    owner.dismiss(READER)
+    producer.dismiss(CONSUMER)
     assert ended.wait(60.0)
     thread.join()
 
 
 # Seen failing with the look at the count taken out of `TcpConsumers.proved`.
 def test_a_proof_that_was_overheard_opens_no_second_connection(ends):
-    owner = ends.far_owner("tcp", 8, PAGE_BYTES)
-    told = msgspec.msgpack.decode(owner.admit(), type=TcpDescription)
+    producer = ends.far_producer("tcp", 8, PAGE_BYTES)
+    told = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
     overheard = introduction(told)
     for answer_bytes in (KEY_BYTES, 0):
         with socket.create_connection((told.host, told.port), 20) as raw:
@@ -164,9 +166,9 @@ def test_a_proof_that_was_overheard_opens_no_second_connection(ends):
 
 # Seen failing with a count that had to be larger than all before it: ranks that connected at the
 # same time were turned away.
-def test_ranks_of_a_reader_connect_in_any_order(ends):
-    owner = ends.far_owner("tcp", 8, PAGE_BYTES)
-    told = msgspec.msgpack.decode(owner.admit(), type=TcpDescription)
+def test_ranks_of_a_consumer_connect_in_any_order(ends):
+    producer = ends.far_producer("tcp", 8, PAGE_BYTES)
+    told = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
     first, second = introduction(told), introduction(told)
     for sent, answer_bytes in ((second, KEY_BYTES), (first, KEY_BYTES), (second, 0), (first, 0)):
         with socket.create_connection((told.host, told.port), 20) as raw:
@@ -174,8 +176,8 @@ def test_ranks_of_a_reader_connect_in_any_order(ends):
             assert len(raw.recv(KEY_BYTES, socket.MSG_WAITALL)) == answer_bytes
 
 
-# Seen failing with the look at the owner's proof taken out of `_connect`.
-def test_a_reader_does_not_trust_whoever_listens_there():
+# Seen failing with the look at the producer's proof taken out of `_connect`.
+def test_a_consumer_does_not_trust_whoever_listens_there():
     """Something that agrees with everything."""
     memory = Memory(8, PAGE_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as impostor:
@@ -192,7 +194,7 @@ def test_a_reader_does_not_trust_whoever_listens_there():
         description = TcpDescription(
             host="127.0.0.1",
             port=impostor.getsockname()[1],
-            reader=READER,
+            consumer=CONSUMER,
             key=bytes(KEY_BYTES),
             certificate=b"",
             scratch_pages=1,
@@ -208,7 +210,7 @@ def test_a_reader_does_not_trust_whoever_listens_there():
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "a\0b", "", "nowhere.invalid"])
 def test_a_host_that_there_is_not_is_no_path(host):
     memory = Memory(8, PAGE_BYTES)
-    description = TcpDescription(host, 1, READER, bytes(KEY_BYTES), b"", 1)
+    description = TcpDescription(host, 1, CONSUMER, bytes(KEY_BYTES), b"", 1)
     with pytest.raises(TransferError, match="tcp to"):
         TcpBackend("127.0.0.1").connect(
             msgspec.msgpack.encode(description), memory.remote, memory.pool
@@ -233,23 +235,23 @@ def test_a_host_that_there_is_not_is_no_path(host):
         pytest.param(b"\xff" * 4096, id="noise"),
     ],
 )
-def test_a_reader_that_breaks_the_frames_loses_its_connection_and_nobody_else_does(ends, frame):
-    owner = ends.far_owner("tcp", NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
+def test_a_consumer_that_breaks_the_frames_loses_its_connection_and_nobody_else_does(ends, frame):
+    producer = ends.far_producer("tcp", NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = ends.connect(TcpBackend("127.0.0.1"), owner, memory)
-    with introduced(owner.admit()) as raw:
+    connection = ends.connect(TcpBackend("127.0.0.1"), producer, memory)
+    with introduced(producer.admit()) as raw:
         raw.sendall(frame)
         with contextlib.suppress(ConnectionResetError):  # it had not read all of the frame
             assert raw.recv(1) == b""
     connection.copy(ALL, ALL)
-    assert (memory.pages == owner.content).all()
+    assert (memory.pages == producer.content).all()
 
 
 def test_an_unpublished_or_unknown_page_is_answered_at_once_and_by_name(ends):
-    owner = ends.far_owner("tcp", NUM_PAGES, PAGE_BYTES)
-    owner.publish(READER, ALL[:4])
-    with introduced(owner.admit()) as raw:
+    producer = ends.far_producer("tcp", NUM_PAGES, PAGE_BYTES)
+    producer.publish(CONSUMER, ALL[:4])
+    with introduced(producer.admit()) as raw:
         for pages, refused in (((0, 5, 1), 5), ((-1,), -1), ((0, 2**31 - 1), 2**31 - 1)):
             raw.sendall(
                 REQUEST.pack(0, len(pages), 0, PAGE_BYTES) + struct.pack(f"<{len(pages)}i", *pages)
@@ -260,16 +262,16 @@ def test_an_unpublished_or_unknown_page_is_answered_at_once_and_by_name(ends):
             assert padding == bytes(len(pages) * PAGE_BYTES)
         raw.sendall(REQUEST.pack(0, 1, 0, PAGE_BYTES) + bytes(4))
         assert REPLY.unpack(raw.recv(REPLY.size, socket.MSG_WAITALL)) == (FrameStatus.DATA, 0)
-        assert raw.recv(PAGE_BYTES, socket.MSG_WAITALL) == owner.content[0].tobytes()
+        assert raw.recv(PAGE_BYTES, socket.MSG_WAITALL) == producer.content[0].tobytes()
 
 
-def test_the_oldest_connection_of_a_reader_yields_if_it_has_too_many(ends):
-    owner = ends.far_owner("tcp", 8, PAGE_BYTES)
-    owner.publish_all()
-    owner.publish_all(READER + 1)
+def test_the_oldest_connection_of_a_consumer_yields_if_it_has_too_many(ends):
+    producer = ends.far_producer("tcp", 8, PAGE_BYTES)
+    producer.publish_all()
+    producer.publish_all(CONSUMER + 1)
     backend, memory = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
-    other = ends.connect(backend, owner, memory, READER + 1)
-    connections = [ends.connect(backend, owner, memory) for _ in range(MOST + 1)]
+    other = ends.connect(backend, producer, memory, CONSUMER + 1)
+    connections = [ends.connect(backend, producer, memory) for _ in range(MOST + 1)]
     wait_for(lambda: not _copies(connections[0]))
     for connection in (other, *connections[1:]):
         connection.copy(ALL[:8], ALL[:8])
@@ -284,36 +286,36 @@ def _copies(connection: BackendConnection) -> bool:
 
 
 def test_strangers_and_sleepers_delay_nobody(ends):
-    owner = ends.far_owner("tcp", NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    port = msgspec.msgpack.decode(owner.admit(), type=TcpDescription).port
+    producer = ends.far_producer("tcp", NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
+    port = msgspec.msgpack.decode(producer.admit(), type=TcpDescription).port
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     with (
         socket.create_connection(("127.0.0.1", port)),
         socket.create_connection(("127.0.0.1", port)) as liar,
-        introduced(owner.admit()) as sleeper,
+        introduced(producer.admit()) as sleeper,
     ):
         liar.sendall(bytes(INTRODUCTION.size))
         for _ in range(64):  # far more than the buffers between us take, and it never reads
             sleeper.sendall(REQUEST.pack(0, 512, 0, PAGE_BYTES) + ALL[:512].tobytes())
-        connection = ends.connect(TcpBackend("127.0.0.1"), owner, memory)
+        connection = ends.connect(TcpBackend("127.0.0.1"), producer, memory)
         connection.copy(ALL, ALL)
-    assert (memory.pages == owner.content).all()
+    assert (memory.pages == producer.content).all()
 
 
 # Seen failing with the shutdown taken out of `TcpConnection.stop` (the link never closes), and
 # with LinkClosed sent by `Link.close` instead of the link's thread (pages change after it).
 @pytest.mark.parametrize("name", ["tcp", "tcp-tls"])
-def test_an_owner_that_wakes_after_the_link_has_closed_lands_nothing(ends, name):
-    num_pages, page_bytes = 2, 32 << 20  # the sockets hold less than a page: the reader blocks
-    owner = ends.far_owner(name, num_pages, page_bytes)
-    owner.publish_all()
+def test_a_producer_that_wakes_after_the_link_has_closed_lands_nothing(ends, name):
+    num_pages, page_bytes = 2, 32 << 20  # the sockets hold less than a page: the consumer blocks
+    producer = ends.far_producer(name, num_pages, page_bytes)
+    producer.publish_all()
     backend, memory = make_backend(name), Memory(num_pages, page_bytes)
-    description = owner.admit()
+    description = producer.admit()
     events: queue.Queue[LinkEvent] = queue.Queue()
     link = Link(
         1,
-        lambda: backend.connect(description, owner.remote, memory.pool),
+        lambda: backend.connect(description, producer.remote, memory.pool),
         events.put,
         num_bytes=LinkBytes(page_bytes),
         read_s=60.0,
@@ -321,31 +323,31 @@ def test_an_owner_that_wakes_after_the_link_has_closed_lands_nothing(ends, name)
     assert isinstance(events.get(timeout=60), LinkUp)
     source, destination = scattered(0, num_pages, num_pages)
     for number in range(100):
-        link.post(HandoffId(READER, number, 1), PagesToRead(source, destination, ()))
+        link.post(HandoffId(CONSUMER, number, 1), PagesToRead(source, destination, ()))
     wait_for(lambda: bool((memory.pages[:, 0] != CANARY).any()))
-    owner.child.freeze()
-    link.close("its owner is silent")
+    producer.child.freeze()
+    link.close("its producer is silent")
     closed = events.get(timeout=60)
     while not isinstance(closed, LinkClosed):
         closed = events.get(timeout=60)
-    assert closed.unfinished, "all was read before the owner could be frozen"
+    assert closed.unfinished, "all was read before the producer could be frozen"
     memory.pages[:] = CANARY
-    owner.child.thaw()
-    owner.has_run()
+    producer.child.thaw()
+    producer.has_run()
     assert link.join(60)
     assert (memory.pages == CANARY).all()
 
 
 @pytest.mark.parametrize("name", ["tcp", "tcp-tls"])
-def test_a_closed_owner_serves_nobody_and_gives_its_port_back(name):
+def test_a_closed_producer_serves_nobody_and_gives_its_port_back(name):
     backend, memory, target = make_backend(name), Memory(8, 4096), Memory(8, 4096)
-    owner = backend.serve(memory.pool, 1)
-    description = owner.admit(READER)
-    owner.publish(READER, ALL[:8])
+    producer = backend.serve(memory.pool, 1)
+    description = producer.admit(CONSUMER)
+    producer.publish(CONSUMER, ALL[:8])
     connection = backend.connect(description, memory.remote, target.pool)
     connection.copy(ALL[:8], ALL[:8])
-    owner.close()
-    owner.close()
+    producer.close()
+    producer.close()
     with pytest.raises(TransferError):
         connection.copy(ALL[:8], ALL[:8])
     connection.close()
@@ -358,22 +360,22 @@ def test_an_address_that_is_not_ours_cannot_be_served():
         TcpBackend("192.0.2.1").serve(Memory(8, 4096).pool, 1)
 
 
-def test_an_owner_serves_on_the_port_asked_for_and_says_where_it_is_taken():
+def test_a_producer_serves_on_the_port_asked_for_and_says_where_it_is_taken():
     (port,) = free_ports(1)
     backend, memory, target = (
         TcpBackend("127.0.0.1", data_port=port),
         Memory(8, 4096, fill=7),
         Memory(8, 4096),
     )
-    owner = backend.serve(memory.pool, 1)
+    producer = backend.serve(memory.pool, 1)
     with pytest.raises(TransferError, match=rf"127\.0\.0\.1, port {port}: .*in use"):
         backend.serve(Memory(8, 4096).pool, 2)
-    owner.publish(READER, ALL[:8])
-    description = owner.admit(READER)
+    producer.publish(CONSUMER, ALL[:8])
+    description = producer.admit(CONSUMER)
     assert msgspec.msgpack.decode(description, type=TcpDescription).port == port
     connection = backend.connect(description, memory.remote, target.pool)
     connection.copy(ALL[:8], ALL[:8])
-    owner.close()
+    producer.close()
     connection.close()
     assert (target.pages == 7).all()
     backend.serve(memory.pool, 3).close()  # at once, as an engine that starts anew does
@@ -381,10 +383,10 @@ def test_an_owner_serves_on_the_port_asked_for_and_says_where_it_is_taken():
 
 def test_pages_cross_over_ipv6_as_well():
     backend, memory, target = TcpBackend("::1"), Memory(8, 4096, fill=7), Memory(8, 4096)
-    owner = backend.serve(memory.pool, 1)
-    owner.publish(READER, ALL[:8])
-    connection = backend.connect(owner.admit(READER), memory.remote, target.pool)
+    producer = backend.serve(memory.pool, 1)
+    producer.publish(CONSUMER, ALL[:8])
+    connection = backend.connect(producer.admit(CONSUMER), memory.remote, target.pool)
     connection.copy(ALL[:8], ALL[:8])
     connection.close()
-    owner.close()
+    producer.close()
     assert (target.pages == 7).all()

@@ -1,4 +1,5 @@
-"""Unauthenticated connections cost an owner of tcp next to nothing, and block no other reader."""
+"""Unauthenticated connections cost a producer of tcp next to nothing, and block no other
+consumer."""
 
 import itertools
 import queue
@@ -14,27 +15,27 @@ import pytest
 
 from common.errors import TransferError
 from kvtransfer.backends.tcp.backend import TcpBackend
-from kvtransfer.backends.tcp.owner import TcpAcceptor, TcpProducer
+from kvtransfer.backends.tcp.producer import TcpAcceptor, TcpProducer
 from kvtransfer.backends.tcp.wire import INTRODUCTION, TcpDescription
-from tests.support.data_children import READER, Memory
+from tests.support.data_children import CONSUMER, Memory
 from tests.support.data_ends import wait_for
 
 PAGE_BYTES = 4096
 ALL = np.arange(8, dtype=np.int32)
-CROWD = 300  # more than an owner has patience for
-CLOSED_S = 60.0  # an owner's two seconds, on a machine with other things to do
+CROWD = 300  # more than a producer has patience for
+CLOSED_S = 60.0  # a producer's two seconds, on a machine with other things to do
 
 
 @pytest.fixture
-def owner() -> Iterator[TcpProducer]:
+def producer() -> Iterator[TcpProducer]:
     """In this process, where its threads can be counted."""
-    owner = TcpBackend("127.0.0.1").serve(Memory(8, PAGE_BYTES).pool, 1)
-    yield owner
-    owner.close()
+    producer = TcpBackend("127.0.0.1").serve(Memory(8, PAGE_BYTES).pool, 1)
+    yield producer
+    producer.close()
 
 
-def told(owner: TcpProducer) -> TcpDescription:
-    return msgspec.msgpack.decode(owner.admit(READER), type=TcpDescription)
+def told(producer: TcpProducer) -> TcpDescription:
+    return msgspec.msgpack.decode(producer.admit(CONSUMER), type=TcpDescription)
 
 
 def stranger(port: int, host: str = "127.0.0.1") -> socket.socket:
@@ -53,8 +54,8 @@ def is_open(connection: socket.socket) -> bool:
 
 
 # Seen failing with a thread started for each connection that is accepted.
-def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(owner):
-    port, before = told(owner).port, threading.active_count()
+def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(producer):
+    port, before = told(producer).port, threading.active_count()
     with ExitStack() as exits:
         silent = [exits.enter_context(stranger(port)) for _ in range(50)]
         assert threading.active_count() <= before
@@ -130,10 +131,10 @@ def _pester(port: int, words: bytes, stop: threading.Event) -> None:
 @pytest.mark.parametrize(
     "words", [pytest.param(b"", id="silent"), pytest.param(b"\xff" * 4096, id="garbage")]
 )
-def test_a_flood_keeps_no_reader_out_and_fills_no_log(ends, words):
-    owner = ends.far_owner("tcp", 8, PAGE_BYTES)
-    owner.publish_all()
-    description = owner.admit()
+def test_a_flood_keeps_no_consumer_out_and_fills_no_log(ends, words):
+    producer = ends.far_producer("tcp", 8, PAGE_BYTES)
+    producer.publish_all()
+    description = producer.admit()
     port = msgspec.msgpack.decode(description, type=TcpDescription).port
     backend, memory = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
     stop = threading.Event()
@@ -144,7 +145,7 @@ def test_a_flood_keeps_no_reader_out_and_fills_no_log(ends, words):
         exits.callback(stop.set)
         flood.start()
         for _ in range(20):
-            connection = backend.connect(description, owner.remote, memory.pool)
+            connection = backend.connect(description, producer.remote, memory.pool)
             connection.copy(ALL, ALL)
             connection.close()
         assert silent
@@ -152,29 +153,29 @@ def test_a_flood_keeps_no_reader_out_and_fills_no_log(ends, words):
     assert 0 < len(lines) <= 10 * 10  # ten of a kind in ten seconds, on a slow machine
 
 
-def test_a_reader_who_comes_again_and_again_is_always_let_in(owner):
+def test_a_consumer_who_comes_again_and_again_is_always_let_in(producer):
     backend, landing = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
-    owner.publish(READER, ALL)
+    producer.publish(CONSUMER, ALL)
     with ExitStack() as exits:
         for _ in range(30):  # and leaves the old ones open
-            connection = backend.connect(owner.admit(READER), landing.remote, landing.pool)
+            connection = backend.connect(producer.admit(CONSUMER), landing.remote, landing.pool)
             exits.callback(connection.close)
             connection.copy(ALL, ALL)
 
 
 # Seen failing with the bound taken out of `TcpConsumers.proved`.
-def test_all_readers_together_have_so_many_connections_and_those_that_stand_go_on(owner):
+def test_all_consumers_together_have_so_many_connections_and_those_that_stand_go_on(producer):
     backend, landing = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
     with ExitStack() as exits:
-        for reader in itertools.count():
-            owner.publish(reader, ALL)
+        for consumer in itertools.count():
+            producer.publish(consumer, ALL)
             try:
-                connection = backend.connect(owner.admit(reader), landing.remote, landing.pool)
+                connection = backend.connect(producer.admit(consumer), landing.remote, landing.pool)
             except TransferError:
                 break
             exits.callback(connection.close)
-            if not reader:
+            if not consumer:
                 first = connection
-            assert reader < 257
-        assert reader == 256
+            assert consumer < 257
+        assert consumer == 256
         first.copy(ALL, ALL)

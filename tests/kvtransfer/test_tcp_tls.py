@@ -16,13 +16,13 @@ from kvtransfer.backends.base import PageCut, TransferBackend
 from kvtransfer.backends.nixl import connection as nixl_connection
 from kvtransfer.backends.nixl.connection import NixlOffer
 from kvtransfer.backends.scatter import PageTable
-from kvtransfer.backends.tcp.certificate import make_owner_tls
+from kvtransfer.backends.tcp.certificate import make_producer_tls
 from kvtransfer.backends.tcp.channel import TcpChannel
-from kvtransfer.backends.tcp.tls import reader_channel
+from kvtransfer.backends.tcp.tls import consumer_channel
 from kvtransfer.backends.tcp.wire import KEY_BYTES, REQUEST, TcpDescription
 from kvtransfer.data_paths import backends
-from tests.support.data_children import CANARY, READER, Memory, make_backend
-from tests.support.data_ends import Ends, FarOwner, changed, introduced
+from tests.support.data_children import CANARY, CONSUMER, Memory, make_backend
+from tests.support.data_ends import Ends, FarProducer, changed, introduced
 
 PAGE_BYTES = 4096
 WHOLE = PageCut(0, 16384)  # of the pages of `Memory` here
@@ -33,15 +33,15 @@ WAIT_S = 60.0
 
 
 class Between:
-    """Carries bytes between a reader and an owner, and remembers them."""
+    """Carries bytes between a consumer and a producer, and remembers them."""
 
-    def __init__(self, owner: TcpDescription, change: Callable[[bytes], bytes]) -> None:
-        """`change` is applied to all that comes from the owner behind its proof."""
-        self.to_reader = b""
-        self._address = (owner.host, owner.port)
+    def __init__(self, producer: TcpDescription, change: Callable[[bytes], bytes]) -> None:
+        """`change` is applied to all that comes from the producer behind its proof."""
+        self.to_consumer = b""
+        self._address = (producer.host, producer.port)
         self._change = change
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.description = changed(owner, port=self._listener.getsockname()[1])
+        self.description = changed(producer, port=self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -50,55 +50,55 @@ class Between:
         self._thread.join()
 
     def _run(self) -> None:
-        reader, _ = self._listener.accept()
-        owner = socket.create_connection(self._address, WAIT_S)
-        up = threading.Thread(target=self._carry, args=(reader, owner))
+        consumer, _ = self._listener.accept()
+        producer = socket.create_connection(self._address, WAIT_S)
+        up = threading.Thread(target=self._carry, args=(consumer, producer))
         up.start()
-        reader.sendall(owner.recv(KEY_BYTES, socket.MSG_WAITALL))
+        consumer.sendall(producer.recv(KEY_BYTES, socket.MSG_WAITALL))
         with suppress(OSError):
-            while heard := owner.recv(1 << 16):
-                self.to_reader += heard
-                reader.sendall(self._change(heard))
-        for each in (reader, owner):
+            while heard := producer.recv(1 << 16):
+                self.to_consumer += heard
+                consumer.sendall(self._change(heard))
+        for each in (consumer, producer):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         up.join()
-        reader.close()
-        owner.close()
+        consumer.close()
+        producer.close()
 
-    def _carry(self, reader: socket.socket, owner: socket.socket) -> None:
+    def _carry(self, consumer: socket.socket, producer: socket.socket) -> None:
         with suppress(OSError):
-            while heard := reader.recv(1 << 16):
-                owner.sendall(heard)
-            owner.shutdown(socket.SHUT_RDWR)
+            while heard := consumer.recv(1 << 16):
+                producer.sendall(heard)
+            producer.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
-def between(ends: Ends) -> Iterator[Callable[..., tuple[FarOwner, Between]]]:
+def between(ends: Ends) -> Iterator[Callable[..., tuple[FarProducer, Between]]]:
     with ExitStack() as exits:
 
         def make(
             name: str, change: Callable[[bytes], bytes] = lambda heard: heard
-        ) -> tuple[FarOwner, Between]:
-            owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
-            owner.publish_all()
-            described = msgspec.msgpack.decode(owner.admit(), type=TcpDescription)
+        ) -> tuple[FarProducer, Between]:
+            producer = ends.far_producer(name, NUM_PAGES, PAGE_BYTES)
+            producer.publish_all()
+            described = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
             relay = Between(described, change)
             exits.callback(relay.close)
-            return owner, relay
+            return producer, relay
 
         yield make
 
 
 @pytest.mark.parametrize("name, readable", [("tcp", True), ("tcp-tls", False)])
 def test_an_eavesdropper_reads_no_page(between, name, readable):
-    owner, relay = between(name)
+    producer, relay = between(name)
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = make_backend(name).connect(relay.description, owner.remote, memory.pool)
+    connection = make_backend(name).connect(relay.description, producer.remote, memory.pool)
     connection.copy(ALL, ALL)
     connection.close()
-    assert (memory.pages == owner.content).all()
-    seen = [page.tobytes()[:32] in relay.to_reader for page in owner.content]
+    assert (memory.pages == producer.content).all()
+    seen = [page.tobytes()[:32] in relay.to_consumer for page in producer.content]
     assert all(seen) if readable else not any(seen)
 
 
@@ -113,20 +113,20 @@ def test_a_changed_byte_ends_the_copy(between):
             return heard
         return heard[:place] + bytes((heard[place] ^ 1,)) + heard[place + 1 :]
 
-    owner, relay = between("tcp-tls", change)
+    producer, relay = between("tcp-tls", change)
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    connection = make_backend("tcp-tls").connect(relay.description, owner.remote, memory.pool)
+    connection = make_backend("tcp-tls").connect(relay.description, producer.remote, memory.pool)
     with pytest.raises(TransferError):
         connection.copy(ALL, ALL)
     connection.close()
 
 
-# Seen failing with the look at the certificate taken out of `reader_channel`.
-def test_a_reader_speaks_to_nobody_else_than_the_certificate_that_it_was_told():
+# Seen failing with the look at the certificate taken out of `consumer_channel`.
+def test_a_consumer_speaks_to_nobody_else_than_the_certificate_that_it_was_told():
     ours, theirs = socket.socketpair()
-    impostor = threading.Thread(target=_start, args=(make_owner_tls().channel(theirs), SEAL))
+    impostor = threading.Thread(target=_start, args=(make_producer_tls().channel(theirs), SEAL))
     impostor.start()
-    channel = reader_channel(ours, make_owner_tls().certificate)
+    channel = consumer_channel(ours, make_producer_tls().certificate)
     with pytest.raises(TransferError, match="certificate"):
         channel.start(SEAL, WAIT_S)
     channel.close()
@@ -135,23 +135,23 @@ def test_a_reader_speaks_to_nobody_else_than_the_certificate_that_it_was_told():
 
 # Seen failing with the look at the seal taken out of `_check_seal`.
 def test_a_proof_that_was_passed_on_opens_nothing(ends):
-    """Someone in between lets the reader prove itself, and then speaks in its place."""
-    owner = ends.far_owner("tcp-tls", NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    description = owner.admit()
+    """Someone in between lets the consumer prove itself, and then speaks in its place."""
+    producer = ends.far_producer("tcp-tls", NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
+    description = producer.admit()
     raw = introduced(description)
     told = msgspec.msgpack.decode(description, type=TcpDescription)
-    channel = reader_channel(raw, told.certificate)
+    channel = consumer_channel(raw, told.certificate)
     channel.start(SEAL, WAIT_S)
     assert _asked(channel, REQUEST.pack(0, 1, 0, PAGE_BYTES) + bytes(4)) == b""
     channel.close()
-    assert "another than the reader" in ends.log.read_text()
+    assert "another than the consumer" in ends.log.read_text()
 
 
-def test_a_reader_that_proves_itself_and_speaks_no_tls_gets_no_page(ends):
-    owner = ends.far_owner("tcp-tls", NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
-    with introduced(owner.admit()) as raw:
+def test_a_consumer_that_proves_itself_and_speaks_no_tls_gets_no_page(ends):
+    producer = ends.far_producer("tcp-tls", NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
+    with introduced(producer.admit()) as raw:
         raw.settimeout(WAIT_S)
         raw.sendall(REQUEST.pack(0, 1, 0, PAGE_BYTES) + bytes(4))
         said = b""
@@ -167,48 +167,48 @@ def test_a_reader_that_proves_itself_and_speaks_no_tls_gets_no_page(ends):
 # Seen failing with the socket's own `shutdown` in `TlsChannel.end`: what was encrypted landed.
 def test_what_has_ended_lands_no_encrypted_bytes():
     ours, theirs = socket.socketpair()
-    tls = make_owner_tls()
+    tls = make_producer_tls()
     source, target = Memory(8, 16384, fill=7), Memory(8, 16384)
-    owner, reader = tls.channel(theirs), reader_channel(ours, tls.certificate)
-    sender = threading.Thread(target=_send_all, args=(owner, source))
+    producer, consumer = tls.channel(theirs), consumer_channel(ours, tls.certificate)
+    sender = threading.Thread(target=_send_all, args=(producer, source))
     sender.start()
-    reader.start(SEAL, WAIT_S)
-    assert reader.receive(1) == b"x"  # the rest is on its way
-    reader.end()
+    consumer.start(SEAL, WAIT_S)
+    assert consumer.receive(1) == b"x"  # the rest is on its way
+    consumer.end()
     vectors = PageTable(target.pool).vectors(ALL[:8], head := bytearray(8), WHOLE)
     with suppress(OSError, TransferError):
         while True:
-            reader.receive_vectors(vectors, len(head) + target.pages.nbytes)
+            consumer.receive_vectors(vectors, len(head) + target.pages.nbytes)
     assert np.isin(target.pages, (CANARY, 7)).all()
-    reader.close()
-    owner.end()
+    consumer.close()
+    producer.end()
     sender.join()
-    owner.close()
+    producer.close()
 
 
-def test_strangers_never_have_an_owner_compute_a_handshake(ends):
-    owner = ends.far_owner("tcp-tls", NUM_PAGES, PAGE_BYTES)
-    told = msgspec.msgpack.decode(owner.admit(), type=TcpDescription)
+def test_strangers_never_have_a_producer_compute_a_handshake(ends):
+    producer = ends.far_producer("tcp-tls", NUM_PAGES, PAGE_BYTES)
+    told = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
     with socket.create_connection((told.host, told.port), WAIT_S) as raw:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with pytest.raises((ssl.SSLError, ConnectionError)):
             context.wrap_socket(raw)
-    assert "does not speak as a reader" in ends.log.read_text()
+    assert "does not speak as a consumer" in ends.log.read_text()
 
 
 @pytest.mark.parametrize(
-    "owners, readers, words",
+    "producers, consumers, words",
     [
-        ("tcp-tls", "tcp", "the owner encrypts pages and this node does not"),
-        ("tcp", "tcp-tls", "this node encrypts pages and the owner does not"),
+        ("tcp-tls", "tcp", "the producer encrypts pages and this node does not"),
+        ("tcp", "tcp-tls", "this node encrypts pages and the producer does not"),
     ],
 )
-def test_owners_and_readers_that_do_not_agree_say_so(ends, owners, readers, words):
-    owner = ends.far_owner(owners, NUM_PAGES, PAGE_BYTES)
-    owner.publish_all()
+def test_producers_and_consumers_that_do_not_agree_say_so(ends, producers, consumers, words):
+    producer = ends.far_producer(producers, NUM_PAGES, PAGE_BYTES)
+    producer.publish_all()
     with pytest.raises(TransferError, match=f"{words}: transfer.encrypt"):
-        ends.connect(make_backend(readers), owner, Memory(NUM_PAGES, PAGE_BYTES))
+        ends.connect(make_backend(consumers), producer, Memory(NUM_PAGES, PAGE_BYTES))
 
 
 @pytest.mark.parametrize(
@@ -224,10 +224,10 @@ def test_pages_are_encrypted_where_the_configuration_says(encrypt, tls, encrypte
     config = TransferConfig.model_validate({"encrypt": encrypt})
     made: TransferBackend = backends(config, tls=tls)["tcp"]
     memory = Memory(8, PAGE_BYTES)
-    owner = made.serve(memory.pool, 1)
-    described = msgspec.msgpack.decode(owner.admit(READER), type=TcpDescription)
+    producer = made.serve(memory.pool, 1)
+    described = msgspec.msgpack.decode(producer.admit(CONSUMER), type=TcpDescription)
     assert bool(described.certificate) == encrypted
-    owner.close()
+    producer.close()
 
 
 @pytest.mark.parametrize("encrypt, used", [("on", False), ("auto", True), ("off", True)])

@@ -1,5 +1,5 @@
 """Two transfer threads joined by a pump and a data path in memory: what their engines see, and
-what lands in the reader's pages.
+what lands in the consumer's pages.
 """
 
 import logging
@@ -54,10 +54,10 @@ from kvtransfer.ports import (
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.producer import ProducerEnd
+from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
-from kvtransfer.transfer.publisher import ProducerSide
+from kvtransfer.transfer.producer import ProducerSide
 from kvtransfer.transfer.rank_paths import RankLinks, RankOffers
-from kvtransfer.transfer.reader import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.thread import EventOutlet, TransferThread
 from tests.kvtransfer.pump import WAIT_S, Pump
 from tests.support.data_children import CANARY, Memory, content
@@ -67,9 +67,9 @@ from tests.support.specs import make_spec
 PAGE_SIZE = 4
 PAGE_BYTES = 4096
 NUM_PAGES = 16
-READER, OWNER = 0xD0, 0x0E
-ID = HandoffId(READER, 1, 1)
-OTHER = HandoffId(READER, 2, 1)
+CONSUMER, PRODUCER = 0xD0, 0x0E
+ID = HandoffId(CONSUMER, 1, 1)
+OTHER = HandoffId(CONSUMER, 2, 1)
 E = TypeVar("E")
 
 
@@ -96,24 +96,24 @@ class Engine:
 
 
 class Rig:
-    """One reader and one owner, paired."""
+    """One consumer and one producer, paired."""
 
     def __init__(self, config: TransferConfig, backends: dict[str, Any], **hello: Any) -> None:
         self.pump = Pump()
-        self.serials: dict[HandoffId, int] = {}  # of what was opened, at the owner
+        self.serials: dict[HandoffId, int] = {}  # of what was opened, at the producer
         self.source = Memory(NUM_PAGES, PAGE_BYTES)
         self.source.pages[:] = content(7, NUM_PAGES, PAGE_BYTES)
         self.landing = Memory(NUM_PAGES, PAGE_BYTES)
-        self.reader, self.owner = Engine(), Engine()
+        self.consumer, self.producer = Engine(), Engine()
         self.reads = ReadMetrics()
-        self.owners = {
-            name: backend.serve(self.source.pool, OWNER) for name, backend in backends.items()
+        self.producers = {
+            name: backend.serve(self.source.pool, PRODUCER) for name, backend in backends.items()
         }
-        self.reader.transfer = TransferThread(
-            self.pump.join(as_reader=True),
+        self.consumer.transfer = TransferThread(
+            self.pump.join(as_consumer=True),
             lambda outlet, wake: ConsumerSide(
                 ConsumerEnd(config, PageTables(PAGE_SIZE)),
-                _hello(READER, self.landing.pool, **hello),
+                _hello(CONSUMER, self.landing.pool, **hello),
                 RankLinks(0, ONE_RANK, self.landing.pool, backends, config, _no_ranks),
                 backends,
                 outlet,
@@ -121,56 +121,58 @@ class Rig:
                 self.reads,
                 PageChecksums(page_bytes_of(self.landing.pool), 0),
             ),
-            engine_late_s=lambda: self.reader.late_s,
-            wake_engine=self.reader.wake.release,
+            engine_late_s=lambda: self.consumer.late_s,
+            wake_engine=self.consumer.wake.release,
         )
-        self.owner.transfer = TransferThread(
-            self.pump.join(as_reader=False),
+        self.producer.transfer = TransferThread(
+            self.pump.join(as_consumer=False),
             lambda outlet, wake: ProducerSide(
                 ProducerEnd(config, PageTables(PAGE_SIZE)),
-                _hello(OWNER, self.source.pool),
-                RankOffers(0, self.owners),
+                _hello(PRODUCER, self.source.pool),
+                RankOffers(0, self.producers),
                 outlet,
                 wake,
                 PageChecksums(page_bytes_of(self.source.pool), config.checksum_interval),
             ),
-            engine_late_s=lambda: self.owner.late_s,
-            wake_engine=self.owner.wake.release,
+            engine_late_s=lambda: self.producer.late_s,
+            wake_engine=self.producer.wake.release,
         )
         self.pump.start()
-        self.owner.transfer.start()
-        self.reader.transfer.start()
+        self.producer.transfer.start()
+        self.consumer.transfer.start()
 
     def stop(self) -> None:
-        self.reader.transfer.stop(WAIT_S)
-        self.owner.transfer.stop(WAIT_S)
+        self.consumer.transfer.stop(WAIT_S)
+        self.producer.transfer.stop(WAIT_S)
         self.pump.stop()
 
     # Steps of a hand-off: 7 tokens in the source's pages 9 and 5, to the landing pages 1 and 2
 
     def pair(self) -> int:
         stream = self.pump.connect()
-        assert self.reader.next(ProducerUp).owner == OWNER
+        assert self.consumer.next(ProducerUp).instance == PRODUCER
         return stream
 
     def open(self, id: HandoffId = ID, budget_s: float = 100.0) -> None:
         prompt = Prompt(make_spec(range(7)))
-        self.reader.post(OpenCommand(id, OWNER, b"", Remaining(budget_s), prompt))
-        opened = self.owner.next(OpenedEvent)
+        self.consumer.post(OpenCommand(id, PRODUCER, b"", Remaining(budget_s), prompt))
+        opened = self.producer.next(OpenedEvent)
         self.serials[id] = opened.serial
         assert opened.id == id and opened.source == prompt
 
     def grant(self, id: HandoffId = ID, pages: tuple[int, int] = (1, 2)) -> None:
-        self.reader.post(GrantCommand(id, 0, np.array(pages, np.int32)))
-        assert self.owner.next(GrantedEvent).prefix_tokens == 0
+        self.consumer.post(GrantCommand(id, 0, np.array(pages, np.int32)))
+        assert self.producer.next(GrantedEvent).prefix_tokens == 0
 
     def publish_first(self, id: HandoffId = ID) -> None:
-        self.owner.post(
+        self.producer.post(
             PublishCommand(self.serials[id], 0, 4, np.array([9], np.int32), False, None)
         )
 
     def publish_last(self, id: HandoffId = ID) -> None:
-        self.owner.post(PublishCommand(self.serials[id], 4, 7, np.array([5], np.int32), True, 42))
+        self.producer.post(
+            PublishCommand(self.serials[id], 4, 7, np.array([5], np.int32), True, 42)
+        )
 
     def begin(self, id: HandoffId = ID, pages: tuple[int, int] = (1, 2)) -> None:
         """Open, grant, and publish the first range."""
@@ -182,7 +184,7 @@ class Rig:
         """A whole hand-off up to its first token."""
         self.begin(id)
         self.publish_last(id)
-        assert self.reader.next(FirstTokenEvent).token == 42
+        assert self.consumer.next(FirstTokenEvent).token == 42
 
     def landed(self, *pages: int) -> bool:
         """Return whether the landing pages 1, 2, ... hold these pages of the source."""
@@ -227,12 +229,16 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
 
 def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig):
     rig.hand_over()
-    assert rig.reader.next(CompletedEvent).id == ID
+    assert rig.consumer.next(CompletedEvent).id == ID
     assert rig.landed(9, 5)
-    rig.reader.next(ReadsEndedEvent)
-    assert rig.owner.next(ClosedEvent).held
-    assert not rig.owners["loopback"].publications.first_refused(READER, np.array([], np.int32))
-    assert rig.owners["loopback"].publications.first_refused(READER, np.array([9], np.int32)) == 9
+    rig.consumer.next(ReadsEndedEvent)
+    assert rig.producer.next(ClosedEvent).held
+    assert not rig.producers["loopback"].publications.first_refused(
+        CONSUMER, np.array([], np.int32)
+    )
+    assert (
+        rig.producers["loopback"].publications.first_refused(CONSUMER, np.array([9], np.int32)) == 9
+    )
 
 
 EVERY_PAGE = TransferConfig(checksum_interval=1)
@@ -243,18 +249,18 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(make_rig, caplog
     caplog.set_level(logging.INFO)
     rig = make_rig(EVERY_PAGE)
     rig.pair()
-    rig.owners["loopback"].faults.corrupt_next()
+    rig.producers["loopback"].faults.corrupt_next()
     rig.hand_over()
-    lost = rig.reader.next(FailedEvent)
+    lost = rig.consumer.next(FailedEvent)
     assert lost.id == ID and lost.retryable and "not as published" in lost.reason
-    rig.reader.next(ReadsEndedEvent)
+    rig.consumer.next(ReadsEndedEvent)
     assert not rig.landed(9, 5)
-    assert rig.owner.next(ClosedEvent).held  # by its books it was
+    assert rig.producer.next(ClosedEvent).held  # by its books it was
     told = rig.reads.gauges()
     assert (told["total_pages_compared/passed"], told["total_pages_compared/failed"]) == (1, 1)
     assert "checksum mismatch of pages read" in caplog.text
     rig.hand_over(OTHER)
-    assert rig.reader.next(CompletedEvent).id == OTHER
+    assert rig.consumer.next(CompletedEvent).id == OTHER
     assert rig.landed(9, 5)
     assert rig.reads.gauges()["total_pages_compared/passed"] == 3
     # That link was not trusted: it has been closed, and opened anew.
@@ -265,7 +271,7 @@ def test_without_checksums_nothing_is_compared(make_rig):
     rig = make_rig(TransferConfig(checksum_interval=0))
     rig.pair()
     rig.hand_over()
-    rig.reader.next(CompletedEvent)
+    rig.consumer.next(CompletedEvent)
     told = rig.reads.gauges()
     assert told["total_pages_compared/passed"] == told["total_pages_compared/failed"] == 0
 
@@ -274,7 +280,7 @@ def test_what_is_read_is_counted_by_the_path_that_carried_it(make_rig):
     rig = make_rig(backends={"tcp": TcpBackend("127.0.0.1")})
     rig.pair()
     rig.hand_over()
-    rig.reader.next(CompletedEvent)
+    rig.consumer.next(CompletedEvent)
     told = rig.reads.gauges()
     assert told["total_read_bytes/tcp"] == 2 * PAGE_BYTES
     assert told["total_read_descriptors/tcp"] == 2
@@ -289,7 +295,7 @@ def test_two_handoffs_at_once_land_in_their_own_pages(rig):
         rig.begin(id, pages)
     rig.publish_last(OTHER)
     rig.publish_last(ID)
-    events = [rig.reader.next(object) for _ in range(6)]
+    events = [rig.consumer.next(object) for _ in range(6)]
     assert {event.id for event in events if isinstance(event, CompletedEvent)} == {ID, OTHER}
     assert rig.landed(9, 5, 9, 5)
 
@@ -297,115 +303,115 @@ def test_two_handoffs_at_once_land_in_their_own_pages(rig):
 def test_a_stream_that_is_cut_loses_its_handoffs_on_both_sides(rig):
     rig.begin()
     rig.pump.cut(1)
-    rig.reader.next(ProducerDown)
-    lost = rig.reader.next(FailedEvent)
+    rig.consumer.next(ProducerDown)
+    lost = rig.consumer.next(FailedEvent)
     assert lost.retryable and lost.may_return
-    rig.reader.next(ReadsEndedEvent)
-    assert not rig.owner.next(ClosedEvent).held
+    rig.consumer.next(ReadsEndedEvent)
+    assert not rig.producer.next(ClosedEvent).held
     # A new stream starts afresh, with a link of its own.
     rig.pair()
     rig.hand_over(OTHER)
-    assert rig.reader.next(CompletedEvent).id == OTHER
+    assert rig.consumer.next(CompletedEvent).id == OTHER
 
 
-def test_a_cancel_frees_the_owner_at_once_and_the_reader_after_its_read(rig):
-    faults = rig.owners["loopback"].faults
+def test_a_cancel_frees_the_producer_at_once_and_the_consumer_after_its_read(rig):
+    faults = rig.producers["loopback"].faults
     faults.freeze()
     rig.begin()
     assert faults.wait_until_resting(1, WAIT_S)
-    rig.reader.post(CancelCommand(ID, "client"))
-    assert rig.owner.next(ClosedEvent).reason == "cancelled: client"
-    assert rig.reader.transfer.take() == []  # its read may still land
+    rig.consumer.post(CancelCommand(ID, "client"))
+    assert rig.producer.next(ClosedEvent).reason == "cancelled: client"
+    assert rig.consumer.transfer.take() == []  # its read may still land
     faults.release()
-    assert rig.reader.next(ReadsEndedEvent).id == ID
+    assert rig.consumer.next(ReadsEndedEvent).id == ID
 
 
-def test_an_owner_that_lets_go_is_heard_and_nothing_is_held(rig):
+def test_a_producer_that_lets_go_is_heard_and_nothing_is_held(rig):
     rig.open()
     rig.grant()
-    rig.owner.post(QueuedCommand(rig.serials[ID], 7, 0))
-    rig.owner.post(FailCommand(rig.serials[ID], "out of pages", False))
-    rig.owner.next(ClosedEvent)
-    rig.reader.next(object)  # admitted
-    assert rig.reader.next(FailedEvent) == FailedEvent(ID, "out of pages", False)
-    rig.reader.next(ReadsEndedEvent)
+    rig.producer.post(QueuedCommand(rig.serials[ID], 7, 0))
+    rig.producer.post(FailCommand(rig.serials[ID], "out of pages", False))
+    rig.producer.next(ClosedEvent)
+    rig.consumer.next(object)  # admitted
+    assert rig.consumer.next(FailedEvent) == FailedEvent(ID, "out of pages", False)
+    rig.consumer.next(ReadsEndedEvent)
 
 
 def test_the_budget_ends_it_on_both_sides(rig):
     rig.open(budget_s=3.0)  # on a machine that may be busy for two of them
-    assert not rig.reader.next(FailedEvent).retryable
-    assert not rig.owner.next(ClosedEvent).held
+    assert not rig.consumer.next(FailedEvent).retryable
+    assert not rig.producer.next(ClosedEvent).held
     rig.pump.wait(lambda: any(isinstance(m, CancelHandoff | HandoffFailed) for m in rig.pump.sent))
 
 
 def test_a_read_past_its_deadline_costs_its_attempt_and_not_the_next(make_rig):
     rig = make_rig(TransferConfig(read_timeout_s=1.0))
     rig.pair()
-    faults = rig.owners["loopback"].faults
+    faults = rig.producers["loopback"].faults
     faults.freeze()
     rig.begin()
     assert faults.wait_until_resting(1, WAIT_S)
     torn = rig.landing.pages[1].copy()
     rig.begin(OTHER, (3, 4))
     rig.publish_last(OTHER)
-    heard = {type(event): event for event in (rig.reader.next(object) for _ in range(3))}
+    heard = {type(event): event for event in (rig.consumer.next(object) for _ in range(3))}
     assert heard[FirstTokenEvent].id == OTHER
     assert heard[FailedEvent] == FailedEvent(ID, "a read passed its deadline", True)
     assert heard[ReadsEndedEvent].id == ID
     faults.release()
-    assert rig.reader.next(CompletedEvent).id == OTHER  # over the link's successor
+    assert rig.consumer.next(CompletedEvent).id == OTHER  # over the link's successor
     assert (rig.landing.pages[1] == torn).all()
 
 
-def test_an_owner_that_dies_costs_its_handoffs_and_not_the_reader(rig):
+def test_a_producer_that_dies_costs_its_handoffs_and_not_the_consumer(rig):
     rig.begin()
-    rig.pump.cut(1)  # first, or its reads may end before the reader knows why
-    rig.owner.transfer.stop(WAIT_S)
-    rig.reader.next(ProducerDown)
-    lost = rig.reader.next(FailedEvent)
+    rig.pump.cut(1)  # first, or its reads may end before the consumer knows why
+    rig.producer.transfer.stop(WAIT_S)
+    rig.consumer.next(ProducerDown)
+    lost = rig.consumer.next(FailedEvent)
     assert lost.retryable and lost.may_return
-    rig.reader.next(ReadsEndedEvent)
+    rig.consumer.next(ReadsEndedEvent)
 
 
-def test_an_owner_whose_engine_is_stuck_is_dead(make_rig):
+def test_a_producer_whose_engine_is_stuck_is_dead(make_rig):
     # Seen failing with `engine_moves` ignored by ProducerSide.tick.
     rig = make_rig(TransferConfig(heartbeat_s=0.1, max_missed_heartbeats=30))
     rig.pair()
     rig.open()
-    rig.owner.late_s = 1.5
-    rig.reader.next(ProducerDown)
-    assert "beats" in rig.reader.next(FailedEvent).reason
+    rig.producer.late_s = 1.5
+    rig.consumer.next(ProducerDown)
+    assert "beats" in rig.consumer.next(FailedEvent).reason
     rig.pump.wait(lambda: 1 in rig.pump.ended)
     assert not rig.pump.ended[1].refused
 
 
-@pytest.mark.parametrize("as_reader", [True, False])
-def test_the_front_hears_of_an_engine_only_while_it_moves(rig, as_reader):
+@pytest.mark.parametrize("as_consumer", [True, False])
+def test_the_front_hears_of_an_engine_only_while_it_moves(rig, as_consumer):
     """Seen failing with beats whether it moves or not."""
-    engine, beats = (rig.reader if as_reader else rig.owner), rig.pump.beats
-    before = beats[as_reader]
-    rig.pump.wait(lambda: beats[as_reader] > before)
+    engine, beats = (rig.consumer if as_consumer else rig.producer), rig.pump.beats
+    before = beats[as_consumer]
+    rig.pump.wait(lambda: beats[as_consumer] > before)
     engine.late_s = 0.25
-    rig.pump.wait(lambda: rig.pump.late_s[as_reader] == 0.25)
+    rig.pump.wait(lambda: rig.pump.late_s[as_consumer] == 0.25)
     engine.late_s = 1.5
-    still, other = beats[as_reader], beats[not as_reader]
-    rig.pump.wait(lambda: beats[not as_reader] >= other + 3)
-    assert beats[as_reader] <= still + 1  # one may have been on its way
+    still, other = beats[as_consumer], beats[not as_consumer]
+    rig.pump.wait(lambda: beats[not as_consumer] >= other + 3)
+    assert beats[as_consumer] <= still + 1  # one may have been on its way
     engine.late_s = 0.0
-    rig.pump.wait(lambda: beats[as_reader] > still + 1)
+    rig.pump.wait(lambda: beats[as_consumer] > still + 1)
 
 
-def test_done_of_what_the_owner_does_not_know_is_not_held(rig):
-    rig.pump.say(1, ReadsDone(ID), to_reader=False)
+def test_done_of_what_the_producer_does_not_know_is_not_held(rig):
+    rig.pump.say(1, ReadsDone(ID), to_consumer=False)
     rig.pump.wait(lambda: PagesReleased(ID, False) in rig.pump.sent)
 
 
 def test_a_violation_ends_the_pair_and_both_nodes_live(rig):
     rig.open()
-    rig.pump.say(1, PagesReleased(ID, True), to_reader=True)
-    rig.reader.next(ProducerDown)
-    assert "violation" in rig.reader.next(FailedEvent).reason
-    rig.owner.next(ClosedEvent)
+    rig.pump.say(1, PagesReleased(ID, True), to_consumer=True)
+    rig.consumer.next(ProducerDown)
+    assert "violation" in rig.consumer.next(FailedEvent).reason
+    rig.producer.next(ClosedEvent)
     rig.pump.wait(lambda: 1 in rig.pump.ended)
     assert rig.pump.ended[1].refused
     rig.pair()
@@ -432,7 +438,7 @@ class NoPath:
 
 
 class Listener(LoopbackBackend):
-    """Remembers what readers were told."""
+    """Remembers what consumers were told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +458,7 @@ def _can_connect(backend: LoopbackBackend, description: bytes, rig: Rig) -> bool
 
 
 # Seen failing with `ProducerSide._dismiss` doing nothing.
-def test_what_a_reader_was_told_is_worth_nothing_after_its_stream(make_rig):
+def test_what_a_consumer_was_told_is_worth_nothing_after_its_stream(make_rig):
     backend = Listener()
     rig = make_rig(backends={"loopback": backend})
     stream = rig.pair()
@@ -460,9 +466,9 @@ def test_what_a_reader_was_told_is_worth_nothing_after_its_stream(make_rig):
     (told,) = backend.told
     assert _can_connect(backend, told, rig)
     rig.pump.cut(stream)
-    rig.owner.next(ClosedEvent)
+    rig.producer.next(ClosedEvent)
     wait_for(lambda: not _can_connect(backend, told, rig))
-    assert {type(rig.reader.next(object)) for _ in range(3)} == {
+    assert {type(rig.consumer.next(object)) for _ in range(3)} == {
         FailedEvent,
         ReadsEndedEvent,
         ProducerDown,
@@ -473,26 +479,26 @@ def test_what_a_reader_was_told_is_worth_nothing_after_its_stream(make_rig):
 
 
 class Diary:
-    """An owner that writes down what it is asked for."""
+    """A producer that writes down what it is asked for."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def prepare(self, reader: int) -> Future[Any]:
+    def prepare(self, consumer: int) -> Future[Any]:
         return prepared()
 
-    def admit(self, reader: int) -> bytes:
-        self.asked.append(f"admit {reader}")
+    def admit(self, consumer: int) -> bytes:
+        self.asked.append(f"admit {consumer}")
         return b""
 
-    def dismiss(self, reader: int) -> None:
-        self.asked.append(f"dismiss {reader}")
+    def dismiss(self, consumer: int) -> None:
+        self.asked.append(f"dismiss {consumer}")
 
-    def publish(self, reader: int, pages: Any) -> None:
-        self.asked.append(f"publish {reader} {pages.tolist()}")
+    def publish(self, consumer: int, pages: Any) -> None:
+        self.asked.append(f"publish {consumer} {pages.tolist()}")
 
-    def withdraw(self, reader: int, pages: Any) -> None:
-        self.asked.append(f"withdraw {reader} {pages.tolist()}")
+    def withdraw(self, consumer: int, pages: Any) -> None:
+        self.asked.append(f"withdraw {consumer} {pages.tolist()}")
 
     def poll(self) -> None: ...
 
@@ -500,15 +506,15 @@ class Diary:
 
 
 # Seen failing with the loop behind the actions taken out of `ProducerSide._carry_out`.
-def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_so():
+def test_a_consumer_whose_stream_is_ended_here_is_dismissed_before_its_front_says_so():
     diary, pool = Diary(), Memory(NUM_PAGES, PAGE_BYTES).pool
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
     end = ProducerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     outlet, nothing = EventOutlet(frames), PageChecksums(pool, 0)
     offers = RankOffers(0, {"diary": diary})
-    publisher = ProducerSide(end, _hello(OWNER, pool), offers, outlet, lambda: None, nothing)
-    publisher.opened(PairOpened(7, _hello(READER, pool), False), 0.0)
+    publisher = ProducerSide(end, _hello(PRODUCER, pool), offers, outlet, lambda: None, nothing)
+    publisher.opened(PairOpened(7, _hello(CONSUMER, pool), False), 0.0)
     opening = OpenHandoff(ID, b"", Remaining(9.0), Prompt(make_spec(range(7))))
     publisher.received(7, opening, 0.0)
     publisher.received(7, GrantHandoff(ID, 0), 0.0)
@@ -535,8 +541,8 @@ def test_the_next_path_is_taken_where_one_cannot_be_proved_or_is_too_slow(make_r
     backends = {"nowhere": NoPath(), "slow": SlowPath(), "loopback": LoopbackBackend()}
     rig = make_rig(config, backends)
     rig.pump.connect()
-    assert rig.reader.next(ProducerUp).path == "loopback"
-    assert rig.reader.transfer.take() == []
+    assert rig.consumer.next(ProducerUp).path == "loopback"
+    assert rig.consumer.transfer.take() == []
 
 
 def test_a_pair_without_any_path_is_ended_with_every_reason(make_rig):
@@ -549,60 +555,60 @@ def test_a_pair_without_any_path_is_ended_with_every_reason(make_rig):
 
 
 class Slow(LoopbackBackend):
-    """A backend whose readers' own takes until the test says so."""
+    """A backend whose consumers' own takes until the test says so."""
 
     name = "slow"
 
     def __init__(self) -> None:
         super().__init__()
-        self.preparations: dict[int, Future[Any]] = {}  # by reader
+        self.preparations: dict[int, Future[Any]] = {}  # by consumer
 
     def serve(self, pool: PagePool, instance: int) -> LoopbackProducer:
-        owner = super().serve(pool, instance)
-        owner.prepare = self._prepare  # type: ignore[method-assign]
-        return owner
+        producer = super().serve(pool, instance)
+        producer.prepare = self._prepare  # type: ignore[method-assign]
+        return producer
 
-    def _prepare(self, reader: int) -> Future[Any]:
-        self.preparations[reader] = Future()
-        return self.preparations[reader]
+    def _prepare(self, consumer: int) -> Future[Any]:
+        self.preparations[consumer] = Future()
+        return self.preparations[consumer]
 
 
 # Seen failing with `ConsumerAdmissions.begin` waiting for what it has begun.
-def test_a_reader_that_waits_for_its_paths_holds_nobody_up(make_rig):
+def test_a_consumer_that_waits_for_its_paths_holds_nobody_up(make_rig):
     slow = Slow()
     rig = make_rig(backends={"slow": slow})
     first = rig.pump.connect()
     wait_for(lambda: first in slow.preparations)
     slow.preparations[first].set_result(None)
-    assert rig.reader.next(ProducerUp).owner == OWNER
+    assert rig.consumer.next(ProducerUp).instance == PRODUCER
     second = rig.pump.connect()
     wait_for(lambda: second in slow.preparations)
     rig.hand_over()
-    assert rig.reader.next(CompletedEvent).id == ID and rig.landed(9, 5)
+    assert rig.consumer.next(CompletedEvent).id == ID and rig.landed(9, 5)
 
 
 # Seen failing with `admit` before `prepare` is done in `ConsumerAdmissions.take_ready`: no path is
 # offered.
-def test_readers_with_agents_of_their_own_come_go_and_come_again(make_rig, one_sided):
+def test_consumers_with_agents_of_their_own_come_go_and_come_again(make_rig, one_sided):
     rig = make_rig(backends={"nixl": NixlBackend([replace(PATHS[0], keyed=True)])})
     for id in (ID, OTHER):
         stream = rig.pump.connect()
-        assert rig.reader.next(ProducerUp).path == "cma"
+        assert rig.consumer.next(ProducerUp).path == "cma"
         rig.hand_over(id)
-        rig.reader.next(CompletedEvent)
+        rig.consumer.next(CompletedEvent)
         assert rig.landed(9, 5)
         rig.landing.pages[:] = CANARY
-        rig.reader.next(ReadsEndedEvent)
-        assert rig.owner.next(ClosedEvent).held
+        rig.consumer.next(ReadsEndedEvent)
+        assert rig.producer.next(ClosedEvent).held
         rig.pump.cut(stream)
-        rig.reader.next(ProducerDown)
+        rig.consumer.next(ProducerDown)
 
 
 def test_a_fault_of_the_thread_reaches_the_engine(rig):
     rig.open()
-    rig.reader.post(GrantCommand(ID, 0, np.array([1, 2, 3], np.int32)))
+    rig.consumer.post(GrantCommand(ID, 0, np.array([1, 2, 3], np.int32)))
     with pytest.raises(EngineFault, match="3 pages"):
-        rig.reader.next(object)
+        rig.consumer.next(object)
 
 
 def test_the_end_of_a_node_leaves_no_thread_behind(make_rig):

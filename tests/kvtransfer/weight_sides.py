@@ -28,9 +28,9 @@ from tests.kvtransfer.sides import (
     FREE,
     Input,
     Output,
-    OwnerSide,
     Plan,
-    ReaderSide,
+    SimulatedConsumer,
+    SimulatedProducer,
     require,
 )
 from tests.kvtransfer.world import Simulation
@@ -41,9 +41,9 @@ Window = tuple[int, int]  # pieces [first, past)
 class WeightPlan(NamedTuple):
     """The parameters of a search.
 
-    wanted: the windows that the reader asks for, all at once.
+    wanted: the windows that the consumer asks for, all at once.
     whole: pieces that there are.
-    lends: pages of the owner for pieces.
+    lends: pages of the producer for pieces.
     tables: windows of the tables of pages that KV has.
     """
 
@@ -59,11 +59,11 @@ class WeightPlan(NamedTuple):
         return Plan(
             none,
             none,
-            owner_pages=self.lends,
+            producer_pages=self.lends,
             windows=self.tables,
             state_pages=self.state_pages,
             asynchronous=self.asynchronous,
-            late_owner=self.asynchronous,
+            late_producer=self.asynchronous,
         )
 
 
@@ -76,7 +76,7 @@ class Loan(NamedTuple):
     last_sent: bool = False
 
 
-class LenderSide(OwnerSide):
+class LenderSide(SimulatedProducer):
     """Its `prompts` are loans."""
 
     prompts: dict[int, Any]
@@ -129,7 +129,7 @@ class LenderSide(OwnerSide):
         return []  # whoever finds no pages is refused
 
 
-class TakerSide(ReaderSide):
+class TakerSide(SimulatedConsumer):
     """Its jobs are windows; `told` counts what was lost of one, an attempt is one hand-off."""
 
     def __init__(self, plan: WeightPlan, config: TransferConfig, instance: int) -> None:
@@ -149,7 +149,7 @@ class TakerSide(ReaderSide):
     def moves(self) -> list[Input]:
         jobs = enumerate(self.jobs)
         return self.waiting() + [
-            ("ask", r) for r, job in jobs if job.state == "new" and self.owners
+            ("ask", r) for r, job in jobs if job.state == "new" and self.producers
         ]
 
     def faults(self) -> list[Input]:
@@ -172,7 +172,7 @@ class TakerSide(ReaderSide):
         self.jobs[r] = job._replace(state="granted", pages=pages)
         pieces, budget = Weights(first, past - first, 1), Remaining(self.plan.budget_s)
         commands = (
-            OpenCommand(id, max(self.owners), b"", budget, pieces),
+            OpenCommand(id, max(self.producers), b"", budget, pieces),
             GrantCommand(id, 0, np.array(pages, np.int32)),
         )
         return [output for command in commands for output in self._posted(command)]
@@ -206,7 +206,7 @@ class TakerSide(ReaderSide):
 
     def _retry(self, r: int, lost: FailedEvent) -> None:
         job = self.jobs[r]
-        somewhere = bool(self.owners) or lost.may_return
+        somewhere = bool(self.producers) or lost.may_return
         again = lost.retryable and somewhere and job.told < self.plan.attempts
         another = job._replace(state="new", attempt=job.attempt + 1, told=job.told + 1, pages=())
         self._leave(r, another if again else ENDED)
@@ -214,5 +214,5 @@ class TakerSide(ReaderSide):
 
 class WeightSimulation(Simulation):
     def __init__(self, plan: WeightPlan, config: TransferConfig) -> None:
-        reader = Node(101, reader=TakerSide(plan, config, 101))
-        super().__init__([reader, Node(201, owner=LenderSide(plan, config, 201))])
+        consumer = Node(101, consumer=TakerSide(plan, config, 101))
+        super().__init__([consumer, Node(201, producer=LenderSide(plan, config, 201))])

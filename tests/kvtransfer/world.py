@@ -18,15 +18,15 @@ class Wire(NamedTuple):
     """One pair stream. What is sent after the cut is lost; what was sent before may still come."""
 
     stream: int
-    reader: int  # its node
-    owner: int
-    instance: int  # of the owner that answered
-    owner_sees: bool = True
-    reader_sees: bool = True
+    consumer: int  # its node
+    producer: int
+    instance: int  # of the producer that answered
+    producer_sees: bool = True
+    consumer_sees: bool = True
     cut: bool = False
-    half_open: bool = False  # cut, and its owner never sees the end
-    to_owner: tuple[Any, ...] = ()
-    to_reader: tuple[Any, ...] = ()
+    half_open: bool = False  # cut, and its producer never sees the end
+    to_producer: tuple[Any, ...] = ()
+    to_consumer: tuple[Any, ...] = ()
 
 
 class SimRead(NamedTuple):
@@ -37,9 +37,9 @@ class SimRead(NamedTuple):
 
 class SimLink(NamedTuple):
     stream: int
-    reader: int  # its node
-    owner: int
-    instance: int  # of the owner
+    consumer: int  # its node
+    producer: int
+    instance: int  # of the producer
     state: str  # opening | up | closing
     reads: tuple[SimRead, ...] = ()
     begun: tuple[Any, ...] | None = None  # contents when the first read began
@@ -90,7 +90,7 @@ class Draft:
         self._links = {link.stream: link for link in world.links}
 
     def world(self) -> World:
-        wires = tuple(w for w in self.wires.values() if w.owner_sees or w.reader_sees)
+        wires = tuple(w for w in self.wires.values() if w.producer_sees or w.consumer_sees)
         return World(tuple(self.nodes), wires, tuple(self._links.values()), self._faults)
 
     def wire(self, stream: int, **changes: Any) -> None:
@@ -111,7 +111,9 @@ class Draft:
                     self._send(node, self.wires[stream], message)
                 case ("end", stream, violation):
                     require(not violation, f"an end that keeps the protocol broke it: {violation}")
-                    seen = "reader_sees" if self.wires[stream].reader == node else "owner_sees"
+                    seen = (
+                        "consumer_sees" if self.wires[stream].consumer == node else "producer_sees"
+                    )
                     self.wire(stream, cut=True, **{seen: False})
                 case ("open link", stream):
                     self.open_link(self.wires[stream])
@@ -123,13 +125,13 @@ class Draft:
     def _send(self, node: int, wire: Wire, message: Any) -> None:
         if wire.cut:
             return
-        if wire.reader == node:
-            self.wire(wire.stream, to_owner=(*wire.to_owner, message))
+        if wire.consumer == node:
+            self.wire(wire.stream, to_producer=(*wire.to_producer, message))
         else:
-            self.wire(wire.stream, to_reader=(*wire.to_reader, message))
+            self.wire(wire.stream, to_consumer=(*wire.to_consumer, message))
 
     def open_link(self, wire: Wire) -> None:
-        link = SimLink(wire.stream, wire.reader, wire.owner, wire.instance, "opening")
+        link = SimLink(wire.stream, wire.consumer, wire.producer, wire.instance, "opening")
         self._links[wire.stream] = link
 
     def close_link(self, stream: int) -> None:
@@ -138,44 +140,44 @@ class Draft:
     def post_read(self, stream: int, read: SimRead) -> None:
         self.link(stream, reads=(*self._links[stream].reads, read))
 
-    def of_reader(self, stream: int, *given: Any) -> None:
+    def of_consumer(self, stream: int, *given: Any) -> None:
         """An input of the end that reads through this link."""
-        self.react(self._links[stream].reader, "reader", *given)
+        self.react(self._links[stream].consumer, "consumer", *given)
 
-    def connect(self, reader: int, owner: int, stream: int) -> None:
-        wire = Wire(stream, reader, owner, self.node(owner).instance, to_reader=(HELLO,))
+    def connect(self, consumer: int, producer: int, stream: int) -> None:
+        wire = Wire(stream, consumer, producer, self.node(producer).instance, to_consumer=(HELLO,))
         self.wires[stream] = wire
-        self.react(owner, "owner", "up", stream, self.node(reader).instance)
+        self.react(producer, "producer", "up", stream, self.node(consumer).instance)
 
-    def owner_gets(self, stream: int) -> None:
+    def producer_gets(self, stream: int) -> None:
         wire = self.wires[stream]
-        message = wire.to_owner[0]
-        self.wire(stream, to_owner=wire.to_owner[1:])
-        self.react(wire.owner, "owner", "message", stream, message)
+        message = wire.to_producer[0]
+        self.wire(stream, to_producer=wire.to_producer[1:])
+        self.react(wire.producer, "producer", "message", stream, message)
 
-    def reader_gets(self, stream: int) -> None:
+    def consumer_gets(self, stream: int) -> None:
         wire = self.wires[stream]
-        message = wire.to_reader[0]
-        self.wire(stream, to_reader=wire.to_reader[1:])
+        message = wire.to_consumer[0]
+        self.wire(stream, to_consumer=wire.to_consumer[1:])
         if message == HELLO:
-            self.react(wire.reader, "reader", "up", stream, wire.instance, str(wire.owner))
+            self.react(wire.consumer, "consumer", "up", stream, wire.instance, str(wire.producer))
         else:
-            self.react(wire.reader, "reader", "message", stream, message)
+            self.react(wire.consumer, "consumer", "message", stream, message)
 
     def link_gone(self, stream: int) -> None:
         """The fence: until now the read under way may have written anything."""
         link = self._links[stream]
         if link.begun is not None:
             read = link.reads[0]
-            self.of_reader(stream, "write", read.id, read.destination, (TORN,) * len(link.begun))
+            self.of_consumer(stream, "write", read.id, read.destination, (TORN,) * len(link.begun))
         del self._links[stream]
-        self.react(link.reader, "reader", "link closed", stream)
+        self.react(link.consumer, "consumer", "link closed", stream)
 
     def read_begun(self, stream: int) -> None:
         read = self._links[stream].reads[0]
         contents = self._source(stream)
         self.link(stream, begun=contents)
-        self.of_reader(stream, "write", read.id, read.destination, (TORN,) * len(contents))
+        self.of_consumer(stream, "write", read.id, read.destination, (TORN,) * len(contents))
 
     def read_landed(self, stream: int) -> None:
         """Land a read. Data that changed during the read has landed in part."""
@@ -185,24 +187,24 @@ class Draft:
         landed = tuple(
             now if now == old else TORN for now, old in zip(self._source(stream), then, strict=True)
         )
-        self.of_reader(stream, "write", read.id, read.destination, landed)
+        self.of_consumer(stream, "write", read.id, read.destination, landed)
         self.read_over(stream, "")
 
     def _source(self, stream: int) -> tuple[Any, ...]:
         link = self._links[stream]
-        return self.node(link.owner).contents(link.reads[0].source)
+        return self.node(link.producer).contents(link.reads[0].source)
 
     def read_over(self, stream: int, refused: str) -> None:
         self.link(stream, reads=self._links[stream].reads[1:], begun=None)
-        self.of_reader(stream, "read ended", stream, refused)
+        self.of_consumer(stream, "read ended", stream, refused)
 
     def restart(self, node: int, instance: int) -> None:
         for stream, wire in list(self.wires.items()):
-            if wire.owner == node:
-                self.wire(stream, owner_sees=False, cut=True, to_owner=())
-            if wire.reader == node:
-                self.wire(stream, reader_sees=False, cut=True, to_reader=())
-        self._links = {s: link for s, link in self._links.items() if link.reader != node}
+            if wire.producer == node:
+                self.wire(stream, producer_sees=False, cut=True, to_producer=())
+            if wire.consumer == node:
+                self.wire(stream, consumer_sees=False, cut=True, to_consumer=())
+        self._links = {s: link for s, link in self._links.items() if link.consumer != node}
         self.react(node, "restart", instance)
 
 
@@ -243,28 +245,28 @@ class Simulation:
         for n, number in enumerate(world.nodes):
             steps += [("node", n, *given) for given in self.states[n].moves[number]]
         for wire in world.wires:
-            if wire.owner_sees and wire.to_owner:
-                steps.append(("owner gets", wire.stream, wire.to_owner[0]))
-            if wire.reader_sees and wire.to_reader:
-                steps.append(("reader gets", wire.stream, wire.to_reader[0]))
-            if wire.cut and wire.owner_sees and not wire.half_open:
-                steps.append(("owner sees the end", wire.stream))
-            if wire.cut and wire.reader_sees:
-                steps.append(("reader sees the end", wire.stream))
+            if wire.producer_sees and wire.to_producer:
+                steps.append(("producer gets", wire.stream, wire.to_producer[0]))
+            if wire.consumer_sees and wire.to_consumer:
+                steps.append(("consumer gets", wire.stream, wire.to_consumer[0]))
+            if wire.cut and wire.producer_sees and not wire.half_open:
+                steps.append(("producer sees the end", wire.stream))
+            if wire.cut and wire.consumer_sees:
+                steps.append(("consumer sees the end", wire.stream))
         for link in world.links:
             steps += self._link_steps(world, link)
-        dialled = {(wire.reader, wire.owner) for wire in world.wires if wire.reader_sees}
+        dialled = {(wire.consumer, wire.producer) for wire in world.wires if wire.consumer_sees}
         steps += [("connect", *dial) for dial in self._dials if dial not in dialled]
         return steps
 
     def _link_steps(self, world: World, link: SimLink) -> Iterator[Step]:
-        owner = self.states[link.owner].nodes[world.nodes[link.owner]]
-        if link.state == "closing" or owner.instance != link.instance:
+        producer = self.states[link.producer].nodes[world.nodes[link.producer]]
+        if link.state == "closing" or producer.instance != link.instance:
             yield "link is closed", link.stream
         elif link.state == "opening":
             yield "link is up", link.stream
         elif link.reads:
-            if not owner.serves(link.reads[0].source):
+            if not producer.serves(link.reads[0].source):
                 yield "read is refused", link.stream
             yield "read begins" if link.begun is None else "read ends", link.stream
 
@@ -287,7 +289,7 @@ class Simulation:
                     yield "half-open", wire.stream
         for link in world.links:
             yield from self._link_faults(link)
-        paired = {node for wire in world.wires for node in (wire.owner, wire.reader)}
+        paired = {node for wire in world.wires for node in (wire.producer, wire.consumer)}
         for n in sorted(paired):
             yield "restart", n
 
@@ -300,7 +302,7 @@ class Simulation:
     def again(self, world: World) -> list[Step]:
         """Requests that have ended may be submitted once more."""
         return [
-            ("node", n, "reader", "again", r, self.unused_serial(world, n))
+            ("node", n, "consumer", "again", r, self.unused_serial(world, n))
             for n, node in enumerate(self.nodes(world))
             for r in node.ended()
         ]
@@ -311,21 +313,21 @@ class Simulation:
         match step:
             case ("node", n, *given):
                 draft.react(n, *given)
-            case ("owner gets", stream, _):
-                draft.owner_gets(stream)
-            case ("reader gets", stream, _):
-                draft.reader_gets(stream)
-            case ("owner sees the end", stream):
-                draft.wire(stream, owner_sees=False)
-                draft.react(draft.wires[stream].owner, "owner", "down", stream)
-            case ("reader sees the end", stream):
-                draft.wire(stream, reader_sees=False)
-                draft.react(draft.wires[stream].reader, "reader", "down", stream)
+            case ("producer gets", stream, _):
+                draft.producer_gets(stream)
+            case ("consumer gets", stream, _):
+                draft.consumer_gets(stream)
+            case ("producer sees the end", stream):
+                draft.wire(stream, producer_sees=False)
+                draft.react(draft.wires[stream].producer, "producer", "down", stream)
+            case ("consumer sees the end", stream):
+                draft.wire(stream, consumer_sees=False)
+                draft.react(draft.wires[stream].consumer, "consumer", "down", stream)
             case ("cut" | "half-open" as how, stream):
                 draft.wire(stream, cut=True, half_open=how == "half-open")
             case ("link is up", stream):
                 draft.link(stream, state="up")
-                draft.of_reader(stream, "link up", stream)
+                draft.of_consumer(stream, "link up", stream)
             case ("link is closed" | "link breaks", stream):
                 draft.link_gone(stream)
             case ("read begins", stream):
@@ -335,9 +337,9 @@ class Simulation:
             case ("read is refused", stream):
                 draft.read_over(stream, "not published")
             case ("read is late", stream):
-                draft.of_reader(stream, "read late", stream)
-            case ("connect", reader, owner):
-                draft.connect(reader, owner, self.unused_stream(world))
+                draft.of_consumer(stream, "read late", stream)
+            case ("connect", consumer, producer):
+                draft.connect(consumer, producer, self.unused_stream(world))
             case ("restart", n):
                 draft.restart(n, self.unused_instance(world, n))
         return draft.world()
@@ -351,7 +353,7 @@ class Simulation:
     def rests(self, world: World) -> bool:
         """Every request has ended, and nothing is held or waited for anywhere."""
         nodes = self.nodes(world)
-        wanted = all(link.stream in nodes[link.reader].live_streams() for link in world.links)
+        wanted = all(link.stream in nodes[link.consumer].live_streams() for link in world.links)
         return wanted and all(node.at_rest() for node in nodes)
 
     # Names ------------------------------------------------------------------------------------
@@ -375,7 +377,7 @@ class Simulation:
     def _ids(self, world: World) -> set[HandoffId]:
         ids = set[HandoffId]().union(*(node.ids() for node in self.nodes(world)))
         for wire in world.wires:
-            for message in (*wire.to_owner, *wire.to_reader):
+            for message in (*wire.to_producer, *wire.to_consumer):
                 if hasattr(message, "id"):
                     ids.add(message.id)
         return ids

@@ -67,7 +67,7 @@ def test_describe_has_the_ranks_of_a_node_with_several(start_node):
         (2, 22, "cuda:0", 0, 0),
     ]
     members = [
-        (member.rank, member.owner_rank, member.path, member.gib_per_s)
+        (member.rank, member.producer_rank, member.path, member.gib_per_s)
         for member in described.links[0].members
     ]
     assert members == [(0, 0, "tcp", 2.0), (1, 0, "cma", 1.5)]

@@ -56,8 +56,8 @@ from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 from tests.support.specs import make_spec
 
 Code = grpc.StatusCode
-READER = PairHello(7, 1, {"dtype": "float32"}, (), (PoolRegion(4096, 512, 8),), "127.0.0.1:50200")
-OWNER = PairHello(
+CONSUMER = PairHello(7, 1, {"dtype": "float32"}, (), (PoolRegion(4096, 512, 8),), "127.0.0.1:50200")
+PRODUCER = PairHello(
     2**64 - 1,
     1,
     {"dtype": "float32"},
@@ -127,24 +127,24 @@ class Transfer:
 
 @dataclass
 class Pair:
-    owner: Transfer
-    reader: Transfer
+    producer: Transfer
+    consumer: Transfer
     dialer: PairDialer
     service: PairService
     address: str
 
     def connect(self) -> None:
-        self.reader.say(LocalHello(READER))
+        self.consumer.say(LocalHello(CONSUMER))
         self.dialer.dial(frozenset({self.address}))
 
     async def up(self) -> tuple[int, int]:
-        """Streams' numbers at owner and reader, once both transfer threads know of it."""
-        opened = await self.owner.hear(PairOpened)
-        assert opened == PairOpened(opened.stream, READER, as_reader=False)
-        self.owner.say(PeerHello(opened.stream, OWNER))
-        there = await self.reader.hear(PairOpened)
-        expected = msgspec.structs.replace(OWNER, address=self.address)
-        assert there == PairOpened(there.stream, expected, as_reader=True)
+        """Streams' numbers at producer and consumer, once both transfer threads know of it."""
+        opened = await self.producer.hear(PairOpened)
+        assert opened == PairOpened(opened.stream, CONSUMER, as_consumer=False)
+        self.producer.say(PeerHello(opened.stream, PRODUCER))
+        there = await self.consumer.hear(PairOpened)
+        expected = msgspec.structs.replace(PRODUCER, address=self.address)
+        assert there == PairOpened(there.stream, expected, as_consumer=True)
         return opened.stream, there.stream
 
 
@@ -163,31 +163,31 @@ async def paired(
 ):
     """
     Args:
-        guard: of the owner.
-        make_channel: of the reader.
+        guard: of the producer.
+        make_channel: of the consumer.
         hello_s: how long either waits for the other's.
-        on_named: of the owner's PairService.
+        on_named: of the producer's PairService.
     """
-    owner, reader = Transfer(), Transfer()
-    await owner.start()
-    await reader.start()
+    producer, consumer = Transfer(), Transfer()
+    await producer.start()
+    await consumer.start()
     service = PairService(
-        owner.streams, lambda: None, check_length, on_named=on_named, hello_s=hello_s
+        producer.streams, lambda: None, check_length, on_named=on_named, hello_s=hello_s
     )
     server = rpc.make_server()
     port = rpc.bind(server, "127.0.0.1", 0)
     assert service.register(server, guard) == ("baton.v1.KvTransfer",)
     await server.start()
     times = replace(QUICK, hello_s=hello_s, refused_s=refused_s)
-    dialer = PairDialer(reader.streams, reader.metrics, make_channel, times=times)
+    dialer = PairDialer(consumer.streams, consumer.metrics, make_channel, times=times)
     dialling = asyncio.ensure_future(dialer.run())
-    yield Pair(owner, reader, dialer, service, f"127.0.0.1:{port}")
+    yield Pair(producer, consumer, dialer, service, f"127.0.0.1:{port}")
     dialling.cancel()
     await asyncio.gather(dialling, return_exceptions=True)
     assert dialling.cancelled()
     await rpc.stop(server, 0.0)
-    await reader.stop()
-    await owner.stop()
+    await consumer.stop()
+    await producer.stop()
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ async def pair():
 
 @contextlib.asynccontextmanager
 async def bare_call(address: str):
-    """A reader without a dialer."""
+    """A consumer without a dialer."""
     async with rpc.make_channel(address) as channel:
         call = kvtransfer_pb2_grpc.KvTransferStub(channel).Pair()
         yield call
@@ -212,15 +212,15 @@ async def end_of(call) -> tuple[grpc.StatusCode, str]:
                 pass
     except streams.StreamStatus as end:
         return end.code, end.sentence
-    pytest.fail("the owner has ended the stream without an error")
+    pytest.fail("the producer has ended the stream without an error")
 
 
-HELLO = codec.to_proto(READER, as_reader=True)
+HELLO = codec.to_proto(CONSUMER, as_consumer=True)
 
 
 async def test_messages_cross_both_ways_in_order_once_both_have_said_hello(pair):
     pair.connect()
-    at_owner, at_reader = await pair.up()
+    at_producer, at_consumer = await pair.up()
     upward = [
         GrantHandoff(ID, 16),
         ReadsDone(ID),
@@ -233,25 +233,25 @@ async def test_messages_cross_both_ways_in_order_once_both_have_said_hello(pair)
         PagesReady(ID, 32, 40, (9,), True, 2**31 - 1),
     ]
     for message in upward:
-        pair.reader.say(PairSend(at_reader, message))
+        pair.consumer.say(PairSend(at_consumer, message))
     for message in downward:
-        pair.owner.say(PairSend(at_owner, message))
+        pair.producer.say(PairSend(at_producer, message))
     for message in upward:
-        assert await pair.owner.hear(PairMessage) == PairMessage(at_owner, message)
+        assert await pair.producer.hear(PairMessage) == PairMessage(at_producer, message)
     for message in downward:
-        assert await pair.reader.hear(PairMessage) == PairMessage(at_reader, message)
-    assert pair.owner.sample("baton_streams", kind="pair") == 1
-    assert pair.reader.sample("baton_pairings_total", outcome="up") == 1
+        assert await pair.consumer.hear(PairMessage) == PairMessage(at_consumer, message)
+    assert pair.producer.sample("baton_streams", kind="pair") == 1
+    assert pair.consumer.sample("baton_pairings_total", outcome="up") == 1
 
 
 async def test_nothing_is_dialled_before_the_transfer_thread_has_said_who_it_is(pair):
     pair.dialer.dial(frozenset({pair.address}))
-    async with bare_call(pair.address) as call:  # the owner does answer
+    async with bare_call(pair.address) as call:  # the producer does answer
         await call.write(HELLO)
-        opened = await pair.owner.hear(PairOpened)
+        opened = await pair.producer.hear(PairOpened)
         assert opened.hello.instance == 7
-    await pair.owner.hear(PairClosed)
-    assert pair.reader.sample("baton_pairings_total", outcome="failed") == 0
+    await pair.producer.hear(PairClosed)
+    assert pair.consumer.sample("baton_pairings_total", outcome="failed") == 0
     pair.connect()
     await pair.up()
 
@@ -259,102 +259,102 @@ async def test_nothing_is_dialled_before_the_transfer_thread_has_said_who_it_is(
 async def test_a_stream_that_was_lost_is_dialled_again_under_new_numbers(pair):
     pair.connect()
     first = await pair.up()
-    pair.owner.say(PairEnd(first[0], "silent for 5 beats", refused=False))
-    closed = await pair.reader.hear(PairClosed)
+    pair.producer.say(PairEnd(first[0], "silent for 5 beats", refused=False))
+    closed = await pair.consumer.hear(PairClosed)
     assert closed == PairClosed(first[1], "silent for 5 beats")
-    assert await pair.owner.hear(PairClosed) == PairClosed(first[0], "silent for 5 beats")
+    assert await pair.producer.hear(PairClosed) == PairClosed(first[0], "silent for 5 beats")
     second = await pair.up()
     assert second[0] > first[0]
     assert second[1] > first[1]
     # What is still said about the old stream goes nowhere.
-    pair.owner.say(PairSend(first[0], Heartbeat(9, 9)))
-    pair.owner.say(PairSend(second[0], Heartbeat(1, 0)))
-    assert await pair.reader.hear(PairMessage) == PairMessage(second[1], Heartbeat(1, 0))
+    pair.producer.say(PairSend(first[0], Heartbeat(9, 9)))
+    pair.producer.say(PairSend(second[0], Heartbeat(1, 0)))
+    assert await pair.consumer.hear(PairMessage) == PairMessage(second[1], Heartbeat(1, 0))
 
 
-async def test_the_reader_may_end_a_stream_too(pair):
+async def test_the_consumer_may_end_a_stream_too(pair):
     pair.connect()
-    _, at_reader = await pair.up()
-    pair.reader.say(PairEnd(at_reader, "no link", refused=False))
-    assert await pair.reader.hear(PairClosed) == PairClosed(at_reader, "no link")
-    await pair.owner.hear(PairClosed)
+    _, at_consumer = await pair.up()
+    pair.consumer.say(PairEnd(at_consumer, "no link", refused=False))
+    assert await pair.consumer.hear(PairClosed) == PairClosed(at_consumer, "no link")
+    await pair.producer.hear(PairClosed)
     await pair.up()
 
 
 async def test_a_refused_pair_is_told_on_both_sides_and_dialled_again_after_a_while(pair, caplog):
     pair.connect()
-    opened = await pair.owner.hear(PairOpened)
+    opened = await pair.producer.hear(PairOpened)
     sentence = "x cannot pair: dtype is 'float32' here and 'bfloat16' there."
     refused_at = time.monotonic()
-    pair.owner.say(PairEnd(opened.stream, sentence, refused=True))
-    assert await pair.owner.hear(PairClosed) == PairClosed(opened.stream, sentence)
+    pair.producer.say(PairEnd(opened.stream, sentence, refused=True))
+    assert await pair.producer.hear(PairClosed) == PairClosed(opened.stream, sentence)
     await pair.up()
     assert time.monotonic() - refused_at > 0.8 * QUICK.refused_s
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1
     assert "refused=True" in warnings[0]
     assert "bfloat16" in warnings[0]
-    assert pair.reader.sample("baton_pairings_total", outcome="refused") == 1
+    assert pair.consumer.sample("baton_pairings_total", outcome="refused") == 1
 
 
-async def test_a_reader_that_refuses_waits_as_long(pair):
+async def test_a_consumer_that_refuses_waits_as_long(pair):
     pair.connect()
-    _, at_reader = await pair.up()
+    _, at_consumer = await pair.up()
     refused_at = time.monotonic()
-    pair.reader.say(PairEnd(at_reader, "0.0.0.0:50100 cannot pair", refused=True))
-    await pair.reader.hear(PairClosed)
-    await pair.owner.hear(PairClosed)
+    pair.consumer.say(PairEnd(at_consumer, "0.0.0.0:50100 cannot pair", refused=True))
+    await pair.consumer.hear(PairClosed)
+    await pair.producer.hear(PairClosed)
     await pair.up()
     assert time.monotonic() - refused_at > 0.8 * QUICK.refused_s
 
 
-async def test_a_reader_with_other_weights_says_so_when_it_dials_again(pair):
+async def test_a_consumer_with_other_weights_says_so_when_it_dials_again(pair):
     pair.connect()
-    _, at_reader = await pair.up()
-    changed = READER.with_weights(b"w" * 16)
-    pair.reader.say(LocalHello(changed))
-    pair.reader.say(PairEnd(at_reader, "this node has other weights now", refused=False))
-    await pair.reader.hear(PairClosed)
-    await pair.owner.hear(PairClosed)
-    assert (await pair.owner.hear(PairOpened)).hello == changed
+    _, at_consumer = await pair.up()
+    changed = CONSUMER.with_weights(b"w" * 16)
+    pair.consumer.say(LocalHello(changed))
+    pair.consumer.say(PairEnd(at_consumer, "this node has other weights now", refused=False))
+    await pair.consumer.hear(PairClosed)
+    await pair.producer.hear(PairClosed)
+    assert (await pair.producer.hear(PairOpened)).hello == changed
 
 
-async def test_a_reader_that_has_something_else_to_say_does_not_wait():
+async def test_a_consumer_that_has_something_else_to_say_does_not_wait():
     async with paired(refused_s=3600.0) as pair:
         pair.connect()
-        at_owner = (await pair.owner.hear(PairOpened)).stream
-        pair.owner.say(PairEnd(at_owner, "they differ", refused=True))
-        await pair.reader.pairings("refused")
-        changed = READER.with_weights(b"w" * 16)
-        pair.reader.say(LocalHello(changed))
-        await pair.owner.hear(PairClosed)
-        assert (await pair.owner.hear(PairOpened)).hello == changed
+        at_producer = (await pair.producer.hear(PairOpened)).stream
+        pair.producer.say(PairEnd(at_producer, "they differ", refused=True))
+        await pair.consumer.pairings("refused")
+        changed = CONSUMER.with_weights(b"w" * 16)
+        pair.consumer.say(LocalHello(changed))
+        await pair.producer.hear(PairClosed)
+        assert (await pair.producer.hear(PairOpened)).hello == changed
 
 
-async def test_an_owner_that_is_not_there_yet_is_dialled_until_it_is(pair):
-    pair.reader.say(LocalHello(READER))
+async def test_a_producer_that_is_not_there_yet_is_dialled_until_it_is(pair):
+    pair.consumer.say(LocalHello(CONSUMER))
     pair.dialer.dial(frozenset({"127.0.0.1:9"}))
-    await pair.reader.pairings("failed", 3)
+    await pair.consumer.pairings("failed", 3)
     pair.dialer.dial(frozenset({"127.0.0.1:9", pair.address}))
     await pair.up()
 
 
-async def test_an_owner_that_is_no_longer_in_the_list_is_let_go(pair):
+async def test_a_producer_that_is_no_longer_in_the_list_is_let_go(pair):
     pair.connect()
-    at_owner, at_reader = await pair.up()
+    at_producer, at_consumer = await pair.up()
     pair.dialer.dial(frozenset())
-    assert (await pair.reader.hear(PairClosed)).stream == at_reader
-    assert (await pair.owner.hear(PairClosed)).stream == at_owner
+    assert (await pair.consumer.hear(PairClosed)).stream == at_consumer
+    assert (await pair.producer.hear(PairClosed)).stream == at_producer
     pair.dialer.dial(frozenset({pair.address}))
     await pair.up()
 
 
-async def test_an_owner_that_says_no_hello_is_given_up_and_dialled_again():
+async def test_a_producer_that_says_no_hello_is_given_up_and_dialled_again():
     async with paired(hello_s=HELLO_S) as pair:
         pair.connect()
-        first = await pair.owner.hear(PairOpened)
-        assert (await pair.owner.hear(PairClosed)).stream == first.stream
-        assert (await pair.owner.hear(PairOpened)).stream > first.stream
+        first = await pair.producer.hear(PairOpened)
+        assert (await pair.producer.hear(PairClosed)).stream == first.stream
+        assert (await pair.producer.hear(PairOpened)).stream > first.stream
 
 
 async def test_a_call_that_says_nothing_is_ended():
@@ -364,7 +364,7 @@ async def test_a_call_that_says_nothing_is_ended():
 
 async def test_a_call_that_begins_with_something_else_than_hello_is_ended(pair):
     async with bare_call(pair.address) as call:
-        await call.write(kvtransfer_pb2.FromReader(beat=kvtransfer_pb2.Beat(sequence=1)))
+        await call.write(kvtransfer_pb2.FromConsumer(beat=kvtransfer_pb2.Beat(sequence=1)))
         code, sentence = await end_of(call)
         assert code is Code.FAILED_PRECONDITION
         assert "not Hello" in sentence
@@ -374,35 +374,35 @@ async def test_a_call_that_begins_with_something_else_than_hello_is_ended(pair):
     "bad",
     [
         HELLO,
-        kvtransfer_pb2.FromReader(),
-        kvtransfer_pb2.FromReader(grant=kvtransfer_pb2.Grant(prefix_tokens=1)),
+        kvtransfer_pb2.FromConsumer(),
+        kvtransfer_pb2.FromConsumer(grant=kvtransfer_pb2.Grant(prefix_tokens=1)),
     ],
     ids=["second Hello", "empty message", "Grant without an id"],
 )
 async def test_what_breaks_the_protocol_ends_the_stream_with_a_sentence(pair, bad):
     async with bare_call(pair.address) as call:
         await call.write(HELLO)
-        opened = await pair.owner.hear(PairOpened)
+        opened = await pair.producer.hear(PairOpened)
         await call.write(bad)
         code, sentence = await end_of(call)
         assert code is Code.FAILED_PRECONDITION
-        closed = await pair.owner.hear(PairClosed)
+        closed = await pair.producer.hear(PairClosed)
         assert closed == PairClosed(opened.stream, sentence)
         assert sentence
 
 
 async def test_bytes_that_are_no_message_end_the_stream(pair):
     async with rpc.make_channel(pair.address) as channel:
-        parse = kvtransfer_pb2.FromOwner.FromString
+        parse = kvtransfer_pb2.FromProducer.FromString
         call = channel.stream_stream("/baton.v1.KvTransfer/Pair", response_deserializer=parse)()
         await call.write(HELLO.SerializeToString())
-        await pair.owner.hear(PairOpened)
+        await pair.producer.hear(PairOpened)
         await call.write(b"\xff\xff\xff")
         assert (await end_of(call))[0] is Code.INVALID_ARGUMENT
-        await pair.owner.hear(PairClosed)
+        await pair.producer.hear(PairClosed)
 
 
-async def test_an_owner_that_answers_garbage_is_dialled_again():
+async def test_a_producer_that_answers_garbage_is_dialled_again():
     class Garbage(grpc.GenericRpcHandler):
         def service(self, details):
             async def pair(messages, context):
@@ -417,11 +417,11 @@ async def test_an_owner_that_answers_garbage_is_dialled_again():
     port = rpc.bind(server, "127.0.0.1", 0)
     server.add_generic_rpc_handlers((Garbage(),))
     await server.start()
-    reader = Transfer()
-    await reader.start()
-    dialer = PairDialer(reader.streams, reader.metrics, times=QUICK)
+    consumer = Transfer()
+    await consumer.start()
+    dialer = PairDialer(consumer.streams, consumer.metrics, times=QUICK)
     dialling = asyncio.ensure_future(dialer.run())
-    reader.say(LocalHello(READER))
+    consumer.say(LocalHello(CONSUMER))
     dialer.dial(frozenset({f"127.0.0.1:{port}"}))
     for _ in range(3):
         assert await asyncio.wait_for(calls.get(), 60) == "/baton.v1.KvTransfer/Pair"
@@ -429,7 +429,7 @@ async def test_an_owner_that_answers_garbage_is_dialled_again():
     dialling.cancel()
     await asyncio.gather(dialling, return_exceptions=True)
     await rpc.stop(server, 0.0)
-    await reader.stop()
+    await consumer.stop()
 
 
 # Seen failing with the look at the length taken out of PairService: the stream ends for its tokens.
@@ -443,16 +443,16 @@ async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are
     long = kvtransfer_pb2.Open(prompt=prompt, id=kvtransfer_pb2.HandoffId(instance=7, attempt=1))
     async with bare_call(pair.address) as call:
         await call.write(HELLO)
-        stream = (await pair.owner.hear(PairOpened)).stream
-        await call.write(kvtransfer_pb2.FromReader(open=long))
+        stream = (await pair.producer.hear(PairOpened)).stream
+        await call.write(kvtransfer_pb2.FromConsumer(open=long))
         answer = codec.parse(await asyncio.wait_for(call.read(), 60))
         sentence = f"{CONTEXT} tokens are too many"
         assert answer == HandoffFailed(HandoffId(7, 0, 1), sentence, retryable=False)
-        await call.write(codec.to_proto(Heartbeat(1, 0), as_reader=True))
-        assert await pair.owner.hear(PairMessage) == PairMessage(stream, Heartbeat(1, 0))
+        await call.write(codec.to_proto(Heartbeat(1, 0), as_consumer=True))
+        assert await pair.producer.hear(PairMessage) == PairMessage(stream, Heartbeat(1, 0))
 
 
-async def test_whom_a_reader_names_with_a_prompt_is_told():
+async def test_whom_a_consumer_names_with_a_prompt_is_told():
     named = []
     hints = (PrefixHint("10.0.0.1:50100", 64), PrefixHint("node:1", 1 << 31))
     prompts = [
@@ -461,23 +461,23 @@ async def test_whom_a_reader_names_with_a_prompt_is_told():
     ]
     async with paired(on_named=named.extend) as pair, bare_call(pair.address) as call:
         await call.write(HELLO)
-        await pair.owner.hear(PairOpened)
+        await pair.producer.hear(PairOpened)
         for message in (*prompts, Heartbeat(1, 0)):
-            await call.write(codec.to_proto(message, as_reader=True))
+            await call.write(codec.to_proto(message, as_consumer=True))
         for message in (*prompts, Heartbeat(1, 0)):
-            assert (await pair.owner.hear(PairMessage)).message == message
+            assert (await pair.producer.hear(PairMessage)).message == message
         assert named == ["10.0.0.1:50100", "node:1"]
 
 
 # Seen failing with the lines of pair streams written by `log.info`: 120.
-async def test_readers_that_come_and_go_write_few_lines_of_which_the_first_shows(pair, caplog):
+async def test_consumers_that_come_and_go_write_few_lines_of_which_the_first_shows(pair, caplog):
     caplog.set_level(logging.INFO)
     begin = time.monotonic()
     for _ in range(60):
         async with bare_call(pair.address) as call:
             await call.write(HELLO)
-            await pair.owner.hear(PairOpened)
-        await pair.owner.hear(PairClosed)
+            await pair.producer.hear(PairOpened)
+        await pair.producer.hear(PairClosed)
     lines = [line for line in caplog.messages if line.startswith("pair stream")]
     assert lines[0].startswith("pair stream opened stream=1 ")
     assert lines[1].startswith("pair stream closed stream=1 ")
@@ -485,30 +485,30 @@ async def test_readers_that_come_and_go_write_few_lines_of_which_the_first_shows
     assert len(lines) <= 2 * 10 * num_intervals
 
 
-async def test_a_starting_or_draining_owner_takes_no_stream_and_keeps_those_it_has(pair):
+async def test_a_starting_or_draining_producer_takes_no_stream_and_keeps_those_it_has(pair):
     pair.connect()
-    at_owner, at_reader = await pair.up()
+    at_producer, at_consumer = await pair.up()
     pair.service.drain()
     async with bare_call(pair.address) as call:
         # Nothing is written: grpcio makes INTERNAL of a write that meets the end of its call.
         assert await end_of(call) == (Code.UNAVAILABLE, "this node is draining")
-    pair.owner.say(PairSend(at_owner, Heartbeat(1, 0)))
-    assert await pair.reader.hear(PairMessage) == PairMessage(at_reader, Heartbeat(1, 0))
+    pair.producer.say(PairSend(at_producer, Heartbeat(1, 0)))
+    assert await pair.consumer.hear(PairMessage) == PairMessage(at_consumer, Heartbeat(1, 0))
 
 
-async def test_the_end_of_the_owner_reaches_its_readers_after_its_last_message(pair):
+async def test_the_end_of_the_producer_reaches_its_consumers_after_its_last_message(pair):
     pair.connect()
-    at_owner, at_reader = await pair.up()
-    pair.owner.say(PairSend(at_owner, Heartbeat(1, 0)))
-    assert await pair.reader.hear(PairMessage) == PairMessage(at_reader, Heartbeat(1, 0))
-    pair.owner.streams.close_all(NodeUnavailable("this node has ended: drained"))
-    closed = await pair.reader.hear(PairClosed)
-    assert closed == PairClosed(at_reader, "this node has ended: drained")
+    at_producer, at_consumer = await pair.up()
+    pair.producer.say(PairSend(at_producer, Heartbeat(1, 0)))
+    assert await pair.consumer.hear(PairMessage) == PairMessage(at_consumer, Heartbeat(1, 0))
+    pair.producer.streams.close_all(NodeUnavailable("this node has ended: drained"))
+    closed = await pair.consumer.hear(PairClosed)
+    assert closed == PairClosed(at_consumer, "this node has ended: drained")
 
 
 # Seen failing with the status alone to tell it ("Internal error from Core"), with `call.read` in
 # `last_words.heard`, and with a dialer that lets a failed write end the stream.
-async def test_a_reader_whose_write_failed_still_learns_that_the_owners_engine_has_died():
+async def test_a_consumer_whose_write_failed_still_learns_that_the_producers_engine_has_died():
     calls = []
 
     def make_channel(address: str) -> grpc.aio.Channel:
@@ -524,17 +524,17 @@ async def test_a_reader_whose_write_failed_still_learns_that_the_owners_engine_h
 
     async with paired(make_channel=make_channel) as pair:
         pair.connect()
-        at_owner, at_reader = await pair.up()
+        at_producer, at_consumer = await pair.up()
         # What grpcio does about a write that fails: from now on the call has this status.
         calls[-1]._cython_call.set_internal_error("a write has failed")
-        pair.reader.say(PairSend(at_reader, Heartbeat(1, 0)))
+        pair.consumer.say(PairSend(at_consumer, Heartbeat(1, 0)))
         for sequence in (1, 2):
-            pair.owner.say(PairSend(at_owner, Heartbeat(sequence, 0)))
-            heard = await pair.reader.hear(PairMessage)
-            assert heard == PairMessage(at_reader, Heartbeat(sequence, 0))
-        pair.owner.streams.close_all(EngineDied("this node has ended: killed by SIGKILL"))
-        closed = await pair.reader.hear(PairClosed)
-        assert closed == PairClosed(at_reader, "this node has ended: killed by SIGKILL", True)
+            pair.producer.say(PairSend(at_producer, Heartbeat(sequence, 0)))
+            heard = await pair.consumer.hear(PairMessage)
+            assert heard == PairMessage(at_consumer, Heartbeat(sequence, 0))
+        pair.producer.streams.close_all(EngineDied("this node has ended: killed by SIGKILL"))
+        closed = await pair.consumer.hear(PairClosed)
+        assert closed == PairClosed(at_consumer, "this node has ended: killed by SIGKILL", True)
 
 
 async def test_a_status_that_a_failed_write_has_lost_is_told_as_that():
@@ -545,9 +545,9 @@ async def test_a_status_that_a_failed_write_has_lost_is_told_as_that():
 
 
 async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
-    pair.owner.die()
+    pair.producer.die()
     with pytest.raises(EngineFault, match="transfer thread"):
-        await asyncio.wait_for(pair.owner.running, 60)
+        await asyncio.wait_for(pair.producer.running, 60)
     async with bare_call(pair.address) as call:
         await call.write(HELLO)
         assert (await end_of(call))[0] is Code.UNAVAILABLE
@@ -556,15 +556,15 @@ async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
 async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_other(pair):
     """Seen failing without `room` in PairStreams._forward: all of it is taken, 140 < 70."""
     flooding = Prompt(make_spec(range(2**27, 2**27 + 200_000)))
-    long = codec.to_proto(OpenHandoff(ID, b"", Remaining(60.0), flooding), as_reader=True)
+    long = codec.to_proto(OpenHandoff(ID, b"", Remaining(60.0), flooding), as_consumer=True)
     async with bare_call(pair.address) as flood, bare_call(pair.address) as other:
         await flood.write(HELLO)
-        flooding = (await pair.owner.hear(PairOpened)).stream
+        flooding = (await pair.producer.hear(PairOpened)).stream
         await other.write(
-            codec.to_proto(msgspec.structs.replace(READER, instance=8), as_reader=True)
+            codec.to_proto(msgspec.structs.replace(CONSUMER, instance=8), as_consumer=True)
         )
-        steady = (await pair.owner.hear(PairOpened)).stream
-        pair.owner.read(False)
+        steady = (await pair.producer.hear(PairOpened)).stream
+        pair.producer.read(False)
         num_written = 0
 
         async def write() -> None:
@@ -576,13 +576,13 @@ async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_ot
         writing = asyncio.ensure_future(write())
         await settled(lambda: num_written)
         assert num_written < 70
-        await other.write(codec.to_proto(Heartbeat(1, 0), as_reader=True))
-        pair.owner.read(True)
-        streams = [(await pair.owner.hear(PairMessage)).stream for _ in range(141)]
+        await other.write(codec.to_proto(Heartbeat(1, 0), as_consumer=True))
+        pair.producer.read(True)
+        streams = [(await pair.producer.hear(PairMessage)).stream for _ in range(141)]
         assert streams.count(flooding) == 140
         assert streams.index(steady) < 20
         await writing
-    assert not pair.owner.running.done()
+    assert not pair.producer.running.done()
 
 
 async def settled(number: Callable[[], int]) -> None:
@@ -606,9 +606,9 @@ def identity(role, name, text=SECRET):
     return Identity(role, name, Keys(), uncounted)
 
 
-def owners_guard():
+def producers_guard():
     return CallAuthenticator(
-        TokenAuthentication(identity("node", node_name(OWNER.instance))), uncounted
+        TokenAuthentication(identity("node", node_name(PRODUCER.instance))), uncounted
     )
 
 
@@ -617,8 +617,8 @@ def channels_of(who):
 
 
 async def test_nodes_of_one_secret_pair():
-    reader = identity("node", node_name(READER.instance))
-    async with paired(owners_guard(), channels_of(reader)) as pair:
+    consumer = identity("node", node_name(CONSUMER.instance))
+    async with paired(producers_guard(), channels_of(consumer)) as pair:
         pair.connect()
         await pair.up()
 
@@ -627,25 +627,25 @@ async def test_nodes_of_one_secret_pair():
     "who, sentence",
     [
         (None, "knows no cluster secret"),
-        (identity("node", node_name(READER.instance), new_secret()), "another secret"),
-        (identity("router", node_name(READER.instance)), "router may not call"),
-        # A reader in whose name pages are published and data keys are made.
+        (identity("node", node_name(CONSUMER.instance), new_secret()), "another secret"),
+        (identity("router", node_name(CONSUMER.instance)), "router may not call"),
+        # A consumer in whose name pages are published and data keys are made.
         (identity("node", node_name(8)), "Hello is of instance 0000000000000007, the token of"),
     ],
-    ids=["nobody", "a stranger", "a router", "another reader"],
+    ids=["nobody", "a stranger", "a router", "another consumer"],
 )
-async def test_nobody_pairs_as_another_reader(who, sentence, caplog):
-    async with paired(owners_guard(), channels_of(who)) as pair:
+async def test_nobody_pairs_as_another_consumer(who, sentence, caplog):
+    async with paired(producers_guard(), channels_of(who)) as pair:
         pair.connect()
-        await pair.reader.pairings("refused")
+        await pair.consumer.pairings("refused")
         (told,) = [r for r in caplog.records if "not paired" in r.message]
         assert told.levelno == logging.WARNING and sentence in told.message
-        assert pair.owner.nothing_heard()
+        assert pair.producer.nothing_heard()
 
 
-async def test_a_reader_believes_no_owner_that_does_not_prove_itself(caplog):
-    async with paired(None, channels_of(identity("node", node_name(READER.instance)))) as pair:
+async def test_a_consumer_believes_no_producer_that_does_not_prove_itself(caplog):
+    async with paired(None, channels_of(identity("node", node_name(CONSUMER.instance)))) as pair:
         pair.connect()
-        await pair.reader.pairings("refused")
+        await pair.consumer.pairings("refused")
         assert "has not proved that it is a node of this cluster" in caplog.text
-        assert pair.owner.nothing_heard() and pair.reader.nothing_heard()
+        assert pair.producer.nothing_heard() and pair.consumer.nothing_heard()

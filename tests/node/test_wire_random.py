@@ -30,7 +30,7 @@ from kvtransfer.messages import HandoffId, Live, OpenHandoff, Prompt
 from kvtransfer.pairing import PairHello, compare
 from kvtransfer.pairs import codec
 from kvtransfer.ports import GrantCommand, OpenCommand
-from kvtransfer.protocol.attempt import OwnerPages
+from kvtransfer.protocol.attempt import ProducerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.producer import ProducerEnd
 from node.messages import SubmitRequest
@@ -150,9 +150,9 @@ def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_p
 
 
 @many
-@given(st.lists(messages(kvtransfer_pb2.FromReader, {**OPEN, **IDS}), max_size=6))
-def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
-    said: "list[kvtransfer_pb2.FromReader]",
+@given(st.lists(messages(kvtransfer_pb2.FromConsumer, {**OPEN, **IDS}), max_size=6))
+def test_what_a_consumer_says_is_refused_or_taken_by_a_producer(
+    said: "list[kvtransfer_pb2.FromConsumer]",
 ) -> None:
     end = ProducerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(1, PEER, 0.0)
@@ -172,12 +172,12 @@ def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
 
 
 @many
-@given(st.lists(messages(kvtransfer_pb2.FromOwner, {**READY, **IDS}), max_size=6))
-def test_what_an_owner_says_is_refused_or_taken_by_a_reader(
-    said: "list[kvtransfer_pb2.FromOwner]",
+@given(st.lists(messages(kvtransfer_pb2.FromProducer, {**READY, **IDS}), max_size=6))
+def test_what_a_producer_says_is_refused_or_taken_by_a_consumer(
+    said: "list[kvtransfer_pb2.FromProducer]",
 ) -> None:
     end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    end.stream_up(1, PEER, "h:1", OwnerPages(2**31, 0, True, 1), 0.0)
+    end.stream_up(1, PEER, "h:1", ProducerPages(2**31, 0, True, 1), 0.0)
     end.link_up(1, "tcp", 1.0)
     end.command(OpenCommand(ID, PEER, b"", Remaining(60.0), Prompt(make_spec(range(20)))), 0.0)
     end.command(GrantCommand(ID, 0, np.arange(2, dtype=np.int32)), 0.0)

@@ -119,23 +119,25 @@ class PairRig:
         self._numbers = itertools.count(1)
         self.wires = Wires()
 
-        def make(role: str, instance: int, size: Size, owner: bool, reader: bool, **fields) -> Node:
+        def make(
+            role: str, instance: int, size: Size, producer: bool, consumer: bool, **fields
+        ) -> Node:
             ours, theirs = socket_pair()
             address = f"{role}-{instance % 1000}{port}"
-            front = self.wires.add(theirs, address, is_owner=owner, is_reader=reader)
+            front = self.wires.add(theirs, address, is_producer=producer, is_consumer=consumer)
             return make_node(common, role, instance, size, front, ours, fields)
 
         self.prefill = [
-            make("prefill", 1000 + i, size, owner=True, reader=all_read)
+            make("prefill", 1000 + i, size, producer=True, consumer=all_read)
             for i, size in enumerate(prefill)
         ]
         self.faults = [common.backend.faults(1000 + i) for i in range(len(prefill))]
         self.decode = [
-            make("decode", 2000 + i, size, owner=migrates, reader=True, **settings)
+            make("decode", 2000 + i, size, producer=migrates, consumer=True, **settings)
             for i, size in enumerate(decode)
         ]
-        self._num_owners = len(prefill) + (len(decode) - 1 if migrates else 0)
-        self._readers = self.nodes if all_read else self.decode
+        self._num_producers = len(prefill) + (len(decode) - 1 if migrates else 0)
+        self._consumers = self.nodes if all_read else self.decode
         self.asked: list[Asked] = []
         self._poll = select.poll()
         self._poll.register(self._wake, select.POLLIN)
@@ -342,7 +344,7 @@ class PairRig:
 
     def until_paired(self) -> None:
         self.until(
-            lambda: all(len(node.control.links) == self._num_owners for node in self._readers),
+            lambda: all(len(node.control.links) == self._num_producers for node in self._consumers),
             "all nodes are paired",
         )
 

@@ -37,7 +37,7 @@ def with_its_grant_under_way(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
     return asked
 
 
-def waiting_at_the_owner(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
+def waiting_at_the_producer(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
     """The pages that the prefill node publishes for another request fill its pool."""
     rig.faults[0].freeze()
     other = rig.ask(OTHER)
@@ -127,15 +127,15 @@ class State:
         return PairRig(loaded, **options)
 
 
-AT_THE_OWNER = [
+AT_THE_PRODUCER = [
     State(with_its_grant_under_way),
-    State(waiting_at_the_owner, {"prefill": [Size(num_pages=10)]}),
+    State(waiting_at_the_producer, {"prefill": [Size(num_pages=10)]}),
     State(between_chunks),
     State(published),
     State(being_read),
 ]
 EVERYWHERE = [
-    *AT_THE_OWNER,
+    *AT_THE_PRODUCER,
     State(in_prealloc, {"decode": [Size(num_pages=10)]}),
     State(read_but_not_confirmed),
     State(confirmed),

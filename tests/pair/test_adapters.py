@@ -219,7 +219,7 @@ def test_what_the_prefill_node_has_not_loaded_is_computed_by_the_decode_node(kno
     ) as rig:
         adapter = dict(rig.decode[0].engine.loader.names())["a"]
         asked = rig.serve(PROMPTS[2], NUM_TOKENS, adapter=adapter)
-        # More may follow: what the reader said before it heard of the first is refused too.
+        # More may follow: what the consumer said before it heard of the first is refused too.
         refusal = rig.wires.said(HandoffFailed)[0]
         assert refusal.reason == f"adapter: {adapter.hex()} is not loaded on this node"
         assert asked.tokens == shelf.greedy("a", PROMPTS[2])

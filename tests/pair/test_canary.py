@@ -28,8 +28,8 @@ def _spoiled(node: Node) -> Iterator[None]:
     node.role.finish = finish
 
 
-def _pair_again(rig: PairRig, owner: int = 0) -> None:
-    prefill, decode = rig.prefill[owner], rig.decode[0]
+def _pair_again(rig: PairRig, producer: int = 0) -> None:
+    prefill, decode = rig.prefill[producer], rig.decode[0]
     rig.wires.cut(prefill.front, decode.front)
     rig.until(lambda: prefill.front.address not in decode.control.links, "the pair is over")
     rig.wires.heal()
@@ -53,7 +53,7 @@ def test_a_node_whose_pages_are_wrong_is_not_used_until_they_are_right(
         with _spoiled(wrong):
             _pair_again(rig)
             rig.until(lambda: decode.count("canaries/failed"), "it is found")
-            asked = [rig.ask(PROMPT, prefill=owners) for owners in ([0, 1], [0])]
+            asked = [rig.ask(PROMPT, prefill=producers) for producers in ([0, 1], [0])]
             rig.run()
             for each in asked:
                 assert each.tokens == known.greedy(PROMPT, 8)

@@ -95,7 +95,7 @@ def test_cached_tokens_are_reported_before_the_prompt_is_computed(known):
 
 
 # Seen failing without the publication at admission: (0, 80) as one range, after a forward.
-def test_what_an_owner_has_cached_is_published_before_anything_is_computed(known):
+def test_what_a_producer_has_cached_is_published_before_anything_is_computed(known):
     prompt = [n * 7 % 300 for n in range(100)]
     with PairRig(known.loaded, decode=[Size(prefix_cache=False)], chunked_prefill_tokens=32) as rig:
         rig.run(rig.ask(prompt[:49], 1))
@@ -148,15 +148,15 @@ def test_whether_a_prompt_is_short_is_a_matter_of_its_own_namespace(known):
             rig.until_free()
 
 
-@pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["one owner", "another follows"])
-def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_elsewhere(known, owners):
+@pytest.mark.parametrize("producers", [[0], [0, 1]], ids=["one producer", "another follows"])
+def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_elsewhere(known, producers):
     with PairRig(known.loaded, prefill=[Size(num_pages=3), Size()]) as rig:
-        asked = rig.serve(PROMPT, prefill=owners)
+        asked = rig.serve(PROMPT, prefill=producers)
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert rig.decode[0].count("handoffs_failed") == 1
         assert (
             len(rig.wires.said(OpenHandoff)) == 1
-        )  # the owner has said that others would refuse it too
+        )  # the producer has said that others would refuse it too
         assert rig.decode[0].count("local_prefills") == 1
 
 
@@ -184,10 +184,10 @@ def test_a_request_that_holds_pages_without_a_slot_cannot_starve_the_one_that_ru
         known.check(first, second)
 
 
-def test_tokens_generated_before_may_be_in_the_owners_cache(known):
-    """A replay on another decode node. The prompt ends inside a page that the owner has whole.
+def test_tokens_generated_before_may_be_in_the_producers_cache(known):
+    """A replay on another decode node. The prompt ends inside a page that the producer has whole.
 
-    Seen failing with the owner publishing up to the end of the prompt: no page's edge."""
+    Seen failing with the producer publishing up to the end of the prompt: no page's edge."""
     prompt = PROMPT[:28]
     tokens = known.greedy(prompt, 20)
     with PairRig(known.loaded, decode=[Size(), Size()]) as rig:

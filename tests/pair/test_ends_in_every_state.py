@@ -9,7 +9,7 @@ import pytest
 from engine.batch.request import FinishReason
 from node.messages import AbortRequests
 from tests.pair.rig import Asked, PairRig
-from tests.pair.states import AT_THE_OWNER, EVERYWHERE, being_read
+from tests.pair.states import AT_THE_PRODUCER, EVERYWHERE, being_read
 
 CANCEL_S = 20.0  # until no page is held for a request that was cancelled: less than any patience
 
@@ -75,8 +75,8 @@ def test_a_request_whose_time_is_up_in_this_state_gives_all_back(known, state):
         assert again.tokens == known.greedy(again.prompt, 8)
 
 
-@pytest.mark.parametrize("state", AT_THE_OWNER, ids=str)
-def test_a_hand_off_that_its_owner_aborts_in_this_state_is_prefilled_here(known, state):
+@pytest.mark.parametrize("state", AT_THE_PRODUCER, ids=str)
+def test_a_hand_off_that_its_producer_aborts_in_this_state_is_prefilled_here(known, state):
     """Seen failing, where it is published or being read, with the inflight queue left out of
     Handoffs.abort."""
     with state.rig(known.loaded) as rig:

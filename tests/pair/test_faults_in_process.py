@@ -1,5 +1,5 @@
 """Faults in hand-offs: the client gets the tokens of an undisturbed run, and no byte is written
-into a page of another owner."""
+into a page of another producer."""
 
 import time
 from functools import partial
@@ -10,7 +10,7 @@ from common.config import TransferConfig
 from kvtransfer.messages import Heartbeat, PagesReleased, ReadsDone
 from node.messages import AbortRequests
 from tests.pair.rig import PATIENT, Asked, PairRig, Size
-from tests.pair.states import AT_THE_OWNER, EVERYWHERE, LONG, OTHER, between_chunks
+from tests.pair.states import AT_THE_PRODUCER, EVERYWHERE, LONG, OTHER, between_chunks
 from tests.pair.wires import BOTH
 
 NUM_TOKENS = 8
@@ -48,35 +48,35 @@ def test_slow_reads_delay_their_own_request_and_no_other(known):
         assert rig.decode[0].count("handoffs_failed") == 0
 
 
-@pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["then here", "then elsewhere"])
-def test_a_page_that_changes_on_its_way_costs_its_attempt_and_no_answer(known, owners):
+@pytest.mark.parametrize("producers", [[0], [0, 1]], ids=["then here", "then elsewhere"])
+def test_a_page_that_changes_on_its_way_costs_its_attempt_and_no_answer(known, producers):
     """Seen failing with `PageChecksums.wrong` always empty: the attempt is held."""
     with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=32) as rig:
         rig.faults[0].corrupt_next()
-        asked = rig.serve(LONG, NUM_TOKENS, prefill=owners)
+        asked = rig.serve(LONG, NUM_TOKENS, prefill=producers)
         known.check(asked)
         lost, *_ = asked.ended.timeline.attempts
         assert lost.outcome == "failed" and "not as published" in lost.reason
-        after = rig.serve(OTHER, NUM_TOKENS, prefill=owners[:1])
+        after = rig.serve(OTHER, NUM_TOKENS, prefill=producers[:1])
         known.check(after)
 
 
-@pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["then here", "then elsewhere"])
+@pytest.mark.parametrize("producers", [[0], [0, 1]], ids=["then here", "then elsewhere"])
 @pytest.mark.parametrize("fault", ["fail_next", "truncate_next"])
-def test_a_read_that_fails_costs_its_attempt(known, fault, owners):
+def test_a_read_that_fails_costs_its_attempt(known, fault, producers):
     with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=32) as rig:
         getattr(rig.faults[0], fault)("by the test")
-        asked = rig.serve(LONG, prefill=owners)
+        asked = rig.serve(LONG, prefill=producers)
         known.check(asked)
         decode = rig.decode[0]
         assert (decode.count("handoffs_failed"), decode.count("handoffs_opened")) == (
             1,
-            len(owners),
+            len(producers),
         )
         rig.until_paired()
         again = rig.serve(OTHER, prefill=[0])
         known.check(again)
-        assert decode.count("handoffs_completed") == len(owners)
+        assert decode.count("handoffs_completed") == len(producers)
 
 
 def test_a_read_past_its_deadline_is_given_up_and_its_neighbours_are_read_again(known):
@@ -130,8 +130,8 @@ def test_the_pages_of_a_lost_attempt_are_not_those_of_the_next(known):
 
 
 def test_published_pages_are_nobody_elses_while_they_may_be_read(known):
-    """Seen failing with the PUBLICATION hold of the owner's Handoffs.admitted removed: the second
-    prompt was computed into the pages of the first, and then the rest of these was read."""
+    """Seen failing with the PUBLICATION hold of the producer's Handoffs.admitted removed: the
+    second prompt was computed into the pages of the first, and then the rest of these was read."""
     with PairRig(
         known.loaded, prefill=[Size(prefix_cache=False)], chunked_prefill_tokens=WHOLE
     ) as rig:
@@ -157,8 +157,8 @@ def test_nothing_is_computed_from_pages_that_have_not_landed(known):
         known.check(asked)
 
 
-def test_nothing_is_computed_from_pages_that_their_owner_had_let_go(known):
-    """The owner, cut off, lets the pages go and computes another prompt into them; the reader
+def test_nothing_is_computed_from_pages_that_their_producer_had_let_go(known):
+    """The producer, cut off, lets the pages go and computes another prompt into them; the consumer
     still reads them, and all of its reads end well.
 
     Seen failing with `held` set in Handoffs.first_token, and with ConsumerEnd finishing an
@@ -172,10 +172,10 @@ def test_nothing_is_computed_from_pages_that_their_owner_had_let_go(known):
     ) as rig:
         (prefill,), (decode, other) = rig.prefill, rig.decode
         asked = _frozen_read(rig)
-        rig.wires.cut(prefill.front, decode.front, sides=["owner"])
-        rig.until(lambda: prefill.holds_nothing, "the owner has let go")
+        rig.wires.cut(prefill.front, decode.front, sides=["producer"])
+        rig.until(lambda: prefill.holds_nothing, "the producer has let go")
         thief = rig.ask(OTHER, node=1)
-        rig.until(lambda: prefill.queue("inflight"), "the owner has used the pages anew")
+        rig.until(lambda: prefill.queue("inflight"), "the producer has used the pages anew")
         rig.faults[0].release()
         rig.run()
         known.check(asked, thief)
@@ -187,7 +187,9 @@ def test_nothing_is_computed_from_pages_that_their_owner_had_let_go(known):
 # Streams ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sides", [BOTH, ["reader"], ["owner"]], ids=["cut", "reader", "owner"])
+@pytest.mark.parametrize(
+    "sides", [BOTH, ["consumer"], ["producer"]], ids=["cut", "consumer", "producer"]
+)
 @pytest.mark.parametrize("state", EVERYWHERE, ids=str)
 def test_a_stream_that_is_cut_costs_its_attempts_and_is_replaced(known, state, sides):
     """On both sides, or seen on one only for now."""
@@ -200,7 +202,7 @@ def test_a_stream_that_is_cut_costs_its_attempts_and_is_replaced(known, state, s
         rig.run()
         known.check(*rig.asked)
         rig.wires.heal()
-        rig.until(lambda: rig.wires.num_begun > 1, "the reader has noticed")
+        rig.until(lambda: rig.wires.num_begun > 1, "the consumer has noticed")
         rig.until_paired()
         held = decode.count("handoffs_completed")
         for _ in range(MAX_ASKED):  # until the engine knows the new stream it prefills by itself
@@ -216,7 +218,7 @@ def test_a_silent_stream_is_ended_by_both(known):
         (prefill,) = rig.prefill
         asked = _frozen_read(rig)
         rig.wires.hold_back(Heartbeat)
-        rig.until(lambda: prefill.holds_nothing, "the owner has let go")
+        rig.until(lambda: prefill.holds_nothing, "the producer has let go")
         rig.faults[0].release()
         rig.run()
         known.check(asked)
@@ -235,7 +237,7 @@ def test_a_done_that_nobody_answers_is_given_up(known):
         rig.wires.let_go()
 
 
-def test_an_owner_that_computes_no_further_is_given_up(known):
+def test_a_producer_that_computes_no_further_is_given_up(known):
     transfer = PATIENT.model_copy(update={"chunk_timeout_s": 0.3})
     with PairRig(known.loaded, transfer=transfer, chunked_prefill_tokens=16) as rig:
         asked = between_chunks(rig, rig.ask)
@@ -247,7 +249,7 @@ def test_an_owner_that_computes_no_further_is_given_up(known):
 
 
 def test_an_attempt_lost_when_time_is_up_opens_no_other(known):
-    """Seen failing with an Open sent all the same: the other owner refused the pair for its
+    """Seen failing with an Open sent all the same: the other producer refused the pair for its
     negative budget."""
     with PairRig(known.loaded, prefill=[Size(), Size()], chunked_prefill_tokens=16) as rig:
         (decode,) = rig.decode
@@ -263,8 +265,8 @@ def test_an_attempt_lost_when_time_is_up_opens_no_other(known):
         rig.wires.heal()
 
 
-@pytest.mark.parametrize("state", AT_THE_OWNER, ids=str)
-def test_two_readers_of_one_owner_do_not_meet(known, state):
+@pytest.mark.parametrize("state", AT_THE_PRODUCER, ids=str)
+def test_two_consumers_of_one_producer_do_not_meet(known, state):
     """One of them is cut off; the other's hand-off of the same prompt goes on."""
     sizes = {"decode": [Size(), Size()]}
     with state.rig(known.loaded, **sizes) as rig:

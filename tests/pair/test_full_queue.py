@@ -55,8 +55,8 @@ def test_a_replay_is_taken_where_new_requests_are_refused(known):
 
 # Seen failing with prompts that count until their grant only.
 def test_a_prefill_node_counts_granted_prompts_too(known):
-    owner = Size(max_running_requests=1, max_queued_requests=2)
-    with PairRig(known.loaded, prefill=[owner], chunked_prefill_tokens=16) as rig:
+    producer = Size(max_running_requests=1, max_queued_requests=2)
+    with PairRig(known.loaded, prefill=[producer], chunked_prefill_tokens=16) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         asked = [rig.ask([n] * 200) for n in range(2)]
         rig.until(lambda: decode.queue("transfer") == 2, "both are granted", decode)

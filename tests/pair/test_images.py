@@ -126,7 +126,7 @@ def test_an_image_that_is_twice_in_a_prompt_is_encoded_once(model):
         assert seen(rig.prefill[0]) == (1, 1)
 
 
-def test_a_decode_node_without_owners_computes_them_itself(model):
+def test_a_decode_node_without_producers_computes_them_itself(model):
     with rig_of(model, prefill=[], mode="colocated", chunked_prefill_tokens=16) as rig:
         asked = [ask(rig, *parts) for parts in (ONE, TWO, TEXT)]
         rig.run()
@@ -283,17 +283,17 @@ def test_other_weights_are_the_encoders_too(shelf, from_node):
     loaded = Loaded.from_directory(shelf / "old")
     size = Size(weights_dir=shelf)
     with PairRig(loaded, prefill=[size], decode=[size], own_models=True, migrates=True) as rig:
-        (owner,), (reader,) = rig.prefill, rig.decode
+        (producer,), (consumer,) = rig.prefill, rig.decode
         asked = ask(rig, *ONE)
         rig.run()
-        assert asked.tokens == known["old"] and seen(owner) == (1, 0)
+        assert asked.tokens == known["old"] and seen(producer) == (1, 0)
         pause(rig)
-        put(rig, owner)
+        put(rig, producer)
         if from_node:
-            take = TakeWeights(owner.control.weights, owner.front.address)
-            assert not told(rig, reader, take).error
+            take = TakeWeights(producer.control.weights, producer.front.address)
+            assert not told(rig, consumer, take).error
         else:
-            put(rig, reader)
+            put(rig, consumer)
         assert not any(node.engine.model.seeing.num_bytes for node in rig.nodes)
         resumed(rig)
         rig.until_paired()
@@ -323,10 +323,10 @@ def test_memory_of_the_encoder_is_given_back_and_taken_again(shelf):
         before = ask(rig, *ONE)
         rig.run()
         pause(rig)
-        (owner,) = rig.prefill
-        assert not told(rig, owner, ReleaseMemory(("weights",))).error
-        assert owner.engine.model.seeing.num_bytes == 0
-        assert not told(rig, owner, ResumeMemory(("weights",))).error
+        (producer,) = rig.prefill
+        assert not told(rig, producer, ReleaseMemory(("weights",))).error
+        assert producer.engine.model.seeing.num_bytes == 0
+        assert not told(rig, producer, ResumeMemory(("weights",))).error
         resumed(rig)
         rig.flush(*rig.nodes)
         after = ask(rig, *ONE)

@@ -221,9 +221,9 @@ def test_weights_that_came_from_a_node_are_lent_on(shelf, greedy):
         put(rig, first, "new")
         resumed(rig)
         rig.until_paired()
-        for owner in ([0], [1]):
+        for producer in ([0], [1]):
             rig.flush(middle)
-            rig.run(asked := rig.ask(PROMPT, 8, prefill=owner))
+            rig.run(asked := rig.ask(PROMPT, 8, prefill=producer))
             assert asked.tokens == greedy("new", PROMPT, 8)
 
 

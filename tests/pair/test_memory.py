@@ -75,7 +75,7 @@ def test_idle_nodes_need_no_pause_and_go_on_by_themselves(rig, greedy):
     assert (late.tokens, late.cached_tokens) == (greedy("old", PROMPT, 8), 0)
 
 
-def test_what_is_lent_is_not_given_back_before_its_reader_is_done(known):
+def test_what_is_lent_is_not_given_back_before_its_consumer_is_done(known):
     with rig_of(known, prefill=TWO) as rig:
         lender, _ = rig.prefill
         rig.learn_what_computing_takes()

@@ -184,7 +184,7 @@ def _stays(rig: PairRig, known: Known, asked: Asked, successor: Asked) -> None:
     assert rig.decode[0].count("moves/refused") == 1
 
 
-@pytest.mark.parametrize("sides", [("reader",), ("owner",), ("reader", "owner")])
+@pytest.mark.parametrize("sides", [("consumer",), ("producer",), ("consumer", "producer")])
 def test_it_goes_on_where_it_is_when_the_stream_is_cut(known: Known, sides: tuple[str]) -> None:
     transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "max_missed_heartbeats": 10})
     with PairRig(known.loaded, decode=TWO, migrates=True, transfer=transfer) as rig:
@@ -336,7 +336,7 @@ def test_while_it_is_copied_it_runs_on_whatever_happens(known: Known, what: str)
             case "cancelled":
                 rig.cancel(successor, node=1)
             case "cut":
-                rig.wires.cut(source.front, target.front, ("reader", "owner"))
+                rig.wires.cut(source.front, target.front, ("consumer", "producer"))
             case "ended":
                 rig.until(lambda: asked.ended, "it comes to its end")
         rig.wires.let_go()

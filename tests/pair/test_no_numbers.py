@@ -49,41 +49,43 @@ def test_a_request_whose_logits_are_no_numbers_ends_alone(known: Known) -> None:
 
 def test_a_prefill_node_computes_anew_what_made_no_numbers(known: Known) -> None:
     with PairRig(known.loaded) as rig:
-        (owner,), (reader,) = rig.prefill, rig.decode
+        (producer,), (consumer,) = rig.prefill, rig.decode
         rig.serve(range(5, 75), 1)
-        rig.flush(reader)  # else it needs little of the other's
-        owner.engine.pool.tensor[np.flatnonzero(owner.engine.pages.holds(PageHolder.CACHE))] = 0xFF
+        rig.flush(consumer)  # else it needs little of the other's
+        producer.engine.pool.tensor[
+            np.flatnonzero(producer.engine.pages.holds(PageHolder.CACHE))
+        ] = 0xFF
         spoiled = rig.ask(range(5, 90), MANY)
         rig.run()  # to an error, or by what the decode node computes: whichever it hears of first
-        computed_here = reader.count("local_prefills")
+        computed_here = consumer.count("local_prefills")
         again = rig.serve(spoiled.prompt, MANY)
         assert again.tokens == known.greedy(again.prompt, MANY)
-        assert reader.count("local_prefills") == computed_here
+        assert consumer.count("local_prefills") == computed_here
 
 
 # Seen failing without being told: the prefill node goes on from what it had, to the same error.
 def test_a_prefill_node_hears_that_what_it_gave_makes_no_numbers(known: Known) -> None:
     with PairRig(known.loaded, transfer=UNCHECKED) as rig:
-        (owner,), (reader,) = rig.prefill, rig.decode
+        (producer,), (consumer,) = rig.prefill, rig.decode
         rig.wires.hold_back(PagesReady)
         spoilt = rig.ask(range(5, 75), MANY)
-        rig.until(lambda: owner.queue("inflight"), "it is computed")
-        spoil(owner, PageHolder.PUBLICATION)
+        rig.until(lambda: producer.queue("inflight"), "it is computed")
+        spoil(producer, PageHolder.PUBLICATION)
         rig.wires.let_go()
         rig.run()
         assert ended_at_fault(spoilt)
-        rig.until(lambda: owner.count("forgotten_prefixes/asked") == 1, "its owner is told")
+        rig.until(lambda: producer.count("forgotten_prefixes/asked") == 1, "its producer is told")
         again = rig.serve(spoilt.prompt, MANY)
         assert again.tokens == known.greedy(again.prompt, MANY)
-        assert reader.count("forgotten_prefixes/own") == 1
-        assert owner.count("forgotten_prefixes/own") == 0
+        assert consumer.count("forgotten_prefixes/own") == 1
+        assert producer.count("forgotten_prefixes/own") == 0
 
 
 # Seen failing without being told, however often it is asked: the other one lends it again.
 def test_who_lends_what_makes_no_numbers_does_so_once(known: Known) -> None:
     sizes = {"prefill": (ROOM, ROOM), "decode": (ROOM,)}
     with PairRig(known.loaded, prefix_sharing=ALWAYS, **sizes) as rig:
-        lender, reader = rig.prefill
+        lender, consumer = rig.prefill
         rig.learn_what_computing_takes()
         rig.serve(range(5, 105), 2, prefill=[0])
         rig.flush(rig.decode[0])
@@ -91,13 +93,13 @@ def test_who_lends_what_makes_no_numbers_does_so_once(known: Known) -> None:
         hint = PrefixHint("prefill-0:1", 96)
         rig.ask(range(5, 125), 20, prefill=[1], prefix_hints=[hint])
         rig.run()  # to an error, or by what the decode node computes: whichever it hears of first
-        assert reader.count("forgotten_prefixes/own") == 1
+        assert consumer.count("forgotten_prefixes/own") == 1
         rig.until(lambda: lender.count("forgotten_prefixes/asked") == 1, "the lender is told")
         rig.flush(rig.decode[0])  # which may have computed it
-        before = reader.count("prompt_token_ways/computed")
+        before = consumer.count("prompt_token_ways/computed")
         again = rig.serve(range(5, 125), 20, prefill=[1], prefix_hints=[hint])
         assert again.tokens == known.greedy(again.prompt, 20)
-        assert reader.count("prompt_token_ways/computed") == before + 120
+        assert consumer.count("prompt_token_ways/computed") == before + 120
 
 
 def test_who_has_given_a_request_away_hears_that_it_makes_no_numbers(known: Known) -> None:

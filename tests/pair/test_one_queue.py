@@ -65,7 +65,7 @@ def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
         (node,) = rig.decode
         # From here until the loss the first one's pages must not come free.
         rig.until(lambda: node.queue("prealloc") == 3, "three wait", node)
-        rig.until(lambda: rig.prefill[0].queue("bootstrap"), "its owner knows", *rig.prefill)
+        rig.until(lambda: rig.prefill[0].queue("bootstrap"), "its producer knows", *rig.prefill)
         if goes_on == "here":
             rig.tell(rig.prefill[0], AbortRequests("first"))
         else:

@@ -7,14 +7,14 @@ from tests.pair.states import (
     being_read,
     between_chunks,
     in_prealloc,
-    waiting_at_the_owner,
+    waiting_at_the_producer,
     with_its_grant_under_way,
 )
 
 STATES = [
     (in_prealloc, "prealloc", "bootstrap", {"decode": [Size(num_pages=8)]}),
     (with_its_grant_under_way, "transfer", "bootstrap", {}),
-    (waiting_at_the_owner, "transfer", "prefilling", {"prefill": [Size(num_pages=8)]}),
+    (waiting_at_the_producer, "transfer", "prefilling", {"prefill": [Size(num_pages=8)]}),
     (between_chunks, "transfer", "prefilling", {"chunked_prefill_tokens": 32}),
     (being_read, "transfer", "inflight", {}),
 ]
@@ -36,7 +36,7 @@ def test_every_open_handoff_is_named_with_its_queue_on_both_nodes(known, reach, 
 
 
 # Seen failing with that queue left out.
-def test_who_waits_for_an_owner_is_named_too(known):
+def test_who_waits_for_a_producer_is_named_too(known):
     with PairRig(known.loaded, reconnect_wait_s=300.0) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         rig.wires.cut(prefill.front, decode.front)

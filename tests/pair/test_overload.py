@@ -39,7 +39,7 @@ def _busy(rig: PairRig, node: Node, **how: object) -> list[Asked]:
 
 
 def _open(rig: PairRig, asked: Asked) -> None:
-    """Its owner's engine hears of it at its next turn; until then that computes nothing."""
+    """Its producer's engine hears of it at its next turn; until then that computes nothing."""
     (decode,) = rig.decode
     opened = decode.count("handoffs_opened")
     rig.until(lambda: decode.count("handoffs_opened") > opened, "it is opened", decode)
@@ -100,18 +100,18 @@ def test_what_has_waited_as_long_as_it_may_is_dropped_before_any_work(known):
 
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
 def test_an_answer_that_goes_on_is_never_refused(known, mode):
-    owners = (ROOMY,) if mode == "disaggregated" else ()
-    with PairRig(known.loaded, prefill=owners, decode=(ROOMY,), mode=mode) as rig:
+    producers = (ROOMY,) if mode == "disaggregated" else ()
+    with PairRig(known.loaded, prefill=producers, decode=(ROOMY,), mode=mode) as rig:
         _know_how_fast(rig)
-        before = _busy(rig, rig.prefill[0] if owners else rig.decode[0])
+        before = _busy(rig, rig.prefill[0] if producers else rig.decode[0])
         generated = known.greedy(SHORT, 4)
         asked = rig.serve(SHORT, generated=generated[:2], max_tokens=4, queue_s=NOW)
         assert asked.tokens == generated[2:]
         known.check(*before)
 
 
-# Seen failing without the new `start_by` in PrefillPlacement.retry: the second owner refuses it.
-def test_who_has_lost_an_owner_may_wait_for_another_as_long_as_it_takes(known):
+# Seen failing without the new `start_by` in PrefillPlacement.retry: the second producer refuses it.
+def test_who_has_lost_a_producer_may_wait_for_another_as_long_as_it_takes(known):
     with PairRig(known.loaded, prefill=(ROOMY, ROOMY), decode=(ROOMY,)) as rig:
         (first, second), (decode,) = rig.prefill, rig.decode
         _know_how_fast(rig, prefill=[1])
@@ -132,17 +132,17 @@ def test_who_has_lost_an_owner_may_wait_for_another_as_long_as_it_takes(known):
 
 # Seen failing without the look at `num_generated` at the prefill node's door.
 @pytest.mark.parametrize("num_generated", [0, 2])
-def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_reader_says(
+def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_consumer_says(
     known, num_generated
 ):
-    """The reader's words are the test's own: a decode node asks for no such haste itself."""
+    """The consumer's words are the test's own: a decode node asks for no such haste itself."""
     with PairRig(known.loaded, prefill=(ROOMY,), decode=(ROOMY,)) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         _know_how_fast(rig)
         _busy(rig, prefill)
         opened = OpenCommand(
             id=HandoffId(2000, 1 << 20, 1),
-            owner=1000,
+            producer=1000,
             weights=decode.control.weights,
             remaining=Remaining(300.0, NOW),
             source=Prompt(make_spec(SHORT, num_generated=num_generated)),
@@ -200,9 +200,9 @@ def test_what_waits_for_pages_is_dropped_when_its_time_is_over(known):
 
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
 def test_a_node_tells_what_waits_and_none_when_it_is_idle(known, mode):
-    owners = (ROOMY,) if mode == "disaggregated" else ()
-    with PairRig(known.loaded, prefill=owners, decode=(ROOMY,), mode=mode) as rig:
-        node = rig.prefill[0] if owners else rig.decode[0]
+    producers = (ROOMY,) if mode == "disaggregated" else ()
+    with PairRig(known.loaded, prefill=producers, decode=(ROOMY,), mode=mode) as rig:
+        node = rig.prefill[0] if producers else rig.decode[0]
         _know_how_fast(rig)
         assert node.role.backlogs()["prompts"].unit_s > 0.0
         _busy(rig, node)

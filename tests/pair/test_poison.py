@@ -14,17 +14,17 @@ NUM_TOKENS = 8
 FIRST = 1  # the key of the first request of a decode node
 
 
-def _lose_engine(rig: PairRig, owner: int) -> None:
-    """Crash the engine of an owner, as its frontends report it, while it has computed part of the
+def _lose_engine(rig: PairRig, producer: int) -> None:
+    """Crash the engine of a producer, as its frontends report it, while it has computed part of the
     first prompt."""
     told = _num_ready(rig)
 
-    def the_reader_knows() -> bool:
+    def the_consumer_knows() -> bool:
         rig.settle()  # before the next chunk: there are only a few
-        return bool(rig.prefill[owner].queue("chunked") and _num_ready(rig) > told)
+        return bool(rig.prefill[producer].queue("chunked") and _num_ready(rig) > told)
 
-    rig.until(the_reader_knows, "a prompt is between its chunks, and the reader knows")
-    rig.wires.cut(rig.prefill[owner].front, rig.decode[0].front, engine_died=True)
+    rig.until(the_consumer_knows, "a prompt is between its chunks, and the consumer knows")
+    rig.wires.cut(rig.prefill[producer].front, rig.decode[0].front, engine_died=True)
 
 
 def _num_ready(rig: PairRig) -> int:

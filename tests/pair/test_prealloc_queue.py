@@ -57,7 +57,7 @@ def _attempt(
         client=client,
         client_weight=weight,
     )
-    stamps = HandoffTimings("owner", "tcp", opened=0.0)
+    stamps = HandoffTimings("producer", "tcp", opened=0.0)
     handoff_id = HandoffId(1, arrived, 1)
     state = make_decode_state(request)
     state.handoff = HandoffAttempt(handoff_id, 9, request.token_ids, num_pages, 100.0, stamps)

@@ -16,14 +16,14 @@ def test_an_urgent_request_takes_the_place_of_another_and_both_are_answered(
     model, architecture, way
 ):
     known = model(architecture)
-    owners = [0] if way == "hand-off" else []
+    producers = [0] if way == "hand-off" else []
     size = known.tables(16).pages_for(112)
     nodes = [Size(num_pages=size, prefix_cache=False)]
     with PairRig(known.loaded, decode=nodes, **PREEMPTS) as rig:
         (node,) = rig.decode
-        low = rig.ask(LOW, 40, prefill=owners)
+        low = rig.ask(LOW, 40, prefill=producers)
         rig.until(lambda: len(low.tokens) > 3, "the first runs")
-        high = rig.ask(HIGH, 20, prefill=owners, priority=50)
+        high = rig.ask(HIGH, 20, prefill=producers, priority=50)
         rig.run(high)
         assert low.ended is None
         assert node.count("preempted/normal") == 1

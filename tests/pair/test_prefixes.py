@@ -167,16 +167,16 @@ def test_a_read_that_comes_to_nothing_costs_nothing_but_time(known: Known, what:
 
 def test_what_is_lent_outlives_the_tree_that_it_was_in(known: Known) -> None:
     with cached_at_first(known) as rig:
-        owner, reader = rig.prefill
+        producer, consumer = rig.prefill
         rig.wires.hold_back(ReadsDone)
         asked = rig.ask(prompt(100), 20, prefill=[1], prefix_hints=[HINT])
-        rig.until(lambda: owner.pages("publication") == 6, "it is lent")
-        owner.role.scheduler.flush_cache()
-        assert owner.pages("publication") == 6
+        rig.until(lambda: producer.pages("publication") == 6, "it is lent")
+        producer.role.scheduler.flush_cache()
+        assert producer.pages("publication") == 6
         rig.wires.let_go()
         answered(rig, known, asked)
-        assert reader.count("prompt_token_ways/fetched") == 96
-        assert owner.pages("cache") == 0
+        assert consumer.count("prompt_token_ways/fetched") == 96
+        assert producer.pages("cache") == 0
 
 
 def test_where_there_is_no_room_for_it_it_is_computed(known: Known) -> None:

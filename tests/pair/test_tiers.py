@@ -145,8 +145,8 @@ def test_what_a_tier_has_is_not_read_from_others(known: Known) -> None:
     with PairRig(known.loaded, prefill=sizes, decode=(ROOM,), prefix_sharing=ALWAYS) as rig:
         rig.learn_what_computing_takes()
         first, _ = rig.prefill
-        for owner in range(2):
-            rig.run(rig.ask(PROMPTS[0], ANSWER, prefill=[owner]))
+        for producer in range(2):
+            rig.run(rig.ask(PROMPTS[0], ANSWER, prefill=[producer]))
         forget_above(rig)
         before = first.count("prompt_token_ways/fetched")
         hint = PrefixHint("prefill-1:1", TOLD)

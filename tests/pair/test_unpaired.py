@@ -1,4 +1,4 @@
-"""All pairs of a decode node end at once, and come back: what was lost goes to an owner again."""
+"""All pairs of a decode node end at once, and come back: what was lost goes to a producer again."""
 
 import pytest
 
@@ -29,14 +29,14 @@ def _cut_all(rig: PairRig) -> None:
 
 
 def _under_way(rig: PairRig) -> list[Asked]:
-    """Requests in mid hand-off at either owner; the reads from the first rest."""
+    """Requests in mid hand-off at either producer; the reads from the first rest."""
     rig.faults[0].freeze()
     asked = [rig.ask(p, prefill=[i % 2, 1 - i % 2]) for i, p in enumerate(PROMPTS)]
     rig.until(lambda: rig.faults[0].wait_until_resting(1, 0.0), "a read has begun")
     return asked
 
 
-def test_what_was_lost_with_all_pairs_goes_to_an_owner_again_and_is_not_prefilled_here(known):
+def test_what_was_lost_with_all_pairs_goes_to_a_producer_again_and_is_not_prefilled_here(known):
     """Seen failing with `may_return` of Lost never set, and with `worth_until` in the past: both
     prefill here."""
     with _rig(known) as rig:
@@ -46,7 +46,7 @@ def test_what_was_lost_with_all_pairs_goes_to_an_owner_again_and_is_not_prefille
         new = rig.ask(LONG[::2])
         rig.until(lambda: decode.queue("unpaired") >= 3, "they wait")
         held = decode.pages("request")
-        assert not held, "who waits for an owner holds nothing"
+        assert not held, "who waits for a producer holds nothing"
         rig.faults[0].release()
         rig.wires.heal()
         rig.run()
@@ -55,8 +55,8 @@ def test_what_was_lost_with_all_pairs_goes_to_an_owner_again_and_is_not_prefille
         assert decode.count("local_prefills") == 0
 
 
-def test_the_wait_for_an_owner_is_bounded(known):
-    """Seen failing with waiters taken only for an owner."""
+def test_the_wait_for_a_producer_is_bounded(known):
+    """Seen failing with waiters taken only for a producer."""
     with _rig(known, reconnect_wait_s=0.3) as rig:
         (decode,) = rig.decode
         asked = _under_way(rig)
@@ -68,7 +68,7 @@ def test_the_wait_for_an_owner_is_bounded(known):
         rig.wires.heal()
 
 
-def test_who_waits_for_an_owner_can_be_cancelled_aborted_and_runs_out_of_time(known):
+def test_who_waits_for_a_producer_can_be_cancelled_aborted_and_runs_out_of_time(known):
     """Seen failing with `unpaired` not looked at in DecodeRole._abort, and with its own deadline
     left out of how long it waits, or not looked at in PrefillPlacement.place."""
     with _rig(known) as rig:
@@ -86,7 +86,7 @@ def test_who_waits_for_an_owner_can_be_cancelled_aborted_and_runs_out_of_time(kn
         rig.wires.heal()
 
 
-def test_other_owners_are_not_waited_for_while_one_is_there(known):
+def test_other_producers_are_not_waited_for_while_one_is_there(known):
     with _rig(known) as rig:
         (decode,) = rig.decode
         asked = _under_way(rig)
@@ -100,7 +100,7 @@ def test_other_owners_are_not_waited_for_while_one_is_there(known):
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-def test_who_has_had_all_its_attempts_waits_for_no_owner(known, retries):
+def test_who_has_had_all_its_attempts_waits_for_no_producer(known, retries):
     """Seen failing with the count of attempts not looked at before it waits."""
     with _rig(known, handoff_retries=retries) as rig:
         (decode,) = rig.decode
@@ -124,16 +124,16 @@ def test_who_has_had_all_its_attempts_waits_for_no_owner(known, retries):
         rig.wires.heal()
 
 
-def test_who_has_had_all_its_attempts_goes_to_no_owner_that_is_left(known):
+def test_who_has_had_all_its_attempts_goes_to_no_producer_that_is_left(known):
     """Seen failing with the count of attempts not looked at in PrefillPlacement._why_here."""
     with PairRig(known.loaded, prefill=[Size()] * 3, handoff_retries=1) as rig:
         (decode,) = rig.decode
         for faults in rig.faults[:2]:
             faults.freeze()
         asked = rig.ask(LONG)
-        for owner in rig.prefill[:2]:
-            rig.until(lambda owner=owner: owner.role.busy, "it is under way there")
-            rig.wires.cut(owner.front, decode.front)
+        for producer in rig.prefill[:2]:
+            rig.until(lambda producer=producer: producer.role.busy, "it is under way there")
+            rig.wires.cut(producer.front, decode.front)
         for faults in rig.faults[:2]:
             faults.release()
         rig.run()

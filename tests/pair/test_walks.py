@@ -112,7 +112,7 @@ class Walk:
             self.rig.cancel(asked, self.nodes[asked])
 
     def abort(self) -> None:
-        """By an operator of any node; an owner's costs the hand-off only."""
+        """By an operator of any node; a producer's costs the hand-off only."""
         if live := self.live():
             asked, node = self.source.choice(live), self.source.choice(self.rig.nodes)
             if node in self.rig.decode:
@@ -135,9 +135,12 @@ class Walk:
         faults.release()
 
     def cut(self) -> None:
-        sides = self.source.choice((["reader", "owner"], ["reader"], ["owner"]))
-        owner, reader = self.source.choice(self.rig.prefill), self.source.choice(self.rig.decode)
-        self.rig.wires.cut(owner.front, reader.front, sides)
+        sides = self.source.choice((["consumer", "producer"], ["consumer"], ["producer"]))
+        producer, consumer = (
+            self.source.choice(self.rig.prefill),
+            self.source.choice(self.rig.decode),
+        )
+        self.rig.wires.cut(producer.front, consumer.front, sides)
 
     def end(self) -> None:
         """No more faults: whoever is left runs to its end."""

@@ -35,7 +35,7 @@ def greedy(shelf):
 
 @pytest.fixture
 def rig(shelf):
-    """Yield a rig of two engines with models of their own. The second owner stays unchanged."""
+    """Yield a rig of two engines with models of their own. The second producer stays unchanged."""
     loaded = Loaded.from_directory(shelf / "old")
     size = Size(weights_dir=shelf)
     with PairRig(loaded, prefill=[size], decode=[size], own_models=True) as rig:
@@ -105,16 +105,16 @@ def test_a_request_that_runs_goes_on_from_its_tokens_with_the_new_weights(rig, g
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_nodes_with_different_weights_are_no_pair_until_they_have_the_same(rig, greedy, first):
-    (owner,), (reader,) = rig.prefill, rig.decode
+    (producer,), (consumer,) = rig.prefill, rig.decode
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
-    early, late = (owner, reader) if first == "prefill" else (reader, owner)
+    early, late = (producer, consumer) if first == "prefill" else (consumer, producer)
     pause(rig, early)
     put(rig, early)
     resumed(rig, early)
-    rig.until(lambda: not reader.control.links, "the pair has ended")
+    rig.until(lambda: not consumer.control.links, "the pair has ended")
     rig.flush(*rig.nodes)
-    alone, handed = ask(rig), owner.count("handoffs_completed")
-    name = "new" if early is reader else "old"
+    alone, handed = ask(rig), producer.count("handoffs_completed")
+    name = "new" if early is consumer else "old"
     assert (alone.tokens, alone.cached_tokens) == (greedy(name, PROMPT, 8), 0)
     pause(rig, late)
     put(rig, late)
@@ -122,7 +122,10 @@ def test_nodes_with_different_weights_are_no_pair_until_they_have_the_same(rig, 
     rig.until_paired()
     rig.flush(*rig.nodes)
     assert ask(rig).tokens == greedy("new", PROMPT, 8)
-    assert (owner.count("handoffs_completed"), owner.count("refused/weights")) == (handed + 1, 0)
+    assert (producer.count("handoffs_completed"), producer.count("refused/weights")) == (
+        handed + 1,
+        0,
+    )
     opens = rig.wires.said(OpenHandoff)
     assert len({each.weights for each in opens}) == 2
 
@@ -134,18 +137,18 @@ def test_new_weights_are_those_that_another_node_was_started_with(shelf, greedy,
     sizes[fresh] = [Size(weights_dir=shelf, started_with=shelf / "new")]
     loaded = Loaded.from_directory(shelf / "old")
     with PairRig(loaded, **sizes, own_models=True, paired=False) as rig:
-        (owner,), (reader,) = rig.prefill, rig.decode
-        changed, started = (reader, owner) if fresh == "prefill" else (owner, reader)
+        (producer,), (consumer,) = rig.prefill, rig.decode
+        changed, started = (consumer, producer) if fresh == "prefill" else (producer, consumer)
         pause(rig, changed)
         assert put(rig, changed) == started.control.weights
         resumed(rig, changed)
         rig.until_paired()
         assert ask(rig).tokens == greedy("new", PROMPT, 8)
-        assert owner.count("handoffs_completed") == 1
+        assert producer.count("handoffs_completed") == 1
         pause(rig, changed)
         put(rig, changed, "old")
         resumed(rig, changed)
-        rig.until(lambda: not reader.control.links, "the pair has ended")
+        rig.until(lambda: not consumer.control.links, "the pair has ended")
 
 
 def test_weights_are_changed_in_a_pause_alone_and_a_pause_lasts_until_they_are(rig, greedy):

@@ -31,7 +31,7 @@ from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2
 
-BOTH = ("reader", "owner")
+BOTH = ("consumer", "producer")
 
 
 @dataclass(eq=False)
@@ -39,8 +39,8 @@ class FrontEnd:
     """The pair streams of one node's server process."""
 
     address: str
-    is_owner: bool
-    is_reader: bool
+    is_producer: bool
+    is_consumer: bool
     frames: FrameSocket[PairOutput]
     hello: PairHello | None = None  # that this node sends as a consumer
     numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
@@ -54,17 +54,17 @@ class FrontEnd:
 class _Line:
     """One pair stream: its number at each open end, and the messages in flight."""
 
-    owner: FrontEnd
-    reader: FrontEnd
+    producer: FrontEnd
+    consumer: FrontEnd
     numbers: dict[FrontEnd, int] = field(default_factory=dict)
     under_way: dict[FrontEnd, deque[AnyMessage]] = field(default_factory=dict)  # by receiver
     over: bool = False  # for the consumer, which may then dial again
 
     def __post_init__(self) -> None:
-        self.under_way = {self.owner: deque(), self.reader: deque()}
+        self.under_way = {self.producer: deque(), self.consumer: deque()}
 
     def other(self, front: FrontEnd) -> FrontEnd:
-        return self.reader if front is self.owner else self.owner
+        return self.consumer if front is self.producer else self.producer
 
 
 class Wires:
@@ -80,10 +80,10 @@ class Wires:
         self.seen: list[AnyMessage] = []  # messages that have arrived, without heartbeats
 
     def add(
-        self, sock: socket.socket, address: str, *, is_owner: bool, is_reader: bool = True
+        self, sock: socket.socket, address: str, *, is_producer: bool, is_consumer: bool = True
     ) -> FrontEnd:
         """Add a node. `sock` leads to its transfer thread."""
-        front = FrontEnd(address, is_owner, is_reader, FrameSocket(sock, PairOutput))
+        front = FrontEnd(address, is_producer, is_consumer, FrameSocket(sock, PairOutput))
         self._fronts.append(front)
         return front
 
@@ -106,8 +106,8 @@ class Wires:
 
     def cut(
         self,
-        owner: FrontEnd,
-        reader: FrontEnd,
+        producer: FrontEnd,
+        consumer: FrontEnd,
         sides: Collection[str] = BOTH,
         *,
         engine_died: bool = False,
@@ -118,9 +118,9 @@ class Wires:
         Args:
             engine_died: report to the consumer that the producer's engine has crashed.
         """
-        self._cut_off.add((reader, owner))
+        self._cut_off.add((consumer, producer))
         for line in self._lines:
-            if (line.reader, line.owner) == (reader, owner):
+            if (line.consumer, line.producer) == (consumer, producer):
                 self._end(line, "cut by the test", sides, engine_died=engine_died)
 
     def heal(self) -> None:
@@ -135,10 +135,10 @@ class Wires:
             for output in front.frames.receive():
                 moved = True
                 self._take(front, output)
-        for reader, owner in itertools.product(self._fronts, self._fronts):
-            joined = reader.is_reader and owner.is_owner and reader is not owner
-            if joined and reader.hello is not None:
-                self._dial(reader, reader.hello, owner)
+        for consumer, producer in itertools.product(self._fronts, self._fronts):
+            joined = consumer.is_consumer and producer.is_producer and consumer is not producer
+            if joined and consumer.hello is not None:
+                self._dial(consumer, consumer.hello, producer)
         for line in self._lines:
             for front in line.numbers:
                 moved |= self._deliver(line, front)
@@ -152,40 +152,42 @@ class Wires:
     def _take(self, front: FrontEnd, output: PairOutput) -> None:
         match output:
             case LocalHello(hello):
-                front.hello = _across(hello, as_reader=True)
+                front.hello = _across(hello, as_consumer=True)
             case PeerHello(number, hello):
                 line = front.lines.get(number)
-                if line is not None and line.reader not in line.numbers:
-                    self._open(line, line.reader, _across(hello, as_reader=False))
+                if line is not None and line.consumer not in line.numbers:
+                    self._open(line, line.consumer, _across(hello, as_consumer=False))
             case PairSend(number, message):
                 line = front.lines.get(number)
                 if line is not None:
-                    told = _across(message, as_reader=front is line.reader)
+                    told = _across(message, as_consumer=front is line.consumer)
                     line.under_way[line.other(front)].append(told)
             case PairEnd(number, reason, refused):
                 line = front.lines.get(number)
                 if line is not None:
                     if refused:
-                        self._refused.add((line.reader, line.owner))
+                        self._refused.add((line.consumer, line.producer))
                     self._end(line, reason, BOTH)
 
-    def _dial(self, reader: FrontEnd, hello: PairHello, owner: FrontEnd) -> None:
-        pair = (reader, owner)
-        paired = any((line.reader, line.owner) == pair and not line.over for line in self._lines)
+    def _dial(self, consumer: FrontEnd, hello: PairHello, producer: FrontEnd) -> None:
+        pair = (consumer, producer)
+        paired = any(
+            (line.consumer, line.producer) == pair and not line.over for line in self._lines
+        )
         if paired or pair in self._cut_off or pair in self._refused:
             return
         self.num_begun += 1
-        line = _Line(owner, reader)
+        line = _Line(producer, consumer)
         self._lines.append(line)
-        self._open(line, owner, hello)
+        self._open(line, producer, hello)
 
     def _open(self, line: _Line, front: FrontEnd, hello: PairHello) -> None:
         number = next(front.numbers)
         line.numbers[front] = number
         front.lines[number] = line
-        if front is line.reader:
-            hello = msgspec.structs.replace(hello, address=line.owner.address)
-        front.send(PairOpened(number, hello, front is line.reader))
+        if front is line.consumer:
+            hello = msgspec.structs.replace(hello, address=line.producer.address)
+        front.send(PairOpened(number, hello, front is line.consumer))
 
     def _deliver(self, line: _Line, receiver: FrontEnd) -> bool:
         queue, moved = line.under_way[receiver], False
@@ -200,17 +202,17 @@ class Wires:
     def _end(
         self, line: _Line, reason: str, sides: Collection[str], *, engine_died: bool = False
     ) -> None:
-        line.over |= "reader" in sides or line.reader not in line.numbers
-        for side, front in (("reader", line.reader), ("owner", line.owner)):
+        line.over |= "consumer" in sides or line.consumer not in line.numbers
+        for side, front in (("consumer", line.consumer), ("producer", line.producer)):
             line.under_way[front].clear()
             if side in sides and front in line.numbers:
                 number = line.numbers.pop(front)
                 del front.lines[number]
-                front.send(PairClosed(number, reason, engine_died and side == "reader"))
+                front.send(PairClosed(number, reason, engine_died and side == "consumer"))
 
 
-def _across(record, *, as_reader: bool):
+def _across(record, *, as_consumer: bool):
     """Return the record as the peer parses it."""
-    kind = kvtransfer_pb2.FromReader if as_reader else kvtransfer_pb2.FromOwner
-    sent = codec.to_proto(record, as_reader=as_reader).SerializeToString()
+    kind = kvtransfer_pb2.FromConsumer if as_consumer else kvtransfer_pb2.FromProducer
+    sent = codec.to_proto(record, as_consumer=as_consumer).SerializeToString()
     return codec.parse(kind.FromString(sent))

@@ -1,4 +1,4 @@
-"""Child processes for tests of the data paths: an owner, a reader, a nonce.
+"""Child processes for tests of the data paths: a producer, a consumer, a nonce.
 
 Children are forked from a server that has loaded nixl once (a start costs 10 ms instead of 2 s)
 and has no agent. Those that use a GPU are programs of their own, started ahead: a forked process
@@ -38,13 +38,13 @@ _PRIVATE = 0x00044000  # MS_REC | MS_PRIVATE
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 _libc = ctypes.CDLL(None, use_errno=True)
-READER = 0xD0D0
+CONSUMER = 0xD0D0
 REPLY_S = 60.0
 CANARY = 0xA5
 CUDA = "cuda:0"
 _NUM_SPARES = 4
 _context = multiprocessing.get_context("forkserver")
-# Whatever the proof says, UCX has sockets only, and the owner's help to read over them.
+# Whatever the proof says, UCX has sockets only, and the producer's help to read over them.
 SOCKETS = PathKind(
     "sockets",
     "cpu",
@@ -54,7 +54,7 @@ SOCKETS = PathKind(
     4 << 20,
     2.0,
 )
-# A stand-in for RDMA: what a reader reads by ends with the owner's agent, which is polled.
+# A stand-in for RDMA: what a consumer reads by ends with the producer's agent, which is polled.
 KEYED = replace(SOCKETS, name="keyed", min_gib_per_s=0.0, keyed=True)
 
 
@@ -204,7 +204,7 @@ def make_memory(backend: str, num_pages: int, page_bytes: int) -> Memory:
 
 
 def content(seed: int, num_pages: int, page_bytes: int) -> NDArray[np.uint8]:
-    """Return the page contents of an owner with that seed. No two pages are alike."""
+    """Return the page contents of a producer with that seed. No two pages are alike."""
     return np.random.default_rng(seed).integers(0, 256, (num_pages, page_bytes), np.uint8)
 
 
@@ -306,7 +306,7 @@ def nonce_program(pipe: Pipe) -> None:
     pipe.recv()
 
 
-def owner_program(
+def producer_program(
     pipe: Pipe, apart: str, backend: str, num_pages: int, page_bytes: int, seed: int
 ) -> None:
     try:
@@ -316,30 +316,30 @@ def owner_program(
         return
     memory = make_memory(backend, num_pages, page_bytes)
     memory.pages[:] = content(seed, num_pages, page_bytes)
-    owner = make_backend(backend).serve(memory.pool, seed)
+    producer = make_backend(backend).serve(memory.pool, seed)
     pipe.send(memory.remote)
     while True:
-        owner.poll()
+        producer.poll()
         if not pipe.poll(0.001):
             continue
         match pipe.recv():
-            case ("admit", reader):
-                owner.prepare(reader).result(REPLY_S)
-                pipe.send(owner.admit(reader))
-            case ("dismiss", reader):
-                owner.dismiss(reader)
+            case ("admit", consumer):
+                producer.prepare(consumer).result(REPLY_S)
+                pipe.send(producer.admit(consumer))
+            case ("dismiss", consumer):
+                producer.dismiss(consumer)
                 pipe.send("dismissed")
-            case ("publish", reader, pages):
-                owner.publish(reader, pages)
+            case ("publish", consumer, pages):
+                producer.publish(consumer, pages)
                 pipe.send("published")
-            case ("withdraw", reader, pages):
-                owner.withdraw(reader, pages)
+            case ("withdraw", consumer, pages):
+                producer.withdraw(consumer, pages)
                 pipe.send("withdrawn")
             case ("nothing",):
                 pipe.send(None)
 
 
-def reader_program(pipe: Pipe, backend: str, num_pages: int, page_bytes: int) -> None:
+def consumer_program(pipe: Pipe, backend: str, num_pages: int, page_bytes: int) -> None:
     memory = make_memory(backend, num_pages, page_bytes)
     path = make_backend(backend)
     rng = np.random.default_rng()

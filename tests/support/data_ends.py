@@ -1,5 +1,5 @@
-"""Owners and readers of pages as tests of the data paths use them: far (in another process) or,
-of loopback, near. `Ends` makes them and ends them all."""
+"""Producers and consumers of pages as tests of the data paths use them: far (in another process)
+or, of loopback, near. `Ends` makes them and ends them all."""
 
 import socket
 import time
@@ -16,15 +16,15 @@ from kvtransfer.backends.base import BackendConnection, Ints, Moves, RemotePool,
 from kvtransfer.backends.path_proof import prove_same_host
 from kvtransfer.backends.tcp.wire import INTRODUCTION, KEY_BYTES, MAGIC, TcpDescription, TcpProofs
 from tests.support.data_children import (
-    READER,
+    CONSUMER,
     REPLY_S,
     Child,
     Memory,
+    consumer_program,
     content,
     make_memory,
     nonce_program,
-    owner_program,
-    reader_program,
+    producer_program,
 )
 
 
@@ -37,13 +37,14 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = REPLY_S) -> None:
 
 
 def introduction(told: TcpDescription) -> bytes:
-    """Return the first message of a reader on a new connection."""
+    """Return the first message of a consumer on a new connection."""
     count = time.monotonic_ns()
-    return INTRODUCTION.pack(MAGIC, told.reader, count, TcpProofs.by(told.key, count).of_reader)
+    return INTRODUCTION.pack(MAGIC, told.consumer, count, TcpProofs.by(told.key, count).of_consumer)
 
 
 def introduced(description: bytes) -> socket.socket:
-    """A raw connection to an owner of tcp, that has proved to be the reader of the description."""
+    """A raw connection to a producer of tcp, that has proved to be the consumer of the
+    description."""
     told = msgspec.msgpack.decode(description, type=TcpDescription)
     raw = socket.create_connection((told.host, told.port), 5)
     raw.settimeout(None)
@@ -53,19 +54,19 @@ def introduced(description: bytes) -> socket.socket:
 
 
 def changed(description: TcpDescription, **fields: object) -> bytes:
-    """Return the description of a tcp owner with some fields changed."""
+    """Return the description of a tcp producer with some fields changed."""
     return msgspec.msgpack.encode(msgspec.structs.replace(description, **fields))
 
 
-class FarOwner:
-    """An owner in another process."""
+class FarProducer:
+    """A producer in another process."""
 
     def __init__(
         self, backend: str, num_pages: int, page_bytes: int, *, seed: int, log: Path, apart: str
     ) -> None:
         self.content = content(seed, num_pages, page_bytes)
         self.child = Child(
-            owner_program,
+            producer_program,
             apart,
             backend,
             num_pages,
@@ -78,7 +79,7 @@ class FarOwner:
 
     @property
     def remote(self) -> RemotePool:
-        """Waits until the owner serves. Skips the test if this machine keeps it from moving."""
+        """Waits until the producer serves. Skips the test if this machine keeps it from moving."""
         if self._remote is None:
             told = self.child.receive()
             if isinstance(told, str):
@@ -86,26 +87,26 @@ class FarOwner:
             self._remote = told
         return self._remote
 
-    def admit(self, reader: int = READER) -> bytes:
+    def admit(self, consumer: int = CONSUMER) -> bytes:
         assert self.remote
-        description: bytes = self.child.ask("admit", reader)
+        description: bytes = self.child.ask("admit", consumer)
         return description
 
-    def dismiss(self, reader: int = READER) -> None:
-        self.child.ask("dismiss", reader)
+    def dismiss(self, consumer: int = CONSUMER) -> None:
+        self.child.ask("dismiss", consumer)
 
-    def publish(self, reader: int, pages: Ints) -> None:
+    def publish(self, consumer: int, pages: Ints) -> None:
         assert self.remote
-        self.child.ask("publish", reader, pages)
+        self.child.ask("publish", consumer, pages)
 
-    def withdraw(self, reader: int, pages: Ints) -> None:
-        self.child.ask("withdraw", reader, pages)
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        self.child.ask("withdraw", consumer, pages)
 
-    def publish_all(self, reader: int = READER) -> None:
-        self.publish(reader, np.arange(len(self.content), dtype=np.int32))
+    def publish_all(self, consumer: int = CONSUMER) -> None:
+        self.publish(consumer, np.arange(len(self.content), dtype=np.int32))
 
     def has_run(self) -> None:
-        """Returns once the owner's loop has turned."""
+        """Returns once the producer's loop has turned."""
         assert self.child.ask("nothing") is None
 
     def end(self) -> None:
@@ -113,8 +114,8 @@ class FarOwner:
         self.child.kill()
 
 
-class NearOwner:
-    """The same for loopback, whose owners live in the reader's process."""
+class NearProducer:
+    """The same for loopback, whose producers live in the consumer's process."""
 
     def __init__(
         self, backend: TransferBackend, num_pages: int, page_bytes: int, *, seed: int
@@ -122,35 +123,35 @@ class NearOwner:
         self.content = content(seed, num_pages, page_bytes)
         self._memory = Memory(num_pages, page_bytes)
         self._memory.pages[:] = self.content
-        self._owner = backend.serve(self._memory.pool, seed)
+        self._producer = backend.serve(self._memory.pool, seed)
         self.remote = self._memory.remote
 
-    def admit(self, reader: int = READER) -> bytes:
-        return self._owner.admit(reader)
+    def admit(self, consumer: int = CONSUMER) -> bytes:
+        return self._producer.admit(consumer)
 
-    def dismiss(self, reader: int = READER) -> None:
-        self._owner.dismiss(reader)
+    def dismiss(self, consumer: int = CONSUMER) -> None:
+        self._producer.dismiss(consumer)
 
-    def publish(self, reader: int, pages: Ints) -> None:
-        self._owner.publish(reader, pages)
+    def publish(self, consumer: int, pages: Ints) -> None:
+        self._producer.publish(consumer, pages)
 
-    def withdraw(self, reader: int, pages: Ints) -> None:
-        self._owner.withdraw(reader, pages)
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        self._producer.withdraw(consumer, pages)
 
-    def publish_all(self, reader: int = READER) -> None:
-        self.publish(reader, np.arange(len(self.content), dtype=np.int32))
+    def publish_all(self, consumer: int = CONSUMER) -> None:
+        self.publish(consumer, np.arange(len(self.content), dtype=np.int32))
 
     def end(self) -> None:
-        self._owner.close()
+        self._producer.close()
 
 
-class FarReader:
-    """A reader in another process. It reads all of an owner's pages again and again, in a random
-    order, and reports what it meets."""
+class FarConsumer:
+    """A consumer in another process. It reads all of a producer's pages again and again, in a
+    random order, and reports what it meets."""
 
     def __init__(self, backend: str, num_pages: int, page_bytes: int, *, log: Path) -> None:
         self.child = Child(
-            reader_program,
+            consumer_program,
             backend,
             num_pages,
             page_bytes,
@@ -159,9 +160,9 @@ class FarReader:
         )
         assert self.child.receive() == "started"
 
-    def read_from(self, owner: FarOwner) -> None:
+    def read_from(self, producer: FarProducer) -> None:
         """Returns once its first copy has landed, right in every byte; it goes on copying."""
-        landed = self.child.ask(owner.admit(), owner.remote, owner.content)
+        landed = self.child.ask(producer.admit(), producer.remote, producer.content)
         assert landed == "landed", landed
 
     def failed(self) -> None:
@@ -192,62 +193,64 @@ def closing(connection: BackendConnection) -> Iterator[BackendConnection]:
 
 
 class Ends:
-    """Makes owners and readers, and ends them all."""
+    """Makes producers and consumers, and ends them all."""
 
     def __init__(self, log: Path, exits: ExitStack) -> None:
         self.log = log
         self._exits = exits
-        self._num_owners = 0
+        self._num_producers = 0
         self._memories: list[Memory] = []  # must outlive their connections
 
-    def owner(
+    def producer(
         self, backend: TransferBackend, num_pages: int, page_bytes: int
-    ) -> FarOwner | NearOwner:
+    ) -> FarProducer | NearProducer:
         """In another process, but of loopback."""
         if backend.name == "loopback":
-            self._num_owners += 1
-            near = NearOwner(backend, num_pages, page_bytes, seed=self._num_owners)
+            self._num_producers += 1
+            near = NearProducer(backend, num_pages, page_bytes, seed=self._num_producers)
             self._exits.callback(near.end)
             return near
-        return self.far_owner(backend.name, num_pages, page_bytes)
+        return self.far_producer(backend.name, num_pages, page_bytes)
 
-    def far_owner(self, backend: str, num_pages: int, page_bytes: int, apart: str = "") -> FarOwner:
+    def far_producer(
+        self, backend: str, num_pages: int, page_bytes: int, apart: str = ""
+    ) -> FarProducer:
         """apart: the namespace, "ipc" or "pid", that it does not share with others."""
-        self._num_owners += 1
-        owner = FarOwner(
-            backend, num_pages, page_bytes, seed=self._num_owners, log=self.log, apart=apart
+        self._num_producers += 1
+        producer = FarProducer(
+            backend, num_pages, page_bytes, seed=self._num_producers, log=self.log, apart=apart
         )
-        self._exits.callback(owner.end)
-        return owner
+        self._exits.callback(producer.end)
+        return producer
 
-    def owner_apart(self, namespace: str, num_pages: int, page_bytes: int) -> FarOwner:
-        """An owner of nixl in another "ipc" or "pid" namespace, as in another container. Skips
+    def producer_apart(self, namespace: str, num_pages: int, page_bytes: int) -> FarProducer:
+        """A producer of nixl in another "ipc" or "pid" namespace, as in another container. Skips
         the test where this machine makes none."""
-        owner = self.far_owner("nixl", num_pages, page_bytes, namespace)
-        assert owner.remote
-        return owner
+        producer = self.far_producer("nixl", num_pages, page_bytes, namespace)
+        assert producer.remote
+        return producer
 
     def memory(self, backend: TransferBackend, num_pages: int, page_bytes: int) -> Memory:
-        """For a reader of that backend. It lives until the test has ended."""
+        """For a consumer of that backend. It lives until the test has ended."""
         memory = make_memory(backend.name, num_pages, page_bytes)
         self._memories.append(memory)
         return memory
 
-    def far_reader(self, backend: str, num_pages: int, page_bytes: int) -> FarReader:
-        reader = FarReader(backend, num_pages, page_bytes, log=self.log)
-        self._exits.callback(reader.child.kill)
-        return reader
+    def far_consumer(self, backend: str, num_pages: int, page_bytes: int) -> FarConsumer:
+        consumer = FarConsumer(backend, num_pages, page_bytes, log=self.log)
+        self._exits.callback(consumer.child.kill)
+        return consumer
 
     def connect(
         self,
         backend: TransferBackend,
-        owner: FarOwner | NearOwner,
+        producer: FarProducer | NearProducer,
         memory: Memory,
-        reader: int = READER,
+        consumer: int = CONSUMER,
         moves: Moves | None = None,
     ) -> BackendConnection:
         """A connection that is closed at the end of the test."""
-        connection = backend.connect(owner.admit(reader), owner.remote, memory.pool, moves)
+        connection = backend.connect(producer.admit(consumer), producer.remote, memory.pool, moves)
         self._memories.append(memory)
         self._exits.enter_context(closing(connection))
         return connection

@@ -36,8 +36,8 @@ class NixlTransports:
     # UCX's handling of peers that are gone. It refuses posix with "peer". With "none", a read from
     # a process that has ended still fails, because the kernel reports it.
     errors: Literal["none", "peer"]
-    # Whether an owner must be polled while a reader connects. Over shared memory it need not even
-    # run: a reader has connected to, and read for 40 s from, an owner stopped by SIGSTOP.
+    # Whether a producer must be polled while a consumer connects. Over shared memory it need not
+    # even run: a consumer has connected to, and read for 40 s from, a producer stopped by SIGSTOP.
     polled: bool = False
     devices: Callable[[], str] = lambda: "all"  # of the network. May raise TransferError
 
@@ -56,9 +56,9 @@ _ENVIRONMENT = {
     "UCX_POSIX_FIFO_SIZE": "64",
     "UCX_POSIX_SEG_SIZE": "1024",
     "UCX_POSIX_RX_BUFS_GROW": "64",
-    # Without it, UCX does not read between GPUs that have no NVLink without the owner's help.
+    # Without it, UCX does not read between GPUs that have no NVLink without the producer's help.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",
-    # Otherwise UCX keeps the memory of every owner, also of dead ones, mapped until this process
+    # Otherwise UCX keeps the memory of every producer, also of dead ones, mapped until this process
     # ends, so that it cannot be reused. device_proof.py keeps it mapped while it is needed.
     "UCX_CUDA_IPC_CACHE": "n",
     # Both write to stderr whenever a peer dies. The relevant part reaches the caller as an
@@ -95,12 +95,12 @@ class NixlAgent:
 
     def meet(self, metadata: bytes) -> Any:
         """Return the other agent's name, for `prepare`. UCX aborts the process on some forged
-        metadata: pass only metadata that has been proved to be the owner's.
+        metadata: pass only metadata that has been proved to be the producer's.
         """
         try:
             return _call(self._agent.add_remote_agent, metadata)
         except TransferError as error:
-            raise TransferError(f"the owner's agent is out of reach: {error}") from None
+            raise TransferError(f"the producer's agent is out of reach: {error}") from None
 
     def prepare(
         self, pool: PagePool, parts: Sequence[PageCut], remote: Any = "NIXL_INIT_AGENT"

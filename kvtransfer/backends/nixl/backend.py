@@ -1,14 +1,14 @@
-"""The data path over a proved one-sided path: the reader copies, the owner does nothing.
+"""The data path over a proved one-sided path: the consumer copies, the producer does nothing.
 
-The owner has one passive agent for each path that it can offer. If the path uses keys, it has one
-for each of its readers (`ConsumerAgents`). A reader has one agent per connection. paths.py lists
-the paths and their proofs.
+The producer has one passive agent for each path that it can offer. If the path uses keys, it has
+one for each of its consumers (`ConsumerAgents`). A consumer has one agent per connection. paths.py
+lists the paths and their proofs.
 
-A reader's keys end with its agent.
+A consumer's keys end with its agent.
 
 Ending the agent revokes its keys. Deregistering the memory would not be enough: UCX keeps
 registrations in a cache until the context of the agent ends. Each agent has connections, a
-protection domain and a registration of its own, so other readers are not affected.
+protection domain and a registration of its own, so other consumers are not affected.
 
 Agents are made and ended one after the other, on one thread. An agent that is dismissed while it is
 being made ends right afterwards. There are never more of them than places.
@@ -47,7 +47,7 @@ from kvtransfer.backends.read_map import ReadMap
 
 
 class NixlListener:
-    """A passive agent of the owner. For one thread at a time, which has called `memory.use`."""
+    """A passive agent of the producer. For one thread at a time, which has called `memory.use`."""
 
     def __init__(self, kind: PathKind, memory: NixlMemory) -> None:
         """Make the agent. Takes about 5 ms and a registration of the pool, which over RDMA pins
@@ -73,75 +73,77 @@ class NixlListener:
             self._agent.poll()
 
     def close(self) -> None:
-        """End the agent. No reader can read over it afterwards. Idempotent."""
+        """End the agent. No consumer can read over it afterwards. Idempotent."""
         self._agent.destroy()
 
 
 # Each has the pool registered: 8 bytes for every page that the network card maps, and as much of
 # RLIMIT_MEMLOCK as the pool has bytes.
-MAX_READERS = 64
+MAX_CONSUMERS = 64
 _Made = tuple[NixlListener, ...]
 _rare = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
 class ConsumerAgents:
-    """The agents of all readers. For one thread at a time. No call but `close` waits."""
+    """The agents of all consumers. For one thread at a time. No call but `close` waits."""
 
     def __init__(
-        self, kinds: Sequence[PathKind], memory: NixlMemory, *, max_readers: int = MAX_READERS
+        self, kinds: Sequence[PathKind], memory: NixlMemory, *, max_consumers: int = MAX_CONSUMERS
     ) -> None:
         """
         Args:
-            kinds: each reader gets one agent for each of them.
+            kinds: each consumer gets one agent for each of them.
         """
         self._kinds = kinds
         self._memory = memory
-        self._max_readers = max_readers
-        self._places = threading.BoundedSemaphore(max_readers)
-        self._made: dict[int, Future[_Made]] = {}  # by reader
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl-readers")
+        self._max_consumers = max_consumers
+        self._places = threading.BoundedSemaphore(max_consumers)
+        self._made: dict[int, Future[_Made]] = {}  # by consumer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl-consumers")
 
-    def prepare(self, reader: int) -> Future[Any]:
-        """Start to make a reader's agents. The Future also completes if there is none to make, or
-        no place for one: readers that are gone keep their place until their agents have ended.
+    def prepare(self, consumer: int) -> Future[Any]:
+        """Start to make a consumer's agents. The Future also completes if there is none to make, or
+        no place for one: consumers that are gone keep their place until their agents have ended.
         """
         if not self._kinds:
             return prepared()
         if not self._places.acquire(blocking=False):
             paths = ", ".join(kind.name for kind in self._kinds)
-            _rare.warning("consumer gets no keys", paths=paths, reason=f"{self._max_readers} have")
+            _rare.warning(
+                "consumer gets no keys", paths=paths, reason=f"{self._max_consumers} have"
+            )
             return prepared()
-        self._made[reader] = self._thread.submit(self._make)
-        return self._made[reader]
+        self._made[consumer] = self._thread.submit(self._make)
+        return self._made[consumer]
 
-    def offers(self, reader: int) -> tuple[NixlOffer, ...]:
-        """Return the offerings made for the reader so far."""
-        made = self._made.get(reader)
+    def offers(self, consumer: int) -> tuple[NixlOffer, ...]:
+        """Return the offerings made for the consumer so far."""
+        made = self._made.get(consumer)
         return tuple(each.offer for each in made.result()) if made and made.done() else ()
 
-    def dismiss(self, reader: int) -> None:
-        """End the reader's agents soon, and with them the use of its keys. Idempotent."""
-        made = self._made.pop(reader, None)
+    def dismiss(self, consumer: int) -> None:
+        """End the consumer's agents soon, and with them the use of its keys. Idempotent."""
+        made = self._made.pop(consumer, None)
         if made is not None:
             made.cancel()
             self._thread.submit(self._end, made)
 
     def poll(self) -> None:
-        """Poll all agents. Dismiss readers whose agents fail: such a failure affects only that
-        reader.
+        """Poll all agents. Dismiss consumers whose agents fail: such a failure affects only that
+        consumer.
         """
-        for reader, made in list(self._made.items()):
+        for consumer, made in list(self._made.items()):
             try:
                 for offering in made.result() if made.done() else ():
                     offering.poll()
             except TransferError as error:
-                _rare.warning("consumer keys revoked", consumer=reader, reason=error)
-                self.dismiss(reader)
+                _rare.warning("consumer keys revoked", consumer=consumer, reason=error)
+                self.dismiss(consumer)
 
     def close(self) -> None:
-        """Dismiss all readers, and wait until all agents have ended."""
-        for reader in list(self._made):
-            self.dismiss(reader)
+        """Dismiss all consumers, and wait until all agents have ended."""
+        for consumer in list(self._made):
+            self.dismiss(consumer)
         self._thread.shutdown()
 
     # On the thread that makes them ---------------------------------------------------------------
@@ -177,7 +179,7 @@ class NixlProducer:
         """Raise TransferError if this machine can offer no path."""
         memory.use()
         self._memory = memory
-        self._offerings: list[NixlListener] = []  # shared by all readers
+        self._offerings: list[NixlListener] = []  # shared by all consumers
         keyed: list[PathKind] = []
         reasons = []
         for kind in kinds:
@@ -193,7 +195,7 @@ class NixlProducer:
                 self._offerings.append(offering)
         if not self._offerings and not keyed:
             raise TransferError(f"no one-sided path: {'; '.join(reasons)}")
-        self._readers = ConsumerAgents(keyed, memory)
+        self._consumers = ConsumerAgents(keyed, memory)
         shared = [offering.offer.path for offering in self._offerings]
         _log.info(
             "nixl offers %s",
@@ -203,13 +205,13 @@ class NixlProducer:
             ),
         )
 
-    def prepare(self, reader: int) -> Future[Any]:
-        return self._readers.prepare(reader)
+    def prepare(self, consumer: int) -> Future[Any]:
+        return self._consumers.prepare(consumer)
 
-    def admit(self, reader: int) -> bytes:
-        offers = *(each.offer for each in self._offerings), *self._readers.offers(reader)
+    def admit(self, consumer: int) -> bytes:
+        offers = *(each.offer for each in self._offerings), *self._consumers.offers(consumer)
         if not offers:
-            raise TransferError("no agent has been made for this reader")
+            raise TransferError("no agent has been made for this consumer")
         return msgspec.msgpack.encode(
             NixlDescription(
                 device=self._memory.pool.device,
@@ -219,33 +221,33 @@ class NixlProducer:
             )
         )
 
-    def dismiss(self, reader: int) -> None:
-        """End the reader's agents. On paths without keys, the reader keeps its knowledge of this
-        memory.
+    def dismiss(self, consumer: int) -> None:
+        """End the consumer's agents. On paths without keys, the consumer keeps its knowledge of
+        this memory.
         """
-        self._readers.dismiss(reader)
+        self._consumers.dismiss(consumer)
 
-    def publish(self, reader: int, pages: Ints) -> None:
-        """Do nothing: reads do not involve the owner."""
+    def publish(self, consumer: int, pages: Ints) -> None:
+        """Do nothing: reads do not involve the producer."""
 
-    def withdraw(self, reader: int, pages: Ints) -> None:
-        """Do nothing: the reader discards the data of late reads."""
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        """Do nothing: the consumer discards the data of late reads."""
 
     def poll(self) -> None:
         self._memory.use()
         for offering in self._offerings:
             offering.poll()
-        self._readers.poll()
+        self._consumers.poll()
 
     def close(self) -> None:
         self._memory.use()
-        self._readers.close()
+        self._consumers.close()
         for offering in self._offerings:
             offering.close()
 
 
 class NixlBackend:
-    """Owners and readers of host and device memory. Loads nixl on first use."""
+    """Producers and consumers of host and device memory. Loads nixl on first use."""
 
     name = "nixl"
 

@@ -1,4 +1,4 @@
-"""The reader's end of one nixl path: an agent made for one owner process, which copies alone.
+"""The consumer's end of one nixl path: an agent made for one producer process, which copies alone.
 
 The fence has two parts: the user thread leaves `copy`, then the agent is destroyed, because nothing
 else ends a read that nixl has started. Device copies are waited for twice: before, so that no
@@ -99,7 +99,7 @@ _TRIES = 8  # rate measurements: two processes that share a device each run a fe
 
 
 class NixlOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A path to the owner."""
+    """A path to the producer."""
 
     path: Annotated[str, msgspec.Meta(max_length=16)]
     evidence: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
@@ -117,7 +117,7 @@ class NixlDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Local pages and the owner's pages they are read from, as numbers of prepared lists."""
+    """Local pages and the producer's pages they are read from, as numbers of prepared lists."""
 
     source: int
     destination: int
@@ -144,12 +144,12 @@ class NixlConnection:
         self._num_source = remote.num_pages
         self._num_destination = pool.num_pages
         self._map = reads
-        # Probes read pages of this node's size, whatever the owner's is.
+        # Probes read pages of this node's size, whatever the producer's is.
         self._page_bytes = pool.page_bytes
         theirs = description.scratch_pages * remote.page_bytes // pool.page_bytes
         self._scratch_pages = min(theirs, memory.scratch.num_pages)
         if not self._scratch_pages:
-            raise TransferError(f"the owner has no {pool.page_bytes} bytes for probes")
+            raise TransferError(f"the producer has no {pool.page_bytes} bytes for probes")
         self._part_bytes = kind.part_bytes
         self._stopped = False
         self._memory = memory
@@ -207,21 +207,24 @@ class NixlConnection:
         pool, scratch = self._memory.pool, self._memory.scratch
         self._agent.register(pool)
         self._agent.register(scratch)
-        owner = self._agent.meet(offer.metadata)
+        producer = self._agent.meet(offer.metadata)
 
         def route(base: int, here: int, page_bytes: int, num_pages: int) -> _Route:
             source = PagePool(base, page_bytes, num_pages, description.device)
             destination = PagePool(here, page_bytes, num_pages, pool.device)
             whole = [PageCut(0, page_bytes)]
             return _Route(
-                self._agent.prepare(source, whole, owner), self._agent.prepare(destination, whole)
+                self._agent.prepare(source, whole, producer),
+                self._agent.prepare(destination, whole),
             )
 
         num_pages, num_bytes = self._scratch_pages, self._scratch_pages * pool.page_bytes
         source = PagePool(remote.base, remote.page_bytes, remote.num_pages, description.device)
         parts = self._map.parts
         self._pool = _Route(
-            self._agent.prepare(source, [PageCut(each.source, each.size) for each in parts], owner),
+            self._agent.prepare(
+                source, [PageCut(each.source, each.size) for each in parts], producer
+            ),
             self._agent.prepare(pool, [PageCut(each.at, each.size) for each in parts]),
         )
         self._scratch = route(description.scratch_base, scratch.base, pool.page_bytes, num_pages)
@@ -229,7 +232,7 @@ class NixlConnection:
         self._block_bytes = num_bytes
 
     def _make_contact(self, kind: PathKind, late: float) -> None:
-        """Read scratch pages to prove the path. The owner has then been reached, without help of
+        """Read scratch pages to prove the path. The producer has then been reached, without help of
         its process if it is not polled, and reads are as fast as expected of this path alone. The
         rate is that of one block, whatever the size of a page.
         """
@@ -256,6 +259,6 @@ class NixlConnection:
         )
         while not landed:
             if self._stopped or time.monotonic() > late:
-                raise TransferError("no read of the owner's memory has landed in time")
+                raise TransferError("no read of the producer's memory has landed in time")
             time.sleep(_POLL_S)
             landed = self._agent.read_has_landed()

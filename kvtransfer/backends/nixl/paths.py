@@ -1,17 +1,18 @@
 """The one-sided paths that nixl may use, in order of preference, and the proof of each.
 
 UCX uses any transport that it finds and does not report which one. If no transport reads alone, UCX
-uses the owner's help. So every path has transports of its own, none of them is sockets, and no KV
-goes over a path before it is proved. The proof has two parts. The reader reads bytes that only the
-owner can have sent. Then a first read succeeds without help of the owner, which is not polled.
+uses the producer's help. So every path has transports of its own, none of them is sockets, and no
+KV goes over a path before it is proved. The proof has two parts. The consumer reads bytes that only
+the producer can have sent. Then a first read succeeds without help of the producer, which is not
+polled.
 
 cma, cuda_ipc and nvlink join processes of one host. rdma joins hosts, and has not been run on any
-yet. For rdma, the owner's metadata is trusted as far as the pair stream that carried it: UCX ends
-the process on some forged metadata. The owner is also polled while readers connect over rdma,
-because both ends of a reliable connection must learn of each other.
+yet. For rdma, the producer's metadata is trusted as far as the pair stream that carried it: UCX
+ends the process on some forged metadata. The producer is also polled while consumers connect over
+rdma, because both ends of a reliable connection must learn of each other.
 
-Only rdma uses keys that can be revoked. Within a host a reader reads by process id and address, or
-maps all memory of a device by a handle that the driver never revokes.
+Only rdma uses keys that can be revoked. Within a host a consumer reads by process id and address,
+or maps all memory of a device by a handle that the driver never revokes.
 """
 
 from collections.abc import Callable
@@ -28,19 +29,19 @@ _MIB = 1 << 20
 
 
 class PathEvidence(Protocol):
-    """Evidence in the owner's memory that proves the path to a reader that finds it. Kept while the
-    offer is valid.
+    """Evidence in the producer's memory that proves the path to a consumer that finds it. Kept
+    while the offer is valid.
     """
 
     def tell(self, metadata: bytes) -> bytes:
-        """Return what a reader needs to find it, for a path whose agent has this metadata. Called
+        """Return what a consumer needs to find it, for a path whose agent has this metadata. Called
         once.
         """
         ...
 
 
 class ProvedPath(Protocol):
-    """The reader's end of a proved path. For one thread."""
+    """The consumer's end of a proved path. For one thread."""
 
     path: str  # what carries the bytes, as named in metrics
 
@@ -58,14 +59,14 @@ class PathKind:
     transports: NixlTransports  # of its agents
     evidence: Callable[
         [PagePool, PagePool], PathEvidence
-    ]  # takes the owner's pool and scratch pages
-    # Takes the evidence, the metadata and the reader's pool.
+    ]  # takes the producer's pool and scratch pages
+    # Takes the evidence, the metadata and the consumer's pool.
     prove: Callable[[bytes, bytes, PagePool], ProvedPath]
     part_bytes: int  # of one read: bounds the time until a stop of the connection is noticed
     # A detour inside UCX, through host memory, is slower than this. 0: there is no such detour.
     min_gib_per_s: float = 0.0
-    # The description given to a reader has keys, which allow reads until they are revoked. Each
-    # reader has an agent of its own at the owner, and its keys end with the agent.
+    # The description given to a consumer has keys, which allow reads until they are revoked. Each
+    # consumer has an agent of its own at the producer, and its keys end with the agent.
     keyed: bool = False
 
 
@@ -91,7 +92,7 @@ PATHS = (
         16 * _MIB,
         keyed=True,
     ),
-    # Without GPUDirect RDMA, UCX would go through host memory with the owner's help.
+    # Without GPUDirect RDMA, UCX would go through host memory with the producer's help.
     PathKind(
         "rdma",
         "cuda",

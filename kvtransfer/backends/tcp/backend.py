@@ -10,7 +10,7 @@ from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.backends.read_map import ReadMap
 from kvtransfer.backends.tcp.connection import TcpConnection
 from kvtransfer.backends.tcp.memory import TcpHostMemory, TcpMemory
-from kvtransfer.backends.tcp.owner import TcpProducer
+from kvtransfer.backends.tcp.producer import TcpProducer
 from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.tls import ProducerTls
 from kvtransfer.backends.tcp.wire import TcpDescription
@@ -30,10 +30,10 @@ def memory_of(pool: PagePool) -> TcpMemory:
 class TcpBackend:
     """The tcp backend.
 
-    Owners bind to `data_host`, which is also the address that readers are given, and to
-    `data_port`. With port 0 each owner takes a free one, so the backend may serve several pools at
-    once. With `encrypted`, all bytes of pages are in TLS, and owners or readers without it are
-    rejected.
+    Producers bind to `data_host`, which is also the address that consumers are given, and to
+    `data_port`. With port 0 each producer takes a free one, so the backend may serve several pools
+    at once. With `encrypted`, all bytes of pages are in TLS, and producers or consumers without it
+    are rejected.
     """
 
     name = "tcp"
@@ -64,15 +64,15 @@ class TcpBackend:
     ) -> TcpConnection:
         parsed = parse_description(self.name, description, TcpDescription)
         if self._encrypted and not parsed.certificate:
-            raise TransferError(f"this node encrypts pages and the owner does not: {_ALIKE}")
+            raise TransferError(f"this node encrypts pages and the producer does not: {_ALIKE}")
         if parsed.certificate and not self._encrypted:
-            raise TransferError(f"the owner encrypts pages and this node does not: {_ALIKE}")
+            raise TransferError(f"the producer encrypts pages and this node does not: {_ALIKE}")
         reads = ReadMap(remote, pool, moves)
         return TcpConnection(parsed, remote, pool, self._memory_of(pool), reads)
 
 
 def _tls() -> ProducerTls:
     # Imported here because it is slow to load.
-    from kvtransfer.backends.tcp.certificate import make_owner_tls
+    from kvtransfer.backends.tcp.certificate import make_producer_tls
 
-    return make_owner_tls()
+    return make_producer_tls()

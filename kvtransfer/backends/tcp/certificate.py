@@ -1,4 +1,4 @@
-"""The certificate of one owner process, made at its start and gone with it.
+"""The certificate of one producer process, made at its start and gone with it.
 
 Separate from tls.py because the library that makes it takes longer to load than Baton's own
 modules. It is imported only if data connections are encrypted.
@@ -13,12 +13,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from kvtransfer.backends.tcp.tls import ProducerTls, fingerprint
 
-_LIFE = timedelta(days=3650)  # not checked: readers compare the fingerprint
+_LIFE = timedelta(days=3650)  # not checked: consumers compare the fingerprint
 
 
-def make_owner_tls() -> ProducerTls:
+def make_producer_tls() -> ProducerTls:
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "baton owner")])
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "baton producer")])
     now = datetime.now(UTC)
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())

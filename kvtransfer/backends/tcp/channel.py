@@ -1,6 +1,6 @@
 """Byte transfer over a data connection whose ends are authenticated. Plain here, TLS in tls.py.
 
-Knows sockets and addresses of memory, neither frames nor readers.
+Knows sockets and addresses of memory, neither frames nor consumers.
 """
 
 import contextlib

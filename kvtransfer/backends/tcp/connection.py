@@ -1,4 +1,4 @@
-"""The reader's end of the tcp backend: sends page ids, receives raw pages into the pool.
+"""The consumer's end of the tcp backend: sends page ids, receives raw pages into the pool.
 
 The fence is `stop` (shutdown of the socket) plus the user thread's return from `copy`. Closing
 alone would let a blocked receive land bytes that the kernel already has, so `close` belongs to the
@@ -27,7 +27,7 @@ from kvtransfer.backends.scatter import receive_before
 from kvtransfer.backends.scratch import measure
 from kvtransfer.backends.tcp.channel import PlainTcpChannel, TcpChannel
 from kvtransfer.backends.tcp.memory import TcpMemory
-from kvtransfer.backends.tcp.tls import reader_channel
+from kvtransfer.backends.tcp.tls import consumer_channel
 from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
     KEY_BYTES,
@@ -47,7 +47,7 @@ _Read: TypeAlias = tuple[PagePart, Ints, Ints]  # of a part of source pages, int
 
 
 class TcpConnection:
-    """One socket to one owner process."""
+    """One socket to one producer process."""
 
     path = "tcp"
 
@@ -59,7 +59,7 @@ class TcpConnection:
         memory: TcpMemory,
         reads: ReadMap,
     ) -> None:
-        """Connect. Blocks for CONNECT_S at most. Raises TransferError if the owner cannot be
+        """Connect. Blocks for CONNECT_S at most. Raises TransferError if the producer cannot be
         reached.
         """
         self._peer = f"{description.host}:{description.port}"
@@ -111,7 +111,7 @@ class TcpConnection:
             self.stop()  # the start of the next frame is unknown now
             raise TransferError(f"tcp from {self._peer}: {error}") from None
         if refused is not None:
-            raise ReadRefused(f"the owner does not publish page {refused} to this reader")
+            raise ReadRefused(f"the producer does not publish page {refused} to this consumer")
 
     def _requests(self, reads: Iterable[_Read]) -> list[_Read]:
         """Cut reads into requests."""
@@ -173,7 +173,7 @@ def _connect(description: TcpDescription) -> TcpChannel:
         proofs = _introduce(connection, description, late)
         connection.settimeout(None)
         channel = (
-            reader_channel(connection, description.certificate)
+            consumer_channel(connection, description.certificate)
             if description.certificate
             else PlainTcpChannel(connection)
         )
@@ -191,10 +191,10 @@ def _connect(description: TcpDescription) -> TcpChannel:
 def _introduce(connection: socket.socket, description: TcpDescription, late: float) -> TcpProofs:
     """Authenticate both ends to each other."""
     set_options(connection)
-    count = time.monotonic_ns()  # ranks of a reader connect in any order
+    count = time.monotonic_ns()  # ranks of a consumer connect in any order
     proofs = TcpProofs.by(description.key, count)
-    connection.sendall(INTRODUCTION.pack(MAGIC, description.reader, count, proofs.of_reader))
+    connection.sendall(INTRODUCTION.pack(MAGIC, description.consumer, count, proofs.of_consumer))
     answer = receive_before(connection, KEY_BYTES, late)
-    if not hmac.compare_digest(answer, proofs.of_owner):
-        raise TransferError("another process than that owner listens there")
+    if not hmac.compare_digest(answer, proofs.of_producer):
+        raise TransferError("another process than that producer listens there")
     return proofs

@@ -61,7 +61,7 @@ class StagedMemory:
         return [self._slot(self._device, page_bytes) for _ in range(_NUM_SLOTS)]
 
     def _rehearse(self) -> None:
-        """Pack and unpack a scratch page, to compile both kernels before a reader waits for its
+        """Pack and unpack a scratch page, to compile both kernels before a consumer waits for its
         first pages.
         """
         scratch, page = self._pages[FrameKind.SCRATCH], np.zeros(1, np.int32)

@@ -1,7 +1,7 @@
-"""Data connections in TLS 1.3, with a certificate that each owner process makes for itself.
+"""Data connections in TLS 1.3, with a certificate that each producer process makes for itself.
 
-No authority is needed: the owner sends the certificate's fingerprint over the pair stream. The
-reader presents no certificate. Its seal, the first bytes in TLS, identifies it. Pages go from and
+No authority is needed: the producer sends the certificate's fingerprint over the pair stream. The
+consumer presents no certificate. Its seal, the first bytes in TLS, identifies it. Pages go from and
 into the pool without a copy in Python, record by record (16 KiB). Each record costs two crossings
 between the interpreter and C at both ends.
 """
@@ -80,7 +80,7 @@ class TlsTcpChannel:
 
 
 class ProducerTls:
-    """The owner's end of its connections."""
+    """The producer's end of its connections."""
 
     def __init__(self, pem: bytes, certificate: bytes) -> None:
         """
@@ -99,18 +99,18 @@ class ProducerTls:
             self._context.load_cert_chain(f"/proc/self/fd/{descriptor}")
 
     def channel(self, connection: socket.socket) -> TlsTcpChannel:
-        """Return the owner's end. Owns the connection, which must be blocking."""
+        """Return the producer's end. Owns the connection, which must be blocking."""
         secured = self._context.wrap_socket(
             connection, server_side=True, do_handshake_on_connect=False
         )
         return TlsTcpChannel(secured, _check_seal)
 
 
-def reader_channel(connection: socket.socket, certificate: bytes) -> TlsTcpChannel:
-    """Return the reader's end. Owns the connection, which must be blocking.
+def consumer_channel(connection: socket.socket, certificate: bytes) -> TlsTcpChannel:
+    """Return the consumer's end. Owns the connection, which must be blocking.
 
     Args:
-        certificate: fingerprint of the owner's.
+        certificate: fingerprint of the producer's.
     """
 
     def send_seal(channel: TlsTcpChannel, seal: bytes) -> None:
@@ -131,7 +131,7 @@ def fingerprint(certificate: bytes) -> bytes:
 
 def _check_seal(channel: TlsTcpChannel, seal: bytes) -> None:
     if not hmac.compare_digest(channel.receive(KEY_BYTES), seal):
-        raise TransferError("another than the reader speaks in TLS")
+        raise TransferError("another than the consumer speaks in TLS")
 
 
 def _context(protocol: int) -> ssl.SSLContext:

@@ -1,24 +1,25 @@
 """The wire format of a tcp data connection, and how its two ends authenticate each other.
 
-    reader  INTRODUCTION: magic, its number, count, proof
-    owner   proof, or the end of the connection
-    both    a TLS handshake, if the description names a certificate; in it the reader's seal
-    reader  REQUEST: kind, number of pages, offset and length in each page;
+    consumer  INTRODUCTION: magic, its number, count, proof
+    producer   proof, or the end of the connection
+    both    a TLS handshake, if the description names a certificate; in it the consumer's seal
+    consumer  REQUEST: kind, number of pages, offset and length in each page;
                      page ids as little-endian int32                            (repeated,
-    owner   REPLY: DATA, then these bytes of the pages in that order             in the same order)
+    producer   REPLY: DATA, then these bytes of the pages in that order             in the same
+        order)
                  | REFUSED and a page id, then zeros
 
-A reply is as long as its request implies, so that a reader lands head and pages in one call. A
-request asks for at least one byte of a page, and for no more than an owner can be expected to
+A reply is as long as its request implies, so that a consumer lands head and pages in one call. A
+request asks for at least one byte of a page, and for no more than a producer can be expected to
 stage.
 
-The key is made for one reader, which is one pair stream, and sent in the owner's Hello. A
-connection to a process that took over the port, or from any other process than that reader,
-therefore proves nothing. The reader sends first and immediately, so that the owner can identify it
-on the first read. Each connection has another count, so an overheard proof cannot be replayed.
-TLS starts after the proofs, so that unauthenticated callers cannot make the owner compute a
-handshake. The seal binds the TLS session to the reader that gave the proof, so a relayed proof is
-useless.
+The key is made for one consumer, which is one pair stream, and sent in the producer's Hello. A
+connection to a process that took over the port, or from any other process than that consumer,
+therefore proves nothing. The consumer sends first and immediately, so that the producer can
+identify it on the first read. Each connection has another count, so an overheard proof cannot be
+replayed. TLS starts after the proofs, so that unauthenticated callers cannot make the producer
+compute a handshake. The seal binds the TLS session to the consumer that gave the proof, so a
+relayed proof is useless.
 """
 
 import hashlib
@@ -48,7 +49,7 @@ _UNACKNOWLEDGED_MS = 10_000
 
 
 class FrameKind(IntEnum):
-    """The owner's memory that a request addresses."""
+    """The producer's memory that a request addresses."""
 
     POOL = 0
     SCRATCH = 1
@@ -64,7 +65,7 @@ class TcpDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    reader: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    consumer: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     certificate: Annotated[bytes, msgspec.Meta(max_length=64)]  # SHA-256 of it; empty: no TLS
     scratch_pages: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -84,8 +85,8 @@ def max_request_bytes(page_bytes: int) -> int:
 class TcpProofs:
     """Values for one connection that only the two holders of the key can compute."""
 
-    of_reader: bytes
-    of_owner: bytes
+    of_consumer: bytes
+    of_producer: bytes
     seal: bytes
 
     @classmethod
@@ -93,7 +94,7 @@ class TcpProofs:
         def proof(what: bytes) -> bytes:
             return hmac.digest(key, what + count.to_bytes(8, "little"), hashlib.sha256)
 
-        return cls(proof(b"reader"), proof(b"owner"), proof(b"seal"))
+        return cls(proof(b"consumer"), proof(b"producer"), proof(b"seal"))
 
 
 def set_options(connection: socket.socket) -> None:

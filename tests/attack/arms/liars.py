@@ -1,5 +1,5 @@
-"""Programs that belong to the cluster and lie: a router, a reader and an owner of pages, each with
-the right credentials and the right fingerprint, that say whatever comes to their minds.
+"""Programs that belong to the cluster and lie: a router, a consumer and a producer of pages, each
+with the right credentials and the right fingerprint, that say whatever comes to their minds.
 
 What no liar here does is to serve wrong bytes in right answers to reads: against a node that holds
 the cluster's secret and lies about what it has computed, nothing helps.
@@ -68,14 +68,14 @@ async def heavy_router(target: Target, draw: Random) -> None:
         call.cancel()
 
 
-async def reader(target: Target, draw: Random) -> None:
-    """Opens hand-offs, and goes on with them as no reader would."""
+async def consumer(target: Target, draw: Random) -> None:
+    """Opens hand-offs, and goes on with them as no consumer would."""
     hello = await _learned(target, draw)
     async with _as_node(target, target.prefill, hello) as channel:
         call = KvTransferStub(channel).Pair(timeout=8.0)  # type: ignore[no-untyped-call]
-        await call.write(kvtransfer_pb2.FromReader(hello=hello))
+        await call.write(kvtransfer_pb2.FromConsumer(hello=hello))
         await call.read()
-        for message in _of_a_reader(draw, hello.instance_id):
+        for message in _of_a_consumer(draw, hello.instance_id):
             await call.write(message)
             await asyncio.sleep(draw.choice((0.0, 0.0, 0.02)))
         async with asyncio.timeout(draw.uniform(0.0, 3.0)):
@@ -84,19 +84,19 @@ async def reader(target: Target, draw: Random) -> None:
         call.cancel()
 
 
-async def heavy_reader(target: Target, draw: Random) -> None:
+async def heavy_consumer(target: Target, draw: Random) -> None:
     """Opens prompts of a million tokens as fast as it can."""
     hello = await _learned(target, draw)
     async with _as_node(target, target.prefill, hello) as channel:
         call = KvTransferStub(channel).Pair(timeout=8.0)  # type: ignore[no-untyped-call]
-        await call.write(kvtransfer_pb2.FromReader(hello=hello))
+        await call.write(kvtransfer_pb2.FromConsumer(hello=hello))
         await call.read()
         for number in range(draw.choice((5, 40))):
             await call.write(_open(draw, hello.instance_id, number, 1 << 20))
         call.cancel()
 
 
-async def owner(target: Target, draw: Random) -> None:
+async def producer(target: Target, draw: Random) -> None:
     """Named to the decode node by a router that lies too; answers hand-offs with anything."""
     async with _lying(target, draw) as (liar, address), _as_router(target) as channel:
         call = DecodeNodeStub(channel).Serve(timeout=8.0)  # type: ignore[no-untyped-call]
@@ -112,31 +112,33 @@ async def owner(target: Target, draw: Random) -> None:
 MOVES = {
     "router": router,
     "heavy router": heavy_router,
-    "reader": reader,
-    "heavy reader": heavy_reader,
-    "owner": owner,
+    "consumer": consumer,
+    "heavy consumer": heavy_consumer,
+    "producer": producer,
 }
 
 
-class _LyingOwner(KvTransferServicer):
-    """Greets as an owner must, serves reads of rubbish, and has an answer to everything: now and
+class _LyingProducer(KvTransferServicer):
+    """Greets as a producer must, serves reads of rubbish, and has an answer to everything: now and
     then the right one."""
 
-    def __init__(self, hello: kvtransfer_pb2.Hello, owner: PageProducer, draw: Random) -> None:
+    def __init__(self, hello: kvtransfer_pb2.Hello, producer: PageProducer, draw: Random) -> None:
         self._hello = hello
-        self._owner = owner
+        self._producer = producer
         self._draw = draw
-        self._readers = itertools.count(1)
+        self._consumers = itertools.count(1)
         self.paired = asyncio.Event()
 
-    async def Pair(self, messages: AsyncIterator[kvtransfer_pb2.FromReader], context: Any) -> None:
+    async def Pair(
+        self, messages: AsyncIterator[kvtransfer_pb2.FromConsumer], context: Any
+    ) -> None:
         await anext(messages)
-        reader = next(self._readers)
-        path = kvtransfer_pb2.DataPath(backend="tcp", description=self._owner.admit(reader))
-        self._owner.publish(reader, np.arange(_NUM_PAGES, dtype=np.int32))
+        consumer = next(self._consumers)
+        path = kvtransfer_pb2.DataPath(backend="tcp", description=self._producer.admit(consumer))
+        self._producer.publish(consumer, np.arange(_NUM_PAGES, dtype=np.int32))
         hello = kvtransfer_pb2.Hello(paths=[path])
         hello.MergeFrom(self._hello)
-        await context.write(kvtransfer_pb2.FromOwner(hello=hello))
+        await context.write(kvtransfer_pb2.FromProducer(hello=hello))
         self.paired.set()
         ids = [kvtransfer_pb2.HandoffId(instance=1, request=1, attempt=1)]
         opened: dict[int, int] = {}  # request: tokens
@@ -152,29 +154,29 @@ class _LyingOwner(KvTransferServicer):
                     await context.write(_plausible(message.grant, num_tokens))
                 case "done" if self._draw.random() < 0.8:
                     released = kvtransfer_pb2.Released(id=message.done.id, held=True)
-                    await context.write(kvtransfer_pb2.FromOwner(released=released))
+                    await context.write(kvtransfer_pb2.FromProducer(released=released))
             for _ in range(self._draw.randrange(2)):
                 await context.write(self._lie(ids))
 
-    def _lie(self, ids: Sequence[kvtransfer_pb2.HandoffId]) -> kvtransfer_pb2.FromOwner:
+    def _lie(self, ids: Sequence[kvtransfer_pb2.HandoffId]) -> kvtransfer_pb2.FromProducer:
         id = self._draw.choice(ids)
         match self._draw.randrange(8):
             case 0 | 1 | 2:
                 admitted = kvtransfer_pb2.Admitted(id=id, compute_tokens=self._draw.getrandbits(32))
-                return kvtransfer_pb2.FromOwner(admitted=admitted)
+                return kvtransfer_pb2.FromProducer(admitted=admitted)
             case 3 | 4:
                 failed = kvtransfer_pb2.Failed(id=id, reason="a lie", retryable=True)
-                return kvtransfer_pb2.FromOwner(failed=failed)
+                return kvtransfer_pb2.FromProducer(failed=failed)
             case 5 | 6:
                 beat = kvtransfer_pb2.Beat(sequence=self._draw.getrandbits(64))
-                return kvtransfer_pb2.FromOwner(beat=beat)
-        lie = random_message(kvtransfer_pb2.FromOwner, self._draw)
+                return kvtransfer_pb2.FromProducer(beat=beat)
+        lie = random_message(kvtransfer_pb2.FromProducer, self._draw)
         _name(lie, id)
         return lie
 
 
-def _plausible(grant: kvtransfer_pb2.Grant, num_tokens: int) -> kvtransfer_pb2.FromOwner:
-    """All at once, as an owner that had all of it cached."""
+def _plausible(grant: kvtransfer_pb2.Grant, num_tokens: int) -> kvtransfer_pb2.FromProducer:
+    """All at once, as a producer that had all of it cached."""
     num_pages = -(-(num_tokens - grant.prefix_tokens) // _PAGE_SIZE)
     ready = kvtransfer_pb2.Ready(
         id=grant.id,
@@ -184,19 +186,19 @@ def _plausible(grant: kvtransfer_pb2.Grant, num_tokens: int) -> kvtransfer_pb2.F
         last=True,
         first_token=1,
     )
-    return kvtransfer_pb2.FromOwner(ready=ready)
+    return kvtransfer_pb2.FromProducer(ready=ready)
 
 
-def _of_a_reader(draw: Random, instance: int) -> list[kvtransfer_pb2.FromReader]:
-    """Most of them are what a reader may say, were it not for the order."""
-    return [_by_a_reader(draw, instance) for _ in range(draw.randint(1, 60))]
+def _of_a_consumer(draw: Random, instance: int) -> list[kvtransfer_pb2.FromConsumer]:
+    """Most of them are what a consumer may say, were it not for the order."""
+    return [_by_a_consumer(draw, instance) for _ in range(draw.randint(1, 60))]
 
 
 KINDS = ("open", "grant", "done", "cancel", "forget", "beat", "any")
 WEIGHTS = (6, 6, 1, 2, 1, 2, 1)
 
 
-def _by_a_reader(draw: Random, instance: int) -> kvtransfer_pb2.FromReader:
+def _by_a_consumer(draw: Random, instance: int) -> kvtransfer_pb2.FromConsumer:
     request, attempt = draw.randint(1, 4), draw.randint(1, 2)
     id = kvtransfer_pb2.HandoffId(instance=instance, request=request, attempt=attempt)
     match draw.choices(KINDS, WEIGHTS)[0]:
@@ -204,25 +206,25 @@ def _by_a_reader(draw: Random, instance: int) -> kvtransfer_pb2.FromReader:
             return _open(draw, instance, request, draw.choice((1, 16, 33, 700)), attempt)
         case "grant":
             grant = kvtransfer_pb2.Grant(id=id, prefix_tokens=draw.choice((0, 0, 0, 16)))
-            return kvtransfer_pb2.FromReader(grant=grant)
+            return kvtransfer_pb2.FromConsumer(grant=grant)
         case "done":
-            return kvtransfer_pb2.FromReader(done=kvtransfer_pb2.Done(id=id))
+            return kvtransfer_pb2.FromConsumer(done=kvtransfer_pb2.Done(id=id))
         case "cancel":
-            return kvtransfer_pb2.FromReader(cancel=kvtransfer_pb2.Cancel(id=id, reason="a lie"))
+            return kvtransfer_pb2.FromConsumer(cancel=kvtransfer_pb2.Cancel(id=id, reason="a lie"))
         case "forget":
             tokens = as_bytes(range(draw.choice((1, 16, 700))))
-            return kvtransfer_pb2.FromReader(forget=kvtransfer_pb2.Forget(token_ids=tokens))
+            return kvtransfer_pb2.FromConsumer(forget=kvtransfer_pb2.Forget(token_ids=tokens))
         case "beat":
             beat = kvtransfer_pb2.Beat(sequence=draw.getrandbits(64), open_handoffs=7)
-            return kvtransfer_pb2.FromReader(beat=beat)
-    message = random_message(kvtransfer_pb2.FromReader, draw)
+            return kvtransfer_pb2.FromConsumer(beat=beat)
+    message = random_message(kvtransfer_pb2.FromConsumer, draw)
     message.ClearField("hello")
     _name(message, id)
     return message
 
 
 def _name(
-    message: kvtransfer_pb2.FromReader | kvtransfer_pb2.FromOwner, id: kvtransfer_pb2.HandoffId
+    message: kvtransfer_pb2.FromConsumer | kvtransfer_pb2.FromProducer, id: kvtransfer_pb2.HandoffId
 ) -> None:
     """Makes it speak of a hand-off that there is."""
     kind = message.WhichOneof("message")
@@ -232,13 +234,13 @@ def _name(
 
 def _open(
     draw: Random, instance: int, request: int, num_tokens: int, attempt: int = 1
-) -> kvtransfer_pb2.FromReader:
+) -> kvtransfer_pb2.FromConsumer:
     opened = kvtransfer_pb2.Open(
         id=kvtransfer_pb2.HandoffId(instance=instance, request=request, attempt=attempt),
         remaining={"budget_s": 5.0},
         prompt={"request": _request(draw, num_tokens)},
     )
-    return kvtransfer_pb2.FromReader(open=opened)
+    return kvtransfer_pb2.FromConsumer(open=opened)
 
 
 def _greeting(*addresses: str) -> decode_pb2.ToNode:
@@ -286,7 +288,7 @@ async def _corrected(channel: grpc.aio.Channel, hello: kvtransfer_pb2.Hello) -> 
     Returns whether there were any.
     """
     call = KvTransferStub(channel).Pair(timeout=5.0)  # type: ignore[no-untyped-call]
-    await call.write(kvtransfer_pb2.FromReader(hello=hello))
+    await call.write(kvtransfer_pb2.FromConsumer(hello=hello))
     await call.done_writing()
     told = ""
     try:
@@ -320,17 +322,17 @@ async def _as_node(
 
 
 @asynccontextmanager
-async def _lying(target: Target, draw: Random) -> AsyncIterator["tuple[_LyingOwner, str]"]:
-    """An owner of rubbish and its address."""
+async def _lying(target: Target, draw: Random) -> AsyncIterator["tuple[_LyingProducer, str]"]:
+    """A producer of rubbish and its address."""
     hello = await _learned(target, draw)
     page_bytes = hello.regions[0].page_bytes
     with mmap.mmap(-1, _NUM_PAGES * page_bytes) as memory:
         base = np.frombuffer(memory, np.uint8).ctypes.data
         hello.regions[0].base = base
-        owner = TcpBackend("127.0.0.1").serve(
+        producer = TcpBackend("127.0.0.1").serve(
             PagePool(base, page_bytes, _NUM_PAGES, "cpu"), hello.instance_id
         )
-        liar = _LyingOwner(hello, owner, draw)
+        liar = _LyingProducer(hello, producer, draw)
         identity = identity_of("node", node_name(hello.instance_id), target.secret_file)
         assert identity is not None
         server = rpc.make_server()
@@ -344,4 +346,4 @@ async def _lying(target: Target, draw: Random) -> AsyncIterator["tuple[_LyingOwn
             yield liar, f"127.0.0.1:{port}"
         finally:
             await server.stop(None)
-            await asyncio.to_thread(owner.close)
+            await asyncio.to_thread(producer.close)

@@ -4,12 +4,12 @@ import pytest
 
 from node.sharing.costs import BELIEVED_S, FIRST_ROUND_S, GIB, WEIGHT, PrefixReadCosts
 
-OWNER = 7
+PRODUCER = 7
 
 
 def read_s(costs: PrefixReadCosts, *, num_bytes: int = 0, gib_per_s: float = 1.0, **how) -> float:
     fields = {"num_reads": 0, "now": 0.0, **how}
-    return costs.read_s(OWNER, num_bytes, gib_per_s, **fields)
+    return costs.read_s(PRODUCER, num_bytes, gib_per_s, **fields)
 
 
 def test_a_link_is_shared_by_the_reads_on_it() -> None:
@@ -19,15 +19,15 @@ def test_a_link_is_shared_by_the_reads_on_it() -> None:
     assert read_s(costs, num_bytes=GIB, gib_per_s=0.0) == pytest.approx(100.0 + FIRST_ROUND_S)
 
 
-def test_what_an_owner_takes_besides_is_learnt_and_not_believed_for_ever() -> None:
+def test_what_a_producer_takes_besides_is_learnt_and_not_believed_for_ever() -> None:
     costs = PrefixReadCosts(0.7)
-    costs.learn(OWNER, GIB, 1.0, 2.0, now=10.0)  # a second more than its bytes take
+    costs.learn(PRODUCER, GIB, 1.0, 2.0, now=10.0)  # a second more than its bytes take
     learnt = FIRST_ROUND_S + WEIGHT * (1.0 - FIRST_ROUND_S)
     assert read_s(costs, now=11.0) == pytest.approx(learnt)
     assert read_s(costs, now=10.0 + BELIEVED_S) == FIRST_ROUND_S
-    costs.learn(OWNER, GIB, 1.0, 0.5, now=90.0)  # faster than was proved
+    costs.learn(PRODUCER, GIB, 1.0, 0.5, now=90.0)  # faster than was proved
     assert read_s(costs, now=90.0) == pytest.approx(FIRST_ROUND_S * (1 - WEIGHT))
-    costs.forget(OWNER)
+    costs.forget(PRODUCER)
     assert read_s(costs, now=90.0) == FIRST_ROUND_S
 
 

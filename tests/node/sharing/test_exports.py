@@ -1,4 +1,4 @@
-"""Exports of an owner: the pages that it lends, and the time for which it holds them."""
+"""Exports of a producer: the pages that it lends, and the time for which it holds them."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def num_lent(memory: Memory) -> int:
     return int(memory.pages.holds(PageHolder.PUBLICATION).sum())
 
 
-def test_nothing_is_held_before_the_reader_has_pages_for_it(memory: Memory) -> None:
+def test_nothing_is_held_before_the_consumer_has_pages_for_it(memory: Memory) -> None:
     port = Posts()
     loans = loans_of(memory, port)
     loans.opened(*opened(1))

@@ -35,7 +35,7 @@ from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
 WEIGHTS = b"w" * 16
-OWNER, ADDRESS = 7, "host:1"
+PRODUCER, ADDRESS = 7, "host:1"
 NUM_PAGES = 64  # of each node
 FILE_BYTES = 5000
 OLD_KV = 255
@@ -76,7 +76,7 @@ class Node:
         self.exports = WeightExports(weights, cache, pages, self.pool, self.port, self.done.release)
         self.reads = WeightReads(
             weights,
-            instance=OWNER + 1,
+            instance=PRODUCER + 1,
             cache=cache,
             pages=pages,
             pool=self.pool,
@@ -95,71 +95,71 @@ def updater(tmp_path: Path) -> Iterator[Updater]:
     updater.received.close()
 
 
-def lent(owner: Node, serial: int, source: Weights) -> Any:
-    """Return the owner's command about pieces that a reader requests."""
+def lent(producer: Node, serial: int, source: Weights) -> Any:
+    """Return the producer's command about pieces that a consumer requests."""
     opened = OpenedEvent(serial, HandoffId(1, 1, 1), WEIGHTS, Remaining(9.0), source)
-    owner.exports.opened(opened, source)
-    owner.exports.granted(GrantedEvent(serial, 0))
-    refused = owner.port.take()
+    producer.exports.opened(opened, source)
+    producer.exports.granted(GrantedEvent(serial, 0))
+    refused = producer.port.take()
     if not refused:
-        owner.wait()
-        owner.exports.poll()
-        refused = owner.port.take()
+        producer.wait()
+        producer.exports.poll()
+        refused = producer.port.take()
     (command,) = refused
     return command
 
 
 def carry_out(
-    owner: Node, reader: Node, opening: OpenCommand, grant: GrantCommand, size: int
+    producer: Node, consumer: Node, opening: OpenCommand, grant: GrantCommand, size: int
 ) -> None:
-    """Carry out one read of the reader, over a link that copies `size` bytes of each page."""
+    """Carry out one read of the consumer, over a link that copies `size` bytes of each page."""
     serial = opening.id.request
     assert isinstance(opening.source, Weights)
-    published = lent(owner, serial, opening.source)
+    published = lent(producer, serial, opening.source)
     assert isinstance(published, PublishCommand)
     there, here = (
         torch.from_numpy(pages[: len(published.pages)]).long()
         for pages in (published.pages, grant.destination_pages)
     )
-    reader.pool[here, :size] = owner.pool[there, :size]
-    reader.reads.held(CompletedEvent(opening.id, 0.0, published.end))
-    reader.reads.reads_ended(ReadsEndedEvent(opening.id))
-    owner.exports.dropped(ClosedEvent(serial, opening.id, True, ""))
-    owner.exports.poll()
-    reader.wait()
+    consumer.pool[here, :size] = producer.pool[there, :size]
+    consumer.reads.held(CompletedEvent(opening.id, 0.0, published.end))
+    consumer.reads.reads_ended(ReadsEndedEvent(opening.id))
+    producer.exports.dropped(ClosedEvent(serial, opening.id, True, ""))
+    producer.exports.poll()
+    consumer.wait()
 
 
-# Seen failing with the reader's pages copied as a whole, and with the owner's bytes counted by its
-# pages.
+# Seen failing with the consumer's pages copied as a whole, and with the producer's bytes counted by
+# its pages.
 @pytest.mark.parametrize("sizes", [(96, 96), (96, 192), (192, 96), (96, 128), (8192, 96)])
 def test_the_smaller_page_is_the_size_of_a_piece(updater: Updater, sizes: tuple[int, int]) -> None:
-    owner, reader = (Node(page_bytes, updater) for page_bytes in sizes)
+    producer, consumer = (Node(page_bytes, updater) for page_bytes in sizes)
     size = min(sizes)
-    reading = reader.reads.read(WEIGHTS, ADDRESS)
-    reader.reads.owner_up(ProducerUp(OWNER, ADDRESS, "tcp", 1.0, size))
-    reader.reads.poll()
+    reading = consumer.reads.read(WEIGHTS, ADDRESS)
+    consumer.reads.producer_up(ProducerUp(PRODUCER, ADDRESS, "tcp", 1.0, size))
+    consumer.reads.poll()
     while not reading.done():
-        commands = reader.port.take()
+        commands = consumer.port.take()
         for opening, grant in zip(commands[::2], commands[1::2], strict=True):
-            carry_out(owner, reader, opening, grant, size)
-        reader.reads.poll()
+            carry_out(producer, consumer, opening, grant, size)
+        consumer.reads.poll()
     assert reading.result() == WEIGHTS
     whole, path = bytearray(updater.file.num_bytes), updater.received.directory
     assert updater.file.read(0, memoryview(whole)) == len(whole)
     assert (path / "model.safetensors").read_bytes() == whole
-    assert owner.exports.num_bytes == reader.reads.num_bytes >= len(whole)
-    for node in (owner, reader):
+    assert producer.exports.num_bytes == consumer.reads.num_bytes >= len(whole)
+    for node in (producer, consumer):
         assert node.memory.pages.num_free == NUM_PAGES
 
 
-# Seen failing without the check: the owner's worker fails, and the node with it.
+# Seen failing without the check: the producer's worker fails, and the node with it.
 @pytest.mark.parametrize("piece_bytes", [0, 97, 1 << 40])
 def test_pieces_that_do_not_fit_into_a_page_are_refused(updater: Updater, piece_bytes: int) -> None:
-    owner = Node(96, updater)
-    refused = lent(owner, 1, Weights(0, 4, piece_bytes))
+    producer = Node(96, updater)
+    refused = lent(producer, 1, Weights(0, 4, piece_bytes))
     assert isinstance(refused, FailCommand) and not refused.retryable
     assert f"{piece_bytes} bytes does not fit into a page of 96" in refused.reason
-    assert owner.memory.pages.num_free == NUM_PAGES
+    assert producer.memory.pages.num_free == NUM_PAGES
 
 
 # Seen failing with pages of which only the beginning is overwritten.
@@ -167,12 +167,12 @@ def test_pieces_that_do_not_fit_into_a_page_are_refused(updater: Updater, piece_
 def test_small_pieces_show_nothing_of_a_page_before(
     updater: Updater, first: int, num_pieces: int
 ) -> None:
-    owner = Node(96, updater)
-    published = lent(owner, 1, Weights(first, num_pieces, 1))
+    producer = Node(96, updater)
+    published = lent(producer, 1, Weights(first, num_pieces, 1))
     assert isinstance(published, PublishCommand)
     start, num_bytes = min(first, updater.file.num_bytes), len(published.pages)
     assert num_bytes == min(num_pieces, NUM_PAGES // 8, updater.file.num_bytes - start)
     expected = bytearray(num_bytes)
     updater.file.read(start, memoryview(expected))
-    pages = owner.pool[torch.from_numpy(published.pages).long()]
+    pages = producer.pool[torch.from_numpy(published.pages).long()]
     assert pages[:, 0].tolist() == list(expected) and not pages[:, 1:].any()

@@ -4,7 +4,7 @@
     python -m tools.bench.handoff --parts rates          page reads between two processes
     python -m tools.bench.handoff --parts cost           CPU on the engine threads
     python -m tools.bench.handoff --parts exposure       transfer time that clients notice
-    python -m tools.bench.handoff --parts readers        a separate agent for each reader
+    python -m tools.bench.handoff --parts consumers        a separate agent for each consumer
     python -m tools.bench.handoff --parts ranks          page reads between nodes of several ranks
 
 Goals: one descriptor per page; at least 95 % of the bare rate of each path; at most 100 us of CPU
@@ -17,10 +17,10 @@ from typing import Any
 
 import uvloop
 
-from tools.bench.handoff import exposure, ranks, rates, reader_agents, role_cost
+from tools.bench.handoff import consumer_agents, exposure, ranks, rates, role_cost
 from tools.bench.support.record import emit, say, table
 
-PARTS = ("rates", "cost", "exposure", "readers", "ranks")
+PARTS = ("rates", "cost", "exposure", "consumers", "ranks")
 GOAL_CPU_US = 100.0
 
 RATE_COLUMNS = {
@@ -64,10 +64,10 @@ SEEN_COLUMNS = {
     "p90 ": "{one_page_ttft_ms[p90]:.1f}",
     "second token ms later": "{second_token_ms[p50]:.1f}",
 }
-READER_COLUMNS = {
+CONSUMER_COLUMNS = {
     "path": "{path}",
     "pool GiB": "{pool_gib:g}",
-    "readers": "{readers}",
+    "consumers": "{consumers}",
     "made, ms p50": "{made_ms[p50]:.1f}",
     "p90": "{made_ms[p90]:.1f}",
     "ended, ms": "{ended_ms:.1f}",
@@ -99,11 +99,13 @@ def main() -> None:
                 measured, results[part] = _cost(options)
             case "exposure":
                 measured, results[part] = _exposed(options)
-            case "readers":
-                measured = reader_agents.measure(
-                    reader_agents.Plan(options.page_kib << 10, options.pool_gib, options.readers)
+            case "consumers":
+                measured = consumer_agents.measure(
+                    consumer_agents.Plan(
+                        options.page_kib << 10, options.pool_gib, options.consumers
+                    )
                 )
-                table(measured, READER_COLUMNS)
+                table(measured, CONSUMER_COLUMNS)
             case "ranks":
                 measured, results[part] = _ranks(options)
         rows += [{"part": part, **row} for row in measured]
@@ -115,10 +117,12 @@ def _options() -> argparse.Namespace:
         prog="python -m tools.bench.handoff", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--page-kib", type=int, default=64, help="rates, readers")
+    parser.add_argument("--page-kib", type=int, default=64, help="rates, consumers")
     parser.add_argument("--rounds", type=int, default=15, help="rates, ranks: samples per row")
-    parser.add_argument("--pool-gib", type=float, default=1.0, help="readers: the owner's pool")
-    parser.add_argument("--readers", type=int, default=32, help="readers: at once")
+    parser.add_argument(
+        "--pool-gib", type=float, default=1.0, help="consumers: the producer's pool"
+    )
+    parser.add_argument("--consumers", type=int, default=32, help="consumers: at once")
     parser.add_argument("--handoffs", type=int, default=1000, help="cost: hand-offs per row")
     parser.add_argument("--tokens", type=int, default=1024, help="cost: tokens of a prompt")
     parser.add_argument("--prompt-tokens", type=int, default=2048, help="exposure")
@@ -155,17 +159,17 @@ def _cost(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
         role_cost.Load(options.handoffs, options.tokens, pool_handoffs=pool)
         for pool in (options.handoffs + role_cost.WARM_UP, few)
     ]
-    sides = (role_cost.owner, role_cost.reader, role_cost.plain)
+    sides = (role_cost.producer, role_cost.consumer, role_cost.plain)
     rows = [side(load) for side in sides for load in loads]
     stages = (
         "; ".join(f"{name} {us:.0f}" for name, us in row["stages_us"].items()) for row in rows
     )
     table([{**row, "stages": text} for row, text in zip(rows, stages, strict=True)], COST_COLUMNS)
     worst = {row["side"]: row["cpu_us"]["p50"] for row in rows if row["cache"] == "full"}
-    own = round(worst["owner"] - worst["plain prefill"], 1)
+    own = round(worst["producer"] - worst["plain prefill"], 1)
     say(f"CPU us p50 with a full cache (goal {GOAL_CPU_US:g} per hand-off and side): {worst}")
-    say(f"owner, beyond what scheduling a prefill costs anyway: {own}")
-    return rows, {"goal_us": GOAL_CPU_US, "cpu_us_p50": worst, "owner_beyond_prefill_us": own}
+    say(f"producer, beyond what scheduling a prefill costs anyway: {own}")
+    return rows, {"goal_us": GOAL_CPU_US, "cpu_us_p50": worst, "producer_beyond_prefill_us": own}
 
 
 def _exposed(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:

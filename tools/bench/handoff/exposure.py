@@ -2,7 +2,7 @@
 
 Two measurements use the same prompts, which are cut into many chunks.
 
-Hidden share: a reader without an engine (watcher.py) takes them from a real prefill node, once in
+Hidden share: a consumer without an engine (watcher.py) takes them from a real prefill node, once in
 chunks and once whole. The first token is sent when the last chunk is computed. The time from then
 until all pages have landed and are confirmed is exposed. In one chunk the whole transfer is
 exposed.
@@ -120,7 +120,7 @@ async def _watch(model: Path, plan: Plan, chunk_tokens: int) -> tuple[str, list[
     async with prefilling(model, plan.flags(model, chunk_tokens)) as address:
         async with watching(address, plan.engine(model), transfer) as watcher:
             handoffs = [await _take(watcher, job) for job in plan.jobs(plan.prompt_tokens)]
-            return watcher.owner.path, handoffs[POOL_PROMPTS:]
+            return watcher.producer.path, handoffs[POOL_PROMPTS:]
 
 
 async def _take(watcher: Watcher, job: WorkloadRequest) -> Watched:
@@ -149,7 +149,7 @@ def _watched_row(
     num_chunks: int, path: str, handoffs: Sequence[Watched], plan: Plan
 ) -> dict[str, Any]:
     return {
-        "who": "a reader without an engine",
+        "who": "a consumer without an engine",
         "path": path,
         "chunks": num_chunks,
         "kv_mib": round(plan.num_bytes / 2**20, 1),

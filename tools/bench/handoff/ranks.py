@@ -1,8 +1,8 @@
 """Rates of pages between nodes with several ranks, compared with nodes of one rank.
 
-Every rank is a process. This one is rank 0 of all readers. Each pair of nodes reads the same pages
-of one model in turn, round after round. A ratio is the median over rounds of (time with one rank on
-both sides / time of the pair). All ranks share this machine's cores.
+Every rank is a process. This one is rank 0 of all consumers. Each pair of nodes reads the same
+pages of one model in turn, round after round. A ratio is the median over rounds of (time with one
+rank on both sides / time of the pair). All ranks share this machine's cores.
 """
 
 import itertools
@@ -46,12 +46,12 @@ from kvtransfer.transfer.rank_paths import TransferPaths
 from tools.bench.support.record import ROOT
 
 ONE = (1, 1)
-PAIRS = (ONE, (1, 2), (2, 1), (2, 4), (4, 2))  # ranks of the owner, ranks of the reader
+PAIRS = (ONE, (1, 2), (2, 1), (2, 4), (4, 2))  # ranks of the producer, ranks of the consumer
 COUNTS = (64, 256)
 GOAL = 0.85
 WAIT_S = 60.0
 
-_READER = 1
+_CONSUMER = 1
 _PACKET = 128 << 10
 
 
@@ -65,13 +65,17 @@ class Plan:
 def measure(plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return one row per pair of nodes and number of pages, and the goal."""
     with ExitStack() as exits:
-        owners = {tp: _Owner(tp, plan, exits) for tp in dict.fromkeys(owner for owner, _ in PAIRS)}
-        readers = {
-            tp: _Reader(tp, plan, exits) for tp in dict.fromkeys(reader for _, reader in PAIRS)
+        producers = {
+            tp: _Producer(tp, plan, exits)
+            for tp in dict.fromkeys(producer for producer, _ in PAIRS)
+        }
+        consumers = {
+            tp: _Consumer(tp, plan, exits)
+            for tp in dict.fromkeys(consumer for _, consumer in PAIRS)
         }
         links = {
-            pair: readers[pair[1]].link(owners[pair[0]].hello(number), plan.backend)
-            for number, pair in enumerate(PAIRS, start=_READER)
+            pair: consumers[pair[1]].link(producers[pair[0]].hello(number), plan.backend)
+            for number, pair in enumerate(PAIRS, start=_CONSUMER)
         }
         rows = [row for count in plan.counts for row in _rows(count, links, plan)]
         for link in links.values():
@@ -94,18 +98,21 @@ def _rows(
     num_bytes = count * _layout().page_bytes
     return [
         {
-            "ranks": f"{owner} -> {reader}",
+            "ranks": f"{producer} -> {consumer}",
             "path": link.path,
             "pages": count,
-            "gib_per_s": round(num_bytes / 2**30 / statistics.median(seconds[owner, reader]), 3),
+            "gib_per_s": round(
+                num_bytes / 2**30 / statistics.median(seconds[producer, consumer]), 3
+            ),
             "of_one_rank": round(
                 statistics.median(
-                    one / own for one, own in zip(seconds[ONE], seconds[owner, reader], strict=True)
+                    one / own
+                    for one, own in zip(seconds[ONE], seconds[producer, consumer], strict=True)
                 ),
                 3,
             ),
         }
-        for (owner, reader), link in links.items()
+        for (producer, consumer), link in links.items()
     ]
 
 
@@ -167,7 +174,7 @@ class _Ranks:
                 future.set_result(results)
 
 
-class _Owner:
+class _Producer:
     def __init__(self, tp: int, plan: Plan, exits: ExitStack) -> None:
         self._ranks = _Ranks(0, tp, plan, exits)
         self._plan = plan
@@ -177,21 +184,21 @@ class _Owner:
         started = [msgspec.msgpack.decode(each, type=TransferStarted) for each in replies]
         self._regions = [each.region for each in sorted(started, key=lambda each: each.rank)]
 
-    def hello(self, reader: int) -> PairHello:
-        """Admit a reader to all pages."""
-        replies = self._ranks.ask(encode(OfferPaths(reader))).result(WAIT_S)
+    def hello(self, consumer: int) -> PairHello:
+        """Admit a consumer to all pages."""
+        replies = self._ranks.ask(encode(OfferPaths(consumer))).result(WAIT_S)
         paths = [
             path
             for each in replies
             for path in msgspec.msgpack.decode(each, type=tuple[DataPath, ...])
         ]
         pages = np.arange(max(self._plan.counts), dtype=np.int32).tobytes()
-        self._ranks.ask(encode(PublishPages(reader, pages))).result(WAIT_S)
-        hello = PairHello.of(10 + self._tp, "owner", {}, self._regions, 0)
+        self._ranks.ask(encode(PublishPages(consumer, pages))).result(WAIT_S)
+        hello = PairHello.of(10 + self._tp, "producer", {}, self._regions, 0)
         return msgspec.structs.replace(hello, paths=tuple(paths))
 
 
-class _Reader:
+class _Consumer:
     def __init__(self, tp: int, plan: Plan, exits: ExitStack) -> None:
         config, followers = _config(plan), _Ranks(1, tp, plan, exits)
         pool, self._memory = _part(0, tp, max(plan.counts))

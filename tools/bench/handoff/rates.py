@@ -1,7 +1,7 @@
 """Rates of pages between two processes, compared with the bare rate of each path.
 
 For every number of pages the same scattered pages are read in turn by memcpy, a bare socket, the
-tcp backend without and with TLS, one bare NIXL READ, and the nixl backend. The readers alternate
+tcp backend without and with TLS, one bare NIXL READ, and the nixl backend. The consumers alternate
 round after round, so that changes of the machine's speed affect all of them. A ratio is the median
 over rounds of (ours / bare).
 """
@@ -35,7 +35,7 @@ PATHS = {"tcp": "bare socket", "nixl": "bare nixl"}  # ours: its bare peer
 GOAL = 0.95
 
 _GIB = 1 << 30
-_READER = 1
+_CONSUMER = 1
 _ASK = struct.Struct("<Q")  # request of the bare socket: number of bytes
 
 
@@ -51,16 +51,18 @@ def measure(plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     missing."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as exits:
-        owner = _OwnerProcess(plan, core=cores[-1])
-        exits.callback(owner.end)
+        producer = _ProducerProcess(plan, core=cores[-1])
+        exits.callback(producer.end)
         exits.callback(os.sched_setaffinity, 0, cores)
         os.sched_setaffinity(0, cores[:1])
         target = _Pages(plan)
-        bare_socket = exits.enter_context(socket.create_connection(("127.0.0.1", owner.port), 5))
+        bare_socket = exits.enter_context(socket.create_connection(("127.0.0.1", producer.port), 5))
         bare_socket.settimeout(None)
         bare_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        bare_nixl = _BareNixl(owner, target)
-        tcp, tls, nixl = (_connected(name, owner, target, exits) for name in ("tcp", "tls", "nixl"))
+        bare_nixl = _BareNixl(producer, target)
+        tcp, tls, nixl = (
+            _connected(name, producer, target, exits) for name in ("tcp", "tls", "nixl")
+        )
         reads: dict[str, Callable[[Ints, Ints], None]] = {
             "memcpy": _memcpy(target),
             "bare socket": _socket_read(bare_socket, target),
@@ -69,8 +71,8 @@ def measure(plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             "bare nixl": bare_nixl.read,
             "nixl": nixl.copy,
         }
-        _prove(reads, owner, target, plan)
-        rows = [_row(count, reads, bare_nixl, owner, plan) for count in plan.counts]
+        _prove(reads, producer, target, plan)
+        rows = [_row(count, reads, bare_nixl, producer, plan) for count in plan.counts]
     of_bare = {path: {row["pages"]: row[f"{path}_of_bare"] for row in rows} for path in PATHS}
     met = {path: min(of_bare[path].values()) >= GOAL for path in PATHS}
     return rows, {"goal_of_bare": GOAL, "of_bare": of_bare, "met_everywhere": met}
@@ -80,7 +82,7 @@ def _row(
     count: int,
     reads: dict[str, Callable[[Ints, Ints], None]],
     bare_nixl: "_BareNixl",
-    owner: "_OwnerProcess",
+    producer: "_ProducerProcess",
     plan: Plan,
 ) -> dict[str, Any]:
     rng = np.random.default_rng(count)
@@ -94,10 +96,10 @@ def _row(
     for round_number in range(plan.rounds + 1):
         ids = [(_some(rng, num_pages, count), _some(rng, num_pages, count)) for _ in range(repeats)]
         for name, read in reads.items():
-            cpu_before, started = owner.cpu_seconds() + time.process_time(), time.perf_counter()
+            cpu_before, started = producer.cpu_seconds() + time.process_time(), time.perf_counter()
             for source, destination in ids:
                 read(source, destination)
-            cpu_seconds[name] += owner.cpu_seconds() + time.process_time() - cpu_before
+            cpu_seconds[name] += producer.cpu_seconds() + time.process_time() - cpu_before
             if round_number:  # the first one is warm-up
                 seconds[name].append((time.perf_counter() - started) / repeats)
         posts += [bare_nixl.post_seconds(*pair) for pair in ids]
@@ -107,7 +109,7 @@ def _row(
         "pages": count,
         "bytes": num_bytes,
         "gib_per_s": {name: round(num_bytes / _GIB / s, 3) for name, s in median.items()},
-        "cpu_s_per_gib": {  # both ends; the owner's in steps of 10 ms
+        "cpu_s_per_gib": {  # both ends; the producer's in steps of 10 ms
             name: round(s * _GIB / (num_bytes * repeats * (plan.rounds + 1)), 3)
             for name, s in cpu_seconds.items()
         },
@@ -130,7 +132,7 @@ def _some(rng: np.random.Generator, num_pages: int, count: int) -> Ints:
 
 def _prove(
     reads: dict[str, Callable[[Ints, Ints], None]],
-    owner: "_OwnerProcess",
+    producer: "_ProducerProcess",
     target: "_Pages",
     plan: Plan,
 ) -> None:
@@ -185,14 +187,14 @@ def _socket_read(connection: socket.socket, target: _Pages) -> Callable[[Ints, I
 class _BareNixl:
     """NIXL with only a single READ of all pages."""
 
-    def __init__(self, owner: "_OwnerProcess", target: _Pages) -> None:
-        self._agent = _bare_agent("bench-reader")
+    def __init__(self, producer: "_ProducerProcess", target: _Pages) -> None:
+        self._agent = _bare_agent("bench-consumer")
         self._agent.register_memory(_region(target.pool), "DRAM")
-        name = self._agent.add_remote_agent(owner.bare_metadata)
+        name = self._agent.add_remote_agent(producer.bare_metadata)
         self._local = self._agent.prep_xfer_dlist(
             "NIXL_INIT_AGENT", _descriptors(target.remote), "DRAM"
         )
-        self._remote = self._agent.prep_xfer_dlist(name, _descriptors(owner.remote), "DRAM")
+        self._remote = self._agent.prep_xfer_dlist(name, _descriptors(producer.remote), "DRAM")
         first = np.zeros(1, np.int32)
         self.read(first, first)  # establishes the connection
 
@@ -247,18 +249,21 @@ def _backends() -> dict[str, TransferBackend]:
 
 
 def _connected(
-    name: str, owner: "_OwnerProcess", target: _Pages, exits: ExitStack
+    name: str, producer: "_ProducerProcess", target: _Pages, exits: ExitStack
 ) -> BackendConnection:
-    connection = _backends()[name].connect(owner.descriptions[name], owner.remote, target.pool)
+    connection = _backends()[name].connect(
+        producer.descriptions[name], producer.remote, target.pool
+    )
     exits.callback(connection.close)
     return connection
 
 
-# The owner's process ----------------------------------------------------------------------------
+# The producer's process
+# ----------------------------------------------------------------------------
 
 
 class _Served(msgspec.Struct):
-    """The output of the owner's process."""
+    """The output of the producer's process."""
 
     base: int
     descriptions: dict[str, bytes]
@@ -266,8 +271,8 @@ class _Served(msgspec.Struct):
     port: int
 
 
-class _OwnerProcess:
-    """The owner as a separate program. multiprocessing would import the caller's main module
+class _ProducerProcess:
+    """The producer as a separate program. multiprocessing would import the caller's main module
     first."""
 
     def __init__(self, plan: Plan, core: int) -> None:
@@ -301,21 +306,21 @@ def _own(page_bytes: int, num_pages: int, core: int) -> None:
     plan = Plan(page_bytes, 0, (num_pages,))
     pages = _Pages(plan)
     pages.pages[:] = _content(plan)
-    owners = {name: backend.serve(pages.pool, 2) for name, backend in _backends().items()}
-    bare = _bare_agent("bench-owner")
+    producers = {name: backend.serve(pages.pool, 2) for name, backend in _backends().items()}
+    bare = _bare_agent("bench-producer")
     bare.register_memory(_region(pages.pool), "DRAM")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         _serve_socket(listener, memoryview(pages.pages.reshape(-1)))  # type: ignore[arg-type]
-        for owner in owners.values():
-            owner.prepare(_READER).result()
-        descriptions = {name: owner.admit(_READER) for name, owner in owners.items()}
-        for owner in owners.values():
-            owner.publish(_READER, np.arange(num_pages, dtype=np.int32))
+        for producer in producers.values():
+            producer.prepare(_CONSUMER).result()
+        descriptions = {name: producer.admit(_CONSUMER) for name, producer in producers.items()}
+        for producer in producers.values():
+            producer.publish(_CONSUMER, np.arange(num_pages, dtype=np.int32))
         served = _Served(
             pages.pool.base, descriptions, bare.get_agent_metadata(), listener.getsockname()[1]
         )
         print(msgspec.json.encode(served).decode(), flush=True)
-        sys.stdin.read()  # until the reader closes its end
+        sys.stdin.read()  # until the consumer closes its end
 
 
 def _serve_socket(listener: socket.socket, memory: memoryview) -> None:

@@ -74,7 +74,7 @@ from tools.bench.support.record import percentiles
 
 PAGE_SIZE = 16
 VOCABULARY = 32_000
-OWNER, READER = 1, 2
+PRODUCER, CONSUMER = 1, 2
 ADDRESS = "127.0.0.1:50100"
 SLOTS = 64
 TOKEN = 7
@@ -178,7 +178,7 @@ class _Clock:
 _BESIDE = ("its first decode step, its end",)  # shown, but not part of the hand-off
 
 
-def owner(load: Load) -> dict[str, Any]:
+def producer(load: Load) -> dict[str, Any]:
     """Measure a prefill node's side: opened, granted, admitted, computed, published, dropped."""
     core = _core(load)
     port, front, clock = _Port(), _Front(), _Clock()
@@ -189,7 +189,7 @@ def owner(load: Load) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
     for number, prompt in enumerate(load.prompts()):
-        id = HandoffId(READER, number + 1, 1)
+        id = HandoffId(CONSUMER, number + 1, 1)
         spec = RequestSpec(request_id="request", token_ids=prompt.tobytes(), sampling=sampling)
         port.waiting = [OpenedEvent(number, id, UNNAMED, Remaining(60.0), Prompt(spec))]
         clock.run("open", role.poll)
@@ -198,13 +198,13 @@ def owner(load: Load) -> dict[str, Any]:
         clock.run("admit, compute, publish", lambda: _step(role))
         published = [command for command in port.posted if isinstance(command, PublishCommand)]
         if [command.end for command in published if command.last] != [load.num_tokens]:
-            raise RuntimeError(f"the owner did not publish its prompt in one chunk: {published}")
+            raise RuntimeError(f"the producer did not publish its prompt in one chunk: {published}")
         descriptors = sum(len(command.pages) for command in published)
         port.posted.clear()
         port.waiting = [ClosedEvent(number, id, True, "")]
         clock.run("drop", role.poll)
     core.pages.check()
-    return clock.row("owner", load, descriptors)
+    return clock.row("producer", load, descriptors)
 
 
 class _Engine:
@@ -226,7 +226,7 @@ class _Runtime:
     control: EngineControl
     sharing: PrefixSharing
     port: WeightSharing
-    instance: int = READER
+    instance: int = CONSUMER
 
 
 class _Weights:
@@ -281,7 +281,7 @@ class _NoProfiler:
 def _weights(core: EngineCore, port: TransferPort) -> WeightSharing:
     return WeightSharing(
         cast(WeightUpdater, _Weights()),
-        instance=READER,
+        instance=CONSUMER,
         cache=core.cache,
         pages=core.pages,
         pool=torch.empty(1, PAGE_SIZE, dtype=torch.uint8),
@@ -309,7 +309,7 @@ def _desk(front: "_Front", core: EngineCore, weights: WeightSharing) -> EngineCo
 def _sharing(core: EngineCore, weights: WeightSharing) -> PrefixSharing:
     return PrefixSharing(
         PrefixSharingConfig(),
-        instance=READER,
+        instance=CONSUMER,
         page_bytes=PAGE_SIZE,
         cache=core.cache,
         pages=core.pages,
@@ -319,7 +319,7 @@ def _sharing(core: EngineCore, weights: WeightSharing) -> PrefixSharing:
     )
 
 
-def reader(load: Load) -> dict[str, Any]:
+def consumer(load: Load) -> dict[str, Any]:
     """Measure a decode node's side: submitted, opened, granted, first token, reads ended,
     joined."""
     core = _core(load)
@@ -330,7 +330,7 @@ def reader(load: Load) -> dict[str, Any]:
         {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
     )
     role = decode_engine.make_role(cast(Engine, _Engine(core)), cast(NodeRuntime, runtime), config)
-    port.waiting = [ProducerUp(OWNER, ADDRESS, "cma", 5.0, PAGE_SIZE)]
+    port.waiting = [ProducerUp(PRODUCER, ADDRESS, "cma", 5.0, PAGE_SIZE)]
     role.poll()
     # Two tokens: the hand-off's, and one of a decode step, which ends the request.
     sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)
@@ -342,7 +342,7 @@ def reader(load: Load) -> dict[str, Any]:
         clock.run("submit, open, grant", role.poll)
         opened, granted = port.posted
         if not isinstance(opened, OpenCommand) or not isinstance(granted, GrantCommand):
-            raise RuntimeError(f"the reader did not open and grant: {port.posted}")
+            raise RuntimeError(f"the consumer did not open and grant: {port.posted}")
         descriptors = len(granted.destination_pages)
         port.posted.clear()
         port.waiting = [QueuedEvent(opened.id, load.num_tokens, 0)]
@@ -357,7 +357,7 @@ def reader(load: Load) -> dict[str, Any]:
         if front.ended != number + 1:
             raise RuntimeError("a request did not end with its second token")
     core.pages.check()
-    return clock.row("reader", load, descriptors)
+    return clock.row("consumer", load, descriptors)
 
 
 def plain(load: Load) -> dict[str, Any]:

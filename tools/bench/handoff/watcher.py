@@ -1,4 +1,4 @@
-"""A reader without an engine.
+"""A consumer without an engine.
 
 It takes hand-offs from a running prefill node with the product's own transfer thread, links and
 pair stream, and records the time of each event. It replaces a decode node's engine thread, so that
@@ -28,20 +28,20 @@ from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.streams import PairStreams
 from kvtransfer.ports import (
     CompletedEvent,
+    ConsumerCommand,
+    ConsumerEvent,
     FirstTokenEvent,
     GrantCommand,
     Ints,
     OpenCommand,
     ProducerUp,
     QueuedEvent,
-    ReaderCommand,
-    ReaderEvent,
     ReadsEndedEvent,
 )
 from kvtransfer.protocol.consumer import ConsumerEnd
+from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from kvtransfer.transfer.rank_paths import RankLinks
-from kvtransfer.transfer.reader import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.thread import EventOutlet, TransferThread
 from node.metrics import NodeMetrics
 
@@ -53,7 +53,7 @@ WAIT_S = 60.0
 class Watched:
     """The times of one hand-off in seconds.
 
-    exposed: from the first token until the owner has confirmed that every page has landed. The
+    exposed: from the first token until the producer has confirmed that every page has landed. The
     round trip of Done and Released is part of it.
     """
 
@@ -63,24 +63,24 @@ class Watched:
 
 
 class Watcher:
-    """A reader of one prefill node. Not thread-safe: one event loop only. Made by `watching`."""
+    """A consumer of one prefill node. Not thread-safe: one event loop only. Made by `watching`."""
 
     def __init__(
         self,
         engine: Engine,
-        transfer: TransferThread[ReaderCommand, ReaderEvent],
-        events: "asyncio.Queue[tuple[float, ReaderEvent]]",
-        owner: ProducerUp,
+        transfer: TransferThread[ConsumerCommand, ConsumerEvent],
+        events: "asyncio.Queue[tuple[float, ConsumerEvent]]",
+        producer: ProducerUp,
     ) -> None:
         self._engine = engine
         self._transfer = transfer
         self._events = events
-        self.owner = owner
+        self.producer = producer
         self.page_bytes = engine.pool.page_bytes
         self._handoffs = 0
 
     async def take(self, token_ids: Ints) -> Watched:
-        """Let the owner prefill a prompt, and read all of it. Raises SystemExit if the hand-off
+        """Let the producer prefill a prompt, and read all of it. Raises SystemExit if the hand-off
         fails."""
         self._handoffs += 1
         id = HandoffId(INSTANCE, self._handoffs, 1)
@@ -92,7 +92,7 @@ class Watcher:
         pages = np.arange(first, first + num_pages, dtype=np.int32)
         spec = RequestSpec(token_ids=token_ids.tobytes(), sampling=sampling)
         weights, budget = self._engine.weights.id, Remaining(WAIT_S)
-        self._transfer.post(OpenCommand(id, self.owner.owner, weights, budget, Prompt(spec)))
+        self._transfer.post(OpenCommand(id, self.producer.instance, weights, budget, Prompt(spec)))
         self._transfer.post(GrantCommand(id, 0, pages))
         at: dict[type, float] = {}
         token = -1
@@ -122,7 +122,7 @@ async def watching(
     """
     engine = build(engine_config)
     loop = asyncio.get_running_loop()
-    events: asyncio.Queue[tuple[float, ReaderEvent]] = asyncio.Queue()
+    events: asyncio.Queue[tuple[float, ConsumerEvent]] = asyncio.Queue()
     front_socket, thread_socket = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(thread_socket, PairInput)
 
@@ -131,9 +131,9 @@ async def watching(
         for event in transfer.take():
             loop.call_soon_threadsafe(events.put_nowait, (now, event))
 
-    transfer: TransferThread[ReaderCommand, ReaderEvent] = TransferThread(
+    transfer: TransferThread[ConsumerCommand, ConsumerEvent] = TransferThread(
         frames,
-        lambda outlet, wake: _reader(engine, transfer_config, outlet, wake),
+        lambda outlet, wake: _consumer(engine, transfer_config, outlet, wake),
         engine_late_s=lambda: 0.0,
         wake_engine=note,
     )
@@ -155,10 +155,10 @@ async def watching(
         await asyncio.to_thread(transfer.stop, WAIT_S)
 
 
-def _reader(
+def _consumer(
     engine: Engine,
     config: TransferConfig,
-    outlet: EventOutlet[ReaderEvent],
+    outlet: EventOutlet[ConsumerEvent],
     wake: Callable[[], None],
 ) -> ConsumerSide:
     pool, shape = engine.pool, engine.shape

@@ -21,7 +21,13 @@ from kvtransfer.backends.base import BackendConnection, Ints
 from tools.bench.gpu.frame import Row, Tables, guarded, note
 from tools.bench.gpu.ops import unequal_share
 from tools.bench.gpu.setting import Setting
-from tools.bench.gpu.systems.owner import OwnerProcess, backends, content, owner_process, pool_of
+from tools.bench.gpu.systems.producer import (
+    ProducerProcess,
+    backends,
+    content,
+    pool_of,
+    producer_process,
+)
 
 TABLES: Tables = {
     "paths": {
@@ -63,12 +69,12 @@ def _from_device(setting: Setting, source: torch.device) -> Iterator[Row]:
     expected = content(setting.device, page_bytes, num_pages)
     landing = torch.zeros_like(expected)
     with ExitStack() as exits:
-        owner = exits.enter_context(owner_process(source, page_bytes, num_pages))
-        reads = _raw_reads(setting, owner, expected, landing)
+        producer = exits.enter_context(producer_process(source, page_bytes, num_pages))
+        reads = _raw_reads(setting, producer, expected, landing)
         for name in backends():
             started = time.perf_counter()
             try:
-                connection = _connected(owner, name, landing, exits)
+                connection = _connected(producer, name, landing, exits)
                 probe = connection.probe()
             except (TransferError, ModuleNotFoundError) as error:
                 yield note(f"{name} from {source}", f"cannot: {error}")
@@ -82,7 +88,7 @@ def _from_device(setting: Setting, source: torch.device) -> Iterator[Row]:
                 "probe_gib_per_s": probe,
                 "connect_s": time.perf_counter() - started,
             }
-        owner.stop_polling()
+        producer.stop_polling()
         for by in list(reads):
             if (wrong := _wrong_share(setting, reads[by], expected, landing)) > 0.0:
                 yield note(f"{by} from {source}", f"{wrong:.2%} of the bytes are wrong")
@@ -128,19 +134,19 @@ def _rows(
 
 
 def _raw_reads(
-    setting: Setting, owner: OwnerProcess, expected: Tensor, landing: Tensor
+    setting: Setting, producer: ProducerProcess, expected: Tensor, landing: Tensor
 ) -> dict[str, Read]:
     reads = {"raw gather, this process": _gather(setting, expected, landing)}
-    if owner.served.shared:
+    if producer.served.shared:
         import torch.multiprocessing  # noqa: F401  teaches pickle to find shared tensors
 
-        theirs: Tensor = pickle.loads(owner.served.shared)
+        theirs: Tensor = pickle.loads(producer.served.shared)
         reads["raw gather, CUDA IPC"] = _gather(setting, theirs, landing)
     return reads
 
 
 def _gather(setting: Setting, source: Tensor, landing: Tensor) -> Read:
-    """Return a reader that gathers pages into the first pages of `landing`, whatever their
+    """Return a consumer that gathers pages into the first pages of `landing`, whatever their
     destination. One kernel, complete on return."""
 
     def read(from_pages: Ints, to_pages: Ints) -> None:
@@ -156,12 +162,12 @@ def _gather(setting: Setting, source: Tensor, landing: Tensor) -> Read:
 
 
 def _connected(
-    owner: OwnerProcess, name: str, landing: Tensor, exits: ExitStack
+    producer: ProducerProcess, name: str, landing: Tensor, exits: ExitStack
 ) -> BackendConnection:
-    if name in owner.served.missing:
-        raise TransferError(owner.served.missing[name])
+    if name in producer.served.missing:
+        raise TransferError(producer.served.missing[name])
     connection = backends()[name].connect(
-        owner.served.descriptions[name], owner.remote, pool_of(landing)
+        producer.served.descriptions[name], producer.remote, pool_of(landing)
     )
     exits.callback(connection.close)
     return connection

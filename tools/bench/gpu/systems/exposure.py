@@ -1,4 +1,5 @@
-"""Share of a hand-off that prefill hides, measured by a separate reader of a running prefill node.
+"""Share of a hand-off that prefill hides, measured by a separate consumer of a running prefill
+node.
 
 The first token is sent when the last chunk is computed. Any transfer time after that is exposed. A
 prompt of one page gives the fixed part of that time. A prompt of a single chunk, whose transfer
@@ -67,7 +68,7 @@ async def measure(
             whole_ms = max(exposed_ms, fixed_ms + chunk_ms * tokens / cuts.chunk)
             yield {
                 "table": "hand-off",
-                "path": watcher.owner.path,
+                "path": watcher.producer.path,
                 "tokens": tokens,
                 "chunks": chunks,
                 "kv_mib": -(-tokens // PAGE_SIZE) * watcher.page_bytes / 2**20,

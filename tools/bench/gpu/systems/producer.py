@@ -1,9 +1,10 @@
-"""The owner's process of the part transfer: pages on a device, served over every available backend.
+"""The producer's process of the part transfer: pages on a device, served over every available
+backend.
 
-    python -m tools.bench.gpu.systems.owner DEVICE PAGE_BYTES NUM_PAGES
+    python -m tools.bench.gpu.systems.producer DEVICE PAGE_BYTES NUM_PAGES
 
 It prints its connection data on one line of stdout. It polls until it reads a line from stdin, when
-all readers have connected, and ends with its stdin. Its pages hold the bytes of `content`.
+all consumers have connected, and ends with its stdin. Its pages hold the bytes of `content`.
 """
 
 import contextlib
@@ -23,12 +24,12 @@ from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.tcp.backend import TcpBackend
 from tools.bench.support.record import ROOT
 
-OWNER, READER = 2, 1  # instance ids
+PRODUCER, CONSUMER = 2, 1  # instance ids
 _POLL_S = 0.001
 
 
 class Served(msgspec.Struct):
-    """The output of the owner's process. missing: why a backend is absent. shared: pickled data
+    """The output of the producer's process. missing: why a backend is absent. shared: pickled data
     with which torch opens the pool in another process; empty if the device cannot share memory."""
 
     base: int
@@ -54,8 +55,8 @@ def pool_of(pages: Tensor) -> PagePool:
     return PagePool(pages.data_ptr(), page_bytes, num_pages, str(pages.device))
 
 
-class OwnerProcess:
-    """A running owner's process. Made by `owner_process`."""
+class ProducerProcess:
+    """A running producer's process. Made by `producer_process`."""
 
     def __init__(self, process: subprocess.Popen[bytes], served: Served, remote: RemotePool):
         self._process = process
@@ -63,18 +64,20 @@ class OwnerProcess:
         self.remote = remote
 
     def stop_polling(self) -> None:
-        """Stop its polling, so that it is as quiet as a serving node's owner."""
+        """Stop its polling, so that it is as quiet as a serving node's producer."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
 
 
 @contextlib.contextmanager
-def owner_process(device: torch.device, page_bytes: int, num_pages: int) -> Iterator[OwnerProcess]:
-    """Start the owner's process. Raises RuntimeError if it does not start."""
+def producer_process(
+    device: torch.device, page_bytes: int, num_pages: int
+) -> Iterator[ProducerProcess]:
+    """Start the producer's process. Raises RuntimeError if it does not start."""
     numbers = (device, page_bytes, num_pages)
     process = subprocess.Popen(
-        [sys.executable, "-m", "tools.bench.gpu.systems.owner", *map(str, numbers)],
+        [sys.executable, "-m", "tools.bench.gpu.systems.producer", *map(str, numbers)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
@@ -83,33 +86,33 @@ def owner_process(device: torch.device, page_bytes: int, num_pages: int) -> Iter
     with process.stdin, process.stdout:
         line = process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the owner's process ended with {process.wait(10)}")
+            raise RuntimeError(f"the producer's process ended with {process.wait(10)}")
         served = msgspec.json.decode(line, type=Served)
-        yield OwnerProcess(process, served, RemotePool(served.base, page_bytes, num_pages))
+        yield ProducerProcess(process, served, RemotePool(served.base, page_bytes, num_pages))
     process.wait(10)
 
 
 def main(device_name: str, page_bytes: str, num_pages: str) -> None:
     device = torch.device(device_name)
     pages = content(device, int(page_bytes), int(num_pages))
-    owners: dict[str, PageProducer] = {}
+    producers: dict[str, PageProducer] = {}
     missing: dict[str, str] = {}
     for name, backend in backends().items():
         try:
-            owners[name] = backend.serve(pool_of(pages), OWNER)
-            owners[name].prepare(READER).result()
-            owners[name].publish(READER, np.arange(len(pages), dtype=np.int32))
+            producers[name] = backend.serve(pool_of(pages), PRODUCER)
+            producers[name].prepare(CONSUMER).result()
+            producers[name].publish(CONSUMER, np.arange(len(pages), dtype=np.int32))
         except (TransferError, ModuleNotFoundError) as error:
             missing[name] = str(error)
-    descriptions = {name: owner.admit(READER) for name, owner in owners.items()}
+    descriptions = {name: producer.admit(CONSUMER) for name, producer in producers.items()}
     served = Served(pages.data_ptr(), descriptions, missing, _shared(pages))
     print(msgspec.json.encode(served).decode(), flush=True)
     while not select.select([sys.stdin], [], [], _POLL_S)[0]:
-        for owner in owners.values():
-            owner.poll()
+        for producer in producers.values():
+            producer.poll()
     sys.stdin.read()  # until the other end closes it
-    for owner in owners.values():
-        owner.close()
+    for producer in producers.values():
+        producer.close()
 
 
 def _shared(pages: Tensor) -> bytes:

@@ -1,4 +1,5 @@
-"""Agents that are one reader's each. The path stands in for RDMA: real agents, other transports."""
+"""Agents that are one consumer's each. The path stands in for RDMA: real agents, other
+transports."""
 
 import os
 import threading
@@ -32,7 +33,7 @@ KEYED_CMA = replace(PATHS[0], keyed=True)
 
 
 class Copies:
-    """Reads all pages of an owner again and again, and keeps whether every byte was right."""
+    """Reads all pages of a producer again and again, and keeps whether every byte was right."""
 
     def __init__(
         self, connection: BackendConnection, memory: Memory, expected: NDArray[np.uint8]
@@ -62,21 +63,21 @@ class Copies:
         assert not self._thread.is_alive()
 
 
-# Seen failing with `ConsumerAgents.dismiss` doing nothing, and with all readers given the first
+# Seen failing with `ConsumerAgents.dismiss` doing nothing, and with all consumers given the first
 # one's agent.
-def test_what_one_reader_was_told_ends_with_it_and_others_read_on(ends):
+def test_what_one_consumer_was_told_ends_with_it_and_others_read_on(ends):
     backend = KeyedNixl()
-    owner = ends.far_owner(backend.name, NUM_PAGES, PAGE_BYTES)
+    producer = ends.far_producer(backend.name, NUM_PAGES, PAGE_BYTES)
     stays, goes = (Memory(NUM_PAGES, PAGE_BYTES) for _ in range(2))
-    told = owner.admit(reader=2)
+    told = producer.admit(consumer=2)
     with (
-        closing(backend.connect(owner.admit(reader=1), owner.remote, stays.pool)) as first,
-        closing(backend.connect(told, owner.remote, goes.pool)) as second,
+        closing(backend.connect(producer.admit(consumer=1), producer.remote, stays.pool)) as first,
+        closing(backend.connect(told, producer.remote, goes.pool)) as second,
     ):
-        undisturbed = Copies(first, stays, owner.content)
-        ended = Copies(second, goes, owner.content)
+        undisturbed = Copies(first, stays, producer.content)
+        ended = Copies(second, goes, producer.content)
         wait_for(lambda: undisturbed.num_right > 2 and ended.num_right > 2)
-        owner.dismiss(reader=2)
+        producer.dismiss(consumer=2)
         wait_for(lambda: bool(ended.error))
         assert "TransferError" in ended.error
         before = undisturbed.num_right
@@ -85,17 +86,17 @@ def test_what_one_reader_was_told_ends_with_it_and_others_read_on(ends):
         ended.stop()
         assert not undisturbed.error
     with pytest.raises(TransferError):
-        backend.connect(told, owner.remote, goes.pool).close()
+        backend.connect(told, producer.remote, goes.pool).close()
 
 
 @contextmanager
 def serving(*kinds: PathKind) -> Iterator[NixlProducer]:
     memory = Memory(NUM_PAGES, PAGE_BYTES)
-    owner = NixlBackend(kinds).serve(memory.pool, 1)
+    producer = NixlBackend(kinds).serve(memory.pool, 1)
     try:
-        yield owner
+        yield producer
     finally:
-        owner.close()
+        producer.close()
 
 
 def held() -> tuple[int, int, int]:
@@ -105,16 +106,16 @@ def held() -> tuple[int, int, int]:
 
 
 # Seen failing with `ConsumerAgents.dismiss` doing nothing.
-def test_readers_that_have_come_and_gone_leave_nothing_behind():
-    with serving(KEYED_CMA) as owner:
+def test_consumers_that_have_come_and_gone_leave_nothing_behind():
+    with serving(KEYED_CMA) as producer:
 
-        def come_and_go(readers: range) -> tuple[int, int, int]:
-            """Return the resources held while the last reader is there."""
-            for reader in readers:
-                owner.prepare(reader).result(WAIT_S)
-                assert owner.admit(reader)
+        def come_and_go(consumers: range) -> tuple[int, int, int]:
+            """Return the resources held while the last consumer is there."""
+            for consumer in consumers:
+                producer.prepare(consumer).result(WAIT_S)
+                assert producer.admit(consumer)
                 last = held()  # all before it have ended: one thread does one after the other
-                owner.dismiss(reader)
+                producer.dismiss(consumer)
             return last
 
         files, threads, mappings = come_and_go(range(5))
@@ -181,7 +182,7 @@ def make_agents(gate: Gate) -> Iterator[Callable[..., ConsumerAgents]]:
 
 
 # Seen failing with the `submit` of `ConsumerAgents.dismiss` under `if made.done()`.
-def test_a_reader_that_goes_while_its_agent_is_made_leaves_none(gate, make_agents):
+def test_a_consumer_that_goes_while_its_agent_is_made_leaves_none(gate, make_agents):
     agents = make_agents()
     agents.prepare(1)
     gate.wait_until_reached()
@@ -198,7 +199,7 @@ def test_a_reader_that_goes_while_its_agent_is_made_leaves_none(gate, make_agent
 
 # Seen failing with the semaphore released in `dismiss`, and with no look at it.
 def test_there_are_never_more_agents_than_places(gate, make_agents, caplog):
-    agents = make_agents(max_readers=2)
+    agents = make_agents(max_consumers=2)
     agents.prepare(1)
     gate.wait_until_reached()
     agents.prepare(2)
@@ -212,23 +213,23 @@ def test_there_are_never_more_agents_than_places(gate, make_agents, caplog):
 
 
 # Seen failing with the loop taken out of `ConsumerAgents.close`.
-def test_the_end_of_an_owner_ends_the_agents_of_all_its_readers(gate, make_agents):
+def test_the_end_of_a_producer_ends_the_agents_of_all_its_consumers(gate, make_agents):
     agents = make_agents()
     gate.open()
-    for reader in range(3):
-        agents.prepare(reader).result(WAIT_S)
+    for consumer in range(3):
+        agents.prepare(consumer).result(WAIT_S)
     assert gate.num_alive == 3
     agents.close()
     assert gate.num_alive == 0
     agents.close()
-    assert "nixl-readers" not in {thread.name[:12] for thread in threading.enumerate()}
+    assert "nixl-consumers" not in {thread.name[:12] for thread in threading.enumerate()}
 
 
 # Seen failing with the `except` taken out of `ConsumerAgents.poll`.
-def test_an_agent_that_fails_costs_its_own_reader_alone(monkeypatch):
-    with serving(KEYED) as owner:
-        for reader in (1, 2):
-            owner.prepare(reader).result(WAIT_S)
+def test_an_agent_that_fails_costs_its_own_consumer_alone(monkeypatch):
+    with serving(KEYED) as producer:
+        for consumer in (1, 2):
+            producer.prepare(consumer).result(WAIT_S)
         broken, poll = [True], NixlAgent.poll
 
         def poll_first(agent: NixlAgent) -> None:
@@ -238,27 +239,30 @@ def test_an_agent_that_fails_costs_its_own_reader_alone(monkeypatch):
             poll(agent)
 
         monkeypatch.setattr(NixlAgent, "poll", poll_first)
-        owner.poll()
+        producer.poll()
         with pytest.raises(TransferError, match="no agent has been made"):
-            owner.admit(1)
-        assert owner.admit(2)
+            producer.admit(1)
+        assert producer.admit(2)
 
 
-def test_a_reader_is_told_of_shared_paths_before_its_own_is_ready():
-    with serving(PATHS[0], KEYED) as owner:
+def test_a_consumer_is_told_of_shared_paths_before_its_own_is_ready():
+    with serving(PATHS[0], KEYED) as producer:
 
         def told() -> list[str]:
-            described = msgspec.msgpack.decode(owner.admit(1), type=NixlDescription)
+            described = msgspec.msgpack.decode(producer.admit(1), type=NixlDescription)
             return [offer.path for offer in described.offers]
 
         assert told() == ["cma"]
-        owner.prepare(1).result(WAIT_S)
+        producer.prepare(1).result(WAIT_S)
         assert told() == ["cma", "keyed"]
 
 
-def test_a_reader_for_whom_there_is_no_path_is_told_so():
-    with serving(KEYED_CMA) as owner, pytest.raises(TransferError, match="no agent has been made"):
-        owner.admit(1)
+def test_a_consumer_for_whom_there_is_no_path_is_told_so():
+    with (
+        serving(KEYED_CMA) as producer,
+        pytest.raises(TransferError, match="no agent has been made"),
+    ):
+        producer.admit(1)
 
 
 def test_what_cannot_be_made_on_this_machine_is_found_out_at_the_start():

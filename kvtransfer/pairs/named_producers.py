@@ -1,12 +1,12 @@
-"""The owners that this node pairs with: those on the router's list, and recently named ones up to a
-limit. Knows addresses and a dialer.
+"""The producers that this node pairs with: those on the router's list, and recently named ones up
+to a limit. Knows addresses and a dialer.
 """
 
 import time
 from collections.abc import Callable, Iterable
 
-MAX_OWNERS = 64
-REMEMBERED_S = 600.0  # since an owner was last named
+MAX_PRODUCERS = 64
+REMEMBERED_S = 600.0  # since a producer was last named
 
 
 class NamedProducers:
@@ -36,7 +36,7 @@ class NamedProducers:
         self._dial_wanted()
 
     def name(self, addresses: Iterable[str]) -> None:
-        """Record that these owners may have something to read."""
+        """Record that these producers may have something to read."""
         now = self._clock()
         for address in addresses:
             if address != self._own_address:
@@ -54,4 +54,4 @@ class NamedProducers:
             self._dial(wanted)
 
     def _is_too_many(self, oldest: str, now: float) -> bool:
-        return len(self._named) > MAX_OWNERS or now - self._named[oldest] > REMEMBERED_S
+        return len(self._named) > MAX_PRODUCERS or now - self._named[oldest] > REMEMBERED_S

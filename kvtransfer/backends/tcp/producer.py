@@ -1,14 +1,14 @@
-"""The owner's end of the tcp backend: serves pages on threads of its own.
+"""The producer's end of the tcp backend: serves pages on threads of its own.
 
 One thread accepts connections and holds them until they introduce themselves. An unauthenticated
-connection costs one descriptor for two seconds, and never a thread or a handshake. Readers
+connection costs one descriptor for two seconds, and never a thread or a handshake. Consumers
 introduce themselves immediately, so they rarely wait here. At the limit, the oldest connection of
 the host with the most waiting connections is closed, so a flood of silent connections does not
-displace readers.
+displace consumers.
 
-One thread per connection answers its requests in order. Only pages published to that reader are
-served. A reader that requests other pages, or sends invalid data, breaks only its own connection. A
-dismissed reader has no connection (readers.py).
+One thread per connection answers its requests in order. Only pages published to that consumer are
+served. A consumer that requests other pages, or sends invalid data, breaks only its own connection.
+A dismissed consumer has no connection (consumers.py).
 """
 
 import logging
@@ -32,8 +32,8 @@ from kvtransfer.backends.base import CONNECT_S, Ints, PageCut, PagePool, first_o
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.publications import PublishedPages
 from kvtransfer.backends.tcp.channel import PlainTcpChannel, TcpChannel
+from kvtransfer.backends.tcp.consumers import TcpConsumers
 from kvtransfer.backends.tcp.memory import Load, SendBuffers, TcpMemory
-from kvtransfer.backends.tcp.readers import TcpConsumers
 from kvtransfer.backends.tcp.tls import ProducerTls
 from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
@@ -98,7 +98,7 @@ class TcpAcceptor:
         self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's sleep
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            raise EngineFault("the thread of a tcp owner's door does not end")
+            raise EngineFault("the thread of a tcp producer's door does not end")
         self._listener.close()  # not by its thread, which may end before the shutdown above
 
     # On the acceptor's thread --------------------------------------------------------------------
@@ -222,83 +222,83 @@ class TcpProducer:
         self._memory = memory
         self._tls = tls
         self._publications = PublishedPages(pool.num_pages)
-        self._readers = TcpConsumers()
+        self._consumers = TcpConsumers()
         self._door = TcpAcceptor(host, port, self._let_in)
         _log.info(
             "tcp data path listening", host=host, port=self._door.port, encrypted=tls is not None
         )
 
-    def prepare(self, reader: int) -> Future[Any]:
+    def prepare(self, consumer: int) -> Future[Any]:
         return prepared()
 
-    def admit(self, reader: int) -> bytes:
+    def admit(self, consumer: int) -> bytes:
         return msgspec.msgpack.encode(
             TcpDescription(
                 host=self._host,
                 port=self._door.port,
-                reader=reader,
-                key=self._readers.admit(reader),
+                consumer=consumer,
+                key=self._consumers.admit(consumer),
                 certificate=self._tls.certificate if self._tls else b"",
                 scratch_pages=self._memory.scratch_pages,
             )
         )
 
-    def dismiss(self, reader: int) -> None:
-        self._readers.dismiss(reader)
-        self._publications.forget(reader)
+    def dismiss(self, consumer: int) -> None:
+        self._consumers.dismiss(consumer)
+        self._publications.forget(consumer)
 
-    def publish(self, reader: int, pages: Ints) -> None:
-        self._publications.publish(reader, pages)
+    def publish(self, consumer: int, pages: Ints) -> None:
+        self._publications.publish(consumer, pages)
 
-    def withdraw(self, reader: int, pages: Ints) -> None:
-        self._publications.withdraw(reader, pages)
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        self._publications.withdraw(consumer, pages)
 
     def poll(self) -> None:
-        """Do nothing: the owner's own threads serve readers."""
+        """Do nothing: the producer's own threads serve consumers."""
 
     def close(self) -> None:
         self._door.shut()
-        for thread in self._readers.end_all():
+        for thread in self._consumers.end_all():
             thread.join(CONNECT_S)
             if thread.is_alive():
-                raise EngineFault("a tcp owner's thread does not end: its pool is still in use")
+                raise EngineFault("a tcp producer's thread does not end: its pool is still in use")
 
     # On the acceptor's thread ---------------------------------------------------------------------
 
     def _let_in(self, connection: socket.socket, host: str, introduction: bytes) -> None:
-        """Serve a connection on a thread of its own if a reader has opened it."""
-        magic, reader, count, proof = INTRODUCTION.unpack(introduction)
+        """Serve a connection on a thread of its own if a consumer has opened it."""
+        magic, consumer, count, proof = INTRODUCTION.unpack(introduction)
         if magic != MAGIC:
-            raise ProtocolViolation("it does not speak as a reader does")
-        proofs = self._readers.proved(reader, count, proof)
+            raise ProtocolViolation("it does not speak as a consumer does")
+        proofs = self._consumers.proved(consumer, count, proof)
         set_options(connection)
-        connection.send(proofs.of_owner)  # never blocks: these are the first bytes sent
+        connection.send(proofs.of_producer)  # never blocks: these are the first bytes sent
         channel = self._tls.channel(connection) if self._tls else PlainTcpChannel(connection)
         thread = threading.Thread(
             target=self._serve,
-            args=(channel, reader, host, proofs.seal),
-            name="tcp-owner",
+            args=(channel, consumer, host, proofs.seal),
+            name="tcp-producer",
             daemon=True,
         )
         try:
-            self._readers.enter(reader, channel, thread)
+            self._consumers.enter(consumer, channel, thread)
         except ServingError:
             channel.close()
             raise
 
     # On a thread of the connection ----------------------------------------------------------------
 
-    def _serve(self, channel: TcpChannel, reader: int, host: str, seal: bytes) -> None:
+    def _serve(self, channel: TcpChannel, consumer: int, host: str, seal: bytes) -> None:
         try:
             self._start(channel, seal)
             with closing(self._memory.departures()) as departures:
-                self._answer_all(channel, reader, departures)
+                self._answer_all(channel, consumer, departures)
         except (ProtocolViolation, DeviceFailure) as error:
             _log.warning("data connection closed", peer=host, reason=error)
         except (OSError, TransferError):
-            pass  # the reader has disconnected
+            pass  # the consumer has disconnected
         finally:
-            self._readers.leave(reader, channel)
+            self._consumers.leave(consumer, channel)
 
     def _start(self, channel: TcpChannel, seal: bytes) -> None:
         try:
@@ -306,21 +306,21 @@ class TcpProducer:
         except TransferError as error:
             raise ProtocolViolation(str(error)) from None
 
-    def _answer_all(self, channel: TcpChannel, reader: int, departures: SendBuffers) -> None:
-        """Answer requests until the reader disconnects. Starts the next reply before sending one,
-        if pages can be staged and the reader has requested more.
+    def _answer_all(self, channel: TcpChannel, consumer: int, departures: SendBuffers) -> None:
+        """Answer requests until the consumer disconnects. Starts the next reply before sending one,
+        if pages can be staged and the consumer has requested more.
         """
-        answers = deque([self._begin(channel, reader, departures)])
+        answers = deque([self._begin(channel, consumer, departures)])
         while True:
             answer = answers.popleft()
             vectors = answer.load(answer.head)
             while len(answers) < departures.num_ahead and channel.has_input():
-                answers.append(self._begin(channel, reader, departures))
+                answers.append(self._begin(channel, consumer, departures))
             channel.send_vectors(vectors, answer.num_bytes)
             if not answers:
-                answers.append(self._begin(channel, reader, departures))
+                answers.append(self._begin(channel, consumer, departures))
 
-    def _begin(self, channel: TcpChannel, reader: int, departures: SendBuffers) -> _Answer:
+    def _begin(self, channel: TcpChannel, consumer: int, departures: SendBuffers) -> _Answer:
         """Receive one request. Its reply has the pages, or as many zeros if one is refused."""
         kind, num_pages, at, size = REQUEST.unpack(channel.receive(REQUEST.size))
         if not 1 <= size <= at + size <= self._pool.page_bytes:
@@ -331,7 +331,7 @@ class TcpProducer:
         pages = np.frombuffer(channel.receive(4 * num_pages), np.int32)
         match kind:
             case FrameKind.POOL:
-                refused = self._publications.first_refused(reader, pages)
+                refused = self._publications.first_refused(consumer, pages)
             case FrameKind.SCRATCH:
                 refused = first_outside(pages, self._memory.scratch_pages)
             case _:

@@ -1,7 +1,8 @@
-"""The owner's side of the transfer thread: publishes pages to readers on every data path served.
+"""The producer's side of the transfer thread: publishes pages to consumers on every data path
+served.
 
-ProducerEnd decides, this module carries out. It knows no requests and counts no pages. Readers that
-have sent Hello wait until their data paths are prepared (`ConsumerAdmissions`).
+ProducerEnd decides, this module carries out. It knows no requests and counts no pages. Consumers
+that have sent Hello wait until their data paths are prepared (`ConsumerAdmissions`).
 """
 
 import logging
@@ -28,11 +29,11 @@ from kvtransfer.messages import (
     PagesReady,
 )
 from kvtransfer.pairing import OTHER_WEIGHTS, DataPath, PairHello, compare, lasts
-from kvtransfer.ports import OwnerCommand, OwnerEvent, TablePages
+from kvtransfer.ports import ProducerCommand, ProducerEvent, TablePages
 from kvtransfer.protocol.actions import (
     EndStream,
     ExposePages,
-    OwnerAction,
+    ProducerAction,
     SendMessage,
     WithdrawPages,
 )
@@ -42,13 +43,13 @@ from kvtransfer.transfer.page_bytes import PageChecksums
 from kvtransfer.transfer.rank_paths import PathOffers
 from kvtransfer.transfer.thread import EventOutlet
 
-WAIT_S = 10.0  # longest wait; a reader waits longer
+WAIT_S = 10.0  # longest wait; a consumer waits longer
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedConsumer:
-    """A reader, and the paths that it is offered."""
+    """A consumer, and the paths that it is offered."""
 
     stream: int
     instance: int
@@ -63,7 +64,7 @@ class _Waiting:
 
 
 class ConsumerAdmissions:
-    """Readers that wait for their paths. Transfer thread only.
+    """Consumers that wait for their paths. Transfer thread only.
 
     Args:
         wake: causes a call of `take_ready` soon. Called by any thread.
@@ -81,20 +82,21 @@ class ConsumerAdmissions:
             preparation.add_done_callback(lambda _: self._wake())
 
     def forget(self, stream: int) -> None:
-        """Remove a waiting reader. The owners must be notified separately. Idempotent."""
+        """Remove a waiting consumer. The producers must be notified separately. Idempotent."""
         self._waiting.pop(stream, None)
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Return the streams on which readers wait."""
+        """Return the streams on which consumers wait."""
         return tuple(self._waiting)
 
     def streams_of(self, instance: int) -> list[int]:
-        """Return the streams on which a reader of this instance waits."""
+        """Return the streams on which a consumer of this instance waits."""
         return [stream for stream, one in self._waiting.items() if one.instance == instance]
 
     def take_ready(self, now: float) -> list[AdmittedConsumer]:
-        """Remove and return the readers whose paths are all prepared, or whose time has expired."""
+        """Remove and return the consumers whose paths are all prepared, or whose time has
+        expired."""
         ready = []
         for stream, waiting in list(self._waiting.items()):
             done = all(preparation.done() for preparation in waiting.preparations)
@@ -110,19 +112,19 @@ class ConsumerAdmissions:
         return min((waiting.due for waiting in self._waiting.values()), default=None)
 
 
-CONNECTING_POLL_S = 0.001  # over RDMA, an owner must be polled while a reader connects
+CONNECTING_POLL_S = 0.001  # over RDMA, a producer must be polled while a consumer connects
 MAX_TOKENS = 16 << 20  # of requests that the engine thread has not consumed yet
 SHORTEST_TOKENS = 1024  # minimum that one request counts as, since it is a record too
 
 
 class ProducerSide:
-    """The owner's side. Transfer thread only.
+    """The producer's side. Transfer thread only.
 
     Args:
         hello: this node's, without paths.
         wake: ends the transfer thread's sleep. Called by any thread.
         sums: samples the pages that are published.
-        max_untaken_tokens: limit of one reader's Opens and Forgets that the engine thread has not
+        max_untaken_tokens: limit of one consumer's Opens and Forgets that the engine thread has not
             consumed yet. Above it, an Open is answered by Failed, retryable, and a Forget is
             dropped.
     """
@@ -132,7 +134,7 @@ class ProducerSide:
         end: ProducerEnd,
         hello: PairHello,
         offers: PathOffers,
-        outlet: EventOutlet[OwnerEvent],
+        outlet: EventOutlet[ProducerEvent],
         wake: Callable[[], None],
         sums: PageChecksums,
         *,
@@ -148,11 +150,11 @@ class ProducerSide:
         self._held = HeldMessages(outlet.send)
         self._untaken = UnconsumedEvents(max_untaken_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
-        self._readers: dict[int, NodeShape] = {}  # by stream
+        self._consumers: dict[int, NodeShape] = {}  # by stream
         self._poll_at: float | None = None
 
     def start(self) -> None:
-        """Do nothing: an owner waits for its readers."""
+        """Do nothing: a producer waits for its consumers."""
 
     def opened(self, opening: PairOpened, now: float) -> None:
         stream, hello = opening.stream, opening.hello
@@ -163,8 +165,8 @@ class ProducerSide:
             self._outlet.end(stream, str(mismatch), refused=refused)
             return
         for old in self._admissions.streams_of(hello.instance):
-            self._turn_away(old, "the reader has opened another stream")
-        self._readers[stream] = hello.shape
+            self._turn_away(old, "the consumer has opened another stream")
+        self._consumers[stream] = hello.shape
         self._admissions.begin(stream, hello, now)
         self._answer_ready(now)
 
@@ -184,16 +186,16 @@ class ProducerSide:
     def received(self, stream: int, message: AnyMessage, now: float) -> None:
         match message:
             case OpenHandoff() if not self._fits(stream, message):
-                reason = "the engine has not taken what this reader has opened before"
+                reason = "the engine has not taken what this consumer has opened before"
                 self._held.send(stream, HandoffFailed(message.id, reason, retryable=True))
             case InvalidatePrefix() if not self._fits(stream, message):
-                pass  # the reader sends it again if the KV that stays leads to NaN or Inf again
+                pass  # the consumer sends it again if the KV that stays leads to NaN or Inf again
             case OpenHandoff() | InvalidatePrefix():
                 self._ask(stream, message, now)
             case _:
                 self._carry_out(self._end.received(stream, message, now))
 
-    def command(self, command: OwnerCommand, now: float) -> None:
+    def command(self, command: ProducerCommand, now: float) -> None:
         self._carry_out(self._end.command(command))
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
@@ -213,10 +215,10 @@ class ProducerSide:
         self._offers.close()
 
     def _answer_ready(self, now: float) -> None:
-        for reader in self._admissions.take_ready(now):
-            hello = msgspec.structs.replace(self._hello, paths=reader.paths)
-            self._outlet.answer_hello(reader.stream, hello)
-            self._carry_out(self._end.stream_up(reader.stream, reader.instance, now))
+        for consumer in self._admissions.take_ready(now):
+            hello = msgspec.structs.replace(self._hello, paths=consumer.paths)
+            self._outlet.answer_hello(consumer.stream, hello)
+            self._carry_out(self._end.stream_up(consumer.stream, consumer.instance, now))
 
     def _fits(self, stream: int, message: OpenHandoff | InvalidatePrefix) -> bool:
         self._untaken.taken(self._outlet.num_taken)
@@ -230,30 +232,30 @@ class ProducerSide:
             self._untaken.add(self._outlet.num_told, stream, message.num_tokens)
 
     def _turn_away(self, stream: int, reason: str) -> None:
-        """Reject a reader whose Hello has not been answered."""
+        """Reject a consumer whose Hello has not been answered."""
         self._outlet.end(stream, reason, refused=False)
         self._dismiss(stream)
 
     def _dismiss(self, stream: int) -> None:
-        """End everything that a reader was given for a stream."""
+        """End everything that a consumer was given for a stream."""
         self._admissions.forget(stream)
         self._held.forget(stream)
-        self._readers.pop(stream, None)
+        self._consumers.pop(stream, None)
         self._offers.dismiss(stream)
 
     def _hold(self, stream: int, published: Sequence[Future[Any]]) -> None:
-        """Send nothing to the reader before all ranks serve the pages."""
+        """Send nothing to the consumer before all ranks serve the pages."""
         for each in published:
             self._held.hold(stream, each)
             each.add_done_callback(lambda _: self._wake())
 
-    def _carry_out(self, actions: Sequence[OwnerAction]) -> None:
+    def _carry_out(self, actions: Sequence[ProducerAction]) -> None:
         ended = []
         spans: tuple[TablePages, ...] = ()  # of the pages that are announced next
         for action in actions:
             match action:
                 case SendMessage(stream, PagesReady(pages=pages) as ready) if (
-                    sums := self._sums.take(pages, spans, self._readers.get(stream))
+                    sums := self._sums.take(pages, spans, self._consumers.get(stream))
                 ):
                     self._held.send(stream, msgspec.structs.replace(ready, sums=sums))
                 case SendMessage(stream, message):
@@ -274,7 +276,7 @@ class ProducerSide:
 
 
 class HeldMessages:
-    """Messages to readers that wait until other ranks have published pages. Each stream keeps its
+    """Messages to consumers that wait until other ranks have published pages. Each stream keeps its
     order. Transfer thread only.
     """
 
@@ -315,10 +317,10 @@ class HeldMessages:
 class UnconsumedEvents:
     """Requests of peers that the engine thread has not consumed yet, by stream.
 
-    A step may take long, while readers continue to send. The engine bounds the requests that it has
-    consumed. This class bounds them before, so that requests opened and cancelled during one step
-    do not pile up. Events are known only by their number, in the order in which the engine consumes
-    them. Transfer thread only.
+    A step may take long, while consumers continue to send. The engine bounds the requests that it
+    has consumed. This class bounds them before, so that requests opened and cancelled during one
+    step do not pile up. Events are known only by their number, in the order in which the engine
+    consumes them. Transfer thread only.
 
     Args:
         max_tokens: limit for a stream that is alone. With n streams each has 1/n of it, in

@@ -1,4 +1,4 @@
-"""The readers that a tcp owner admits, and the open connections of each reader's key.
+"""The consumers that a tcp producer admits, and the open connections of each consumer's key.
 
 Knows keys, channels and threads, not pages. Any thread.
 """
@@ -12,13 +12,13 @@ from common.errors import Overloaded, ProtocolViolation
 from kvtransfer.backends.tcp.channel import TcpChannel
 from kvtransfer.backends.tcp.wire import KEY_BYTES, TcpProofs
 
-_MAX_OF_ONE_READER = 80  # 64 ranks need one each, and some open a successor
+_MAX_OF_ONE_CONSUMER = 80  # 64 ranks need one each, and some open a successor
 _MAX_CONNECTIONS = 256
 _MAX_COUNTS = 256  # more than connect at the same time
 
 
 @dataclass(slots=True)
-class _Reader:
+class _Consumer:
     key: bytes
     counts: set[int] = field(default_factory=set)  # of its newest connections
     oldest: int = -1  # this count and smaller ones are not new
@@ -26,87 +26,87 @@ class _Reader:
 
 
 class TcpConsumers:
-    """Keys and connections of the admitted readers.
+    """Keys and connections of the admitted consumers.
 
-    From `admit` to `dismiss` a reader has a key, and its connections end with the key. Connections
-    are `proved` and then `enter` on one thread, the acceptor's.
+    From `admit` to `dismiss` a consumer has a key, and its connections end with the key.
+    Connections are `proved` and then `enter` on one thread, the acceptor's.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._readers: dict[int, _Reader] = {}
+        self._consumers: dict[int, _Consumer] = {}
         self._threads: dict[TcpChannel, threading.Thread] = {}
         self._closed = False
 
-    def admit(self, reader: int) -> bytes:
-        """Return the key of a reader. Creates it on the first call."""
+    def admit(self, consumer: int) -> bytes:
+        """Return the key of a consumer. Creates it on the first call."""
         with self._lock:
-            return self._readers.setdefault(reader, _Reader(os.urandom(KEY_BYTES))).key
+            return self._consumers.setdefault(consumer, _Consumer(os.urandom(KEY_BYTES))).key
 
-    def dismiss(self, reader: int) -> None:
+    def dismiss(self, consumer: int) -> None:
         with self._lock:
-            dismissed = self._readers.pop(reader, None)
+            dismissed = self._consumers.pop(consumer, None)
             for channel in dismissed.channels if dismissed else ():
                 channel.end()
 
-    def proved(self, reader: int, count: int, proof: bytes) -> TcpProofs:
-        """Return all proofs of a connection, if it has sent the reader's proof.
+    def proved(self, consumer: int, count: int, proof: bytes) -> TcpProofs:
+        """Return all proofs of a connection, if it has sent the consumer's proof.
 
         Raises:
             ProtocolViolation: the proof is invalid or was used before.
             Overloaded: too many connections are open.
         """
         with self._lock:
-            known = self._readers.get(reader)
+            known = self._consumers.get(consumer)
             num_open = len(self._threads)
         proofs = TcpProofs.by(known.key if known else os.urandom(KEY_BYTES), count)
-        if known is None or not hmac.compare_digest(proof, proofs.of_reader):
-            raise ProtocolViolation(f"no proof that it is reader {reader}")
+        if known is None or not hmac.compare_digest(proof, proofs.of_consumer):
+            raise ProtocolViolation(f"no proof that it is consumer {consumer}")
         if count <= known.oldest or count in known.counts:
-            raise ProtocolViolation(f"a proof of reader {reader} that is not new")
+            raise ProtocolViolation(f"a proof of consumer {consumer} that is not new")
         if num_open >= _MAX_CONNECTIONS:
             raise Overloaded(f"{_MAX_CONNECTIONS} data connections are open")
-        known.counts.add(count)  # ranks of a reader connect in any order
+        known.counts.add(count)  # ranks of a consumer connect in any order
         if len(known.counts) > _MAX_COUNTS:
             known.oldest = min(known.counts)
             known.counts.remove(known.oldest)
         return proofs
 
-    def enter(self, reader: int, channel: TcpChannel, thread: threading.Thread) -> None:
-        """Start the thread of a reader's connection. The thread must call `leave`. Above the limit
-        per reader, the reader's oldest connection is ended.
+    def enter(self, consumer: int, channel: TcpChannel, thread: threading.Thread) -> None:
+        """Start the thread of a consumer's connection. The thread must call `leave`. Above the
+        limit per consumer, the consumer's oldest connection is ended.
 
         Raises:
-            ProtocolViolation: the reader has been dismissed in the meantime.
+            ProtocolViolation: the consumer has been dismissed in the meantime.
             Overloaded: this process cannot start a thread.
         """
         with self._lock:
-            known = self._readers.get(reader)
+            known = self._consumers.get(consumer)
             if self._closed or known is None:
-                raise ProtocolViolation(f"reader {reader} is not admitted any more")
+                raise ProtocolViolation(f"consumer {consumer} is not admitted any more")
             try:
                 thread.start()
             except RuntimeError as error:
                 raise Overloaded(f"no thread for a data connection: {error}") from None
-            if len(known.channels) >= _MAX_OF_ONE_READER:
+            if len(known.channels) >= _MAX_OF_ONE_CONSUMER:
                 known.channels.pop(0).end()
             known.channels.append(channel)
             self._threads[channel] = thread
 
-    def leave(self, reader: int, channel: TcpChannel) -> None:
+    def leave(self, consumer: int, channel: TcpChannel) -> None:
         """Remove the channel and close it."""
         with self._lock:  # otherwise `end` might meet the descriptor of another file
             del self._threads[channel]
-            known = self._readers.get(reader)
+            known = self._consumers.get(consumer)
             if known is not None and channel in known.channels:
                 known.channels.remove(channel)
             channel.close()
 
     def end_all(self) -> list[threading.Thread]:
-        """Dismiss all readers and admit no more. Returns the threads that are about to end."""
+        """Dismiss all consumers and admit no more. Returns the threads that are about to end."""
         with self._lock:
             self._closed = True
-            self._readers.clear()
+            self._consumers.clear()
             for channel in self._threads:
                 channel.end()
             return list(self._threads.values())

@@ -1,4 +1,4 @@
-"""Cost for an owner of a separate agent per reader, each with the whole pool registered.
+"""Cost for a producer of a separate agent per consumer, each with the whole pool registered.
 
 Uses RDMA if this machine has it, which pins and maps every page. Otherwise it uses cma, where no
 page is pinned and the figures are those of the agent alone.
@@ -28,7 +28,7 @@ _WARM_UP = 3
 class Plan:
     page_bytes: int
     pool_gib: float
-    readers: int
+    consumers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +58,28 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
     pages = np.ones((num_pages, plan.page_bytes), np.uint8)
     memory = NixlHostMemory(PagePool(pages.ctypes.data, plan.page_bytes, num_pages, "cpu"))
     kind = _kind(memory)
-    agents = ConsumerAgents([kind], memory, max_readers=plan.readers + _WARM_UP)
-    for reader in range(-_WARM_UP, 0):
-        agents.prepare(reader).result(_WAIT_S)
-        agents.dismiss(reader)
+    agents = ConsumerAgents([kind], memory, max_consumers=plan.consumers + _WARM_UP)
+    for consumer in range(-_WARM_UP, 0):
+        agents.prepare(consumer).result(_WAIT_S)
+        agents.dismiss(consumer)
     agents.prepare(0).result(_WAIT_S)
     before = _Held.now()
     made_s = []
-    for reader in range(1, plan.readers):
+    for consumer in range(1, plan.consumers):
         started = time.perf_counter()
-        agents.prepare(reader).result(_WAIT_S)
+        agents.prepare(consumer).result(_WAIT_S)
         made_s.append(time.perf_counter() - started)
     there = _Held.now()
     started = time.perf_counter()
     agents.close()
     ended_s = time.perf_counter() - started
-    others = plan.readers - 1
+    others = plan.consumers - 1
     row = {
         "path": kind.name,
         "pool_gib": plan.pool_gib,
-        "readers": plan.readers,
+        "consumers": plan.consumers,
         "made_ms": percentiles(made_s, 1e3),
-        "ended_ms": round(1e3 * ended_s / plan.readers, 2),
+        "ended_ms": round(1e3 * ended_s / plan.consumers, 2),
         "memory_kib": round((there.memory_kib - before.memory_kib) / others),
         "pinned_kib": round((there.pinned_kib - before.pinned_kib) / others),
         "descriptors": round((there.descriptors - before.descriptors) / others, 1),

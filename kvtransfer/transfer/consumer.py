@@ -1,4 +1,4 @@
-"""The reader's side of the transfer thread: one link per pair stream, and its reads.
+"""The consumer's side of the transfer thread: one link per pair stream, and its reads.
 
 ConsumerEnd decides, this module carries out. It knows no requests and counts no pages.
 
@@ -20,19 +20,19 @@ from common.requests.namespace import WeightsId
 from kvtransfer.frontend_messages import PairOpened
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
-from kvtransfer.ports import CompletedEvent, FailedEvent, ReaderCommand, ReaderEvent
+from kvtransfer.ports import CompletedEvent, ConsumerCommand, ConsumerEvent, FailedEvent
 from kvtransfer.protocol.actions import (
     CloseLink,
     ConfirmRead,
+    ConsumerAction,
     EndStream,
     ExpectPages,
     OpenLink,
     PageSum,
-    ReaderAction,
     SendMessage,
     StartRead,
 )
-from kvtransfer.protocol.attempt import OwnerPages
+from kvtransfer.protocol.attempt import ProducerPages
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.liveness import earliest
 from kvtransfer.transfer.link import (
@@ -120,14 +120,14 @@ class _Opening:
 
 
 class ConsumerSide:
-    """The reader's side. Transfer thread only.
+    """The consumer's side. Transfer thread only.
 
     Args:
         hello: this node's.
         backends: names of those that this node may use.
         wake: ends the transfer thread's sleep. Called by links.
         meter: counts every read, and every page that is compared.
-        sums: compares pages that owners have sampled.
+        sums: compares pages that producers have sampled.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ConsumerSide:
         hello: PairHello,
         opener: LinkOpener,
         backends: Collection[str],
-        outlet: EventOutlet[ReaderEvent],
+        outlet: EventOutlet[ConsumerEvent],
         wake: Callable[[], None],
         meter: ReadMetrics,
         sums: PageChecksums,
@@ -176,7 +176,7 @@ class ConsumerSide:
             return
         self._peers[stream] = hello
         there, here = hello.regions[0], self._hello.regions[0]
-        pages = OwnerPages(
+        pages = ProducerPages(
             there.num_pages,
             hello.state_pages,
             self._hello.same_layout(hello),
@@ -201,7 +201,7 @@ class ConsumerSide:
         while self._distrusted:
             self._carry_out(self._end.distrust(*self._distrusted.pop(), now))
 
-    def command(self, command: ReaderCommand, now: float) -> None:
+    def command(self, command: ConsumerCommand, now: float) -> None:
         self._carry_out(self._end.command(command, now))
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
@@ -225,7 +225,7 @@ class ConsumerSide:
             link.close("this node ends")
         for link in self._streams:
             if not link.join(LINK_END_S):
-                log.warning("link thread did not stop %s", kv(producer=f"{link.owner:016x}"))
+                log.warning("link thread did not stop %s", kv(producer=f"{link.producer:016x}"))
 
     # Links --------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class ConsumerSide:
         self._link_events.append(event)
         self._wake()
 
-    def _carry_out(self, actions: Sequence[ReaderAction]) -> None:
+    def _carry_out(self, actions: Sequence[ConsumerAction]) -> None:
         for action in actions:
             match action:
                 case SendMessage(stream, message):
