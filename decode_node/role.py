@@ -158,7 +158,7 @@ class DecodeRole:
         return self._handoffs.launch_waits_s(time.monotonic(), ahead=self.scheduler.computes)
 
     def check_leaks(self) -> None:
-        """Raise EngineFault if a page or slot has no live producer."""
+        """Raise EngineFault if a page or slot has no live holder."""
         joining = [state.attempt.reserved.holding.flat() for state in self._queues.transfer]
         reads = [*self._handoffs.reads(), *self._sharing.reads()]
         lent = [*self._migrations.lent(), *self._sharing.lent()]

@@ -402,6 +402,10 @@ PREFILL_ENGINE: Mapping[str, MetricDeclaration] = {
     "total_pooled_prompts": counter(
         "baton_pooling_prompts", "Total prompts computed for embeddings or scores."
     ),
+    "total_tokens_ahead": counter(
+        "baton_prefill_ahead_tokens",
+        "Total prompt tokens computed while their decode node had no pages for them.",
+    ),
 }
 _ALL = {**ENGINE, **DECODE_ENGINE, **PREFILL_ENGINE}
 

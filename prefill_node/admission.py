@@ -41,12 +41,15 @@ class PrefillState(RequestState):
     Attributes:
         prefix_tokens: tokens that the consumer has.
         published: token ranges up to here are published.
+        cached_before: tokens that were cached before this node computed others ahead. Infinite if
+            it computed none.
         holding: pages of the whole prompt, from admission to the scheduler on.
     """
 
     timings: ProducerTimings
     prefix_tokens: int = 0
     published: int = 0
+    cached_before: float = math.inf
     holding: PageHolding | None = None
 
 
@@ -67,11 +70,13 @@ class InflightQueue(KeyedQueue[PrefillState]):
 
 
 class PrefillQueues(RequestQueues):
-    """The queues of a prefill node. Pooling prompts are in `scheduled` only."""
+    """The queues of a prefill node. Pooling prompts are in `scheduled` only, prompts computed ahead
+    in `preparing` and `scheduled`.
+    """
 
     def __init__(
         self,
-        preparing: PreparationStages[PrefillState],
+        preparing: PreparationStages[RequestState],
         scheduled: SchedulerQueue[RequestState],
     ) -> None:
         self.bootstrap = BootstrapQueue()

@@ -1,5 +1,6 @@
 """Engine process of a prefill node: its role, and the assembly of the role from an engine."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 
@@ -34,7 +35,8 @@ from node.request_state import RequestState, Stage
 from node.runtime import NodeRuntime
 from node.sharing.fetches import PrefixFetchQueue
 from node.sharing.prefixes import PrefixSharing
-from prefill_node.admission import HandoffAdmission, PrefillQueues, PrefillState
+from prefill_node.admission import HandoffAdmission, PrefillQueues
+from prefill_node.ahead import PrefillAhead
 from prefill_node.handoffs import HandoffHistory, OutgoingHandoffs
 from prefill_node.pooling import PoolingCalls
 
@@ -58,6 +60,7 @@ class PrefillRole:
         *,
         handoffs: OutgoingHandoffs,
         pooling: PoolingCalls,
+        ahead: PrefillAhead,
         sharing: PrefixSharing,
         control: EngineControl,
         port: TransferPort,
@@ -66,6 +69,7 @@ class PrefillRole:
         self._queues = queues
         self._handoffs = handoffs
         self._pooling = pooling
+        self._ahead = ahead
         self._sharing = sharing
         self._control = control
         self._port = port
@@ -91,6 +95,7 @@ class PrefillRole:
                     self._handoffs.dropped(event)
         now = time.monotonic()
         self._handoffs.schedule_prepared(now)
+        self._ahead.poll(now)
         for state, ending in self._queues.expired(now):
             state.close(ending)
         self._control.poll(self, self._take)
@@ -101,8 +106,8 @@ class PrefillRole:
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         outcome = self.scheduler.finish(batch, result)
         for chunk in outcome.chunks:
-            producer = self._handoffs if chunk.request.pooling is None else self._pooling
-            producer.computed(chunk)
+            for part in (self._handoffs, self._pooling, self._ahead):
+                part.computed(chunk)
         now = time.monotonic()
         self._queues.scheduled.backlog.tick(now)
         self._sharing.ways.tick(now)
@@ -115,10 +120,11 @@ class PrefillRole:
                 state.close(finished.finish)
 
     def idle(self) -> None:
-        self._control.wait_for_work(self, self.check_leaks)
+        wait_s = self._ahead.wait_s(time.monotonic())
+        self._control.wait_for_work(self, self.check_leaks, wait_s)
 
     def check_leaks(self) -> None:
-        """Raise EngineFault if a page or slot has no live producer."""
+        """Raise EngineFault if a page or slot has no live holder."""
         lent = [*self._handoffs.lent, *self._sharing.lent()]
         reads = self._sharing.reads()
         self.scheduler.check_idle({PageHolder.PUBLICATION: lent, PageHolder.READ: reads})
@@ -127,7 +133,7 @@ class PrefillRole:
 
     @property
     def busy(self) -> bool:
-        return bool(self._handoffs.busy or self._pooling or self._sharing.busy)
+        return bool(self._handoffs.busy or self._pooling or self._ahead.busy or self._sharing.busy)
 
     def queues(self) -> dict[str, int]:
         return {**self._queues.lengths(), "pooled": len(self._pooling)}
@@ -144,6 +150,7 @@ class PrefillRole:
             **self._handoffs.counters(),
             **self._sharing.counters(),
             "pooled_prompts": self._pooling.num_pooled,
+            "tokens_ahead": self._ahead.num_tokens,
         }
 
     def distributions(self) -> Mapping[str, HistogramCounts]:
@@ -175,10 +182,12 @@ class PrefillRole:
         Computed pages are read to the end. Returns whether all is released.
         """
         self._handoffs.fail_all(_GIVEN_UP)
+        self._ahead.stop()
         self.scheduler.requeue_all()
         return not (self._handoffs.lent or self._sharing.fetches.busy)
 
     def update_waiting_requests(self) -> None:
+        self._ahead.stop()
         self._pooling.update_waiting_requests()
 
     def set_weight_version(self, weights: WeightsId) -> None:
@@ -233,16 +242,16 @@ def make_role(engine: Engine, runtime: NodeRuntime, config: PrefillConfig) -> Pr
     control, sharing, steps = runtime.control, runtime.sharing, config.engine.scheduler
 
     def find(request: Request) -> RequestState | None:
-        producer = handoffs if request.pooling is None else pooling
-        return producer.find(request)
+        return handoffs.find(request) or pooling.find(request) or ahead.find(request)
 
     def admitted(request: Request, holding: PageHolding) -> None:
-        if request.pooling is None:
+        if request.key > 0:
             handoffs.admitted(request, holding)
+        ahead.admitted(request)
 
     scheduler = engine.scheduler(config.engine, admitted)
     scheduled = SchedulerQueue(scheduler, find)
-    preparing: PreparationStages[PrefillState] = PreparationStages(
+    preparing: PreparationStages[RequestState] = PreparationStages(
         scheduled.backlog,
         GrammarQueue(engine.guides),
         AdapterQueue(engine.adapters),
@@ -251,6 +260,7 @@ def make_role(engine: Engine, runtime: NodeRuntime, config: PrefillConfig) -> Pr
     )
     queues = PrefillQueues(preparing, scheduled)
     tokens = TokenBudget(steps.max_queued_tokens)  # of prompts without pages
+    other_keys = itertools.count(-1, -1)  # hand-offs have positive ones
     admission = HandoffAdmission(
         max_waiting=steps.max_queued_requests,
         limits=engine.limits,
@@ -275,12 +285,29 @@ def make_role(engine: Engine, runtime: NodeRuntime, config: PrefillConfig) -> Pr
         max_waiting=steps.max_queued_requests,
         tokens=tokens,
         control=control,
+        keys=other_keys,
+    )
+    ahead = PrefillAhead(
+        queues,
+        adapters=engine.adapters,
+        fetches=sharing.fetches,
+        keys=other_keys,
+        max_tokens=_max_tokens_ahead(engine, config),
     )
     return PrefillRole(
         queues,
         handoffs=handoffs,
         pooling=pooling,
+        ahead=ahead,
         sharing=sharing,
         control=control,
         port=runtime.port,
     )
+
+
+def _max_tokens_ahead(engine: Engine, config: PrefillConfig) -> int:
+    """Return the tokens of half the pool. The other half keeps the prefixes of other requests."""
+    if not (config.compute_ahead and config.engine.cache.prefix_cache):
+        return 0
+    tables = engine.shape.layout.tables
+    return engine.shape.num_pages // tables.num_tables * tables.page_size // 2

@@ -237,10 +237,12 @@ class OutgoingHandoffs:
         timings.bringing = request.bringing
         self._pages.hold(lent, PageHolder.PUBLICATION)
         self._lent[state.key] = lent
+        # What was computed ahead counts as computed.
+        cached_tokens = int(min(request.cached_tokens, state.cached_before))
         self._port.post(
             QueuedCommand(
                 state.key,
-                compute_tokens=num_tokens - request.cached_tokens,
+                compute_tokens=num_tokens - cached_tokens,
                 queued_tokens=self._queues.scheduled.scheduler.queued_tokens(),
             )
         )

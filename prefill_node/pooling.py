@@ -4,10 +4,9 @@ The prompts of a call enter the scheduler together and queue with the prompts of
 response comes when all are computed, or with the first error of any of them.
 """
 
-import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -53,8 +52,8 @@ class PoolingCalls:
     """Pooling calls in progress. Engine thread only.
 
     Args:
-        tokens, scheduled: shared with hand-offs. Hand-offs have positive keys, pooling calls
-            negative.
+        tokens, scheduled: shared with hand-offs.
+        keys: unused keys, all negative. Hand-offs have positive keys.
     """
 
     def __init__(
@@ -65,13 +64,14 @@ class PoolingCalls:
         max_waiting: int,
         tokens: TokenBudget,
         control: EngineControl,
+        keys: Iterator[int],
     ) -> None:
         self._scheduled = scheduled
         self._limits = limits
         self._max_waiting = max_waiting
         self._tokens = tokens
         self._control = control
-        self._keys = itertools.count(-1, -1)
+        self._keys = keys
         self._calls: dict[int, _Call] = {}  # by number
         self._prompts: dict[int, PooledPrompt] = {}  # by key, those without a vector
         self.num_pooled = 0  # prompts, since the start

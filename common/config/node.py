@@ -112,6 +112,11 @@ class NodeConfig(ConfigRecord):
 
 class PrefillConfig(NodeConfig):
     server: ServerConfig = ServerConfig(port=50100)
+    compute_ahead: bool = Field(
+        True,
+        description="Compute prompts while their decode node has no pages for them, if no other "
+        "prompt waits. Their KV waits in the prefix cache",
+    )
 
 
 class DecodeConfig(NodeConfig):

@@ -213,7 +213,9 @@ class _Engine:
     def __init__(self, core: EngineCore) -> None:
         self.pages, self.cache, self.tiers = core.pages, core.cache, core.tiers
         self.limits, self.guides, self.adapters = core.limits, _GUIDES, no_adapters(core.table)
-        self.shape = SimpleNamespace(layout=SimpleNamespace(tables=core.shape.tables))
+        self.shape = SimpleNamespace(
+            layout=SimpleNamespace(tables=core.shape.tables), num_pages=core.shape.num_pages
+        )
         self.pool = SimpleNamespace(page_bytes=PAGE_SIZE)
         self.scheduler = lambda config, on_admit: _scheduler(core, on_admit)
 

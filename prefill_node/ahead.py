@@ -1,0 +1,166 @@
+"""Prompts computed before their Grant, while this node has nothing else to compute.
+
+A decode node opens a hand-off when a request arrives, and grants it when it has pages for it. If
+its pages are in use, that may take seconds. Meanwhile this node computes such prompts one after the
+other and leaves their KV in its prefix cache. When the Grant comes, the prompt is scheduled as any
+other and finds its KV there.
+
+The prompts hold nothing here: the cache may evict their KV, and it is then computed again. So they
+cannot keep granted prompts waiting for pages. Any other prompt that waits stops the current one at
+the end of its chunk. The KV of finished chunks stays in the cache.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from msgspec.structs import replace
+
+from common.errors import ServingError
+from common.requests.sampling import SamplingParams
+from engine.adapters.adapters import AdapterManager
+from engine.batch.request import FinishReason, Request, RequestEnd
+from engine.scheduler.scheduler import ChunkDone
+from node.request_state import Claim, Ending, RequestState, Stage
+from node.sharing.fetches import PrefixFetches
+from prefill_node.admission import PrefillQueues, PrefillState
+
+WAIT_S = 0.02  # a Grant usually comes sooner, and its prompt needs one forward pass less
+_NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # its token is not used
+_STOPPED = RequestEnd(FinishReason.ABORT, "other prompts wait, or its Grant has come")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AheadPrompt(RequestState):
+    """A prompt that is computed ahead."""
+
+    handoff: PrefillState
+
+
+class PrefillAhead:
+    """Computes prompts ahead, one at a time. Engine thread only.
+
+    Args:
+        keys: unused keys of requests, all negative. Hand-offs have positive keys.
+        max_tokens: most tokens of prompts that are computed and wait for their Grant. 0: none is
+            computed ahead.
+    """
+
+    def __init__(
+        self,
+        queues: PrefillQueues,
+        *,
+        adapters: AdapterManager,
+        fetches: PrefixFetches,
+        keys: Iterator[int],
+        max_tokens: int,
+    ) -> None:
+        self._queues = queues
+        self._scheduler = queues.scheduled.scheduler
+        self._adapters = adapters
+        self._fetches = fetches
+        self._keys = keys
+        self._max_tokens = max_tokens
+        self._current: AheadPrompt | None = None
+        self._tried: dict[int, int] = {}  # tokens, by key of a hand-off that waits for its Grant
+        self._next_at = math.inf  # when the next prompt may be old enough
+        self.num_tokens = 0  # computed ahead, since the start
+
+    @property
+    def busy(self) -> bool:
+        return self._current is not None
+
+    def find(self, request: Request) -> AheadPrompt | None:
+        current = self._current
+        return current if current is not None and current.key == request.key else None
+
+    def poll(self, now: float) -> None:
+        """Start the next prompt if this node has no work, or stop the current one if it has."""
+        self._next_at = math.inf
+        if self._current is not None:
+            if self._current.handoff.stage is not Stage.BOOTSTRAP or self._others_wait:
+                self.stop()
+        elif self._max_tokens and not self._has_work:
+            self._start(now)
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds after which an idle node must poll again."""
+        return max(self._next_at - now, 0.0)
+
+    def stop(self) -> None:
+        """Stop the current prompt, at the end of its launched chunk if there is one."""
+        if self._current is not None:
+            assert self._current.queue is not None
+            if self._current.queue.remove(self._current, _STOPPED):
+                self._current.close(_STOPPED)
+
+    def admitted(self, request: Request) -> None:
+        prompt = self.find(request)
+        if prompt is not None:
+            handoff = prompt.handoff
+            handoff.cached_before = min(handoff.cached_before, request.cached_tokens)
+
+    def computed(self, chunk: ChunkDone) -> None:
+        if self.find(chunk.request) is not None:
+            self.num_tokens += chunk.end - chunk.start
+
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def _has_work(self) -> bool:
+        scheduler = self._scheduler
+        return scheduler.has_work or scheduler.paused or self._queues.preparing.num_waiting > 0
+
+    @property
+    def _others_wait(self) -> bool:
+        assert self._current is not None
+        waits = self._current.stage is Stage.SCHEDULED and self._current.request.slot is None
+        return self._scheduler.num_waiting > waits
+
+    def _start(self, now: float) -> None:
+        waiting = {state.key: state for state in self._queues.bootstrap}
+        self._tried = {key: size for key, size in self._tried.items() if key in waiting}
+        room = self._max_tokens - sum(self._tried.values())
+        for key, state in waiting.items():
+            request = state.request
+            due = request.arrived + WAIT_S
+            if due > now:
+                self._next_at = due
+                return  # those behind it have arrived later
+            num_tokens = len(request.token_ids)
+            if key in self._tried or num_tokens > room or not self._is_eligible(request):
+                continue
+            self._begin(state, now)
+            return
+
+    def _is_eligible(self, request: Request) -> bool:
+        """Return whether the prompt's KV may come from the cache, and from nowhere else soon."""
+        return (
+            len(request.reusable_tokens) == len(request.token_ids) - 1
+            and not request.engine_deaths
+            and not self._fetches.waits(request.key)
+        )
+
+    def _begin(self, state: PrefillState, now: float) -> None:
+        spec = replace(state.request.spec, sampling=_NO_TOKEN, num_generated=0)
+        request = Request.of(
+            spec,
+            key=next(self._keys),
+            deadline=state.request.deadline,
+            arrived=now,
+            weights=state.request.weights,
+        )
+        prompt = AheadPrompt(request=request, on_end=self._ended, handoff=state)
+        self._current = prompt
+        try:
+            self._adapters.hold(request)
+            prompt.claims.add(Claim.ADAPTER, partial(self._adapters.release, request.key))
+            self._queues.preparing.put(prompt)
+        except ServingError as error:
+            prompt.close(error)
+
+    def _ended(self, prompt: AheadPrompt, ending: Ending) -> None:
+        self._current = None
+        if ending is not _STOPPED:
+            self._tried[prompt.handoff.key] = len(prompt.request.token_ids)
