@@ -21,6 +21,7 @@ from common.errors import ServingError
 from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import AdapterManager
 from engine.batch.request import FinishReason, Request, RequestEnd
+from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.scheduler import ChunkDone
 from node.request_state import Claim, Ending, RequestState, Stage
 from node.sharing.fetches import PrefixFetches
@@ -51,6 +52,7 @@ class PrefillAhead:
         self,
         queues: PrefillQueues,
         *,
+        cache: PrefixCache,
         adapters: AdapterManager,
         fetches: PrefixFetches,
         keys: Iterator[int],
@@ -58,6 +60,7 @@ class PrefillAhead:
     ) -> None:
         self._queues = queues
         self._scheduler = queues.scheduled.scheduler
+        self._cache = cache
         self._adapters = adapters
         self._fetches = fetches
         self._keys = keys
@@ -131,6 +134,9 @@ class PrefillAhead:
             num_tokens = len(request.token_ids)
             if key in self._tried or num_tokens > room or not self._is_eligible(request):
                 continue
+            if self._is_cached(request):
+                self._tried[key] = 0
+                continue
             self._begin(state, now)
             return
 
@@ -141,6 +147,11 @@ class PrefillAhead:
             and not request.engine_deaths
             and not self._fetches.waits(request.key)
         )
+
+    def _is_cached(self, request: Request) -> bool:
+        """Return whether less than a page is left to compute."""
+        match = self._cache.match(request.reusable_tokens, request.namespace)
+        return len(request.token_ids) - match.num_tokens <= self._cache.page_size
 
     def _begin(self, state: PrefillState, now: float) -> None:
         spec = replace(state.request.spec, sampling=_NO_TOKEN, num_generated=0)

@@ -289,6 +289,7 @@ def make_role(engine: Engine, runtime: NodeRuntime, config: PrefillConfig) -> Pr
     )
     ahead = PrefillAhead(
         queues,
+        cache=engine.cache,
         adapters=engine.adapters,
         fetches=sharing.fetches,
         keys=other_keys,

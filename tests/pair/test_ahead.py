@@ -85,6 +85,7 @@ def test_a_grant_keeps_what_is_computed(known, grants):
         waiting = _until_it_waits(rig)
         _until_ahead(rig, 64)
         grants.release()
+        rig.until_news(lambda: not node.queue("bootstrap"), "it is granted", node)
         rig.run()
         assert 64 <= node.count("tokens_ahead") < len(WAITING)
         assert node.count("cached_tokens") >= node.count("tokens_ahead")  # whole pages of chunks
