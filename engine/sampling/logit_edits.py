@@ -317,7 +317,8 @@ class Penalties:
         starts, known = self._counted[slots], self._table.known[slots] >= ends
         self._counted[slots] = ends + alone
         slots, starts, ends = slots[known], starts[known], ends[known]
-        is_new = starts == 0
+        is_new = (starts == 0) | (starts > ends)
+        starts = np.where(is_new, 0, starts)
         num_prompt = np.where(is_new, np.minimum(self._table.num_prompt[slots], ends), starts)
         prompt_slots, prompt_tokens = self._tokens(slots, starts, num_prompt)
         output_slots, output_tokens = self._tokens(slots, num_prompt, ends)

@@ -1,0 +1,146 @@
+"""Drafts for requests whose tokens depend on those before: their responses are those without
+drafts, for every feature and drafter."""
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.config import SpeculativeConfig
+from common.requests.sampling import GuidedDecoding, ReasoningTokens
+from engine.models import load
+from engine.speculative import AllDrafts, HeadDrafter, NgramDrafter, Speculator
+from tests.pair.rig import Asked, Loaded, PairRig, Size
+from tests.support.checkpoints import make_checkpoint
+from tests.support.drafters import make_eagle, make_mtp, recall, speculator
+
+NUM_TOKENS = 90
+NUM_DRAFTS = 4
+HOT = {"temperature": 1.0, "seed": 5}
+OPEN, CLOSE, END = 91, 92, 258
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "minItems": 6, "maxItems": 9},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PERSON = GuidedDecoding("json_schema", json.dumps(SCHEMA))
+WORDS = GuidedDecoding("regex", "([a-e]{2} ){12,40}z")
+FEW = tuple(range(60, 72))  # so that many pairs of them are bad words
+BAD_WORDS = (
+    *((one, other) for one, other in itertools.product(FEW, FEW) if (one + other) % 3 == 0),
+    *((one, 62, other) for one, other in itertools.product(FEW, FEW) if (one + other) % 3 == 1),
+)
+THOUGHT = {"thought": ReasoningTokens(CLOSE, open=None), "thinking_budget": 20}
+FEATURES: dict[str, dict[str, Any]] = {
+    "penalties": {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+    "min_tokens": {"min_tokens": 40, "ignore_eos": False, "logit_bias": ((END, 40.0),)},
+    "bad words": {"bad_word_ids": BAD_WORDS, "allowed_token_ids": FEW, "logprobs": 2},
+    "thinking": {**THOUGHT, "logit_bias": ((CLOSE, -3.0),)},
+    "json": {"guide": PERSON, "ignore_eos": False},
+    "words": {"guide": WORDS, "ignore_eos": False, "logprobs": 1},
+    "words, penalised": {"guide": WORDS, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
+    "words behind reasoning": {"guide": WORDS, **THOUGHT, "min_tokens": 60},
+    "reasoning or not": {
+        "guide": WORDS,
+        "thought": ReasoningTokens(CLOSE, open=OPEN),
+        "logit_bias": ((OPEN, 60.0), (CLOSE, 3.0)),
+        "bad_word_ids": BAD_WORDS,
+    },
+    "prompt logprobs": {"prompt_logprobs": 1, "presence_penalty": 0.5},
+}
+
+
+def _asked(rig: PairRig, features: Sequence[str], **fields: Any) -> list[Asked]:
+    """Run a greedy and a sampled request of each feature. No two have the same prompt."""
+    ways = [(name, sampled) for name in features for sampled in ({}, HOT)]
+    asked = [
+        rig.ask([number, 200, *range(30, 41)], NUM_TOKENS, **FEATURES[name], **sampled, **fields)
+        for number, (name, sampled) in enumerate(ways)
+    ]
+    rig.run()
+    assert all(one.reason is not None and one.reason.name in ("STOP", "LENGTH") for one in asked)
+    return asked
+
+
+def _check_alike(told: Sequence[Asked], plain: Sequence[Asked]) -> None:
+    for one, other in zip(told, plain, strict=True):
+        assert one.tokens == other.tokens
+        for mine, its in zip(one.logprobs, other.logprobs, strict=True):
+            assert mine.top_tokens == its.top_tokens
+            assert mine.logprob == pytest.approx(its.logprob, abs=1e-4)
+
+
+Settings = Callable[..., PairRig]
+
+
+def _size(**fields: Any) -> Size:
+    return Size(**{"num_pages": 256, "max_running_requests": 64, **fields})
+
+
+@pytest.fixture(scope="module")
+def plain(noise) -> dict[str, list[Asked]]:
+    """The responses without drafts."""
+    loaded, _ = noise
+    found = {}
+    with PairRig(loaded, prefill=[Size(num_pages=256)], decode=[_size()]) as rig:
+        asked = _asked(rig, list(FEATURES))
+        for number, name in enumerate(FEATURES):
+            found[name] = asked[2 * number : 2 * number + 2]
+    return found
+
+
+def _texts(plain: dict[str, list[Asked]]) -> list[list[int]]:
+    return [[*one.prompt, *one.tokens] for asked in plain.values() for one in asked]
+
+
+def _ngram() -> Speculator:
+    return Speculator(NgramDrafter(2), AllDrafts(NUM_DRAFTS), NUM_DRAFTS)
+
+
+def _drafter(kind: str, plain: dict[str, list[Asked]], vocabulary_size: int) -> Speculator:
+    if kind == "ngram":
+        return _ngram()
+    return speculator(kind, recall(_texts(plain)), vocabulary_size, NUM_DRAFTS)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("kind", ["right", "random", "ngram"])
+def test_responses_are_those_without_drafts(noise, plain, kind, overlap):
+    """All features in one batch."""
+    loaded, _ = noise
+    size = _size(speculator=_drafter(kind, plain, loaded.model.spec.vocabulary_size))
+    with PairRig(
+        loaded, prefill=[Size(num_pages=256)], decode=[size], overlap_schedule=overlap
+    ) as rig:
+        told = _asked(rig, list(FEATURES))
+        accepted, rejected = rig.decode[0].drafts()
+    _check_alike(told, [one for asked in plain.values() for one in asked])
+    num_tokens = sum(len(one.tokens) for one in told)
+    assert accepted > num_tokens * {"right": 0.6, "random": 0.3, "ngram": 0.05}[kind]
+    assert (rejected > 0) == (kind != "right")
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_has_drafts(noise, plain, name):
+    """Accept most drafts of a drafter that is right most of the time, in each feature alone."""
+    loaded, _ = noise
+    size = _size(speculator=_drafter("random", plain, loaded.model.spec.vocabulary_size))
+    with PairRig(loaded, prefill=(), decode=[size]) as rig:
+        asked = [
+            rig.ask(one.prompt, NUM_TOKENS, **FEATURES[name], **sampled)
+            for one, sampled in zip(plain[name], ({}, HOT), strict=True)
+        ]
+        rig.run()
+        _check_alike(asked, plain[name])
+        accepted, _ = rig.decode[0].drafts()
+    assert accepted > 0.4 * sum(len(one.tokens) for one in asked)
