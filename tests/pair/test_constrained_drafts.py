@@ -80,9 +80,6 @@ def _check_alike(told: Sequence[Asked], plain: Sequence[Asked]) -> None:
             assert mine.logprob == pytest.approx(its.logprob, abs=1e-4)
 
 
-Settings = Callable[..., PairRig]
-
-
 def _size(**fields: Any) -> Size:
     return Size(**{"num_pages": 256, "max_running_requests": 64, **fields})
 
@@ -144,3 +141,61 @@ def test_every_feature_has_drafts(noise, plain, name):
         _check_alike(asked, plain[name])
         accepted, _ = rig.decode[0].drafts()
     assert accepted > 0.4 * sum(len(one.tokens) for one in asked)
+
+
+@pytest.fixture(scope="module", params=["eagle", "mtp"])
+def with_layer(request, tmp_path_factory, noise) -> Loaded:
+    """A model with a random draft layer."""
+    root = tmp_path_factory.mktemp(request.param)
+    if request.param == "mtp":
+        model = make_mtp(make_checkpoint(root / "model", "deepseek_v3"))
+        speculation = SpeculativeConfig(method="mtp")
+    else:
+        model = noise[0].directory
+        head = make_eagle(root / "head", model)
+        speculation = SpeculativeConfig(method="eagle", draft_model=str(head))
+    loaded = load(model, torch.device("cpu"), torch.float32, speculation=speculation)
+    return Loaded(model, loaded)
+
+
+class RecallingLayer:
+    """The drafts of a layer that knows the responses, except for some tokens."""
+
+    def __init__(self, guess: Callable[..., Tensor], texts: Sequence[Sequence[int]]) -> None:
+        self._guess = guess
+        self._texts = {text[0]: text for text in texts}
+        self._random = random.Random(1)
+        self.table: Any = None  # of the node
+
+    def __call__(self, batch: Any, num_rows: Sequence[int], *others: Any) -> Tensor:
+        token_ids = self._guess(batch, num_rows, *others)
+        for number, count in enumerate(num_rows):
+            for row in range(count):
+                text = self._texts[int(self.table.tokens[int(batch.slots[row]), 0])]
+                place = int(batch.query_starts[row]) + number + 1
+                position = int(batch.positions[place])
+                if position < len(text) and self._random.random() < 0.75:
+                    token_ids[place] = text[position]
+        return token_ids
+
+
+@pytest.mark.parametrize(
+    "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
+)
+def test_responses_are_those_without_drafts_of_a_layer(with_layer, monkeypatch, overlap):
+    """The host knows the drafts of the layer before it computes masks and counts."""
+    with PairRig(with_layer, prefill=[Size(num_pages=256)], decode=[_size()]) as rig:
+        plain = _asked(rig, list(FEATURES))
+    drafter, texts = with_layer.model.drafter, [[*one.prompt, *one.tokens] for one in plain]
+    recalling = RecallingLayer(drafter.guess, texts)
+    size = _size(speculator=Speculator(HeadDrafter(), AllDrafts(NUM_DRAFTS), NUM_DRAFTS))
+    with PairRig(
+        with_layer, prefill=[Size(num_pages=256)], decode=[size], overlap_schedule=overlap
+    ) as rig:
+        recalling.table = rig.decode[0].engine.table
+        monkeypatch.setattr(drafter, "guess", recalling)
+        told = _asked(rig, list(FEATURES))
+        accepted, rejected = rig.decode[0].drafts()
+    _check_alike(told, plain)
+    assert accepted > 0.3 * sum(len(one.tokens) for one in told)
+    assert rejected > 0
