@@ -14,6 +14,7 @@ detects the end of the reasoning.
 """
 
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -106,7 +107,8 @@ ALLOWANCE_S = 2.0  # CPU seconds for each response
 MAX_STUCK = 4  # threads whose matcher was too slow for a step and has not returned yet
 _PATIENCE_S = 0.03  # CPU seconds that a step waits for one matcher
 _DRAFTS_S = 0.01  # CPU seconds that the masks of one row's drafts may take in a step
-_MAX_FORCED = 16  # allowed tokens of which one may be forced
+_MAX_FORCED = 24  # allowed tokens of which one may be forced
+_SEPARATOR = re.compile(rb"([:,])(?=.)")
 _STARVED_S = 1.0  # seconds that a step waits for one matcher that gets no core
 _LOOK_S = 0.005
 _NICENESS = 10  # lower priority than an engine thread
@@ -157,6 +159,7 @@ class Match:
         self._opens = None if thought is None else thought.open
         self._thinking = thinking
         self._tokens: list[int] = []  # known ones that the matcher has not followed yet
+        self._last: int | None = None  # the newest one that it has followed
         self._wanted: list[int] = []  # drafts after them
         self._room = 0  # number of drafts, with those that it proposes itself
         self._path: list[int] = []  # tokens after those that it follows, all of them allowed
@@ -198,8 +201,10 @@ class Match:
         """Return whether it is ready, and no token can be added to `continuation`."""
         if not self.ready:
             return False
-        is_full = len(self._path) - len(self._tokens) >= self._room
-        return is_full or self._forced(self._masks[-1]) is None
+        if len(self._path) - len(self._tokens) >= self._room:
+            return True
+        last = self._path[-1] if self._path else self._last
+        return self._forced(self._masks[-1], last) is None
 
     @property
     def max_drafts(self) -> int:
@@ -260,7 +265,7 @@ class Match:
         self._accept(self._reader, self._tokens)
         if self.fault:
             return
-        self._tokens = []
+        self._last, self._tokens = self._tokens[-1] if self._tokens else self._last, []
         self._look_ahead()
 
     def _look_ahead(self) -> None:
@@ -272,7 +277,8 @@ class Match:
             draft = wanted.popleft() if wanted else None
             if draft is None or not allows(masks[-1], draft):
                 wanted.clear()
-                draft = self._forced(masks[-1]) if len(path) < self._room else None
+                last = path[-1] if path else self._last
+                draft = self._forced(masks[-1], last) if len(path) < self._room else None
             if draft is None:
                 break
             num_accepted += self._accept(reader, [draft])
@@ -301,8 +307,13 @@ class Match:
                 allow(mask, self._opens)
         return mask
 
-    def _forced(self, mask: NDArray[np.int32]) -> int | None:
-        """Return the longest allowed token if all others begin it, so that the text is forced."""
+    def _forced(self, mask: NDArray[np.int32], last: int | None) -> int | None:
+        """Return the token that must come next, apart from white space and from a text that may be
+        cut into tokens in several ways. None: there is a choice.
+
+        Args:
+            last: the token before it, if there is one.
+        """
         spelling, parts = self.compiled.words, np.flatnonzero(mask)
         if len(parts) > _MAX_FORCED + 1:  # the last part may have bits of no token
             return None
@@ -312,11 +323,32 @@ class Match:
         tokens = tokens[tokens < len(spelling)]
         if not 0 < len(tokens) <= _MAX_FORCED:
             return None
-        words = [spelling[token] for token in tokens.tolist()]
-        longest = max(words, key=len)
-        if len(words) > 1 and not all(word and longest.startswith(word) for word in words):
-            return None
-        return int(tokens[words.index(longest)])
+        place = _forced_word([spelling[token] for token in tokens.tolist()], self._spelt(last))
+        return None if place is None else int(tokens[place])
+
+    def _spelt(self, token: int | None) -> bytes:
+        words = self.compiled.words
+        return b"" if token is None or token >= len(words) else words[token]
+
+
+def _forced_word(words: Sequence[bytes], before: bytes) -> int | None:
+    """Return the place of the longest word, if all others begin it. Words that differ in spaces are
+    alike. Of these, the one with spaces where JSON mostly has them is chosen: after colons and
+    commas.
+
+    Args:
+        before: the word before.
+    """
+    if len(words) == 1:
+        return 0
+    bare = [word.replace(b" ", b"") for word in words]
+    longest = max(bare, key=len)
+    if not all(word and longest.startswith(each) for word, each in zip(words, bare, strict=True)):
+        return None
+    usual = _SEPARATOR.sub(rb"\1 ", longest)
+    wanted = [b" " + usual, b" "] if before.endswith((b":", b",")) else [usual]
+    alike = next(place for place, each in enumerate(bare) if each == longest)
+    return next((words.index(word) for word in wanted if word in words), alike)
 
 
 class MatchThreads:

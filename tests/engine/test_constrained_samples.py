@@ -322,11 +322,19 @@ def test_masks_along_drafts_are_those_step_by_step(compilers, threads, guide, op
                 break
 
 
-def test_a_grammar_continues_with_the_longest_token_of_a_forced_text(compilers, threads) -> None:
+@pytest.mark.parametrize(
+    ("text", "continuation"),
+    [
+        (b"", [b"{", b'"name', b'": "']),  # then the text is free
+        (b'{"name": "x"', [b",", b" ", b'"', b"o", b"k", b'": ']),
+        (b'{"name": "x", "ok": f', [b"a", b"l", b"s", b"e", b"}", b""]),
+    ],
+)
+def test_a_grammar_continues_with_the_forced_text(compilers, threads, text, continuation) -> None:
+    """In its longest tokens, with spaces where JSON mostly has them."""
     grammar = compilers.compiled(prepared(GUIDES[0]))
     thinking = np.full(words_of(len(WORDS)), -1, np.int32)
     match = Match(CompiledGuide(grammar, WORDS), None, thinking, threads)
-    match.ask([ord("{")], [], 9)
+    match.ask(list(text), [], 9)
     threads.drive([match])
-    name, colon = WORDS.index(b'"name'), WORDS.index(b'": "')
-    assert list(match.continuation) == [name, colon]  # then the text is free
+    assert [WORDS[token] for token in match.continuation] == continuation
