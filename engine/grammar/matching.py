@@ -107,7 +107,7 @@ ALLOWANCE_S = 2.0  # CPU seconds for each response
 MAX_STUCK = 4  # threads whose matcher was too slow for a step and has not returned yet
 _PATIENCE_S = 0.03  # CPU seconds that a step waits for one matcher
 _DRAFTS_S = 0.01  # CPU seconds that the masks of one row's drafts may take in a step
-_MAX_FORCED = 24  # allowed tokens of which one may be forced
+_MAX_FORCED = 32  # allowed tokens of which one may be forced
 _SEPARATOR = re.compile(rb"([:,])(?=.)")
 _STARVED_S = 1.0  # seconds that a step waits for one matcher that gets no core
 _LOOK_S = 0.005
@@ -163,9 +163,7 @@ class Match:
         self._wanted: list[int] = []  # drafts after them
         self._room = 0  # number of drafts, with those that it proposes itself
         self._path: list[int] = []  # tokens after those that it follows, all of them allowed
-        self._masks: list[
-            NDArray[np.int32]
-        ] = []  # after each part of the path, the empty one first
+        self._masks: list[NDArray[np.int32]] = []  # of the token after each beginning of the path
         self._mask_s = 0.0  # CPU seconds for a token and its mask, in the last drive
         self._spent_s = 0.0
         self._clock = 0  # of the thread that drives it, if any
@@ -274,6 +272,8 @@ class Match:
         masks, path, wanted = [self._mask(reader)], list[int](), deque(self._wanted)
         most = max(self._room, len(wanted))
         while len(path) < most and not self.fault:
+            if self._room and self.spending_s > _DRAFTS_S:
+                break
             draft = wanted.popleft() if wanted else None
             if draft is None or not allows(masks[-1], draft):
                 wanted.clear()
@@ -332,16 +332,16 @@ class Match:
 
 
 def _forced_word(words: Sequence[bytes], before: bytes) -> int | None:
-    """Return the place of the longest word, if all others begin it. Words that differ in spaces are
-    alike. Of these, the one with spaces where JSON mostly has them is chosen: after colons and
-    commas.
+    """Return the place of the longest word, if all others begin it. Words that differ in white
+    space are alike. Of these, the one with spaces where JSON mostly has them is chosen: after
+    colons and commas.
 
     Args:
         before: the word before.
     """
     if len(words) == 1:
         return 0
-    bare = [word.replace(b" ", b"") for word in words]
+    bare = [word.translate(None, b" \t\n\r") for word in words]
     longest = max(bare, key=len)
     if not all(word and longest.startswith(each) for word, each in zip(words, bare, strict=True)):
         return None

@@ -151,7 +151,7 @@ class Speculation:
         Args:
             drafts: maximum number of each row, replaced by its number.
         """
-        table, asked = self._table, list[tuple[int, int, Match]]()
+        table, asked = self._table, list[tuple[int, Match, Ints]]()
         for row, match in guided:
             slot, count = int(slots[row]), int(drafts[row])
             guesses = self._guess(slot, count, foreseen) if count else NOTHING
@@ -162,13 +162,17 @@ class Speculation:
             if count:
                 room = int(table.length[slot] - table.known[slot]) + count
                 match.ask(table.unfollowed(slot, match.num_followed), guesses.tolist(), room)
-                asked.append((row, slot, match))
-        driven = [match for _, _, match in asked if not match.continued]
+                asked.append((row, match, guesses))
+        driven = [match for _, match, _ in asked if not match.continued]
         if driven:
             driven[0].threads.drive(driven)
-        for row, slot, match in asked:
+        for row, match, guesses in asked:
             if not (match.busy or match.fault):
-                drafts[row] = self._write(slot, np.array(match.continuation, np.int32))
+                slot, path = int(slots[row]), np.array(match.continuation, np.int32)
+                drafts[row] = self._write(slot, path)
+                num_common = min(len(path), len(guesses))
+                if not np.array_equal(path[:num_common], guesses[:num_common]):
+                    foreseen.discard(slot)  # its drafts are not those of its prediction
 
     def _guess(self, slot: int, count: int, foreseen: set[int]) -> Ints:
         """Return guesses after the known tokens, of which `count` may be drafts of the next row.

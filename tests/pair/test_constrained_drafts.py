@@ -52,6 +52,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "thinking": {**THOUGHT, "logit_bias": ((CLOSE, -3.0),)},
     "json": {"guide": PERSON, "ignore_eos": False},
     "words": {"guide": WORDS, "ignore_eos": False, "logprobs": 1},
+    "printable": {"guide": GuidedDecoding("regex", "[ -~]{80}")},  # as is all that it says
     "words, penalised": {"guide": WORDS, "frequency_penalty": 1.5, "repetition_penalty": 1.3},
     "words behind reasoning": {"guide": WORDS, **THOUGHT, "min_tokens": 60},
     "reasoning or not": {
@@ -117,7 +118,10 @@ def _drafter(kind: str, plain: dict[str, list[Asked]], vocabulary_size: int) -> 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
 @pytest.mark.parametrize("kind", ["right", "random", "ngram"])
 def test_responses_are_those_without_drafts(noise, plain, kind, overlap):
-    """All features in one batch."""
+    """All features in one batch.
+
+    Seen failing with the first mask for all drafts of a row, with drafts that are counted by the
+    penalties although they were rejected, and with matchers that are not rolled back."""
     loaded, _ = noise
     size = _size(speculator=_drafter(kind, plain, loaded.model.spec.vocabulary_size))
     with PairRig(
@@ -187,7 +191,8 @@ class RecallingLayer:
     "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
 )
 def test_responses_are_those_without_drafts_of_a_layer(with_layer, monkeypatch, overlap):
-    """The host knows the drafts of the layer before it computes masks and counts."""
+    """The host knows the drafts of the layer before it computes masks and counts. Seen failing where
+    it does not."""
     with PairRig(with_layer, prefill=[Size(num_pages=256)], decode=[_size()]) as rig:
         plain = _asked(rig, list(FEATURES))
     drafter, texts = with_layer.model.drafter, [[*one.prompt, *one.tokens] for one in plain]
@@ -231,9 +236,7 @@ def test_such_a_request_moves_and_is_replayed_among_drafts(noise, plain, name):
 
 @pytest.mark.parametrize("at", [9, 10, 11, 12])
 def test_a_row_whose_matcher_is_slow_among_drafts_waits_alone(noise, plain, monkeypatch, at):
-    """It is computed again without drafts when its mask is ready.
-
-    Seen failing with one token of the row dropped in place of all that its drafts would give."""
+    """It is computed again when its mask is ready. No token of that step counts, nor any draft."""
     loaded, _ = noise
     stands, gate = threading.Event(), threading.Event()
     look_ahead = Match._look_ahead
@@ -244,12 +247,12 @@ def test_a_row_whose_matcher_is_slow_among_drafts_waits_alone(noise, plain, monk
             assert gate.wait(60)
         look_ahead(self)
 
-    one, other = plain["words"][0], plain["penalties"][0]
+    one, other = plain["printable"][0], plain["penalties"][0]
     monkeypatch.setattr(Match, "_look_ahead", gated)
     monkeypatch.setattr(matching, "_STARVED_S", 0.01)
     size = _size(speculator=_drafter("random", plain, loaded.model.spec.vocabulary_size))
     with PairRig(loaded, prefill=(), decode=[size]) as rig:
-        slow = rig.ask(one.prompt, NUM_TOKENS, **FEATURES["words"])
+        slow = rig.ask(one.prompt, NUM_TOKENS, **FEATURES["printable"])
         rig.until(stands.is_set, "a matcher stands still")
         try:
             rig.run(free := rig.ask(other.prompt, NUM_TOKENS, **FEATURES["penalties"]))
