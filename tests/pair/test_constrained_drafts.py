@@ -191,8 +191,9 @@ class RecallingLayer:
     "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
 )
 def test_responses_are_those_without_drafts_of_a_layer(with_layer, monkeypatch, overlap):
-    """The host knows the drafts of the layer before it computes masks and counts. Seen failing where
-    it does not."""
+    """The host knows the drafts of the layer before it computes masks and counts.
+
+    Seen failing where it does not."""
     with PairRig(with_layer, prefill=[Size(num_pages=256)], decode=[_size()]) as rig:
         plain = _asked(rig, list(FEATURES))
     drafter, texts = with_layer.model.drafter, [[*one.prompt, *one.tokens] for one in plain]

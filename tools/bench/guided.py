@@ -3,9 +3,9 @@
     python -m tools.bench.guided [--rounds 5] [--requests 12] [--streams 1]
 
 Each load runs on systems that differ in their drafts only, as `baton up --prefill 0` starts them,
-in turns and with the same requests. Responses must be the same. A step of a request streams one
-message, so the tokens of a message are those of a step. Loads: JSON and tool calls of the demo
-model, and objects of a schema that random weights are forced into.
+in turns and with the same requests. Responses must be the same, so weights are float32. A step of a
+request streams one message, so the tokens of a message are those of a step. Loads: JSON and tool
+calls of the demo model, and objects of a schema that random weights are forced into.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from protos.sampling_pb2 import Guide, Sampling
 from tools.bench.support.record import emit, say, table
 from tools.bench.support.systems import as_up
 from tools.demo import structured, tasks
+from tools.demo.tokenizer import CALL, CALL_END
 
 _NGRAM = ("--engine.speculative.method", "ngram")
 DRAFTS: dict[str, tuple[str, ...]] = {
@@ -162,7 +163,7 @@ def _call_form() -> dict[str, Any]:
         "required": ["name", "arguments"],
     }
     content = {"type": "json_schema", "json_schema": call}
-    ends = {"begin": f"{structured.CALL}\n", "end": f"\n{structured.CALL_END}"}
+    ends = {"begin": f"{CALL}\n", "end": f"\n{CALL_END}"}
     return {"type": "structural_tag", "format": {"type": "tag", "content": content, **ends}}
 
 
@@ -172,6 +173,7 @@ async def _measured(load: Load, options: argparse.Namespace) -> list[dict[str, A
     async with contextlib.AsyncExitStack() as exits:
         targets = {}
         for name, flags in DRAFTS.items():
+            flags = ("--engine.dtype", "float32", *flags)
             system = await exits.enter_async_context(as_up("colocated", load.model, flags))
             targets[name] = system.target
         for target in targets.values():  # compiles the grammar, and warms up
