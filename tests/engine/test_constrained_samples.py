@@ -100,7 +100,6 @@ class Launched:
     drafts: list[int]
     batch: ScheduleBatch
     inputs: SamplingInputs
-    guesses: dict[int, int]  # by slot: the index of the first one in the table
 
 
 class Simulation:
@@ -158,7 +157,7 @@ class Simulation:
         )
         inputs = self._features.build(batch)
         table.length[slots] += np.array(drafts, np.int32) + 1
-        return Launched(rows, drafts, batch, inputs, {})
+        return Launched(rows, drafts, batch, inputs)
 
     def _sampled(self, launched: Launched) -> Launched:
         """Edit random logits, and compare them with those of the oracle. Draw tokens that are often
@@ -205,14 +204,10 @@ class Simulation:
     def _finish(self, launched: Launched) -> None:
         table = self._table
         for row, count in zip(launched.rows, launched.drafts, strict=True):
-            known, end = int(table.known[row.slot]), self._end_of(row, launched)
+            known, end = int(table.known[row.slot]), len(row.tokens)
             table.tokens[row.slot, known:end] = row.tokens[known:end]
             table.length[row.slot] -= count - (end - known - 1)
             table.known[row.slot] = end
-
-    def _end_of(self, row: Row, launched: Launched) -> int:
-        assert launched is self._in_flight or self._in_flight is None
-        return len(row.tokens)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
