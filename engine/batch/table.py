@@ -45,7 +45,6 @@ class SlotTable:
         stop_ids [num_slots, n]: tokens that end it, padded with -1. Includes EOS if EOS ends
             it.
         live: the slot has a request that has not ended.
-        plain: the processing of its logits does not depend on the preceding tokens.
         held: the row is excluded from forwards until the mask of its next token is ready.
         unchosen: the row's newest forward is done, but no token was chosen after it.
         deadline: time.monotonic().
@@ -83,7 +82,6 @@ class SlotTable:
         self.capacity = np.zeros(num_slots, np.int32)
         self.stop_ids = np.full((num_slots, 1), -1, np.int32)
         self.live = np.zeros(num_slots, np.bool_)
-        self.plain = np.ones(num_slots, np.bool_)
         self.held = np.zeros(num_slots, np.bool_)
         self.unchosen = np.zeros(num_slots, np.bool_)
         self.deadline = np.zeros(num_slots, np.float64)
@@ -132,7 +130,7 @@ class SlotTable:
         self.num_prompt[slot] = request.num_prompt
         self.max_length[slot] = min(request.num_prompt + sampling.max_tokens, self.context_length)
         self.num_pages[slot] = self.capacity[slot] = 0
-        self.live[slot] = self.plain[slot] = True
+        self.live[slot] = True
         self.held[slot] = self.unchosen[slot] = False
         self.deadline[slot] = request.deadline
         self.priority[slot] = request.spec.priority
@@ -234,6 +232,12 @@ class SlotTable:
         """Return the known tokens of the response, except the first `num_followed`."""
         start = int(self.num_prompt[slot]) + num_followed
         tokens: list[int] = self.tokens[slot, start : self.known[slot]].tolist()
+        return tokens
+
+    def drafts_of(self, slot: int, count: int) -> list[int]:
+        """Return the first `count` drafts after the known tokens."""
+        known = int(self.known[slot])
+        tokens: list[int] = self.tokens[slot, known : known + count].tolist()
         return tokens
 
     def origin_of(self, slot: int) -> tuple[int, int]:

@@ -127,7 +127,8 @@ class GrammarCache:
     def _compile(self, guide: GuidedDecoding, lane: GrammarWorker) -> CompiledGuide:
         began = time.monotonic()
         form = self._prover.prove(guide, lane)
-        compiled = CompiledGuide(self._loaded().compiled(form))
+        compilers = self._loaded()
+        compiled = CompiledGuide(compilers.compiled(form), compilers.words)
         took_s = time.monotonic() - began
         if took_s > SLOW_S:
             log.warning("slow grammar compilation %s", kv(kind=guide.kind, seconds=took_s))

@@ -14,11 +14,14 @@ detects the end of the reasoning.
 """
 
 import os
+import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -41,6 +44,13 @@ def words_of(vocabulary_size: int) -> int:
 def allow(bits: NDArray[np.int32], token: int) -> None:
     """Set the token's bit in a row."""
     bits.view(np.uint32)[token // WORD] |= np.uint32(1 << (token % WORD))
+
+
+def allows(bits: NDArray[np.int32], token: int) -> bool:
+    """Return whether the token's bit is set in a row. A token outside the row is not allowed."""
+    if not 0 <= token < len(bits) * WORD:
+        return False
+    return bool(int(bits.view(np.uint32)[token // WORD]) >> (token % WORD) & 1)
 
 
 def forbid(bits: NDArray[np.int32], token: int) -> None:
@@ -96,6 +106,9 @@ class ReasoningTracker:
 ALLOWANCE_S = 2.0  # CPU seconds for each response
 MAX_STUCK = 4  # threads whose matcher was too slow for a step and has not returned yet
 _PATIENCE_S = 0.03  # CPU seconds that a step waits for one matcher
+_DRAFTS_S = 0.01  # CPU seconds that the masks of one row's drafts may take in a step
+_MAX_FORCED = 32  # allowed tokens of which one may be forced
+_SEPARATOR = re.compile(rb"([:,])(?=.)")
 _STARVED_S = 1.0  # seconds that a step waits for one matcher that gets no core
 _LOOK_S = 0.005
 _NICENESS = 10  # lower priority than an engine thread
@@ -106,15 +119,18 @@ class CompiledGuide:
     """A grammar, and whether it was too slow for a step. The engine thread sets `slow`."""
 
     grammar: Any  # xgrammar.CompiledGrammar
+    words: Sequence[bytes]  # of the vocabulary
     slow: bool = False
 
 
 class Match:
     """The matcher of one response. A thread drives it between `ask` and `busy` becoming False.
 
+    It follows the known tokens. It also looks ahead along drafts, for a mask after each, and rolls
+    its grammar back to the known tokens. Masks of drafts that prove right are used again.
+
     Attributes:
-        num_followed: tokens of the response that `mask` accounts for, or will when it is not busy.
-        mask: int32 [words], the tokens that may come next.
+        num_followed: tokens of the response that were passed as known.
         busy: a thread drives it, or is going to.
         fault: the reason why the response must end, or "".
     """
@@ -136,22 +152,63 @@ class Match:
         self.compiled = compiled
         self.threads = threads
         self.num_followed = 0
-        self.mask = np.full(len(thinking), -1, np.int32)
         self.busy = False
         self.fault = ""
         self._matcher: Any = GrammarMatcher(compiled.grammar)
         self._reader = ReasoningTracker(thought)
         self._opens = None if thought is None else thought.open
         self._thinking = thinking
-        self._tokens: list[int] | None = []  # to follow. None: the mask is ready
+        self._tokens: list[int] = []  # known ones that the matcher has not followed yet
+        self._last: int | None = None  # the newest one that it has followed
+        self._wanted: list[int] = []  # drafts after them
+        self._room = 0  # number of drafts, with those that it proposes itself
+        self._path: list[int] = []  # tokens after those that it follows, all of them allowed
+        self._masks: list[NDArray[np.int32]] = []  # of the token after each beginning of the path
+        self._mask_s = 0.0  # CPU seconds for a token and its mask, in the last drive
         self._spent_s = 0.0
         self._clock = 0  # of the thread that drives it, if any
         self._began_s = 0.0  # on that clock
 
     @property
     def ready(self) -> bool:
-        """Return whether the mask is that of the token after `num_followed`."""
-        return not self.busy and self._tokens is None and not self.fault
+        """Return whether the masks are those of the tokens and drafts that were passed last."""
+        if self.busy or self.fault:
+            return False
+        asked = [*self._tokens, *self._wanted]
+        covered = len(self._path)
+        if self._path[: len(asked)] != asked[:covered] or not self._masks:
+            return False
+        if covered >= len(asked):
+            return True
+        return covered >= len(self._tokens) and not allows(self._masks[covered], asked[covered])
+
+    @property
+    def masks(self) -> Sequence[NDArray[np.int32]]:
+        """The tokens that may come next, int32 [words], then those after each draft. The masks end
+        before the first draft that is forbidden."""
+        first = len(self._tokens)
+        return self._masks[first : first + len(self._wanted) + 1]
+
+    @property
+    def continuation(self) -> Sequence[int]:
+        """The drafts of the last `ask` as far as they are allowed, or those that replace them."""
+        return self._path[len(self._tokens) :][: self._room]
+
+    @property
+    def continued(self) -> bool:
+        """Return whether it is ready, and no token can be added to `continuation`."""
+        if not self.ready:
+            return False
+        if len(self._path) - len(self._tokens) >= self._room:
+            return True
+        last = self._path[-1] if self._path else self._last
+        return self._forced(self._masks[-1], last) is None
+
+    @property
+    def max_drafts(self) -> int:
+        """Maximum number of drafts, so that a step does not wait longer than for an ordinary
+        matcher."""
+        return int(_DRAFTS_S / self._mask_s) if self._mask_s else 0
 
     @property
     def spending_s(self) -> float:
@@ -164,11 +221,17 @@ class Match:
         except OSError:  # the thread has ended since the clock was read
             return 0.0
 
-    def ask(self, tokens: Sequence[int]) -> None:
-        """Pass the tokens that follow. Must not be busy. The caller then has a thread drive it."""
-        if tokens:
-            self._tokens = [*(self._tokens or ()), *tokens]
-            self.num_followed += len(tokens)
+    def ask(self, tokens: Sequence[int], drafts: Sequence[int] = (), room: int = 0) -> None:
+        """Pass the known tokens that follow, and drafts after them. Must not be busy. The caller
+        then has a thread drive it, unless it is `ready`.
+
+        Args:
+            room: number of drafts wanted. If the given ones are fewer, or are forbidden, tokens
+                follow that the grammar forces.
+        """
+        self._tokens += tokens
+        self.num_followed += len(tokens)
+        self._wanted, self._room = list(drafts), room
 
     def look(self) -> None:
         """Check the budget, which a running matcher does not check itself."""
@@ -181,7 +244,7 @@ class Match:
             )
 
     def drive(self) -> None:
-        """Follow the tokens and compute the mask. On a thread of MatchThreads."""
+        """Follow the tokens and compute the masks. On a thread of MatchThreads."""
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._began_s = time.clock_gettime(self._clock)
         try:
@@ -191,24 +254,101 @@ class Match:
         spent_s = time.clock_gettime(self._clock) - self._began_s
         self._clock = 0
         self._spent_s += spent_s
+        self._mask_s = spent_s / max(len(self._masks), 1)
         self.look()
         self.busy = False
 
     def _follow(self) -> None:
-        matcher = self._matcher
-        for token in self._reader.read(self._tokens or ()):
-            if self.fault or matcher.is_terminated() or not matcher.accept_token(token):
-                break
+        self._path, self._masks = [], []
+        self._accept(self._reader, self._tokens)
         if self.fault:
             return
-        self.mask[:] = -1
-        if self._reader.stage is ReasoningStage.INSIDE:
-            self.mask[:] = self._thinking
-        elif not matcher.is_terminated():
-            matcher.fill_next_token_bitmask(self.mask[None], 0)
-            if self._reader.stage is ReasoningStage.AHEAD and self._opens is not None:
-                allow(self.mask, self._opens)
-        self._tokens = None
+        self._last, self._tokens = self._tokens[-1] if self._tokens else self._last, []
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Compute the masks along the drafts, then along tokens that are forced."""
+        reader, num_accepted = copy(self._reader), 0
+        masks, path, wanted = [self._mask(reader)], list[int](), deque(self._wanted)
+        most = max(self._room, len(wanted))
+        while len(path) < most and not self.fault:
+            if self._room and self.spending_s > _DRAFTS_S:
+                break
+            draft = wanted.popleft() if wanted else None
+            if draft is None or not allows(masks[-1], draft):
+                wanted.clear()
+                last = path[-1] if path else self._last
+                draft = self._forced(masks[-1], last) if len(path) < self._room else None
+            if draft is None:
+                break
+            num_accepted += self._accept(reader, [draft])
+            path.append(draft)
+            masks.append(self._mask(reader))
+        if num_accepted:
+            self._matcher.rollback(num_accepted)
+        self._path, self._masks = path, masks
+
+    def _accept(self, reader: ReasoningTracker, tokens: Sequence[int]) -> int:
+        """Follow tokens. Return the number of those that the grammar has accepted."""
+        matcher, num_accepted = self._matcher, 0
+        for token in reader.read(tokens):
+            if self.fault or matcher.is_terminated():
+                break
+            num_accepted += matcher.accept_token(token)
+        return num_accepted
+
+    def _mask(self, reader: ReasoningTracker) -> NDArray[np.int32]:
+        if reader.stage is ReasoningStage.INSIDE:
+            return self._thinking
+        mask = np.full(len(self._thinking), -1, np.int32)
+        if not self._matcher.is_terminated():
+            self._matcher.fill_next_token_bitmask(mask[None], 0)
+            if reader.stage is ReasoningStage.AHEAD and self._opens is not None:
+                allow(mask, self._opens)
+        return mask
+
+    def _forced(self, mask: NDArray[np.int32], last: int | None) -> int | None:
+        """Return the token that must come next, apart from white space and from a text that may be
+        cut into tokens in several ways. None: there is a choice.
+
+        Args:
+            last: the token before it, if there is one.
+        """
+        spelling, parts = self.compiled.words, np.flatnonzero(mask)
+        if len(parts) > _MAX_FORCED + 1:  # the last part may have bits of no token
+            return None
+        bits = np.unpackbits(mask[parts].view(np.uint8), bitorder="little").reshape(-1, WORD)
+        rows, places = np.nonzero(bits)
+        tokens = parts[rows] * WORD + places
+        tokens = tokens[tokens < len(spelling)]
+        if not 0 < len(tokens) <= _MAX_FORCED:
+            return None
+        place = _forced_word([spelling[token] for token in tokens.tolist()], self._spelt(last))
+        return None if place is None else int(tokens[place])
+
+    def _spelt(self, token: int | None) -> bytes:
+        words = self.compiled.words
+        return b"" if token is None or token >= len(words) else words[token]
+
+
+def _forced_word(words: Sequence[bytes], before: bytes) -> int | None:
+    """Return the place of the longest word, if all others begin it. Words that differ in white
+    space are alike. Of these, the one with spaces where JSON mostly has them is chosen: after
+    colons and commas.
+
+    Args:
+        before: the word before.
+    """
+    if len(words) == 1:
+        return 0
+    bare = [word.translate(None, b" \t\n\r") for word in words]
+    longest = max(bare, key=len)
+    if not all(word and longest.startswith(each) for word, each in zip(words, bare, strict=True)):
+        return None
+    usual = _SEPARATOR.sub(rb"\1 ", longest)
+    wanted = [b" " + usual, b" "] if before.endswith((b":", b",")) else [usual]
+    alike = next(place for place, each in enumerate(bare) if each == longest)
+    return next((words.index(word) for word in wanted if word in words), alike)
 
 
 class MatchThreads:

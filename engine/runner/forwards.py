@@ -22,7 +22,7 @@ from engine.runner.speculated import SettledDrafts
 from engine.runner.step import Step
 from engine.runner.stream import DeviceStream, StreamEvent, made_on
 from engine.sampling.composition import SampledTokens
-from engine.sampling.heads import HiddenStates
+from engine.sampling.heads import HeadInputs, HiddenStates
 
 # Draws int32 [n] drafts from logits [n, any] of the samples at places int64 [n].
 Draw: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -113,6 +113,36 @@ class _Forward:
     late: LateStates | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """A step on the device before its forward. Written and read by the forward stream.
+
+    Attributes:
+        sent: tensors of the sampling work.
+    """
+
+    step: SettledDrafts
+    heads: HeadInputs
+    sent: Sequence[Tensor]
+    adapted: AdapterStep | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BegunStep:
+    """A launched forward whose tokens are sampled later.
+
+    Attributes:
+        event: of the forward.
+        sample: launches the sampling.
+        token_ids: waits for the tokens of the step, in host memory, before its forward has ended.
+            None: the device drafts none of them.
+    """
+
+    event: StreamEvent
+    sample: SampleLater
+    token_ids: Callable[[], Tensor] | None = None
+
+
 class Forwards:
     """The forwards of a model over a pool. Engine thread only.
 
@@ -191,12 +221,33 @@ class Forwards:
 
         return self.enqueue(work)
 
-    def launch_forward(
-        self, step: Step, sampling: TokenSampling
-    ) -> tuple[StreamEvent, SampleLater]:
-        """Enqueue a step with rows without its sampling, and return how that is launched."""
+    def launch_forward(self, step: Step, sampling: TokenSampling) -> BegunStep:
+        """Enqueue a step with rows without its sampling."""
+        if step.speculated.to_guess:
+            return self._launch_guessed(step, sampling)
         event, sampling_work = self.begin(step, sampling)
-        return event, lambda *inputs: self.enqueue(sampling_work(*inputs))
+        return BegunStep(event, lambda *inputs: self.enqueue(sampling_work(*inputs)))
+
+    def _launch_guessed(self, step: Step, sampling: TokenSampling) -> BegunStep:
+        """Enqueue a step whose drafts are known on the host before its forward has ended."""
+        rows, prepared, done = step.rows, list[_Prepared](), list[_Forward]()
+        token_ids = list[Tensor]()
+        assert rows is not None
+
+        def prepare() -> None:
+            self._swap(step)
+            prepared.append(self._prepared(step, rows, sampling))
+            token_ids.append(_to_host(prepared[0].step.batch.token_ids))
+
+        guessed = self.enqueue(prepare)
+        event = self.enqueue(lambda: done.append(self._computed(prepared[0])))
+
+        def guessed_ids() -> Tensor:
+            guessed.wait()
+            return token_ids[0]
+
+        sampling_work = self._sampling_of(done)
+        return BegunStep(event, lambda *inputs: self.enqueue(sampling_work(*inputs)), guessed_ids)
 
     def begin(self, step: Step, sampling: TokenSampling) -> tuple[StreamEvent, SamplingWork]:
         """Enqueue a step with rows without its sampling, and return that as work."""
@@ -207,6 +258,11 @@ class Forwards:
             self._swap(step)
             done.append(self._forward(step, rows, sampling))
 
+        return self.enqueue(work), self._sampling_of(done)
+
+    def _sampling_of(self, done: Sequence[_Forward]) -> SamplingWork:
+        """Return the sampling of a forward, which is in `done` when the work runs."""
+
         def sampling_work(
             whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
         ) -> Callable[[], None]:
@@ -216,7 +272,7 @@ class Forwards:
 
             return work
 
-        return self.enqueue(work), sampling_work
+        return sampling_work
 
     def enqueue(self, work: Callable[[], None]) -> StreamEvent:
         """Enqueue work of the forward stream."""
@@ -251,30 +307,37 @@ class Forwards:
 
     def _forward(self, step: Step, rows: ForwardBatch, sampling: TokenSampling) -> _Forward:
         """Run the forward, and copy the tensors that go to the device with its inputs."""
+        if not step.graph:
+            return self._computed(self._prepared(step, rows, sampling))
         step.adapters.fill(self._bank)
-        beside, heads = sampling.tensors(), step.heads
-        if step.graph:
-            assert self._graphs is not None
-            uploaded, sent, hidden = self._graphs.run(rows, step.graph, beside)
-            settled = SettledDrafts(uploaded)
-            states = HiddenStates(self._model, heads, hidden, settled.num_chosen)
-            return _Forward(settled, states, sent)
-        speculated, adapters = step.speculated, step.adapters
-        parts = beside, speculated.tensors(), adapters.tensors(), heads.tensors()
+        assert self._graphs is not None
+        uploaded, sent, hidden = self._graphs.run(rows, step.graph, sampling.tensors())
+        settled = SettledDrafts(uploaded)
+        states = HiddenStates(self._model, step.heads, hidden, settled.num_chosen)
+        return _Forward(settled, states, sent)
+
+    def _prepared(self, step: Step, rows: ForwardBatch, sampling: TokenSampling) -> _Prepared:
+        """Copy the inputs of a step to the device, with the real start and drafts of each row."""
+        speculated, adapters, heads = step.speculated, step.adapters, step.heads
+        adapters.fill(self._bank)
+        parts = sampling.tensors(), speculated.tensors(), adapters.tensors(), heads.tensors()
         uploaded, sent = rows.to(self._model.device, beside=[*chain(*parts)])
         of_rows, of_drafts, of_adapters, of_heads = divided(sent, parts)
         page_size = self._pool.layout.page_size
         settled = speculated.settled(uploaded, of_drafts, self._future.rejected, page_size)
-        early = settled.early_chosen
         if speculated.to_guess:
-            draw = sampling.draws(of_rows, early)
+            draw = sampling.draws(of_rows, settled.early_chosen)
             settled = replace(settled, batch=self._guessed(settled, speculated.to_guess, draw))
         adapted = adapters.adapted(self._bank, of_adapters)
+        return _Prepared(settled, heads.on_device(of_heads), of_rows, adapted)
+
+    def _computed(self, prepared: _Prepared) -> _Forward:
+        settled = prepared.step
         late = None if settled.verified is None else LateStates()
-        hidden = self._eager(settled.batch, adapted, late)
-        heads = heads.on_device(of_heads)
+        hidden = self._eager(settled.batch, prepared.adapted, late)
+        early, heads = settled.early_chosen, prepared.heads
         states = HiddenStates(self._model, heads, hidden, settled.num_chosen, early)
-        return _Forward(settled, states, of_rows, late)
+        return _Forward(settled, states, prepared.sent, late)
 
     def _guessed(self, step: SettledDrafts, num_rows: Sequence[int], draw: Draw) -> ForwardBatch:
         """Return the batch with guessed drafts."""

@@ -32,7 +32,7 @@ from engine.ranks.messages import (
 )
 from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS, StepRing
-from engine.runner.forwards import Draw, Forwards, SampleLater, TokenSampling
+from engine.runner.forwards import BegunStep, Draw, Forwards, TokenSampling
 from engine.runner.graphs import Recorder
 from engine.runner.launch_message import Launch, block_bytes, decode, encode
 from engine.runner.launched import StepOutput
@@ -159,23 +159,21 @@ class LeadingForwards:
         event = self._forwards.launch(step, _Leading(sampling, self._ranks.own), output)
         return self._noted(_ended(step, event, self._forwards, self._ranks))
 
-    def launch_forward(
-        self, step: Step, sampling: TokenSampling
-    ) -> tuple[StreamEvent, SampleLater]:
+    def launch_forward(self, step: Step, sampling: TokenSampling) -> BegunStep:
         """Send a step and enqueue its forward, see Forwards.launch_forward."""
         self._send(step)
         group = self._ranks.own
-        event, launch = self._forwards.launch_forward(step, _Leading(sampling, group))
-        forward = self._noted(event)
+        begun = self._forwards.launch_forward(step, _Leading(sampling, group))
+        forward = self._noted(begun.event)
 
         def launch_sampling(
             whole: TokenSampling, added: Sequence[Tensor], output: StepOutput
         ) -> StreamEvent:
-            sampled = launch(_Leading(whole, group), added, output)
+            sampled = begun.sample(_Leading(whole, group), added, output)
             self._events[(forward.number - 1) % BLOCKS] = sampled
             return _CountedEvent(sampled, forward.number, self._followers)
 
-        return forward, launch_sampling
+        return replace(begun, event=forward, sample=launch_sampling)
 
     def _send(self, step: Step) -> None:
         """Send a step, in the block of the step BLOCKS steps ago."""
@@ -294,9 +292,9 @@ class _FirstStage:
     def run(self, step: Step) -> StreamEvent:
         if step.rows is None:
             return self._forwards.launch(step, self._sampling, StepOutput())
-        event, launch_sampling = self._forwards.launch_forward(step, self._sampling)
-        launch_sampling(self._sampling, (), StepOutput())
-        return event
+        begun = self._forwards.launch_forward(step, self._sampling)
+        begun.sample(self._sampling, (), StepOutput())
+        return begun.event
 
     def sample_now(self) -> None:
         self._forwards.sample_now()

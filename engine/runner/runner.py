@@ -58,14 +58,16 @@ class ModelRunner:
         step, sampling = self.builder.build(batch, forwards.graph_of)
         if not sampling.late:
             return LaunchedStep(batch, output, forwards.launch(step, sampling, output))
-        event, launch_sampling = forwards.launch_forward(step, sampling)
+        begun = forwards.launch_forward(step, sampling)
 
         def sample() -> StreamEvent:
+            if begun.token_ids is not None:
+                self.builder.note_drafts(batch, begun.token_ids().numpy())
             late = self.builder.build_late(batch, sampling)
             whole = replace(sampling, works=sampling.works + late.works)
-            return launch_sampling(whole, late.tensors(), output)
+            return begun.sample(whole, late.tensors(), output)
 
-        return LaunchedStep(batch, output, event, sample)
+        return LaunchedStep(batch, output, begun.event, sample)
 
 
 def make_runner(

@@ -21,7 +21,7 @@ from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Stage
-from engine.runner.forwards import Draw, Forwards, SampleLater, TokenSampling
+from engine.runner.forwards import BegunStep, Draw, Forwards, TokenSampling
 from engine.runner.graphs import Recorder
 from engine.runner.launched import StepOutput
 from engine.runner.step import Step
@@ -117,12 +117,9 @@ class StagedForwards:
         if step.rows is None:
             self.sample_now()
             return self._forwards.launch(step, sampling, output)
-        _, launch_sampling = self.launch_forward(step, sampling)
-        return launch_sampling(sampling, (), output)
+        return self.launch_forward(step, sampling).sample(sampling, (), output)
 
-    def launch_forward(
-        self, step: Step, sampling: TokenSampling
-    ) -> tuple[StreamEvent, SampleLater]:
+    def launch_forward(self, step: Step, sampling: TokenSampling) -> BegunStep:
         """Enqueue a step's forward, see Forwards.launch_forward."""
         rows = step.rows
         assert rows is not None
@@ -139,7 +136,7 @@ class StagedForwards:
             self._waiting = _Sampling(sampling_work(received, added, output), self._wanted)
             return self._waiting
 
-        return sent, launch_sampling
+        return BegunStep(sent, launch_sampling)
 
     def enqueue(self, work: Callable[[], None]) -> StreamEvent:
         """Enqueue work of the forward stream."""

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from engine.adapters.adapters import AdapterManager
-from engine.batch.batch import ScheduleBatch
+from engine.batch.batch import Ints, ScheduleBatch
 from engine.batch.forward import BatchBuilder, ForwardBatch
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes
@@ -61,6 +62,19 @@ class StepBuilder:
             graph = graph_of(rows)
         copies = batch.swap_out, batch.swap_in
         return Step(rows, speculated, adapters, sampling.heads, graph, *copies), sampling
+
+    def note_drafts(self, batch: ScheduleBatch, token_ids: Ints) -> None:
+        """Write drafts of the device to the table, after the tokens that are known when the
+        previous step has ended.
+
+        Args:
+            token_ids: all tokens of the step.
+        """
+        rows, indices = batch.before_last()
+        counts, numbers = batch.ends - batch.starts, indices - batch.starts[rows]
+        drafts = token_ids[(np.cumsum(counts) - counts)[rows] + numbers + 1]
+        slots = batch.slots[rows]
+        self._table.tokens[slots, self._table.known[slots] + numbers] = drafts
 
     def build_late(self, batch: ScheduleBatch, sampling: SamplingInputs) -> SamplingInputs:
         """Return the part of the sampling work that had to wait for the previous step."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from engine.sampling.feature import FeatureInput, FeatureState, SamplingFeature
+from engine.sampling.feature import FeatureInput, FeatureState, Samples, SamplingFeature
 from engine.sampling.heads import SAMPLES, HeadInputs, HiddenStates
 from engine.sampling.logit_edits import BadWordsFilter, LogitBias, Penalties
 from engine.sampling.logprobs import PromptLogprobs, PromptWork, SampledLogprobs
@@ -82,9 +82,9 @@ class SamplerFeature:
 
 
 _COLUMNS = tuple(f.name for f in fields(SamplingColumns))
-# Bits of a slot: its token is drawn at random, one of its features waits, its prompt needs
-# logprobs, it is pooled. Then one bit for each feature.
-_SAMPLED, _WAITING, _PROMPT, _POOLED, _FIRST = 1, 2, 4, 8, 16
+# Bits of a slot: its token is drawn at random, one of its features waits, or does so in a step with
+# drafts, its prompt needs logprobs, it is pooled. Then one bit for each feature.
+_SAMPLED, _WAITING, _FOLLOWING, _PROMPT, _POOLED, _FIRST = 1, 2, 4, 8, 16, 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,7 +233,8 @@ class SamplingFeatures:
     """The features of one engine. Engine thread only.
 
     Args:
-        features: in the order in which they change the logits. Those that may wait come last.
+        features: in the order in which they change the logits. If one waits in a step, all after
+            it wait too.
     """
 
     def __init__(
@@ -248,6 +249,7 @@ class SamplingFeatures:
         )
         self._wanted = np.zeros(table.num_slots, np.uint32)  # a bit for each feature
         self._waits = np.zeros(table.num_slots, np.uint32)  # the subset that waits
+        self._follows = np.zeros(table.num_slots, np.uint32)  # and that in steps with drafts
         table.tell_of_requests(self._acquire)
 
     def build(self, batch: ScheduleBatch) -> SamplingInputs:
@@ -262,15 +264,16 @@ class SamplingFeatures:
         if anybody == _SAMPLED:
             return SamplingInputs(columns)
         wanted = self._of_those_that_sample(batch, wanted)
-        late = self._unknown(batch, wanted) if anybody & _WAITING else 0
+        late = self._late(batch, wanted, anybody)
         prompt = self._prompts.build(batch) if anybody & _PROMPT else None
         pooling = None
         if anybody & _POOLED:
             pooling = self._pooled.build(batch, 0 if prompt is None else len(prompt.places))
-        return SamplingInputs(columns, self._works(batch, wanted, ~late), late, prompt, pooling)
+        works = self._works(wanted, ~late, _samples(batch))
+        return SamplingInputs(columns, works, late, prompt, pooling)
 
     def _columns(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> SamplingColumns:
-        rows, positions = _samples(batch)
+        rows, positions = _positions(batch)
         return self._sampling.build(slots[rows], positions)
 
     def build_late(self, batch: ScheduleBatch, late: int) -> tuple[FeatureInput, ...]:
@@ -280,7 +283,10 @@ class SamplingFeatures:
             late: of the SamplingInputs that `build` returned.
         """
         wanted = self._of_those_that_sample(batch, self._wanted[batch.slots])
-        return self._works(batch, wanted, late)
+        samples = _samples(batch)
+        known = self._table.known[samples.slots] + samples.drafts
+        exact = replace(samples, positions=np.minimum(samples.positions, known))
+        return self._works(wanted, late, exact)
 
     def rehearsals(
         self, num_rows: int, num_tokens: int, heads: PoolingHeads
@@ -311,15 +317,19 @@ class SamplingFeatures:
         ]
 
     def _works(
-        self, batch: ScheduleBatch, wanted: NDArray[np.uint32], which: int
+        self, wanted: NDArray[np.uint32], which: int, samples: Samples
     ) -> tuple[FeatureInput, ...]:
-        """Return the work of the features whose bits are in `which`."""
-        rows, positions = _samples(batch)
-        slots, wanted = batch.slots.astype(np.intp)[rows], wanted[rows]
+        """Return the work of the features whose bits are in `which`.
+
+        Args:
+            wanted: of each row.
+            samples: of the step, with the row of each.
+        """
+        wanted = wanted[samples.rows]
         works = []
         for bit, feature in self._features:
             if int(bit) & which and len(places := (wanted & bit).nonzero()[0]):
-                works.append(feature.build(places, slots[places], positions[places]))
+                works.append(feature.build(samples.at(places)))
         return tuple(works)
 
     def _of_those_that_sample(
@@ -329,35 +339,50 @@ class SamplingFeatures:
             return wanted
         return np.where(batch.samples, wanted, np.uint32(0))
 
-    def _unknown(self, batch: ScheduleBatch, wanted: NDArray[np.uint32]) -> int:
-        """Return the bits of the features that must wait for a token in this step."""
+    def _late(self, batch: ScheduleBatch, wanted: NDArray[np.uint32], anybody: int) -> int:
+        """Return the bits of the features whose work is built after the previous step: the first
+        one that must wait for a token, and all after it."""
+        has_drafts = batch.mode is ForwardMode.VERIFY or batch.early is not None
+        if not anybody & (_FOLLOWING if has_drafts else _WAITING):
+            return 0
+        waits = self._follows if has_drafts else self._waits
         unknown = (wanted != 0) & (self._table.known[batch.slots] < batch.ends)
-        return int(np.bitwise_or.reduce(self._waits[batch.slots[unknown]], initial=0))
+        bits = int(np.bitwise_or.reduce(waits[batch.slots[unknown]], initial=0))
+        return -(bits & -bits)
 
     def _acquire(self, slot: int, request: Request) -> None:
         wanted = _SAMPLED if self._sampling.acquire(slot, request) else 0
-        waits, alike = 0, True
+        waits = follows = 0
         for bit, feature in self._features:
             part = feature.acquire(slot, request)
             wanted |= int(bit) if part else 0
             waits |= int(bit) if part is FeatureState.WAITS else 0
-            alike &= part <= FeatureState.ALIKE
+            follows |= int(bit) if part >= FeatureState.TAKES else 0
         if self._prompts.acquire(slot, request):
             wanted |= _PROMPT
         if self._pooled.acquire(slot, request):
             wanted = _POOLED
-        self._table.plain[slot] = alike and not wanted & (_PROMPT | _POOLED)
-        self._wanted[slot] = wanted | (_WAITING if waits else 0)
-        self._waits[slot] = waits
+        self._wanted[slot] = wanted | (_WAITING if waits else 0) | (_FOLLOWING if follows else 0)
+        self._waits[slot], self._follows[slot] = waits, follows
 
 
-def _samples(batch: ScheduleBatch) -> tuple[NDArray[np.intp] | slice, Ints]:
+def _positions(batch: ScheduleBatch) -> tuple[NDArray[np.intp] | slice, Ints]:
     """Return the row of each sample of a step, and the index that its token will have."""
     if batch.mode is not ForwardMode.VERIFY:
         return slice(None), batch.ends
     rows, indices = batch.before_last()
     own = np.arange(len(batch.slots))
     return np.concatenate((own, rows)), np.concatenate((batch.ends, indices + 1))
+
+
+def _samples(batch: ScheduleBatch) -> Samples:
+    """Return the samples of a step. `rows` are the step's rows."""
+    which, positions = _positions(batch)
+    rows = np.arange(len(batch.slots))[which]
+    drafts = np.zeros_like(positions)
+    if batch.mode is ForwardMode.VERIFY:
+        drafts = positions - batch.starts[rows] - 1
+    return Samples(rows, batch.slots.astype(np.intp)[rows], positions, drafts)
 
 
 def every_feature(

@@ -4,7 +4,8 @@ A feature keeps the state of requests in its own columns, by slot. It sees only 
 It is not called for a step in which none of its requests takes part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -21,8 +22,40 @@ class FeatureState(IntEnum):
 
     NONE = 0
     ALIKE = 1  # takes part, independently of the tokens before
-    TAKES = 2
-    WAITS = 3  # and needs all tokens before: its rows are sampled after the previous step
+    TAKES = 2  # of a step with drafts, its rows are sampled after the previous step
+    WAITS = 3  # and needs all tokens before: its rows are always sampled after the previous step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """The samples of a step that need one feature, at least one. Columns, one entry each.
+
+    A row with drafts has several. Each is chosen as if the drafts before it were accepted. The
+    table stores these drafts after the tokens of the row that are known, so the tokens before a
+    sample are the first `positions` ones of its slot.
+
+    Attributes:
+        rows: places among the step's samples.
+        positions: absolute index of the token that each will be. An upper bound if `build` is
+            called at the launch of a step after one with drafts.
+        drafts: number of drafts before each.
+    """
+
+    rows: NDArray[np.intp]
+    slots: NDArray[np.intp]
+    positions: Ints
+    drafts: Ints
+
+    def at(self, places: NDArray[np.intp]) -> "Samples":
+        """Return the samples at these places, which become their `rows`."""
+        return Samples(places, self.slots[places], self.positions[places], self.drafts[places])
+
+    def by_slot(self) -> Iterator[tuple[int, NDArray[np.intp]]]:
+        """Yield each slot with the places of its samples in these columns, in the order of the
+        tokens."""
+        order = np.lexsort((self.drafts, self.slots))
+        slots, firsts = np.unique(self.slots[order], return_index=True)
+        yield from zip(slots.tolist(), np.split(order, firsts[1:]), strict=True)
 
 
 class FeatureInput(Protocol):
@@ -61,20 +94,11 @@ class SamplingFeature(Protocol):
         """Assign a slot to the request. State of the slot's previous request becomes invalid."""
         ...
 
-    def build(
-        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
-    ) -> FeatureInput:
+    def build(self, samples: Samples) -> FeatureInput:
         """Return the work of a step, without views of memory that may change later.
 
         Called at the launch of a step, or for rows that wait, after the previous step has ended.
-
-        Args:
-            rows: places of the samples that need the feature among those of the step. Not empty. A
-                row with drafts has several, and has drafts only if all its features are ALIKE for
-                it.
-            slots: slots of these samples.
-            positions: absolute index of the token that each will be. An upper bound where the
-                feature is ALIKE for the row.
+        All rows with drafts wait if the feature is not ALIKE for one of them.
         """
         ...
 

@@ -4,11 +4,10 @@ A forbidden token gets so low a value that it is never sampled. Bad words forbid
 after their other tokens.
 
 Penalties need the counts of a request's tokens, which are kept on the device by slot. With overlap
-the CPU lags one token behind, so only the device can count the newest token. Each row of counts is
-either rebuilt from the table or continued. If the CPU knows every token of a row, its counts are
-rebuilt. Otherwise the missing token was sampled in this slot by the previous step, which counted
-it. So the rule needs no memory of a slot's previous request. All rows are allocated at start,
-because later the KV pages use all memory.
+the CPU lags one token behind, so only the device can count the newest token. A step counts the
+token that it samples, unless the row has drafts: its accepted tokens are counted by a later step,
+when the CPU knows them. Drafts are counted while the samples after them are penalised, and then
+removed. All rows are allocated at start, because later the KV pages use all memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from engine.batch.batch import Ints
 from engine.batch.image_tokens import in_vocabulary
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from engine.sampling.feature import FeatureState
+from engine.sampling.feature import FeatureState, Samples
 from kernels.sampling.bitmask import FORBIDDEN
 from kernels.sampling.penalties import apply_penalties, count_tokens
 
@@ -100,15 +99,13 @@ class LogitBias:
         self._least[slot] = request.num_prompt + sampling.min_tokens
         return FeatureState.TAKES if sampling.min_tokens else FeatureState.ALIKE
 
-    def build(
-        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
-    ) -> LogitAdditions:
-        short = positions < self._least[slots]
+    def build(self, samples: Samples) -> LogitAdditions:
+        short = samples.positions < self._least[samples.slots]
         edits = [
             (self._short if is_short else self._long)[slot]
-            for slot, is_short in zip(slots.tolist(), short.tolist(), strict=True)
+            for slot, is_short in zip(samples.slots.tolist(), short.tolist(), strict=True)
         ]
-        return LogitAdditions.of(rows, edits)
+        return LogitAdditions.of(samples.rows, edits)
 
     def rehearsal(self, num_rows: int) -> LogitAdditions:
         return LogitAdditions.nothing(num_rows)
@@ -130,21 +127,19 @@ class BadWordsFilter:
             return FeatureState.NONE
         return FeatureState.WAITS if max(map(len, words)) > 1 else FeatureState.ALIKE
 
-    def build(
-        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
-    ) -> LogitAdditions:
-        return LogitAdditions.of(
-            rows, [forbidding(self._forbidden(slot)) for slot in slots.tolist()]
-        )
+    def build(self, samples: Samples) -> LogitAdditions:
+        before = zip(samples.slots.tolist(), samples.positions.tolist(), strict=True)
+        edits = [forbidding(self._forbidden(slot, position)) for slot, position in before]
+        return LogitAdditions.of(samples.rows, edits)
 
     def rehearsal(self, num_rows: int) -> LogitAdditions:
         return LogitAdditions.nothing(num_rows)
 
-    def _forbidden(self, slot: int) -> list[int]:
+    def _forbidden(self, slot: int, position: int) -> list[int]:
         table, words = self._table, self._words[slot]
-        start, end = int(table.num_prompt[slot]), int(table.known[slot])
         longest = max(map(len, words)) - 1
-        before = tuple(table.tokens[slot, max(start, end - longest) : end].tolist())
+        start = max(int(table.num_prompt[slot]), position - longest)
+        before = tuple(table.tokens[slot, start:position].tolist())
         return sorted(
             {word[-1] for word in words if len(word) == 1 or before[1 - len(word) :] == word[:-1]}
         )
@@ -152,14 +147,18 @@ class BadWordsFilter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """The penalised rows of one step.
+    """The penalised samples of one step, those with fewer drafts before them first.
 
     Attributes:
-        rows: int64 [m], places among the step's rows.
+        rows: int64 [m], places among the step's samples.
         slots: int64 [m], their slots, which are also their rows of counts.
+        drafts: int64 [n], the draft before each of the last n samples, which are those after a
+            draft.
+        counted, counted_slots: int64, places of the samples whose tokens are counted, and their
+            slots.
         renewed: int64, the slots whose counts are rebuilt.
-        prompt_slots, prompt_tokens, output_slots, output_tokens: int64 [n], every token of these
-            slots with its slot.
+        prompt_slots, prompt_tokens, output_slots, output_tokens: int64 [n], tokens to count, with
+            their slots.
     """
 
     rows: Tensor
@@ -167,6 +166,9 @@ class _Rows:
     repetition: Tensor  # float32 [m]
     frequency: Tensor
     presence: Tensor
+    drafts: Tensor
+    counted: Tensor
+    counted_slots: Tensor
     renewed: Tensor
     prompt_slots: Tensor
     prompt_tokens: Tensor
@@ -183,35 +185,46 @@ class _Work:
 
     Attributes:
         counts: int32 [num_slots, vocabulary], on the device.
+        sizes: number of samples with no draft before them, with one, and so on.
     """
 
     counts: Tensor
     rows: _Rows
+    sizes: tuple[int, ...]
 
     def tensors(self) -> Sequence[Tensor]:
         return [getattr(self.rows, name) for name in _TENSORS]
 
     def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
         """Update the counts, then penalise the logits."""
-        rows = _Rows(*sent)
+        rows, counts = _Rows(*sent), self.counts
         if len(rows.renewed):
-            self.counts.index_fill_(0, rows.renewed, 0)
-            count_tokens(self.counts, rows.prompt_slots, rows.prompt_tokens, prompt=True)
-            count_tokens(self.counts, rows.output_slots, rows.output_tokens, prompt=False)
-        apply_penalties(
-            logits,
-            rows.rows,
-            self.counts,
-            rows.slots,
-            repetition=rows.repetition,
-            frequency=rows.frequency,
-            presence=rows.presence,
-        )
+            counts.index_fill_(0, rows.renewed, 0)
+            count_tokens(counts, rows.prompt_slots, rows.prompt_tokens, prompt=True)
+        if len(rows.output_tokens):
+            count_tokens(counts, rows.output_slots, rows.output_tokens, prompt=False)
+        first, past_draft = 0, len(rows.rows) - len(rows.drafts)
+        for size in self.sizes:
+            some, first = slice(first, first + size), first + size
+            if some.start:
+                drafts = rows.drafts[some.start - past_draft : some.stop - past_draft]
+                count_tokens(counts, rows.slots[some], drafts, prompt=False)
+            apply_penalties(
+                logits,
+                rows.rows[some],
+                counts,
+                rows.slots[some],
+                repetition=rows.repetition[some],
+                frequency=rows.frequency[some],
+                presence=rows.presence[some],
+            )
+        if len(rows.drafts):
+            count_tokens(counts, rows.slots[past_draft:], rows.drafts, prompt=False, times=-1)
 
     def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
-        """Count the new tokens."""
+        """Count the new tokens of rows without drafts."""
         rows = _Rows(*sent)
-        count_tokens(self.counts, rows.slots, tokens[rows.rows], prompt=False)
+        count_tokens(self.counts, rows.counted_slots, tokens[rows.counted], prompt=False)
         return {}
 
 
@@ -227,6 +240,7 @@ class Penalties:
         self._repetition = np.ones(table.num_slots, np.float32)
         self._frequency = np.zeros(table.num_slots, np.float32)
         self._presence = np.zeros(table.num_slots, np.float32)
+        self._counted = np.zeros(table.num_slots, np.int32)  # tokens in counts, by launched steps
         self._counts = torch.empty(
             table.num_slots, vocabulary_size, dtype=torch.int32, device=device
         )
@@ -236,30 +250,41 @@ class Penalties:
         self._repetition[slot] = sampling.repetition_penalty
         self._frequency[slot] = sampling.frequency_penalty
         self._presence[slot] = sampling.presence_penalty
+        self._counted[slot] = 0
         return FeatureState.TAKES if sampling.penalised else FeatureState.NONE
 
-    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> _Work:
-        anew = self._table.known[slots] >= positions
-        renewed, lengths = slots[anew], positions[anew]
-        num_prompt = np.minimum(self._table.num_prompt[renewed], lengths)
-        prompt_slots, prompt_tokens = self._tokens(renewed, np.zeros_like(lengths), num_prompt)
-        output_slots, output_tokens = self._tokens(renewed, num_prompt, lengths)
+    def build(self, samples: Samples) -> _Work:
+        order = np.argsort(samples.drafts, kind="stable")
+        rows, slots, drafts = samples.rows[order], samples.slots[order], samples.drafts[order]
+        sizes = np.bincount(drafts)
+        num_rows = int(sizes[0])
+        firsts, places, ends = (
+            slots[:num_rows],
+            rows[:num_rows],
+            samples.positions[order[:num_rows]],
+        )
+        drafted = slots[num_rows:]
+        alone = ~np.isin(firsts, drafted)
+        renewed, added = self._uncounted(firsts, ends, alone)
+        before = self._table.tokens[drafted, samples.positions[order[num_rows:]] - 1]
         penalised = _Rows(
-            rows=torch.from_numpy(rows),
+            rows=torch.from_numpy(rows.astype(np.int64)),
             slots=torch.from_numpy(slots.astype(np.int64)),
             repetition=torch.from_numpy(self._repetition[slots]),
             frequency=torch.from_numpy(self._frequency[slots]),
             presence=torch.from_numpy(self._presence[slots]),
+            drafts=torch.from_numpy(before.astype(np.int64)),
+            counted=torch.from_numpy(places[alone].astype(np.int64)),
+            counted_slots=torch.from_numpy(firsts[alone].astype(np.int64)),
             renewed=torch.from_numpy(renewed.astype(np.int64)),
-            prompt_slots=prompt_slots,
-            prompt_tokens=prompt_tokens,
-            output_slots=output_slots,
-            output_tokens=output_tokens,
+            **added,
         )
-        return _Work(self._counts, penalised)
+        return _Work(self._counts, penalised, tuple(sizes.tolist()))
 
     def rehearsal(self, num_rows: int) -> _Work:
-        """Return work that rebuilds the counts of all rows, as for their first requests."""
+        """Return work that rebuilds the counts of all rows, as for their first requests, with a
+        draft in half of them."""
+        num_drafts = num_rows // 2
         rows, ones = torch.arange(num_rows), torch.ones(num_rows)
         zeros = torch.zeros(num_rows, dtype=torch.int64)
         nobody = _Rows(
@@ -268,13 +293,41 @@ class Penalties:
             repetition=ones,
             frequency=ones,
             presence=ones,
+            drafts=zeros[:num_drafts],
+            counted=rows,
+            counted_slots=rows,
             renewed=rows,
             prompt_slots=rows,
             prompt_tokens=zeros,
             output_slots=rows,
             output_tokens=zeros,
         )
-        return _Work(self._counts, nobody)
+        return _Work(self._counts, nobody, (num_rows - num_drafts, num_drafts))
+
+    def _uncounted(
+        self, slots: NDArray[np.intp], ends: Ints, alone: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.intp], dict[str, Tensor]]:
+        """Return the slots whose counts are rebuilt, and the columns of tokens that this step
+        counts before it samples. A token that the CPU does not know was counted when it was
+        sampled.
+
+        Args:
+            alone: rows without drafts, whose sampled token the step counts itself.
+        """
+        starts, known = self._counted[slots], self._table.known[slots] >= ends
+        self._counted[slots] = ends + alone
+        slots, starts, ends = slots[known], starts[known], ends[known]
+        is_new = (starts == 0) | (starts > ends)
+        starts = np.where(is_new, 0, starts)
+        num_prompt = np.where(is_new, np.minimum(self._table.num_prompt[slots], ends), starts)
+        prompt_slots, prompt_tokens = self._tokens(slots, starts, num_prompt)
+        output_slots, output_tokens = self._tokens(slots, num_prompt, ends)
+        return slots[is_new], {
+            "prompt_slots": prompt_slots,
+            "prompt_tokens": prompt_tokens,
+            "output_slots": output_slots,
+            "output_tokens": output_tokens,
+        }
 
     def _tokens(self, slots: NDArray[np.intp], starts: Ints, ends: Ints) -> tuple[Tensor, Tensor]:
         """Return the tokens of indices [starts, ends) of the slots: each token's slot, and the

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch.batch import Ints, ScheduleBatch
+from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from engine.sampling.feature import FeatureState
+from engine.sampling.feature import FeatureState, Samples
 from engine.sampling.heads import PROMPT_SLICE
 from kernels.sampling.logprobs import logprobs
 
@@ -58,8 +57,9 @@ class SampledLogprobs:
         self._num_top[slot] = num_top
         return FeatureState.NONE if num_top < 0 else FeatureState.ALIKE
 
-    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> _Work:
-        return _Work(torch.from_numpy(rows.astype(np.int64)), int(self._num_top[slots].max()))
+    def build(self, samples: Samples) -> _Work:
+        num_top = int(self._num_top[samples.slots].max())
+        return _Work(torch.from_numpy(samples.rows.astype(np.int64)), num_top)
 
     def rehearsal(self, num_rows: int) -> _Work:
         return _Work(torch.arange(num_rows), 1)

@@ -6,22 +6,24 @@ migrates, was retracted or is replayed needs only its tokens. Sampling waits for
 but forwards do not. If a response begins with reasoning, the grammar applies to the text after it,
 and the response cannot end before.
 
+A row with drafts has a mask for each of its samples. A draft that its mask forbids is never
+accepted, so the samples after it need no mask.
+
 A row whose mask is late is held (`SlotTable.held`): it joins no forward until its mask is ready.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch.batch import Ints
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.grammar.matching import WORD, Match, ReasoningStage, ReasoningTracker, words_of
-from engine.sampling.feature import FeatureState
+from engine.sampling.feature import FeatureState, Samples
 from kernels.sampling.bitmask import FORBIDDEN, apply_bitmask
 
 
@@ -61,11 +63,9 @@ class AllowedTokens:
         np.bitwise_or.at(self._bits[slot], tokens // WORD, bits)
         return FeatureState.ALIKE
 
-    def build(
-        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
-    ) -> TokenBitmask:
-        bits = self._bits[slots].view(np.int32)
-        return TokenBitmask(torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(bits))
+    def build(self, samples: Samples) -> TokenBitmask:
+        bits = self._bits[samples.slots].view(np.int32)
+        return TokenBitmask(torch.from_numpy(samples.rows.astype(np.int64)), torch.from_numpy(bits))
 
     def rehearsal(self, num_rows: int) -> TokenBitmask:
         words = self._bits.shape[1]
@@ -88,25 +88,26 @@ class GrammarMatcher:
         self._table.held[slot] = request.match.compiled.slow
         return FeatureState.WAITS
 
-    def build(
-        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
-    ) -> TokenBitmask:
-        matches = [self._matches[slot] for slot in slots.tolist()]
-        for slot, match in zip(slots.tolist(), matches, strict=True):
+    def build(self, samples: Samples) -> TokenBitmask:
+        rows = [(self._matches[slot], slot, places) for slot, places in samples.by_slot()]
+        for match, slot, places in rows:
             if not match.busy:
-                match.ask(self._table.unfollowed(slot, match.num_followed))
+                drafts = self._table.drafts_of(slot, len(places) - 1)
+                match.ask(self._table.unfollowed(slot, match.num_followed), drafts)
+        matches = [match for match, _, _ in rows]
         asked = [each for each in matches if not (each.busy or each.ready or each.compiled.slow)]
         if asked:
             asked[0].threads.drive([each for each in asked if not each.fault])
-        bits = np.full((len(rows), self._words), -1, np.int32)
-        for row, (slot, match) in enumerate(zip(slots.tolist(), matches, strict=True)):
-            if match.ready:
-                bits[row] = match.mask
+        bits = np.full((len(samples.rows), self._words), -1, np.int32)
+        for match, slot, places in rows:
+            if is_ready := match.ready:
+                for place, mask in zip(places.tolist(), match.masks, strict=False):
+                    bits[place] = mask
             else:
                 self._table.unchosen[slot] = True
-            if match.compiled.slow or not match.ready:
+            if match.compiled.slow or not is_ready:
                 self._table.held[slot] = True
-        return TokenBitmask(torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(bits))
+        return TokenBitmask(torch.from_numpy(samples.rows.astype(np.int64)), torch.from_numpy(bits))
 
     def rehearsal(self, num_rows: int) -> TokenBitmask:
         bits = torch.full((num_rows, self._words), -1, dtype=torch.int32)
@@ -153,19 +154,27 @@ class ThinkingBudget:
         self._closes[slot] = sampling.thought.close
         return FeatureState.WAITS
 
-    def build(
-        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
-    ) -> ForcedToken:
-        spent = np.array([self._is_spent(slot) for slot in slots.tolist()])
-        closes = torch.from_numpy(self._closes[slots[spent]])
-        return ForcedToken(torch.from_numpy(rows[spent].astype(np.int64)), closes)
+    def build(self, samples: Samples) -> ForcedToken:
+        spent = np.zeros(len(samples.rows), np.bool_)
+        for slot, places in samples.by_slot():
+            spent[places] = self._spent(slot, len(places) - 1)
+        closes = torch.from_numpy(self._closes[samples.slots[spent]])
+        return ForcedToken(torch.from_numpy(samples.rows[spent].astype(np.int64)), closes)
 
     def rehearsal(self, num_rows: int) -> ForcedToken:
         return ForcedToken(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
 
-    def _is_spent(self, slot: int) -> bool:
+    def _spent(self, slot: int, num_drafts: int) -> list[bool]:
+        """Return whether the budget is spent after the known tokens, and after each draft."""
         reader = self._readers[slot]
         start, end = int(self._followed[slot]), int(self._table.known[slot])
         reader.read(self._table.tokens[slot, start:end].tolist())
         self._followed[slot] = end
+        spent, ahead = [self._is_spent(slot, reader)], copy(reader)
+        for draft in self._table.drafts_of(slot, num_drafts):
+            ahead.read([draft])
+            spent.append(self._is_spent(slot, ahead))
+        return spent
+
+    def _is_spent(self, slot: int, reader: ReasoningTracker) -> bool:
         return reader.stage is ReasoningStage.INSIDE and reader.num_tokens >= self._budgets[slot]

@@ -17,16 +17,24 @@ from numpy.typing import NDArray
 from common import distribution
 from common.distribution import HistogramCounts, LiveHistogram
 from common.request import NOT_PREDICTED, PredictionUsage
-from engine.batch.batch import AcceptedRuns, ForwardMode, Ints, ScheduleBatch, StateCheckpoint
+from engine.batch.batch import (
+    TO_GUESS,
+    AcceptedRuns,
+    ForwardMode,
+    Ints,
+    ScheduleBatch,
+    StateCheckpoint,
+)
 from engine.batch.image_tokens import in_vocabulary
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.core import EngineCore
+from engine.grammar.matching import Match
 from engine.kv_cache.pages import Pages
 from engine.scheduler.admission import ExtendRow
 from engine.scheduler.retraction import HostSwaps
 from engine.scheduler.running import RunningBatch
-from engine.speculative import Speculator
+from engine.speculative import NOTHING, Speculator
 
 _WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
 
@@ -52,6 +60,7 @@ class Speculation:
         self._table = core.table
         self._clock = core.clock
         self._running = running
+        self._matches: dict[int, Match] = {}  # of grammars, by slot
         self._lengths = LiveHistogram(distribution.RUN_TOKENS)
         # Per launched step with drafts: slots whose drafts come from their prediction.
         self._unsettled: deque[set[int]] = deque()
@@ -107,21 +116,66 @@ class Speculation:
         """
         table = self._table
         room = np.minimum(table.max_length[slots] - table.length[slots] - 1, self._max_drafts)
-        able = np.flatnonzero(table.plain[slots] & (room > 0))
+        able = np.flatnonzero(room > 0)
         if not len(able):
             return None
         limits = np.minimum(self._policy.limits(slots[able], len(slots)), room[able])
         drafts = np.zeros(len(slots), np.int32)
         left = table.num_slots - len(slots)  # at most one sample per slot of the table in one step
+        guided: list[tuple[int, Match]] = []
         for row, limit in zip(able.tolist(), limits.tolist(), strict=True):
             if limit > 0 and left > 0:
-                drafts[row] = self._guess(int(slots[row]), min(limit, left), foreseen)
+                slot, count = int(slots[row]), min(limit, left)
+                match = self._matches.get(slot)
+                if match is None:
+                    drafts[row] = self._write(slot, self._guess(slot, count, foreseen))
+                elif not (match.busy or match.fault or match.compiled.slow):
+                    drafts[row] = min(count, match.max_drafts)  # at most
+                    guided.append((row, match))
                 left -= int(drafts[row])
+        if guided:
+            self._guess_by_grammar(slots, drafts, guided, foreseen)
         self._fit(slots, drafts)
         return drafts if np.count_nonzero(drafts) else None
 
-    def _guess(self, slot: int, count: int, foreseen: set[int]) -> int:
-        """Write guesses after the known tokens. Return how many of them are drafts of the next row.
+    def _guess_by_grammar(
+        self,
+        slots: NDArray[np.intp],
+        drafts: Ints,
+        guided: Sequence[tuple[int, Match]],
+        foreseen: set[int],
+    ) -> None:
+        """Write drafts that the rows' grammars allow. Where the drafter has none of these, they are
+        the tokens that the grammar forces.
+
+        Args:
+            drafts: maximum number of each row, replaced by its number.
+        """
+        table, asked = self._table, list[tuple[int, Match, Ints]]()
+        for row, match in guided:
+            slot, count = int(slots[row]), int(drafts[row])
+            guesses = self._guess(slot, count, foreseen) if count else NOTHING
+            if len(guesses) and guesses[0] == TO_GUESS:
+                drafts[row] = self._write(slot, guesses)
+                continue
+            drafts[row] = 0
+            if count:
+                room = int(table.length[slot] - table.known[slot]) + count
+                match.ask(table.unfollowed(slot, match.num_followed), guesses.tolist(), room)
+                asked.append((row, match, guesses))
+        driven = [match for _, match, _ in asked if not match.continued]
+        if driven:
+            driven[0].threads.drive(driven)
+        for row, match, guesses in asked:
+            if not (match.busy or match.fault):
+                slot, path = int(slots[row]), np.array(match.continuation, np.int32)
+                drafts[row] = self._write(slot, path)
+                num_common = min(len(path), len(guesses))
+                if not np.array_equal(path[:num_common], guesses[:num_common]):
+                    foreseen.discard(slot)  # its drafts are not those of its prediction
+
+    def _guess(self, slot: int, count: int, foreseen: set[int]) -> Ints:
+        """Return guesses after the known tokens, of which `count` may be drafts of the next row.
 
         The guesses also cover the token indices of the step in flight. If its drafts are rejected,
         the next row moves back to those indices and uses the newer guesses as its drafts.
@@ -136,10 +190,16 @@ class Speculation:
             proposed = self._drafter.propose(tokens, wanted)
             if np.count_nonzero(of_images := ~in_vocabulary(proposed)):
                 proposed = proposed[: of_images.argmax()]
-        past = known + len(proposed)
+        return proposed
+
+    def _write(self, slot: int, guesses: Ints) -> int:
+        """Write guesses after the known tokens. Return how many of them are drafts of the next
+        row."""
+        known, length = int(self._table.known[slot]), int(self._table.length[slot])
+        past = known + len(guesses)
         if past <= length:
             return 0
-        table.tokens[slot, known:past] = proposed
+        self._table.tokens[slot, known:past] = guesses
         return past - length
 
     def _fit(self, slots: NDArray[np.intp], drafts: Ints) -> None:
@@ -192,6 +252,9 @@ class Speculation:
     def _acquired(self, slot: int, request: Request) -> None:
         self._policy.acquired(slot)
         self._predictions.acquired(slot, request)
+        self._matches.pop(slot, None)
+        if request.match is not None:
+            self._matches[slot] = request.match
 
 
 @dataclass(slots=True, eq=False)

@@ -186,7 +186,7 @@ class StepResults:
             return slots, places, tokens
         dropped = table.unchosen[slots] & (table.max_length[slots] > 0) & (tokens >= 0)
         dropped &= table.live[slots]
-        table.length[slots[dropped]] -= _ONE
+        np.subtract.at(table.length, slots[dropped], _ONE)  # a row may have several tokens
         return slots[~dropped], places[~dropped], tokens[~dropped]
 
     def _finish_chunks(

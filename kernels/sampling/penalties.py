@@ -144,7 +144,9 @@ def _apply_penalties_kernel(
     tl.store(logits_ptr + tokens, logits, mask=seen > 0)
 
 
-def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool) -> None:
+def count_tokens(
+    counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool, times: int = 1
+) -> None:
     """Count tokens[i] in row rows[i], in place. Pairs may repeat.
 
     A row's prompt tokens must be marked before its output tokens are counted.
@@ -153,6 +155,7 @@ def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool) 
         counts: int32 [any, vocabulary].
         rows: int64 [n].
         tokens: int [n]; a negative one (no token) counts as token 0.
+        times: by how much the count of an output token changes. -1 removes it.
     Raises:
         ValueError: wrong shapes or strides.
     """
@@ -163,18 +166,22 @@ def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool) 
     if not rows.is_contiguous() or not tokens.is_contiguous():
         raise ValueError("rows and tokens must be contiguous")
     if device.uses_triton(counts):
-        count_tokens_triton(counts, rows, tokens, prompt=prompt)
+        count_tokens_triton(counts, rows, tokens, prompt=prompt, times=times)
     else:
-        count_tokens_reference(counts, rows, tokens, prompt=prompt)
+        count_tokens_reference(counts, rows, tokens, prompt=prompt, times=times)
 
 
-def count_tokens_reference(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool) -> None:
+def count_tokens_reference(
+    counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool, times: int = 1
+) -> None:
     tokens = tokens.long().clamp(min=0)
-    value = torch.full((), IN_PROMPT if prompt else 1, dtype=torch.int32, device=counts.device)
+    value = torch.full((), IN_PROMPT if prompt else times, dtype=torch.int32, device=counts.device)
     counts.index_put_((rows, tokens), value, accumulate=not prompt)
 
 
-def count_tokens_triton(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool) -> None:
+def count_tokens_triton(
+    counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool, times: int = 1
+) -> None:
     num_tokens = len(rows)
     if num_tokens:
         _count_tokens_kernel[(triton.cdiv(num_tokens, 128),)](
@@ -183,7 +190,7 @@ def count_tokens_triton(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt:
             rows,
             tokens,
             num_tokens,
-            VALUE=IN_PROMPT if prompt else 1,
+            VALUE=IN_PROMPT if prompt else times,
             ADD=not prompt,
             BLOCK=128,
             num_warps=4,

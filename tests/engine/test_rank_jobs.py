@@ -31,6 +31,7 @@ from engine.ranks.messages import (
 from engine.ranks.processes import JobQueue
 from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS
+from engine.runner.forwards import BegunStep
 from engine.runner.ranked import LeadingForwards, SentSteps, _CountedEvent
 from tests.engine.test_parallel_engine import PATIENCE_S, Serving, config_of, prompt, sampled
 from tests.support.checkpoints import make_checkpoint
@@ -92,8 +93,8 @@ def test_rank_0_counts_the_steps_that_it_is_done_with() -> None:
 class LateForwards:
     """Forwards whose tokens are sampled later."""
 
-    def launch_forward(self, step: Any, sampling: Any) -> tuple[Step, Any]:
-        return Step(), lambda whole, added, output: Step()
+    def launch_forward(self, step: Any, sampling: Any) -> BegunStep:
+        return BegunStep(Step(), lambda whole, added, output: Step())
 
 
 class Unsent(LeadingForwards):
@@ -106,7 +107,7 @@ def test_a_step_that_is_sampled_later_is_done_with_its_sampling() -> None:
     followers, nothing = Sender(), object()
     leading = Unsent(LateForwards(), followers, RankGroups(Share(), nothing), nothing)  # type: ignore[arg-type]
     for number in (1, 2):
-        _, sample = leading.launch_forward(nothing, nothing)  # type: ignore[arg-type]
+        sample = leading.launch_forward(nothing, nothing).sample  # type: ignore[arg-type]
         assert followers.steps_done == number - 1
         sample(nothing, (), nothing).wait()  # type: ignore[arg-type]
         assert followers.steps_done == number

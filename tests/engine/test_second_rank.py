@@ -171,13 +171,13 @@ class TwoRanks:
     def launch_forward(self, step: Step, sampling: Any) -> Any:
         self.seen.add("late sampling")
         following, wire = self._follow(step), self._wire
-        event, launch = self._first.launch_forward(step, FirstSampling(sampling, wire))
+        begun = self._first.launch_forward(step, FirstSampling(sampling, wire))
 
         def launch_sampling(whole: Any, added: Sequence[Tensor], output: StepOutput) -> Any:
             following.expected = output
-            return launch(FirstSampling(whole, wire), added, output)
+            return begun.sample(FirstSampling(whole, wire), added, output)
 
-        return event, launch_sampling
+        return replace(begun, sample=launch_sampling)
 
     def settle(self, left: int = 0) -> None:
         """Wait until no more than `left` steps are launched, and compare their results."""

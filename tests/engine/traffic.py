@@ -93,7 +93,7 @@ class Traffic:
         table, rng = self._steps.table, self._rng
         left, guessed = table.num_slots - len(rows), []
         for slot, start, end in rows:
-            count = rng.randint(0, left) if table.plain[slot] else 0
+            count = rng.randint(0, left)
             table.tokens[slot, end : end + count] = rng.randrange(self._vocabulary_size)
             left -= count
             guessed.append((slot, start, end + count))
