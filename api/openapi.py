@@ -370,6 +370,10 @@ def _envelope(choice: Schema, usage: Schema) -> Schema:
             "created": {"type": "integer", "description": "Seconds since 1970."},
             "model": {"type": "string"},
             "choices": {"type": "array", "items": choice},
+            "system_fingerprint": {
+                "type": ["string", "null"],
+                "description": "Hash of the weights and all else that decides the tokens.",
+            },
             "usage": usage,
         },
     }

@@ -22,6 +22,7 @@ MAX_PIXEL_BYTES = 6 << 20  # all images together
 MAX_ROWS = 1 << 16
 MAX_LINKS = 4096  # in one Status
 MAX_ADAPTERS = 4096  # in one Status
+MAX_FINGERPRINT = 64  # characters
 
 MAX_RANKS = 256  # of one node: tensor-parallel ranks x stages
 

@@ -32,8 +32,10 @@ from api.dialect.tools import guided, listening, offered
 from api.openai.replies import (
     ChatLogprobs,
     ChoiceCollector,
+    FingerprintSpans,
     StopReason,
     TokenIds,
+    fingerprint_spans,
     generated_ids,
     of_chat,
     stop_reason,
@@ -71,6 +73,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
+    system_fingerprints: FingerprintSpans = msgspec.UNSET
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
@@ -101,6 +104,7 @@ class ChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
+    system_fingerprints: FingerprintSpans = msgspec.UNSET
 
 
 class ChatResponseWriter:
@@ -125,6 +129,7 @@ class ChatResponseWriter:
         if isinstance(piece, FinalChunk):
             chunk.finish_reason = _reason(self._listener, piece)
             chunk.stop_reason = stop_reason(piece)
+            chunk.system_fingerprints = fingerprint_spans(piece)
         if self._tells_ids:
             chunk.token_ids = generated_ids([piece])
         return chunk
@@ -142,6 +147,7 @@ class ChatResponseWriter:
             of_chat([token for piece in pieces for token in piece.tokens]),
             stop_reason(last),
             generated_ids(pieces) if self._tells_ids else msgspec.UNSET,
+            fingerprint_spans(last),
         )
 
 

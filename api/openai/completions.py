@@ -22,10 +22,12 @@ from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.dialect.problems import OPENAI, invalid
 from api.openai.replies import (
     ChoiceCollector,
+    FingerprintSpans,
     StopReason,
     TextLogprobs,
     TextTokens,
     TokenIds,
+    fingerprint_spans,
     generated_ids,
     prompt_ids,
     stop_reason,
@@ -54,6 +56,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
+    system_fingerprints: FingerprintSpans = msgspec.UNSET
 
 
 class CompletionResponseWriter:
@@ -87,6 +90,7 @@ class CompletionResponseWriter:
     def _end(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> CompletionChoice:
         choice = self._choice(pieces, last.finish_reason)
         choice.stop_reason = stop_reason(last)
+        choice.system_fingerprints = fingerprint_spans(last)
         return choice
 
     def _choice(self, pieces: Sequence[OutputChunk], finish_reason: str | None) -> CompletionChoice:
