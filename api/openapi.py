@@ -37,6 +37,8 @@ FIELDS: Mapping[str, str] = {
     "prompt": "A text, a list of texts, token ids, or a list of lists of them.",
     "messages": "The conversation, rendered with the model's own chat template.",
     "stream": "Send the answer as server-sent events while it is generated.",
+    "stream_interval": "Tokens of each event after the first one. Default: the router's "
+    "`stream_interval`, which is 1.",
     "stream_options": "`include_usage`: one more event with the usage before `[DONE]`.",
     "n": "Answers for each prompt; each is a request of its own to the nodes.",
     "best_of": "So many answers are generated, and the `n` whose tokens are the likeliest on "

@@ -16,6 +16,7 @@ MAX_PEERS = 1024
 # Limits of one Submit.
 MAX_CANDIDATES = 64
 MAX_IMAGES = 64
+MAX_STREAM_INTERVAL = 1024  # tokens
 MIN_WEIGHT, MAX_WEIGHT = 0.1, 10.0  # of its client
 MAX_PIXEL_BYTES = 6 << 20  # all images together
 # Rows per column of one Step: many times the requests that a node can have.

@@ -21,6 +21,7 @@ from api.requests.generate_params import (
     any_seed,
 )
 from api.text.limits import MAX_CHOICES
+from common.limits import MAX_STREAM_INTERVAL
 from common.requests.sampling import (
     JSON_OBJECT,
     GuidedDecoding,
@@ -176,6 +177,7 @@ ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
 # The range of the wire format. The allowed range is checked with every request, in one place.
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]  # -1: none
+StreamInterval = Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAM_INTERVAL)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 TextOrTokens = str | list[str | TokenId | list[TokenId]]
 
@@ -196,6 +198,7 @@ class GenerationFields(GuideFields, kw_only=True):
     lora_path: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: StreamInterval | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Int32 | None = None
     temperature: float | None = None
@@ -364,6 +367,8 @@ def choices(
             echo=echo,
             silent=silent,
             prediction=expected,
+            whole=not fields.stream,
+            stream_interval=fields.stream_interval or 0,
         )
         for prompt in together.prompts
         for sampling in per_prompt

@@ -88,7 +88,6 @@ _COMMON: Mapping[str, IgnoredFields] = {
     **_fields("no_repeat_ngram_size routed_experts_prompt_start routed_experts_start_len", only(0)),
     **_fields("length_penalty typical_p", only(1)),
     "guided_decoding_backend": hint(),
-    "stream_interval": hint(1),
 }
 
 OF_COMPLETIONS: Mapping[str, IgnoredFields] = {

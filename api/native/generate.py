@@ -21,6 +21,7 @@ from api.dialect.fields import (
     GenerationFields,
     Int32,
     ModelName,
+    StreamInterval,
     TokenId,
     check_multiplied,
     choices,
@@ -83,6 +84,7 @@ class NativeFields(msgspec.Struct, kw_only=True):
     input_ids: _TokenLists | None = None
     sampling_params: SamplingFields | None = None
     stream: bool | None = None
+    stream_interval: StreamInterval | None = None
     model: str | None = None
     lora_path: ModelName | None = None
     user: str | None = None
@@ -176,6 +178,8 @@ def _common(fields: NativeFields) -> _CommonFields:
         raise invalid(field, "is not supported by this server", code="unsupported")
     limit = sampling.max_new_tokens
     return _CommonFields(
+        stream=fields.stream,
+        stream_interval=fields.stream_interval,
         max_tokens=_DEFAULT_MAX_TOKENS if limit is None else limit,
         min_tokens=sampling.min_new_tokens,
         seed=sampling.sampling_seed,

@@ -158,6 +158,7 @@ class ResponsesEndpoint:
         if fields.text and fields.text.verbosity not in (None, "medium"):
             ignored.append("text.verbosity")
         common = GenerationFields(
+            stream=fields.stream,
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from protos.router_pb2 import GenerateRequest, TokenIds
+from protos.sampling_pb2 import Sampling
 from tests.integration.oracle import Oracle, oracle
 from tests.support.cluster import Cluster, slowed
 from tests.support.noise_model import write
@@ -99,8 +101,9 @@ async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way
                 assert json.load(file)["traceEvents"]
 
 
+@pytest.mark.parametrize("interval", [1, 1000])
 async def test_an_answer_says_which_token_is_the_first_from_other_weights(
-    make: Callable[..., Cluster], shelf: Path
+    make: Callable[..., Cluster], shelf: Path, interval: int
 ) -> None:
     """Its tokens before that are from the old weights, and the rest is what the new ones continue
     them with."""
@@ -108,7 +111,12 @@ async def test_an_answer_says_which_token_is_the_first_from_other_weights(
     flags = (f"--engine.weights-dir={shelf}",)
     async with make(node_flags=flags, environment=slowed(0.05)) as cluster:
         fingerprint = (await cluster.decode[0].describe()).fingerprint
-        answer = cluster.stream(prompt, max_tokens=num, ignore_eos=True)
+        request = GenerateRequest(
+            token_ids=TokenIds(ids=prompt),
+            sampling=Sampling(max_tokens=num, temperature=0.0, ignore_eos=True),
+            stream_interval=interval,
+        )
+        answer = cluster.ask(request)
         messages = [await anext(answer)]
         await asyncio.to_thread(_baton, cluster, "update-weights", str(NEXT))
         messages += [message async for message in answer]
