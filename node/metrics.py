@@ -133,6 +133,12 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         "Total time in seconds that the engine thread waited for the device, or for work.",
         on=("device", "work"),
     ),
+    "total_step_gap_seconds": counter(
+        "baton_step_gap_seconds",
+        "Total time in seconds before launches in which no other step was launched: from the end "
+        "of the last step, or of a sleep of the engine thread, to the end of the launch. The "
+        "device had nothing to do although a step could be launched.",
+    ),
     "total_thread_cpu": counter(
         "baton_engine_thread_cpu_seconds",
         "Total CPU time of the engine thread in seconds: scheduling, launching, finishing.",
