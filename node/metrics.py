@@ -86,6 +86,15 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         "cache.",
         holder=HOLDERS,
     ),
+    "request_pages": gauge(
+        "baton_request_pages",
+        "Current pages of requests with a slot, by the data in them. Full: keys and values, or "
+        "latents, of all tokens. Window: those of the last tokens. State: the state of linear "
+        "attention. Kinds that the model lacks are absent. A shared page counts for each of its "
+        "requests.",
+        kind=("full", "window", "state"),
+        sparse=True,
+    ),
     "swap_pages": gauge("baton_swap_pages", "Current host pages used by retracted requests."),
     "queue_": gauge(
         "baton_queue_requests",
