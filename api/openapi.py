@@ -134,6 +134,8 @@ FIELDS: Mapping[str, str] = {
     "return_documents": "false: their texts are left out of the answer.",
     "prediction": "What is expected of the answer: `type` is `content`, and `content` a text or "
     "parts of text. It changes no answer; nodes that speculate give it sooner where it is right.",
+    "prompt_cache_key": "Names requests with a common prefix. They go to the same nodes where the "
+    "policy heeds it. It precedes `user`.",
     "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",
 }
 

@@ -208,6 +208,7 @@ class GenerationFields(GuideFields, kw_only=True):
     min_tokens: Int32 | None = None
     seed: int | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     cache_salt: str | None = None
     priority: Int32 | None = None
     stop: str | list[str] | None = None
@@ -373,6 +374,11 @@ def choices(
         for prompt in together.prompts
         for sampling in per_prompt
     ]
+
+
+def session_of(prompt_cache_key: str | None, user: str | None) -> str:
+    """Return the session of a request with these fields, "" for none."""
+    return prompt_cache_key or user or ""
 
 
 def includes_usage(fields: GenerationFields) -> bool:

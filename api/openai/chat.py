@@ -17,6 +17,7 @@ from api.dialect.fields import (
     form_field,
     includes_usage,
     samplings,
+    session_of,
 )
 from api.dialect.ignored_fields import OF_CHATS
 from api.dialect.messages import (
@@ -279,7 +280,7 @@ class ChatEndpoint:
         return EndpointCall(
             fields.model,
             wanted,
-            fields.user or "",
+            session_of(fields.prompt_cache_key, fields.user),
             told.reply,
             fields.lora_path,
             form_field(fields) or ("tools" if offer.tools else ""),

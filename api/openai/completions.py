@@ -17,6 +17,7 @@ from api.dialect.fields import (
     includes_usage,
     prompts_of,
     samplings,
+    session_of,
 )
 from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.dialect.problems import OPENAI, invalid
@@ -174,7 +175,7 @@ class CompletionsEndpoint:
         return EndpointCall(
             fields.model,
             wanted,
-            fields.user or "",
+            session_of(fields.prompt_cache_key, fields.user),
             told.reply,
             fields.lora_path,
             form_field(fields),
