@@ -69,7 +69,7 @@ class HeldTokens:
         for number, predicted in step.predicted:
             held = self._requests.get(number)
             (now if held is None else held).predicted.append((number, predicted))
-        ended = [end.request for end in step.ended if end.request in self._requests]
+        ended = {end.request for end in step.ended} & self._requests.keys()
         self._release((*due, *ended), now)
         for number in ended:
             del self._requests[number]
