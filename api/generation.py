@@ -43,6 +43,7 @@ class Dispatcher:
         queue_share: float = 1.0,
         tells_cached_tokens: bool = True,
         priorities: PriorityLimits | None = None,
+        stream_interval: int = 1,
     ) -> None:
         """
         Args:
@@ -51,6 +52,7 @@ class Dispatcher:
             tells_cached_tokens: whether clients learn how much of their prompt was cached.
             priorities: priorities that clients may request. By default clients may only lower
                 theirs.
+            stream_interval: tokens of an event, if the client does not set it.
         """
         self._model = model
         self._cluster = cluster
@@ -60,6 +62,7 @@ class Dispatcher:
         self._queue_share = queue_share
         self._tells_cached_tokens = tells_cached_tokens
         self._priorities = priorities or PriorityLimits()
+        self._stream_interval = stream_interval
 
     async def generate(
         self,
@@ -101,6 +104,7 @@ class Dispatcher:
                         client,
                         priority,
                         self._cluster.adapters.of(wanted.adapter),
+                        self._stream_interval,
                     )
                     await wanted.together.counted.get(partial(self._count, wanted, client))
                     record.timeline.tokenised = time.monotonic()

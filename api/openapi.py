@@ -37,6 +37,8 @@ FIELDS: Mapping[str, str] = {
     "prompt": "A text, a list of texts, token ids, or a list of lists of them.",
     "messages": "The conversation, rendered with the model's own chat template.",
     "stream": "Send the answer as server-sent events while it is generated.",
+    "stream_interval": "Tokens of each event after the first one. Default: the router's "
+    "`stream_interval`, which is 1.",
     "stream_options": "`include_usage`: one more event with the usage before `[DONE]`.",
     "n": "Answers for each prompt; each is a request of its own to the nodes.",
     "best_of": "So many answers are generated, and the `n` whose tokens are the likeliest on "
@@ -132,6 +134,8 @@ FIELDS: Mapping[str, str] = {
     "return_documents": "false: their texts are left out of the answer.",
     "prediction": "What is expected of the answer: `type` is `content`, and `content` a text or "
     "parts of text. It changes no answer; nodes that speculate give it sooner where it is right.",
+    "prompt_cache_key": "Names requests with a common prefix. They go to the same nodes where the "
+    "policy heeds it. It precedes `user`.",
     "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",
 }
 
@@ -370,6 +374,10 @@ def _envelope(choice: Schema, usage: Schema) -> Schema:
             "created": {"type": "integer", "description": "Seconds since 1970."},
             "model": {"type": "string"},
             "choices": {"type": "array", "items": choice},
+            "system_fingerprint": {
+                "type": ["string", "null"],
+                "description": "Hash of the weights and all else that decides the tokens.",
+            },
             "usage": usage,
         },
     }

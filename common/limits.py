@@ -16,12 +16,14 @@ MAX_PEERS = 1024
 # Limits of one Submit.
 MAX_CANDIDATES = 64
 MAX_IMAGES = 64
+MAX_STREAM_INTERVAL = 1024  # tokens
 MIN_WEIGHT, MAX_WEIGHT = 0.1, 10.0  # of its client
 MAX_PIXEL_BYTES = 6 << 20  # all images together
 # Rows per column of one Step: many times the requests that a node can have.
 MAX_ROWS = 1 << 16
 MAX_LINKS = 4096  # in one Status
 MAX_ADAPTERS = 4096  # in one Status
+MAX_FINGERPRINT = 64  # characters
 
 MAX_RANKS = 256  # of one node: tensor-parallel ranks x stages
 

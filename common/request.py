@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from common.errors import InvalidRequest
-from common.limits import MAX_WEIGHT, MIN_WEIGHT
+from common.limits import MAX_STREAM_INTERVAL, MAX_WEIGHT, MIN_WEIGHT
 from common.priority import HIGHEST, LOWEST
 from common.requests import images, sampling
 from common.requests.images import Image
@@ -60,6 +60,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         engine_crashes: engines that crashed while they had it, see common/request.py.
         images: of its prompt.
         prediction: little-endian int32: output that the client expects.
+        stream_interval: tokens that the decode node sends at a time, after the first one.
         traceparent: parent of the receiver's spans. "": not traced.
     """
 
@@ -76,6 +77,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine_crashes: int = 0
     images: tuple[Image, ...] = ()
     prediction: bytes = b""
+    stream_interval: int = 1
     traceparent: str = ""
 
     @property
@@ -174,6 +176,7 @@ def from_proto(proto: pb.Request) -> RequestSpec:
     seen = images.from_proto(proto.images)
     images.check_images(seen, tokens_of(proto.token_ids))
     _check_tokens("prediction", proto.prediction)
+    check_stream_interval(proto.stream_interval)
     return RequestSpec(
         request_id=proto.request_id,
         token_ids=proto.token_ids,
@@ -188,6 +191,7 @@ def from_proto(proto: pb.Request) -> RequestSpec:
         engine_crashes=min(proto.engine_crashes, MAX_DEATHS),
         images=seen,
         prediction=proto.prediction,
+        stream_interval=proto.stream_interval or 1,
         traceparent=checked(proto.traceparent),
     )
 
@@ -242,6 +246,14 @@ def _weight(weight: float) -> float:
 def _check_tokens(field: str, token_ids: bytes) -> None:
     if len(token_ids) % BYTES_PER_TOKEN:
         raise InvalidRequest(f"{field} has {len(token_ids)} bytes, which is not a multiple of 4")
+
+
+def check_stream_interval(interval: int) -> None:
+    """Raise InvalidRequest if the interval is out of range. 0: not set."""
+    if not 0 <= interval <= MAX_STREAM_INTERVAL:
+        raise InvalidRequest(
+            f"stream_interval must be in [1, {MAX_STREAM_INTERVAL}], got {interval}"
+        )
 
 
 def _check_priority(priority: int) -> None:

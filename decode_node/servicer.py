@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import grpc
-import numpy as np
 
 from common import addresses, limits, request, rpc
 from common.addresses import PrefixHint
@@ -36,6 +35,7 @@ from common.requests.namespace import BYTES_PER_TOKEN
 from common.requests.timeline import to_proto
 from common.rpc.streams import OutgoingStream, said
 from common.tracing.context import TraceContext, Tracer, checked, log_fields
+from decode_node.held_tokens import HeldTokens, TokenRows
 from node.frontend import spans
 from node.frontend.engine_link import EngineLink, EngineSupervisor
 from node.messages import (
@@ -61,10 +61,17 @@ class _RouterStream:
         self.number = number
         self.lane = lane
         self.outgoing: OutgoingStream[decode_pb2.FromNode] = OutgoingStream(last_words=_last_words)
+        self.held = HeldTokens()
         # Addresses of prefill nodes and of decode nodes. None until the router has sent them.
         self.peers: tuple[str, ...] | None = None
         self.others: tuple[str, ...] = ()
         self.own_address = ""  # address of this node as the router knows it
+
+    def send_held(self) -> None:
+        """Send all tokens that are held."""
+        rows = self.held.take_all()
+        if rows.tokens:
+            self.outgoing.put(decode_pb2.FromNode(step=decode_pb2.Step(**_columns(rows))))
 
     def check_named(self, addresses: tuple[str, ...]) -> None:
         """Raise InvalidRequest if the router of this stream has not named an address as a peer.
@@ -198,9 +205,11 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         stream = self._streams.get(message.stream)
         if stream is None:
             return
+        rows = stream.held.take(message)
+        if not (rows.tokens or ended or message.begun):
+            return
         step = decode_pb2.Step(
-            request=np.frombuffer(message.requests, "<u8").tolist(),
-            token=np.frombuffer(message.tokens, "<u4").tolist(),
+            **_columns(rows),
             ended=[end.request for end in ended],
             reason=[cast(decode_pb2.FinishReason, end.reason) for end in ended],
             cached_tokens=[cached_tokens for _, cached_tokens in message.begun],
@@ -209,11 +218,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             timeline=[to_proto(end.timeline) for end in ended],
             begun=[request for request, _ in message.begun],
             retry_after_s=[end.retry_after_s for end in ended],
-            logprobs=_rows(message.logprobs),
             prompt_logprobs=_rows(message.prompt_logprobs),
-            predicted=[request for request, _ in message.predicted],
-            accepted=[predicted.accepted for _, predicted in message.predicted],
-            rejected=[predicted.rejected for _, predicted in message.predicted],
         )
         stream.outgoing.put(decode_pb2.FromNode(step=step))
 
@@ -250,6 +255,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
     def end(self, error: ServingError) -> None:
         """End all streams with `error`, after pending messages are written."""
         for stream in self._streams.values():
+            stream.send_held()
             stream.outgoing.close(error)
 
     # From routers ---------------------------------------------------------------------------------
@@ -305,6 +311,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
                     hinted = {hint.address for hint in placement.prefix_hints}
                     self._dial(hinted.intersection(stream.others))
                 self._engine.submit(parsed, stream.lane)
+                stream.held.begin(submit.number, parsed.spec.stream_interval)
             except ServingError as error:
                 self._refuse(stream, submit, error, refusals)
         if refusals.ended:
@@ -362,8 +369,12 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             self._on_peers(*peers)
 
     def _tell_status(self) -> None:
-        self._told = self._status()
+        before, self._told = self._told, self._status()
+        # Held tokens are of the weights before, and a pause may be long.
+        settles = self._told.paused or self._told.fingerprint != before.fingerprint
         for stream in self._streams.values():
+            if settles:
+                stream.send_held()
             stream.outgoing.put(decode_pb2.FromNode(status=self._told))
 
     def _status(self) -> decode_pb2.Status:
@@ -390,6 +401,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             ],
             weights=moving.weights if moving else b"",
             paused=moving is not None and moving.state == "paused",
+            fingerprint=self._supervision.fingerprint,
         )
 
 
@@ -401,6 +413,18 @@ _REFUSALS: dict[grpc.StatusCode, Refusal] = {
 
 def _last_words(error: ServingError) -> decode_pb2.FromNode:
     return decode_pb2.FromNode(last_words=said(error))
+
+
+def _columns(rows: TokenRows) -> dict[str, Any]:
+    """Return fields of a Step."""
+    return {
+        "request": rows.requests,
+        "token": rows.tokens,
+        "logprobs": _rows(rows.logprobs),
+        "predicted": [request for request, _ in rows.predicted],
+        "accepted": [predicted.accepted for _, predicted in rows.predicted],
+        "rejected": [predicted.rejected for _, predicted in rows.predicted],
+    }
 
 
 def _rows(told: Sequence[tuple[int, Logprobs]]) -> list[decode_pb2.RowLogprobs]:

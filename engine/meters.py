@@ -1,9 +1,10 @@
-"""Metrics of an engine's ranks, tiers, adapters and images."""
+"""Metrics of an engine's ranks, pages, tiers, adapters and images."""
 
 from collections.abc import Mapping
 
 from common.distribution import HistogramCounts
 from engine.adapters.adapters import AdapterManager
+from engine.batch.table import SlotTable
 from engine.models.vision.seeing import VisionTower
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.page_files import FileFault
@@ -24,6 +25,20 @@ class RankMeter:
             **{f"rank_memory/{rank}": float(each.memory_bytes) for rank, each in states.items()},
             **{f"rank_behind/{rank}": float(each.steps_behind) for rank, each in states.items()},
         }
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
+
+
+class PageMeter:
+    """A meter of the pages of requests. Engine thread only. See Meter."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+
+    def gauges(self) -> Mapping[str, float]:
+        pages = self._table.pages_by_kind().items()
+        return {f"request_pages/{kind}": float(number) for kind, number in pages}
 
     def distributions(self) -> Mapping[str, HistogramCounts]:
         return {}

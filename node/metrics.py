@@ -86,6 +86,15 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         "cache.",
         holder=HOLDERS,
     ),
+    "request_pages": gauge(
+        "baton_request_pages",
+        "Current pages of requests with a slot, by the data in them. Full: keys and values, or "
+        "latents, of all tokens. Window: those of the last tokens. State: the state of linear "
+        "attention. Kinds that the model lacks are absent. A shared page counts for each of its "
+        "requests.",
+        kind=("full", "window", "state"),
+        sparse=True,
+    ),
     "swap_pages": gauge("baton_swap_pages", "Current host pages used by retracted requests."),
     "queue_": gauge(
         "baton_queue_requests",
@@ -132,6 +141,12 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         "baton_engine_wait_seconds",
         "Total time in seconds that the engine thread waited for the device, or for work.",
         on=("device", "work"),
+    ),
+    "total_step_gap_seconds": counter(
+        "baton_step_gap_seconds",
+        "Total time in seconds before launches in which no other step was launched: from the end "
+        "of the last step, or of a sleep of the engine thread, to the end of the launch. The "
+        "device had nothing to do although a step could be launched.",
     ),
     "total_thread_cpu": counter(
         "baton_engine_thread_cpu_seconds",

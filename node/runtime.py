@@ -18,7 +18,7 @@ from engine.loop.clock import Lateness, StepClock
 from engine.loop.loop import EngineRole, EventLoop
 from engine.loop.watchdog import StalledEngine, Watchdog, end_process, report_stall
 from engine.memory_release import MemoryOccupation
-from engine.meters import AdapterMeter, RankMeter, TierMeter, VisionMetrics
+from engine.meters import AdapterMeter, PageMeter, RankMeter, TierMeter, VisionMetrics
 from engine.profiler import Profiler
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer import data_paths
@@ -161,7 +161,7 @@ class NodeRuntime:
             meters=(
                 *(clock.meter, clock.compiles, reads, TierMeter(engine.tiers, kv.page_bytes)),
                 *(weights, AdapterMeter(engine.adapters), VisionMetrics(engine.model.seeing)),
-                RankMeter(engine.loaded.followers),
+                *(PageMeter(engine.table), RankMeter(engine.loaded.followers)),
             ),
             cache=CacheEvents(engine.cache),
             adapters=engine.loader,

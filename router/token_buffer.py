@@ -5,6 +5,7 @@ one message, so a slow client gets fewer, larger messages and never a longer que
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from common.errors import NodeUnavailable, ServingError
 from common.limits import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS, VERSION
 from common.request import NOT_PREDICTED, PredictionUsage
 from common.requests.logprobs import TokenLogprobs
-from common.requests.namespace import BYTES_PER_TOKEN
+from common.requests.namespace import BYTES_PER_TOKEN, UNNAMED, WeightsId
 from protos.decode_pb2 import Peers, Submit, ToNode
 
 T = TypeVar("T")
@@ -26,6 +27,25 @@ class StreamEnd(msgspec.Struct, frozen=True):
     finish_reason: str  # "stop" | "length"
 
 
+class ModelVersion(msgspec.Struct, frozen=True):
+    """What a node computes tokens with.
+
+    Attributes:
+        fingerprint: hash of the weights and all else that decides the tokens. "": not reported.
+    """
+
+    weights: WeightsId = UNNAMED
+    fingerprint: str = ""
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """The fingerprint by OpenAI's name and form. None: not reported."""
+        return f"fp_{self.fingerprint}" if self.fingerprint else None
+
+
+UNKNOWN_VERSION = ModelVersion()
+
+
 class NodeOutput(msgspec.Struct, frozen=True):
     """Output of a decode node for one request.
 
@@ -35,6 +55,7 @@ class NodeOutput(msgspec.Struct, frozen=True):
         logprobs: of the tokens, if requested.
         prompt_logprobs: of the prompt's tokens from the first requested one on.
         predicted: counts of predicted tokens.
+        version: of all of the tokens.
     """
 
     token_ids: Sequence[int]
@@ -43,6 +64,7 @@ class NodeOutput(msgspec.Struct, frozen=True):
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     predicted: PredictionUsage = NOT_PREDICTED
+    version: ModelVersion = UNKNOWN_VERSION
 
 
 class TokenBuffer:
@@ -51,12 +73,19 @@ class TokenBuffer:
     Bounded by the request's max_tokens: a node that sends more violates the protocol.
     """
 
-    def __init__(self, max_tokens: int, *, wants_logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        *,
+        wants_logprobs: bool = False,
+        version: ModelVersion = UNKNOWN_VERSION,
+    ) -> None:
         """Create an empty buffer.
 
         Args:
             max_tokens: tokens that the node may send.
             wants_logprobs: each token comes with log-probabilities.
+            version: of the tokens that are appended, until `renew`.
         """
         self.cached_tokens: int | None = None  # cached prompt tokens, from the node's first report
         # Of all prompt tokens except the first, as sent with the first generated token.
@@ -66,6 +95,9 @@ class TokenBuffer:
         self._logprobs: list[TokenLogprobs] = []  # of tokens not taken yet or about to come
         self._room = max_tokens
         self._tokens: list[int] = []
+        self._version = version
+        # Earlier versions of waiting tokens, each with the room behind its last token.
+        self._earlier: deque[tuple[ModelVersion, int]] = deque()
         self._end: StreamEnd | ServingError | None = None
         # Set while the writer waits: its `take` callback and the future it waits for.
         self._writer: tuple[Callable[[NodeOutput], Any], asyncio.Future[Any]] | None = None
@@ -81,6 +113,13 @@ class TokenBuffer:
         self._room -= 1
         self._tokens.append(token)
         return True
+
+    def renew(self, version: ModelVersion) -> None:
+        """Note the version of the tokens that are appended next."""
+        counted = self._earlier[-1][1] if self._earlier else self._room + len(self._tokens)
+        if counted > self._room:
+            self._earlier.append((self._version, self._room))
+        self._version = version
 
     def note_cached_tokens(self, cached_tokens: int) -> None:
         """Keep the first report: a node that retries finds the KV that its first try computed."""
@@ -154,30 +193,34 @@ class TokenBuffer:
             self._writer = None
 
     def _next(self, take: Callable[[NodeOutput], T | None]) -> T | None:
-        end, tokens = self._end, self._tokens
-        if tokens or isinstance(end, StreamEnd):
-            self._tokens = []
-            logprobs: Sequence[TokenLogprobs] = ()
-            if self._wants_logprobs:
-                logprobs = self._logprobs[: len(tokens)]
-                self._logprobs = self._logprobs[len(tokens) :]
-            predicted, self.predicted = self.predicted, NOT_PREDICTED
+        while self._earlier:
+            version, room = self._earlier.popleft()
+            result = take(self._output(len(self._tokens) + self._room - room, version))
+            if result is not None:
+                return result
+        end = self._end
+        if self._tokens or isinstance(end, StreamEnd):
             stream_end = end if isinstance(end, StreamEnd) else None
-            result = take(
-                NodeOutput(
-                    tokens,
-                    stream_end,
-                    self.cached_tokens,
-                    logprobs,
-                    self.prompt_logprobs,
-                    predicted,
-                )
-            )
+            result = take(self._output(len(self._tokens), self._version, stream_end))
             if result is not None:
                 return result
         if isinstance(end, ServingError):
             raise end
         return None
+
+    def _output(
+        self, num_tokens: int, version: ModelVersion, end: StreamEnd | None = None
+    ) -> NodeOutput:
+        """Take the first waiting tokens, which have this version."""
+        tokens, self._tokens = self._tokens[:num_tokens], self._tokens[num_tokens:]
+        logprobs: Sequence[TokenLogprobs] = ()
+        if self._wants_logprobs:
+            logprobs = self._logprobs[:num_tokens]
+            self._logprobs = self._logprobs[num_tokens:]
+        predicted, self.predicted = self.predicted, NOT_PREDICTED
+        return NodeOutput(
+            tokens, end, self.cached_tokens, logprobs, self.prompt_logprobs, predicted, version
+        )
 
 
 # Messages to a decode node that are not sent yet.

@@ -113,6 +113,7 @@ class MessagesEndpoint:
         fields = self._reader.read(body, ignored)
         unheeded = [*asked_for.unheeded(fields, self._speech)]
         common = GenerationFields(
+            stream=fields.stream,
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,

@@ -205,8 +205,9 @@ class BodyReader(Generic[F]):
             unsupported: further known fields, with their harmless values. At least two.
             ignore_unknown: whether to ignore unknown and unsupported fields.
         """
+        supported = {*fields.__struct_fields__, *unsupported}
         beside = [
-            *((name, Ignored, None) for name in IGNORED if name not in fields.__struct_fields__),
+            *((name, Ignored, None) for name in IGNORED if name not in supported),
             *((name, Any, None) for name in unsupported),
         ]
         record: type[F] = msgspec.defstruct(  # type: ignore[assignment]

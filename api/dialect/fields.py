@@ -21,6 +21,7 @@ from api.requests.generate_params import (
     any_seed,
 )
 from api.text.limits import MAX_CHOICES
+from common.limits import MAX_STREAM_INTERVAL
 from common.requests.sampling import (
     JSON_OBJECT,
     GuidedDecoding,
@@ -176,6 +177,7 @@ ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
 # The range of the wire format. The allowed range is checked with every request, in one place.
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]  # -1: none
+StreamInterval = Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAM_INTERVAL)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 TextOrTokens = str | list[str | TokenId | list[TokenId]]
 
@@ -196,6 +198,7 @@ class GenerationFields(GuideFields, kw_only=True):
     lora_path: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: StreamInterval | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Int32 | None = None
     temperature: float | None = None
@@ -205,6 +208,7 @@ class GenerationFields(GuideFields, kw_only=True):
     min_tokens: Int32 | None = None
     seed: int | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     cache_salt: str | None = None
     priority: Int32 | None = None
     stop: str | list[str] | None = None
@@ -364,10 +368,17 @@ def choices(
             echo=echo,
             silent=silent,
             prediction=expected,
+            whole=not fields.stream,
+            stream_interval=fields.stream_interval or 0,
         )
         for prompt in together.prompts
         for sampling in per_prompt
     ]
+
+
+def session_of(prompt_cache_key: str | None, user: str | None) -> str:
+    """Return the session of a request with these fields, "" for none."""
+    return prompt_cache_key or user or ""
 
 
 def includes_usage(fields: GenerationFields) -> bool:

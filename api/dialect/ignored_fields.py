@@ -54,9 +54,9 @@ IGNORED: Mapping[str, str] = {
     "metadata": "for stored responses, which are not supported",
     "parallel_tool_calls": "completions do not call tools",
     "prediction": "only for chat completions",
-    "prompt_cache_key": "common prefixes are found without a key",
-    "prompt_cache_options": "see `prompt_cache_key`",
-    "prompt_cache_retention": "see `prompt_cache_key`",
+    "prompt_cache_key": "only for completions, chats and responses",
+    "prompt_cache_options": "prompts are cached until their pages are needed",
+    "prompt_cache_retention": "see `prompt_cache_options`",
     "request_id": "use the header X-Request-Id",
     "rid": "see `request_id`",
     "safety_identifier": "for abuse reports, which are not supported",
@@ -66,7 +66,13 @@ IGNORED: Mapping[str, str] = {
     "truncation_side": "belongs to `truncate_prompt_tokens`, which is rejected",
 }
 
+_RETENTION: Mapping[str, IgnoredFields] = {
+    "prompt_cache_options": hint(),
+    "prompt_cache_retention": hint("in_memory", "in-memory"),
+}
+
 _COMMON: Mapping[str, IgnoredFields] = {
+    **_RETENTION,
     **_fields(
         "custom_logit_processor grammar images logits_processors logprob_token_ids moderation "
         "prompt_logprobs truncate_prompt_tokens",
@@ -88,7 +94,6 @@ _COMMON: Mapping[str, IgnoredFields] = {
     **_fields("no_repeat_ngram_size routed_experts_prompt_start routed_experts_start_len", only(0)),
     **_fields("length_penalty typical_p", only(1)),
     "guided_decoding_backend": hint(),
-    "stream_interval": hint(1),
 }
 
 OF_COMPLETIONS: Mapping[str, IgnoredFields] = {
@@ -111,6 +116,7 @@ OF_CHATS: Mapping[str, IgnoredFields] = {
 }
 
 OF_RESPONSES: Mapping[str, IgnoredFields] = {
+    **_RETENTION,
     **_fields("conversation moderation previous_response_id prompt", _NEVER),
     "background": _OFF,
     "context_management": hint(),

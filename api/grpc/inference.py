@@ -26,7 +26,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.requests.sampling import SamplingParams
 from common.tracing.context import HEADER
 from protos import router_pb2
-from protos.router_pb2 import GenerateResponse, ToolCallPart, Usage
+from protos.router_pb2 import GenerateResponse, ModelVersion, ToolCallPart, Usage
 from protos.sampling_pb2 import Logprobs
 
 
@@ -58,6 +58,14 @@ def _end(piece: FinalChunk) -> dict[str, Any]:
             accepted_prediction_tokens=predicted.accepted if predicted else None,
             rejected_prediction_tokens=predicted.rejected if predicted else None,
         ),
+        "versions": [
+            ModelVersion(
+                first_token=span.first_token,
+                weights=span.version.weights,
+                system_fingerprint=span.version.system_fingerprint,
+            )
+            for span in piece.versions
+        ],
     }
 
 

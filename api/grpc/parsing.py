@@ -56,6 +56,7 @@ def from_request(request: GenerateRequest) -> GenerateParams:
         adapter=request.adapter,
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
         priority=request.priority if request.HasField("priority") else None,
+        stream_interval=request.stream_interval,
         prediction=SharedPrompt(PredictionPrompt(request.prediction))
         if request.prediction
         else None,

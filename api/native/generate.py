@@ -21,6 +21,7 @@ from api.dialect.fields import (
     GenerationFields,
     Int32,
     ModelName,
+    StreamInterval,
     TokenId,
     check_multiplied,
     choices,
@@ -36,6 +37,7 @@ from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import GenerateParams, Prompt, TextPrompt, TokenIdsPrompt
 from api.requests.served_model import ServedModel
 from api.text.limits import MAX_CHOICES, check_context, check_vocabulary
+from router.token_buffer import UNKNOWN_VERSION
 
 _DEFAULT_MAX_TOKENS = 128  # SGLang's
 # Each event of a stream has the whole response so far. Beyond this size, in characters and tokens,
@@ -82,6 +84,7 @@ class NativeFields(msgspec.Struct, kw_only=True):
     input_ids: _TokenLists | None = None
     sampling_params: SamplingFields | None = None
     stream: bool | None = None
+    stream_interval: StreamInterval | None = None
     model: str | None = None
     lora_path: ModelName | None = None
     user: str | None = None
@@ -100,11 +103,20 @@ class NativeFinishReason(msgspec.Struct, omit_defaults=True):
     length: int | None = None
 
 
+class WeightVersionSpan(msgspec.Struct):
+    """Tokens of a response from one version of the weights, up to the next span."""
+
+    first_token: int  # index in the response
+    weight_version: str
+
+
 class MetaInfo(msgspec.Struct):
     id: str
     finish_reason: NativeFinishReason | None
     prompt_tokens: int
     completion_tokens: int
+    weight_version: str  # of the last token, hexadecimal
+    weight_versions: list[WeightVersionSpan] | msgspec.UnsetType = msgspec.UNSET
     cached_tokens: int | msgspec.UnsetType = msgspec.UNSET
     e2e_latency: float | msgspec.UnsetType = msgspec.UNSET  # seconds
 
@@ -166,6 +178,8 @@ def _common(fields: NativeFields) -> _CommonFields:
         raise invalid(field, "is not supported by this server", code="unsupported")
     limit = sampling.max_new_tokens
     return _CommonFields(
+        stream=fields.stream,
+        stream_interval=fields.stream_interval,
         max_tokens=_DEFAULT_MAX_TOKENS if limit is None else limit,
         min_tokens=sampling.min_new_tokens,
         seed=sampling.sampling_seed,
@@ -218,8 +232,10 @@ class _Answer:
         self._told_size = 0
         self._began = time.monotonic()
         self._end: FinalChunk | None = None
+        self._version = UNKNOWN_VERSION
 
     def add(self, piece: OutputChunk | FinalChunk) -> None:
+        self._version = piece.version
         self._texts.append(piece.text)
         self._token_ids += piece.token_ids
         self._size += len(piece.text) + len(piece.token_ids)
@@ -243,8 +259,9 @@ class _Answer:
 
     def _meta_info(self) -> MetaInfo:
         num_prompt, num = self._wanted.prompt.rendering.num_tokens, len(self._token_ids)
+        weights = self._version.weights.hex()
         if self._end is None:
-            return MetaInfo(self._id, None, num_prompt, num)
+            return MetaInfo(self._id, None, num_prompt, num, weights)
         reason = self._end.finish_reason
         cached = self._end.usage.cached_tokens
         return MetaInfo(
@@ -252,9 +269,20 @@ class _Answer:
             NativeFinishReason(reason, num if reason == "length" else None),
             num_prompt,
             num,
+            weights,
+            _weight_versions(self._end),
             msgspec.UNSET if cached is None else cached,
             time.monotonic() - self._began,
         )
+
+
+def _weight_versions(last: FinalChunk) -> list[WeightVersionSpan] | msgspec.UnsetType:
+    """Return the weight versions of a response, unset if all tokens have the same one."""
+    if len(last.versions) < 2:
+        return msgspec.UNSET
+    return [
+        WeightVersionSpan(span.first_token, span.version.weights.hex()) for span in last.versions
+    ]
 
 
 def _reply(

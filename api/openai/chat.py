@@ -17,6 +17,7 @@ from api.dialect.fields import (
     form_field,
     includes_usage,
     samplings,
+    session_of,
 )
 from api.dialect.ignored_fields import OF_CHATS
 from api.dialect.messages import (
@@ -32,8 +33,10 @@ from api.dialect.tools import guided, listening, offered
 from api.openai.replies import (
     ChatLogprobs,
     ChoiceCollector,
+    FingerprintSpans,
     StopReason,
     TokenIds,
+    fingerprint_spans,
     generated_ids,
     of_chat,
     stop_reason,
@@ -71,6 +74,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
+    system_fingerprints: FingerprintSpans = msgspec.UNSET
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
@@ -101,6 +105,7 @@ class ChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
+    system_fingerprints: FingerprintSpans = msgspec.UNSET
 
 
 class ChatResponseWriter:
@@ -125,6 +130,7 @@ class ChatResponseWriter:
         if isinstance(piece, FinalChunk):
             chunk.finish_reason = _reason(self._listener, piece)
             chunk.stop_reason = stop_reason(piece)
+            chunk.system_fingerprints = fingerprint_spans(piece)
         if self._tells_ids:
             chunk.token_ids = generated_ids([piece])
         return chunk
@@ -142,6 +148,7 @@ class ChatResponseWriter:
             of_chat([token for piece in pieces for token in piece.tokens]),
             stop_reason(last),
             generated_ids(pieces) if self._tells_ids else msgspec.UNSET,
+            fingerprint_spans(last),
         )
 
 
@@ -273,7 +280,7 @@ class ChatEndpoint:
         return EndpointCall(
             fields.model,
             wanted,
-            fields.user or "",
+            session_of(fields.prompt_cache_key, fields.user),
             told.reply,
             fields.lora_path,
             form_field(fields) or ("tools" if offer.tools else ""),

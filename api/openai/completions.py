@@ -17,15 +17,18 @@ from api.dialect.fields import (
     includes_usage,
     prompts_of,
     samplings,
+    session_of,
 )
 from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.dialect.problems import OPENAI, invalid
 from api.openai.replies import (
     ChoiceCollector,
+    FingerprintSpans,
     StopReason,
     TextLogprobs,
     TextTokens,
     TokenIds,
+    fingerprint_spans,
     generated_ids,
     prompt_ids,
     stop_reason,
@@ -54,6 +57,7 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
+    system_fingerprints: FingerprintSpans = msgspec.UNSET
 
 
 class CompletionResponseWriter:
@@ -87,6 +91,7 @@ class CompletionResponseWriter:
     def _end(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> CompletionChoice:
         choice = self._choice(pieces, last.finish_reason)
         choice.stop_reason = stop_reason(last)
+        choice.system_fingerprints = fingerprint_spans(last)
         return choice
 
     def _choice(self, pieces: Sequence[OutputChunk], finish_reason: str | None) -> CompletionChoice:
@@ -170,7 +175,7 @@ class CompletionsEndpoint:
         return EndpointCall(
             fields.model,
             wanted,
-            fields.user or "",
+            session_of(fields.prompt_cache_key, fields.user),
             told.reply,
             fields.lora_path,
             form_field(fields),

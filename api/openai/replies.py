@@ -16,6 +16,7 @@ from api.dialect.events import (
 from api.http.messages import Headers, HttpRequest
 from api.requests.answer import FinalChunk, LikelyTokenText, OutputChunk, PromptReport, TokenReport
 from common.request import NOT_PREDICTED, tokens_of
+from router.token_buffer import UNKNOWN_VERSION, ModelVersion
 
 StopReason: TypeAlias = str | int | msgspec.UnsetType
 TokenIds: TypeAlias = list[int] | msgspec.UnsetType
@@ -33,6 +34,16 @@ class CompletionTokensDetails(msgspec.Struct):
     rejected_prediction_tokens: int
 
 
+class FingerprintSpan(msgspec.Struct):
+    """Tokens of a choice with one fingerprint, up to the next span."""
+
+    first_token: int  # index in the choice
+    system_fingerprint: str | None
+
+
+FingerprintSpans: TypeAlias = list[FingerprintSpan] | msgspec.UnsetType
+
+
 class OpenAiUsage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
@@ -47,6 +58,7 @@ class ResponseEnvelope(msgspec.Struct):
     created: int
     model: str
     choices: Sequence[msgspec.Struct]
+    system_fingerprint: str | None = None
     usage: OpenAiUsage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
 
@@ -115,7 +127,8 @@ class _Response:
             for index, place in enumerate(self._kept())
         ]
         usage = _usage(self._ends, self._choices.num_per_prompt)
-        envelope = _envelope(self._origin, self._choices.whole_object, told, usage)
+        version = self._ends[self._choices.num - 1].version
+        envelope = _envelope(self._origin, self._choices.whole_object, told, version, usage)
         if self._choices.tells_prompt_ids:
             envelope.prompt_token_ids = prompt_ids(self._pieces[0][0])
         return _encode(envelope)
@@ -146,9 +159,19 @@ class _Chunks:
         # If usage is requested, every chunk has the field, and only the last one has a value. Every
         # other event consists of this text around its choice.
         self._usage = None if choices.include_usage else msgspec.UNSET
-        envelope = _event(_envelope(origin, choices.chunk_object, (), self._usage))
-        self._before, _, self._after = envelope.rpartition(b"]")
+        self._begin(UNKNOWN_VERSION)
         self._ends: dict[int, FinalChunk] = {}
+
+    def _begin(self, version: ModelVersion) -> None:
+        self._version = version
+        envelope = self._event((), self._usage)
+        self._before, _, self._after = envelope.rpartition(b"]")
+
+    def _event(
+        self, choices: Sequence[msgspec.Struct], usage: OpenAiUsage | msgspec.UnsetType | None
+    ) -> bytes:
+        kind = self._choices.chunk_object
+        return _event(_envelope(self._origin, kind, choices, self._version, usage))
 
     def event(self, index: int, piece: OutputChunk) -> bytes:
         if isinstance(piece, FinalChunk):
@@ -156,8 +179,11 @@ class _Chunks:
         chunk = self._voices[index].chunk(piece)
         if chunk is None:
             return b""
+        if piece.version != self._version:
+            self._begin(piece.version)
         if self._choices.tells_prompt_ids and index == 0 and piece.prompt_token_ids:
-            first = _envelope(self._origin, self._choices.chunk_object, [chunk], self._usage)
+            kind = self._choices.chunk_object
+            first = _envelope(self._origin, kind, [chunk], self._version, self._usage)
             first.prompt_token_ids = prompt_ids(piece)
             return _event(first)
         return b"%b%b]%b" % (self._before, _encode(chunk), self._after)
@@ -166,12 +192,21 @@ class _Chunks:
         if not self._choices.include_usage:
             return DONE
         usage = _usage(self._ends, self._choices.num_per_prompt)
-        return _event(_envelope(self._origin, self._choices.chunk_object, (), usage)) + DONE
+        return self._event((), usage) + DONE
 
 
 def stop_reason(last: FinalChunk) -> StopReason:
     """Return the stop string or the id of the stop token that ended a choice, unset if none did."""
     return msgspec.UNSET if last.stop_reason is None else last.stop_reason
+
+
+def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
+    """Return the fingerprints of a choice, unset if all tokens have the same one."""
+    if len(last.versions) < 2:
+        return msgspec.UNSET
+    return [
+        FingerprintSpan(span.first_token, span.version.system_fingerprint) for span in last.versions
+    ]
 
 
 def prompt_ids(first: OutputChunk) -> list[int]:
@@ -187,9 +222,12 @@ def _envelope(
     origin: RequestOrigin,
     kind: str,
     choices: Sequence[msgspec.Struct],
+    version: ModelVersion,
     usage: OpenAiUsage | msgspec.UnsetType | None,
 ) -> ResponseEnvelope:
-    return ResponseEnvelope(origin.id, kind, origin.created, origin.model, choices, usage)
+    return ResponseEnvelope(
+        *(origin.id, kind, origin.created, origin.model, choices), version.system_fingerprint, usage
+    )
 
 
 def _event(envelope: ResponseEnvelope) -> bytes:

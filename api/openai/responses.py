@@ -20,6 +20,7 @@ from api.dialect.fields import (
     check_multiplied,
     choices,
     samplings,
+    session_of,
 )
 from api.dialect.ignored_fields import OF_RESPONSES
 from api.dialect.messages import ToolDefinition, ToolFunction
@@ -123,6 +124,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     text: TextFields | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     cache_salt: str | None = None
     priority: Int32 | None = None
 
@@ -158,6 +160,7 @@ class ResponsesEndpoint:
         if fields.text and fields.text.verbosity not in (None, "medium"):
             ignored.append("text.verbosity")
         common = GenerationFields(
+            stream=fields.stream,
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,
@@ -203,7 +206,12 @@ class ResponsesEndpoint:
 
         form = "text.format" if common.response_format else "tools" if offer.tools else ""
         return EndpointCall(
-            fields.model, wanted, fields.user or "", reply, form=form, ignored=ignored
+            fields.model,
+            wanted,
+            session_of(fields.prompt_cache_key, fields.user),
+            reply,
+            form=form,
+            ignored=ignored,
         )
 
 

@@ -74,6 +74,7 @@ def make_requests(nodes: RouterNodes) -> RequestParts:
             low_values_first=config.clients.low_priority_values_first,
         ),
         tells_cached_tokens=not config.hide_cached_tokens,
+        stream_interval=config.stream_interval,
     )
     vectors = PoolingService(
         Pooler(model, nodes.pooling, base.admission, records, **limits),

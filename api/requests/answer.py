@@ -10,7 +10,7 @@ from api.text.stops import StopConditions
 from api.text.tokenizer import Detokenizer
 from common.request import NOT_PREDICTED, PredictionUsage
 from common.requests.logprobs import TokenLogprobs
-from router.token_buffer import NodeOutput, StreamEnd
+from router.token_buffer import UNKNOWN_VERSION, ModelVersion, NodeOutput, StreamEnd
 
 Spell: TypeAlias = Callable[[int], bytes]  # returns the bytes of a token
 
@@ -74,6 +74,13 @@ class TokenUsage(msgspec.Struct, frozen=True):
     predicted: PredictionUsage | None = None  # None: the request has no prediction
 
 
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Tokens of a response with one version, up to the next span."""
+
+    first_token: int  # index in the response
+    version: ModelVersion
+
+
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
     marks: Sequence[int] = ()  # indices in the text of special tokens that mark parts
     tokens: Sequence[
@@ -81,6 +88,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()  # all tokens of the piece, if log-probabilities are requested
     prompt: PromptReport | None = None  # in the first piece, if requested
     prompt_token_ids: bytes = b""  # in the first piece, little-endian int32
+    version: ModelVersion = UNKNOWN_VERSION  # of the last token so far
 
 
 class OutputChunk(_Told, frozen=True):
@@ -99,6 +107,7 @@ class FinalChunk(OutputChunk, frozen=True):
     )  # the stop string that was found, or the stop token of the request, that ended the response
     usage: TokenUsage
     cached_tokens: int  # prompt tokens, for the router's own metrics
+    versions: Sequence[VersionSpan] = ()  # of all tokens, at least one
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +159,7 @@ class ResponseBuilder:
         self._predicted = NOT_PREDICTED if options.predicts else None
         self._cached_tokens: int | None = None  # as reported by the first node
         self.token_ids: list[int] = []  # all tokens so far
+        self._versions: list[VersionSpan] = []
         self._length = 0  # of the text so far
 
     def note_cached_tokens(self, cached_tokens: int | None) -> None:
@@ -174,7 +184,7 @@ class ResponseBuilder:
         if self._options.silent:
             token_ids = ()
             end = end and StreamEnd("length")
-        piece = self._piece(token_ids, end)
+        piece = self._piece(token_ids, end, output.version)
         tokens: Sequence[TokenReport] = ()
         if self._options.tells_tokens is not None:
             report, each_logprobs = self._options.tells_tokens, output.logprobs
@@ -196,12 +206,16 @@ class ResponseBuilder:
             taken.append(marks.popleft() - begun)
         return taken
 
-    def _piece(self, token_ids: Sequence[int], end: StreamEnd | None) -> OutputChunk | FinalChunk:
+    def _piece(
+        self, token_ids: Sequence[int], end: StreamEnd | None, version: ModelVersion
+    ) -> OutputChunk | FinalChunk:
         text, num_taken, stopped = self._text_of(token_ids)
         if not stopped and end is not None:
             rest, stopped = self._rest()
             text += rest
         taken = token_ids[:num_taken]
+        if not self._versions or (taken and version != self._versions[-1].version):
+            self._versions.append(VersionSpan(len(self.token_ids), version))
         self.token_ids += taken
         if stopped:
             assert self._stops is not None
@@ -209,7 +223,7 @@ class ResponseBuilder:
         if end is not None:
             reason = self._stop_token() if end.finish_reason == "stop" else None
             return self._last(text, taken, end.finish_reason, reason)
-        return OutputChunk(text, taken)
+        return OutputChunk(text, taken, version=self._versions[-1].version)
 
     def _stop_token(self) -> int | None:
         """Return the stop token that ended the response. None for EOS, which is not reported."""
@@ -251,7 +265,10 @@ class ResponseBuilder:
         cached_tokens = min(self._cached_tokens or 0, num_prompt_tokens)
         told = cached_tokens if self._options.tells_cached_tokens else None
         usage = TokenUsage(num_prompt_tokens, len(self.token_ids), told, self._in_answer())
-        return FinalChunk(text, token_ids, finish_reason, stop_reason, usage, cached_tokens)
+        return FinalChunk(
+            *(text, token_ids, finish_reason, stop_reason, usage, cached_tokens, self._versions),
+            version=self._versions[-1].version,
+        )
 
     def _in_answer(self) -> PredictionUsage | None:
         """Return the counts of predicted tokens, without those behind the end of the response."""

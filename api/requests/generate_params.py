@@ -241,6 +241,8 @@ class GenerateParams(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # None: the router's own limit
     shown: frozenset[int] = frozenset()  # special tokens that the text keeps
     prediction: SharedPrompt | None = None  # a PredictionPrompt, tokenised as prompts are
+    whole: bool = False  # the response is not streamed
+    stream_interval: int = 0  # tokens of an event. 0: the router's
 
 
 def any_seed() -> int:

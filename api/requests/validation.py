@@ -17,7 +17,7 @@ from api.requests.prompts import PromptEncoder
 from api.text.limits import ModelLimits, check_vocabulary
 from api.text.stops import Automaton, StopRules, check_characters
 from common.errors import InvalidRequest
-from common.request import RequestSpec
+from common.request import RequestSpec, check_stream_interval
 from common.requests import sampling
 from common.requests.namespace import (
     NO_ADAPTER,
@@ -32,6 +32,8 @@ from common.requests.sampling import SamplingParams
 MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORDS_CHARACTERS = 16 << 10  # of all words of a request: 10 ms, on another thread
 MAX_PROMPT_LOGPROBS = 1 << 18  # 2 MiB on the way through the nodes
+# Tokens that nodes send at a time for a response that is not streamed, as in SGLang.
+WHOLE_INTERVAL = 50
 MAX_LABEL_CHARACTERS = 256
 MAX_SESSION_ID_CHARACTERS = 512
 
@@ -44,6 +46,7 @@ async def parse(
     client: Client,
     priority: int = 0,
     adapter: AdapterId = NO_ADAPTER,
+    stream_interval: int = 1,
 ) -> TokenizedRequest:
     """Check prompt and sampling parameters, and return the job.
 
@@ -53,6 +56,7 @@ async def parse(
     Args:
         client: the authenticated client.
         adapter: the adapter that `wanted` names.
+        stream_interval: tokens of an event, unless `wanted` has its own.
 
     Raises:
         InvalidRequest: the message names the field.
@@ -66,8 +70,20 @@ async def parse(
         sampling=replace(job.spec.sampling, seed=wanted.sampling.seed),
         priority=priority,
         adapter=adapter,
+        stream_interval=_interval(wanted, stream_interval),
     )
     return replace(job, spec=spec)
+
+
+def _interval(wanted: GenerateParams, default: int) -> int:
+    """Return how many tokens nodes send at a time.
+
+    If they are not streamed, fewer messages are better. But a node that sends each token is
+    cancelled at a stop string at once.
+    """
+    if not wanted.whole:
+        return wanted.stream_interval or default
+    return 1 if wanted.stop or wanted.stop_regex else WHOLE_INTERVAL
 
 
 async def _terms(
@@ -79,6 +95,7 @@ async def _terms(
     check_stop_regex(wanted.stop_regex)
     check_bad_words(wanted.bad_words)
     check_session_id(wanted.session_id)
+    check_stream_interval(wanted.stream_interval)
     namespace = decide_namespace(wanted.cache_salt, client.namespaces_of)
     check_tokens(params, limits)
     check_thinking(params, prompts, wanted.prompt.prompt)

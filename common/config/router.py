@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from common.config.record import ConfigRecord, Port, Positive, Seconds
 from common.config.server import NAME_WITHOUT_CA, ServerConfig, TlsConfig
-from common.limits import MAX_IMAGES
+from common.limits import MAX_IMAGES, MAX_STREAM_INTERVAL
 from common.priority import HIGHEST, LOWEST
 
 Priority = Annotated[int, Field(ge=LOWEST, le=HIGHEST)]
@@ -154,6 +154,12 @@ class RouterConfig(ConfigRecord):
         le=3600,
         description="Seconds to keep a finished response for its idempotency key, and to continue "
         "one whose client has disconnected. 0: keys are ignored",
+    )
+    stream_interval: Positive = Field(
+        1,
+        le=MAX_STREAM_INTERVAL,
+        description="Tokens of each event of a stream, after the first token. Requests can set "
+        "their own",
     )
     hide_cached_tokens: bool = Field(
         False, description="Omit the number of cached prompt tokens from responses"

@@ -224,6 +224,22 @@ class SlotTable:
         """Return all pages of the request, distinct. A copy."""
         return self.holding_of(slot).flat()
 
+    def pages_by_kind(self) -> dict[str, int]:
+        """Return the pages of all requests by their kind of data: "full", "window" and "state",
+        if requests have such. A page counts for each of its requests. O(slots)."""
+        slots = np.flatnonzero(self.live & (self.num_pages > 0))
+        tables = (self.num_pages[slots, None] - self.first_page[slots]).sum(axis=0)
+        sliding = [table for table, _ in self._sliding]
+        window = int(tables[sliding].sum())
+        kinds = {}
+        if self._num_full:
+            kinds["full"] = int(tables.sum()) - window
+        if sliding:
+            kinds["window"] = window
+        if self.tables.state_pages:
+            kinds["state"] = int(np.count_nonzero(self.state[slots] >= 0))
+        return kinds
+
     def tokens_of(self, slot: int) -> Ints:
         """Return the tokens that the CPU knows. A copy."""
         return self.tokens[slot, : self.known[slot]].copy()

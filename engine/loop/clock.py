@@ -100,6 +100,7 @@ class StepMeter:
 
     Attributes:
         waited_s: total time spent waiting for results.
+        gap_s: total time before launches in which no step was launched and the loop did not sleep.
     """
 
     def __init__(self) -> None:
@@ -107,6 +108,7 @@ class StepMeter:
         self._decode_requests: list[int] = []  # of steps not counted yet
         self._decode_seconds: list[float] = []
         self.waited_s = 0.0
+        self.gap_s = 0.0
 
     def decoded(self, num_requests: int, seconds: float) -> None:
         """Record a step of mode DECODE, with one token per request."""
@@ -127,6 +129,7 @@ class StepMeter:
     def gauges(self) -> dict[str, float]:
         return {
             "total_waited/device": self.waited_s,
+            "total_step_gap_seconds": self.gap_s,
         }
 
     def distributions(self) -> dict[str, HistogramCounts]:
@@ -213,7 +216,8 @@ class StepClock:
             (ForwardMode.DECODE, ForwardMode.VERIFY)
         )
         self.meter = StepMeter()
-        self._note(now())
+        self._free_at = now()  # last end of a step or of a sleep
+        self._note(self._free_at)
 
     def turned(self) -> None:
         """Note that the loop begins a turn."""
@@ -231,7 +235,12 @@ class StepClock:
         self._launched.append(batch)
         if len(self._launched) == 1:
             self._started_at = now
+            self.meter.gap_s += now - self._free_at
         self._note(now)
+
+    def rested(self) -> None:
+        """Note the end of a sleep. Nothing could be launched before."""
+        self._free_at = self._now()
 
     def finished(self) -> None:
         """Note that the oldest launched step is done. The next one, if any, starts now."""
@@ -254,6 +263,7 @@ class StepClock:
         self._step = batch.step
         self._finished += 1
         self._started_at = now if self._launched else None
+        self._free_at = now
         self._note(now)
 
     @contextmanager

@@ -84,6 +84,7 @@ class EventLoop:
         if batch is None:
             if in_flight is None:
                 self._role.idle()
+                self.clock.rested()
             else:
                 self._finish(in_flight)
             return None

@@ -6,6 +6,7 @@ Knows the messages (messages.py), not gRPC streams or the meaning of answers.
 """
 
 import asyncio
+import hashlib
 import itertools
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc.aio
+import msgspec
 
 from common.config import NodeConfig
 from common.errors import (
@@ -234,6 +236,15 @@ class EngineSupervisor:
     def moving(self) -> EngineStats | None:
         """Return the engine's last report, or None."""
         return self._moving
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the hash of all that decides the tokens of a response. Empty before `started`."""
+        if self.ready is None:
+            return ""
+        weights = {"weights": self._moving.weights.hex()} if self._moving is not None else {}
+        fields = {**self.ready.fingerprint, **weights}
+        return hashlib.sha256(msgspec.json.encode(sorted(fields.items()))).hexdigest()[:16]
 
     def started(self, ready: EngineReady, now: float) -> None:
         self.ready = ready

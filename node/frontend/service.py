@@ -1,7 +1,6 @@
 """The Node service, the same for every role: requests of operators and the router to any node."""
 
 import asyncio
-import hashlib
 import itertools
 import os
 import time
@@ -247,11 +246,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         if ready.followers:
             pids = (identity.engine_pid, *ready.followers)
             reply.ranks.extend(_ranks(pids, ready.devices, moving.gauges if moving else {}))
-        weights = {"weights": moving.weights.hex()} if moving is not None else {}
-        fingerprint = {**ready.fingerprint, **weights}
-        reply.fingerprint = hashlib.sha256(
-            msgspec.json.encode(sorted(fingerprint.items()))
-        ).hexdigest()[:16]
+        reply.fingerprint = self._supervision.fingerprint
         reply.tokenizer_hash = ready.tokenizer_hash
         reply.context_length = ready.context_length
         reply.pages.update(description.get("pages", {}))

@@ -22,7 +22,7 @@ from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolV
 from common.logs import kv
 from common.request import PredictionUsage, Remaining, RequestSpec
 from common.requests.logprobs import from_proto
-from common.requests.namespace import UNNAMED, AdapterId, WeightsId, check_identity
+from common.requests.namespace import AdapterId, WeightsId, check_identity
 from common.rpc import streams
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
@@ -34,7 +34,7 @@ from router.cluster.node_ends import (
     NodeLost,
     end_of,
 )
-from router.token_buffer import OutgoingBatch, TokenBuffer
+from router.token_buffer import UNKNOWN_VERSION, ModelVersion, OutgoingBatch, TokenBuffer
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class DecodeClient:
         # The last Status on the open stream. None: there is no stream, or no Status yet.
         self.status: decode_pb2.Status | None = None
         self.adapters: Mapping[str, AdapterId] = {}  # adapters of the node, by name
-        self.weights: WeightsId = UNNAMED  # weight version of the node
+        self.version = UNKNOWN_VERSION  # of the tokens that the node sends
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
         self._peers = tuple(peers), tuple(others)
         self.migratable: set[MigratableRequest] = set()  # its requests that may be migrated
@@ -108,6 +108,11 @@ class DecodeClient:
         self._untold: dict[int, OnTimeline] = {}
         self._trial: decode_pb2.Trial | None = None  # in progress in the node
         self._unsent = OutgoingBatch(address)
+
+    @property
+    def weights(self) -> WeightsId:
+        """Weight version of the node."""
+        return self.version.weights
 
     @property
     def num_live(self) -> int:
@@ -213,6 +218,7 @@ class DecodeClient:
         buffer = self._live[number] = TokenBuffer(
             spec.sampling.max_tokens - spec.num_generated,
             wants_logprobs=spec.sampling.logprobs >= 0,
+            version=self.version,
         )
         ticket = secrets.randbits(64) or 1
         submit = decode_pb2.Submit(
@@ -320,7 +326,7 @@ class DecodeClient:
                     raise ProtocolViolation(f"the node has {len(message.status.links)} links")
                 adapters = _adapters(message.status)
                 self.status, self.adapters = message.status, adapters
-                self.weights = _weights(message.status)
+                self._renew(_version(message.status))
                 self._note_drain()
                 self._on_move(self.address)
             case "trial":
@@ -330,6 +336,12 @@ class DecodeClient:
                     self._pulse.beat(message.engine_beat.late_s)
             case _:
                 return  # message kind of a newer version
+
+    def _renew(self, version: ModelVersion) -> None:
+        if version != self.version:
+            self.version = version
+            for buffer in self._live.values():
+                buffer.renew(version)
 
     def _take_step(self, step: decode_pb2.Step) -> None:
         timelines = step.timeline or step.ended
@@ -440,10 +452,12 @@ def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
         raise ProtocolViolation(str(error)) from error
 
 
-def _weights(status: decode_pb2.Status) -> WeightsId:
-    """Return the weight version. Raises ProtocolViolation if it is invalid."""
+def _version(status: decode_pb2.Status) -> ModelVersion:
+    """Return the version of the node's tokens. Raises ProtocolViolation if it is invalid."""
+    if len(status.fingerprint) > limits.MAX_FINGERPRINT:
+        raise ProtocolViolation(f"fingerprint has {len(status.fingerprint)} characters")
     try:
-        return check_identity("weights", status.weights)
+        return ModelVersion(check_identity("weights", status.weights), status.fingerprint)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
 

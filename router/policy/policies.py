@@ -3,7 +3,7 @@
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
@@ -264,6 +264,11 @@ class SessionAffinity:
         return placement
 
 
+def _by_key(key: int, nodes: Iterable[str]) -> list[str]:
+    """Return the nodes in the order in which rendezvous hashing prefers them for a key."""
+    return sorted(nodes, key=lambda node: -xxh3_64_intdigest(node.encode(), key))
+
+
 KEY_TOKENS = 256  # of the prompt: requests of one application often share them
 MOST_OVER_MEAN = 1.25
 
@@ -289,10 +294,7 @@ class ConsistentHash:
         )
         queued = {node.address: self._load.prefill.tokens(node.address) for node in decode.prefill}
         bound = MOST_OVER_MEAN * sum(queued.values()) / max(1, len(queued)) + num_tokens
-        nodes = sorted(
-            queued,
-            key=lambda node: (queued[node] > bound, -xxh3_64_intdigest(node.encode(), name)),
-        )
+        nodes = sorted(_by_key(name, queued), key=lambda node: queued[node] > bound)
         return PlacementDecision(decode.address, tuple(nodes), num_tokens)
 
 
@@ -309,7 +311,7 @@ NEAR_TOKENS = 512
 # overload one node: when its queue is longer than the prefix, the next prompt goes to another
 # node, which then has the prefix too.
 class PrefixAware:
-    """The prefix-aware policy. Equal nodes take turns."""
+    """The prefix-aware policy. Equal nodes take turns, or the session decides among them."""
 
     def __init__(self, load: NodeLoad, prefixes: PrefixIndex) -> None:
         self._load = load
@@ -320,9 +322,13 @@ class PrefixAware:
     def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
         decode = self._decode.pick(choices)
         num_tokens = len(key.token_ids)
-        nodes = self._turns.rotated([node.address for node in decode.prefill])
+        nodes = [node.address for node in decode.prefill]
         if len(nodes) < 2:
             return PlacementDecision(decode.address, tuple(nodes), num_tokens)
+        if key.session_id:
+            nodes = _by_key(xxh3_64_intdigest(key.session_id.encode()), nodes)
+        else:
+            nodes = self._turns.rotated(nodes)
         prefixes = PromptPrefixes(key.token_ids, key.namespace)
         # The last token is always computed, for its logits.
         cached = [

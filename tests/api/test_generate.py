@@ -67,6 +67,14 @@ async def test_an_answer_streams_from_the_prompt_to_usage(client, node):
     assert usage.cached_tokens == 2
 
 
+async def test_the_tokens_of_a_message_are_bounded(client, node):
+    calls = [client.generate("x", stream_interval=interval) for interval in (1024, 1025)]
+    submit = await node.complete()
+    assert submit.stream_interval == 1024
+    await collect(calls[0])
+    await fails(calls[1], StatusCode.INVALID_ARGUMENT, "stream_interval must be in [1, 1024]")
+
+
 async def test_what_was_cached_can_be_kept_from_clients(model):
     async with served(model, hide_cached_tokens=True) as (client, node, router):
         call = client.generate("the fox", request_id="r1")

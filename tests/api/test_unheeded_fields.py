@@ -338,7 +338,6 @@ def test_fields_that_are_unknown_or_not_supported_can_be_ignored_and_are_named()
 HINTS: dict[str, Any] = {
     "guided_decoding_backend": "xgrammar",
     "reasoning_effort": "high",
-    "stream_interval": 10,
     "verbosity": "low",
 }
 

@@ -1,6 +1,8 @@
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import triton
@@ -319,6 +321,31 @@ def test_the_loop_tells_its_clock_of_every_turn_and_of_a_launch_before_it_begins
     (launching,) = seen
     assert (launching.turns, loop.clock.reading.turns) == (1, 2)
     assert launching.allowed_s > loop.clock.reading.allowed_s
+
+
+def test_a_gap_is_the_time_before_a_launch_in_which_the_device_had_no_step():
+    """Not the sleep of an idle engine, and nothing while another step is launched."""
+
+    def takes(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def late(*arguments: Any) -> Any:
+            time.now += seconds
+            return call(*arguments)
+
+        return late
+
+    role = ScriptedRole([None, _batch(1), _batch(2), None, _batch(3)])
+    clock = TimedClock()
+    time = clock.time
+    role.idle = takes(1000.0, role.idle)  # type: ignore[method-assign]
+    role.next_batch = takes(1.0, role.next_batch)  # type: ignore[method-assign]
+    role.launch = takes(10.0, role.launch)  # type: ignore[method-assign]
+    loop = EventLoop(role, role, clock=clock)
+    in_flight, gaps = None, []
+    for _ in range(5):
+        in_flight = loop.step(in_flight)
+        gaps.append(clock.meter.gap_s)
+    # The gap of step 3 follows the turn in which step 2 ends.
+    assert gaps == [0.0, 11.0, 11.0, 11.0, 22.0]
 
 
 def test_steps_are_counted_by_their_mode_with_their_size_and_time():

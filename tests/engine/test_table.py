@@ -53,6 +53,25 @@ def test_there_are_only_so_many_slots():
     table.check()
 
 
+def test_pages_are_counted_by_the_data_in_them():
+    """Those of requests with a slot, once for each request, without those behind a window."""
+    table = SlotTable(3, 256, 16, windows=(None, 16, None), state_pages=2)
+    first, second = _request(1, tokens=80), _request(2, tokens=40)
+    slot, other = table.acquire(first), table.acquire(second)
+    assert slot is not None and other is not None
+    assert table.pages_by_kind() == {"full": 0, "window": 0, "state": 0}
+    table.set_pages(slot, PageHolding(ints(range(15)).reshape(3, 5), ints([20, 21])))
+    table.set_pages(other, PageHolding(ints([0, 1, 30, 31, 5, 6]).reshape(3, 2), ints([32, 33])))
+    assert table.pages_by_kind() == {"full": 14, "window": 7, "state": 4}
+    assert len(table.free_behind(slot, 80)) == 4
+    assert table.pages_by_kind() == {"full": 14, "window": 3, "state": 4}
+    table.release(first)
+    assert table.acquire(_request(3)) is not None
+    assert table.pages_by_kind() == {"full": 4, "window": 2, "state": 2}
+    plain = SlotTable(1, 32, 16)
+    assert plain.pages_by_kind() == {"full": 0}
+
+
 def test_a_slot_is_not_free_before_every_launched_step_is_finished_with_it():
     table = SlotTable(1, 32, 16)
     request = _request()

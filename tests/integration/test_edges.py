@@ -13,6 +13,8 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from protos.router_pb2 import GenerateRequest, TokenIds
+from protos.sampling_pb2 import Sampling
 from tests.integration.oracle import Oracle
 from tests.support.cluster import RIGS, Cluster, Rig
 from tests.support.noise_model import SPECIAL_TOKENS
@@ -69,6 +71,29 @@ def _refused(status: grpc.StatusCode, *words: str) -> Iterator[None]:
     assert refusal.value.code() == status, refusal.value.details()
     for word in words:
         assert word in (refusal.value.details() or "")
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_an_event_has_as_many_tokens_as_are_asked_for(
+    cluster: Cluster, known: Oracle, stops: bool
+):
+    """The first one has one, and a slow client gets several at once. A stop string ends the
+    response at the same token as ever."""
+    prompt = _prompt(40)
+    sampling = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    plain = await cluster.generate(prompt, **sampling)
+    if stops:
+        sampling["stop"] = [plain.text[len(plain.text) // 2 :][:3]]
+        plain = await cluster.generate(prompt, **sampling)
+    request = GenerateRequest(
+        token_ids=TokenIds(ids=prompt), sampling=Sampling(**sampling), stream_interval=7
+    )
+    answers = [answer async for answer in cluster.ask(request)]
+    sizes = [len(answer.token_ids) for answer in answers]
+    assert tuple(token for answer in answers for token in answer.token_ids) == plain.token_ids
+    assert "".join(answer.text for answer in answers) == plain.text
+    assert sizes[0] == 1 and not any(size % 7 for size in sizes[1:-1])
+    assert answers[-1].finish_reason == plain.finish_reason == ("stop" if stops else "length")
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, CHUNK, CHUNK + 1, 300])

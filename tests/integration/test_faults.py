@@ -11,6 +11,7 @@ import pytest
 from protos.router_pb2 import ExplainResponse
 from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster, Node, held, slowed
+from tests.support.http_client import post
 from tests.support.isolation import left_behind
 
 pytestmark = pytest.mark.slow
@@ -156,6 +157,36 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
         assert not held(await other.describe())
         explained = [await cluster.explain(f"answer {index}") for index in range(len(begun))]
         assert [_replay_told(one, doomed, other) for one in explained].count(True) == 4
+
+
+async def test_a_whole_answer_is_the_same_if_its_node_is_killed_with_tokens_that_it_has_not_sent(
+    make: Callable[..., Cluster], known: Oracle
+):
+    async with make(num_decode=2, environment=slowed(0.02), router_flags=TURNS) as cluster:
+        await cluster.until_all_have_had_requests()
+        doomed, _ = cluster.decode
+        prompts, steps = _prompts(4, length=60), (await doomed.describe()).steps
+        asked = {"max_tokens": MID_ANSWER, "temperature": 0.0, "ignore_eos": True}
+        answers = [
+            asyncio.create_task(
+                post(
+                    cluster.http_port,
+                    "/v1/completions",
+                    {"prompt": prompt, "return_token_ids": True, **asked},
+                )
+            )
+            for prompt in prompts
+        ]
+
+        async def has_computed() -> bool:
+            return (await doomed.describe()).steps >= steps + MID_ANSWER // 2
+
+        await cluster.wait_until(has_computed, "the node has tokens that it has not sent")
+        await cluster.kill(doomed)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            (choice,) = (await answer).json["choices"]
+            assert tuple(choice["token_ids"]) == known.tokens(prompt, MID_ANSWER)
+        assert await cluster.metric("baton_requests_replayed_total") == 2
 
 
 def _replay_told(told: ExplainResponse, doomed: Node, other: Node) -> bool:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from protos.router_pb2 import GenerateRequest, TokenIds
+from protos.sampling_pb2 import Sampling
 from tests.integration.oracle import Oracle, oracle
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, slowed
 from tests.support.noise_model import write
 
 pytestmark = pytest.mark.long
@@ -97,6 +99,38 @@ async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way
         for path in written:
             with gzip.open(path, "rt") as file:
                 assert json.load(file)["traceEvents"]
+
+
+@pytest.mark.parametrize("interval", [1, 1000])
+async def test_an_answer_says_which_token_is_the_first_from_other_weights(
+    make: Callable[..., Cluster], shelf: Path, interval: int
+) -> None:
+    """Its tokens before that are from the old weights, and the rest is what the new ones continue
+    them with."""
+    prompt, before, num = _prompts()[1], oracle(shelf / str(STARTED)), 4 * NUM_TOKENS
+    flags = (f"--engine.weights-dir={shelf}",)
+    async with make(node_flags=flags, environment=slowed(0.05)) as cluster:
+        fingerprint = (await cluster.decode[0].describe()).fingerprint
+        request = GenerateRequest(
+            token_ids=TokenIds(ids=prompt),
+            sampling=Sampling(max_tokens=num, temperature=0.0, ignore_eos=True),
+            stream_interval=interval,
+        )
+        answer = cluster.ask(request)
+        messages = [await anext(answer)]
+        await asyncio.to_thread(_baton, cluster, "update-weights", str(NEXT))
+        messages += [message async for message in answer]
+        tokens = tuple(token for each in messages for token in each.token_ids)
+        old, new = messages[-1].versions
+        node = await cluster.decode[0].describe()
+        assert old.system_fingerprint == f"fp_{fingerprint}"
+        assert new.system_fingerprint == f"fp_{node.fingerprint}" != old.system_fingerprint
+        assert new.weights == node.weights != old.weights
+        assert 0 == old.first_token < new.first_token < num
+        known = tokens[: new.first_token]
+        assert known == before.tokens(prompt, len(known))
+        after, left = oracle(shelf / str(NEXT)), num - len(known)
+        assert tokens[len(known) :] == after.tokens([*prompt, *known], left)
 
 
 @pytest.mark.parametrize("path", ["nixl", "tcp"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.addresses import MAX_HINTS, PrefixHint
 from common.errors import ProtocolViolation
-from common.limits import MAX_RANKS
+from common.limits import MAX_RANKS, MAX_STREAM_INTERVAL
 from common.priority import HIGHEST, LOWEST
 from common.request import MAX_BUDGET_S, MAX_DEATHS, Remaining, RequestSpec
 from common.requests.namespace import SHARED, as_bytes, namespace_of
@@ -124,6 +124,7 @@ def specs(draw: st.DrawFn) -> RequestSpec:
         client=draw(u64),
         client_weight=draw(st.floats(0.1, 10.0)),
         prediction=draw(st.lists(i31, max_size=4).map(as_bytes)),
+        stream_interval=draw(st.integers(1, MAX_STREAM_INTERVAL)),
     )
 
 
@@ -304,6 +305,7 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_open(token_ids=bytes(4 * codec.MAX_TOKENS + 4)), "token_ids"),
         (_open(token_ids=b"12345"), "5 bytes of token_ids"),
         (_open(prediction=b"12345"), "prediction has 5 bytes"),
+        (_open(stream_interval=1025), "stream_interval must be in"),
         (_hinted("here"), "host:port"),
         (_hinted(*["h:1"] * 5), "4 are allowed"),
         (_open(num_generated=2), "generated"),

@@ -46,6 +46,7 @@ class RouterEnd:
             iter(self._upward.get, None)
         )
         self.tokens: dict[int, list[int]] = {}
+        self.groups: dict[int, list[int]] = {}  # numbers of tokens by message
         self.ends: dict[int, tuple[int, str, int]] = {}  # reason, error, code
         self.version = 0  # as the node told it
         self.statuses: list[decode_pb2.Status] = []
@@ -121,6 +122,8 @@ class RouterEnd:
         self.cached_tokens |= dict(zip(step.begun, step.cached_tokens, strict=True))
         told = zip(step.accepted, step.rejected, strict=True)
         self.predicted |= dict(zip(step.predicted, told, strict=True))
+        for request in dict.fromkeys(step.request):
+            self.groups.setdefault(request, []).append(list(step.request).count(request))
         for request, token in zip(step.request, step.token, strict=True):
             assert request not in self.ends
             self.tokens.setdefault(request, []).append(token)

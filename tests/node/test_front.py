@@ -73,6 +73,20 @@ def test_describe_has_the_ranks_of_a_node_with_several(start_node):
     assert members == [(0, 0, "tcp", 2.0), (1, 0, "cma", 1.5)]
 
 
+def test_tokens_that_a_killed_engine_has_computed_are_sent_before_its_end(start_node):
+    address = start_node().address()
+    with RouterEnd(address) as router, RouterEnd(address) as other:
+        router.send(submit(1, [1], 100_000, stream_interval=1000))
+        router.wait_for(lambda: router.tokens)
+        other.send(submit(1, [1], 100_000))
+        other.wait_for(lambda: len(other.tokens.get(1, ())) > 50)
+        assert router.groups == {1: [1]}
+        os.kill(describe(address).pids[1], signal.SIGKILL)
+        router.wait_until_over()
+        assert router.last_words is not None
+        assert len(router.tokens[1]) > 50
+
+
 def test_a_killed_engine_fails_every_stream_and_the_node_at_once(start_node):
     node = start_node()
     address = node.address()

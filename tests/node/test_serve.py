@@ -46,6 +46,15 @@ def test_tokens_of_all_requests_come_in_order_and_end_once(address):
             assert router.ends[i] == (LENGTH, "", 0)
 
 
+def test_tokens_are_sent_by_the_interval_of_their_request(address):
+    """The first one at once, the rest with the end, and those of others as they come."""
+    with RouterEnd(address) as router:
+        router.send(submit(1, [1, 2], 10, stream_interval=4), submit(2, [3], 6))
+        router.wait_for_end(1, 2)
+        assert router.tokens == {1: [1, 2] * 5, 2: [3] * 6}
+        assert router.groups == {1: [1, 4, 4, 1], 2: [1] * 6}
+
+
 def test_status_comes_first_and_names_links_and_pages(address):
     with RouterEnd(address) as router:
         router.wait_for(lambda: router.statuses)

@@ -27,7 +27,7 @@ from router.policy.policies import RoundRobin
 from router.policy.prefix_index import PrefixHints, PrefixIndex
 from router.record import RequestRecords
 from router.timelines import TimelineRecorder
-from router.token_buffer import NodeOutput, StreamEnd, TokenBuffer
+from router.token_buffer import ModelVersion, NodeOutput, StreamEnd, TokenBuffer
 from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
 from tests.api.rig import eventually
 from tests.support.stub_decode_node import StubDecodeNode
@@ -105,6 +105,27 @@ async def test_a_buffer_takes_no_more_tokens_than_were_asked_for():
     assert [buffer.append(token) for token in (1, 2, 3)] == [True, True, False]
     buffer.end(StreamEnd("length"))
     assert await buffer.taken(pair) == ([1, 2], StreamEnd("length"))
+
+
+async def test_tokens_that_wait_are_taken_by_the_version_that_they_were_computed_with():
+    old, new = ModelVersion(fingerprint="old"), ModelVersion(fingerprint="new")
+    buffer = TokenBuffer(max_tokens=9, version=ModelVersion(fingerprint="unused"))
+    taken: list[tuple[list[int], str]] = []
+
+    def take(output: NodeOutput) -> StreamEnd | None:
+        taken.append((list(output.token_ids), output.version.fingerprint))
+        return output.end
+
+    buffer.renew(old)
+    for token in (1, 2):
+        buffer.append(token)
+    for version in (new, old, new):
+        buffer.renew(version)
+    buffer.append(3)
+    buffer.renew(old)
+    buffer.end(StreamEnd("length"))
+    await buffer.taken(take)
+    assert taken == [([1, 2], "old"), ([3], "new"), ([], "old")]
 
 
 async def test_tokens_before_a_failure_are_still_told():

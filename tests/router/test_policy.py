@@ -261,6 +261,25 @@ def test_one_dominating_prefix_makes_no_hot_spot():
     assert max(queued) < 1.2 * min(queued) + len(prefix)
 
 
+def test_a_session_chooses_among_nodes_that_have_as_much_of_the_prompt_and_to_do():
+    """Routers agree, sessions spread, and a node that has more of the prompt or less to do goes
+    first."""
+    rig, other_router = Rig("prefix_aware"), Rig("prefix_aware")
+    tokens = list(range(40))
+    homes = {}
+    for number in range(40):
+        session = f"s{number}"
+        picked = [one.pick(tokens, session).prefill for one in (rig, other_router, rig)]
+        assert len({*picked}) == 1
+        homes[session] = picked[0]
+    assert {home[0] for home in homes.values()} == {*rig.prefill}
+    first, second = homes["s0"][:2]
+    rig.load.charge(PlacementDecision("d0", (first,), 100), 100)
+    assert rig.pick(tokens, "s0").prefill[0] == second
+    rig.store(first, tokens)
+    assert rig.pick(tokens, "s0").prefill[0] == first
+
+
 def test_a_session_stays_where_it_is_until_its_node_leaves():
     rig = Rig("session_affinity")
     homes = {}

@@ -1,6 +1,7 @@
 """Requests of one session find one another, whichever way they name it."""
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -12,7 +13,9 @@ from tests.support.http_client import connected
 from tests.support.stub_decode_node import StubDecodeNode
 
 
-@pytest.mark.parametrize("way", ["session_id", "user", "X-Session-Id", "X-SMG-Routing-Key"])
+@pytest.mark.parametrize(
+    "way", ["session_id", "user", "prompt_cache_key", "X-Session-Id", "X-SMG-Routing-Key"]
+)
 async def test_a_session_stays_with_its_decode_node(model, way):
     async with StubDecodeNode() as d0, StubDecodeNode() as d1:
         nodes = [d0, d1]
@@ -27,10 +30,18 @@ async def test_a_session_stays_with_its_decode_node(model, way):
                     if way == "session_id":
                         await collect(client.generate("x", session_id=session))
                         return
-                    named = (
-                        {"user": session}
-                        if way == "user"
-                        else {"extra_headers": {way: session}, "user": "shared"}
+                    named: dict[str, Any] = {
+                        "user": {"user": session},
+                        "prompt_cache_key": {
+                            "user": "shared",
+                            "extra_body": {"prompt_cache_key": session},
+                        },
+                    }.get(
+                        way,
+                        {
+                            "extra_headers": {way: session},
+                            "extra_body": {"prompt_cache_key": "shared"},
+                        },
                     )
                     await http.completions.create(model=str(model), prompt="x", **named)  # type: ignore[call-overload]
 

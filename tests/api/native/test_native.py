@@ -36,6 +36,22 @@ async def test_a_text_is_answered_with_what_was_generated_and_counted(api):
     assert meta["id"] == submit.request_id and meta["e2e_latency"] > 0
 
 
+async def test_an_answer_has_the_versions_of_the_weights_that_its_tokens_are_from(api):
+    old, new = b"o" * 16, b"n" * 16
+    api.node.change_status(weights=old)
+    asking = asyncio.create_task(api.post(GENERATE, text="x"))
+    number = (await api.node.submitted()).number
+    api.node.say({number: ids(" one")})
+    api.node.change_status(weights=new)
+    api.node.finish(number, ids(" two"))
+    meta = (await asking).json["meta_info"]
+    assert meta["weight_version"] == new.hex()
+    assert meta["weight_versions"] == [
+        {"first_token": 0, "weight_version": old.hex()},
+        {"first_token": len(ids(" one")), "weight_version": new.hex()},
+    ]
+
+
 async def test_every_event_of_a_stream_has_all_of_the_answer_so_far(api, wire):
     # As `sglang.bench_serving --backend sglang` asks.
     await wire.post(

@@ -72,6 +72,7 @@ async def test_a_chat_is_rendered_and_answered_by_the_assistant(api):
 
 async def test_a_streamed_completion_is_exactly_these_bytes(api, wire):
     fields = {"prompt": "x", "stream": True, "max_tokens": 20}
+    api.node.change_status(fingerprint="0123abcd")
     await wire.post(COMPLETIONS, fields, x_request_id="mine")
     submit = await api.node.submitted()
     number = submit.number
@@ -91,9 +92,39 @@ async def test_a_streamed_completion_is_exactly_these_bytes(api, wire):
         f'"id":"cmpl-{submit.request_id}","object":"text_completion","created":{created},'
         f'"model":"{api.model}"'
     )
-    event = 'data: {%s,"choices":[{"index":0,"text":"%s","finish_reason":%s,"logprobs":null}]}\n\n'
+    choice = '{"index":0,"text":"%s","finish_reason":%s,"logprobs":null}'
+    event = 'data: {%s,"choices":[' + choice + '],"system_fingerprint":"fp_0123abcd"}\n\n'
     assert first.decode() == event % (envelope, " one", "null")
     assert rest.decode() == event % (envelope, " two", '"stop"') + "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
+async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_from(
+    api, wire, endpoint
+):
+    asked = {"prompt": "x"} if endpoint == COMPLETIONS else {"messages": HELLO}
+
+    async def answered(stream):
+        api.node.change_status(fingerprint="old")
+        await wire.post(endpoint, {**asked, "stream": stream})
+        number = (await api.node.submitted()).number
+        api.node.say({number: ids(" one")})
+        for fingerprint in ("unused", "new"):
+            api.node.change_status(fingerprint=fingerprint)
+        api.node.finish(number, ids(" two"))
+        return await wire.response()
+
+    spans = [
+        {"first_token": 0, "system_fingerprint": "fp_old"},
+        {"first_token": len(ids(" one")), "system_fingerprint": "fp_new"},
+    ]
+    whole = (await answered(False)).json
+    assert whole["system_fingerprint"] == "fp_new"
+    assert whole["choices"][0]["system_fingerprints"] == spans
+    events = (await answered(True)).events
+    assert [each["system_fingerprint"] for each in events] == ["fp_old", "fp_new"]
+    told = [each["choices"][0].get("system_fingerprints") for each in events]
+    assert told == [None, spans]
 
 
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])

@@ -11,6 +11,7 @@ from grpc import StatusCode
 
 from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.openai.completions import CompletionFields
+from api.requests.validation import WHOLE_INTERVAL
 from protos.decode_pb2 import FINISH_REASON_ERROR
 from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids, write_model
 from tests.api.rig import CHAT, COMPLETIONS, HELLO, Api, api_for
@@ -46,6 +47,28 @@ async def test_every_sampling_field_reaches_the_node(api):
     assert sent.ignore_eos
     penalties = (sent.frequency_penalty, sent.presence_penalty, sent.repetition_penalty)
     assert penalties == (0.5, -0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    "fields, interval",
+    [
+        ({"stream": True}, 4),  # the router's
+        ({"stream": True, "stream_interval": 8, "stop": ["x"]}, 8),
+        ({"stream_interval": 8}, WHOLE_INTERVAL),
+        ({"stop": ["x"]}, 1),
+        ({"stop_regex": ["x"]}, 1),
+    ],
+)
+@pytest.mark.parametrize(
+    "path, prompt", [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})]
+)
+async def test_a_node_sends_as_many_tokens_at_a_time_as_an_event_has(
+    model, path, prompt, fields, interval
+):
+    async with api_for(model, stream_interval=4) as api:
+        assert (await _submitted(api, path, **prompt, **fields)).stream_interval == interval
+        assert await api.refused(path, **prompt, stream_interval=0) == (400, "stream_interval")
+        assert await api.refused(path, **prompt, stream_interval=1025) == (400, "stream_interval")
 
 
 async def test_null_is_as_good_as_absent(api):

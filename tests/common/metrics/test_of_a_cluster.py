@@ -180,6 +180,8 @@ def _check_sums(quiet: dict[str, Scrape]) -> None:
         assert 0 < thread <= value(scrape, "baton_engine_cpu_seconds_total")
         assert value(scrape, "baton_node_state", state="ready") == 1
         assert total(scrape, "baton_kv_pages") == 40
+        assert value(scrape, "baton_request_pages", kind="full") == 0  # none runs
+        assert value(scrape, "baton_step_gap_seconds_total") > 0
 
 
 async def test_every_program_says_whose_request_a_line_is_about(observed):

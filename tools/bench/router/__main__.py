@@ -69,6 +69,7 @@ LOADS = {
     "plain, 1 kB prompt": Load("http", 1, stream=False, prompt=SENTENCE * 18),
     "8 tokens": Load("http", 8, stream=True),
     "256 tokens": Load("http", 256, stream=True),
+    "256 tokens, whole": Load("http", 256, stream=False),
     "gRPC, 1 token": Load("grpc", 1, stream=True),
     "gRPC, 8 tokens": Load("grpc", 8, stream=True),
     "gRPC, 256 tokens": Load("grpc", 256, stream=True),

@@ -58,6 +58,8 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
     async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
         left: dict[int, int] = {}
         fresh: dict[int, int] = {}
+        intervals: dict[int, int] = {}
+        held: dict[int, int] = {}
         news = asyncio.Event()
         loop = asyncio.get_running_loop()
         stepped, beat_at = False, loop.time()
@@ -72,6 +74,7 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
             async for message in messages:
                 for submit in message.submits:
                     fresh[submit.number] = submit.request.sampling.max_tokens
+                    intervals[submit.number] = max(submit.request.stream_interval, 1)
                 for number in message.cancels:
                     left.pop(number, None)
                     fresh.pop(number, None)
@@ -95,24 +98,30 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
                 if stepped:
                     stepped = False
                     now |= left
-                if now:
-                    await context.write(_step(now, begun))
-                left.update((number, tokens - 1) for number, tokens in now.items())
-                for number in [number for number, tokens in left.items() if not tokens]:
-                    del left[number]
+                tokens = {}
+                for number, num_left in now.items():
+                    held[number] = held.get(number, 0) + 1
+                    if number in begun or num_left == 1 or held[number] == intervals[number]:
+                        tokens[number] = held.pop(number)
+                if tokens:
+                    await context.write(_step(tokens, now, begun))
+                left.update((number, num_left - 1) for number, num_left in now.items())
+                for number in [number for number, num_left in left.items() if not num_left]:
+                    del left[number], intervals[number]
         finally:
             self._steps.wanted_by.remove(step)
             reader.cancel()
 
 
-def _step(now: dict[int, int], begun: list[int]) -> decode_pb2.FromNode:
-    """Return one token for each request of `now`, whose values are the tokens left, including this
-    one."""
-    ended = [number for number, tokens in now.items() if tokens == 1]
+def _step(tokens: dict[int, int], now: dict[int, int], begun: list[int]) -> decode_pb2.FromNode:
+    """Return so many tokens for each request. The values of `now` are the tokens left, including
+    the last of these."""
+    ended = [number for number in tokens if now[number] == 1]
+    requests = [number for number, num_tokens in tokens.items() for _ in range(num_tokens)]
     return decode_pb2.FromNode(
         step=decode_pb2.Step(
-            request=list(now),
-            token=[TOKEN] * len(now),
+            request=requests,
+            token=[TOKEN] * len(requests),
             ended=ended,
             reason=[decode_pb2.FINISH_REASON_LENGTH] * len(ended),
             error=[""] * len(ended),

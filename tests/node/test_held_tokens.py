@@ -1,0 +1,63 @@
+"""Tokens that a node sends several at a time."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from common.request import PredictionUsage
+from decode_node import held_tokens
+from decode_node.held_tokens import HeldTokens, TokenRows
+from node.messages import RequestEnded, StepTokens
+
+USED = PredictionUsage(1, 0)
+
+
+def step(tokens: Mapping[int, Sequence[int]], ended: Sequence[int] = ()) -> StepTokens:
+    pairs = [(number, token) for number, many in tokens.items() for token in many]
+    return StepTokens(
+        1,
+        np.array([number for number, _ in pairs], "<u8").tobytes(),
+        np.array([token for _, token in pairs], "<u4").tobytes(),
+        tuple(RequestEnded(number, 2) for number in ended),
+        predicted=tuple((number, USED) for number in tokens),
+    )
+
+
+def sent(rows: TokenRows) -> list[tuple[int, int]]:
+    return list(zip(rows.requests, rows.tokens, strict=True))
+
+
+def test_a_group_is_sent_whole_with_what_belongs_to_its_tokens():
+    held = HeldTokens()
+    held.begin(1, 3)
+    assert sent(held.take(step({1: [10]}))) == [(1, 10)]
+    assert not any(held.take(step({1: [11]})))
+    rows = held.take(step({1: [12, 13, 14], 2: [20]}))
+    assert sent(rows) == [(2, 20), (1, 11), (1, 12), (1, 13), (1, 14)]
+    assert rows.predicted == [(2, USED), (1, USED), (1, USED)]
+    assert not any(held.take(step({1: [15]})))
+    # A router may use a number twice. That must not end the node.
+    assert sent(held.take(step({}, ended=[1, 1]))) == [(1, 15)]
+    assert not any(held.take_all())
+
+
+def test_all_held_tokens_can_be_sent_before_they_are_due():
+    held = HeldTokens()
+    for number in (1, 2):
+        held.begin(number, 3)
+    held.take(step({1: [10], 2: [20]}))
+    held.take(step({1: [11], 2: [21]}))
+    assert sent(held.take_all()) == [(1, 11), (2, 21)]
+    held.take(step({1: [12, 13]}))
+    assert sent(held.take(step({1: [14]}))) == [(1, 12), (1, 13), (1, 14)]
+
+
+def test_one_message_never_has_more_tokens_than_may_be_held(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(held_tokens, "MAX_HELD", 10)
+    held = HeldTokens()
+    for number in range(4):
+        held.begin(number, 1000)
+    held.take(step({number: [0] for number in range(4)}))
+    sizes = [len(held.take(step({number: [0] for number in range(4)})).tokens) for _ in range(7)]
+    assert sizes == [0, 0, 12, 0, 0, 12, 0]
