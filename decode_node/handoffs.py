@@ -282,7 +282,7 @@ class IncomingHandoffs:
         if event.token >= self._limits.vocabulary_size:
             reason = f"its first token is {event.token}, outside the vocabulary"
         elif not _as_asked(request, event):
-            reason = "its first token came without the log-probabilities that were asked for"
+            reason = "its first token came without the requested log-probabilities"
         if reason:
             return self._fail(event.id, reason)
         stamps = attempt.stamps
@@ -315,7 +315,7 @@ class IncomingHandoffs:
         elif fresh[0] != request.token_ids[-1]:
             reason = "its tokens are not those that its client has"
         elif not _as_told(request, event):
-            reason = "its tokens came without the log-probabilities that were asked for"
+            reason = "its tokens came without the requested log-probabilities"
         else:
             tokens = np.append(attempt.token_ids, np.array(fresh[:-1], np.int32))
             before = dataclasses.replace(request, token_ids=tokens)

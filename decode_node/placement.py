@@ -60,8 +60,8 @@ class PrefillPlacement:
         self._counters = counters
 
     def place_ready(self, now: float) -> None:
-        """Place requests that are prepared, that waited for a producer or for the end of a pause,
-        and those whose fetch has ended, successfully or not.
+        """Place requests that are prepared, whose producer is back, whose pause has ended, or whose
+        fetch has ended, successfully or not.
         """
         queues = self._queues
         for state, refusal in queues.preparing.ready(now):

@@ -215,7 +215,7 @@ class OutgoingHandoffs:
             state.close(error)
 
     def schedule_prepared(self, now: float) -> None:
-        """Schedule prepared requests, and reject those whose preparation failed."""
+        """Schedule prepared requests, and reject requests whose preparation failed."""
         for state, refusal in self._queues.preparing.ready(now):
             try:
                 if refusal is not None:

@@ -266,7 +266,9 @@ class LocalEnd:
 
     async def drain(self, *, in_turn: bool) -> None:
         if in_turn:
-            raise FailedPrecondition("this router is one process: there is no turn to take")
+            raise FailedPrecondition(
+                "this router has only one process: there is nothing to restart in turn"
+            )
         self._begin()
 
 
@@ -279,4 +281,4 @@ class SharedEnd:
     async def drain(self, *, in_turn: bool) -> None:
         told = await self._keeper.ask(PATH, **{IN_TURN: "yes" if in_turn else "no"})
         if told.num_silent:
-            raise NodeUnavailable("the process that keeps this one does not answer")
+            raise NodeUnavailable("the parent process of this router does not respond")

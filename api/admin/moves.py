@@ -95,16 +95,16 @@ class MigrationService:
         source = running.address
         if not running.movable:
             return MigrationResult(
-                source, "", "it has no token yet, or is being moved, or was just now"
+                source, "", "it has no token yet, or is migrating, or migrated just now"
             )
         if source == target:
-            return MigrationResult(source, "", "it runs there")
+            return MigrationResult(source, "", "it already runs there")
         task = running.migrate(target)
         await asyncio.wait({task}, timeout=MOVE_S)
         if not task.done():
-            return MigrationResult(source, "", "it is still on its way")
+            return MigrationResult(source, "", "the migration is not complete yet")
         if task.cancelled():
-            return MigrationResult(source, "", "it has ended, or its node has")
+            return MigrationResult(source, "", "the request or its node has ended")
         outcome = task.result()
         return MigrationResult(source, outcome.target, outcome.because)
 
@@ -112,7 +112,7 @@ class MigrationService:
 def _unknown(sentence: str, num_silent: int) -> NotFound | NodeUnavailable:
     if not num_silent:
         return NotFound(sentence)
-    return NodeUnavailable(f"{sentence}; {num_silent} processes of this router have not answered")
+    return NodeUnavailable(f"{sentence}; {num_silent} processes of this router did not respond")
 
 
 NUM_KEPT = 32  # events

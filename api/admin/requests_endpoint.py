@@ -233,7 +233,7 @@ def _sentence(name: str, said: Sequence[DescribeResult], num_silent: int) -> str
     )
     sentence = f"request {name!r} is unknown or no longer stored"
     if num_silent:
-        sentence += f"; {num_silent} processes of this router have not answered"
+        sentence += f"; {num_silent} processes of this router did not respond"
     return f"{sentence}; kept are the last that ended: {kept or 'no node is there'}"
 
 
@@ -318,9 +318,9 @@ def _best(name: str, found: list[_Content]) -> _Content | None:
 
 
 def _not_found(name: str, num_silent: int) -> ApiError:
-    sentence = f"no request {name!r} is under way or among the last that ended"
+    sentence = f"no request {name!r} is running or among the last requests that ended"
     if num_silent:
         processes = "a process" if num_silent == 1 else f"{num_silent} processes"
-        sentence += f", as far as is known: {processes} of this router did not answer"
+        sentence += f", as far as is known: {processes} of this router did not respond"
         return ApiError(503, sentence, code="request_not_found")
     return ApiError(404, sentence, code="request_not_found")

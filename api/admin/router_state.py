@@ -288,7 +288,7 @@ class MergedMetricsEndpoint:
         accept = request.header("accept")
         told = await self._keeper.ask(METRICS_PATH, accept=accept)
         if told.num_silent:
-            sentence = "the process that gathers this router's metrics did not answer in time"
+            sentence = "the process that collects this router's metrics did not respond in time"
             return ApiError(503, sentence).response()
         (body,) = told.bodies.values()
         return whole(200, body, choose_encoder(accept)[1])

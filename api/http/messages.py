@@ -152,4 +152,4 @@ def _at_once(writing: Coroutine[Any, Any, object]) -> None:
     except StopIteration:
         return
     writing.close()
-    raise RuntimeError("a write that need not wait has waited")
+    raise RuntimeError("a write blocked that must not block")

@@ -18,7 +18,7 @@ from common.rpc import join_address
 
 # aiohttp parses at most twice as much of a body ahead of its reader, and at most 1024 chunks.
 _READ_BYTES = 16 << 10
-_BUG = "the router has failed to answer; its log says more"
+_BUG = "internal error of the router: see its log"
 
 
 class RequestChecks(Protocol):
@@ -184,7 +184,7 @@ async def whole_body(request: HttpRequest, max_bytes: int) -> bytes:
             body that is too long is rejected before it arrives.
     """
     if request.version not in (HttpVersion11, HttpVersion10):
-        raise BadRequest(400, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        raise BadRequest(400, "only HTTP/1.1 and HTTP/1.0 are supported")
     content = request.content
     if content is EMPTY_PAYLOAD:
         return b""
@@ -202,7 +202,7 @@ async def whole_body(request: HttpRequest, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise _too_long(max_bytes)
         if num_pieces > _MAX_SMALL + len(body) // _SMALL_BYTES:
-            raise BadRequest(400, "a body in so many small pieces is not taken")
+            raise BadRequest(400, "the body has too many small chunks")
     return bytes(body)
 
 

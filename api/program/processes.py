@@ -118,7 +118,7 @@ _END_S = 10.0  # in addition to the drain time
 
 
 async def keep(config: RouterConfig) -> int:
-    """Run `config.processes` routers until SIGTERM or SIGINT, and restart those that end.
+    """Run `config.processes` routers until SIGTERM or SIGINT, and restart any that ends.
 
     Signals are forwarded to them.
 

@@ -95,7 +95,7 @@ class PrefixExports:
 
     def opened(self, event: OpenedEvent, source: Prefix) -> None:
         if len(self._asked) >= MAX_ASKED:
-            self._refuse(event.serial, "busy: many ask for prefixes already")
+            self._refuse(event.serial, "busy: too many nodes are fetching prefixes")
         else:
             self._asked[event.serial] = source
 
@@ -104,7 +104,7 @@ class PrefixExports:
         if asked is None:
             return  # rejected, or dropped
         if not self._enabled:
-            return self._refuse(event.serial, "this node lends nothing")
+            return self._refuse(event.serial, "this node does not export")
         self._lent[event.serial] = _NONE  # until there is a response
         runs = bool(asked.ticket) and self._learn(asked.ticket)
         room = self._pages.num_pages // SHARE
@@ -218,7 +218,7 @@ class WeightExports:
 
     def opened(self, event: OpenedEvent, source: Weights) -> None:
         if len(self._asked) >= MAX_PIECES_ASKED:
-            self._refuse(event.serial, "busy: many ask for weights already", retryable=True)
+            self._refuse(event.serial, "busy: too many nodes are fetching weights", retryable=True)
         else:
             self._asked[event.serial] = event.weights, source
 

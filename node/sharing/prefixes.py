@@ -96,7 +96,7 @@ class PrefixSources:
         """Record an admitted request.
 
         Args:
-            fetched_tokens: read for it. Only those that are still cached count.
+            fetched_tokens: read for it. Only tokens that are still cached count.
         """
         cached = request.cached_tokens
         fetched, computed = min(fetched_tokens, cached), len(request.token_ids) - cached

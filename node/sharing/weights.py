@@ -51,7 +51,7 @@ class ConsumerShare(Protocol):
 
 
 class ProducerShare(Protocol[S]):
-    """The lending end. Hand-offs by their serials."""
+    """The exporting side. Hand-offs by their serials."""
 
     def __contains__(self, serial: int) -> bool: ...
 

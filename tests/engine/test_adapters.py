@@ -153,7 +153,7 @@ def test_half_a_pair_and_pairs_of_other_sizes_are_refused(shelf, make, side):
     save_file({each: tensors[each] for each in tensors if each != name}, path)
     assert "layers.0.self_attn.q_proj has" in refusal(shelf)
     save_file({**tensors, "base_model.model.other.lora_embedding_A": torch.ones(1)}, path)
-    assert "lora_embedding_A is no matrix of a LoRA adapter" in refusal(shelf)
+    assert "lora_embedding_A is not a matrix of a LoRA adapter" in refusal(shelf)
 
 
 def test_what_is_too_large_is_refused_before_it_is_read(shelf, make, monkeypatch):

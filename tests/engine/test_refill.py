@@ -122,7 +122,7 @@ def test_a_path_that_leads_elsewhere_is_refused_at_once(update, path, said):
 @pytest.mark.parametrize(
     "path, said",
     [
-        ("wider", "its configuration is that of another model"),
+        ("wider", "its configuration belongs to another model"),
         ("damaged", "cut off"),
         ("empty", "config.json"),
         ("missing", "config.json"),

@@ -223,7 +223,7 @@ def test_products_take_the_forms_that_the_processor_is_fast_with(checkpoints, ki
 
 
 REFUSED = {
-    "mamba": "layers of linear_attention keep something else than KV",
+    "mamba": "layers of linear_attention have a cache other than KV",
     "bart": "it is an encoder and a decoder",
     "bloom": "its forward accepts no position_ids",
     "falcon": "the class does not attend by transformers' attention interface",

@@ -98,7 +98,7 @@ class TcpAcceptor:
         self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's sleep
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            raise EngineFault("the thread of a tcp producer's door does not end")
+            raise EngineFault("the acceptor thread of a tcp producer does not end")
         self._listener.close()  # not by its thread, which may end before the shutdown above
 
     # On the acceptor's thread --------------------------------------------------------------------
@@ -269,7 +269,7 @@ class TcpProducer:
         """Serve a connection on a thread of its own if a consumer has opened it."""
         magic, consumer, count, proof = INTRODUCTION.unpack(introduction)
         if magic != MAGIC:
-            raise ProtocolViolation("it does not speak as a consumer does")
+            raise ProtocolViolation("it does not follow the consumer's protocol")
         proofs = self._consumers.proved(consumer, count, proof)
         set_options(connection)
         connection.send(proofs.of_producer)  # never blocks: these are the first bytes sent

@@ -67,7 +67,7 @@ async def test_what_cannot_be_moved_stays_and_the_operator_hears_why(client, d0,
         ({}, StatusCode.INVALID_ARGUMENT, "request_id and source are empty"),
         ({"request_id": "nobody"}, StatusCode.NOT_FOUND, "no request 'nobody' runs"),
         ({"source": d1.address}, StatusCode.NOT_FOUND, "no request that could be moved"),
-        ({"request_id": name, "target": d0.address}, None, "it runs there"),
+        ({"request_id": name, "target": d0.address}, None, "it already runs there"),
         ({"request_id": name, "target": "10.0.0.1:1"}, None, "10.0.0.1:1 is no other decode"),
     ):
         error = await failure(_move(client, **order))
@@ -121,7 +121,7 @@ async def test_a_request_that_ends_on_its_way_is_told_of(client, d0, d1):
     await d1.submitted()
     d0.finish(first.number, [21], FINISH_REASON_LENGTH)
     assert (await collect(call))[1] == [21]
-    assert "it has ended" in ((await failure(moving)).details() or "")
+    assert "has ended" in ((await failure(moving)).details() or "")
 
 
 class _Others:

@@ -258,9 +258,9 @@ async def test_a_token_of_one_call_is_good_for_no_other(node):
     "shift_s, sentence",
     [
         (-85.0, ""),  # good for 60 s, and the clocks may be 30 s apart
-        (-95.0, "made 95 s ago by the clock of its maker and is good for 60 s: the clocks"),
+        (-95.0, "made 95 s ago by its issuer's clock and is valid for 60 s: the clocks"),
         (25.0, ""),
-        (35.0, "will be made in 35 s by the clock of its maker: the clocks of the two hosts"),
+        (35.0, "made 35 s in the future by its issuer's clock: the clocks of the two hosts"),
     ],
 )
 async def test_clocks_that_are_far_apart_are_told_by_how_much(node, monkeypatch, shift_s, sentence):
