@@ -186,7 +186,7 @@ def _own_data_port(module: str, node_flags: Sequence[str]) -> list[str]:
 
 
 def _tls_flags(setting: str, config: TlsConfig, *names: str) -> list[str]:
-    """Return the flags for the fields `names` of `config` that are set, in the section `setting`."""
+    """Return the flags of the section `setting` for the fields `names` of `config` that are set."""
     given = config.model_dump(include=set(names), exclude_none=True)
     return [f"--{setting}.{name.replace('_', '-')}={value}" for name, value in given.items()]
 
