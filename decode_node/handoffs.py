@@ -46,7 +46,7 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 from node.queues import SchedulerQueue
-from node.request_state import Claim, Stage
+from node.request_state import Claim, RequestStage
 from node.timings import HandoffTimings
 
 log = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ class IncomingHandoffs:
     def _granted(self, handoff_id: HandoffId) -> DecodeState | None:
         """Return the request with this attempt, if it is granted and has not failed."""
         state = self._by_id.get(handoff_id)
-        return state if state is not None and state.stage is Stage.TRANSFER else None
+        return state if state is not None and state.stage is RequestStage.TRANSFER else None
 
     def admitted(self, event: QueuedEvent) -> None:
         """Report the cached tokens before any is computed.
@@ -408,7 +408,7 @@ class IncomingHandoffs:
         if state is None:
             return None
         attempt = state.attempt
-        queue = self.transfer if state.stage is Stage.TRANSFER else self.prealloc
+        queue = self.transfer if state.stage is RequestStage.TRANSFER else self.prealloc
         queue.take(state)
         state.request = attempt.continued(state.request)
         self._end_attempt(state)
@@ -464,7 +464,7 @@ def _source(
         request.spec,
         token_ids=attempt.token_ids.tobytes(),
         num_generated=len(attempt.token_ids) - request.num_prompt,
-        engine_crashes=request.engine_deaths,
+        engine_crashes=request.engine_crashes,
         images=() if ticket else request.spec.images,
         prediction=b"",
         traceparent=state.timings.trace.passed_on,

@@ -101,10 +101,10 @@ class PrefillPlacement:
         if failed.attempt.moves:  # the source may still run it
             return state.close(NodeUnavailable(f"not migrated: {event.reason}"))
         if event.engine_died:
-            if request.engine_deaths >= MAX_DEATHS:
+            if request.engine_crashes >= MAX_DEATHS:
                 guilty = RequestEnd(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL)
                 return state.close(guilty)
-            request.quarantine_after(request.engine_deaths + 1)
+            request.quarantine_after(request.engine_crashes + 1)
         candidates = state.candidates if event.retryable else ()
         if not event.may_return:
             address = failed.attempt.stamps.prefill

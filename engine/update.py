@@ -114,7 +114,7 @@ class WeightUpdater:
         self._directory = directory
         # Source of the current weights; None: no longer available.
         self._source: _Source | None = _Source(directory, served)
-        self._lent: tuple[_Source, OneFile] | None = None  # used by the thread that reads them
+        self._exported: tuple[_Source, OneFile] | None = None  # used by the thread that reads them
         self.id = weights
         self.whole = True
         self.tell: Callable[[], None] = lambda: None
@@ -167,20 +167,20 @@ class WeightUpdater:
             raise Overloaded("another weight update is already running")
         return self._begin(lambda: self._look_through_received(received, named))
 
-    def lent(self) -> OneFile:
+    def exported(self) -> OneFile:
         """Return the current weights as one file, as another node reads them. May be called on one
         thread, which may be any. Reads the headers of files. Raise FailedPrecondition if the
         weights cannot be read."""
         source = self._source
         if source is None or not self.whole:
             raise FailedPrecondition(_NOWHERE if self.whole else "weights: they are incomplete")
-        if self._lent is not None and self._lent[0] is source:
-            return self._lent[1]
+        if self._exported is not None and self._exported[0] is source:
+            return self._exported[1]
         try:
             with source.received or nullcontext():
                 stored = stored_of(source.servable, source.directory)
             file = OneFile(stored, source.received)
-            self._lent = source, file
+            self._exported = source, file
             return file
         except (ConfigError, *_UNREADABLE) as error:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error

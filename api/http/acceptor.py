@@ -300,17 +300,17 @@ class Handshake(asyncio.Protocol):
     def __init__(
         self,
         shared: HttpContext,
-        door: Callable[[], HttpAcceptor],
+        acceptor: Callable[[], HttpAcceptor],
         context: Callable[[], ssl.SSLContext],
     ) -> None:
         """
         Args:
-            door: makes the HttpAcceptor that takes over the connection.
+            acceptor: makes the HttpAcceptor that takes over the connection.
             context: returns the TLS context. Called once per handshake.
         """
         self.deadline = math.inf  # the event loop has its own deadline for handshakes
         self._shared = shared
-        self._door = door
+        self._acceptor = acceptor
         self._context = context
         self._peer = ""
         self._place: ConnectionSlot | None = None
@@ -363,9 +363,9 @@ class Handshake(asyncio.Protocol):
 
     def _stands(self, transport: asyncio.Transport) -> None:
         self._leave()
-        door = self._door()
-        transport.set_protocol(door)
-        door.connection_made(transport)
+        acceptor = self._acceptor()
+        transport.set_protocol(acceptor)
+        acceptor.connection_made(transport)
 
     def _leave(self) -> None:
         self._shared.leave(self)

@@ -140,7 +140,7 @@ def test_what_is_not_computed_is_refused_by_name(shelf, make, wrong, named):
 
 def test_modules_that_the_model_has_not_are_refused_by_name(shelf, make):
     make(modules=("lm_head",))
-    assert "the model has no lm_head that an adapter may add to" in refusal(shelf)
+    assert "the model has no lm_head that an adapter may change" in refusal(shelf)
 
 
 @pytest.mark.parametrize("side", ["A", "B"])
@@ -191,7 +191,7 @@ def test_nothing_is_read_outside_of_the_directory(shelf, make, tmp_path):
     os.symlink(outside, tmp_path / "shelf" / "link")
     for path in ("../outside", str(outside), "link", "inside/../../outside", ".", "", "\0", "/"):
         assert refusal(shelf, path) in (
-            "lora_path: it leads out of engine.lora.adapter_dir",
+            "lora_path: it is outside engine.lora.adapter_dir",
             "lora_path: not a path",
         )
     assert refusal(shelf, "nowhere").endswith("nowhere/adapter_config.json: it is not there")

@@ -109,8 +109,8 @@ def test_weights_are_named_by_their_content(update, shelf, tmp_path):
 @pytest.mark.parametrize(
     "path, said",
     [
-        ("..", "it leads out of engine.weights_dir"),
-        ("/etc", "it leads out of engine.weights_dir"),
+        ("..", "it is outside engine.weights_dir"),
+        ("/etc", "it is outside engine.weights_dir"),
         ("new\0", "not a path"),
     ],
 )
