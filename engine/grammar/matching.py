@@ -150,7 +150,7 @@ class Match:
 
     @property
     def ready(self) -> bool:
-        """Return whether the mask is that of the token after `num_followed`."""
+        """Return whether the mask belongs to the token after `num_followed` tokens."""
         return not self.busy and self._tokens is None and not self.fault
 
     @property

@@ -54,7 +54,7 @@ class PrefixMatch(NamedTuple):
 
     @property
     def pages(self) -> Ints:
-        """All pages that are needed to continue from it, distinct."""
+        """All distinct pages that a request needs to continue from this match."""
         return np.concatenate((self.holding.flat(), self.state))
 
 
