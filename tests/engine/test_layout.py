@@ -214,7 +214,7 @@ def test_a_drafters_layer_lies_behind_the_others_in_the_pages_of_the_first_table
 
 
 def test_a_drafters_layer_wants_one_that_sees_all_tokens():
-    with pytest.raises(ConfigError, match="windows alone"):
+    with pytest.raises(ConfigError, match="only sliding windows"):
         KVLayout.of([PagedKV(2, 8, window=64)], 16, BF16, draft=DraftState(KV, 16))
 
 
