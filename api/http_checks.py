@@ -150,7 +150,7 @@ class HttpChecks:
             words = ANTHROPIC if request.route.startswith(_ANTHROPIC_BELOW) else OPENAI
             return problems.of_error(error, {}).in_words(words).response(limits)
         if access is None:
-            return ApiError(404, f"there is nothing at {request.route}").response()
+            return ApiError(404, f"no such path: {request.route}").response()
         return None
 
     def _admit(self, client: Client, connection: HttpPeer) -> None:
@@ -187,7 +187,7 @@ class KeyConnections:
             return
         if self._open[client.name] >= allowed:
             client.usage.refused()
-            raise RateLimited(f"this key has {allowed} open connections, as many as it may have")
+            raise RateLimited(f"this key has {allowed} open connections, which is its limit")
         self._shown[connection] = {*shown, client.name}
         self._open[client.name] += 1
 

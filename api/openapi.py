@@ -31,118 +31,125 @@ Schema = dict[str, Any]
 Record: TypeAlias = type[msgspec.Struct]
 
 FIELDS: Mapping[str, str] = {
-    "model": "One that `/v1/models` names: the model, which it is where this is absent, or a LoRA "
-    "adapter.",
-    "lora_path": "SGLang's way to name a LoRA adapter.",
-    "prompt": "A text, a list of texts, token ids, or a list of lists of them.",
-    "messages": "The conversation, rendered with the model's own chat template.",
-    "stream": "Send the answer as server-sent events while it is generated.",
-    "stream_interval": "Tokens of each event after the first one. Default: the router's "
+    "model": "Name of the model or of a LoRA adapter, as `/v1/models` lists it. Default: the "
+    "model.",
+    "lora_path": "Name of a LoRA adapter (SGLang's field).",
+    "prompt": "A text, a list of texts, token ids, or a list of token id lists.",
+    "messages": "The conversation, rendered with the model's chat template.",
+    "stream": "Send the response as server-sent events while it is generated.",
+    "stream_interval": "Number of tokens in each event after the first one. Default: the router's "
     "`stream_interval`, which is 1.",
-    "stream_options": "`include_usage`: one more event with the usage before `[DONE]`.",
-    "n": "Answers for each prompt; each is a request of its own to the nodes.",
-    "best_of": "So many answers are generated, and the `n` whose tokens are the likeliest on "
-    "average are returned. Not with `stream`.",
-    "max_tokens": "Maximum number of tokens to generate. A value that does not fit into the "
-    "context behind the prompt is refused. Default: 16 for completions, else what fits.",
-    "max_completion_tokens": "The newer name of `max_tokens`.",
-    "temperature": "0: the likeliest token, always.",
-    "top_p": "Sample from the smallest set of tokens with at least this probability together.",
-    "top_k": "Sample from so many of the likeliest tokens; 0 or -1: from all.",
-    "min_p": "Leave out tokens less likely than this share of the likeliest one.",
-    "min_tokens": "Before so many tokens neither EOS nor what `stop` and `stop_token_ids` say "
-    "ends the answer.",
-    "seed": "The same seed gives the same tokens, on any node.",
-    "stop": "Texts that end the answer; they are not part of it.",
-    "stop_regex": "Expressions, as Python writes them: what matches one ends the answer and is no "
-    "part of it.",
-    "stop_token_ids": "Tokens that end the answer.",
+    "stream_options": "`include_usage`: send one more event with the usage before `[DONE]`.",
+    "n": "Number of responses for each prompt. Each one is scheduled as a request of its own.",
+    "best_of": "Number of responses to generate for each prompt. The `n` responses with the "
+    "highest mean log-probability are returned. Not with `stream`.",
+    "max_tokens": "Maximum number of tokens to generate. A value that exceeds the context after "
+    "the prompt is rejected. Default: 16 for completions, otherwise the rest of the context.",
+    "max_completion_tokens": "Newer name of `max_tokens`.",
+    "temperature": "Sampling temperature. 0: greedy.",
+    "top_p": "Sample from the smallest set of tokens whose total probability reaches this value.",
+    "top_k": "Sample from this many most likely tokens. 0 or -1: all tokens.",
+    "min_p": "Exclude tokens whose probability is below this share of the highest one.",
+    "min_tokens": "Minimum number of tokens before EOS, `stop` or `stop_token_ids` can end the "
+    "response.",
+    "seed": "Random seed. The same seed gives the same tokens on every node.",
+    "stop": "Texts that end the response. They are not included in it.",
+    "stop_regex": "Python regular expressions. A match ends the response and is not included in "
+    "it.",
+    "stop_token_ids": "Tokens that end the response.",
     "ignore_eos": "Continue after an end-of-sequence token. No effect with a grammar.",
     "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
     "presence_penalty": "Subtracted once from the logit of a token that was generated.",
-    "repetition_penalty": "Divides positive, multiplies negative logits of tokens seen so far.",
-    "logit_bias": "By token id, from -100 to 100: added to its logit. At most 1024.",
-    "allowed_token_ids": "No other token is sampled, EOS neither. At most 4096.",
-    "bad_words": "Texts that the answer never has, as the tokenizer writes them. At most 64.",
-    "logprobs": "Completions: log probabilities of each token and of this many likely ones, 20 at "
-    "most. Chat: whether to return them.",
-    "top_logprobs": "Of so many of the likeliest tokens at each place, 20 at most.",
-    "return_token_ids": "The answer has `token_ids` of each choice, and `prompt_token_ids`. Of a "
-    "stream the first event has the latter.",
-    "echo": "The answer begins with its prompt, and so do its log-probabilities. With `max_tokens` "
-    "0 it is all there is.",
+    "repetition_penalty": "Divides positive and multiplies negative logits of tokens in the "
+    "prompt and the response.",
+    "logit_bias": "Value from -100 to 100 for each token id, added to its logit. At most 1024.",
+    "allowed_token_ids": "The only tokens that can be sampled. EOS is excluded unless listed. At "
+    "most 4096.",
+    "bad_words": "Texts that the response must not contain, as the tokenizer encodes them. At "
+    "most 64.",
+    "logprobs": "Completions: number of most likely tokens to return log-probabilities of, at most "
+    "20, in addition to the generated token. Chat: whether to return log-probabilities.",
+    "top_logprobs": "Number of most likely tokens to return log-probabilities of, at most 20.",
+    "return_token_ids": "Return `token_ids` of each choice, and `prompt_token_ids`. In a stream "
+    "the first event has `prompt_token_ids`.",
+    "echo": "Begin the response with the prompt, and with its log-probabilities if requested. "
+    "`max_tokens` 0 returns only the prompt.",
     "prompt_logprobs_start": "With `echo` and `logprobs`: index of the first prompt token with a "
-    "log probability. A cached prefix before it is not computed again.",
-    "response_format": "`json_object`, or `json_schema` with a `schema`: the answer is such JSON "
-    "and nothing else. With `tools` it may be calls instead.",
-    "output_config": "`format`: the answer is JSON of its `schema`, or with `tools` calls. "
-    "`effort` is `reasoning_effort`.",
-    "output_format": "The older name of `output_config.format`.",
-    "structured_outputs": "vLLM's: `json`, `regex`, `choice`, `grammar` or `json_object`.",
-    "guided_json": "A JSON schema.",
-    "guided_regex": "An expression that all of the answer matches.",
-    "guided_choice": "Texts of which the answer is one.",
-    "guided_grammar": "A grammar with a rule `root`, in xgrammar's EBNF.",
-    "json_schema": "As `guided_json`.",
-    "regex": "As `guided_regex`.",
-    "ebnf": "As `guided_grammar`.",
-    "structural_tag": "Forms with free text beside them, as xgrammar has them.",
-    "cache_salt": "What is cached is shared with requests of the same salt, and with no others; "
-    "absent: with those that have none. 512 characters at most.",
-    "priority": "From -100 to 100: what is higher goes first, or what is lower where the router is "
-    "so set. How urgent it may be, its operator says.",
-    "chat_template_kwargs": "Variables of the model's chat template, such as `enable_thinking`; "
-    "one that it does not have is refused.",
-    "reasoning_effort": "The same for this variable. Ignored where the template does not have it.",
-    "add_generation_prompt": "false: the prompt ends with the last message, and no new one begins.",
-    "continue_final_message": "The answer continues the last message, and is only what it adds.",
-    "text": "Of `/generate` a text, or a list of them; of a response its form, which is text.",
-    "input_ids": "Token ids, or a list of lists of them, in place of `text`.",
-    "sampling_params": "How tokens are chosen, by SGLang's names.",
-    "tools": "Functions that the model may call, in OpenAI's form.",
-    "system": "Goes before the conversation, as the system's message.",
-    "stop_sequences": "`stop`, by the name that Anthropic has for it.",
-    "thinking": "enabled: the model thinks `budget_tokens` at most (ignored where it does not "
-    "think); disabled: reasoning is omitted.",
-    "thinking_token_budget": "Tokens of thought after which it is ended; -1: any number.",
-    "thinking_budget": "As `thinking_token_budget`.",
-    "input": "A text, or what was said, thought and called so far, each as its item.",
-    "instructions": "Goes before the conversation, as the system's message.",
-    "max_output_tokens": "`max_tokens`, by the name that responses have for it.",
+    "log-probability. A cached prefix before it is not computed again.",
+    "response_format": "`json_object`, or `json_schema` with a `schema`: the response is only such "
+    "JSON. With `tools` it can be tool calls instead.",
+    "output_config": "`format`: the response is JSON of its `schema`, or tool calls if there are "
+    "`tools`. `effort` is `reasoning_effort`.",
+    "output_format": "Older name of `output_config.format`.",
+    "structured_outputs": "vLLM's field, with `json`, `regex`, `choice`, `grammar` or "
+    "`json_object`.",
+    "guided_json": "A JSON schema that the response must match.",
+    "guided_regex": "A regular expression that the whole response must match.",
+    "guided_choice": "Texts. The response is one of them.",
+    "guided_grammar": "A grammar in xgrammar's EBNF with a rule `root`.",
+    "json_schema": "Same as `guided_json`.",
+    "regex": "Same as `guided_regex`.",
+    "ebnf": "Same as `guided_grammar`.",
+    "structural_tag": "A structural tag of xgrammar: constrained parts within free text.",
+    "cache_salt": "Share cached KV only with requests that have the same salt. Default: share it "
+    "with all requests without a salt. At most 512 characters.",
+    "priority": "From -100 to 100, higher first, or lower first if the router is configured so. "
+    "The operator limits the highest value of a client.",
+    "chat_template_kwargs": "Variables of the model's chat template, such as `enable_thinking`. A "
+    "variable that the template does not use is rejected.",
+    "reasoning_effort": "The template variable of this name. Ignored if the template does not use "
+    "it.",
+    "add_generation_prompt": "false: end the prompt with the last message, without a new one.",
+    "continue_final_message": "Continue the last message. The response has only the new part.",
+    "text": "`/generate`: a text or a list of texts. `/v1/responses`: the format of the response.",
+    "input_ids": "Token ids, or a list of token id lists, instead of `text`.",
+    "sampling_params": "Sampling parameters, by SGLang's names.",
+    "tools": "Functions that the model may call, in OpenAI's format.",
+    "system": "System message before the conversation.",
+    "stop_sequences": "Anthropic's name of `stop`.",
+    "thinking": "enabled: at most `budget_tokens` of reasoning. Ignored if the model does not "
+    "reason. disabled: the response has no reasoning.",
+    "thinking_token_budget": "Maximum number of reasoning tokens. -1: no limit.",
+    "thinking_budget": "Same as `thinking_token_budget`.",
+    "input": "A text, or the previous messages, reasoning and tool calls as items.",
+    "instructions": "System message before the conversation.",
+    "max_output_tokens": "Name of `max_tokens` in the responses API.",
     "reasoning": "`effort` is `reasoning_effort`.",
     "tool_choice": "`auto`, `none`, `required`, or the tool that must be called.",
     "parallel_tool_calls": "false: only the first of several calls is returned.",
-    "include_reasoning": "false: what the model thinks is left out.",
-    "add_special_tokens": "false: of a text the tokens alone. A conversation has its template's.",
-    "return_token_strs": "Also say how the vocabulary spells each token.",
+    "include_reasoning": "false: reasoning is not returned.",
+    "add_special_tokens": "false: encode a text without special tokens. A conversation has the "
+    "special tokens of its template.",
+    "return_token_strs": "Also return each token as the vocabulary spells it.",
     "tokens": "Token ids.",
-    "encoding_format": "`float`, or `base64`: of little-endian float32.",
-    "dimensions": "So many of the first numbers of each embedding, made as long as all of it.",
-    "text_1": "A text, or as many as `text_2` has.",
-    "text_2": "A text, or a list of them: each is scored with its own of `text_1`, or the only "
-    "one.",
-    "queries": "`text_1`, by another name.",
-    "query": "Of `/rerank`, what documents are ranked by. Of `/v1/score`, a text or token ids that "
-    "each of `items` follows.",
+    "encoding_format": "`float`, or `base64` of little-endian float32.",
+    "dimensions": "Number of leading dimensions of each embedding to return, normalised again.",
+    "text_1": "A text, or as many texts as `text_2` has.",
+    "text_2": "A text or a list of texts. Each is scored with its counterpart in `text_1`, or with "
+    "the only one.",
+    "queries": "Another name of `text_1`.",
+    "query": "`/v1/rerank`: the text by which documents are ranked. `/v1/score`: text or token ids "
+    "before each of `items`.",
     "items": "Texts, or lists of token ids.",
     "label_token_ids": "Tokens whose probability as the next token is returned. At most 256.",
-    "apply_softmax": "Probabilities among these tokens alone.",
-    "item_first": "`query` follows each item.",
-    "documents": "Texts, or objects with a `text`. Of `/v1/score`, `text_2` by another name.",
+    "apply_softmax": "Return probabilities among these tokens only.",
+    "item_first": "Place `query` after each item.",
+    "documents": "Texts, or objects with a `text`. `/v1/score`: another name of `text_2`.",
     "instruct": "Task description for a reranker (`--reranker`).",
-    "top_n": "So many of the best; absent or 0: all.",
-    "return_documents": "false: their texts are left out of the answer.",
-    "prediction": "What is expected of the answer: `type` is `content`, and `content` a text or "
-    "parts of text. It changes no answer; nodes that speculate give it sooner where it is right.",
-    "prompt_cache_key": "Names requests with a common prefix. They go to the same nodes where the "
-    "policy heeds it. It precedes `user`.",
-    "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",
+    "top_n": "Number of best documents to return. Default or 0: all.",
+    "return_documents": "false: the response does not contain the texts.",
+    "prediction": "Expected response: `type` is `content`, and `content` is a text or a list of "
+    "text parts. It does not change the response. Nodes with speculative decoding respond faster "
+    "if it is right.",
+    "prompt_cache_key": "Name for requests with a common prefix. Policies with sessions send "
+    "them to the same nodes. It takes precedence over `user`.",
+    "user": "User of the request. Policies with sessions send a user's requests to the same nodes.",
 }
 
 _OF_TOKENS = ("400", "401", "404", "413", "429", "504")
 _OTHERS = (
-    "Absent and null mean the same. A field that is not listed is refused by name, unless it "
-    "changes no answer."
+    "An absent field is the same as null. A field that is not listed is rejected by name if it "
+    "could affect the response."
 )
 _ERROR: Schema = {
     "type": "object",
@@ -154,32 +161,33 @@ _ERROR: Schema = {
                 "type": {
                     "enum": ["invalid_request_error", "rate_limit_error", "server_error"],
                 },
-                "param": {"type": ["string", "null"], "description": "The field that is wrong."},
+                "param": {"type": ["string", "null"], "description": "The invalid field."},
                 "code": {"type": ["string", "null"]},
             },
         }
     },
 }
-_WHERE_ASKED = "Where the router asks for one, see docs/clients.md."
+_WHEN_REQUIRED = "Needed if the router requires one, see docs/clients.md."
 _KEYS: Schema = {
-    "key": {"type": "http", "scheme": "bearer", "description": f"An API key. {_WHERE_ASKED}"},
+    "key": {"type": "http", "scheme": "bearer", "description": f"An API key. {_WHEN_REQUIRED}"},
     "operator_key": {
         "type": "http",
         "scheme": "bearer",
-        "description": f"An operator's API key, or the cluster's own. {_WHERE_ASKED}",
+        "description": "An operator's API key, or one derived from the cluster secret. "
+        + _WHEN_REQUIRED,
     },
 }
 _PROBLEMS: Mapping[str, str] = {
-    "400": "A field is wrong, or asks for what is not supported; `param` names it.",
-    "401": "No API key, where one is asked for, or none that is good.",
-    "403": "A client's key, where an operator's is asked for.",
-    "404": "There is no such model, or no such request.",
-    "409": "Not as things stand, on a node that the message names.",
-    "413": "The body is too large, or has too many values.",
-    "429": "A limit of the key, too many live requests, or too much text to tokenise; see "
+    "400": "A field is invalid or not supported. `param` names it.",
+    "401": "The API key is missing or invalid.",
+    "403": "An operator's key is required, and a client's key was sent.",
+    "404": "The model or the request does not exist.",
+    "409": "A node refused the command. The message names the node and the reason.",
+    "413": "The body is too large or has too many values.",
+    "429": "A rate limit of the key, too many requests, or too much text to tokenize. See "
     "Retry-After.",
-    "503": "No usable pair of nodes, or the router is shutting down; see Retry-After.",
-    "504": "The request's total budget is spent.",
+    "503": "No usable pair of nodes, or the router is shutting down. See Retry-After.",
+    "504": "The request's total budget has expired.",
 }
 
 
@@ -211,60 +219,63 @@ def _for_operators(summary: str, *problems: str, fields: Record | None = None) -
 
 _POSTS: Mapping[str, _Operation] = {
     "/v1/completions": _Operation(
-        "Completes a prompt.", CompletionFields, choices=(CompletionChoice, CompletionChoice)
+        "Complete a prompt.", CompletionFields, choices=(CompletionChoice, CompletionChoice)
     ),
     "/v1/chat/completions": _Operation(
-        "Answers in a chat.", ChatFields, choices=(ChatChoice, ChunkChoice)
+        "Respond to a conversation.", ChatFields, choices=(ChatChoice, ChunkChoice)
     ),
     "/v1/responses": _Operation(
-        "Answers in a chat, in the newer form. Nothing is stored; with `stream` the answer is its "
-        "events.",
+        "Respond to a conversation, in the format of the responses API. Nothing is stored. With "
+        "`stream` the response is a stream of its events.",
         ResponseFields,
         {"type": "object", "description": "OpenAI's `response`."},
     ),
     "/v1/messages": _Operation(
-        "Answers in a chat, in Anthropic's form; with `stream` the answer is its events.",
+        "Respond to a conversation, in Anthropic's format. With `stream` the response is a stream "
+        "of its events.",
         MessagesFields,
         {"type": "object", "description": "Anthropic's `message`."},
     ),
     "/v1/messages/count_tokens": _Operation(
-        "How many tokens a prompt of Anthropic's form has.",
+        "Count the tokens of a prompt in Anthropic's format.",
         CountTokensFields,
         TokenCount,
         _OF_TOKENS,
     ),
     "/generate": _Operation(
-        "Generates, in SGLang's own form. A list of prompts, or `n`, makes a list of answers; an "
-        "event of a stream has all of its answer so far.",
+        "Generate, in SGLang's native format. A list of prompts, or `n`, returns a list of "
+        "responses. Each event of a stream has the whole response so far.",
         NativeFields,
         NativeResponse,
     ),
     "/tokenize": _Operation(
-        "Token ids of a prompt, of several, or of a conversation.",
+        "Return the token ids of one prompt, several prompts or a conversation.",
         TokenizeFields,
         Tokenized,
         _OF_TOKENS,
     ),
-    "/detokenize": _Operation("The text of token ids.", DetokenizeFields, Detokenized, _OF_TOKENS),
+    "/detokenize": _Operation(
+        "Return the text of token ids.", DetokenizeFields, Detokenized, _OF_TOKENS
+    ),
     "/v1/embeddings": _Operation(
-        "Embeddings of texts, made by prefill nodes.", EmbeddingFields, EmbeddingList
+        "Return embeddings of texts. Prefill nodes compute them.", EmbeddingFields, EmbeddingList
     ),
     "/v1/score": _Operation(
-        "How well texts go together; or with `query`, `items`, `label_token_ids`, in SGLang's "
-        "form, how likely these tokens are to follow. `/score`, too.",
+        "Score pairs of texts. With `query`, `items` and `label_token_ids` (SGLang's format): "
+        "return the probability of each label as the next token. Also `/score`.",
         ScoreFields,
         ScoreList,
     ),
     "/v1/rerank": _Operation(
-        "Documents in the order in which they suit a query; `/rerank`, too.",
+        "Sort documents by their relevance to a query. Also `/rerank`.",
         RerankFields,
         RerankResponse,
     ),
     "/v1/load_lora_adapter": _for_operators(
-        "Has all nodes load a LoRA adapter.", "400", fields=LoadFields
+        "Load a LoRA adapter on all nodes.", "400", fields=LoadFields
     ),
     "/v1/unload_lora_adapter": _for_operators(
-        "Has all nodes unload one.", "400", "404", fields=UnloadFields
+        "Unload a LoRA adapter from all nodes.", "400", "404", fields=UnloadFields
     ),
     **{
         path: _for_operators(summary, "400", "409", fields=fields)
@@ -272,18 +283,18 @@ _POSTS: Mapping[str, _Operation] = {
     },
 }
 _GETS: Mapping[str, _Operation] = {
-    "/version": _plain("Which version of Baton this is.", "401"),
+    "/version": _plain("The version of Baton.", "401"),
     "/get_model_info": _plain("The model, in SGLang's format. Also `/model_info`.", "401"),
     "/get_server_info": _plain("The server, in SGLang's format. Also `/server_info`.", "401"),
-    "/v1/models": _plain("The model that is served, and its adapters.", "401"),
-    "/v1/models/{model}": _plain("The same, by its name.", "401", "404"),
+    "/v1/models": _plain("The served model and its LoRA adapters.", "401"),
+    "/v1/models/{model}": _plain("One model or adapter, by its name.", "401", "404"),
     "/cluster": _for_operators("The nodes, their pages, queues, counters and links."),
-    "/requests": _for_operators("Requests under way and the last that ended."),
-    "/requests/{id}": _for_operators("Where the time of one request went, by phase.", "404"),
+    "/requests": _for_operators("Running requests and the last ones that ended."),
+    "/requests/{id}": _for_operators("Timeline of one request, by phase.", "404"),
     "/requests/{id}/events": _for_operators("Events of one request on all processes.", "404"),
-    "/health": _Operation("The process lives.", problems=(), security=[]),
-    "/ready": _Operation("A request could be placed now.", problems=("503",), security=[]),
-    "/metrics": _for_operators("Prometheus metrics, as text."),
+    "/health": _Operation("Liveness: the process runs.", problems=(), security=[]),
+    "/ready": _Operation("Readiness: a request can be placed now.", problems=("503",), security=[]),
+    "/metrics": _for_operators("Prometheus metrics."),
     "/openapi.json": _plain("This document.", "401"),
 }
 # Records of requests that clients may send.
@@ -320,7 +331,8 @@ def document(version: str) -> Schema:
         "info": {
             "title": "Baton",
             "version": version,
-            "description": "OpenAI's API for text, and what operators ask of a router.",
+            "description": "APIs compatible with OpenAI, Anthropic and SGLang, and commands for "
+            "operators.",
         },
         "paths": {**posts, **gets},
         "components": {"schemas": components, "securitySchemes": _KEYS},
@@ -341,7 +353,7 @@ def _described(operation: _Operation, schemas: Mapping[Record, Schema]) -> Schem
         body["requestBody"] = {"required": True, "content": content}
     answer: Schema = {"description": "OK"}
     if operation.choices:
-        answer["description"] = "The answer; with `stream` its pieces, and `[DONE]` at the end."
+        answer["description"] = "The response. With `stream`: its parts, and `[DONE]` at the end."
         answer["content"] = {
             kind: {"schema": _envelope(schemas[choice], schemas[OpenAiUsage])}
             for kind, choice in zip(

@@ -164,7 +164,7 @@ class HttpRoutes:
         path = request.route
         methods = self._exact.get(path) or self._methods_below(path)
         if methods is None:
-            return self._refusing(404, f"there is nothing at {path}")
+            return self._refusing(404, f"no such path: {path}")
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
             allowed = ", ".join(methods)

@@ -52,7 +52,9 @@ def printed(options: argparse.Namespace) -> str:
         return new_secret()
     identity = client.identity(options)
     if identity is None:
-        raise ConfigError(f"there is no secret: set --secret-file or the variable {VARIABLE}")
+        raise ConfigError(
+            f"the cluster secret is missing: set --secret-file or the variable {VARIABLE}"
+        )
     if options.token:
         return identity.token(_METHODS[options.token]).text
     return operator_keys(identity.keyrings.current())[0]

@@ -94,10 +94,10 @@ class PageTables:
         return math.inf if window is None else self.num_pages(window - 1) + 2
 
     def growth(self, num_tokens: int, more_pages: int) -> int:
-        """Return the pages that a request whose tokens all have KV needs for its growth.
+        """Return the additional pages of all tables for a request that grows by `more_pages`.
 
-        It needs `more_pages` in each full table, and fewer in a table with a window once the window
-        is full.
+        All its `num_tokens` tokens have KV. Each full table needs `more_pages`. A table with a
+        window needs fewer once the window is full.
         """
         held = self.num_pages(num_tokens)
         return self.num_full * more_pages + sum(

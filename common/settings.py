@@ -179,7 +179,7 @@ def _content(file: Path) -> dict[str, Any]:
         raise SettingsError(f"--config: {file}: {error}") from error
     # Errors of the library for values that do not match an explicit tag, such as !!int "".
     except (LookupError, AttributeError) as error:
-        raise SettingsError(f"--config: {file}: a value is not what its tag says") from error
+        raise SettingsError(f"--config: {file}: a value does not match its YAML tag") from error
     if not isinstance(content, dict | None):
         raise SettingsError(f"--config: {file} is not a mapping of settings to values")
     if _size(content) > _MAX_FILE_BYTES:

@@ -41,24 +41,24 @@ class PemFiles:
 class Certificates:
     """The files of one TlsConfig. For any thread."""
 
-    def __init__(self, config: TlsConfig, knob: str, *, again_s: float = AGAIN_S) -> None:
+    def __init__(self, config: TlsConfig, setting: str, *, again_s: float = AGAIN_S) -> None:
         """Read the files.
 
         Args:
             config: paths of the files.
-            knob: the user's name of the record, such as "--server.tls", for messages.
+            setting: the user's name of the record, such as "--server.tls", for messages.
             again_s: seconds between two attempts to read invalid files.
         Raises:
             ConfigError: a file is unreadable or has other content, or the certificate does not
                 match its key or is not valid now.
         """
         self.config = config
-        self._knob = knob
+        self._setting = setting
         self._files = WatchedFiles(
             [path for path in (config.cert, config.key, config.ca) if path],
             self._read,
             what="certificates",
-            knob=knob,
+            setting=setting,
             again_s=again_s,
         )
 
@@ -80,16 +80,16 @@ class Certificates:
             if ca:
                 check_authority(ca, pems.ca)
         except ConfigError as error:
-            raise ConfigError(f"{self._knob}: {error}") from error
+            raise ConfigError(f"{self._setting}: {error}") from error
         return pems
 
 
-def certificates(config: TlsConfig, knob: str) -> Certificates | None:
+def certificates(config: TlsConfig, setting: str) -> Certificates | None:
     """Return the certificates, or None if there are none.
 
     Raises ConfigError as Certificates does.
     """
-    return Certificates(config, knob) if config.cert or config.ca else None
+    return Certificates(config, setting) if config.cert or config.ca else None
 
 
 def kind(certificates: Certificates | None) -> str:

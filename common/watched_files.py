@@ -31,7 +31,7 @@ class WatchedFiles(Generic[T]):
         read: Callable[[], T],
         *,
         what: str,
-        knob: str,
+        setting: str,
         again_s: float = AGAIN_S,
     ) -> None:
         """Read the files.
@@ -40,7 +40,7 @@ class WatchedFiles(Generic[T]):
             paths: the files.
             read: returns their content. Raises ConfigError if they are invalid.
             what: their content, such as "certificates", for messages.
-            knob: name of the setting, such as "--server.tls", for messages.
+            setting: name of the setting, such as "--server.tls", for messages.
             again_s: seconds between two attempts to read invalid files.
         Raises:
             ConfigError: from `read`.
@@ -48,7 +48,7 @@ class WatchedFiles(Generic[T]):
         self._paths = paths
         self._read = read
         self._what = what
-        self._knob = knob
+        self._setting = setting
         self._lock = threading.Lock()
         self._useless: _Stamp | None = None
         self._again = 0.0
@@ -75,7 +75,7 @@ class WatchedFiles(Generic[T]):
                 log.warning(f"reload of {self._what} failed %s", kv(reason=error))
             else:
                 self._stamp = stamp
-                log.info(f"{self._what} reloaded %s", kv(setting=self._knob))
+                log.info(f"{self._what} reloaded %s", kv(setting=self._setting))
             return self._held
 
     def _look(self) -> _Stamp:

@@ -169,7 +169,7 @@ class ActiveRequests:
         """
         ticket = state.placement.ticket
         if ticket in self._by_ticket:
-            raise InvalidRequest("ticket: another request has it")
+            raise InvalidRequest("ticket: another request already uses it")
         num_tokens = len(state.request.token_ids) + state.request.spec.num_predicted
         self._tokens.take(state.key, num_tokens, times=times)
         state.claims.add(Claim.TOKENS, partial(self._tokens.drop, state.key))

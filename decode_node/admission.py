@@ -163,7 +163,7 @@ class RequestAdmission:
         )
 
     def _admit(self, state: DecodeState) -> None:
-        """Admit a request. What it holds becomes claims.
+        """Admit a request. Its resources become claims.
 
         Raises:
             ServingError: the request is rejected.

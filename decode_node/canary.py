@@ -202,7 +202,7 @@ class Canary:
                 ),
             )
         gone = ProducerDown(
-            producer.instance, producer.address, "its KV is not what is computed here"
+            producer.instance, producer.address, "its KV differs from the KV computed here"
         )
         return [gone] if trial.in_use else []
 

@@ -62,7 +62,7 @@ def make_role(engine: Engine, runtime: NodeRuntime, config: DecodeConfig) -> Dec
         port=runtime.port,
         active=active,
     )
-    sharing.loans.learn_by(migrations.copied)
+    sharing.exports.learn_by(migrations.copied)
     admission = RequestAdmission(
         max_waiting=config.engine.scheduler.max_queued_requests,
         limits=engine.limits,

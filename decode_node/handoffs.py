@@ -46,7 +46,7 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 from node.queues import SchedulerQueue
-from node.request_state import Claim, Stage
+from node.request_state import Claim, RequestStage
 from node.timings import HandoffTimings
 
 log = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ class IncomingHandoffs:
     def _granted(self, handoff_id: HandoffId) -> DecodeState | None:
         """Return the request with this attempt, if it is granted and has not failed."""
         state = self._by_id.get(handoff_id)
-        return state if state is not None and state.stage is Stage.TRANSFER else None
+        return state if state is not None and state.stage is RequestStage.TRANSFER else None
 
     def admitted(self, event: QueuedEvent) -> None:
         """Report the cached tokens before any is computed.
@@ -282,7 +282,7 @@ class IncomingHandoffs:
         if event.token >= self._limits.vocabulary_size:
             reason = f"its first token is {event.token}, outside the vocabulary"
         elif not _as_asked(request, event):
-            reason = "its first token came without the log-probabilities that were asked for"
+            reason = "its first token came without the requested log-probabilities"
         if reason:
             return self._fail(event.id, reason)
         stamps = attempt.stamps
@@ -315,7 +315,7 @@ class IncomingHandoffs:
         elif fresh[0] != request.token_ids[-1]:
             reason = "its tokens are not those that its client has"
         elif not _as_told(request, event):
-            reason = "its tokens came without the log-probabilities that were asked for"
+            reason = "its tokens came without the requested log-probabilities"
         else:
             tokens = np.append(attempt.token_ids, np.array(fresh[:-1], np.int32))
             before = dataclasses.replace(request, token_ids=tokens)
@@ -408,7 +408,7 @@ class IncomingHandoffs:
         if state is None:
             return None
         attempt = state.attempt
-        queue = self.transfer if state.stage is Stage.TRANSFER else self.prealloc
+        queue = self.transfer if state.stage is RequestStage.TRANSFER else self.prealloc
         queue.take(state)
         state.request = attempt.continued(state.request)
         self._end_attempt(state)
@@ -464,7 +464,7 @@ def _source(
         request.spec,
         token_ids=attempt.token_ids.tobytes(),
         num_generated=len(attempt.token_ids) - request.num_prompt,
-        engine_crashes=request.engine_deaths,
+        engine_crashes=request.engine_crashes,
         images=() if ticket else request.spec.images,
         prediction=b"",
         traceparent=state.timings.trace.passed_on,

@@ -34,7 +34,7 @@ from kvtransfer.ports import (
     ProducerCommands,
     PublishCommand,
 )
-from node.request_state import Claim, Stage
+from node.request_state import Claim, RequestStage
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +80,9 @@ class OutgoingMigrations:
         """True if a consumer is still reading or waiting for a reply."""
         return bool(self._by_serial) or time.monotonic() < self._moved_at + LINGER_S
 
-    def lent(self) -> Iterator[Ints]:
+    def exported(self) -> Iterator[Ints]:
         """Yield the pages held for publication."""
-        return (migration.lent for migration in self._by_serial.values())
+        return (migration.exported for migration in self._by_serial.values())
 
     # Events of the transfer thread ----------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class OutgoingMigrations:
             self._cancel(migration, "the request is not running")
             return
         migration.move(MigrationStage.STOPPING)
-        state.move(Stage.MIGRATING, state.queue)
+        state.move(RequestStage.MIGRATING, state.queue)
 
     def dropped(self, event: ClosedEvent) -> None:
         if event.serial in self._refused:
@@ -149,7 +149,7 @@ class OutgoingMigrations:
         state, request = migration.state, migration.state.request
         migration.over, state.migration = True, None
         state.claims.release(Claim.MIGRATION)
-        self._pages.drop(migration.lent, PageHolder.PUBLICATION)
+        self._pages.drop(migration.exported, PageHolder.PUBLICATION)
         self._active.counters.moved_away(held=event.held)
         if event.held:
             self._moved_at = time.monotonic()
@@ -164,7 +164,7 @@ class OutgoingMigrations:
             state.close(moved())
         else:
             self._scheduler.resume(request)
-            state.move(Stage.SCHEDULED, state.queue)
+            state.move(RequestStage.SCHEDULED, state.queue)
 
     def copied(self, ticket: int) -> bool:
         """Publish the whole pages of a running request in the prefix tree, for a copy.
@@ -208,10 +208,10 @@ class OutgoingMigrations:
             self._cancel(migration, f"{num_kv} tokens do not fit")
             return
         prefix = migration.prefix_tokens
-        lent = stopped.holding.take(self._tables.handed_over(num_kv, prefix))
-        self._pages.hold(lent, PageHolder.PUBLICATION)
-        migration.lent = lent
-        read_s = len(lent) * self._page_bytes / (_SHARE * migration.gib_per_s * _GIB)
+        exported = stopped.holding.take(self._tables.handed_over(num_kv, prefix))
+        self._pages.hold(exported, PageHolder.PUBLICATION)
+        migration.exported = exported
+        read_s = len(exported) * self._page_bytes / (_SHARE * migration.gib_per_s * _GIB)
         migration.paused_until = now + PAUSE_S + read_s
         migration.move(MigrationStage.PAUSED)
         self._port.post(
@@ -219,7 +219,7 @@ class OutgoingMigrations:
                 migration.serial,
                 prefix,
                 num_kv,
-                lent,
+                exported,
                 last=True,
                 first_token=int(tokens[-1]),
                 logprobs=logprobs,

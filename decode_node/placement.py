@@ -60,8 +60,8 @@ class PrefillPlacement:
         self._counters = counters
 
     def place_ready(self, now: float) -> None:
-        """Place requests that are prepared, that waited for a producer or for the end of a pause,
-        and those whose fetch has ended, successfully or not.
+        """Place requests that are prepared, whose producer is back, whose pause has ended, or whose
+        fetch has ended, successfully or not.
         """
         queues = self._queues
         for state, refusal in queues.preparing.ready(now):
@@ -101,10 +101,10 @@ class PrefillPlacement:
         if failed.attempt.moves:  # the source may still run it
             return state.close(NodeUnavailable(f"not migrated: {event.reason}"))
         if event.engine_died:
-            if request.engine_deaths >= MAX_DEATHS:
+            if request.engine_crashes >= MAX_DEATHS:
                 guilty = RequestEnd(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL)
                 return state.close(guilty)
-            request.quarantine_after(request.engine_deaths + 1)
+            request.quarantine_after(request.engine_crashes + 1)
         candidates = state.candidates if event.retryable else ()
         if not event.may_return:
             address = failed.attempt.stamps.prefill

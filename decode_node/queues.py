@@ -20,7 +20,7 @@ from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageClaim, is_ove
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.ports import ProducerDown, ProducerUp
 from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
-from node.request_state import Claim, Ending, Stage, as_request_end
+from node.request_state import Claim, Ending, RequestStage, as_request_end
 from node.sharing.fetches import PrefixFetches
 
 DEADLINE_CHECK_S = 0.1
@@ -30,7 +30,7 @@ _TIMED_OUT = "timed out"
 class PausedQueue(KeyedQueue[DecodeState]):
     """Requests to be placed after the pause of this node. They hold no resources."""
 
-    stage = Stage.PAUSED
+    stage = RequestStage.PAUSED
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class UnpairedQueue(KeyedQueue[DecodeState]):
         wait_s: longest wait in seconds, from the last loss of a candidate.
     """
 
-    stage = Stage.UNPAIRED
+    stage = RequestStage.UNPAIRED
 
     def __init__(self, wait_s: float) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class FetchQueue(KeyedQueue[DecodeState]):
     would arrive during a step started for the one before it, and would pause until that step ends.
     """
 
-    stage = Stage.FETCHING
+    stage = RequestStage.FETCHING
 
     def __init__(self, fetches: PrefixFetches) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class PreallocQueue(AttemptQueue):
         backlog: the queue for pages, in pages.
     """
 
-    stage = Stage.PREALLOC
+    stage = RequestStage.PREALLOC
 
     def __init__(self, cancel: Callable[[DecodeState, str], None]) -> None:
         super().__init__(cancel)
@@ -306,7 +306,7 @@ class PreallocQueue(AttemptQueue):
 class TransferQueue(AttemptQueue):
     """Requests with a granted attempt."""
 
-    stage = Stage.TRANSFER
+    stage = RequestStage.TRANSFER
 
     def __init__(self, cancel: Callable[[DecodeState, str], None]) -> None:
         super().__init__(cancel)

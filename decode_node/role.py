@@ -56,10 +56,10 @@ from node.messages import (
     RouterStreamClosed,
     SubmitRequest,
 )
-from node.request_state import Stage
+from node.request_state import RequestStage
 from node.runtime import NodeRuntime
 
-_HANDOFF_STAGES = (Stage.UNPAIRED, Stage.PREALLOC, Stage.TRANSFER)
+_HANDOFF_STAGES = (RequestStage.UNPAIRED, RequestStage.PREALLOC, RequestStage.TRANSFER)
 
 
 class DecodeRole:
@@ -161,9 +161,9 @@ class DecodeRole:
         """Raise EngineFault if a page or slot has no live holder."""
         joining = [state.attempt.reserved.holding.flat() for state in self._queues.transfer]
         reads = [*self._handoffs.reads(), *self._sharing.reads()]
-        lent = [*self._migrations.lent(), *self._sharing.lent()]
+        exported = [*self._migrations.exported(), *self._sharing.exported()]
         self.scheduler.check_idle(
-            {PageHolder.REQUEST: joining, PageHolder.READ: reads, PageHolder.PUBLICATION: lent}
+            {PageHolder.REQUEST: joining, PageHolder.READ: reads, PageHolder.PUBLICATION: exported}
         )
 
     # Events of the transfer thread ----------------------------------------------------------------

@@ -23,7 +23,7 @@ from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import FirstTokenEvent, Ints
 from node.messages import Placement
-from node.request_state import RequestState, Stage
+from node.request_state import RequestStage, RequestState
 from node.timings import HandoffTimings, RequestTimings
 
 
@@ -230,7 +230,7 @@ class OutgoingMigration:
     room_tokens: int = 0
     gib_per_s: float = UNKNOWN_GIB_S
     paused_until: float = math.inf
-    lent: Ints = field(default_factory=lambda: np.empty(0, np.int32))
+    exported: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     over: bool = False
 
     def move(self, stage: MigrationStage) -> None:
@@ -311,6 +311,6 @@ class DecodeState(RequestState):
                 "pages": attempt.num_pages,
                 "open_s": now - attempt.opened,
             }
-        if attempt is not None and self.stage is Stage.TRANSFER:
+        if attempt is not None and self.stage is RequestStage.TRANSFER:
             fields |= {"first_token": attempt.first_token is not None, "held": attempt.held}
         return fields

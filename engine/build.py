@@ -217,7 +217,7 @@ class Engine:
             asked.result(EQUIP_S)
 
     def close(self) -> None:
-        """End its threads, and those of its parts."""
+        """End the threads of the engine and of its parts."""
         self.stream.close()
         self.guides.close()
         self.loader.close()
@@ -319,7 +319,7 @@ def measured_room(
         stage=share.stage,
     )
     log.info(
-        "memory beside weights and pages %s",
+        "memory in addition to weights and pages %s",
         kv(
             forward_mib=footprint.forward >> 20,
             graphs_mib=footprint.graphs >> 20,

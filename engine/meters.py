@@ -45,7 +45,7 @@ class PageMeter:
 
 
 class TierMeter:
-    """A meter of the tiers. Engine thread only. See Meter."""
+    """A meter of the offload tiers. Engine thread only. See Meter."""
 
     def __init__(self, tiers: CacheTiers, page_bytes: int) -> None:
         self._tiers = tiers

@@ -66,7 +66,7 @@ class Profiler:
         if not self._directory.is_dir():
             raise FailedPrecondition("engine.profile_dir is no directory")
         if self._running is not None or (self._written is not None and not self._written.done()):
-            raise Overloaded("a profile is under way already")
+            raise Overloaded("a profile is already running")
         moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         path = self._directory / f"{self._name}-{os.getpid()}-{moment}.json.gz"
         self._path = str(path)

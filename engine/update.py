@@ -70,8 +70,10 @@ class OtherRanks(Protocol):
         ...
 
     def refill(self, directory: Path) -> Future[Any]:
-        """Replace them by those of a directory. The future fails with EngineFault if one rank
-        cannot."""
+        """Replace the weights by the weights of a directory.
+
+        The future fails with EngineFault if one rank cannot.
+        """
         ...
 
     def drain(self) -> Future[Any]:
@@ -112,7 +114,7 @@ class WeightUpdater:
         self._directory = directory
         # Source of the current weights; None: no longer available.
         self._source: _Source | None = _Source(directory, served)
-        self._lent: tuple[_Source, OneFile] | None = None  # used by the thread that reads them
+        self._exported: tuple[_Source, OneFile] | None = None  # used by the thread that reads them
         self.id = weights
         self.whole = True
         self.tell: Callable[[], None] = lambda: None
@@ -128,7 +130,7 @@ class WeightUpdater:
         if self._root is None:
             raise InvalidRequest(f"model_path: this node has no {_FLAG}")
         if self._under_way:
-            raise Overloaded("other weights are under way already")
+            raise Overloaded("another weight update is already running")
         directory = below(self._root, path, _NAMED, _FLAG)
         return self._begin(lambda: self._look_through(directory))
 
@@ -142,14 +144,14 @@ class WeightUpdater:
             FailedPrecondition: the file cannot be created.
         """
         if self._under_way:
-            raise Overloaded("other weights are under way already")
+            raise Overloaded("another weight update is already running")
         if self._source is not None and self._source.received is not None:
             self._forget_source()
         try:
             return ReceivedFile(self._directory)
         except OSError as error:
             raise FailedPrecondition(
-                f"weights: there is no place for them here: {error}"
+                f"weights: there is not enough memory for them: {error}"
             ) from error
 
     def prepare_received(self, received: ReceivedFile, named: str) -> Future[WeightsId]:
@@ -162,23 +164,23 @@ class WeightUpdater:
         """
         if self._under_way:
             received.close()
-            raise Overloaded("other weights are under way already")
+            raise Overloaded("another weight update is already running")
         return self._begin(lambda: self._look_through_received(received, named))
 
-    def lent(self) -> OneFile:
+    def exported(self) -> OneFile:
         """Return the current weights as one file, as another node reads them. May be called on one
         thread, which may be any. Reads the headers of files. Raise FailedPrecondition if the
         weights cannot be read."""
         source = self._source
         if source is None or not self.whole:
             raise FailedPrecondition(_NOWHERE if self.whole else "weights: they are incomplete")
-        if self._lent is not None and self._lent[0] is source:
-            return self._lent[1]
+        if self._exported is not None and self._exported[0] is source:
+            return self._exported[1]
         try:
             with source.received or nullcontext():
                 stored = stored_of(source.servable, source.directory)
             file = OneFile(stored, source.received)
-            self._lent = source, file
+            self._exported = source, file
             return file
         except (ConfigError, *_UNREADABLE) as error:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
@@ -193,7 +195,7 @@ class WeightUpdater:
             Overloaded: another update is in progress.
         """
         if self._under_way:
-            raise Overloaded("other weights are under way already")
+            raise Overloaded("another weight update is already running")
         prepared = self._prepared
         if prepared is None or prepared[0] != weights:
             raise FailedPrecondition("these weights were not prepared")
@@ -215,7 +217,7 @@ class WeightUpdater:
             Overloaded: another update is in progress, or the weights are not whole.
         """
         if self._under_way or not self.whole:
-            raise Overloaded("weights: others are under way")
+            raise Overloaded("weights: another update is running")
         return self._begin(self._give_back)
 
     def bring_back(self) -> Future[None]:
@@ -226,7 +228,7 @@ class WeightUpdater:
             Overloaded: another update is in progress.
         """
         if self._under_way:
-            raise Overloaded("weights: others are under way")
+            raise Overloaded("weights: another update is running")
         return self._begin(self._bring_back)
 
     def close(self) -> None:
@@ -283,13 +285,13 @@ class WeightUpdater:
             raise InvalidRequest(f"{named}: {str(error).replace(hidden, '')}") from None
         except _UNREADABLE as error:  # the engine continues, whatever is wrong with a file
             kind = type(error).__name__
-            raise InvalidRequest(f"{named}: what is there cannot be read ({kind})") from error
+            raise InvalidRequest(f"{named}: it cannot be read ({kind})") from error
 
     def _fitting(self, directory: Path) -> tuple[LoadableModel, WeightsId]:
         here = self._served
         there = open_checkpoint(directory, self._config.model_backend, self._config.speculative)
         if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
-            raise InvalidRequest("its configuration is that of another model")
+            raise InvalidRequest("its configuration belongs to another model")
         self._check_room(there)
         stored = stored_of(there, directory)
         if fixed := [name for name in stored if name.endswith(_FIXED)]:
@@ -334,7 +336,7 @@ class WeightUpdater:
         except (ConfigError, EngineFault, *_UNREADABLE) as error:
             if source.received is not None and source is not self._source:
                 self._forget_prepared()
-            raise FailedPrecondition(f"its weights are incomplete now: {error}") from error
+            raise FailedPrecondition(f"its weights are now incomplete: {error}") from error
         if source is not self._source:
             self._forget_source()
             if source.received is not None:
@@ -354,7 +356,7 @@ class WeightUpdater:
             raise FailedPrecondition(_NOWHERE)
         try:
             if content(stored_of(source.servable, source.directory)) != self.id:
-                raise FailedPrecondition("weights: other ones are now where they were read")
+                raise FailedPrecondition("weights: the files have changed since they were read")
         except (ConfigError, *_UNREADABLE) as error:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
         self._put(self.id, source)

@@ -1,4 +1,4 @@
-"""The data paths that a configuration selects, and those that this machine can serve."""
+"""The data paths that a configuration selects and that this machine can serve."""
 
 import logging
 from collections.abc import Mapping

@@ -36,7 +36,7 @@ class HandoffKind(Enum):
 
     @property
     def samples(self) -> bool:
-        """Return whether a sampled token comes with it."""
+        """Return whether a hand-off of this kind ends with a sampled token."""
         return self in (HandoffKind.PROMPT, HandoffKind.LIVE)
 
 

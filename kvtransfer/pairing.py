@@ -112,7 +112,7 @@ class PairHello(msgspec.Struct, frozen=True, tag=True):
 
 
 def compare(ours: PairHello, theirs: PairHello) -> None:
-    """Return if the two nodes may pair.
+    """Check that the two nodes may pair.
 
     Raises:
         LayoutMismatch: they may not. The message has one sentence for each difference.

@@ -29,7 +29,7 @@ STATE, PIECES = -1, -2  # in the place of a table: the state, and pieces of weig
 
 
 class TablePages(NamedTuple):
-    """So many of the pages of a read belong to a table, or have PIECES."""
+    """The number of pages of a read that belong to one table, or that have PIECES."""
 
     table: int
     num_pages: int

@@ -57,7 +57,7 @@ class PublishPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pages: bytes
 
 
-class WithdrawPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class WithdrawRankPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     consumer: int
     pages: bytes
 
@@ -120,7 +120,7 @@ RankMessage: TypeAlias = (
     | OfferPaths
     | DismissConsumer
     | PublishPages
-    | WithdrawPages
+    | WithdrawRankPages
     | PollPaths
     | OpenRankLink
     | ReadRankPages

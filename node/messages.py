@@ -222,7 +222,7 @@ class SubmitPooling(msgspec.Struct, frozen=True, tag=True):
     budget_s: float
     queue_s: float = math.inf  # longest wait for the first forward
     namespace: Namespace = SHARED
-    engine_deaths: int = 0  # see common/request.py
+    engine_crashes: int = 0  # see common/request.py
 
 
 class CancelPooling(msgspec.Struct, frozen=True, tag=True):

@@ -17,13 +17,13 @@ from engine.offload.cache_tiers import CacheTiers
 from engine.offload.tier_matches import TierMatch
 from engine.scheduler.arrivals import PriorityQueue, is_overdue
 from engine.scheduler.scheduler import Scheduler
-from node.request_state import Ending, RequestQueue, RequestState, S, Stage, as_request_end
+from node.request_state import Ending, RequestQueue, RequestStage, RequestState, S, as_request_end
 
 
 class KeyedQueue(Generic[S]):
     """Requests in order of arrival, without limits of their own."""
 
-    stage: ClassVar[Stage]
+    stage: ClassVar[RequestStage]
 
     def __init__(self) -> None:
         self._states: dict[int, S] = {}  # by key
@@ -98,14 +98,14 @@ class SchedulerQueue(Generic[S]):
 
     def put(self, state: S) -> None:
         self.scheduler.add(state.request)
-        state.move(Stage.SCHEDULED, self)
+        state.move(RequestStage.SCHEDULED, self)
 
     def join(self, state: S, request: Request, holding: PageHolding) -> bool:
         """Put a request whose KV exists into the running batch. See Scheduler.join."""
         joined = self.scheduler.join(request, holding)
         if joined:
             state.request = request
-            state.move(Stage.SCHEDULED, self)
+            state.move(RequestStage.SCHEDULED, self)
         return joined
 
     def remove(self, state: S, ending: Ending) -> bool:
@@ -177,7 +177,7 @@ class PreparationStages(Generic[S]):
         return {queue.name: len(queue) for queue in self._queues}
 
     def put(self, state: S) -> None:
-        state.move(Stage.PREPARING, self)
+        state.move(RequestStage.PREPARING, self)
         if self._is_prepared(state.request, self._queues):
             self._prepared.append(state.request)
         self._states[state.key] = state

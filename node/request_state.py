@@ -60,7 +60,7 @@ class Claims:
             release()
 
 
-class Stage(Enum):
+class RequestStage(Enum):
     NEW = "new"
     BOOTSTRAP = "bootstrap"
     PREPARING = "preparing"
@@ -75,20 +75,30 @@ class Stage(Enum):
     CLOSED = "closed"
 
 
-_PLACED = frozenset({Stage.PAUSED, Stage.UNPAIRED, Stage.FETCHING, Stage.PREALLOC, Stage.SCHEDULED})
-_NEXT: Mapping[Stage, frozenset[Stage]] = {
-    Stage.NEW: frozenset({Stage.BOOTSTRAP, Stage.PREPARING, Stage.SCHEDULED}),
-    Stage.BOOTSTRAP: frozenset({Stage.PREPARING}),
-    Stage.PREPARING: _PLACED,
-    Stage.PAUSED: _PLACED,
-    Stage.UNPAIRED: _PLACED,
-    Stage.FETCHING: frozenset({Stage.SCHEDULED, Stage.PREALLOC}),
-    Stage.PREALLOC: _PLACED | {Stage.TRANSFER},
-    Stage.TRANSFER: _PLACED,
-    Stage.SCHEDULED: frozenset({Stage.MIGRATING, Stage.INFLIGHT}),
-    Stage.MIGRATING: frozenset({Stage.SCHEDULED}),
-    Stage.INFLIGHT: frozenset(),
-    Stage.CLOSED: frozenset(),
+_PLACED = frozenset(
+    {
+        RequestStage.PAUSED,
+        RequestStage.UNPAIRED,
+        RequestStage.FETCHING,
+        RequestStage.PREALLOC,
+        RequestStage.SCHEDULED,
+    }
+)
+_NEXT: Mapping[RequestStage, frozenset[RequestStage]] = {
+    RequestStage.NEW: frozenset(
+        {RequestStage.BOOTSTRAP, RequestStage.PREPARING, RequestStage.SCHEDULED}
+    ),
+    RequestStage.BOOTSTRAP: frozenset({RequestStage.PREPARING}),
+    RequestStage.PREPARING: _PLACED,
+    RequestStage.PAUSED: _PLACED,
+    RequestStage.UNPAIRED: _PLACED,
+    RequestStage.FETCHING: frozenset({RequestStage.SCHEDULED, RequestStage.PREALLOC}),
+    RequestStage.PREALLOC: _PLACED | {RequestStage.TRANSFER},
+    RequestStage.TRANSFER: _PLACED,
+    RequestStage.SCHEDULED: frozenset({RequestStage.MIGRATING, RequestStage.INFLIGHT}),
+    RequestStage.MIGRATING: frozenset({RequestStage.SCHEDULED}),
+    RequestStage.INFLIGHT: frozenset(),
+    RequestStage.CLOSED: frozenset(),
 }
 
 # How a request ends: by itself or by a limit (RequestEnd), or rejected with an error.
@@ -115,14 +125,14 @@ class RequestState:
     request: Request
     on_end: Callable[[Any, Ending], None]
     claims: Claims = field(default_factory=Claims)
-    stage: Stage = Stage.NEW
+    stage: RequestStage = RequestStage.NEW
     queue: "RequestQueue[Any] | None" = None
 
     @property
     def key(self) -> int:
         return self.request.key
 
-    def move(self, stage: Stage, queue: "RequestQueue[Any] | None") -> None:
+    def move(self, stage: RequestStage, queue: "RequestQueue[Any] | None") -> None:
         """Enter a stage.
 
         Raises:
@@ -136,9 +146,9 @@ class RequestState:
 
     def close(self, ending: Ending) -> None:
         """Report the end and release the claims. Has no effect on a closed request."""
-        if self.stage is Stage.CLOSED:
+        if self.stage is RequestStage.CLOSED:
             return
-        self.stage, self.queue = Stage.CLOSED, None
+        self.stage, self.queue = RequestStage.CLOSED, None
         self.on_end(self, ending)
         self.claims.close()
 

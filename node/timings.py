@@ -353,7 +353,7 @@ def _moments_of_bringing(moments: Sequence[float]) -> Iterator[TimelineEvent]:
 def _moments_of_handoff(stamps: ProducerTimings) -> Iterator[TimelineEvent]:
     came = f"hand-off {stamps.attempt}, {stamps.num_prompt} prompt tokens"
     yield TimelineEvent(stamps.opened, "opened", came)
-    granted = f"the consumer has {stamps.prefix_tokens} tokens already"
+    granted = f"the consumer has {stamps.prefix_tokens} tokens cached"
     yield TimelineEvent(stamps.granted, "granted", granted)
     yield from _moments_of_bringing(stamps.bringing)
     yield TimelineEvent(

@@ -30,7 +30,7 @@ from kvtransfer.messages import Prompt
 from kvtransfer.ports import OpenedEvent
 from node.control.engine_control import EngineControl
 from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
-from node.request_state import Claim, RequestState, Stage
+from node.request_state import Claim, RequestStage, RequestState
 from node.timings import ProducerTimings
 
 
@@ -56,13 +56,13 @@ class PrefillState(RequestState):
 class BootstrapQueue(KeyedQueue[PrefillState]):
     """Hand-offs that wait for their Grant."""
 
-    stage = Stage.BOOTSTRAP
+    stage = RequestStage.BOOTSTRAP
 
 
 class InflightQueue(KeyedQueue[PrefillState]):
     """Computed hand-offs, whose pages the consumer reads."""
 
-    stage = Stage.INFLIGHT
+    stage = RequestStage.INFLIGHT
 
     @property
     def num_waiting(self) -> int:

@@ -23,7 +23,7 @@ from engine.adapters.adapters import AdapterManager
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.scheduler import ChunkDone
-from node.request_state import Claim, Ending, RequestState, Stage
+from node.request_state import Claim, Ending, RequestStage, RequestState
 from node.sharing.fetches import PrefixFetches
 from prefill_node.admission import PrefillQueues, PrefillState
 
@@ -82,7 +82,7 @@ class PrefillAhead:
         """Start the next prompt if this node has no work, or stop the current one if it has."""
         self._next_at = math.inf
         if self._current is not None:
-            if self._current.handoff.stage is not Stage.BOOTSTRAP or self._others_wait:
+            if self._current.handoff.stage is not RequestStage.BOOTSTRAP or self._others_wait:
                 self.stop()
         elif self._max_tokens and not self._has_work:
             self._start(now)
@@ -118,7 +118,7 @@ class PrefillAhead:
     @property
     def _others_wait(self) -> bool:
         assert self._current is not None
-        waits = self._current.stage is Stage.SCHEDULED and self._current.request.slot is None
+        waits = self._current.stage is RequestStage.SCHEDULED and self._current.request.slot is None
         return self._scheduler.num_waiting > waits
 
     def _start(self, now: float) -> None:
@@ -144,7 +144,7 @@ class PrefillAhead:
         """Return whether the prompt's KV may come from the cache, and from nowhere else soon."""
         return (
             len(request.reusable_tokens) == len(request.token_ids) - 1
-            and not request.engine_deaths
+            and not request.engine_crashes
             and not self._fetches.waits(request.key)
         )
 

@@ -31,7 +31,7 @@ from node.control.pauses import PAUSED
 from node.engine_process import EngineStart
 from node.messages import CancelPooling, FrontMessage, SubmitPooling
 from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
-from node.request_state import RequestState, Stage
+from node.request_state import RequestStage, RequestState
 from node.runtime import NodeRuntime
 from node.sharing.fetches import PrefixFetchQueue
 from node.sharing.prefixes import PrefixSharing
@@ -116,7 +116,7 @@ class PrefillRole:
                 self._sharing.corrupt_prefixes.found(finished.corrupt_prefix)
             state = self._queues.scheduled.find(finished.request)
             # A hand-off in another stage ended with its first token.
-            if state is not None and state.stage is Stage.SCHEDULED:
+            if state is not None and state.stage is RequestStage.SCHEDULED:
                 state.close(finished.finish)
 
     def idle(self) -> None:
@@ -125,9 +125,9 @@ class PrefillRole:
 
     def check_leaks(self) -> None:
         """Raise EngineFault if a page or slot has no live holder."""
-        lent = [*self._handoffs.lent, *self._sharing.lent()]
+        exported = [*self._handoffs.exported, *self._sharing.exported()]
         reads = self._sharing.reads()
-        self.scheduler.check_idle({PageHolder.PUBLICATION: lent, PageHolder.READ: reads})
+        self.scheduler.check_idle({PageHolder.PUBLICATION: exported, PageHolder.READ: reads})
 
     # Calls of the control interface ---------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class PrefillRole:
         self._handoffs.fail_all(_GIVEN_UP)
         self._ahead.stop()
         self.scheduler.requeue_all()
-        return not (self._handoffs.lent or self._sharing.fetches.busy)
+        return not (self._handoffs.exported or self._sharing.fetches.busy)
 
     def update_waiting_requests(self) -> None:
         self._ahead.stop()

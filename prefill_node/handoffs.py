@@ -35,7 +35,7 @@ from kvtransfer.ports import (
     QueuedCommand,
 )
 from node.messages import HandoffSpan
-from node.request_state import Claim, Ending, Stage
+from node.request_state import Claim, Ending, RequestStage
 from node.sharing.prefixes import PrefixSharing
 from node.timings import ProducerTimings, RequestHistory, of_handoff
 from prefill_node.admission import COUNTS, HandoffAdmission, PrefillQueues, PrefillState, refusal_of
@@ -104,7 +104,10 @@ class HandoffHistory:
 
 
 # Names of queues in the report about hand-offs. All other stages are "prefilling".
-_QUEUES: Mapping[Stage, str] = {Stage.BOOTSTRAP: "bootstrap", Stage.INFLIGHT: "inflight"}
+_QUEUES: Mapping[RequestStage, str] = {
+    RequestStage.BOOTSTRAP: "bootstrap",
+    RequestStage.INFLIGHT: "inflight",
+}
 
 
 class OutgoingHandoffs:
@@ -132,7 +135,7 @@ class OutgoingHandoffs:
         self._port = port
         self._sharing = sharing
         self._states: dict[int, PrefillState] = {}  # by serial, of hand-offs that have not failed
-        self._lent: dict[int, Ints] = {}  # pages held for publication, by serial
+        self._exported: dict[int, Ints] = {}  # pages held for publication, by serial
         outcomes = ("handoffs_completed", "handoffs_failed", "handoffs_aborted", "refused/dropped")
         self._counts = dict.fromkeys((*outcomes, *COUNTS), 0)
 
@@ -140,12 +143,12 @@ class OutgoingHandoffs:
 
     @property
     def busy(self) -> bool:
-        return bool(self._states or self._lent)
+        return bool(self._states or self._exported)
 
     @property
-    def lent(self) -> Sequence[Ints]:
+    def exported(self) -> Sequence[Ints]:
         """Pages held for publication, one array per hand-off."""
-        return tuple(self._lent.values())
+        return tuple(self._exported.values())
 
     def find(self, request: Request) -> PrefillState | None:
         """Return the state of a request whose hand-off has not failed."""
@@ -215,7 +218,7 @@ class OutgoingHandoffs:
             state.close(error)
 
     def schedule_prepared(self, now: float) -> None:
-        """Schedule prepared requests, and reject those whose preparation failed."""
+        """Schedule prepared requests, and reject requests whose preparation failed."""
         for state, refusal in self._queues.preparing.ready(now):
             try:
                 if refusal is not None:
@@ -229,14 +232,14 @@ class OutgoingHandoffs:
         state = self._states[request.key]
         state.holding = holding
         num_tokens = len(request.token_ids)
-        lent = holding.take(self._tables.handed_over(num_tokens, state.prefix_tokens))
+        exported = holding.take(self._tables.handed_over(num_tokens, state.prefix_tokens))
         state.claims.release(Claim.TOKENS)
         self._sharing.admitted(request)
         timings = state.timings
         timings.admitted, timings.cached_tokens = request.admitted, request.cached_tokens
         timings.bringing = request.bringing
-        self._pages.hold(lent, PageHolder.PUBLICATION)
-        self._lent[state.key] = lent
+        self._pages.hold(exported, PageHolder.PUBLICATION)
+        self._exported[state.key] = exported
         # What was computed ahead counts as computed.
         cached_tokens = int(min(request.cached_tokens, state.cached_before))
         self._port.post(
@@ -272,9 +275,9 @@ class OutgoingHandoffs:
         state = self._states.pop(event.serial, None)
         if state is not None:
             _drop(state, event.reason)
-        lent = self._lent.pop(event.serial, None)
-        if lent is not None:
-            self._pages.drop(lent, PageHolder.PUBLICATION)
+        exported = self._exported.pop(event.serial, None)
+        if exported is not None:
+            self._pages.drop(exported, PageHolder.PUBLICATION)
 
     # Calls of operators ---------------------------------------------------------------------------
 
@@ -288,7 +291,9 @@ class OutgoingHandoffs:
 
     def fail_all(self, reason: str) -> None:
         """Fail all hand-offs except computed ones, whose pages are read to the end."""
-        self._fail_if(lambda state: state.stage is not Stage.INFLIGHT, reason, retryable=True)
+        self._fail_if(
+            lambda state: state.stage is not RequestStage.INFLIGHT, reason, retryable=True
+        )
 
     def _fail_if(
         self, chosen: Callable[[PrefillState], bool], reason: str, *, retryable: bool

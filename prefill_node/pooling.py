@@ -179,7 +179,7 @@ class PoolingCalls:
             token_ids=token_ids.tobytes(),
             sampling=_NO_TOKEN,
             namespace=message.namespace,
-            engine_crashes=message.engine_deaths,
+            engine_crashes=message.engine_crashes,
         )
         return Request.of(
             spec,

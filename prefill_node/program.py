@@ -170,7 +170,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
             budget_s=request.budget_s,
             queue_s=request.queue_s if request.HasField("queue_s") else math.inf,
             namespace=check_identity("namespace", request.namespace),
-            engine_deaths=min(request.engine_deaths, MAX_DEATHS),
+            engine_crashes=min(request.engine_crashes, MAX_DEATHS),
         )
 
 

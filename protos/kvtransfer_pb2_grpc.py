@@ -45,7 +45,7 @@ class KvTransferServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Pair(self, request_iterator, context):
-        """The first message each way is Hello. The end of the stream ends every hand-off on it.
+        """The first message in each direction is Hello. The end of the stream ends every hand-off on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -137,61 +137,61 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new work, finishes what runs, then exits 0. Returns once draining has begun.
+        """Accept no new work, finish the running work, then exit with code 0. Returns when the drain has begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Switch(self, request, context):
-        """Takes another role, with its weights and what it has cached, under a new instance id. Takes no
-        new work, has what is here finish or go on elsewhere, and returns when the other role is about to
-        begin. FAILED_PRECONDITION, or DEADLINE_EXCEEDED, with the reason, where the node goes on as it is.
+        """Change to another role under a new instance id. The node keeps its weights and its prefix cache. It
+        accepts no new work, and its requests finish or continue on another node. Returns when the new role
+        is about to begin. FAILED_PRECONDITION or DEADLINE_EXCEEDED with the reason: the node keeps its role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Empties the prefix cache. FAILED_PRECONDITION while requests run.
+        """Clear the prefix cache. FAILED_PRECONDITION while requests run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchCache(self, request, context):
-        """What the prefix cache holds: first everything, then every change, until the call ends. A caller
-        that does not read is cut off with RESOURCE_EXHAUSTED, and begins anew.
+        """Stream the contents of the prefix cache: first all of it, then every change, until the call ends. The
+        node ends the call with RESOURCE_EXHAUSTED if the caller does not read. The caller then starts again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends every live request with this request_id.
+        """End every running request with this request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Reads a LoRA adapter from below the node's engine.lora.adapter_dir. FAILED_PRECONDITION, with the
-        reason, where there is none for its model, no room for it, or the name is another's.
+        """Load a LoRA adapter from below the node's engine.lora.adapter_dir. FAILED_PRECONDITION with the reason:
+        there is none for this model, there is no free slot for it, or the name belongs to another adapter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Nobody has it by that name any more; requests that have it go on.
+        """Remove the name of an adapter. Running requests with the adapter continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Launches nothing from now on, and returns once what was launched has ended. Requests that come
-        meanwhile wait, with their deadlines.
+        """Launch no further step. Returns when the launched steps have ended. New requests wait, within their
+        deadlines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,64 +204,63 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PrepareWeights(self, request, context):
-        """Looks through other weights of the model, below the node's engine.weights_dir, and names
-        them. FAILED_PRECONDITION, with the reason, where they are none.
+        """Check other weights of the model, below the node's engine.weights_dir, and return their id.
+        FAILED_PRECONDITION with the reason: they are invalid.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutWeights(self, request, context):
-        """Puts those that were prepared last in the place of the present ones, while the node is paused.
-        All KV is let go; requests that are here are computed anew.
+        """Replace the present weights by the last prepared ones, while the node is paused. All KV is dropped, and
+        the node's requests are recomputed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeWeights(self, request, context):
-        """Reads the weights of another node, over the path that KV takes, and puts them in the place of
-        the present ones likewise; where they are those already, there is nothing to do.
-        FAILED_PRECONDITION with the reason: it computes with those that it had, unless the reason says
-        that they are incomplete.
+        """Copy the weights of another node over the data path of KV, and replace the present weights. Does nothing
+        if they are equal. FAILED_PRECONDITION with the reason: the node keeps its weights, unless the reason
+        says that they are incomplete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseMemory(self, request, context):
-        """Gives memory back to the system, until it is to take it again: FAILED_PRECONDITION while
-        requests are here and the node is not paused, or where it cannot. All KV is let go. The node is
-        paused meanwhile.
+        """Release memory to the system until ResumeMemory. All KV is dropped, and the node is paused.
+        FAILED_PRECONDITION: the node has requests and is not paused, or it cannot release memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeMemory(self, request, context):
-        """FAILED_PRECONDITION, with the reason, where there is no room, or its weights are not to be had.
+        """Allocate the released memory again. FAILED_PRECONDITION with the reason: there is not enough memory, or
+        the weights are not available.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Profiles the next steps with torch's profiler, and returns which file the trace is going to be,
-        below the node's engine.profile_dir. FAILED_PRECONDITION without one.
+        """Profile the next steps with torch's profiler. Returns the path of the trace, below the node's
+        engine.profile_dir. FAILED_PRECONDITION: that directory is not set.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Ends a profile before it has its steps, and returns once its trace is written.
+        """End a profile before it has all steps. Returns when its trace is written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """What happened here to the requests of this id: those under way, and the last that have ended.
+        """Return the events of the requests with this id on this node: running ones, and the last that ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

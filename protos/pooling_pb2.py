@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from protos import sampling_pb2 as protos_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/pooling.proto\x12\x08\x62\x61ton.v1\x1a\x15protos/sampling.proto\"\x87\x02\n\x0bPoolRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x07prompts\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenSequence\x12\x1c\n\x04pool\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Pool\x12\x17\n\x0flabel_token_ids\x18\x04 \x03(\r\x12\x12\n\ndimensions\x18\x05 \x01(\r\x12\x11\n\tnormalize\x18\x06 \x01(\x08\x12\x10\n\x08\x62udget_s\x18\x07 \x01(\x01\x12\x14\n\x07queue_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tnamespace\x18\t \x01(\x0c\x12\x15\n\rengine_deaths\x18\n \x01(\rB\n\n\x08_queue_s\"6\n\x0cPoolResponse\x12\x0f\n\x07vectors\x18\x01 \x03(\x0c\x12\x15\n\rcached_tokens\x18\x02 \x01(\r*l\n\x04Pool\x12\x14\n\x10POOL_UNSPECIFIED\x10\x00\x12\r\n\tPOOL_LAST\x10\x01\x12\r\n\tPOOL_MEAN\x10\x02\x12\x0e\n\nPOOL_FIRST\x10\x03\x12\x0f\n\x0bPOOL_LABELS\x10\x04\x12\x0f\n\x0bPOOL_TOKENS\x10\x05\x32@\n\x07Pooling\x12\x35\n\x04Pool\x12\x15.baton.v1.PoolRequest\x1a\x16.baton.v1.PoolResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/pooling.proto\x12\x08\x62\x61ton.v1\x1a\x15protos/sampling.proto\"\x88\x02\n\x0bPoolRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x07prompts\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenSequence\x12\x1c\n\x04pool\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Pool\x12\x17\n\x0flabel_token_ids\x18\x04 \x03(\r\x12\x12\n\ndimensions\x18\x05 \x01(\r\x12\x11\n\tnormalize\x18\x06 \x01(\x08\x12\x10\n\x08\x62udget_s\x18\x07 \x01(\x01\x12\x14\n\x07queue_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tnamespace\x18\t \x01(\x0c\x12\x16\n\x0e\x65ngine_crashes\x18\n \x01(\rB\n\n\x08_queue_s\"6\n\x0cPoolResponse\x12\x0f\n\x07vectors\x18\x01 \x03(\x0c\x12\x15\n\rcached_tokens\x18\x02 \x01(\r*l\n\x04Pool\x12\x14\n\x10POOL_UNSPECIFIED\x10\x00\x12\r\n\tPOOL_LAST\x10\x01\x12\r\n\tPOOL_MEAN\x10\x02\x12\x0e\n\nPOOL_FIRST\x10\x03\x12\x0f\n\x0bPOOL_LABELS\x10\x04\x12\x0f\n\x0bPOOL_TOKENS\x10\x05\x32@\n\x07Pooling\x12\x35\n\x04Pool\x12\x15.baton.v1.PoolRequest\x1a\x16.baton.v1.PoolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.pooling_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOL']._serialized_start=379
-  _globals['_POOL']._serialized_end=487
+  _globals['_POOL']._serialized_start=380
+  _globals['_POOL']._serialized_end=488
   _globals['_POOLREQUEST']._serialized_start=58
-  _globals['_POOLREQUEST']._serialized_end=321
-  _globals['_POOLRESPONSE']._serialized_start=323
-  _globals['_POOLRESPONSE']._serialized_end=377
-  _globals['_POOLING']._serialized_start=489
-  _globals['_POOLING']._serialized_end=553
+  _globals['_POOLREQUEST']._serialized_end=322
+  _globals['_POOLRESPONSE']._serialized_start=324
+  _globals['_POOLRESPONSE']._serialized_end=378
+  _globals['_POOLING']._serialized_start=490
+  _globals['_POOLING']._serialized_end=554
 # @@protoc_insertion_point(module_scope)

@@ -24,7 +24,7 @@ POOL_LABELS: Pool
 POOL_TOKENS: Pool
 
 class PoolRequest(_message.Message):
-    __slots__ = ("request_id", "prompts", "pool", "label_token_ids", "dimensions", "normalize", "budget_s", "queue_s", "namespace", "engine_deaths")
+    __slots__ = ("request_id", "prompts", "pool", "label_token_ids", "dimensions", "normalize", "budget_s", "queue_s", "namespace", "engine_crashes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -34,7 +34,7 @@ class PoolRequest(_message.Message):
     BUDGET_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_CRASHES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompts: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenSequence]
     pool: Pool
@@ -44,8 +44,8 @@ class PoolRequest(_message.Message):
     budget_s: float
     queue_s: float
     namespace: bytes
-    engine_deaths: int
-    def __init__(self, request_id: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_sampling_pb2.TokenSequence, _Mapping]]] = ..., pool: _Optional[_Union[Pool, str]] = ..., label_token_ids: _Optional[_Iterable[int]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., budget_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ...) -> None: ...
+    engine_crashes: int
+    def __init__(self, request_id: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[_sampling_pb2.TokenSequence, _Mapping]]] = ..., pool: _Optional[_Union[Pool, str]] = ..., label_token_ids: _Optional[_Iterable[int]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., budget_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., namespace: _Optional[bytes] = ..., engine_crashes: _Optional[int] = ...) -> None: ...
 
 class PoolResponse(_message.Message):
     __slots__ = ("vectors", "cached_tokens")

@@ -45,9 +45,9 @@ class PoolingServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Pool(self, request, context):
-        """Computes prompts, and answers once all are. Cancelling the call ends them. RESOURCE_EXHAUSTED
-        where they would wait too long, with retry-after in the trailing metadata; INVALID_ARGUMENT of a
-        model that has no such head.
+        """Compute prompts, and respond when all of them are computed. Cancelling the call ends them.
+        RESOURCE_EXHAUSTED: they would wait too long. The trailing metadata has retry-after.
+        INVALID_ARGUMENT: the model has no such head.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -150,29 +150,29 @@ class RouterServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates from one prompt and streams the answer as it comes. The last message has
-        finish_reason and usage. Cancelling the call cancels the request on every node.
+        """Generate from one prompt and stream the response. The last message has finish_reason and usage.
+        Cancelling the call cancels the request on every node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Vectors of texts. Prefill nodes make them, and no decode node takes part.
+        """Return embeddings of texts. Only prefill nodes compute them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """How well the texts of each pair go together. To rerank documents, sort them by it.
+        """Score pairs of texts. To rerank documents, sort them by their scores.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScoreTokens(self, request, context):
-        """How likely each of some tokens is to follow each prompt.
+        """Return the probabilities of given tokens as the next token of each prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,40 +197,40 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCluster(self, request, context):
-        """This router and the nodes it knows, as they report themselves now. GET /cluster on the HTTP
-        port is the same as JSON.
+        """Return the current state of this router and of the nodes that it knows. GET /cluster on the HTTP port
+        returns the same as JSON.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """What happened to one request, as this router and all of its nodes know it. NOT_FOUND where
-        none of them knows it any more. GET /requests/NAME/events on the HTTP port is the same as JSON.
+        """Return the events of one request on this router and all of its nodes. NOT_FOUND: none of them has
+        stored events of it. GET /requests/NAME/events on the HTTP port returns the same as JSON.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Has all nodes load a LoRA adapter, which requests may then name; all of them, or none.
-        INVALID_ARGUMENT, with the node and its reason, where one of them does not.
+        """Load a LoRA adapter on all nodes, or on none. Requests may then name it. INVALID_ARGUMENT with the node
+        and its reason: a node refused it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Has all nodes unload it. Requests that have it go on. NOT_FOUND where none of them has it.
+        """Unload a LoRA adapter on all nodes. Running requests with the adapter continue. NOT_FOUND: no node has
+        it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Has all nodes launch nothing until Continue; all of them, or none. FAILED_PRECONDITION, with the
-        node and its reason, where one of them is not reached. Requests that come meanwhile wait, with
-        their deadlines.
+        """Pause inference on all nodes, or on none, until Continue. New requests wait, within their deadlines.
+        FAILED_PRECONDITION with the node and its reason: a node could not be paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -243,18 +243,18 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Has all nodes compute with other weights of the model from now on: all of them look through these
-        first, then all are paused, change, and continue. INVALID_ARGUMENT, and nothing has changed, where
-        one of them refuses; FAILED_PRECONDITION, and all stay paused, where one could not change. Those
-        of a node are read by the others while these are paused.
+        """Load other weights of the model on all nodes. First all nodes check the weights. Then all nodes are
+        paused, load them, and continue. With from_node, the other nodes copy its weights while they are paused.
+        INVALID_ARGUMENT: a node refused them, and nothing has changed. FAILED_PRECONDITION: a node could not
+        load them, and all nodes stay paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseMemory(self, request, context):
-        """Has all nodes give memory back to the system, or none: FAILED_PRECONDITION with those that do
-        not, and why. They are paused until they have it again.
+        """Release memory of all nodes to the system, or of none. The nodes are paused until ResumeMemory.
+        FAILED_PRECONDITION with the nodes that refused, and their reasons.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -267,46 +267,45 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Has torch's profiler watch the next steps of all nodes.
+        """Profile the next steps of all nodes with torch's profiler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Ends it where it is under way, and returns once the traces are written.
+        """End the running profiles. Returns when the traces are written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Empties the prefix caches of all nodes. FAILED_PRECONDITION where requests are.
+        """Clear the prefix caches of all nodes. FAILED_PRECONDITION: a node has running requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new request, finishes those that it has, then ends. For operators; returns once that
-        has begun.
+        """Accept no new requests, finish the running ones, then exit. For operators. Returns when the drain has
+        begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Move(self, request, context):
-        """Has one running request of this router go on at another decode node; returns once it does.
-        NOT_FOUND where there is none; FAILED_PRECONDITION, and it runs on where it is, where it does not.
+        """Migrate one running request of this router to another decode node. Returns when it runs there.
+        NOT_FOUND: there is no such request. FAILED_PRECONDITION: the request continues on its node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TellPlan(self, request, context):
-        """Keeps what a planner (`baton planner`) has seen and decided for those who ask for the cluster: the
-        newest of what it tells, and its last 32 events. For operators. INVALID_ARGUMENT for more than 16
-        events, and for texts of more than 512 characters.
+        """Store the latest report of a planner (`baton planner`) and its last 32 events, for GetCluster. For
+        operators. INVALID_ARGUMENT: more than 16 events, or a text of more than 512 characters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

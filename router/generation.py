@@ -31,7 +31,7 @@ from router.timelines import AttemptTimings, RequestTimeline
 from router.token_buffer import NodeOutput
 
 MAX_REPLAYS = 2  # charged losses since its last progress
-MAX_ENGINE_DEATHS = 4  # crashes that it was part of, with or without progress
+MAX_ENGINE_CRASHES = 4  # crashes that it was part of, with or without progress
 # Factor by which a node may wait longer than the router estimates. The node has better information,
 # and a late rejection costs a round trip. It is worthwhile only if the router's estimate was far
 # off.
@@ -204,14 +204,14 @@ class AttemptLosses:
 
     Attributes:
         addresses: of the nodes, in order.
-        engine_deaths: crashes to report to its next node.
+        engine_crashes: crashes to report to its next node.
     """
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
-        self.engine_deaths = 0
+        self.engine_crashes = 0
         self._charged = 0
-        self._all_engine_deaths = 0
+        self._all_engine_crashes = 0
         self._num_tokens = 0  # tokens that it had at the last loss
 
     def add(self, address: str, error: NodeUnavailable, num_tokens: int) -> None:
@@ -225,17 +225,17 @@ class AttemptLosses:
         """
         self.addresses.append(address)
         if num_tokens >= self._num_tokens + TRIAL_TOKENS:
-            self.engine_deaths = self._charged = 0
+            self.engine_crashes = self._charged = 0
         self._num_tokens = num_tokens
         match error.cause if isinstance(error, NodeLost) else LossCause.UNKNOWN:
             case LossCause.GUILTY:
                 raise RequestFailed(GUILTY)
-            case LossCause.SUSPECT if not self.engine_deaths:
+            case LossCause.SUSPECT if not self.engine_crashes:
                 # A request that is quarantined already was queued for its trial and computed
                 # nothing.
-                self.engine_deaths = 1
-                self._all_engine_deaths += 1
-                if self._all_engine_deaths > MAX_ENGINE_DEATHS:
+                self.engine_crashes = 1
+                self._all_engine_crashes += 1
+                if self._all_engine_crashes > MAX_ENGINE_CRASHES:
                     raise error
             case LossCause.UNKNOWN:
                 self._charged += 1
@@ -298,7 +298,7 @@ class Generation:
                 return
             except NodeUnavailable as error:
                 placed = await self._place_again(error)
-                suspect = self._losses.engine_deaths > 0
+                suspect = self._losses.engine_crashes > 0
                 timings = self._record.replay(placed.decode.address, error, suspect=suspect)
 
     async def _follow(self, attempt: Attempt) -> Attempt | None:
@@ -335,7 +335,7 @@ class Generation:
     ) -> Attempt:
         """Submit the rest of the request. `source`: the attempt that it migrates from."""
         return submit(
-            self._spec.continued(self._sink.token_ids, self._losses.engine_deaths),
+            self._spec.continued(self._sink.token_ids, self._losses.engine_crashes),
             placed,
             self._due.deadline,
             self._record.timeline,
@@ -379,7 +379,7 @@ class Generation:
     @property
     def movable(self) -> bool:
         idle = self._successor is None and time.monotonic() >= self._again_at
-        return idle and bool(self._sink.token_ids) and not self._losses.engine_deaths
+        return idle and bool(self._sink.token_ids) and not self._losses.engine_crashes
 
     def migrate(self, target: str = "") -> asyncio.Task[MigrationOutcome]:
         self._migration = asyncio.create_task(self._migrate(self._attempt, target))

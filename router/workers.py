@@ -28,12 +28,12 @@ _CONNECTIONS = 8  # to each process; further calls are queued
 
 # Queries to all processes of this router, in parallel and with a time limit.
 #
-# A SiblingQuery answers for this process, and collects the answers of the others.
+# A ProcessQuery answers for this process, and collects the answers of the others.
 #
 # A process that does not answer in time is silent: its part is missing from the result, which says
 # how many are missing.
 @dataclass(frozen=True, slots=True)
-class SiblingReply:
+class ProcessReplies:
     """Responses of the other processes.
 
     Attributes:
@@ -49,8 +49,8 @@ class SiblingReply:
         return self.num_asked - len(self.bodies)
 
 
-class SiblingProcesses:
-    """The other processes of this router. For one event loop. Made by `siblings`.
+class OtherProcesses:
+    """The other processes of this router. For one event loop. Made by `other_processes`.
 
     Attributes:
         tells: this process's own answers for the others, by path.
@@ -60,7 +60,7 @@ class SiblingProcesses:
         self._sessions = sessions
         self.tells: dict[str, Tell] = {}
 
-    async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> SiblingReply:
+    async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> ProcessReplies:
         """Call all processes.
 
         Returns within `longest_s`. Raises nothing: failures count as silent.
@@ -70,7 +70,7 @@ class SiblingProcesses:
         answers = await asyncio.gather(*asked)
         numbered = zip(self._sessions, answers, strict=True)
         bodies = {number: body for number, body in numbered if body is not None}
-        return SiblingReply(bodies, len(self._sessions))
+        return ProcessReplies(bodies, len(self._sessions))
 
 
 class AnswerCodec(NamedTuple, Generic[T]):
@@ -88,7 +88,7 @@ def as_message(kind: type[M]) -> AnswerCodec[M]:
     return AnswerCodec(kind.SerializeToString, kind.FromString)
 
 
-class SiblingAnswers(NamedTuple, Generic[T]):
+class ProcessAnswers(NamedTuple, Generic[T]):
     """The answers of the other processes. `num_silent` have not answered in time."""
 
     answers: Sequence[T]
@@ -99,12 +99,12 @@ class SiblingAnswers(NamedTuple, Generic[T]):
         return self.num_asked - len(self.answers)
 
 
-class SiblingQuery(Generic[T]):
+class ProcessQuery(Generic[T]):
     """A query that each process of this router answers for itself. For one event loop."""
 
     def __init__(
         self,
-        siblings: SiblingProcesses,
+        other_processes: OtherProcesses,
         path: str,
         own: Callable[..., T | Awaitable[T]],
         codec: AnswerCodec[T],
@@ -114,16 +114,16 @@ class SiblingQuery(Generic[T]):
             path: unique among the queries.
             own: returns this process's answer. Called with the query.
         """
-        self._siblings = siblings
+        self._others = other_processes
         self._path = path
         self._own = own
         self._codec = codec
-        siblings.tells[path] = self._tell
+        other_processes.tells[path] = self._tell
 
-    async def ask(self, longest_s: float = LONGEST_S, /, **query: str) -> SiblingAnswers[T]:
+    async def ask(self, longest_s: float = LONGEST_S, /, **query: str) -> ProcessAnswers[T]:
         """Return the answers of all other processes, within `longest_s`. Raises nothing."""
-        told = await self._siblings.ask(self._path, longest_s, **query)
-        return SiblingAnswers([*map(self._codec.decode, told.bodies.values())], told.num_asked)
+        told = await self._others.ask(self._path, longest_s, **query)
+        return ProcessAnswers([*map(self._codec.decode, told.bodies.values())], told.num_asked)
 
     async def _tell(self, query: Mapping[str, str]) -> bytes:
         answer: Any = self._own(**query)
@@ -131,7 +131,7 @@ class SiblingQuery(Generic[T]):
 
 
 @asynccontextmanager
-async def siblings(sockets: Mapping[int, str]) -> AsyncIterator[SiblingProcesses]:
+async def other_processes(sockets: Mapping[int, str]) -> AsyncIterator[OtherProcesses]:
     """Open the connections to the other processes.
 
     Args:
@@ -142,7 +142,7 @@ async def siblings(sockets: Mapping[int, str]) -> AsyncIterator[SiblingProcesses
             number: await open_sessions.enter_async_context(_session(socket))
             for number, socket in sockets.items()
         }
-        yield SiblingProcesses(sessions)
+        yield OtherProcesses(sessions)
 
 
 def _session(socket: str) -> aiohttp.ClientSession:
@@ -266,17 +266,19 @@ class LocalEnd:
 
     async def drain(self, *, in_turn: bool) -> None:
         if in_turn:
-            raise FailedPrecondition("this router is one process: there is no turn to take")
+            raise FailedPrecondition(
+                "this router has only one process: there is nothing to restart in turn"
+            )
         self._begin()
 
 
 class SharedEnd:
     """Shutdown of a router with several processes, through their keeper."""
 
-    def __init__(self, keeper: SiblingProcesses) -> None:
+    def __init__(self, keeper: OtherProcesses) -> None:
         self._keeper = keeper
 
     async def drain(self, *, in_turn: bool) -> None:
         told = await self._keeper.ask(PATH, **{IN_TURN: "yes" if in_turn else "no"})
         if told.num_silent:
-            raise NodeUnavailable("the process that keeps this one does not answer")
+            raise NodeUnavailable("the parent process of this router does not respond")

@@ -123,15 +123,15 @@ _OF_PROFILES: Mapping[str, IgnoredFields] = {
 }
 # Summary and request fields of each path.
 COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
-    PAUSE_PATH: ("Has all nodes launch nothing, until they are to continue.", PauseFields),
-    CONTINUE_PATH: ("Ends the pause of all nodes.", NoFields),
-    UPDATE_PATH: ("Has all nodes compute with other weights of the model.", UpdateFields),
-    TAKE_PATH: ("Has all nodes compute with the weights of one of them.", PullWeightsFields),
-    RELEASE_PATH: ("Has all nodes give memory back to the system.", MemoryFields),
-    RESUME_PATH: ("Has all nodes take it again.", MemoryFields),
-    PROFILE_PATH: ("Has torch's profiler watch the next steps of all nodes.", ProfileFields),
-    END_PROFILE_PATH: ("Ends that, and waits for the traces to be written.", NoFields),
-    FLUSH_PATH: ("Empties the prefix caches of all nodes.", NoFields),
+    PAUSE_PATH: ("Pause inference on all nodes.", PauseFields),
+    CONTINUE_PATH: ("Resume inference on all nodes.", NoFields),
+    UPDATE_PATH: ("Load other weights of the model on all nodes, from a directory.", UpdateFields),
+    TAKE_PATH: ("Copy the weights of one node to all other nodes.", PullWeightsFields),
+    RELEASE_PATH: ("Release the memory of all nodes.", MemoryFields),
+    RESUME_PATH: ("Allocate the released memory again on all nodes.", MemoryFields),
+    PROFILE_PATH: ("Profile the next steps of all nodes with torch's profiler.", ProfileFields),
+    END_PROFILE_PATH: ("End the profile, and wait until the traces are written.", NoFields),
+    FLUSH_PATH: ("Clear the prefix caches of all nodes.", NoFields),
 }
 
 

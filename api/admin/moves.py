@@ -13,7 +13,7 @@ import msgspec
 from common.errors import FailedPrecondition, InvalidRequest, NodeUnavailable, NotFound
 from protos.router_pb2 import MoveResponse, Plan, PlanEvent
 from router.cluster.cluster import Cluster
-from router.workers import LONGEST_S, SiblingProcesses, SiblingQuery, as_json, as_message
+from router.workers import LONGEST_S, OtherProcesses, ProcessQuery, as_json, as_message
 
 _MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes
 MOVE_S = 20.0  # longest wait: the nodes may have to pair, and the target may have to free capacity
@@ -31,13 +31,13 @@ class MigrationResult(msgspec.Struct, frozen=True):
 class MigrationService:
     """Migrations of requests of all processes of this router. For one event loop."""
 
-    def __init__(self, cluster: Cluster, siblings: SiblingProcesses) -> None:
+    def __init__(self, cluster: Cluster, other_processes: OtherProcesses) -> None:
         self._cluster = cluster
-        self._movables: SiblingQuery[list[str]] = SiblingQuery(
-            siblings, _MOVABLE, self._movable, as_json(list[str])
+        self._movables: ProcessQuery[list[str]] = ProcessQuery(
+            other_processes, _MOVABLE, self._movable, as_json(list[str])
         )
-        self._moves: SiblingQuery[MigrationResult | None] = SiblingQuery(
-            siblings, _MOVE, self._move, as_json(MigrationResult | None)
+        self._moves: ProcessQuery[MigrationResult | None] = ProcessQuery(
+            other_processes, _MOVE, self._move, as_json(MigrationResult | None)
         )
 
     async def move(self, request_id: str, source: str, target: str) -> MoveResponse:
@@ -95,16 +95,16 @@ class MigrationService:
         source = running.address
         if not running.movable:
             return MigrationResult(
-                source, "", "it has no token yet, or is being moved, or was just now"
+                source, "", "it has no token yet, or is migrating, or migrated just now"
             )
         if source == target:
-            return MigrationResult(source, "", "it runs there")
+            return MigrationResult(source, "", "it already runs there")
         task = running.migrate(target)
         await asyncio.wait({task}, timeout=MOVE_S)
         if not task.done():
-            return MigrationResult(source, "", "it is still on its way")
+            return MigrationResult(source, "", "the migration is not complete yet")
         if task.cancelled():
-            return MigrationResult(source, "", "it has ended, or its node has")
+            return MigrationResult(source, "", "the request or its node has ended")
         outcome = task.result()
         return MigrationResult(source, outcome.target, outcome.because)
 
@@ -112,7 +112,7 @@ class MigrationService:
 def _unknown(sentence: str, num_silent: int) -> NotFound | NodeUnavailable:
     if not num_silent:
         return NotFound(sentence)
-    return NodeUnavailable(f"{sentence}; {num_silent} processes of this router have not answered")
+    return NodeUnavailable(f"{sentence}; {num_silent} processes of this router did not respond")
 
 
 NUM_KEPT = 32  # events
@@ -139,13 +139,13 @@ class Plans:
     """Planner reports of all processes of this router. For one event loop."""
 
     def __init__(
-        self, siblings: SiblingProcesses, clock: Callable[[], float] = time.monotonic
+        self, other_processes: OtherProcesses, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
         self._last = Plan()  # without events
         self._at = 0.0
         self._events: deque[_Event] = deque(maxlen=NUM_KEPT)
-        self._query = SiblingQuery(siblings, _PLAN, self.own, as_message(Plan))
+        self._query = ProcessQuery(other_processes, _PLAN, self.own, as_message(Plan))
 
     def take(self, plan: Plan) -> None:
         """Store a planner's report. Raise InvalidRequest if it is malformed."""

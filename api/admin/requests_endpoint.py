@@ -23,7 +23,7 @@ from common.requests.timeline import HandoffSummary, Interval, TtftPhase, event_
 from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
 from router.cluster.cluster_state import DescribeResult, NodeDescriber
 from router.timelines import AttemptTimings, RequestTimeline, TimelineRecorder
-from router.workers import SiblingProcesses, SiblingQuery, as_json
+from router.workers import OtherProcesses, ProcessQuery, as_json
 
 
 # A request's timeline as JSON: a summary for lists, and the details.
@@ -143,12 +143,12 @@ class Explainer:
     """Collector of request histories from all processes and nodes. For one event loop."""
 
     def __init__(
-        self, timelines: TimelineRecorder, siblings: SiblingProcesses, nodes: NodeDescriber
+        self, timelines: TimelineRecorder, other_processes: OtherProcesses, nodes: NodeDescriber
     ) -> None:
         self._timelines = timelines
         self._nodes = nodes
-        self._query: SiblingQuery[EventHistory | None] = SiblingQuery(
-            siblings, _TOLD, self._own, as_json(EventHistory | None)
+        self._query: ProcessQuery[EventHistory | None] = ProcessQuery(
+            other_processes, _TOLD, self._own, as_json(EventHistory | None)
         )
 
     async def explain(self, name: str) -> ExplainResponse:
@@ -233,7 +233,7 @@ def _sentence(name: str, said: Sequence[DescribeResult], num_silent: int) -> str
     )
     sentence = f"request {name!r} is unknown or no longer stored"
     if num_silent:
-        sentence += f"; {num_silent} processes of this router have not answered"
+        sentence += f"; {num_silent} processes of this router did not respond"
     return f"{sentence}; kept are the last that ended: {kept or 'no node is there'}"
 
 
@@ -249,15 +249,15 @@ class RequestsEndpoint:
     """HTTP handlers of the request timelines. For one event loop."""
 
     def __init__(
-        self, timelines: TimelineRecorder, siblings: SiblingProcesses, explainer: Explainer
+        self, timelines: TimelineRecorder, other_processes: OtherProcesses, explainer: Explainer
     ) -> None:
         self._timelines = timelines
         self._explainer = explainer
-        self._lists: SiblingQuery[list[_Content]] = SiblingQuery(
-            siblings, _ALL, self._own_list, as_json(list[_Content])
+        self._lists: ProcessQuery[list[_Content]] = ProcessQuery(
+            other_processes, _ALL, self._own_list, as_json(list[_Content])
         )
-        self._ones: SiblingQuery[_Content | None] = SiblingQuery(
-            siblings, _ONE, self._own, as_json(_Content | None)
+        self._ones: ProcessQuery[_Content | None] = ProcessQuery(
+            other_processes, _ONE, self._own, as_json(_Content | None)
         )
 
     def _own_list(self) -> list[_Content]:
@@ -318,9 +318,9 @@ def _best(name: str, found: list[_Content]) -> _Content | None:
 
 
 def _not_found(name: str, num_silent: int) -> ApiError:
-    sentence = f"no request {name!r} is under way or among the last that ended"
+    sentence = f"no request {name!r} is running or among the last requests that ended"
     if num_silent:
         processes = "a process" if num_silent == 1 else f"{num_silent} processes"
-        sentence += f", as far as is known: {processes} of this router did not answer"
+        sentence += f", as far as is known: {processes} of this router did not respond"
         return ApiError(503, sentence, code="request_not_found")
     return ApiError(404, sentence, code="request_not_found")

@@ -23,7 +23,7 @@ from protos.router_pb2 import LatencySummary, RouterState, WorkerState
 from protos.router_pb2 import RecentRequests as RecentRequestsReport
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.metrics import LATENCY_S, RecentRequests, RequestCounts
-from router.workers import SiblingProcesses, SiblingQuery, Tell, as_message
+from router.workers import OtherProcesses, ProcessQuery, Tell, as_message
 
 STATE = "/worker-state"  # path between worker processes
 _BY_WEIGHT = ("ready", "not ready", "draining")
@@ -43,7 +43,7 @@ class MergedState:
         why_not_ready: Callable[[], str | None],
         in_use: Callable[[], Iterable[str]],
         counts: Callable[[], RequestCounts],
-        siblings: SiblingProcesses,
+        other_processes: OtherProcesses,
         began: float,
     ) -> None:
         """
@@ -62,7 +62,7 @@ class MergedState:
         self._why_not_ready = why_not_ready
         self._in_use = in_use
         self._counts = counts
-        self._query = SiblingQuery(siblings, STATE, self.own, as_message(WorkerState))
+        self._query = ProcessQuery(other_processes, STATE, self.own, as_message(WorkerState))
 
     async def now(self) -> RouterState:
         told = await self._query.ask()
@@ -281,14 +281,14 @@ class MetricsEndpoint:
 class MergedMetricsEndpoint:
     """HTTP handler for the metrics of a router with several processes."""
 
-    def __init__(self, keeper: SiblingProcesses) -> None:
+    def __init__(self, keeper: OtherProcesses) -> None:
         self._keeper = keeper
 
     async def __call__(self, request: HttpRequest) -> web.Response:
         accept = request.header("accept")
         told = await self._keeper.ask(METRICS_PATH, accept=accept)
         if told.num_silent:
-            sentence = "the process that gathers this router's metrics did not answer in time"
+            sentence = "the process that collects this router's metrics did not respond in time"
             return ApiError(503, sentence).response()
         (body,) = told.bodies.values()
         return whole(200, body, choose_encoder(accept)[1])

@@ -78,8 +78,8 @@ class KeyEntry(ConfigRecord):
     )
     priority: Priority | None = Field(
         None,
-        description="highest that its requests may have, and what they have unless they ask for "
-        "less; default: --clients.priority",
+        description="Highest priority of its requests, also their default priority. Default: "
+        "--clients.priority",
     )
     limits: KeyLimits = KeyLimits()
 
@@ -165,7 +165,7 @@ def _parsed(content: bytes) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
     # PyYAML raises these for values that do not match an explicit tag, such as !!int "".
     except (LookupError, AttributeError) as error:
-        raise ValueError(f"a value is not what its tag says: {error}") from error
+        raise ValueError(f"a value does not match its YAML tag: {error}") from error
 
 
 def _sentence(error: ValidationError) -> str:

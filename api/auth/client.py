@@ -93,8 +93,7 @@ class KeyUsage:
         requests, tokens = self._requests, self._tokens
         if requests is not None and num_requests > requests.per_minute:
             raise InvalidRequest(
-                f"these are {num_requests} requests at once; "
-                f"this key has {requests.per_minute} a minute"
+                f"{num_requests} requests at once: this key may send {requests.per_minute} a minute"
             )
         requests_s = _wait_s(requests, max(num_requests, 1))
         if tokens is not None and (tokens_s := tokens.wait_s(1)):

@@ -206,7 +206,7 @@ class FairShareLimiter:
     def _overloaded(self, client: Client) -> Overloaded:
         return Overloaded(
             f"{self.num_taken} {self._what}, {self._slots.held(client.name)} of them of this "
-            "client: no more can be taken now"
+            "client: no more can be accepted now"
         )
 
 

@@ -53,7 +53,9 @@ class ApiKeys:
         Raises:
             ConfigError: the file cannot be used.
         """
-        self._files = WatchedFiles([file], lambda: _read(file), what="API keys", knob="--api-keys")
+        self._files = WatchedFiles(
+            [file], lambda: _read(file), what="API keys", setting="--api-keys"
+        )
         self._salt_by_key = salt_by_key
         self._entries: Sequence[KeyEntry] = ()
         self._by_hash: Mapping[str, ActiveKey] = {}
@@ -277,7 +279,7 @@ class OperatorCheck:
         if any(hmac.compare_digest(word.encode(), key.encode()) for key in operator_keys(keyring)):
             return
         if word.count(".") != 2:
-            raise AuthRejection("secret", "this is no operator's key of this cluster")
+            raise AuthRejection("secret", "this is not an operator's key of this cluster")
         token = tokens.verify(keyring, word, AUDIENCE)
         if token.role != "operator":
-            raise AuthRejection("role", f"the token is of role {token.role}, not of an operator")
+            raise AuthRejection("role", f"the token is of role {token.role}, not operator")

@@ -21,7 +21,7 @@ from api.dialect.problems import ApiError, fields_of, invalid
 from api.http.messages import HttpRequest
 
 # Types of fields that a record lists so that they decode quickly.
-Ignored = Annotated[Any, msgspec.Meta(description="Taken, and changes no answer.")]
+Ignored = Annotated[Any, msgspec.Meta(description="Accepted. Has no effect on the response.")]
 Nothing = Annotated[None, msgspec.Meta(description="Not supported: null, or empty.")]
 
 _IGNORED, _NOTHING = inspect.type_info(Ignored), inspect.type_info(Nothing)
@@ -298,7 +298,7 @@ def _wrong_type(message: str) -> ApiError:
         path = f"{path}.{missing[1]}" if path else missing[1]
         return invalid(path, "is required")
     if where is None:
-        return ApiError(400, f"the body is wrong: {message}")
+        return ApiError(400, f"the body is invalid: {message}")
     return invalid(path, f": {message[: where.start()]}")
 
 
@@ -320,7 +320,7 @@ def check_structure(body: bytes) -> None:
         raise ApiError(
             413,
             f"the body has too many values: at most {MAX_NAMED} texts, lists and objects and "
-            f"{MAX_NUMBERS} numbers are taken",
+            f"{MAX_NUMBERS} numbers are accepted",
         )
 
 

@@ -125,7 +125,7 @@ def guide_of(fields: GuideFields) -> GuidedDecoding | None:
     given = {f"{fields.where}{name}": guide for name, guide in said.items() if guide is not None}
     if len(given) > 1:
         names = " and ".join(given)
-        raise ApiError(400, f"{names} each say a form of the answer", param=next(iter(given)))
+        raise ApiError(400, f"{names} each set a response format", param=next(iter(given)))
     return next(iter(given.values()), None)
 
 

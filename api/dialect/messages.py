@@ -189,6 +189,6 @@ def text_of(where: str, content: str | list[ContentPart], first: int = 0) -> str
     texts = []
     for number, part in enumerate(content, first):
         if part.type != "text" or part.text is None:
-            raise invalid(f"{where}[{number}]", "is no text; only text is supported")
+            raise invalid(f"{where}[{number}]", "is not text: only text is supported")
         texts.append(part.text)
     return "\n".join(texts)

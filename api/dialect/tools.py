@@ -146,7 +146,7 @@ def offered(
     if must is not None and not must:
         raise invalid("tool_choice", ": there is no such tool")
     if tools and not must and speech.tools == NONE:
-        problem = ": how this model calls them is not known here (--tool-parser says it)"
+        problem = ": the tool call format of this model is unknown (set --tool-parser)"
         raise invalid("tools", problem, code="unsupported")
     return ToolOffer(tools, must or (), parallel is not False)
 

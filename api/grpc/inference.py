@@ -229,7 +229,7 @@ class InferenceService:
             InvalidRequest: the model's tool call format is unknown.
         """
         if tools and self._model.speech.tools == NONE:
-            raise InvalidRequest("messages.tools: how this model calls them is not known here")
+            raise InvalidRequest("messages.tools: the tool call format of this model is unknown")
         return optional(tools)
 
     def _guided(self, sampling: SamplingParams, offer: ToolOffer) -> SamplingParams:

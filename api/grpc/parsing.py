@@ -153,11 +153,11 @@ def _tool(text: str, field: str) -> dict[str, Any]:
                 raise InvalidRequest(f"{field}.function.strict must be true or false")
             return tool
         case _:
-            raise InvalidRequest(f"{field} is no function with a name, as OpenAI's API has it")
+            raise InvalidRequest(f"{field} is not a function with a name in OpenAI's format")
 
 
 def _object(text: str, field: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{field} is no JSON object: {error}") from None
+        raise InvalidRequest(f"{field} is not a JSON object: {error}") from None

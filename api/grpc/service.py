@@ -69,7 +69,7 @@ class AdminService:
         if not request.from_node:
             return await self._engines.update_weights(request.path, abort=request.abort)
         if request.path:
-            raise InvalidRequest("from_node: not together with a path")
+            raise InvalidRequest("from_node: cannot be combined with a path")
         return await self._engines.take_weights(request.from_node, abort=request.abort)
 
     async def _drain(self, request: pb.DrainRouterRequest) -> pb.DrainRouterResponse:

@@ -112,7 +112,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         elif len(self._shared.members) > 2 * self._shared.limits.max_connections:
             self.abort()  # too many connections even for an error response
         else:
-            self.turn_away(503, "there are as many connections as this router takes")
+            self.turn_away(503, "this router has reached its limit of connections")
 
     def data_received(self, data: bytes) -> None:
         if self._leaving:
@@ -120,7 +120,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         if not (self._answering or self._full):
             self._take_in(data)
         elif len(self._ahead) + len(data) > self._shared.limits.max_ahead_bytes:
-            self.turn_away(400, "too much was sent before the first request was answered")
+            self.turn_away(400, "too much was sent before the first response")
         else:
             self._ahead += data
             self._hold(self._num_inside)
@@ -272,7 +272,9 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         self._transport.close()
 
     def _hold(self, num_inside: int) -> None:
-        """Record how many bytes are held: those inside, and those that were sent ahead."""
+        """Record the bytes held for this connection: `num_inside` bytes of the running request, and
+        the bytes of later requests that the client sent ahead.
+        """
         self._num_inside = num_inside
         num_bytes = num_inside + len(self._ahead)
         self._shared.num_arriving += num_bytes - self._num_arriving
@@ -298,17 +300,17 @@ class Handshake(asyncio.Protocol):
     def __init__(
         self,
         shared: HttpContext,
-        door: Callable[[], HttpAcceptor],
+        acceptor: Callable[[], HttpAcceptor],
         context: Callable[[], ssl.SSLContext],
     ) -> None:
         """
         Args:
-            door: makes the HttpAcceptor that takes over the connection.
+            acceptor: makes the HttpAcceptor that takes over the connection.
             context: returns the TLS context. Called once per handshake.
         """
         self.deadline = math.inf  # the event loop has its own deadline for handshakes
         self._shared = shared
-        self._door = door
+        self._acceptor = acceptor
         self._context = context
         self._peer = ""
         self._place: ConnectionSlot | None = None
@@ -361,9 +363,9 @@ class Handshake(asyncio.Protocol):
 
     def _stands(self, transport: asyncio.Transport) -> None:
         self._leave()
-        door = self._door()
-        transport.set_protocol(door)
-        door.connection_made(transport)
+        acceptor = self._acceptor()
+        transport.set_protocol(acceptor)
+        acceptor.connection_made(transport)
 
     def _leave(self) -> None:
         self._shared.leave(self)

@@ -15,13 +15,13 @@ class HttpRequest(web.BaseRequest):
     Its whole body has arrived before its handler is called, and can be taken once.
     """
 
-    def __init__(self, door: HttpAcceptor, *parts: Any) -> None:
+    def __init__(self, acceptor: HttpAcceptor, *parts: Any) -> None:
         """
         Args:
             parts: constructor arguments of aiohttp's request.
         """
         super().__init__(*parts)
-        self.door = door
+        self.acceptor = acceptor
         # As sent, without the query, so that access checks and routing read the same path.
         self.route = self.rel_url.raw_path
         self.answer_headers: tuple[tuple[str, str], ...] = ()  # added to any response
@@ -33,11 +33,11 @@ class HttpRequest(web.BaseRequest):
 
         Evaluated when its head is written.
         """
-        return super().keep_alive and self.door.goes_on
+        return super().keep_alive and self.acceptor.goes_on
 
     @property
     def peer(self) -> HttpPeer:
-        return self.door.peer
+        return self.acceptor.peer
 
     def header(self, name: str) -> str:
         """Return a header's value, "" if absent.
@@ -59,7 +59,7 @@ class HttpRequest(web.BaseRequest):
         It need not be held until the response ends.
         """
         body, self.body = self.body, b""
-        self.door.body_taken()
+        self.acceptor.body_taken()
         return body
 
 
@@ -152,4 +152,4 @@ def _at_once(writing: Coroutine[Any, Any, object]) -> None:
     except StopIteration:
         return
     writing.close()
-    raise RuntimeError("a write that need not wait has waited")
+    raise RuntimeError("a write blocked that must not block")

@@ -18,7 +18,7 @@ from common.rpc import join_address
 
 # aiohttp parses at most twice as much of a body ahead of its reader, and at most 1024 chunks.
 _READ_BYTES = 16 << 10
-_BUG = "the router has failed to answer; its log says more"
+_BUG = "internal error of the router: see its log"
 
 
 class RequestChecks(Protocol):
@@ -48,12 +48,12 @@ class HttpService:
             handler_cancellation=True,
         )
 
-    def door(self) -> HttpAcceptor:
+    def acceptor(self) -> HttpAcceptor:
         """Make the HttpAcceptor of one connection."""
         return HttpAcceptor(self._shared, self._conversation, self._checks.closed)
 
-    def _conversation(self, door: HttpAcceptor) -> asyncio.Protocol:
-        return _Conversation(door, self._aiohttp, self._shared)
+    def _conversation(self, acceptor: HttpAcceptor) -> asyncio.Protocol:
+        return _Conversation(acceptor, self._aiohttp, self._shared)
 
     async def _answer(self, request: HttpRequest) -> web.StreamResponse:
         """Write the whole response. Cancelled when the client disconnects."""
@@ -66,11 +66,11 @@ class HttpService:
             self._shared.metrics.http_answered(response.status)
             await response.write_eof()
         except BadRequest as bad:
-            request.door.turn_away(bad.status, str(bad))
+            request.acceptor.turn_away(bad.status, str(bad))
             return web.Response()  # never sent
         except ConnectionError:
             return web.Response()  # never sent: the client has disconnected
-        request.door.answered()
+        request.acceptor.answered()
         return response
 
     async def _response(self, request: HttpRequest) -> web.StreamResponse:
@@ -85,26 +85,26 @@ class HttpService:
         except Exception as error:
             self._shared.log.error("response incomplete", exc_info=error)
             if request.writer.output_size:  # part of the response has been sent
-                request.door.abort()
+                request.acceptor.abort()
             return whole(500, self._shared.error_body(500, _BUG))
 
     def _refused(self, request: HttpRequest) -> web.Response | None:
         refused = next((r for check in self._checks.in_order if (r := check(request))), None)
         if refused is not None and not request.content.is_eof():
-            request.door.forget()
+            request.acceptor.forget()
         return refused
 
     async def _handled(self, request: HttpRequest) -> web.StreamResponse:
         cast(_Conversation, request.protocol).expect(request.content)
         request.body = await whole_body(request, self._shared.limits.max_body_bytes)
-        request.door.answering(len(request.body))
+        request.acceptor.answering(len(request.body))
         return await self._route(request)(request)
 
 
 class _Conversation(web.RequestHandler):
     """aiohttp's handler of one connection. The HttpAcceptor enforces all time limits instead."""
 
-    def __init__(self, door: HttpAcceptor, server: web.Server, shared: HttpContext) -> None:
+    def __init__(self, acceptor: HttpAcceptor, server: web.Server, shared: HttpContext) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -117,13 +117,13 @@ class _Conversation(web.RequestHandler):
             read_bufsize=_READ_BYTES,
             auto_decompress=False,
         )
-        self.door = door
+        self.acceptor = acceptor
         self._body: StreamReader = EMPTY_PAYLOAD
 
     def expect(self, body: StreamReader) -> None:
         """Note the body that is read from now on."""
         self._body = body
-        self.door.receive()
+        self.acceptor.receive()
         self._heed_error()
 
     def data_received(self, data: bytes) -> None:
@@ -153,12 +153,12 @@ class _Conversation(web.RequestHandler):
 
     def _turn_away(self, reason: str) -> None:
         reason = reason.partition("\n")[0].rstrip(": ")
-        self.door.turn_away(400, f"this is not HTTP/1.1: {reason}")
+        self.acceptor.turn_away(400, f"this is not HTTP/1.1: {reason}")
 
 
 def _request(message: Any, payload: StreamReader, protocol: Any, *others: Any) -> HttpRequest:
     loop = asyncio.get_running_loop()
-    return HttpRequest(protocol.door, message, payload, protocol, *others, loop)
+    return HttpRequest(protocol.acceptor, message, payload, protocol, *others, loop)
 
 
 # Each piece of a body costs the same work, whatever its size. This limits the number of small ones.
@@ -184,7 +184,7 @@ async def whole_body(request: HttpRequest, max_bytes: int) -> bytes:
             body that is too long is rejected before it arrives.
     """
     if request.version not in (HttpVersion11, HttpVersion10):
-        raise BadRequest(400, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        raise BadRequest(400, "only HTTP/1.1 and HTTP/1.0 are supported")
     content = request.content
     if content is EMPTY_PAYLOAD:
         return b""
@@ -193,7 +193,7 @@ async def whole_body(request: HttpRequest, max_bytes: int) -> bytes:
     if _num_told(request) > max_bytes:
         raise _too_long(max_bytes)
     if request.header("expect").lower() == "100-continue":
-        request.door.ask_for_body()
+        request.acceptor.ask_for_body()
     body = bytearray()
     num_pieces = 0
     async for piece, _ in content.iter_chunks():
@@ -202,7 +202,7 @@ async def whole_body(request: HttpRequest, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise _too_long(max_bytes)
         if num_pieces > _MAX_SMALL + len(body) // _SMALL_BYTES:
-            raise BadRequest(400, "a body in so many small pieces is not taken")
+            raise BadRequest(400, "the body has too many small chunks")
     return bytes(body)
 
 
@@ -295,8 +295,8 @@ class HttpServer:
 
     def _protocol(self) -> HttpAcceptor | Handshake:
         if self._tls_context is None:
-            return self._service.door()
-        return Handshake(self._shared, self._service.door, self._tls_context)
+            return self._service.acceptor()
+        return Handshake(self._shared, self._service.acceptor, self._tls_context)
 
     def _tick(self) -> None:
         self._shared.tick()

@@ -185,9 +185,9 @@ class HttpFetch:
             target = URL(url)
             host = target.raw_host  # as used for connecting, with fullwidth digits converted
         except ValueError as error:
-            raise InvalidRequest(f"an image's address is invalid: {error}") from error
+            raise InvalidRequest(f"the URL of an image is invalid: {error}") from error
         if target.scheme not in ("http", "https") or not host or target.user is not None:
-            raise InvalidRequest("an image's address is http://HOST/... or https://HOST/...")
+            raise InvalidRequest("the URL of an image must be http://HOST/... or https://HOST/...")
         try:
             literal = ipaddress.ip_address(host)
         except ValueError:
@@ -198,7 +198,7 @@ class HttpFetch:
                 ) from None
             return target  # the resolver looks it up
         if not self._allowed(literal):  # without a lookup by the resolver
-            raise InvalidRequest(f"{_named(target)} is no public address")
+            raise InvalidRequest(f"{_named(target)} is not a public address")
         return target
 
     async def _fetched(self, target: URL, max_bytes: int) -> bytes:
@@ -207,7 +207,9 @@ class HttpFetch:
         async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
             async with session.get(target, allow_redirects=False) as answer:
                 if answer.status != 200:
-                    raise InvalidRequest(f"{_named(target)} answered with {answer.status}, not 200")
+                    raise InvalidRequest(
+                        f"{_named(target)} responded with {answer.status}, not 200"
+                    )
                 parts, num_bytes = [], 0
                 async for part in answer.content.iter_chunked(_BLOCK_BYTES):
                     parts.append(part)

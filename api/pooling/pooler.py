@@ -154,7 +154,7 @@ class Pooler:
                 with chosen.charge:
                     return await chosen.node.pool(request, request.budget_s)
             except (NodeUnavailable, Overloaded, EngineDied) as error:
-                request.engine_deaths += isinstance(error, EngineDied)
+                request.engine_crashes += isinstance(error, EngineDied)
                 if len(tried) >= _MAX_TRIES or not self._nodes.others(tried):
                     raise
 

@@ -241,7 +241,7 @@ def _floats(vector: bytes) -> Sequence[float]:
     try:
         return floats(vector)
     except ValueError:
-        raise RequestFailed("a prefill node has sent a vector that is none") from None
+        raise RequestFailed("a prefill node sent an invalid vector") from None
 
 
 def _unit(vector: bytes) -> Sequence[float]:

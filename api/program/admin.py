@@ -25,7 +25,7 @@ from protos import router_pb2
 from router.cluster.cluster_state import NodeDescriber
 from router.cluster.engine_calls import AdapterCalls, EngineCalls
 from router.metrics import RecentRequests
-from router.workers import LocalEnd, ProcessSlot, SharedEnd, SiblingProcesses
+from router.workers import LocalEnd, OtherProcesses, ProcessSlot, SharedEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def make_admin(
     nodes: RouterNodes,
     names: ModelNames,
     place: ProcessSlot,
-    others: SiblingProcesses,
-    keeper: SiblingProcesses,
+    others: OtherProcesses,
+    keeper: OtherProcesses,
     on_drain: Callable[[], None],
 ) -> AdminParts:
     """Make these parts. `others.tells` then has the answers for the other processes.

@@ -37,7 +37,7 @@ from common.process.resources import keep_trimming
 from router.cluster.cluster import Cluster
 from router.metrics import RouterMetrics
 from router.record import RequestRecords
-from router.workers import ProcessSlot, alone, siblings, told
+from router.workers import ProcessSlot, alone, other_processes, told
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +262,8 @@ async def run_router(
         base = make_base(config, model, opened.enter_context(ExitStack()))
         nodes = await make_nodes(base)
         requests = make_requests(nodes)
-        others = await opened.enter_async_context(siblings(place.others))
-        keeper = await opened.enter_async_context(siblings(place.keeper))
+        others = await opened.enter_async_context(other_processes(place.others))
+        keeper = await opened.enter_async_context(other_processes(place.keeper))
         admin = make_admin(nodes, requests.names, place, others, keeper, on_drain)
         grpc = make_grpc(base, requests, admin.service, shares_port=place.is_shared)
         metrics_port = await _serve_health_and_metrics(base, grpc, opened)

@@ -28,7 +28,7 @@ from common.logs import kv
 from common.metrics.serving import served
 from common.process.children import ChildProcess
 from protos.router_pb2 import WorkerState
-from router.workers import IN_TURN, PATH, ProcessSlot, SiblingProcesses, Tell, siblings, told
+from router.workers import IN_TURN, PATH, OtherProcesses, ProcessSlot, Tell, other_processes, told
 
 _LONGEST_S = 600.0  # for one process: its drain, its start and its first ready state
 _LOOK_S = 0.1
@@ -51,7 +51,7 @@ class CertificateRenewal:
     def __init__(
         self,
         processes: Sequence[RenewableProcess],
-        routers: SiblingProcesses,
+        routers: OtherProcesses,
         end_all: Callable[[], None],
     ) -> None:
         """
@@ -118,7 +118,7 @@ _END_S = 10.0  # in addition to the drain time
 
 
 async def keep(config: RouterConfig) -> int:
-    """Run `config.processes` routers until SIGTERM or SIGINT, and restart those that end.
+    """Run `config.processes` routers until SIGTERM or SIGINT, and restart any that ends.
 
     Signals are forwarded to them.
 
@@ -266,7 +266,7 @@ async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _E
     with _reserved(config) as shared, _directory() as directory:
         keeper = ProcessSlot(config.processes, config.processes, directory, time.monotonic())
         places = [replace(keeper, number=number) for number in range(config.processes)]
-        async with siblings(keeper.others) as routers:
+        async with other_processes(keeper.others) as routers:
             metrics = MetricsAggregator(routers)
             processes = [_Process(place, shared) for place in places]
             end = _End(processes)

@@ -18,7 +18,7 @@ from api.admin.router_state import METRICS_PATH
 from common.metrics.declared import MetricDeclaration, Together
 from common.metrics.program import MetricFamilies
 from router.metrics import DECLARED, PROCESSES
-from router.workers import LONGEST_S, SiblingProcesses, Tell
+from router.workers import LONGEST_S, OtherProcesses, Tell
 
 _START = "process_start_time_seconds"  # distinguishes a process from its predecessor
 
@@ -119,7 +119,7 @@ _KEEPER = -1  # the parent's number among the sources
 class MetricsAggregator:
     """Merged metrics. For one event loop. `registry` may be used on any thread but the loop's."""
 
-    def __init__(self, routers: SiblingProcesses) -> None:
+    def __init__(self, routers: OtherProcesses) -> None:
         """
         Args:
             routers: client of the worker processes.

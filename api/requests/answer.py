@@ -271,7 +271,7 @@ class ResponseBuilder:
         )
 
     def _in_answer(self) -> PredictionUsage | None:
-        """Return the counts of predicted tokens, without those behind the end of the response."""
+        """Return the counts of predicted tokens up to the end of the response."""
         if self._predicted is None:
             return None
         accepted = min(self._predicted.accepted, len(self.token_ids))

@@ -51,12 +51,12 @@ def _moments(timeline: RequestTimeline) -> Iterator[TimelineEvent]:
     for number, one in enumerate(timeline.submissions):
         where = f"at decode node {one.decode}"
         if number:
-            where += f", with the {one.num_tokens} tokens that are out"
+            where += f", with {one.num_tokens} tokens already sent"
         yield TimelineEvent(one.submitted, "replayed" if number else "placed", where)
         yield TimelineEvent(one.lost, "failed", one.because)
-    yield TimelineEvent(timeline.first_token, "first token", "is written")
+    yield TimelineEvent(timeline.first_token, "first token", "sent to the client")
     yield TimelineEvent(
-        timeline.last_token, "last token", f"of {timeline.completion_tokens} is written"
+        timeline.last_token, "last token", f"{timeline.completion_tokens} tokens sent"
     )
     ended = f"{timeline.outcome}: {timeline.error}" if timeline.error else timeline.outcome
     yield TimelineEvent(timeline.ended, "ended", ended)

@@ -110,7 +110,7 @@ class IdempotencyCache:
         if first is None:
             return IdempotentRetry(client.name, key, digest, request_id)
         if first.retry.digest != digest:
-            raise InvalidRequest("the idempotency key was given for another request")
+            raise InvalidRequest("the idempotency key was used for another request")
         return first.retry
 
     async def generate(

@@ -52,7 +52,7 @@ class RequestLimiter:
         allowed = client.limits.concurrent
         if allowed is not None and self._slots.num_of(client) >= allowed:
             client.usage.refused()
-            raise RateLimited(f"this key has {allowed} live requests, as many as it may have")
+            raise RateLimited(f"this key has {allowed} running requests, which is its limit")
         self._num_here += 1
         self._none_left.clear()
         try:
@@ -71,7 +71,7 @@ class RequestLimiter:
         self.leaving = True
 
     def close(self) -> None:
-        """Reject all further requests, and those that wait."""
+        """Reject all further requests and all waiting ones."""
         self.leaving = self._closed = True
         self._slots.close(NodeUnavailable(SHUTTING_DOWN))
 

@@ -213,7 +213,7 @@ class PromptEncoder:
         self, messages: ChatPrompt, token_ids: Sequence[int], client: Client
     ) -> tuple[Sequence[int], Sequence[Image]]:
         if self._pictures is None:
-            raise InvalidRequest("messages: this model sees no images; only text is supported")
+            raise InvalidRequest("messages: this model does not support images, only text")
         left = self._limits.context_length - len(token_ids)
         images = await self._pictures.read(messages.pictures, left, client)
         return self._pictures.placed(token_ids, images)
@@ -242,7 +242,7 @@ class PromptEncoder:
 
     def _render(self, messages: ChatPrompt) -> str:
         if self._chat_template is None:
-            raise InvalidRequest("messages: this model has no chat template; send text instead")
+            raise InvalidRequest("messages: this model has no chat template: send text instead")
         check_conversation(messages, self._chat_template, self._limits.text_bytes)
         return render_conversation(messages, self._chat_template, self._limits.text_bytes)
 
@@ -274,21 +274,21 @@ def check_conversation(messages: ChatPrompt, template: ChatTemplate, max_bytes: 
     size += tools if messages.tools else 0
     if size > max_bytes:
         raise InvalidRequest(
-            f"messages has {size} bytes of text; the context takes at most {max_bytes}"
+            f"messages has {size} bytes of text: the context accepts at most {max_bytes}"
         )
     if messages.tools and not template.takes_tools:
-        raise InvalidRequest("tools: this model's chat template has no place for them")
+        raise InvalidRequest("tools: this model's chat template does not support them")
     for name in messages.settings:
         if name not in template.settings:
             raise InvalidRequest(_unknown_setting(name, template))
     if messages.reasoning_effort is not None and "reasoning_effort" not in template.settings:
-        raise InvalidRequest("reasoning_effort: this model's chat template has no such setting")
+        raise InvalidRequest("reasoning_effort: this model's chat template does not use it")
     for number, turn in enumerate(messages.turns):
         if not turn.role:
             raise InvalidRequest(f"messages[{number}].role is empty")
         if turn.tool_calls and "tool_calls" not in template.source:
             raise InvalidRequest(
-                f"messages[{number}].tool_calls: this model's chat template has no place for them"
+                f"messages[{number}].tool_calls: this model's chat template does not support them"
             )
 
 
@@ -318,7 +318,7 @@ def render_conversation(messages: ChatPrompt, template: ChatTemplate, max_charac
     before, cut, _ = text.rpartition(_CUT)
     if not cut:
         raise InvalidRequest(
-            "continue_final_message: the model's chat template leaves the last message out"
+            "continue_final_message: the model's chat template omits the last message"
         )
     return before
 

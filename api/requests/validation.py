@@ -121,7 +121,7 @@ async def _job(
     if params.guide is not None:
         params = replace(params, guide=prompts.guide(wanted.prompt, params.guide))
     if wanted.prompt.images and params.prompt_logprobs >= 0:
-        raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
+        raise InvalidRequest("sampling.prompt_logprobs is not supported for prompts with images")
     check_prompt_logprobs_start(params, len(token_ids))
     params = fit_context(params, wanted.max_tokens_field, len(token_ids), limits.context_length)
     predicted = await prompts.checked(wanted.prediction, client) if wanted.prediction else ()
@@ -192,8 +192,8 @@ def check_thinking(params: SamplingParams, prompts: PromptEncoder, prompt: Promp
     """Raise InvalidRequest for a thinking budget that nodes cannot enforce."""
     if params.thinking_budget >= 0 and not prompts.may_think(prompt):
         raise InvalidRequest(
-            "sampling.thinking_budget: only messages have it, to a model that marks what it thinks "
-            "with one token before and one behind"
+            "sampling.thinking_budget: needs messages, and a model that marks its reasoning with "
+            "one token before and one after it"
         )
 
 
@@ -320,7 +320,7 @@ def decide_namespace(salt: str | None, owner: str) -> Namespace:
         InvalidRequest: the salt is too long, or empty, which would silently isolate nothing.
     """
     if salt == "":
-        raise InvalidRequest("cache_salt is empty; leave it out to share what is cached")
+        raise InvalidRequest("cache_salt is empty: omit it to share the cache")
     if salt is not None and len(salt) > MAX_SALT_CHARACTERS:
         raise InvalidRequest(
             f"cache_salt has {len(salt)} characters, {MAX_SALT_CHARACTERS} allowed"

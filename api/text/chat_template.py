@@ -163,7 +163,7 @@ def _joined(pieces: Iterable[str], max_characters: int) -> str:
         if num_characters > max_characters:
             raise InvalidRequest(
                 f"messages: rendered they have more than {max_characters} characters, "
-                "which the context does not take"
+                "which exceeds the context"
             )
     return "".join(kept)
 

@@ -171,14 +171,16 @@ class Positions:
             parsed = _parser.parse(text)
             self._written.clear()
             if len(self.after[MIDDLE]) - 1 + _num_positions(parsed) > MAX_POSITIONS:
-                raise InvalidRequest("it is too long, with its repetitions written out")
+                raise InvalidRequest("it is too long when its repetitions are expanded")
             part = self._sequence(parsed, parsed.state.flags)
         except (error, OverflowError) as wrong:
-            raise InvalidRequest(f"it is no regular expression: {wrong}") from None
+            raise InvalidRequest(f"it is not a regular expression: {wrong}") from None
         except RecursionError:
-            raise InvalidRequest("it has too many groups within each other") from None
+            raise InvalidRequest("its groups are nested too deeply") from None
         if part.empty[TEXT_START]:
-            raise InvalidRequest("it matches an empty text, which every answer begins with")
+            raise InvalidRequest(
+                "it matches the empty text, so it would end every response at once"
+            )
         part = self._then(part, self._end)
         self.first = _union(self.first, part.first)
 

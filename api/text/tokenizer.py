@@ -211,7 +211,7 @@ class RouterTokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def special(self, texts: Iterable[str]) -> Mapping[str, int]:
-        """Return the ids of those texts that are special tokens."""
+        """Return the ids of the texts that are special tokens."""
         return {text: self._special[text] for text in texts if text in self._special}
 
     def spelt(self, special: Iterable[int]) -> Mapping[int, str]:

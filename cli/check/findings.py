@@ -228,9 +228,9 @@ def _callers(role: Role, server: ServerConfig, *, mutual: bool) -> Finding:
     return Finding("callers", verdict, f"authentication is disabled on {server.host}")
 
 
-def _tls(what: str, config: TlsConfig, knob: str) -> Iterator[Finding]:
+def _tls(what: str, config: TlsConfig, setting: str) -> Iterator[Finding]:
     try:
-        certificates = tls.certificates(config, knob)
+        certificates = tls.certificates(config, setting)
     except ConfigError as error:
         yield Finding(what, "fails", str(error))
         return

@@ -66,7 +66,7 @@ def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
     """Return the sizes by rank.
 
     Raises:
-        ConfigError: so many ranks cannot have equal parts of the model, or do not support a
+        ConfigError: this number of ranks cannot have equal parts of the model, or do not support a
             configured feature. The error has the numbers.
     """
     parallel, whole = config.parallel, layout_of(config, model)

@@ -185,10 +185,10 @@ def _own_data_port(module: str, node_flags: Sequence[str]) -> list[str]:
     return [f"{_DATA_PORT}=0"] if asked and module == "decode_node" else []
 
 
-def _tls_flags(knob: str, config: TlsConfig, *names: str) -> list[str]:
-    """Return the flags for those fields `names` of `config` that are set, in the section `knob`."""
+def _tls_flags(setting: str, config: TlsConfig, *names: str) -> list[str]:
+    """Return the flags of the section `setting` for the fields `names` of `config` that are set."""
     given = config.model_dump(include=set(names), exclude_none=True)
-    return [f"--{knob}.{name.replace('_', '-')}={value}" for name, value in given.items()]
+    return [f"--{setting}.{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
 def _device_flags(wish: RequestedSystem) -> list[list[str]]:

@@ -278,7 +278,7 @@ async def _watch(planner: Planner, every_s: float) -> None:
         except UnfinishedRestart as undone:
             if str(undone) != silence:
                 silence = str(undone)
-                log.warning("the router does not answer %s", kv(reason=undone))
+                log.warning("the router does not respond %s", kv(reason=undone))
         await asyncio.sleep(every_s)
 
 

@@ -72,7 +72,7 @@ def keyrings(file: Path | None, role: Role) -> SecretStore | None:
     """
     if file is not None:
         return WatchedFiles(
-            [file], lambda: _of_file(file, role), what="cluster secrets", knob="--secret-file"
+            [file], lambda: _of_file(file, role), what="cluster secrets", setting="--secret-file"
         )
     text = os.environ.get(VARIABLE)
     return None if text is None else _Fixed(parse(text, VARIABLE, role))

@@ -106,7 +106,7 @@ def verify(keyring: SecretKeys, text: str, audience: str) -> Token:
         ends = float(claims["exp"])
         if ends - float(claims["iat"]) > LIFETIME_S + LEEWAY_S:
             raise AuthRejection(
-                "malformed", f"the token is good for longer than {LIFETIME_S:.0f} s"
+                "malformed", f"the token is valid for longer than {LIFETIME_S:.0f} s"
             )
         return Token(
             role=role,
@@ -131,7 +131,7 @@ def _role(text: str) -> Role:
     for role in ROLES:
         if role == name:
             return role
-    raise AuthRejection("malformed", "the token names no role that there is")
+    raise AuthRejection("malformed", "the role of the token does not exist")
 
 
 def _refused(error: jwt.InvalidTokenError, text: str, audience: str) -> AuthRejection:
@@ -140,14 +140,14 @@ def _refused(error: jwt.InvalidTokenError, text: str, audience: str) -> AuthReje
         case jwt.ExpiredSignatureError():
             return AuthRejection(
                 "clock",
-                f"the token was made {time.time() - _made(text):.0f} s ago by the clock of its "
-                f"maker and is good for {LIFETIME_S:.0f} s: the clocks of the two hosts differ",
+                f"the token was made {time.time() - _made(text):.0f} s ago by its issuer's clock "
+                f"and is valid for {LIFETIME_S:.0f} s: the clocks of the two hosts differ",
             )
         case jwt.ImmatureSignatureError():
             return AuthRejection(
                 "clock",
-                f"the token will be made in {_made(text) - time.time():.0f} s by the clock of "
-                "its maker: the clocks of the two hosts differ",
+                f"the token was made {_made(text) - time.time():.0f} s in the future by its "
+                "issuer's clock: the clocks of the two hosts differ",
             )
         case jwt.InvalidAudienceError():
             made_for = repr(_claims(text).get("aud"))[:100]
@@ -213,9 +213,9 @@ class Identity:
         """
         proof = verify(self.keyrings.current(), text, _answer(sent.audience))
         if proof.role != _answering(self.role):
-            raise AuthRejection("role", f"it has answered as {proof.role}, and is no {CALLEE}")
+            raise AuthRejection("role", f"it responded as {proof.role}, not as {CALLEE}")
         if proof.nonce != sent.nonce:
-            raise AuthRejection("replayed", "its proof is of another call")
+            raise AuthRejection("replayed", "its proof belongs to another call")
 
 
 def _answering(caller: Role) -> Role:
@@ -252,9 +252,7 @@ class TokenAuthentication:
         while ends and next(iter(ends.values())) + LEEWAY_S < now:
             ends.popitem(last=False)
         if token.nonce in ends:
-            raise AuthRejection(
-                "replayed", "the token has been used before, and is good for one call"
-            )
+            raise AuthRejection("replayed", "the token was used before, and is valid for one call")
         ends[token.nonce] = token.ends
         if len(ends) > _MAX_NONCES:
             ends.popitem(last=False)
@@ -264,5 +262,5 @@ def _shown(context: Any) -> str:
     metadata = dict(context.invocation_metadata() or ())
     shown = str(metadata.get(SHOWN, ""))
     if not shown.startswith(BEARER):
-        raise AuthRejection("missing", "the call has no token: its caller knows no cluster secret")
+        raise AuthRejection("missing", "the call has no token: its caller has no cluster secret")
     return shown.removeprefix(BEARER)

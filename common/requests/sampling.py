@@ -296,7 +296,7 @@ def check(params: SamplingParams) -> None:
             )
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest(
-            f"sampling.min_tokens is {params.min_tokens}: the answer has at most "
+            f"sampling.min_tokens is {params.min_tokens}: the response has at most "
             f"{params.max_tokens} tokens"
         )
     if params.guide is not None:

@@ -212,7 +212,7 @@ class SigningChannel(CallingChannel):
             proof = (await call.initial_metadata()).get(PROOF)
             try:
                 if proof is None:
-                    raise AuthRejection("missing", "it has sent no proof")
+                    raise AuthRejection("missing", "it sent no proof")
                 self._identity.check_proof(token, proof)
             except AuthRejection as refused:
                 self._identity.count("callee", refused.reason)
@@ -287,7 +287,7 @@ def _unproved(refused: AuthRejection) -> grpc.aio.AioRpcError:
         grpc.StatusCode.UNAUTHENTICATED,
         nothing,
         nothing,
-        details=f"what answers there has not proved that it is a node of this cluster: {refused}",
+        details=f"the server there did not prove that it is a node of this cluster: {refused}",
     )
 
 

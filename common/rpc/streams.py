@@ -22,7 +22,7 @@ from common.errors import Overloaded, ProtocolViolation, ServingError, cut
 from protos import last_words_pb2
 
 _OF_A_FAILED_WRITE = "Internal error from Core"  # text of grpc.aio
-_NOT_TOLD = "the stream ended while something was said on it, and its status was lost"
+_NOT_TOLD = "the stream ended while a message was sent, and its status was lost"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -53,7 +53,7 @@ async def heard(call: Any) -> AsyncIterator[Any]:
         # `call.read` would read nothing after a failed write.
         async for message in call:
             if message is None:  # grpcio returns None for bytes that it cannot parse
-                raise ProtocolViolation("the node has sent bytes that are no message")
+                raise ProtocolViolation("the node sent bytes that are not a message")
             if message.HasField("last_words"):
                 words = message.last_words
                 end = StreamStatus(

@@ -344,8 +344,8 @@ def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
     num_slots = 0 if config.adapter_dir is None else config.max_loras
     if num_slots and not model.products:
         raise ConfigError(
-            "engine.lora.adapter_dir: adapters are added to what is computed natively alone, and "
-            "this model is computed by transformers"
+            "engine.lora.adapter_dir: adapters need a natively computed model, and this model is "
+            "computed by transformers"
         )
     needed = bank_bytes(model.products, num_slots, config.max_rank, model.dtype)
     if needed > free:

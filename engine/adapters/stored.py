@@ -169,7 +169,7 @@ def _modules(directory: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
     for name in tensors:
         side = next((side for side in (_DOWN, _UP) if name.endswith(side)), None)
         if side is None or not name.startswith(_PREFIX):
-            raise ConfigError(f"{directory}: {name} is no matrix of a LoRA adapter")
+            raise ConfigError(f"{directory}: {name} is not a matrix of a LoRA adapter")
         found.setdefault(name.removeprefix(_PREFIX).removesuffix(side), set()).add(side)
     for module, sides in found.items():
         if len(sides) < 2:
@@ -187,7 +187,7 @@ def _check_module(
 ) -> int:
     """Check a module's pair. Return the number of values that are kept."""
     if name not in modules:
-        raise ConfigError(f"{directory}: the model has no {name} that an adapter may add to")
+        raise ConfigError(f"{directory}: the model has no {name} that an adapter may change")
     part = modules[name]
     outputs, inputs = part.rows, part.columns
     down, up = (tensors[f"{_PREFIX}{name}{side}"] for side in (_DOWN, _UP))
@@ -197,7 +197,7 @@ def _check_module(
     rank = down.shape[0] if down.shape else 0
     if not rank or down.shape != (rank, inputs) or up.shape != (outputs, rank):
         raise ConfigError(
-            f"{directory}: {name} has shapes {down.shape} and {up.shape}, the model asks for "
+            f"{directory}: {name} has shapes {down.shape} and {up.shape}, the model expects "
             f"({rank or 'rank'}, {inputs}) and ({outputs}, {rank or 'rank'})"
         )
     return rank * (len(part.inputs) + part.num_outputs)

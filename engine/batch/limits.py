@@ -45,7 +45,9 @@ class RequestLimits:
         """Raise InvalidRequest if a token written to the logits is outside the vocabulary, or if
         the model has no logits. The error names the field."""
         if images and sampling.prompt_logprobs >= 0:
-            raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
+            raise InvalidRequest(
+                "sampling.prompt_logprobs is not supported for prompts with images"
+            )
         if not self.generates:
             raise InvalidRequest("model: it has no language model head and cannot generate")
         named = {

@@ -86,7 +86,7 @@ class Request:
     namespace: Namespace = SHARED  # of the prefix cache: its KV is looked up and stored there
     weights: WeightsId = UNNAMED  # weights that compute it
     given_by: list[int] = field(default_factory=list)  # nodes that some of its KV was read from
-    engine_deaths: int = 0  # engine crashes while it was running, see common/request.py
+    engine_crashes: int = 0  # engine crashes while it was running, see common/request.py
     alone_until: int = 0  # computed alone until it has this many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
     brought: bool | None = None  # result of the lower tier's lookup; False: the load is under way
@@ -167,11 +167,11 @@ class Request:
         """
         return self.spec.priority + (self.away_s + away_s) // STEP_S
 
-    def quarantine_after(self, engine_deaths: int) -> None:
+    def quarantine_after(self, engine_crashes: int) -> None:
         """Set the number of engine crashes while it was running. Must not be called while it has a
         slot."""
-        self.engine_deaths = engine_deaths
-        self.alone_until = len(self.token_ids) + TRIAL_TOKENS if engine_deaths else 0
+        self.engine_crashes = engine_crashes
+        self.alone_until = len(self.token_ids) + TRIAL_TOKENS if engine_crashes else 0
 
     @property
     def suspect(self) -> bool:

@@ -147,7 +147,7 @@ class KVLayout:
             state: _token_bytes(state, dtype) * page_size for state in layers if state.token_numbers
         }
         if not sizes:
-            raise ConfigError("a model none of whose layers keeps keys and values is not served")
+            raise ConfigError("a model without layers that keep keys and values is not supported")
         smallest = max(sizes.values())
         layouts = {
             page_bytes: cls._with(layers, page_size, dtype, cell_dtype, page_bytes)
@@ -190,7 +190,9 @@ class KVLayout:
         if draft is None:
             return self
         if self.windows[0] is not None:
-            raise ConfigError("a drafter with a layer is not for models that see windows alone")
+            raise ConfigError(
+                "a drafter with a layer is not supported for models with only sliding windows"
+            )
         layer = _aligned(self.page_bytes)
         of_tokens = _token_bytes(draft.layer, self.dtype) * self.page_size
         vector = _aligned(layer + of_tokens)

@@ -54,7 +54,7 @@ class PrefixMatch(NamedTuple):
 
     @property
     def pages(self) -> Ints:
-        """All pages that are needed to continue from it, distinct."""
+        """All distinct pages that a request needs to continue from this match."""
         return np.concatenate((self.holding.flat(), self.state))
 
 
@@ -67,8 +67,9 @@ class LowerTier(Protocol):
         ...
 
     def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> Iterable[int]:
-        """Note that the tree has evicted pages. Return the names of those that no tier has any
-        more."""
+        """Note that the tree has evicted pages. Return the names of the pages that no tier has
+        either.
+        """
         ...
 
     def forget(self, keys: Collection[PageKey]) -> None:

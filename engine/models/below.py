@@ -20,5 +20,5 @@ def below(root: Path, path: str, field: str, flag: str) -> Path:
     except (OSError, ValueError, RuntimeError):
         raise InvalidRequest(f"{field}: not a path") from None
     if root not in directory.parents:
-        raise InvalidRequest(f"{field}: it leads out of {flag}")
+        raise InvalidRequest(f"{field}: it is outside {flag}")
     return directory

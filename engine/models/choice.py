@@ -163,11 +163,11 @@ def open_checkpoint(
         return NativeCheckpoint(directory, speculation)
     if speculation.has_layer:
         raise ConfigError(
-            f"engine.speculative.method: {speculation.method} is for models that are computed "
-            f"natively, {kind} is not"
+            f"engine.speculative.method: {speculation.method} needs a natively computed model, and "
+            f"{kind} is computed by transformers"
         )
     # Imported here because transformers takes a second to import and native models do not need it.
     from engine.models.transformers_backend import TransformersCheckpoint
 
-    because = "as asked for" if backend == "transformers" else f"{kind} has no blocks here"
+    because = "as requested" if backend == "transformers" else f"{kind} has no blocks here"
     return TransformersCheckpoint(directory, because)

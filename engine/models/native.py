@@ -47,8 +47,8 @@ class NativeCheckpoint:
         decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
         if speculation.has_layer and self._sight is not None:
             raise ConfigError(
-                f"engine.speculative.method: {speculation.method} is not for models that are "
-                "shown images"
+                f"engine.speculative.method: {speculation.method} is not supported for models with "
+                "images"
             )
         self._eagle: EagleCheckpoint | None = None
         if speculation.method == "eagle":

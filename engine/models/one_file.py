@@ -118,7 +118,7 @@ class ReceivedFile:
         self._entered.acquire()
         if self._closed:
             self._entered.release()
-            raise FileNotFoundError("what came from another node is not kept any more")
+            raise FileNotFoundError("what came from another node is no longer stored")
 
     def __exit__(self, *_: object) -> None:
         self._entered.release()

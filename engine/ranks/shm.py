@@ -169,7 +169,7 @@ class SharedMemoryGroup:
 
 
 def _pieces(flat: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield parts of at most BUFFER_BYTES, and their first elements."""
+    """Yield parts of at most BUFFER_BYTES, each with the index of its first element."""
     most = BUFFER_BYTES // flat.dtype.itemsize
     for number in range(math.ceil(len(flat) / most)):
         yield flat[number * most : (number + 1) * most], number * most

@@ -250,7 +250,7 @@ class Forwards:
         return BegunStep(event, lambda *inputs: self.enqueue(sampling_work(*inputs)), guessed_ids)
 
     def begin(self, step: Step, sampling: TokenSampling) -> tuple[StreamEvent, SamplingWork]:
-        """Enqueue a step with rows without its sampling, and return that as work."""
+        """Enqueue a step with rows without its sampling. Return its sampling as work."""
         rows, done = step.rows, list[_Forward]()
         assert rows is not None
 

@@ -239,7 +239,7 @@ class SentSteps:
         self._events.append(event)
 
     def after(self, number: int) -> StreamEvent | None:
-        """Return an event after which so many steps are done. None: they are."""
+        """Return an event after which `number` steps are done. None: they are already done."""
         newer = self._number - number
         return self._events[-1 - newer] if 0 <= newer < len(self._events) else None
 

@@ -35,7 +35,7 @@ _NO_TOKENS = torch.empty(0, dtype=torch.int32)
 
 @dataclass(slots=True, eq=False)
 class _Sampling:
-    """The sampling of a step, and the event of its end. Waiting for it enqueues it."""
+    """The sampling of a step. A caller that waits for it enqueues it, if it is not enqueued."""
 
     work: Callable[[], None]
     wanted: "Callable[[_Sampling], None]"

@@ -124,7 +124,7 @@ class RunningBatch:
             self._stale = True
 
     def growth(self, slots: NDArray[np.intp] | None = None) -> int:
-        """Return the pages to keep free for all running requests, or for those in `slots`."""
+        """Return the pages to keep free for the requests in `slots`, by default for all of them."""
         table, slots = self._table, self.slots if slots is None else slots
         missing = missing_pages(
             table.length[slots],

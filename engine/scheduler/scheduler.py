@@ -344,7 +344,7 @@ class Scheduler:
         """
         if self.has_work:
             raise FailedPrecondition(
-                "the prefix cache can only be flushed while no request is here"
+                "the prefix cache can only be cleared while the node has no requests"
             )
         return self._cache.flush()
 

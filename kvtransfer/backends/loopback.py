@@ -65,7 +65,7 @@ class LoopbackFaults:
             self._changed.notify_all()
 
     def wait_until_resting(self, num_copies: int, timeout_s: float) -> bool:
-        """Wait until so many copies are delayed or frozen between their halves."""
+        """Wait until this number of copies is delayed or frozen between their halves."""
         with self._changed:
             return self._changed.wait_for(lambda: self._num_resting >= num_copies, timeout_s)
 

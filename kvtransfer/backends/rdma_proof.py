@@ -1,7 +1,7 @@
 """RDMA ports of this machine: which are active, which agents may use, and the proof of the path.
 
-Before two hosts communicate there is nothing to compare. The proof of this path is that its agents
-have no other one: without a transport for sockets, a read is RDMA or fails.
+Two hosts share no memory by which a read could be checked. The agents of this path are therefore
+made without a transport for sockets, so each read uses RDMA or fails.
 """
 
 import os

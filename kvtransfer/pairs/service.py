@@ -30,7 +30,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
 
     Args:
         check_ready: raises NodeUnavailable until the engine can pair.
-        check_length: raises InvalidRequest if so many tokens can never be served.
+        check_length: raises InvalidRequest if this number of tokens can never be served.
         on_named: called with the addresses of other nodes that have part of a prompt, as its
             consumer reports them.
         hello_s: longest wait for a consumer's Hello.

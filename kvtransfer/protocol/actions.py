@@ -18,8 +18,8 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class EndStream(msgspec.Struct, frozen=True):
-    """The end of a stream. The protocol end has forgotten it already and expects no input
-    about it.
+    """A request to end a stream. The state machine has already dropped it and ignores further
+    input about it.
     """
 
     stream: int

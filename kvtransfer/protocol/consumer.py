@@ -261,7 +261,7 @@ class ConsumerEnd:
                     raise ProtocolViolation(f"{message.id} is an attempt of another stream")
                 self._advance(attempt, message, now)
             case _:
-                raise ProtocolViolation(f"{type(message).__name__} is no message of a producer")
+                raise ProtocolViolation(f"{type(message).__name__} is not a message of a producer")
 
     def _advance(
         self,
@@ -371,7 +371,7 @@ class ConsumerEnd:
         for stream in due.beats:
             self._beat(stream)
         for stream in due.silent:
-            self._end_stream(stream, "the producer has missed too many beats")
+            self._end_stream(stream, "the producer missed too many heartbeats")
         for stream in self._links.take_overdue(now):
             self._end_stream(stream, "no link in time")
         for id, wait in self._deadlines.take_due(now):
@@ -431,7 +431,7 @@ class ConsumerEnd:
             case _Wait.PROGRESS:
                 self._give_up(attempt, "the producer made no progress")
             case _Wait.RELEASED:
-                self._give_up(attempt, "the producer did not answer Done")
+                self._give_up(attempt, "the producer did not respond to Done")
 
     # Ends of an attempt -------------------------------------------------------------------------
 

@@ -82,11 +82,11 @@ class ProducerPace:
         self._token_s = _FIRST_GUESS_S
 
     def limit_s(self, num_tokens: int) -> float:
-        """Return the longest wait for progress, with so many tokens left to compute."""
+        """Return the longest wait for progress, with this number of tokens left to compute."""
         return max(self._progress_s, _PATIENCE * self._token_s * num_tokens)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Record that so many tokens, of this hand-off and of those queued before it, took
+        """Record that this many tokens, of this hand-off and of earlier ones in the queue, took
         `seconds`.
         """
         if num_tokens > 0:

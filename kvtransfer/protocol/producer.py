@@ -180,7 +180,7 @@ class ProducerEnd:
             beat = Heartbeat(self._beats.sequence(stream), self._num_open_on(stream))
             self._actions.append(SendMessage(stream, beat))
         for stream in due.silent:
-            self._end_stream(stream, "the consumer has missed too many beats")
+            self._end_stream(stream, "the consumer missed too many heartbeats")
         for id in self._budgets.take_due(now):
             self._fail(self._handoffs[id], "the request's time is used up", retryable=False)
         return self._taken()
@@ -205,7 +205,7 @@ class ProducerEnd:
             case InvalidatePrefix(token_ids, namespace):
                 self._actions.append(InvalidateEvent(np.frombuffer(token_ids, np.int32), namespace))
             case _:
-                raise ProtocolViolation(f"{type(message).__name__} is no message of a consumer")
+                raise ProtocolViolation(f"{type(message).__name__} is not a message of a consumer")
 
     def _note_connecting(self, peer: _Stream, connecting: bool, now: float) -> None:
         if connecting and not peer.connecting:
@@ -232,7 +232,7 @@ class ProducerEnd:
     def _grant(self, stream: int, message: GrantHandoff) -> None:
         handoff = self._known(stream, message.id)
         if handoff is None:
-            gone = HandoffFailed(message.id, "the producer has given it up", retryable=True)
+            gone = HandoffFailed(message.id, "the producer gave up the hand-off", retryable=True)
             self._actions.append(SendMessage(stream, gone))
             return
         if handoff.ranges is not None:

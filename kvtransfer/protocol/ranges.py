@@ -34,7 +34,7 @@ def granted(
     room_tokens: int,
     destination: PageTables | None = None,
 ) -> "PageRanges":
-    """Return the ranges that may be published for a hand-off of so many tokens.
+    """Return the ranges that may be published for a hand-off of `num_tokens` tokens.
 
     Args:
         tables: of the producer.
@@ -71,7 +71,7 @@ def table_pages(
 
 
 def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
-    """Raise ProtocolViolation unless a consumer may already hold so many of the tokens."""
+    """Raise ProtocolViolation unless a consumer may already hold a prefix of this length."""
     aligned = prefix_tokens % page_size == 0 or prefix_tokens == num_tokens
     if not 0 <= prefix_tokens <= num_tokens or not aligned:
         raise ProtocolViolation(f"a prefix of {prefix_tokens} tokens of {num_tokens}")

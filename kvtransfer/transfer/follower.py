@@ -37,7 +37,7 @@ from kvtransfer.rank_messages import (
     StartTransfer,
     StopTransfer,
     TransferStarted,
-    WithdrawPages,
+    WithdrawRankPages,
     decode,
     encode,
 )
@@ -164,7 +164,7 @@ class FollowerTransfer:
             case PublishPages(consumer=consumer, pages=pages):
                 self._offers.publish(consumer, np.frombuffer(pages, np.int32))
                 reply()
-            case WithdrawPages(consumer=consumer, pages=pages):
+            case WithdrawRankPages(consumer=consumer, pages=pages):
                 self._offers.withdraw(consumer, np.frombuffer(pages, np.int32))
                 reply()
             case PollPaths():

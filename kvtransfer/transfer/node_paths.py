@@ -36,7 +36,7 @@ from kvtransfer.rank_messages import (
     StartTransfer,
     StopTransfer,
     TransferStarted,
-    WithdrawPages,
+    WithdrawRankPages,
     encode,
 )
 from kvtransfer.transfer.link import (
@@ -152,7 +152,7 @@ class NodeOffers:
         """
         self._own.withdraw(consumer, pages)
         for some in _in_parts(pages):
-            self._ask(encode(WithdrawPages(consumer, some.tobytes())))
+            self._ask(encode(WithdrawRankPages(consumer, some.tobytes())))
 
     def poll(self) -> None:
         self._own.poll()

@@ -105,7 +105,7 @@ class PageChecksums:
     checksums raise TransferError if a device has failed.
 
     Args:
-        every: one page in so many is sampled. 0: none.
+        every: one page in `every` is sampled. 0: none.
         compared: the bytes of pages that nodes with other numbers of ranks compare.
     """
 

@@ -186,7 +186,7 @@ class ProducerSide:
     def received(self, stream: int, message: AnyMessage, now: float) -> None:
         match message:
             case OpenHandoff() if not self._fits(stream, message):
-                reason = "the engine has not taken what this consumer has opened before"
+                reason = "the engine has not accepted earlier hand-offs of this consumer"
                 self._held.send(stream, HandoffFailed(message.id, reason, retryable=True))
             case InvalidatePrefix() if not self._fits(stream, message):
                 pass  # the consumer sends it again if the KV that stays leads to NaN or Inf again
@@ -333,7 +333,7 @@ class UnconsumedEvents:
         self._tokens: Counter[int] = Counter()  # by stream, without zeros
 
     def fits(self, stream: int, num_tokens: int) -> bool:
-        """Return whether one more request of so many tokens may wait."""
+        """Return whether one more request of this length may wait."""
         if stream not in self._tokens:
             return True
         share = self._max_tokens // len(self._tokens)

@@ -88,8 +88,8 @@ class MemoryCalls:
     def why_paused(self) -> str:
         """Return why the node must stay paused. Empty if it need not."""
         if self._wanted is not None or self._under_way is not None:
-            return "its memory is being given back, or taken again"
-        return "its memory is given back: have it taken again" if self._away else ""
+            return "its memory is being released or allocated"
+        return "its memory is released: allocate it again first" if self._away else ""
 
     def pause(self) -> None:
         """Record an operator's pause, which only an operator ends."""
@@ -218,8 +218,9 @@ class WeightCalls:
     def begin(
         self, number: int, command: PutWeights | TakeWeights, role: ControlledRole
     ) -> Iterator[NodeCallResult]:
-        """Put weights in place, those of another node for TakeWeights. `done` yields the answer,
-        unless that node's weights are in use already.
+        """Put prepared weights in place, or for TakeWeights the weights of another node.
+
+        `done` yields the response, unless these weights are already in use.
 
         Raises:
             FailedPrecondition: that cannot begin now.

@@ -251,8 +251,8 @@ class EngineSupervisor:
         self._moved_at = now
 
     def check_length(self, num_tokens: int, field: str = "token_ids") -> None:
-        """Raise InvalidRequest, with the sentence of the engine's own check, if so many tokens can
-        never be served. For a frontend, before it reads any token. Does nothing before `started`.
+        """Raise InvalidRequest, as the engine's own check does, if that many tokens can never be
+        served. For a frontend, before it reads any token. Does nothing before `started`.
         """
         if self.ready is not None and num_tokens >= self.ready.context_length:
             raise InvalidRequest(

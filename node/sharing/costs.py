@@ -46,7 +46,7 @@ class PrefixReadCosts:
         return num_bytes / rate + self._round_s(producer, now)
 
     def pays(self, read_s: float, num_tokens: int, *, token_s: float, queued_s: float) -> bool:
-        """Return whether to read so many tokens' KV instead of computing them.
+        """Return whether to read the KV of these tokens instead of computing them.
 
         Args:
             token_s: seconds of a computed token here. 0.0: unknown.

@@ -1,7 +1,7 @@
 """Prefixes and weights that other nodes read from this one.
 
-    Opened --Granted: what the tree has is held--> lent --ClosedEvent--> gone
-                  | ^   `--nothing, or too much is lent--> refused -^
+    Opened --Granted: what the tree has is held--> exported --ClosedEvent--> gone
+                  | ^   `--nothing, or too much is exported--> refused -^
                   `-' an offload tier has more: it is loaded first
 
 A producer uses its own memory alone: it neither computes nor fetches for a consumer, and so never
@@ -68,17 +68,17 @@ class PrefixExports:
         self._tables = tables
         self._port = port
         self._asked: dict[int, Prefix] = {}  # by serial, until they are granted
-        self._lent: dict[int, Ints] = {}  # by serial; empty for rejected ones
+        self._exported: dict[int, Ints] = {}  # by serial; empty for rejected ones
         # By serial: pages of exports that nothing else here needs.
         self._at_a_loss: dict[int, int] = {}
         self._counts = dict.fromkeys(("completed", "failed", "refused"), 0)
         self._learn: Callable[[int], bool] = lambda ticket: False
 
     def __contains__(self, serial: int) -> bool:
-        return serial in self._asked or serial in self._lent
+        return serial in self._asked or serial in self._exported
 
     def __len__(self) -> int:
-        return len(self._asked) + len(self._lent)
+        return len(self._asked) + len(self._exported)
 
     def learn_by(self, learn: Callable[[int], bool]) -> None:
         """Set a function that is called with the ticket of a request to be copied. If it runs here,
@@ -86,16 +86,16 @@ class PrefixExports:
         """
         self._learn = learn
 
-    def lent(self) -> Iterator[Ints]:
+    def exported(self) -> Iterator[Ints]:
         """Return the pages held for publication."""
-        return iter(self._lent.values())
+        return iter(self._exported.values())
 
     def counters(self) -> dict[str, int]:
         return {f"prefix_loans/{outcome}": number for outcome, number in self._counts.items()}
 
     def opened(self, event: OpenedEvent, source: Prefix) -> None:
         if len(self._asked) >= MAX_ASKED:
-            self._refuse(event.serial, "busy: many ask for prefixes already")
+            self._refuse(event.serial, "busy: too many nodes are fetching prefixes")
         else:
             self._asked[event.serial] = source
 
@@ -104,13 +104,13 @@ class PrefixExports:
         if asked is None:
             return  # rejected, or dropped
         if not self._enabled:
-            return self._refuse(event.serial, "this node lends nothing")
-        self._lent[event.serial] = _NONE  # until there is a response
+            return self._refuse(event.serial, "this node does not export")
+        self._exported[event.serial] = _NONE  # until there is a response
         runs = bool(asked.ticket) and self._learn(asked.ticket)
         room = self._pages.num_pages // SHARE
 
         def answer() -> None:
-            if event.serial in self._lent:  # otherwise it was dropped meanwhile
+            if event.serial in self._exported:  # otherwise it was dropped meanwhile
                 self._answer(event, tokens, asked.namespace, runs=runs)
 
         tokens = np.frombuffer(asked.token_ids, np.int32)
@@ -127,27 +127,27 @@ class PrefixExports:
         if end <= prefix:
             return self._refuse(serial, f"this node has no more than {end} tokens of it")
         holding = PageHolding(match.holding.tables, match.state)
-        lent = holding.take(self._tables.handed_over(end, prefix))
+        exported = holding.take(self._tables.handed_over(end, prefix))
         if not runs:
-            if sum(self._at_a_loss.values()) + len(lent) > self._pages.num_pages // SHARE:
-                return self._refuse(serial, "busy: much is lent already")
-            self._at_a_loss[serial] = len(lent)
+            if sum(self._at_a_loss.values()) + len(exported) > self._pages.num_pages // SHARE:
+                return self._refuse(serial, "busy: too much is exported already")
+            self._at_a_loss[serial] = len(exported)
         self._tiers.used(tokens[:end], namespace)
-        self._pages.hold(lent, PageHolder.PUBLICATION)
-        self._lent[serial] = lent
-        self._port.post(PublishCommand(serial, prefix, end, lent, last=True, first_token=None))
+        self._pages.hold(exported, PageHolder.PUBLICATION)
+        self._exported[serial] = exported
+        self._port.post(PublishCommand(serial, prefix, end, exported, last=True, first_token=None))
 
     def dropped(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)
-        lent = self._lent.pop(event.serial, _NONE)
-        self._pages.drop(lent, PageHolder.PUBLICATION)
+        exported = self._exported.pop(event.serial, _NONE)
+        self._pages.drop(exported, PageHolder.PUBLICATION)
         self._at_a_loss.pop(event.serial, None)
-        if event.held or len(lent):
+        if event.held or len(exported):
             self._counts["completed" if event.held else "failed"] += 1
 
     def _refuse(self, serial: int, reason: str) -> None:
         self._counts["refused"] += 1
-        self._lent[serial] = _NONE  # until it is dropped
+        self._exported[serial] = _NONE  # until it is dropped
         self._port.post(FailCommand(serial, reason, retryable=False))
 
 
@@ -156,14 +156,14 @@ MAX_PIECES_ASKED = 64  # opened and not granted; more are rejected
 
 # Weights that other nodes read from this one, in pieces of at most a page each.
 #
-#     Opened --Granted: pages of its own--> filled, beside the engine --Published--> lent
+#     Opened --Granted: pages of its own--> filled, beside the engine --Published--> exported
 #                  `--no pages, or other weights--> refused             ClosedEvent --> gone
 #
 # A piece is copied into a page of the KV pool, which other nodes can read, and stays there until
 # its consumer has it. So weights use no more memory than prefix exports, and only while they are
 # read.
 @dataclass(slots=True, eq=False)
-class _Loan:
+class _WeightExport:
     pages: Ints
     piece_bytes: int
     filling: Future[int]  # number of pages with a piece
@@ -195,21 +195,21 @@ class WeightExports:
         self._pool = pool
         self._port = port
         self._tell = tell
-        self._worker = ThreadPoolExecutor(1, "weight loans")
+        self._worker = ThreadPoolExecutor(1, "weight exports")
         self._asked: dict[int, tuple[WeightsId, Weights]] = {}  # by serial, until they are granted
         self._refused: set[int] = set()  # until they are dropped
-        self._loans: dict[int, _Loan] = {}
+        self._exports: dict[int, _WeightExport] = {}
         self._num_bytes = 0
 
     def __contains__(self, serial: int) -> bool:
-        return serial in self._asked or serial in self._refused or serial in self._loans
+        return serial in self._asked or serial in self._refused or serial in self._exports
 
     def __len__(self) -> int:
-        return len(self._asked) + len(self._refused) + len(self._loans)
+        return len(self._asked) + len(self._refused) + len(self._exports)
 
-    def lent(self) -> Iterator[Ints]:
+    def exported(self) -> Iterator[Ints]:
         """Return the pages held for publication."""
-        return (loan.pages for loan in self._loans.values())
+        return (export.pages for export in self._exports.values())
 
     @property
     def num_bytes(self) -> int:
@@ -218,7 +218,7 @@ class WeightExports:
 
     def opened(self, event: OpenedEvent, source: Weights) -> None:
         if len(self._asked) >= MAX_PIECES_ASKED:
-            self._refuse(event.serial, "busy: many ask for weights already", retryable=True)
+            self._refuse(event.serial, "busy: too many nodes are fetching weights", retryable=True)
         else:
             self._asked[event.serial] = event.weights, source
 
@@ -233,44 +233,44 @@ class WeightExports:
         if not 0 < piece_bytes <= page_bytes:
             reason = f"a piece of {piece_bytes} bytes does not fit into a page of {page_bytes}"
             return self._refuse(serial, reason, retryable=False)
-        lent = sum(len(loan.pages) for loan in self._loans.values())
-        num_pages = min(source.num_pieces, self._pages.num_pages // SHARE - lent)
+        exported = sum(len(export.pages) for export in self._exports.values())
+        num_pages = min(source.num_pieces, self._pages.num_pages // SHARE - exported)
         pages = self._cache.allocate(num_pages, PageHolder.PUBLICATION) if num_pages > 0 else None
         if pages is None:
             return self._refuse(serial, "busy: no pages for weights now", retryable=True)
         start = source.first_piece * piece_bytes
         filling = self._worker.submit(self._fill, start, piece_bytes, pages)
-        self._loans[serial] = _Loan(pages, piece_bytes, filling)
+        self._exports[serial] = _WeightExport(pages, piece_bytes, filling)
         filling.add_done_callback(lambda _: self._tell())
 
     def dropped(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)
         self._refused.discard(event.serial)
-        loan = self._loans.get(event.serial)
-        if loan is not None:
-            loan.dropped = True
-            self._num_bytes += loan.filling.result() * loan.piece_bytes if event.held else 0
+        export = self._exports.get(event.serial)
+        if export is not None:
+            export.dropped = True
+            self._num_bytes += export.filling.result() * export.piece_bytes if event.held else 0
 
     def poll(self) -> None:
         """Publish filled pages, and release pages that have been read."""
-        for serial, loan in [each for each in self._loans.items() if each[1].filling.done()]:
-            if loan.dropped:
-                self._pages.drop(loan.pages, PageHolder.PUBLICATION)
-                del self._loans[serial]
-            elif not loan.told:
-                loan.told = True
-                self._publish(serial, loan)
+        for serial, export in [each for each in self._exports.items() if each[1].filling.done()]:
+            if export.dropped:
+                self._pages.drop(export.pages, PageHolder.PUBLICATION)
+                del self._exports[serial]
+            elif not export.told:
+                export.told = True
+                self._publish(serial, export)
 
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    def _publish(self, serial: int, loan: _Loan) -> None:
-        error = loan.filling.exception()
+    def _publish(self, serial: int, export: _WeightExport) -> None:
+        error = export.filling.exception()
         if isinstance(error, ServingError):
             self._port.post(FailCommand(serial, str(error), retryable=False))
             return
-        num_pages = loan.filling.result()
-        pages = loan.pages[:num_pages]
+        num_pages = export.filling.result()
+        pages = export.pages[:num_pages]
         self._port.post(PublishCommand(serial, 0, num_pages, pages, last=True, first_token=None))
 
     def _refuse(self, serial: int, reason: str, *, retryable: bool) -> None:
@@ -283,7 +283,7 @@ class WeightExports:
         """
         # Whole pages, because the consumer may read what is behind a piece.
         buffer = torch.zeros(len(pages), self._pool.shape[1], dtype=torch.uint8)
-        file, num_pages = self._weights.lent(), 0
+        file, num_pages = self._weights.exported(), 0
         try:
             for page in buffer.numpy():
                 if not file.read(start + num_pages * piece_bytes, page[:piece_bytes].data):

@@ -96,7 +96,7 @@ class PrefixSources:
         """Record an admitted request.
 
         Args:
-            fetched_tokens: read for it. Only those that are still cached count.
+            fetched_tokens: read for it. Only tokens that are still cached count.
         """
         cached = request.cached_tokens
         fetched, computed = min(fetched_tokens, cached), len(request.token_ids) - cached
@@ -140,7 +140,7 @@ class PrefixSharing:
     ) -> None:
         self._tiers = tiers
         self._weights = weights
-        self.loans = PrefixExports(
+        self.exports = PrefixExports(
             enabled=config.enabled,
             cache=cache,
             pages=pages,
@@ -164,18 +164,18 @@ class PrefixSharing:
     def busy(self) -> bool:
         """Return whether another node reads here, or bytes may land or be copied here."""
         reads = self.fetches.busy or self._weights.busy or self._tiers.busy
-        return bool(reads or len(self.loans))
+        return bool(reads or len(self.exports))
 
-    def lent(self) -> Iterator[Ints]:
+    def exported(self) -> Iterator[Ints]:
         """Return the pages held for publication."""
-        return chain(self.loans.lent(), self._weights.lent())
+        return chain(self.exports.exported(), self._weights.exported())
 
     def reads(self) -> Iterator[Ints]:
         """Return the pages held for reads."""
         return chain(self.fetches.reads(), self._weights.reads())
 
     def counters(self) -> dict[str, int]:
-        parts = self.loans, self.fetches, self.ways, self.corrupt_prefixes
+        parts = self.exports, self.fetches, self.ways, self.corrupt_prefixes
         return {name: number for part in parts for name, number in part.counters().items()}
 
     def fetch(
@@ -227,4 +227,4 @@ class PrefixSharing:
                 self.fetches.producer_rate(event)
                 return False
             case _:
-                return take(event, Prefix, self.fetches, self.loans)
+                return take(event, Prefix, self.fetches, self.exports)

@@ -172,7 +172,7 @@ class WeightCopies:
             raise FailedPrecondition(f"{lender}: {reason}") from error
         except OSError as error:
             raise FailedPrecondition(
-                f"weights: there is no place for them here: {error}"
+                f"weights: there is not enough memory for them: {error}"
             ) from error
 
 
@@ -376,7 +376,8 @@ class WeightReads:
             paired = taking.address in self._producers
             reason = "its weights do not come" if paired else "it does not pair with this node"
             self._end(
-                taking, FailedPrecondition(f"{taking.address}: {reason}; the logs of both say why")
+                taking,
+                FailedPrecondition(f"{taking.address}: {reason}: see the logs of both nodes"),
             )
         elif taking.pieces.all_asked and all(read.over for read in self._reads.values()):
             self._prepare(taking)
@@ -422,7 +423,7 @@ class WeightReads:
         if error is not None:
             self._fail(taking, error)
         elif preparing.result() != taking.weights:
-            reason = f"{taking.address}: what has come is not what it is known to have"
+            reason = f"{taking.address}: the content differs from the expected hash"
             self._fail(taking, FailedPrecondition(reason))
         else:
             self._over(taking, "completed")

@@ -51,7 +51,7 @@ class ConsumerShare(Protocol):
 
 
 class ProducerShare(Protocol[S]):
-    """The lending end. Hand-offs by their serials."""
+    """The exporting side. Hand-offs by their serials."""
 
     def __contains__(self, serial: int) -> bool: ...
 
@@ -117,7 +117,7 @@ class WeightSharing:
         tell: Callable[[], None],
     ) -> None:
         self._port = port
-        self._loans = WeightExports(weights, cache, pages, pool, port, tell)
+        self._exports = WeightExports(weights, cache, pages, pool, port, tell)
         self._reads = WeightReads(
             weights,
             instance=instance,
@@ -131,11 +131,11 @@ class WeightSharing:
     @property
     def busy(self) -> bool:
         """Return whether another node reads here, or bytes may land here."""
-        return bool(len(self._loans) or self._reads.busy)
+        return bool(len(self._exports) or self._reads.busy)
 
-    def lent(self) -> Iterator[Ints]:
+    def exported(self) -> Iterator[Ints]:
         """Return the pages held for publication."""
-        return self._loans.lent()
+        return self._exports.exported()
 
     def reads(self) -> Iterator[Ints]:
         """Return the pages held for reads."""
@@ -145,7 +145,7 @@ class WeightSharing:
         outcomes = self._reads.outcomes.items()
         return {
             "total_weight_bytes/read": float(self._reads.num_bytes),
-            "total_weight_bytes/lent": float(self._loans.num_bytes),
+            "total_weight_bytes/lent": float(self._exports.num_bytes),
             "total_weight_read_seconds": self._reads.seconds,
             **{f"total_weight_reads/{outcome}": float(number) for outcome, number in outcomes},
         }
@@ -159,7 +159,7 @@ class WeightSharing:
 
     def poll(self) -> None:
         """Do what is due. Called in each turn of the loop."""
-        self._loans.poll()
+        self._exports.poll()
         self._reads.poll()
 
     def post(self, command: NodeCommand) -> None:
@@ -169,10 +169,10 @@ class WeightSharing:
         return [
             event
             for event in self._port.take()
-            if not take(event, Weights, self._reads, self._loans)
+            if not take(event, Weights, self._reads, self._exports)
         ]
 
     def close(self) -> None:
         """Stop both ends. Nothing new is started."""
-        self._loans.close()
+        self._exports.close()
         self._reads.close()

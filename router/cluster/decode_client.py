@@ -377,7 +377,7 @@ class DecodeClient:
             if not buffer.append(token):
                 buffer.end(
                     NodeUnavailable(
-                        f"decode node {self.address} sent more tokens, or less of them, than asked"
+                        f"decode node {self.address} sent more or fewer tokens than expected"
                     )
                 )
                 self._cancel(number)

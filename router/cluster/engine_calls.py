@@ -96,7 +96,7 @@ class EngineCalls:
         request = node_pb2.PutWeightsRequest(id=prepared)
         said = await ask_all(self._state.members, "PutWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
-            raise FailedPrecondition(f"{problems}; all nodes stay paused until this is done again")
+            raise FailedPrecondition(f"{problems}. All nodes stay paused until this is repeated")
         await self._paired(pairs)
         if paused.fresh:
             await self.resume()
@@ -121,7 +121,7 @@ class EngineCalls:
         }
         weights, pairs = has.get(lender), await self._pairs()
         if not weights:
-            raise InvalidRequest(f"node: none is known at {lender}, or it does not answer")
+            raise InvalidRequest(f"node: none is known at {lender}, or it does not respond")
         others = [each for each in self._state.members if each.address != lender]
         takers = [each for each in others if has.get(each.address) != weights]
         mode = (PauseMode.ABORT if abort else PauseMode.RETRACT).value
@@ -131,7 +131,7 @@ class EngineCalls:
         request = node_pb2.TakeWeightsRequest(id=weights, address=lender)
         said = await ask_all(others, "TakeWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
-            raise FailedPrecondition(f"{problems}; those that were to take them stay paused")
+            raise FailedPrecondition(f"{problems}. The nodes that were to load them stay paused")
         await self._paired(pairs)
         if paused.fresh:
             await self._resume(takers)
@@ -180,7 +180,7 @@ class EngineCalls:
         request = router_pb2.ReleaseMemoryRequest(tags=memory_tags(tags))
         said = await ask_all(self._state.members, "ReleaseMemory", request, _WEIGHTS_S)
         if not said:
-            raise FailedPrecondition("there is no node that has memory")
+            raise FailedPrecondition("there is no node whose memory can be released")
         if problems := _problems(said):
             with suppress(FailedPrecondition):
                 await self.resume_memory(tags)

@@ -74,7 +74,7 @@ class CacheWatch:
                 if events is None:  # grpcio returns None for bytes that it cannot parse
                     raise ProtocolViolation("invalid message")
                 if len(events.stored) > _MAX_PAGES or len(events.removed) > _MAX_PAGES:
-                    raise ProtocolViolation("it says too much at once")
+                    raise ProtocolViolation("its message is too large")
                 if not heard:
                     if not events.cleared:
                         raise ProtocolViolation("it began in the middle")

@@ -87,7 +87,7 @@ class PoolingNode:
                 rpc.raise_if_cancelled()
                 raise NodeUnavailable("this prefill node has left") from None
         if answer is None or len(answer.vectors) != len(request.prompts):
-            raise RequestFailed("a prefill node has answered with something else than vectors")
+            raise RequestFailed("a prefill node did not respond with vectors")
         response: pooling_pb2.PoolResponse = answer
         return response
 

@@ -30,11 +30,6 @@ _MAX_KNOWN = 1024  # nodes
 T = TypeVar("T")
 
 
-# Default choice of the decode node, for policies without a rule for it.
-#
-# A decode node is as full as its KV pages: those in use, and those of requests placed by this
-# router that no Status includes yet. Among nodes about equally full, the one with faster links
-# goes first.
 class RotatingOrder:
     """Rotation among nodes that are otherwise equal."""
 
@@ -51,7 +46,12 @@ class RotatingOrder:
 
 
 class LeastLoadedDecode:
-    """Choice of the least full decode node. Equal nodes take turns."""
+    """Choice of the least full decode node, for policies without a rule of their own for it.
+
+    The fullness of a node is the share of its KV pages that are in use or needed by requests that
+    this router has placed and no Status includes yet. Among nodes that are about equally full, the
+    one with the faster links is chosen. Equal nodes take turns.
+    """
 
     def __init__(self, load: NodeLoad) -> None:
         self._load = load
@@ -238,10 +238,12 @@ class RoundRobin:
 MAX_SESSIONS = 1 << 16  # beyond that, the least recently used session is dropped
 
 
-# Session-affinity policy: a session stays on its nodes, which have its KV cached on both sides.
-#
-# Requests without a session, and the first one of a session, go to the least-loaded nodes.
 class SessionAffinity:
+    """Session-affinity policy: the requests of a session use the same nodes, which cache its KV.
+
+    Requests without a session, and the first one of a session, go to the least-loaded nodes.
+    """
+
     def __init__(self, load: NodeLoad) -> None:
         self._least = LeastTokens(load)
         self._homes: OrderedDict[str, tuple[str, str]] = OrderedDict()  # decode, prefill
@@ -273,15 +275,17 @@ KEY_TOKENS = 256  # of the prompt: requests of one application often share them
 MOST_OVER_MEAN = 1.25
 
 
-# Consistent hashing: equal keys go to one prefill node, and routers agree without communication.
-#
-# The key is the session, or else the namespace and the beginning of the prompt. Each node gets a
-# score from the key and its address, and the highest score goes first (rendezvous hashing, Thaler
-# and Ravishankar 1996). If a node leaves, only its keys move. A new node takes its share from each
-# other one. A node is passed over if its queue is a quarter longer than the mean, plus one prompt
-# (consistent hashing with bounded loads, Mirrokni et al. 2018). Otherwise one key could overload
-# it.
 class ConsistentHash:
+    """Consistent-hashing policy: equal keys go to the same prefill node, from every router.
+
+    The key is the session, or else the namespace and the beginning of the prompt. Each node gets a
+    score from the key and its address, and the node with the highest score is chosen (rendezvous
+    hashing, Thaler and Ravishankar 1996). If a node leaves, only its keys move. A new node gets an
+    equal share of keys from each other node. A node is skipped if its queue is a quarter longer
+    than the mean plus one prompt, because one key could overload it (consistent hashing with
+    bounded loads, Mirrokni et al. 2018).
+    """
+
     def __init__(self, load: NodeLoad) -> None:
         self._load = load
         self._decode = LeastLoadedDecode(load)
@@ -303,15 +307,16 @@ class ConsistentHash:
 NEAR_TOKENS = 512
 
 
-# Prefix-aware policy: the prefill node with the longest cached prefix, unless it is too busy.
-#
-# The cost of a node is its queued uncached tokens plus those of this prompt. Among the nodes whose
-# cost is near the lowest, the one with the longest prefix goes first. So a prompt is queued behind
-# others only if that takes hardly longer than recomputation elsewhere. A popular prefix does not
-# overload one node: when its queue is longer than the prefix, the next prompt goes to another
-# node, which then has the prefix too.
 class PrefixAware:
-    """The prefix-aware policy. Equal nodes take turns, or the session decides among them."""
+    """Prefix-aware policy: the prefill node with the longest cached prefix, unless it is too busy.
+
+    The cost of a node is its queued uncached tokens plus the uncached tokens of this prompt. Among
+    the nodes whose cost is near the lowest, the one with the longest prefix is chosen. A prompt
+    therefore waits for its prefix only if recomputation on another node would take about as long.
+    A popular prefix does not overload one node: when its queue is longer than the prefix, the next
+    prompt goes to another node, which then caches the prefix too. Equal nodes take turns, or
+    the session decides among them.
+    """
 
     def __init__(self, load: NodeLoad, prefixes: PrefixIndex) -> None:
         self._load = load
@@ -393,7 +398,7 @@ def make_policy(
 
     Args:
         name: one of NAMES.
-        load: that the caller charges with the placements.
+        load: of the nodes. The caller adds each placement to it.
         backlogs: queue times that the nodes report.
         prefixes: index of the nodes' caches.
         rng: source of randomness.

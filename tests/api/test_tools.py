@@ -392,15 +392,15 @@ async def test_over_grpc_a_guide_beside_calls_that_no_grammar_can_write_is_refus
 @pytest.mark.parametrize(
     "fields, said",
     [
-        ({"tools": ["{"]}, "messages.tools[0] is no JSON object"),
-        ({"tools": ['{"type": "function"}']}, "messages.tools[0] is no function"),
+        ({"tools": ["{"]}, "messages.tools[0] is not a JSON object"),
+        ({"tools": ['{"type": "function"}']}, "messages.tools[0] is not a function"),
         (
             {"tools": [json.dumps(tool("f", parameters=3))]},
             "messages.tools[0].function.parameters must be",
         ),
         ({"tools": [json.dumps(tool("f", strict=3))]}, "messages.tools[0].function.strict must be"),
         ({"tools": ["{}"] * 1025}, "messages.tools has 1025 tools"),
-        ({"template_settings": "[]"}, "messages.template_settings is no JSON object"),
+        ({"template_settings": "[]"}, "messages.template_settings is not a JSON object"),
         ({"template_settings": " " * 20_000}, "messages.template_settings has 20000"),
         ({"template_settings": '{"x": 1}'}, "chat_template_kwargs: this model's"),
         ({"reasoning_effort": "high"}, "reasoning_effort: this model's"),

@@ -80,7 +80,7 @@ def test_flags_reach_every_depth():
         ("engine: {dtype: " + "y" * 5000 + "}", "yyy..."),
         ("engine: !!python/object/apply:os.system [id]", "could not determine a constructor"),
         ("engine: [model, m]", "node.yaml: engine: "),
-        ("engine: !!bool m", "a value is not what its tag says"),
+        ("engine: !!bool m", "a value does not match its YAML tag"),
         ('engine: {model: "\\ud800"}', "surrogate"),
         (
             "{engine: {model: m}, server: {drain_timeout_s: .inf}}",

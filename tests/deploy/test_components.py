@@ -10,7 +10,7 @@ from cli.planner import __main__ as planner_main
 from common.config import RouterConfig, SchedulerConfig, gpus_of
 from node.messages import EngineStats
 from node.metrics import NodeMetrics
-from node.request_state import Stage
+from node.request_state import RequestStage
 from tests.deploy.conftest import COMPONENTS, OVERLAYS
 from tests.deploy.manifests import (
     KUBERNETES,
@@ -295,7 +295,7 @@ def test_nodes_are_scaled_by_metrics_that_they_have(render, role):
     sources = "".join((ROOT / name).read_text() for name in QUEUE_SOURCES[role])
     for queue in queues:
         assert f'{metric}{{queue="{queue}"}} 1.0' in _metrics_of_a_node(queues)
-        assert f'"{queue}": ' in sources or queue in [stage.value for stage in Stage]
+        assert f'"{queue}": ' in sources or queue in [stage.value for stage in RequestStage]
     # Before a node is full, another one is there.
     assert 0 < int(trigger["metadata"]["threshold"]) < SchedulerConfig().max_running_requests
 

@@ -140,7 +140,7 @@ def test_what_is_not_computed_is_refused_by_name(shelf, make, wrong, named):
 
 def test_modules_that_the_model_has_not_are_refused_by_name(shelf, make):
     make(modules=("lm_head",))
-    assert "the model has no lm_head that an adapter may add to" in refusal(shelf)
+    assert "the model has no lm_head that an adapter may change" in refusal(shelf)
 
 
 @pytest.mark.parametrize("side", ["A", "B"])
@@ -153,7 +153,7 @@ def test_half_a_pair_and_pairs_of_other_sizes_are_refused(shelf, make, side):
     save_file({each: tensors[each] for each in tensors if each != name}, path)
     assert "layers.0.self_attn.q_proj has" in refusal(shelf)
     save_file({**tensors, "base_model.model.other.lora_embedding_A": torch.ones(1)}, path)
-    assert "lora_embedding_A is no matrix of a LoRA adapter" in refusal(shelf)
+    assert "lora_embedding_A is not a matrix of a LoRA adapter" in refusal(shelf)
 
 
 def test_what_is_too_large_is_refused_before_it_is_read(shelf, make, monkeypatch):
@@ -191,7 +191,7 @@ def test_nothing_is_read_outside_of_the_directory(shelf, make, tmp_path):
     os.symlink(outside, tmp_path / "shelf" / "link")
     for path in ("../outside", str(outside), "link", "inside/../../outside", ".", "", "\0", "/"):
         assert refusal(shelf, path) in (
-            "lora_path: it leads out of engine.lora.adapter_dir",
+            "lora_path: it is outside engine.lora.adapter_dir",
             "lora_path: not a path",
         )
     assert refusal(shelf, "nowhere").endswith("nowhere/adapter_config.json: it is not there")

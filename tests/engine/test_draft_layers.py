@@ -318,7 +318,7 @@ def test_models_that_have_no_layer_for_drafts_say_so(llama, tmp_path):
     without = make_checkpoint(tmp_path / "without", "qwen3_next")
     with pytest.raises(ConfigError, match=f"mtp wants a layer.*{without} has none"):
         open_checkpoint(without, "native", mtp)
-    with pytest.raises(ConfigError, match="mtp is for models that are computed natively"):
+    with pytest.raises(ConfigError, match="mtp needs a natively computed model"):
         open_checkpoint(llama, "transformers", mtp)
     with pytest.raises(ConfigError, match="no such directory"):
         open_checkpoint(llama, "native", _with_head(tmp_path / "none"))

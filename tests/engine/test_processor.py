@@ -9,9 +9,9 @@ from engine import processor
 from engine.processor import cgroup_cpus, physical_cores, threads_at_hand, usable_cores
 
 
-def _topology(directory, siblings):
-    """`siblings`: of each CPU, as the kernel lists them."""
-    for cpu, listed in siblings.items():
+def _topology(directory, other_processes):
+    """`other_processes`: of each CPU, as the kernel lists them."""
+    for cpu, listed in other_processes.items():
         (directory / f"cpu{cpu}/topology").mkdir(parents=True)
         (directory / f"cpu{cpu}/topology/thread_siblings_list").write_text(f"{listed}\n")
 

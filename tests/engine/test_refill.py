@@ -109,8 +109,8 @@ def test_weights_are_named_by_their_content(update, shelf, tmp_path):
 @pytest.mark.parametrize(
     "path, said",
     [
-        ("..", "it leads out of engine.weights_dir"),
-        ("/etc", "it leads out of engine.weights_dir"),
+        ("..", "it is outside engine.weights_dir"),
+        ("/etc", "it is outside engine.weights_dir"),
         ("new\0", "not a path"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_path_that_leads_elsewhere_is_refused_at_once(update, path, said):
 @pytest.mark.parametrize(
     "path, said",
     [
-        ("wider", "its configuration is that of another model"),
+        ("wider", "its configuration belongs to another model"),
         ("damaged", "cut off"),
         ("empty", "config.json"),
         ("missing", "config.json"),

@@ -164,7 +164,7 @@ def test_the_way_is_named_and_native_is_taken_where_there_is_one(tmp_path, check
     native = make_checkpoint(tmp_path, "qwen3")
     assert open_checkpoint(native).computed == "natively"
     asked = open_checkpoint(native, "transformers")
-    assert asked.computed == "by transformers' Qwen3ForCausalLM, as asked for"
+    assert asked.computed == "by transformers' Qwen3ForCausalLM, as requested"
     other = open_checkpoint(checkpoints("olmo2"))
     assert other.computed == "by transformers' Olmo2ForCausalLM, olmo2 has no blocks here"
     with pytest.raises(ConfigError, match="'olmo2' is not supported; llama"):
@@ -223,7 +223,7 @@ def test_products_take_the_forms_that_the_processor_is_fast_with(checkpoints, ki
 
 
 REFUSED = {
-    "mamba": "layers of linear_attention keep something else than KV",
+    "mamba": "layers of linear_attention have a cache other than KV",
     "bart": "it is an encoder and a decoder",
     "bloom": "its forward accepts no position_ids",
     "falcon": "the class does not attend by transformers' attention interface",
@@ -265,7 +265,7 @@ def test_code_of_a_checkpoints_own_is_never_run(tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemExit('run')")
     auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
-    with pytest.raises(ConfigError, match="code of its own, which is never run"):
+    with pytest.raises(ConfigError, match="its own code, which Baton never runs"):
         open_checkpoint(tmp_path)
 
 

@@ -99,7 +99,7 @@ async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
     code, _ = await asyncio.to_thread(end_of_stream, decode.address, serve, peers)
     assert code is grpc.StatusCode.UNAUTHENTICATED
     assert "127.0.0.1:9 " not in _log(decode)
-    assert "call rejected" in _log(decode) and "knows no cluster secret" in _log(decode)
+    assert "call rejected" in _log(decode) and "has no cluster secret" in _log(decode)
     scrape = await asyncio.to_thread(scraped, metrics_port)
     counted = value(scrape, "baton_peer_auth_rejected_total", side="caller", reason="missing")
     assert counted >= 5
@@ -139,7 +139,7 @@ async def test_an_impostor_on_a_nodes_address_gets_no_request(
         f"--secret-file={cluster.secret_file}",
     )
     line = await asyncio.to_thread(router.line_with, "node does not respond")
-    assert "has not proved that it is a node of this cluster" in line
+    assert "did not prove that it is a node of this cluster" in line
 
 
 @pytest.mark.long  # of one server: tests/common/identity/test_calls.py

@@ -41,7 +41,7 @@ from kvtransfer.ports import (
     OpenCommand,
     OpenedEvent,
 )
-from node.request_state import Claims, Ending, Stage
+from node.request_state import Claims, Ending, RequestStage
 from node.sharing.exports import PrefixExports
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.prefix_sides import NO_TIERS
@@ -149,7 +149,7 @@ class Running:
     def request(self) -> "Running":
         return self
 
-    def move(self, stage: Stage, queue: None) -> None:
+    def move(self, stage: RequestStage, queue: None) -> None:
         pass
 
     def close(self, ending: Ending) -> None:
@@ -311,7 +311,7 @@ class SourceSide(SimulatedProducer):
 
     def key(self) -> Hashable:
         books = [
-            (serial, d.state.key, d.num_known, d.stage, d.over, d.room_tokens, d.lent.tobytes())
+            (serial, d.state.key, d.num_known, d.stage, d.over, d.room_tokens, d.exported.tobytes())
             for serial, d in self.departures._by_serial.items()
         ]
         requests = [
@@ -319,7 +319,7 @@ class SourceSide(SimulatedProducer):
             for r in self.beneath.requests.values()
         ]
         refused = tuple(sorted(self.departures._refused))
-        lent = [(serial, pages.tobytes()) for serial, pages in self.loans._lent.items()]
+        lent = [(serial, pages.tobytes()) for serial, pages in self.loans._exported.items()]
         loans = tuple(self.loans._asked), tuple(lent), self.beneath.learnt
         held = refused, tuple(self.beneath.lent)
         return (super().key(), tuple(books), tuple(requests), held, loans)
@@ -379,7 +379,7 @@ class SourceSide(SimulatedProducer):
     def react(self, given: Input) -> list[Output]:
         # Serials of departures, loans and refusals are remembered by the engine alone.
         known = self.departures._by_serial.keys() | self.departures._refused
-        known |= self.loans._asked.keys() | self.loans._lent.keys()
+        known |= self.loans._asked.keys() | self.loans._exported.keys()
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
         self.prompts = {}

@@ -260,7 +260,7 @@ class LenderSide(SimulatedProducer):
 
     def key(self) -> Hashable:
         asked = [(n, each.namespace, len(each.token_ids)) for n, each in self.loans._asked.items()]
-        lent = [(serial, pages.tobytes()) for serial, pages in self.loans._lent.items()]
+        lent = [(serial, pages.tobytes()) for serial, pages in self.loans._exported.items()]
         books = tuple(sorted(asked)), tuple(sorted(lent))
         return super().key(), self.memory.key(), books
 
@@ -284,7 +284,7 @@ class LenderSide(SimulatedProducer):
 
     def react(self, given: Input) -> list[Output]:
         # Serials that loans know of are not used again.
-        known = [*self.loans._asked, *self.loans._lent]
+        known = [*self.loans._asked, *self.loans._exported]
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)
         self.prompts = {}

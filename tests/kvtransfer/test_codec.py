@@ -179,7 +179,7 @@ def through(record: PairHello | AnyMessage, *, as_consumer: bool) -> PairHello |
     return codec.parse(type(proto).FromString(proto.SerializeToString()))
 
 
-# Seen failing with `queue_s` of Open left out, on its way out or in, and with `engine_deaths`.
+# Seen failing with `queue_s` of Open left out, on its way out or in, and with `engine_crashes`.
 @settings(max_examples=150)
 @given(from_consumer)
 def test_what_a_consumer_says_arrives_as_it_was(message):

@@ -626,7 +626,7 @@ async def test_nodes_of_one_secret_pair():
 @pytest.mark.parametrize(
     "who, sentence",
     [
-        (None, "knows no cluster secret"),
+        (None, "has no cluster secret"),
         (identity("node", node_name(CONSUMER.instance), new_secret()), "another secret"),
         (identity("router", node_name(CONSUMER.instance)), "router may not call"),
         # A consumer in whose name pages are published and data keys are made.
@@ -647,5 +647,5 @@ async def test_a_consumer_believes_no_producer_that_does_not_prove_itself(caplog
     async with paired(None, channels_of(identity("node", node_name(CONSUMER.instance)))) as pair:
         pair.connect()
         await pair.consumer.pairings("refused")
-        assert "has not proved that it is a node of this cluster" in caplog.text
+        assert "did not prove that it is a node of this cluster" in caplog.text
         assert pair.producer.nothing_heard() and pair.consumer.nothing_heard()

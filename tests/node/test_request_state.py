@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import EngineFault, NodeUnavailable
 from engine.batch.request import FinishReason, RequestEnd
-from node.request_state import Claim, Claims, RequestState, Stage, as_request_end
+from node.request_state import Claim, Claims, RequestStage, RequestState, as_request_end
 from tests.support.specs import make_request
 
 END = RequestEnd(FinishReason.ABORT, "cancelled")
@@ -47,19 +47,19 @@ def test_a_request_ends_once_and_then_releases_its_claims(state, log):
     state.close(END)
     state.close(RequestEnd(FinishReason.STOP))
     assert log == [END, "released"]
-    assert state.stage is Stage.CLOSED and state.queue is None
+    assert state.stage is RequestStage.CLOSED and state.queue is None
 
 
 def test_stages_follow_each_other_as_declared(state):
-    state.move(Stage.PREPARING, None)
-    state.move(Stage.PREALLOC, None)
-    state.move(Stage.TRANSFER, None)
-    state.move(Stage.SCHEDULED, None)
+    state.move(RequestStage.PREPARING, None)
+    state.move(RequestStage.PREALLOC, None)
+    state.move(RequestStage.TRANSFER, None)
+    state.move(RequestStage.SCHEDULED, None)
     with pytest.raises(EngineFault, match="from scheduled to transfer"):
-        state.move(Stage.TRANSFER, None)
+        state.move(RequestStage.TRANSFER, None)
     state.close(END)
     with pytest.raises(EngineFault, match="from closed"):
-        state.move(Stage.PREPARING, None)
+        state.move(RequestStage.PREPARING, None)
 
 
 def test_an_error_is_an_end_with_its_status():

@@ -9,7 +9,7 @@ from decode_node.state import DecodeState
 from engine.batch.request import Request
 from kvtransfer.messages import GrantHandoff, PagesReady, PagesReleased
 from node.messages import Placement
-from node.request_state import Stage
+from node.request_state import RequestStage
 from node.timings import RequestTimings
 from tests.pair.rig import Asked, Loaded, PairRig, Size
 
@@ -154,5 +154,5 @@ def make_decode_state(request: Request, **fields: Any) -> DecodeState:
     timings = RequestTimings(request.spec.request_id, request.num_prompt, UNTRACED, 0.0, 0.0)
     own = {"timings": timings, "placement": Placement(), "on_end": lambda state, ending: None}
     state = DecodeState(request=request, **{**own, **fields})
-    state.move(Stage.PREPARING, None)
+    state.move(RequestStage.PREPARING, None)
     return state

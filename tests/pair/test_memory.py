@@ -47,7 +47,7 @@ def test_paused_nodes_give_memory_back_and_answer_as_if_they_had_not(rig, greedy
         assert node.pages("free") == node.engine.pages.num_pages
         gone = not node.engine.pool.tensor.any()
         assert gone == ("kv_cache" in tags)
-        assert "memory is given back" in told(rig, node, ContinueGeneration()).error
+        assert "memory is released" in told(rig, node, ContinueGeneration()).error
     late = rig.ask(PROMPT, 8)
     assert computes_nothing(rig) and not late.ended
     taken_again(rig, tags=tags)
@@ -114,7 +114,7 @@ def test_other_weights_are_put_where_weights_are(rig, greedy):
     released(rig)
     for node in rig.nodes:
         weights = prepared(rig, node)
-        assert "memory is given back" in told(rig, node, PutWeights(weights)).error
+        assert "memory is released" in told(rig, node, PutWeights(weights)).error
         taken_again(rig, node, tags=("weights",))
         assert not told(rig, node, PutWeights(weights)).error
         released(rig, node, tags=("weights",))
@@ -132,7 +132,7 @@ def test_a_node_whose_weights_are_not_to_be_had_sleeps_on(rig, shelf, greedy):
     try:
         assert "cannot be read again" in told(rig, node, ResumeMemory(ALL)).error
         shutil.copy(shelf / "new" / "model.safetensors", stored)
-        assert "other ones are now" in told(rig, node, ResumeMemory(ALL)).error
+        assert "the files have changed" in told(rig, node, ResumeMemory(ALL)).error
         assert node.role.scheduler.paused
     finally:
         shutil.move(aside, stored)

@@ -10,7 +10,7 @@ from grpc import StatusCode
 
 from common.request import GUILTY, TRIAL_TOKENS
 from protos.decode_pb2 import FINISH_REASON_ERROR
-from router.generation import MAX_ENGINE_DEATHS, MAX_REPLAYS
+from router.generation import MAX_ENGINE_CRASHES, MAX_REPLAYS
 from tests.api.rig import Client, ask, collect, eventually, fails, failure, router_for
 from tests.support.stub_decode_node import StubDecodeNode, Submission
 
@@ -85,7 +85,7 @@ async def test_who_waits_while_another_computes_alone_is_not_charged(model):
 async def test_a_suspect_that_waits_for_its_turn_is_charged_no_second_death(model):
     async with nodes(model, 3) as (client, stubs):
         call = ask(client)
-        for _ in range(MAX_ENGINE_DEATHS + 2):  # but for the first of what the others computed
+        for _ in range(MAX_ENGINE_CRASHES + 2):  # but for the first of what the others computed
             await lose_engine((await submitted(stubs))[0])
         node, submit = await submitted(stubs)
         assert submit.engine_crashes == 1
@@ -108,7 +108,7 @@ async def test_who_gets_past_the_place_of_a_death_is_innocent_of_it(model):
 async def test_who_always_gets_on_and_is_always_there_when_engines_die_ends_too(model):
     async with nodes(model, 3) as (client, stubs):
         call = ask(client, max_tokens=50)
-        for _ in range(MAX_ENGINE_DEATHS + 1):
+        for _ in range(MAX_ENGINE_CRASHES + 1):
             node, submit = await submitted(stubs)
             node.say({submit.number: [20] * TRIAL_TOKENS})
             await lose_engine(node)

@@ -8,7 +8,7 @@ from router import record
 from router.metrics import LATENCY_S, SAMPLE_S, WINDOW_S, RecentRequests, RouterMetrics
 from router.record import RequestRecords
 from router.timelines import TimelineRecorder
-from router.workers import SiblingProcesses
+from router.workers import OtherProcesses
 
 
 class Worker:
@@ -22,7 +22,7 @@ class Worker:
     def __init__(self):
         self.metrics = RouterMetrics()
         admission = self.Admission()
-        counts, alone = self.metrics.request_counts, SiblingProcesses({})
+        counts, alone = self.metrics.request_counts, OtherProcesses({})
         self._state = MergedState(admission, RouterState(), lambda: None, list, counts, alone, 0.0)
 
     def now(self):

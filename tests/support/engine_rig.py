@@ -208,7 +208,7 @@ class Rig:
             **fields,
         )
         if suspect:
-            request.quarantine_after(engine_deaths=1)
+            request.quarantine_after(engine_crashes=1)
         self.requests[key] = request
         self.came_with[key] = request.token_ids
         self.tokens[key] = []

@@ -79,7 +79,7 @@ def _attention(config: Fields, interleaved: bool) -> LatentAttention:
     query_rank = config.integer("q_lora_rank") if "q_lora_rank" in config else None
     bias = config.flag("attention_bias", False)
     if bias and query_rank is None:
-        raise config.wrong("attention_bias", "false where there is no q_lora_rank")
+        raise config.wrong("attention_bias", "false without q_lora_rank")
     return LatentAttention(
         heads=config.integer("num_attention_heads"),
         rank=config.integer("kv_lora_rank", 512),

@@ -198,7 +198,7 @@ def config_of(directory: Path) -> PreTrainedConfig:
     except (ValueError, OSError, KeyError, TypeError) as error:
         if "auto_map" in Fields.of(directory / "config.json"):
             raise ConfigError(
-                f"{directory}: the model needs code of its own, which is never run here"
+                f"{directory}: the model needs its own code, which Baton never runs"
             ) from error
         line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{directory}: transformers cannot read config.json: {line}") from error
@@ -228,9 +228,7 @@ def _refuse_early(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
         raise UnsupportedModel("it is an encoder")
     strange = set(getattr(text, "layer_types", None) or ()) - _FULL
     if strange:
-        raise UnsupportedModel(
-            f"layers of {', '.join(sorted(strange))} keep something else than KV"
-        )
+        raise UnsupportedModel(f"layers of {', '.join(sorted(strange))} have a cache other than KV")
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -256,11 +254,11 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
 def _described(model: PreTrainedModel, text: PreTrainedConfig) -> MetaModel:
     unsaid = [name for name in _SAID if getattr(text, name, None) is None]
     if unsaid:
-        raise UnsupportedModel(f"its configuration does not say {', '.join(unsaid)}")
+        raise UnsupportedModel(f"its configuration lacks {', '.join(unsaid)}")
     attending, reductions = probe(model, text.num_hidden_layers)
     lengths = [value for name in _LENGTHS if (value := getattr(text, name, None))]
     if not lengths:
-        raise UnsupportedModel("its configuration does not say how long texts may be")
+        raise UnsupportedModel("its configuration has no context length")
     by_layer = {layer.layer: layer for layer in attending}
     if any(by_layer[layer.shares].window != layer.window for layer in attending):
         raise UnsupportedModel("layers that share KV see different windows of it")

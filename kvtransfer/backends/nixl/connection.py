@@ -246,7 +246,7 @@ class NixlConnection:
             self._read(self._block, page, page, late)
             best = max(best, self._block_bytes / _GIB / (time.perf_counter() - started))
         if best < kind.min_gib_per_s:
-            raise TransferError(f"reads go another way: they reach {best:.2f} GiB/s only")
+            raise TransferError(f"reads do not use this path: they reach {best:.2f} GiB/s only")
 
     def _read(
         self, route: _Route, source_pages: Ints, destination_pages: Ints, late: float = math.inf

@@ -160,7 +160,7 @@ class TcpConnection:
             case FrameStatus.REFUSED:
                 return int(refused)
             case _:
-                raise TransferError(f"an answer of status {status}")
+                raise TransferError(f"a response with status {status}")
 
 
 def _connect(description: TcpDescription) -> TcpChannel:
@@ -196,5 +196,5 @@ def _introduce(connection: socket.socket, description: TcpDescription, late: flo
     connection.sendall(INTRODUCTION.pack(MAGIC, description.consumer, count, proofs.of_consumer))
     answer = receive_before(connection, KEY_BYTES, late)
     if not hmac.compare_digest(answer, proofs.of_producer):
-        raise TransferError("another process than that producer listens there")
+        raise TransferError("a process other than the producer listens there")
     return proofs

@@ -28,8 +28,8 @@ class _Consumer:
 class TcpConsumers:
     """Keys and connections of the admitted consumers.
 
-    From `admit` to `dismiss` a consumer has a key, and its connections end with the key.
-    Connections are `proved` and then `enter` on one thread, the acceptor's.
+    A consumer has a key from `admit` to `dismiss`. Its connections end with the key.
+    The acceptor's thread calls `proved` and then `enter` for each connection.
     """
 
     def __init__(self) -> None:

@@ -87,7 +87,7 @@ class TcpAcceptor:
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="tcp-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tcp-acceptor", daemon=True)
         self._thread.start()
 
     def shut(self) -> None:
@@ -98,7 +98,7 @@ class TcpAcceptor:
         self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's sleep
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            raise EngineFault("the thread of a tcp producer's door does not end")
+            raise EngineFault("the acceptor thread of a tcp producer does not end")
         self._listener.close()  # not by its thread, which may end before the shutdown above
 
     # On the acceptor's thread --------------------------------------------------------------------
@@ -223,9 +223,12 @@ class TcpProducer:
         self._tls = tls
         self._publications = PublishedPages(pool.num_pages)
         self._consumers = TcpConsumers()
-        self._door = TcpAcceptor(host, port, self._let_in)
+        self._acceptor = TcpAcceptor(host, port, self._let_in)
         _log.info(
-            "tcp data path listening", host=host, port=self._door.port, encrypted=tls is not None
+            "tcp data path listening",
+            host=host,
+            port=self._acceptor.port,
+            encrypted=tls is not None,
         )
 
     def prepare(self, consumer: int) -> Future[Any]:
@@ -235,7 +238,7 @@ class TcpProducer:
         return msgspec.msgpack.encode(
             TcpDescription(
                 host=self._host,
-                port=self._door.port,
+                port=self._acceptor.port,
                 consumer=consumer,
                 key=self._consumers.admit(consumer),
                 certificate=self._tls.certificate if self._tls else b"",
@@ -257,7 +260,7 @@ class TcpProducer:
         """Do nothing: the producer's own threads serve consumers."""
 
     def close(self) -> None:
-        self._door.shut()
+        self._acceptor.shut()
         for thread in self._consumers.end_all():
             thread.join(CONNECT_S)
             if thread.is_alive():
@@ -269,7 +272,7 @@ class TcpProducer:
         """Serve a connection on a thread of its own if a consumer has opened it."""
         magic, consumer, count, proof = INTRODUCTION.unpack(introduction)
         if magic != MAGIC:
-            raise ProtocolViolation("it does not speak as a consumer does")
+            raise ProtocolViolation("it does not follow the consumer's protocol")
         proofs = self._consumers.proved(consumer, count, proof)
         set_options(connection)
         connection.send(proofs.of_producer)  # never blocks: these are the first bytes sent

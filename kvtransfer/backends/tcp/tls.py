@@ -131,7 +131,7 @@ def fingerprint(certificate: bytes) -> bytes:
 
 def _check_seal(channel: TlsTcpChannel, seal: bytes) -> None:
     if not hmac.compare_digest(channel.receive(KEY_BYTES), seal):
-        raise TransferError("another than the consumer speaks in TLS")
+        raise TransferError("the TLS peer is not the consumer")
 
 
 def _context(protocol: int) -> ssl.SSLContext:

@@ -8,12 +8,12 @@ from grpc import StatusCode
 from api.admin.moves import MOST_EVENTS, NUM_KEPT, Plans, together
 from common.errors import InvalidRequest
 from protos.router_pb2 import GetClusterRequest, Plan, PlanEvent, TellPlanRequest
-from router.workers import SiblingProcesses
+from router.workers import OtherProcesses
 from tests.api.rig import failure, router_for
 from tests.support.fake_clock import FakeClock
 from tests.support.http_client import get
 
-ALONE = SiblingProcesses({})
+ALONE = OtherProcesses({})
 PRESSURES = {"prefill": 1.5, "decode": 0.25}
 
 

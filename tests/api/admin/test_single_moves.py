@@ -10,7 +10,7 @@ from api.admin.moves import MigrationResult, MigrationService
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_MOVED
 from protos.router_pb2 import MoveRequest, MoveResponse
 from router.cluster.cluster import Cluster
-from router.workers import SiblingProcesses, SiblingReply, Tell
+from router.workers import OtherProcesses, ProcessReplies, Tell
 from tests.api.rig import Client, ask, collect, failure
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -67,7 +67,7 @@ async def test_what_cannot_be_moved_stays_and_the_operator_hears_why(client, d0,
         ({}, StatusCode.INVALID_ARGUMENT, "request_id and source are empty"),
         ({"request_id": "nobody"}, StatusCode.NOT_FOUND, "no request 'nobody' runs"),
         ({"source": d1.address}, StatusCode.NOT_FOUND, "no request that could be moved"),
-        ({"request_id": name, "target": d0.address}, None, "it runs there"),
+        ({"request_id": name, "target": d0.address}, None, "it already runs there"),
         ({"request_id": name, "target": "10.0.0.1:1"}, None, "10.0.0.1:1 is no other decode"),
     ):
         error = await failure(_move(client, **order))
@@ -121,7 +121,7 @@ async def test_a_request_that_ends_on_its_way_is_told_of(client, d0, d1):
     await d1.submitted()
     d0.finish(first.number, [21], FINISH_REASON_LENGTH)
     assert (await collect(call))[1] == [21]
-    assert "it has ended" in ((await failure(moving)).details() or "")
+    assert "has ended" in ((await failure(moving)).details() or "")
 
 
 class _Others:
@@ -130,19 +130,19 @@ class _Others:
     def __init__(self) -> None:
         self.tells: dict[str, Tell] = {}
 
-    async def ask(self, path: str, longest_s: float = 2.0, /, **query: str) -> SiblingReply:
+    async def ask(self, path: str, longest_s: float = 2.0, /, **query: str) -> ProcessReplies:
         if path == "/movable":
-            return SiblingReply({1: b'["theirs"]', 2: b"[]"}, 2)
+            return ProcessReplies({1: b'["theirs"]', 2: b"[]"}, 2)
         moved, stayed = (
             msgspec.json.encode(MigrationResult("a:1", query["target"], reason))
             for reason in ("", "no node has room")
         )
         match query["request_id"]:
             case "theirs":
-                return SiblingReply({1: moved, 2: b"null"}, 2)
+                return ProcessReplies({1: moved, 2: b"null"}, 2)
             case "twice":
-                return SiblingReply({1: stayed, 2: moved}, 2)
-        return SiblingReply({1: b"null", 2: b"null"}, 2)
+                return ProcessReplies({1: stayed, 2: moved}, 2)
+        return ProcessReplies({1: b"null", 2: b"null"}, 2)
 
 
 class _NoRequests:
@@ -152,7 +152,7 @@ class _NoRequests:
 
 async def test_a_request_of_another_process_is_found_there():
     others = _Others()
-    mover = MigrationService(cast(Cluster, _NoRequests()), cast(SiblingProcesses, others))
+    mover = MigrationService(cast(Cluster, _NoRequests()), cast(OtherProcesses, others))
     moved = MoveResponse(request_id="theirs", source="a:1", target="b:2")
     assert await mover.move("theirs", "", "b:2") == moved
     assert await mover.move("", "a:1", "b:2") == moved
@@ -162,6 +162,6 @@ async def test_a_request_of_another_process_is_found_there():
 
 
 async def test_of_two_requests_with_one_name_the_one_that_migrated_is_reported():
-    mover = MigrationService(cast(Cluster, _NoRequests()), cast(SiblingProcesses, _Others()))
+    mover = MigrationService(cast(Cluster, _NoRequests()), cast(OtherProcesses, _Others()))
     moved = MoveResponse(request_id="twice", source="a:1", target="b:2")
     assert await mover.move("twice", "", "b:2") == moved

@@ -47,7 +47,7 @@ async def test_a_pause_of_an_operator_goes_on(pair):
 
 
 async def test_where_one_node_refuses_them_nothing_changes_and_nobody_is_paused(pair):
-    pair.prefill.refuses_weights = "model_path: its configuration is that of another model"
+    pair.prefill.refuses_weights = "model_path: its configuration belongs to another model"
     refused = await update(pair)
     assert (refused.status, refused.error["param"]) == (400, "model_path")
     assert f"prefill node {pair.prefill.address}: " in refused.error["message"]
@@ -58,12 +58,12 @@ async def test_where_one_node_refuses_them_nothing_changes_and_nobody_is_paused(
 
 
 async def test_where_one_node_could_not_change_all_stay_paused(pair):
-    pair.decode.loses_weights = "its weights are incomplete now: cut off"
+    pair.decode.loses_weights = "its weights are now incomplete: cut off"
     lost = await update(pair)
     assert lost.status == 409
     assert lost.error["message"] == (
-        f"decode node {pair.decode.address}: its weights are incomplete now: cut off; all nodes "
-        "stay paused until this is done again"
+        f"decode node {pair.decode.address}: its weights are now incomplete: cut off. All nodes "
+        "stay paused until this is repeated"
     )
     assert paused(pair) == {"retract"}
     with pytest.raises(AioRpcError) as caught:
@@ -104,8 +104,8 @@ async def test_who_could_not_take_them_stays_paused(pair):
     lost = await take(pair, pair.prefill)
     assert lost.status == 409
     assert lost.error["message"] == (
-        f"decode node {pair.decode.address}: 10.0.0.7:1: its weights do not come; those that were "
-        "to take them stay paused"
+        f"decode node {pair.decode.address}: 10.0.0.7:1: its weights do not come. The nodes that "
+        "were to load them stay paused"
     )
     assert (pair.prefill.paused, pair.decode.paused) == ("", "retract")
 

@@ -51,8 +51,8 @@ def test_a_date_is_its_first_moment_in_utc(tmp_path):
         ("[" * 5000, "is not YAML"),
         ("[" * 1_000_000, "is nested too deeply"),  # or the process ends
         ("- !!python/object/apply:os.system [true]", "is not YAML"),
-        ('- !!int ""', "is not YAML: a value is not what its tag says"),
-        ("- !!timestamp x", "is not YAML: a value is not what its tag says"),
+        ('- !!int ""', "is not YAML: a value does not match its YAML tag"),
+        ("- !!timestamp x", "is not YAML: a value does not match its YAML tag"),
         ("- alice", "key 1: Input should be a valid dictionary"),
         ("- {1: 2}", "key 1"),
         (f"- {{name: a b, sha256: {HASH}}}", "key 1 name: String should match pattern"),

@@ -179,7 +179,7 @@ async def test_a_key_has_so_many_live_requests(model, tmp_path):
 
         first = ask("alice")
         numbers = [(await node.submitted()).number]
-        await fails(ask("alice"), StatusCode.RESOURCE_EXHAUSTED, "1 live requests")
+        await fails(ask("alice"), StatusCode.RESOURCE_EXHAUSTED, "1 running requests")
         other = ask("bob")
         numbers.append((await node.submitted()).number)
         node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))

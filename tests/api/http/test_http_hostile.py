@@ -66,7 +66,7 @@ async def test_a_body_in_tiny_chunks_is_refused_before_it_is_much_work(served, w
     await wire.send(CHUNKED)
     await wire.send(b"2\r\nab\r\n" * 2000)
     answer = await wire.response()
-    assert (answer.status, "small pieces" in answer.error["message"]) == (400, True)
+    assert (answer.status, "small chunks" in answer.error["message"]) == (400, True)
     assert await wire.ended()
 
 

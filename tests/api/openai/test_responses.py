@@ -170,4 +170,4 @@ async def test_errors_name_the_field_that_responses_have(talking, api):
     assert '"arguments": {"a}' in talking.text(submit.token_ids)
     answer = await api.post(RESPONSES, instructions="x", input=[call])
     assert (answer.status, answer.error["param"]) == (400, "input")
-    assert answer.error["message"].startswith("input: this model's chat template has no place")
+    assert answer.error["message"].startswith("input: this model's chat template does not")

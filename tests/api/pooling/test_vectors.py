@@ -221,8 +221,8 @@ async def test_a_node_that_cannot_is_left_for_another(model, error):
         for _ in range(4):
             assert (await rig.post(EMBEDDINGS, input=[5])).status == 200
         assert first.calls
-        assert {call.engine_deaths for call in first.calls} == {0}
-        assert max(call.engine_deaths for call in second.calls) == isinstance(error, EngineDied)
+        assert {call.engine_crashes for call in first.calls} == {0}
+        assert max(call.engine_crashes for call in second.calls) == isinstance(error, EngineDied)
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ async def test_a_process_that_does_not_answer_is_told_of_and_what_it_counted_sta
         told = (await router.first("/cluster")).json["router"]
         assert (told["processes"], told["silent_processes"]) == (2, 1)
         unknown = await router.first("/requests/nobody")
-        assert unknown.status == 503 and "did not answer" in unknown.error["message"]
+        assert unknown.status == 503 and "did not respond" in unknown.error["message"]
         scrape = await _scraped(router)
         assert value(scrape, "baton_requests_total", outcome="stop") == whole
         assert value(scrape, "baton_router_processes", state="answering") == 1

@@ -39,7 +39,7 @@ def test_tools_reach_the_template():
 
 
 def test_a_template_without_a_place_for_tools_gets_none():
-    with pytest.raises(InvalidRequest, match=r"^tools: this model's chat template has no place"):
+    with pytest.raises(InvalidRequest, match=r"^tools: this model's chat template does not"):
         prompt(PLAIN, tools=[TOOL])
     with pytest.raises(InvalidRequest, match=r"^messages\[1\].tool_calls: this model's chat"):
         prompt(PLAIN, USER, called())

@@ -18,7 +18,7 @@ BOTH = pytest.mark.parametrize("path", PROMPTS)
 BAD = pytest.mark.parametrize(
     "salt, sentence",
     [
-        ("", "cache_salt is empty; leave it out to share what is cached"),
+        ("", "cache_salt is empty: omit it to share the cache"),
         (LONG + "x", f"cache_salt has {MAX_SALT_CHARACTERS + 1} characters, 512 allowed"),
     ],
     ids=["empty", "long"],

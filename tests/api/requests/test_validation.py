@@ -157,7 +157,7 @@ async def test_answers_to_one_request_are_checked_once(monkeypatch):
     [
         ({"bad_words": ["x" * 1024] * 64}, "bad_words has 65536 characters, 16384 allowed", 0),
         ({"bad_words": ["x y " * 256]}, "tokens in a word", 1),
-        ({"stop_regex": ["("]}, r"sampling.stop_regex\[0\]: it is no regular", 0),
+        ({"stop_regex": ["("]}, r"sampling.stop_regex\[0\]: it is not a regular", 0),
         ({"stop_regex": ["ab", "x" * 1025]}, r"sampling.stop_regex\[1\] has 1025", 0),
     ],
     ids=["characters", "tokens", "expression", "length"],

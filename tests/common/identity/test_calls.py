@@ -223,7 +223,7 @@ async def test_a_new_secret_is_heard_beside_the_old_one_and_the_old_one_no_more_
 
 
 async def test_a_caller_without_a_secret_is_told_so(node, caplog):
-    sentence = await node.refuses(words="knows no cluster secret")
+    sentence = await node.refuses(words="has no cluster secret")
     assert sentence in caplog.text and DRAIN in caplog.text  # on this side too
     assert node.refused.refusals == [("caller", "missing")]
 
@@ -258,9 +258,9 @@ async def test_a_token_of_one_call_is_good_for_no_other(node):
     "shift_s, sentence",
     [
         (-85.0, ""),  # good for 60 s, and the clocks may be 30 s apart
-        (-95.0, "made 95 s ago by the clock of its maker and is good for 60 s: the clocks"),
+        (-95.0, "made 95 s ago by its issuer's clock and is valid for 60 s: the clocks"),
         (25.0, ""),
-        (35.0, "will be made in 35 s by the clock of its maker: the clocks of the two hosts"),
+        (35.0, "made 35 s in the future by its issuer's clock: the clocks of the two hosts"),
     ],
 )
 async def test_clocks_that_are_far_apart_are_told_by_how_much(node, monkeypatch, shift_s, sentence):
@@ -323,7 +323,7 @@ async def test_nothing_that_a_refused_caller_says_is_parsed(node):
         call = channel.unary_unary("/baton.v1.Node/Abort")(b"\xff\xff\xff", timeout=60)
         assert (await ended(call))[0] is Code.UNAUTHENTICATED
     code, sentence = await asyncio.to_thread(end_of_stream, node.address, SERVE, b"\xff\xff\xff")
-    assert code is Code.UNAUTHENTICATED and "knows no cluster secret" in sentence
+    assert code is Code.UNAUTHENTICATED and "has no cluster secret" in sentence
     assert node.refused.refusals == [("caller", "missing")] * 2
 
 
@@ -348,7 +348,7 @@ async def test_an_impostor_on_a_nodes_address_is_told_nothing_and_not_believed()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.write(decode_pb2.ToNode(cancels=[1]))
         assert caught.value.code() is Code.UNAUTHENTICATED
-        assert "has not proved that it is a node of this cluster" in caught.value.details()
+        assert "did not prove that it is a node of this cluster" in caught.value.details()
         assert (await ended(call.read()))[0] is Code.UNAUTHENTICATED
         assert service.heard == []
         assert (await ended(describe(channel)))[0] is Code.UNAUTHENTICATED

@@ -6,7 +6,7 @@ from common.errors import InvalidRequest
 from common.queueing import QueueEstimator
 from engine.batch.request import FinishReason, RequestEnd
 from node.queues import PreparationStages
-from node.request_state import RequestState, Stage
+from node.request_state import RequestStage, RequestState
 from tests.support.specs import make_request
 
 END = RequestEnd(FinishReason.ABORT)
@@ -130,7 +130,7 @@ def test_who_is_taken_may_make_room_in_a_line_before(preparations, lines):
 def test_who_ends_is_nowhere_any_more(preparations, lines, needs):
     state = a_state(1, needs)
     preparations.put(state)
-    assert state.stage is Stage.PREPARING and state.queue is preparations
+    assert state.stage is RequestStage.PREPARING and state.queue is preparations
     assert preparations.remove(state, END)
     for line in lines:
         line.always = True

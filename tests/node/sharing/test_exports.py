@@ -67,11 +67,11 @@ def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
     assert num_lent(memory) == 0 and not len(loans)
 
 
-@pytest.mark.parametrize("why", ["it has no more", "too much is lent", "it lends nothing"])
+@pytest.mark.parametrize("why", ["it has no more", "too much is exported", "it does not export"])
 def test_what_cannot_be_lent_is_refused_at_once(memory: Memory, why: str) -> None:
     port = Posts()
-    loans = loans_of(memory, port, enabled=why != "it lends nothing")
-    if why == "too much is lent":
+    loans = loans_of(memory, port, enabled=why != "it does not export")
+    if why == "too much is exported":
         loans.opened(*opened(1))
         loans.granted(GrantedEvent(1, 0))
         port.take()

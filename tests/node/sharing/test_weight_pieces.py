@@ -52,7 +52,7 @@ class Updater:
         path.write_bytes(np.random.default_rng(0).bytes(FILE_BYTES))
         self.file = OneFile({"a": StoredTensor(path, "I8", (FILE_BYTES,), 0, FILE_BYTES)})
 
-    def lent(self) -> OneFile:
+    def exported(self) -> OneFile:
         return self.file
 
     def receive(self) -> ReceivedFile:

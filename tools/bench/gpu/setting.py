@@ -33,7 +33,7 @@ class Ceilings:
 
     @classmethod
     def of(cls, rows: Iterable[dict[str, Any]]) -> "Ceilings":
-        """Return the best of each kind from the rows of the part `machine`."""
+        """Return the highest measured rate of each kind from the rows of the part `machine`."""
         best = dict.fromkeys(UNITS, 0.0)
         for row in rows:
             if (name := row.get("ceiling")) is not None:

@@ -242,7 +242,7 @@ class _Weights:
     def put(self, weights: WeightsId) -> NoReturn:
         raise FailedPrecondition("this bench asks for none")
 
-    def lent(self) -> NoReturn:
+    def exported(self) -> NoReturn:
         raise FailedPrecondition("this bench lends none")
 
     def receive(self) -> NoReturn:
