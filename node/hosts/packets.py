@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from engine.ranks.messages import MAX_PACKET_BYTES
 
@@ -52,6 +52,12 @@ class PacketSocket:
 
     def close(self) -> None:
         self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     async def _until(self, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
         ready = self._loop.create_future()

@@ -44,6 +44,7 @@ from protos import ranks_pb2, ranks_pb2_grpc
 _AGAIN_S = 1.0  # between two attempts to join
 _LAST_WORDS_S = 2.0  # for the leader to take the last messages
 _END_S = 5.0  # for ranks to end
+_MISCONFIGURED = 2  # exit code
 _CREDENTIALS = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -135,12 +136,9 @@ class HostRanks:
     Args:
         config: of the node, with the settings of this host.
         listen_host: address at which ranks serve pages.
-    Attributes:
-        failed: of the configuration of a rank.
     """
 
     def __init__(self, first: int, config: EngineConfig, listen_host: str) -> None:
-        self.failed = False
         self._config = config
         self._processes: dict[int, RankProcess] = {}
         for rank in range(first, first + config.parallel.ranks_per_host):
@@ -187,22 +185,21 @@ class HostRanks:
             if not packet:
                 break
             await leader.send(rank, packet)
-        process = self._processes[rank].process
-        code = await asyncio.to_thread(process.wait, _END_S)
-        self.failed = self.failed or code == 2
-        raise NodeUnavailable(f"rank {rank} has ended with code {code}")
+        raise NodeUnavailable(f"rank {rank} has ended")
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._processes)
 
-    def close(self) -> None:
-        """End all ranks, and wait until they have ended."""
+    def close(self) -> int:
+        """End all ranks, and wait until they have ended. Return the largest exit code."""
         for sock in self._sockets.values():
             sock.end()  # a closed socket would be an error there if a packet was not received
         deadline = time.monotonic() + _END_S
         for rank, process in self._processes.items():
             process.close(deadline)
             self._sockets[rank].close()
+            log.info("rank has ended %s", kv(rank=rank, exit_code=process.process.returncode))
+        return max(process.process.returncode for process in self._processes.values())
 
     async def _take_packet(self, packet: bytes) -> None:
         message = None if self._ring is not None else _start.decode(packet)
@@ -289,19 +286,20 @@ async def _serve(
     listen_host = config.transfer.listen_host or own_address(network, NETWORK).host
     ranks = HostRanks(start.first_rank, engine, listen_host)
     following = asyncio.ensure_future(_follow(ranks, leader, start.store))
+    exit_code = 1
     try:
-        if not await _first_of(following, _stopped(signals)):
+        if await _first_of(following, _stopped(signals)):
+            following.result()
+            log.info("the leader has ended the node")
+            exit_code = 0
+        else:
             log.warning("ending before the leader")
-            return 1
-        following.result()
-        log.info("the leader has ended the node")
-        return 0
     except (StreamStatus, ServingError) as error:
         log.error("the node ends %s", kv(reason=error))
-        return 2 if ranks.failed else 1
     finally:
         await leader.close()
-        ranks.close()
+        of_ranks = ranks.close()
+    return 2 if of_ranks == _MISCONFIGURED else exit_code
 
 
 async def _follow(ranks: HostRanks, leader: LeaderStream, store: str) -> None:

@@ -16,7 +16,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,13 @@ class Relay(ranks_pb2_grpc.RanksServicer):
         sockets: to rank 0, by rank on other hosts.
         start: rank 0's, for the first of these ranks.
     Attributes:
-        over: the end of the node: None if rank 0 has ended it.
+        over: why the node ends. None: rank 0 has ended it.
     """
 
     def __init__(
         self, sockets: Mapping[int, PacketSocket], config: EngineConfig, start: StartRank
     ) -> None:
-        self.over: asyncio.Future[ServingError | None] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[RankFailed | None] = asyncio.get_running_loop().create_future()
         self._sockets = sockets
         self._parallel = config.parallel
         self._start = start
@@ -126,14 +126,14 @@ class Relay(ranks_pb2_grpc.RanksServicer):
             either: set[asyncio.Future[Any]] = {reading, self.over}
             await asyncio.wait(either, return_when="FIRST_COMPLETED")
             if reading.done():
-                self._end(_lost(host, reading.exception()))
+                self._fail(_lost(host, reading.exception()))
         except asyncio.CancelledError:
-            self._end(_lost(host, None))
+            self._fail(_lost(host, None))
             raise
         finally:
             reading.cancel()
-        if error := self.over.result():
-            raise error
+        if failure := self.over.result():
+            raise NodeUnavailable(failure.error)
 
     def _joined(self, join: ranks_pb2.JoinNode, context: Any) -> RankHost:
         """Give a host its ranks. Raises FailedPrecondition if it cannot be one of this node's."""
@@ -173,15 +173,9 @@ class Relay(ranks_pb2_grpc.RanksServicer):
             except msgspec.DecodeError as error:
                 raise ProtocolViolation(f"rank {rank} has sent no message: {error}") from error
             if isinstance(reply, RankFailed):
-                await self.tell_all(reply)
+                self._end(reply)
             else:
                 await self._sockets[rank].send(packet)
-
-    async def tell_all(self, failure: RankFailed) -> None:
-        """Send a failure as that of every rank, because rank 0 waits for one after the other."""
-        packet = _encoder.encode(failure)
-        for each in self._sockets.values():
-            await each.send(packet)
 
     async def pass_on(self) -> None:
         """Pass on what rank 0 sends, until it has ended."""
@@ -195,7 +189,7 @@ class Relay(ranks_pb2_grpc.RanksServicer):
                     for host in self._hosts:
                         await host.context.write(message)
         except Exception as error:  # noqa: BLE001  the end of the node
-            self._end(NodeUnavailable(f"a host takes no messages: {type(error).__name__}"))
+            self._fail(f"a host takes no messages: {type(error).__name__}")
         self._end(None)
 
     async def await_hosts(self) -> None:
@@ -206,7 +200,7 @@ class Relay(ranks_pb2_grpc.RanksServicer):
                 await self._complete.wait()
         except TimeoutError:
             there = f"{len(self._hosts) + 1} of {self._parallel.hosts} hosts"
-            self._end(DeadlineExceeded(f"only {there} have joined this node within {seconds:g} s"))
+            self._fail(f"only {there} have joined this node within {seconds:g} s")
 
     def _messages(self, packet: bytes, files: Sequence[int]) -> Iterator[ranks_pb2.LeaderMessage]:
         ring = self._ring
@@ -221,9 +215,13 @@ class Relay(ranks_pb2_grpc.RanksServicer):
             os.close(files[0])
         yield ranks_pb2.LeaderMessage(packet=packet)
 
-    def _end(self, error: ServingError | None) -> None:
+    def _fail(self, reason: str) -> None:
+        self._end(RankFailed(reason, config=False))
+
+    def _end(self, failure: RankFailed | None) -> None:
+        """End the node. Only the first reason counts."""
         if not self.over.done():
-            self.over.set_result(error)
+            self.over.set_result(failure)
 
 
 def _step(header: bytes, block: NDArray[np.uint8]) -> Iterator[ranks_pb2.LeaderMessage]:
@@ -247,39 +245,58 @@ async def _first(messages: AsyncIterator[ranks_pb2.HostMessage]) -> ranks_pb2.Jo
     raise ProtocolViolation("the first message of a rank host is not its join")
 
 
-def _lost(host: RankHost, error: BaseException | None) -> ServingError:
+def _lost(host: RankHost, error: BaseException | None) -> str:
     """Return the reason of the end after one host's."""
-    if isinstance(error, ServingError):
-        return error
-    reason = f": {type(error).__name__}" if error is not None else ""
-    return NodeUnavailable(f"host {host.number} ({host.context.peer()}) is lost{reason}")
+    reason = "" if error is None else f": {error}"
+    return f"host {host.number} ({host.context.peer()}) is lost{reason}"
 
 
-async def _run(packets: Sequence[socket.socket], server: ServerConfig) -> int:
-    """Relay until the node ends. Return the exit code."""
-    first, *others = map(PacketSocket, packets)
-    packet, _ = await first.receive()
-    if not packet:
-        return 0
-    start: StartRank = _start.decode(packet)
-    logs.setup("hosts", start.log_level, start.log_format)
-    sockets = dict(enumerate([first, *others], start=start.rank))
+async def serve(
+    packets: Sequence[socket.socket],
+    server: ServerConfig,
+    on_start: Callable[[StartRank], None] = lambda start: None,
+) -> int:
+    """Relay until the node ends. Return the exit code.
+
+    Args:
+        packets: to rank 0, for each rank on other hosts in order. Owned by this call.
+        on_start: called with rank 0's first message.
+    """
+    with contextlib.ExitStack() as stack:
+        first, *others = [stack.enter_context(PacketSocket(each)) for each in packets]
+        packet, _ = await first.receive()
+        if not packet:
+            return 0
+        start: StartRank = _start.decode(packet)
+        on_start(start)
+        return await _relay(dict(enumerate([first, *others], start.rank)), start, server)
+
+
+async def _relay(
+    sockets: Mapping[int, PacketSocket], start: StartRank, server: ServerConfig
+) -> int:
     config = EngineConfig.model_validate_json(start.config)
     relay = Relay(sockets, config, start)
     try:
         listening = await _listen(relay, config, server)
     except ConfigError as error:
-        await relay.tell_all(RankFailed(str(error), config=True))
+        await _tell_all(sockets, RankFailed(str(error), config=True))
         return 2
     work = [asyncio.ensure_future(each) for each in (relay.pass_on(), relay.await_hosts())]
-    reason = await relay.over
-    if reason is not None:
-        log.error("the hosts are not complete, and this node ends %s", kv(reason=reason))
-        await relay.tell_all(RankFailed(str(reason), config=False))
+    failure = await relay.over
+    if failure is not None:
+        log.error("a host has ended, and so does this node %s", kv(reason=failure.error))
+        await _tell_all(sockets, failure)
     await rpc.stop(listening, _STREAMS_S)
     for each in work:
         each.cancel()
-    return 0 if reason is None else 1
+    return 0 if failure is None else 1
+
+
+async def _tell_all(sockets: Mapping[int, PacketSocket], failure: RankFailed) -> None:
+    """Send a failure as that of every rank, because rank 0 waits for one after the other."""
+    for each in sockets.values():
+        await each.send(_encoder.encode(failure))
 
 
 async def _listen(relay: Relay, config: EngineConfig, server: ServerConfig) -> grpc.aio.Server:
@@ -313,7 +330,11 @@ def main(descriptors: str, server: str) -> int:
     for descriptor in map(int, descriptors.split(",")):
         os.set_inheritable(descriptor, False)
         packets.append(socket.socket(fileno=descriptor))
-    return uvloop.run(_run(packets, ServerConfig.model_validate_json(server)))
+
+    def set_up(start: StartRank) -> None:
+        logs.setup("hosts", start.log_level, start.log_format)
+
+    return uvloop.run(serve(packets, ServerConfig.model_validate_json(server), set_up))
 
 
 if __name__ == "__main__":

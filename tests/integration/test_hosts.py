@@ -1,0 +1,185 @@
+"""Nodes whose ranks are on several hosts, behind a router: answers are those of one rank."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common.process.children import ChildProcess
+from tests.integration.oracle import oracle
+from tests.integration.test_rank_pairs import check, pages_read, prompts
+from tests.support.certificates import Authority
+from tests.support.certificates import flags as tls_flags
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import Cluster, children_of, free_ports, held
+from tests.support.island import Island
+from tests.support.programs import await_end
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 256
+NUM_TOKENS = 400
+
+
+def host_flags(port: int, network: str, tp: int = 2) -> tuple[str, ...]:
+    """Return the flags of a node on two hosts."""
+    return (
+        f"--engine.parallel.tp={tp}",
+        "--engine.parallel.hosts=2",
+        f"--engine.parallel.trusted-network={network}",
+        f"--engine.parallel.listen-port={port}",
+        "--engine.threads=1",
+    )
+
+
+class RankHost:
+    """`baton rank-host` as a process."""
+
+    def __init__(
+        self, name: str, leader: str, logs: Path, *flags: str, island: Island | None = None
+    ) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        there = () if island is None else island.there
+        command = [*there, sys.executable, "-m", "node.hosts.rank_host", f"--leader={leader}"]
+        self.child = ChildProcess(name, [*command, *flags], logs / f"{name}.log", directory=logs)
+
+    @property
+    def ranks(self) -> list[int]:
+        return children_of(self.child.pid)
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(60):
+            return await self.child.ended()
+
+
+@asynccontextmanager
+async def closing(*hosts: RankHost) -> AsyncIterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        for host in hosts:
+            error.add_note(f"--- {host.child.name}\n{host.child.last_lines(25)}")
+        raise
+    finally:
+        for host in hosts:
+            host.child.send(signal.SIGKILL)
+            await host.child.ended()
+
+
+async def test_answers_of_two_hosts_are_those_of_one_rank(tmp_path: Path) -> None:
+    """Seen failing with the tensors of steps written one byte later on the rank host, and with
+    pages served at the address of the first host."""
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    ports = [*free_ports(2)]
+    secret = f"--secret-file={tmp_path / 'secret'}"
+    network = "127.0.0.0/8"
+    cluster = Cluster(
+        model,
+        tmp_path,
+        path="tcp",
+        node_flags=("--engine.scheduler.chunked-prefill-tokens=64",),
+        prefill_flags=host_flags(ports[0], network),
+        decode_flags=host_flags(ports[1], network),
+    )
+    hosts = [RankHost(f"host-{n}", f"127.0.0.1:{n}", tmp_path, secret) for n in ports]
+    async with closing(*hosts):
+        async with cluster:
+            known = oracle(model)
+            await check(cluster, known, prompts(VOCABULARY, [3, 40, 70, 130]))
+            assert await pages_read(cluster)
+            (decode,) = cluster.decode
+            described = await decode.describe()
+            assert [each.rank for each in described.ranks] == [0, 1]
+            assert described.ranks[1].pid in hosts[1].ranks
+        assert [await host.ended() for host in hosts] == [0, 0]
+
+
+@pytest.mark.long
+async def test_hosts_in_namespaces_of_their_own_with_tls(tmp_path: Path) -> None:
+    """The decode node has ranks here and behind a link. A prefill node here has one rank, and reads
+    no loopback but its own."""
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    (port,) = free_ports(1)
+    with Island() as island:
+        names = ("127.0.0.1", island.shore, island.host)
+        tls = Authority().write(tmp_path / "tls", *names)
+        flags = (
+            *host_flags(port, f"{island.shore}/24".replace(".1/", ".0/"), tp=4),
+            f"--transfer.listen-host={island.shore}",
+        )
+        cluster = Cluster(
+            model, tmp_path, path="tcp", decode_flags=flags, tls_config=tls, with_secret=False
+        )
+        where = tls_flags("server.tls", tls)
+        host = RankHost("host", f"{island.shore}:{port}", tmp_path, *where, island=island)
+        async with closing(host):
+            async with cluster:
+                await check(cluster, oracle(model), prompts(VOCABULARY, [3, 40, 130]))
+                assert await pages_read(cluster)
+            assert await host.ended() == 0
+
+
+def kill_host(host: RankHost) -> None:
+    host.child.send(signal.SIGKILL)
+
+
+def kill_rank(host: RankHost) -> None:
+    os.kill(host.ranks[0], signal.SIGKILL)
+
+
+def freeze_rank(host: RankHost) -> None:
+    os.kill(host.ranks[0], signal.SIGSTOP)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("end", "code"), [(kill_host, -signal.SIGKILL), (kill_rank, 1), (freeze_rank, 1)]
+)
+async def test_a_host_that_ends_costs_no_answer(
+    tmp_path: Path, end: Callable[[RankHost], None], code: int
+) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    (port,) = free_ports(1)
+    colocated = ("--mode=colocated", "--engine.threads=1")
+    flags = host_flags(port, "127.0.0.0/8")
+    cluster = Cluster(
+        model,
+        tmp_path,
+        num_prefill=0,
+        num_decode=2,
+        decode_flags=(*colocated, "--engine.parallel.collective-s=5"),
+        flags_of={"decode-0": flags},
+        router_flags=("--policy=round_robin",),
+        patient=end is not freeze_rank,
+    )
+    host = RankHost("host", f"127.0.0.1:{port}", tmp_path, f"--secret-file={tmp_path / 'secret'}")
+    async with closing(host), cluster:
+        victim, begun = cluster.decode[0], asyncio.Event()
+
+        async def answer(prompt: Sequence[int]) -> tuple[int, ...]:
+            tokens: list[int] = []
+            async for response in cluster.stream(prompt, max_tokens=NUM_TOKENS, ignore_eos=True):
+                tokens += response.token_ids
+                if held(await victim.describe()):
+                    begun.set()
+            return tuple(tokens)
+
+        asked = prompts(VOCABULARY, [20, 30, 40, 50])
+        answers = [asyncio.create_task(answer(each)) for each in asked]
+        await begun.wait()
+        engine, *_ = (await victim.describe()).pids[1:]
+        ranks, relays = host.ranks, children_of(engine)
+        end(host)
+        assert await victim.child.ended() == 1
+        victim.killed = True
+        known = oracle(model)
+        for each, tokens in zip(asked, await asyncio.gather(*answers), strict=True):
+            assert tokens == known.tokens(each, NUM_TOKENS)
+        assert await host.ended() == code
+        for pid in (*ranks, *relays):
+            await_end(pid)
