@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from ipaddress import ip_network
 from pathlib import Path
 
 import pytest
@@ -101,19 +102,22 @@ async def test_answers_of_two_hosts_are_those_of_one_rank(tmp_path: Path) -> Non
 
 @pytest.mark.long
 async def test_hosts_in_namespaces_of_their_own_with_tls(tmp_path: Path) -> None:
-    """The decode node has ranks here and behind a link. A prefill node here has one rank, and reads
-    no loopback but its own."""
+    """The decode node has two ranks here and two behind a link, which read from a prefill node
+    here."""
     model = make_checkpoint(tmp_path / "model", "qwen3")
     (port,) = free_ports(1)
     with Island() as island:
         names = ("127.0.0.1", island.shore, island.host)
         tls = Authority().write(tmp_path / "tls", *names)
-        flags = (
-            *host_flags(port, f"{island.shore}/24".replace(".1/", ".0/"), tp=4),
-            f"--transfer.listen-host={island.shore}",
-        )
+        network = str(ip_network(f"{island.shore}/24", strict=False))
         cluster = Cluster(
-            model, tmp_path, path="tcp", decode_flags=flags, tls_config=tls, with_secret=False
+            model,
+            tmp_path,
+            path="tcp",
+            node_flags=(f"--transfer.listen-host={island.shore}",),
+            decode_flags=host_flags(port, network, tp=4),
+            tls_config=tls,
+            with_secret=False,
         )
         where = tls_flags("server.tls", tls)
         host = RankHost("host", f"{island.shore}:{port}", tmp_path, *where, island=island)
@@ -165,13 +169,17 @@ async def test_a_host_that_ends_costs_no_answer(
             tokens: list[int] = []
             async for response in cluster.stream(prompt, max_tokens=NUM_TOKENS, ignore_eos=True):
                 tokens += response.token_ids
-                if held(await victim.describe()):
-                    begun.set()
+                begun.set()
             return tuple(tokens)
 
         asked = prompts(VOCABULARY, [20, 30, 40, 50])
         answers = [asyncio.create_task(answer(each)) for each in asked]
         await begun.wait()
+
+        async def busy() -> bool:
+            return held(await victim.describe()) != {}
+
+        await cluster.wait_until(busy, "the node on two hosts has requests")
         engine, *_ = (await victim.describe()).pids[1:]
         ranks, relays = host.ranks, children_of(engine)
         end(host)
