@@ -337,7 +337,7 @@ class ParallelConfig(ConfigRecord):
         "trusted_network",
     )
     join_timeout_s: Seconds = Field(
-        1800.0, description="Seconds that the first host waits for the others at start"
+        1800.0, le=3600, description="Seconds that the first host waits for the others at start"
     )
 
     @field_validator("trusted_network")

@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -35,7 +36,7 @@ from common.logs import kv
 from common.process.network import own_address
 from common.rpc.streams import StreamStatus, heard
 from engine.ranks.meeting import NETWORK
-from engine.ranks.messages import StartRank, StartSteps, ToFollower
+from engine.ranks.messages import RankFailed, StartRank, StartSteps, ToFollower
 from engine.ranks.processes import RankProcess, start_rank
 from engine.ranks.ring import StepRing, ring_memory
 from node.hosts.packets import PacketSocket
@@ -279,12 +280,13 @@ async def _serve(
     signals: asyncio.Queue[signal.Signals],
 ) -> int:
     """Run the ranks until the node or one of them ends, or this process is to end."""
-    engine = host_config(start, config)
-    network = engine.parallel.trusted_network
-    if network is None:
-        raise ProtocolViolation("the leader has sent the configuration of a node on one host")
-    listen_host = config.transfer.listen_host or own_address(network, NETWORK).host
-    ranks = HostRanks(start.first_rank, engine, listen_host)
+    try:
+        ranks = _started_ranks(config, start)
+    except ConfigError as error:
+        failure = RankFailed(f"on {socket.gethostname()}: {error}", config=True)
+        await leader.send(start.first_rank, _encoder.encode(failure))
+        await leader.close()
+        raise
     following = asyncio.ensure_future(_follow(ranks, leader, start.store))
     exit_code = 1
     try:
@@ -300,6 +302,17 @@ async def _serve(
         await leader.close()
         of_ranks = ranks.close()
     return 2 if of_ranks == _MISCONFIGURED else exit_code
+
+
+def _started_ranks(config: RankHostConfig, start: ranks_pb2.HostStart) -> HostRanks:
+    """Start the ranks. Raises ConfigError if this host does not suit the node."""
+    engine = host_config(start, config)
+    network = engine.parallel.trusted_network
+    if network is None:
+        raise ProtocolViolation("the leader has sent the configuration of a node on one host")
+    # Also if pages are served elsewhere: ranks need an address there.
+    own = own_address(network, NETWORK).host
+    return HostRanks(start.first_rank, engine, config.transfer.listen_host or own)
 
 
 async def _follow(ranks: HostRanks, leader: LeaderStream, store: str) -> None:

@@ -189,7 +189,7 @@ class Relay(ranks_pb2_grpc.RanksServicer):
                     for host in self._hosts:
                         await host.context.write(message)
         except Exception as error:  # noqa: BLE001  the end of the node
-            self._fail(f"a host takes no messages: {type(error).__name__}")
+            self._fail(f"a message does not reach all hosts: {type(error).__name__}: {error}"[:600])
         self._end(None)
 
     async def await_hosts(self) -> None:

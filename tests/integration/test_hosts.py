@@ -17,7 +17,7 @@ from tests.integration.test_rank_pairs import check, pages_read, prompts
 from tests.support.certificates import Authority
 from tests.support.certificates import flags as tls_flags
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import Cluster, children_of, free_ports, held
+from tests.support.cluster import Cluster, children_of, free_ports, held, slowed
 from tests.support.island import Island
 from tests.support.programs import await_end
 
@@ -128,6 +128,30 @@ async def test_hosts_in_namespaces_of_their_own_with_tls(tmp_path: Path) -> None
             assert await host.ended() == 0
 
 
+@pytest.mark.long
+async def test_other_weights_on_another_host_are_refused(tmp_path: Path) -> None:
+    """Seen failing without the comparison: the node answers with a mix of both."""
+    model = make_checkpoint(tmp_path / "model", "qwen3")
+    other = make_checkpoint(tmp_path / "other", "qwen3", seed=1)
+    port, listening = free_ports(2)
+    command = [sys.executable, "-m", "decode_node", f"--model={model}", f"--port={listening}"]
+    flags = ("--mode=colocated", "--device=cpu", *host_flags(port, "127.0.0.0/8"))
+    log = tmp_path / "node.log"
+    node = ChildProcess("node", [*command, *flags], log, directory=tmp_path)
+    host = RankHost("host", f"127.0.0.1:{port}", tmp_path, f"--model={other}")
+    async with closing(host):
+        try:
+            async with asyncio.timeout(60):
+                assert await node.ended() == 2
+        finally:
+            node.send(signal.SIGKILL)
+            await node.ended()
+        assert "the model on host 1 differs from that on the first host in: weights" in (
+            log.read_text()
+        )
+        await host.ended()
+
+
 def kill_host(host: RankHost) -> None:
     host.child.send(signal.SIGKILL)
 
@@ -160,6 +184,7 @@ async def test_a_host_that_ends_costs_no_answer(
         flags_of={"decode-0": flags},
         router_flags=("--policy=round_robin",),
         patient=end is not freeze_rank,
+        environment=slowed(0.02),  # or all answers could end before the host does
     )
     host = RankHost("host", f"127.0.0.1:{port}", tmp_path, f"--secret-file={tmp_path / 'secret'}")
     async with closing(host), cluster:

@@ -13,12 +13,13 @@ import grpc
 import msgspec
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from common import VERSION, rpc
-from common.config import EngineConfig, RankHostConfig, ServerConfig
+from common.config import EngineConfig, ParallelConfig, RankHostConfig, ServerConfig
 from common.errors import ConfigError, NodeUnavailable
 from common.identity.secret import new_secret
-from common.process.network import OwnAddress
+from common.process.network import OwnAddress, own_address
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     CopyPages,
@@ -307,6 +308,52 @@ async def test_a_rank_host_without_a_leader_ends_by_its_deadline(make: Callable[
     rig = make()  # which rank 0 has not started
     with pytest.raises(NodeUnavailable, match=f"no leader at {rig.address} within 0.5 s"):
         await within(rig.join(join_s=0.5).running)
+
+
+async def test_a_host_that_does_not_suit_the_node_says_why(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere(network: str, setting: str) -> OwnAddress:
+        raise ConfigError(f"{setting}: no address of this host is in {network}")
+
+    rig = await make().started()
+    monkeypatch.setattr(rank_host, "own_address", nowhere)
+    with pytest.raises(ConfigError, match="no address of this host"):
+        await within(rig.join().running)
+    failed = await received(rig.first, RankFailed)
+    assert failed.config and "no address of this host is in 127.0.0.0/8" in failed.error
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"hosts": 2, "tp": 2}, "hosts > 1 needs trusted_network: ranks exchange tensors without"),
+        ({"trusted_network": "10.0.0.0/8"}, "trusted_network needs hosts > 1"),
+        ({"hosts": 2, "tp": 3, "trusted_network": "10.0.0.0/8"}, "each host needs an equal number"),
+        ({"hosts": 2, "tp": 2, "trusted_network": "10.0.0.1/8"}, "has host bits set"),
+        (
+            {"hosts": 2, "tp": 2, "trusted_network": "10.0.0.0/8", "collectives": "shm"},
+            "collectives shm is for one host",
+        ),
+    ],
+)
+def test_hosts_that_cannot_work_together_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        ParallelConfig.model_validate(settings)
+
+
+def test_gpus_are_counted_by_host() -> None:
+    parallel = {"tp": 4, "hosts": 2, "trusted_network": "10.0.0.0/8"}
+    config = EngineConfig.model_validate({"model": "m", "device": "cuda:0-1", "parallel": parallel})
+    assert [config.parallel.place(rank) for rank in range(4)] == [0, 1, 0, 1]
+    with pytest.raises(ValidationError, match=r"parallel\.hosts is 2"):
+        EngineConfig.model_validate({"model": "m", "device": "cuda:0-3", "parallel": parallel})
+
+
+def test_the_address_of_this_host_in_a_network() -> None:
+    assert own_address("127.0.0.0/8", "x") == OwnAddress("127.0.0.1", "lo")
+    with pytest.raises(ConfigError, match=r"x: no address of this host is in 198\.51\.100\.0/24"):
+        own_address("198.51.100.0/24", "x")
 
 
 # Who may join -------------------------------------------------------------------------------------
