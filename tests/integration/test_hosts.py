@@ -24,7 +24,7 @@ from tests.support.programs import await_end
 pytestmark = pytest.mark.slow
 
 VOCABULARY = 256
-NUM_TOKENS = 400
+NUM_TOKENS = 200
 
 
 def host_flags(port: int, network: str, tp: int = 2) -> tuple[str, ...]:
@@ -197,6 +197,10 @@ async def test_a_host_that_ends_costs_no_answer(
                 begun.set()
             return tuple(tokens)
 
+        async def all_ready() -> bool:
+            return {each.state for each in (await cluster.describe()).nodes} == {"ready"}
+
+        await cluster.wait_until(all_ready, "the router knows both nodes")
         asked = prompts(VOCABULARY, [20, 30, 40, 50])
         answers = [asyncio.create_task(answer(each)) for each in asked]
         await begun.wait()
