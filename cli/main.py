@@ -68,6 +68,12 @@ COMMANDS: Mapping[str, CliCommand | CliGroup] = {
             ),
         },
     ),
+    "rank-host": CliCommand(
+        "Run ranks of a node on a host other than its first one",
+        "node.hosts.rank_host",
+        needs=_NODE,
+        record="RankHostConfig",
+    ),
     "status": _operation("status", "Show the health of a cluster on one page"),
     "nodes": _operator_group(
         "nodes",

@@ -32,7 +32,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from common.config import DecodeConfig, PrefillConfig, RankHostConfig, RouterConfig
 from common.config.renamed import RENAMED_FLAGS, renamed
 from common.process.standard_output import say
 
@@ -44,7 +44,7 @@ ENV_PREFIX = "BATON_"
 _LISTED = 32  # choices listed in an error
 _NEAR = 0.85  # for difflib: one letter in seven may differ
 _BETWEEN = "__"
-_PROGRAMS = (RouterConfig, PrefillConfig, DecodeConfig)
+_PROGRAMS = (RouterConfig, PrefillConfig, DecodeConfig, RankHostConfig)
 SHORT_NAMES = {
     "engine.model": "model",
     "engine.device": "device",
@@ -72,7 +72,13 @@ COMMON_FLAGS = frozenset(
     for name in (
         *SHORT_NAMES.values(),
         *("config", "http-port", "served-model-name", "prefill", "decode", "policy", "processes"),
-        *("max-concurrent-requests", "mode", "engine.context-length", "engine.cache.num-pages"),
+        *(
+            "max-concurrent-requests",
+            "mode",
+            "leader",
+            "engine.context-length",
+            "engine.cache.num-pages",
+        ),
         *(
             "engine.cache.memory-fraction",
             "engine.scheduler.max-running-requests",

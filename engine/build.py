@@ -137,9 +137,9 @@ class Engine:
         return () if followers is None else followers.pids
 
     def devices(self, config: EngineConfig) -> tuple[str, ...]:
-        """Return the devices by rank."""
-        ranks = range(self.loaded.share.num_ranks)
-        return tuple(str(resolve_device(config.device, rank)) for rank in ranks)
+        """Return the devices by rank, each as named on the host of the rank."""
+        places = map(config.parallel.place, range(self.loaded.share.num_ranks))
+        return tuple(str(resolve_device(config.device, place)) for place in places)
 
     def ask_followers(
         self,
@@ -228,15 +228,16 @@ class Engine:
             self.loaded.followers.close()
 
 
-def build(config: EngineConfig, follower_program: str = "") -> Engine:
+def build(config: EngineConfig, follower_program: str = "", relay: Sequence[str] = ()) -> Engine:
     """Load the model, and size everything else by the remaining memory.
 
     Args:
         follower_program: module that the other ranks run, if there are any.
+        relay: the process with the ranks of other hosts, see Followers.
     Raises:
         ConfigError: the model is not supported, or does not fit.
     """
-    loaded = load(config, follower_program)
+    loaded = load(config, follower_program, relay)
     try:
         backend = TorchBackend.open(plan(config, loaded))
         backend = _with_ranks(backend, loaded)
@@ -282,8 +283,8 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
         ConfigError: the model does not fit.
     """
     model, share, followers = loaded.model, loaded.share, loaded.followers
-    free = usable_bytes(model.device, config, share.num_ranks)
-    if model.device.type == "cuda" and followers is not None:
+    free = usable_bytes(model.device, config)
+    if followers is not None and (model.device.type == "cuda" or config.parallel.hosts > 1):
         free = min(free, followers.free_bytes)
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free, share=share)
     if model.device.type == "cpu":
@@ -327,7 +328,7 @@ def measured_room(
             images_mib=seeing >> 20,
         ),
     )
-    return usable_bytes(model.device, config, share.num_ranks) - footprint.total - seeing
+    return usable_bytes(model.device, config) - footprint.total - seeing
 
 
 def _version_of_pages(loaded: LoadedModel, shape: EngineShape) -> bytes:
@@ -478,10 +479,10 @@ def _report(backend: TorchBackend, adapters: AdapterManager) -> None:
 
 def _affordable_host_pages(config: EngineConfig, shape: EngineShape, share: Share) -> int:
     """Return the number of host pages. Raise ConfigError if the host does not have enough
-    memory for those of all ranks."""
+    memory for those of all its ranks."""
     layout = shape.layout
-    num_pages = host_pages_of(config.cache, layout, shape.device, shape.num_pages, share.num_ranks)
-    wanted = num_pages * largest_page(shape.whole, share) * share.num_ranks
+    num_pages = host_pages_of(config, layout, shape.device, shape.num_pages)
+    wanted = num_pages * largest_page(shape.whole, share) * config.parallel.ranks_per_host
     left = free_bytes(torch.device("cpu"), 1.0)
     if wanted > left:
         raise ConfigError(

@@ -22,14 +22,16 @@ from common import logs
 from common.config import EngineConfig
 from common.errors import ConfigError, RankLost
 from common.logs import kv
+from common.requests.namespace import WeightsId
 from engine.adapters.adapters import shelf_of
 from engine.build import measured_room, pages_of
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
-from engine.load import load_part, open_model, usable_bytes
-from engine.models import LoadableModel, Model, open_checkpoint
+from engine.load import fingerprint_of, load_part, named_weights, open_model, usable_bytes
+from engine.models import LoadableModel, Model, content, open_checkpoint, stored_of
 from engine.rank_jobs import FollowerJobs, TransferTaker
 from engine.ranks import Share
+from engine.ranks.meeting import meeting_of
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     FromFollower,
@@ -38,6 +40,7 @@ from engine.ranks.messages import (
     RankLoaded,
     RankMeasured,
     RankReady,
+    RankStarted,
     StartRank,
     StartSteps,
     ToFollower,
@@ -87,16 +90,24 @@ class FollowerStream:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartWeights:
-    """The weights of a rank, see RankWeights."""
+    """The weights of a rank, see RankWeights.
+
+    Attributes:
+        compares: the files may be others than rank 0's, because they are on another host.
+    """
 
     config: EngineConfig
     served: LoadableModel
     model: Model
     share: Share
+    compares: bool
 
-    def refill(self, directory: Path) -> None:
+    def refill(self, directory: Path, weights: WeightsId) -> None:
         config = self.config
         there = open_checkpoint(directory, config.model_backend, config.speculative)
+        if self.compares and content(stored_of(there, directory)) != weights:
+            host = socket.gethostname()
+            raise ConfigError(f"{directory} on {host} has other weights than on the first host")
         there.refill(self.model, config.quantize, self.share)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
@@ -112,11 +123,17 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
         return
     logs.setup(f"rank {message.rank}", message.log_level, message.log_format)
     config = EngineConfig.model_validate_json(message.config)
-    ranks = open_groups(config.parallel, message.rank, files, Path(message.store))
+    meeting = meeting_of(config.parallel, message.store)
+    if config.parallel.hosts > 1:
+        _send(steps, RankStarted())
+    ranks = open_groups(config.parallel, message.rank, files, meeting)
     share = ranks.share
     opened = open_model(config, message.rank)
+    leads_host = message.rank > 0 and config.parallel.place(message.rank) == 0
+    weights_id = named_weights(opened) if leads_host else None
     model, bank = load_part(config, opened, share)
-    _send(steps, RankLoaded(usable_bytes(model.device, config, share.num_ranks)))
+    fingerprint = {} if weights_id is None else fingerprint_of(config, opened, weights_id.result())
+    _send(steps, RankLoaded(usable_bytes(model.device, config), os.getpid(), fingerprint))
     message, files = _receive(steps)
     if isinstance(message, MeasureRank):
         shape = resolve_shape(
@@ -137,7 +154,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     os.close(files[0])
     _send(steps, RankReady())
     adapters = shelf_of(config.lora, model)
-    weights = PartWeights(config, opened.servable, model, share)
+    weights = PartWeights(config, opened.servable, model, share, leads_host)
     whole = whole_layout(config, model.spec, model.dtype, model.device)
     transfer = open_transfer(share, pool, whole)
     jobs = FollowerJobs(share, steps, pool, host_pool, adapters, weights, transfer)

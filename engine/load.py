@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from engine.models import (
     stored_of,
     tokenizer_hash,
 )
-from engine.models.checkpoint import Checkpoint, StoredTensor
+from engine.models.checkpoint import Checkpoint
 from engine.models.linear import rounding_of
 from engine.models.precision import Precision, choose_precision
 from engine.processor import matrix_features, threads_at_hand
@@ -98,22 +98,29 @@ class LoadedModel:
         return {**self.constants, **layout_fields(shape.whole)}
 
 
-def load(config: EngineConfig, follower_program: str = "") -> LoadedModel:
+def load(
+    config: EngineConfig, follower_program: str = "", relay: Sequence[str] = ()
+) -> LoadedModel:
     """Load the model, and set up this process for its device. Starts the followers of a node with
     several ranks, and waits until they have loaded their parts.
 
+    Args:
+        follower_program, relay: see Followers.
     Raises:
         ConfigError: the model is not supported, or its weights do not fit.
     """
     opened = open_model(config)
-    weights_id = _named(stored_of(opened.servable, opened.directory))
+    weights_id = named_weights(opened)
     if config.parallel.num_ranks == 1:
         return _loaded(config, opened, weights_id, None)
     parallel = with_collectives(config, opened.device)
-    followers = Followers(config.model_copy(update={"parallel": parallel}), follower_program)
+    with_parallel = config.model_copy(update={"parallel": parallel})
+    followers = Followers(with_parallel, follower_program, relay)
     try:
         loaded = _loaded(config, opened, weights_id, followers)
-        followers.loaded()
+        others = [each.fingerprint for each in followers.loaded()]
+        if parallel.hosts > 1:
+            _check_files(fingerprint_of(config, opened, weights_id.result()), others, parallel)
         return loaded
     except BaseException:
         followers.close()
@@ -126,9 +133,10 @@ def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
     Raises:
         ConfigError: the model is not supported.
     """
-    device = resolve_device(config.device, rank)
+    device = resolve_device(config.device, config.parallel.place(rank))
     if device.type == "cpu":
-        threads = config.threads or max(1, threads_at_hand(os.environ) // config.parallel.num_ranks)
+        num_ranks = config.parallel.ranks_per_host
+        threads = config.threads or max(1, threads_at_hand(os.environ) // num_ranks)
         use_cpu(threads, config.cpu_kernels)
     else:
         use_gpu(device)  # in this thread, which launches kernels
@@ -146,7 +154,7 @@ def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[
     """
     device, dtype, quantize = opened.device, opened.precision.dtype, config.quantize
     needed = opened.servable.weight_bytes(device, dtype, quantize, share)
-    free = usable_bytes(device, config, share.num_ranks)
+    free = usable_bytes(device, config)
     if needed > free:
         raise ConfigError(
             f"{config.model}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} "
@@ -154,7 +162,7 @@ def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[
             f"{config.cache.memory_fraction})"
         )
     model = opened.servable.load(device, dtype, quantize, share)
-    return model, bank_of(config.lora, model, usable_bytes(device, config, share.num_ranks))
+    return model, bank_of(config.lora, model, usable_bytes(device, config))
 
 
 def _loaded(
@@ -202,6 +210,28 @@ def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
     return {**constants(opened.servable), "dtype": str(opened.precision), "quantize": rounding}
 
 
+def fingerprint_of(config: EngineConfig, opened: OpenedModel, weights: WeightsId) -> dict[str, str]:
+    """Return what must be equal on all hosts of a node, whose files may differ."""
+    return {**model_fields(config, opened), "weights": weights.hex()}
+
+
+def _check_files(
+    own: Mapping[str, str], others: Sequence[Mapping[str, str]], config: ParallelConfig
+) -> None:
+    """Raise ConfigError if another host has another model.
+
+    Args:
+        others: fingerprints of followers, by rank from 1 on. Empty ones are not compared.
+    """
+    for rank, other in enumerate(others, start=1):
+        if differing := [name for name, value in other.items() if value != own[name]]:
+            host = rank // config.ranks_per_host
+            raise ConfigError(
+                f"the model on host {host} differs from that on the first host in: "
+                f"{', '.join(differing)}"
+            )
+
+
 def layout_fields(whole: KVLayout) -> dict[str, str]:
     """Return the part of the fingerprint that describes pages with all heads."""
     return {
@@ -217,7 +247,8 @@ def with_collectives(config: EngineConfig, device: torch.device) -> ParallelConf
     auto. Raise ConfigError if they do not support the devices or a feature."""
     _check_stages(config)
     on_gpus, wanted = device.type == "cuda", config.parallel.collectives
-    kind = ("nccl" if on_gpus else "shm") if wanted == "auto" else wanted
+    on_cpus = "gloo" if config.parallel.hosts > 1 else "shm"
+    kind = ("nccl" if on_gpus else on_cpus) if wanted == "auto" else wanted
     if on_gpus != (kind == "nccl"):
         only = "GPUs" if kind == "nccl" else "CPUs"
         raise ConfigError(
@@ -241,18 +272,19 @@ def _check_stages(config: EngineConfig) -> None:
             raise ConfigError(f"engine.{setting} is not supported with engine.parallel.pp 2")
 
 
-def usable_bytes(device: torch.device, config: EngineConfig, num_ranks: int) -> int:
+def usable_bytes(device: torch.device, config: EngineConfig) -> int:
     """Return the free memory for a rank. Ranks on a CPU share its memory, and ranks on GPUs need
     some for NCCL."""
     free = free_bytes(device, config.cache.memory_fraction)
     if device.type == "cpu":
-        return free // num_ranks
-    return free if num_ranks == 1 else free - NCCL_BYTES
+        return free // config.parallel.ranks_per_host
+    return free if config.parallel.num_ranks == 1 else free - NCCL_BYTES
 
 
-def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
+def named_weights(opened: OpenedModel) -> Future[WeightsId]:
     """Compute the weights' id in parallel to loading, so that each file is read from the disk
     once."""
+    stored = stored_of(opened.servable, opened.directory)
     worker = ThreadPoolExecutor(1, "weights")
     try:
         return worker.submit(content, stored)

@@ -25,8 +25,8 @@ class OtherPools(Protocol):
     """The pages of the other ranks."""
 
     @property
-    def num_ranks(self) -> int:
-        """Number of all ranks of this node."""
+    def ranks_per_host(self) -> int:
+        """Number of ranks of this node on this host."""
         ...
 
     def release(self) -> Future[Any]:
@@ -105,7 +105,7 @@ class MemoryOccupation:
 
     def _find_room(self) -> None:
         """Only check the free memory: the system allocates each page when it is written."""
-        num_ranks = 1 if self._others is None else self._others.num_ranks
+        num_ranks = 1 if self._others is None else self._others.ranks_per_host
         wanted = num_ranks * sum(pool.nbytes for pool in self._pools)
         left = free_bytes(torch.device("cpu"), 1.0)
         if wanted > left:

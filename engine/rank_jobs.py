@@ -19,7 +19,7 @@ import numpy as np
 
 from common.errors import EngineFault, InvalidRequest, ServingError
 from common.process.resources import resident_bytes
-from common.requests.namespace import AdapterId
+from common.requests.namespace import AdapterId, WeightsId
 from engine.adapters.library import AdapterSource
 from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import PageCopies
@@ -137,10 +137,11 @@ class WeightsOfRanks:
 
     def __init__(self, followers: Followers) -> None:
         self.share = followers.share
+        self.on_other_hosts = followers.parallel.hosts > 1
         self._followers = followers
 
-    def refill(self, directory: Path) -> "Future[Any]":
-        return self._followers.ask(lambda number: RefillWeights(number, str(directory)))
+    def refill(self, directory: Path, weights: WeightsId) -> "Future[Any]":
+        return self._followers.ask(lambda number: RefillWeights(number, str(directory), weights))
 
     def drain(self) -> "Future[Any]":
         return self._followers.ask(DrainWeights)
@@ -150,7 +151,7 @@ class PoolsOfRanks:
     """The pages of the followers, see OtherPools."""
 
     def __init__(self, followers: Followers) -> None:
-        self.num_ranks = followers.share.num_ranks
+        self.ranks_per_host = followers.parallel.ranks_per_host
         self._followers = followers
 
     def release(self) -> "Future[Any]":
@@ -185,7 +186,7 @@ def _all_done(futures: Sequence["Future[Any]"]) -> "Future[None]":
 class RankWeights(Protocol):
     """The weights of this rank."""
 
-    def refill(self, directory: Path) -> None:
+    def refill(self, directory: Path, weights: WeightsId) -> None:
         """Replace them by those of a directory of the same model."""
         ...
 
@@ -283,8 +284,8 @@ class FollowerJobs:
                 return self._read(reading, path)
             case DropAdapter(reading=reading):
                 self._drop(reading)
-            case RefillWeights(directory=directory):
-                self._weights.refill(Path(directory))
+            case RefillWeights(directory=directory, weights=weights):
+                self._weights.refill(Path(directory), weights)
             case DrainWeights():
                 self._weights.drain()
             case ReleasePools():

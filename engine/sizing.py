@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import CacheConfig, EngineConfig, Quantize, gpus_of
+from common.config import EngineConfig, Quantize, gpus_of
 from common.errors import ConfigError
 from engine.core import CoreShape
 from engine.kv_cache.layout import KVLayout
@@ -177,7 +177,7 @@ def resolve_shape(
     Raises:
         ConfigError: the model does not fit; the error has the numbers.
     """
-    device = resolve_device(config.device, share.node_rank)
+    device = resolve_device(config.device, config.parallel.place(share.node_rank))
     context_length = config.context_length or spec.context_length
     if context_length > spec.context_length:
         raise ConfigError(
@@ -206,7 +206,7 @@ def resolve_shape(
         tables=layout.tables,
         context_length=context_length,
         num_pages=num_pages,
-        host_pages=host_pages_of(config.cache, layout, device, num_pages, share.num_ranks),
+        host_pages=host_pages_of(config, layout, device, num_pages),
         tier_pages=config.offload.cpu_bytes // (share.num_ranks * page_bytes)
         if config.cache.prefix_cache
         else 0,
@@ -216,14 +216,15 @@ def resolve_shape(
 
 
 def host_pages_of(
-    cache: CacheConfig, layout: KVLayout, device: torch.device, num_pages: int, num_ranks: int
+    config: EngineConfig, layout: KVLayout, device: torch.device, num_pages: int
 ) -> int:
     """Return the number of host pages of a rank for retracted requests of a pool of `num_pages`."""
-    if cache.swap_pages >= 0:
-        return cache.swap_pages
+    if config.cache.swap_pages >= 0:
+        return config.cache.swap_pages
     if device.type == "cpu":
         return num_pages
-    room = min(PINNED_BYTES, free_bytes(torch.device("cpu"), PINNED_FRACTION)) // num_ranks
+    room = min(PINNED_BYTES, free_bytes(torch.device("cpu"), PINNED_FRACTION))
+    room //= config.parallel.ranks_per_host
     return min(num_pages, room // layout.page_bytes)
 
 

@@ -69,11 +69,16 @@ class OtherRanks(Protocol):
         """The part of this rank."""
         ...
 
-    def refill(self, directory: Path) -> Future[Any]:
+    def refill(self, directory: Path, weights: WeightsId) -> Future[Any]:
         """Replace the weights by the weights of a directory.
 
         The future fails with EngineFault if one rank cannot.
         """
+        ...
+
+    @property
+    def on_other_hosts(self) -> bool:
+        """Return whether some are on other hosts."""
         ...
 
     def drain(self) -> Future[Any]:
@@ -141,8 +146,12 @@ class WeightUpdater:
 
         Raises:
             Overloaded: another update is in progress.
-            FailedPrecondition: the file cannot be created.
+            FailedPrecondition: the file cannot be created, or other hosts could not read it.
         """
+        if self._others is not None and self._others.on_other_hosts:
+            raise FailedPrecondition(
+                "weights: this node has ranks on other hosts, which read them from directories only"
+            )
         if self._under_way:
             raise Overloaded("another weight update is already running")
         if self._source is not None and self._source.received is not None:
@@ -327,7 +336,9 @@ class WeightUpdater:
             return
         self.whole = False
         try:
-            others = None if self._others is None else self._others.refill(source.directory)
+            others = (
+                None if self._others is None else self._others.refill(source.directory, weights)
+            )
             source.servable.refill(self._model, self._config.quantize, self._share)
             if others is not None:
                 others.result(_RANKS_S)

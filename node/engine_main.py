@@ -49,7 +49,8 @@ def body(begin: Begin, first: StartRole) -> None:
     start = begin(first)
     config: EngineConfig = start.config.engine
     roles = load_roles()
-    engine = build(roles[start.role].wants(config), "node.follower")
+    relay = ("node.hosts.relay", start.config.server.model_dump_json())
+    engine = build(roles[start.role].wants(config), "node.follower", relay)
     prepared: dict[str, Engine] = {}
 
     def prepare(name: str) -> None:

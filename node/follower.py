@@ -1,9 +1,11 @@
 """The program of a rank that follows rank 0 of its node: `python -m node.follower DESCRIPTOR`.
 
-Rank 0 starts it, never a user.
+Rank 0 or a rank host starts it, never a user. A rank host adds the address at which other nodes
+read the pages of this rank.
 """
 
 import sys
+from functools import partial
 
 from engine import follower
 from engine.kv_cache.kv import KVPool
@@ -13,11 +15,19 @@ from kvtransfer.backends.base import PagePool
 from kvtransfer.transfer.follower import FollowerTransfer
 
 
-def open_transfer(share: Share, pool: KVPool, whole: KVLayout) -> FollowerTransfer:
-    """Open the part of hand-offs over one rank's pages."""
+def open_transfer(
+    share: Share, pool: KVPool, whole: KVLayout, listen_host: str | None = None
+) -> FollowerTransfer:
+    """Open the part of hand-offs over one rank's pages.
+
+    Args:
+        listen_host: see FollowerTransfer.
+    """
     pages = PagePool(pool.base_address, pool.page_bytes, pool.num_pages, str(pool.tensor.device))
-    return FollowerTransfer(share.node_rank, share.node, pages, whole.pages_by_rank)
+    return FollowerTransfer(share.node_rank, share.node, pages, whole.pages_by_rank, listen_host)
 
 
 if __name__ == "__main__":
-    follower.main(int(sys.argv[1]), open_transfer)
+    _, descriptor, *listen_host = sys.argv
+    opened = partial(open_transfer, listen_host=listen_host[0] if listen_host else None)
+    follower.main(int(descriptor), opened)

@@ -15,9 +15,11 @@ from cli.check.sizes import rank_sizes, sentence
 from cli.local.plan import refuse_busy_port
 from cli.operating.command import size
 from common import tls
+from common.addresses import join_address
 from common.config import (
     EngineConfig,
     NodeConfig,
+    ParallelConfig,
     RouterConfig,
     ServerConfig,
     SpeculativeConfig,
@@ -29,6 +31,7 @@ from common.identity import program
 from common.identity.guard import Role
 from common.identity.program import identity_of
 from common.model_directory import model_directory
+from common.process.network import own_address
 from engine.load import OpenedModel, usable_bytes
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
@@ -37,6 +40,7 @@ from engine.models.precision import choose_precision
 from engine.models.spec import NOT_QUANTISED, ModelSpec
 from engine.processor import matrix_features, threads_at_hand, usable_cores
 from engine.ranks import Share
+from engine.ranks.meeting import NETWORK
 from engine.sizing import resolve_device, resolve_shape
 from kernels.cpu.compiler import COMPILERS, cache_directory, compiler, prebuilt
 
@@ -100,7 +104,8 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("model", "ok", f"{spec.architecture}, {len(spec.layers)} layers: {directory}")
         yield Finding("computed", "ok", servable.computed)
         yield from _drafter(config.speculative)
-        devices = [resolve_device(config.device, rank) for rank in range(config.parallel.num_ranks)]
+        places = range(config.parallel.ranks_per_host)
+        devices = [resolve_device(config.device, place) for place in places]
         device = devices[0]
         yield Finding("device", "ok", _device(devices, config))
         if device.type == "cpu":
@@ -111,8 +116,10 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         sizes = rank_sizes(config, OpenedModel(directory, servable, device, precision))
         if len(sizes) > 1:
             yield Finding("ranks", "ok", sentence(sizes))
+        if config.parallel.trusted_network is not None:
+            yield _hosts(config.parallel, config.parallel.trusted_network)
         # Weights first: the KV pool gets the remaining memory.
-        free = min(usable_bytes(each, config, len(sizes)) for each in devices)
+        free = min(usable_bytes(each, config) for each in devices)
         weights = max(each.weight_bytes for each in sizes)
         shape = resolve_shape(
             config,
@@ -177,11 +184,18 @@ def _text(directory: Path) -> Finding:
     return Finding("tokenizer", "ok", "tokenizer.json")
 
 
+def _hosts(config: ParallelConfig, network: str) -> Finding:
+    host = own_address(network, NETWORK).host
+    each = f"{config.ranks_per_host} rank{'s' if config.ranks_per_host > 1 else ''}"
+    where = join_address(host, config.listen_port)
+    return Finding("hosts", "ok", f"{config.hosts} with {each} each. Rank hosts join at {where}")
+
+
 def _device(devices: Sequence[torch.device], config: EngineConfig) -> str:
     if devices[0].type == "cuda":
         return ", ".join(f"{each}: {torch.cuda.get_device_name(each)}" for each in devices)
     features = ", ".join(matrix_features()) or "no products of 16 or 8 bits"
-    num_ranks = config.parallel.num_ranks
+    num_ranks = config.parallel.ranks_per_host
     threads = config.threads or max(1, threads_at_hand(os.environ) // num_ranks)
     each = "" if num_ranks == 1 else " for each rank"
     return f"cpu with {features}, {usable_cores()} cores, {threads} threads{each}"

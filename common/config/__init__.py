@@ -22,6 +22,7 @@ from common.config.node import (
     NodeConfig,
     PrefillConfig,
     PrefixSharingConfig,
+    RankHostConfig,
     TransferConfig,
 )
 from common.config.record import ConfigRecord, Positive
@@ -46,6 +47,7 @@ __all__ = [
     "PrefixSharingConfig",
     "Priority",
     "Quantize",
+    "RankHostConfig",
     "RouterConfig",
     "SchedulerConfig",
     "ServerConfig",

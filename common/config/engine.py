@@ -1,12 +1,13 @@
 """The engine of a node: the model, its memory, and how batches are built."""
 
 import re
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from common.config.record import ConfigRecord, Positive, Seconds
+from common.config.record import ConfigRecord, Port, Positive, Seconds
 from common.limits import MAX_ADAPTERS
 from common.priority import HIGHEST, LOWEST
 
@@ -311,18 +312,75 @@ class ParallelConfig(ConfigRecord):
     )
     collectives: Literal["auto", "shm", "gloo", "nccl"] = Field(
         "auto",
-        description="Exchange of tensors between ranks. auto: nccl on GPUs and shm on a CPU; shm: "
-        "shared memory; gloo: torch.distributed over loopback, slower, for comparisons",
+        description="Exchange of tensors between ranks. auto: nccl on GPUs, shm on a CPU, gloo on "
+        "CPUs of several hosts; shm: shared memory; gloo: torch.distributed, slower, on one host "
+        "over loopback and for comparisons",
     )
     collective_s: Seconds = Field(
         30.0, description="Seconds that a rank waits for the others before the node is terminated"
     )
+    hosts: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Hosts of this node, each with an equal number of its ranks. All but the first "
+        "run `baton rank-host`, see docs/parallel.md",
+    )
+    trusted_network: str | None = Field(
+        None,
+        description="Network (CIDR) of several hosts, such as 10.0.0.0/24. Ranks exchange tensors "
+        "there without authentication, so only hosts of this node may reach it. Needed with hosts",
+    )
+    listen_port: Port = Field(
+        50300,
+        description="Port for `baton rank-host` of other hosts, at this host's address in "
+        "trusted_network",
+    )
+    join_timeout_s: Seconds = Field(
+        1800.0, le=3600, description="Seconds that the first host waits for the others at start"
+    )
+
+    @field_validator("trusted_network")
+    @classmethod
+    def _network(cls, value: str | None) -> str | None:
+        if value is not None:
+            ip_network(value)  # raises ValueError with the reason
+        return value
+
+    @model_validator(mode="after")
+    def _hosts_have_a_network(self) -> Self:
+        if self.hosts == 1:
+            if self.trusted_network is not None:
+                raise ValueError("trusted_network needs hosts > 1")
+            return self
+        if self.trusted_network is None:
+            raise ValueError(
+                "hosts > 1 needs trusted_network: ranks exchange tensors without authentication, "
+                "so this must be a network that only hosts of this node can reach"
+            )
+        if self.collectives == "shm":
+            raise ValueError("collectives shm is for one host: use auto with hosts > 1")
+        if self.num_ranks % self.hosts:
+            raise ValueError(
+                f"hosts is {self.hosts}, and tp x pp is {self.num_ranks}: each host needs an equal "
+                "number of ranks"
+            )
+        return self
 
     @property
     def num_ranks(self) -> int:
         return self.tp * self.pp
 
+    @property
+    def ranks_per_host(self) -> int:
+        return self.num_ranks // self.hosts
 
+    def place(self, rank: int) -> int:
+        """Return the number of a rank among those of its host."""
+        return rank % self.ranks_per_host
+
+
+_PER_HOST = " / parallel.hosts"
 _GPUS = re.compile(r"cuda:([0-9]{1,3}(?:-[0-9]{1,3})?(?:,[0-9]{1,3}(?:-[0-9]{1,3})?)*)")
 
 
@@ -396,13 +454,14 @@ class EngineConfig(ConfigRecord):
 
     @model_validator(mode="after")
     def _each_rank_has_a_gpu(self) -> Self:
-        gpus, num_ranks = gpus_of(self.device), self.parallel.num_ranks
+        gpus, num_ranks = gpus_of(self.device), self.parallel.ranks_per_host
         if len(set(gpus)) < len(gpus):
             raise ValueError(f"device {self.device} names a GPU twice, and ranks cannot share one")
         if gpus and len(gpus) != num_ranks:
             needed = f"cuda:0-{num_ranks - 1}" if num_ranks > 1 else "cuda:0"
             raise ValueError(
                 f"the number of GPUs in device {self.device} is {len(gpus)}, and parallel.tp x "
-                f"parallel.pp is {num_ranks}: each rank needs one, as in {needed}"
+                f"parallel.pp{_PER_HOST if self.parallel.hosts > 1 else ''} is {num_ranks}: each "
+                f"rank needs one, as in {needed}"
             )
         return self

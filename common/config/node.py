@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from common.config.engine import EngineConfig
 from common.config.record import ConfigRecord, Port, Positive, Seconds
-from common.config.server import ServerConfig
+from common.config.server import NAME_WITHOUT_CA, ProcessConfig, ServerConfig, TlsConfig
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _DEFAULT_DATA_HOST = "127.0.0.1"
@@ -158,3 +158,61 @@ class DecodeConfig(NodeConfig):
         if mode == "disaggregated" and server and server.tls.cert and server.tls.ca is None:
             raise ValueError("with --tls-cert it needs --tls-ca, to verify prefill nodes")
         return mode
+
+
+class RankHostServer(ProcessConfig):
+    """Logs and credentials of a rank host."""
+
+    insecure: bool = Field(
+        False, description="Follow a leader on another host that proves its identity by nothing"
+    )
+
+    @field_validator("tls")
+    @classmethod
+    def _verifies(cls, tls: TlsConfig) -> TlsConfig:
+        if tls.cert and tls.ca is None:
+            raise ValueError("cert needs ca, to verify the leader")
+        if tls.server_name and tls.ca is None:
+            raise ValueError(NAME_WITHOUT_CA)
+        return tls
+
+
+class RankHostEngine(ConfigRecord):
+    """Settings of the engine that differ between hosts."""
+
+    model: str | None = Field(
+        None, description="Directory or hub id of the node's model. Default: as on the first host"
+    )
+    device: str | None = Field(
+        None, description="Device, as on a node. Default: as on the first host"
+    )
+
+
+class RankHostTransfer(ConfigRecord):
+    """Pages of the ranks on this host."""
+
+    listen_host: str | None = Field(
+        None,
+        description="Address at which the tcp backend of these ranks listens. Default: this host's "
+        "address in the node's trusted network",
+    )
+
+
+class RankHostConfig(ConfigRecord):
+    """The ranks of a node on a host other than its first one."""
+
+    leader: str = Field(
+        description="HOST:PORT of the node's first host, with its engine.parallel.listen_port"
+    )
+    join_timeout_s: Seconds = Field(1800.0, description="Seconds to wait for the leader at start")
+    server: RankHostServer = RankHostServer()
+    engine: RankHostEngine = RankHostEngine()
+    transfer: RankHostTransfer = RankHostTransfer()
+
+    @field_validator("leader")
+    @classmethod
+    def _address(cls, leader: str) -> str:
+        host, _, port = leader.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError("expected HOST:PORT")
+        return leader

@@ -42,7 +42,24 @@ class TlsConfig(ConfigRecord):
         return self.cert is not None and self.ca is not None
 
 
-class ServerConfig(ConfigRecord):
+class ProcessConfig(ConfigRecord):
+    """Logs and credentials of a process."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Minimum level of log lines on standard error"
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Log format. json: one object per line"
+    )
+    tls: TlsConfig = TlsConfig()
+    secret_file: Path | None = Field(
+        None,
+        description="File of cluster secrets, one per line, reloaded when it changes. The first "
+        "one signs, all are accepted. Default: the variable BATON_SECRET, if set",
+    )
+
+
+class ServerConfig(ProcessConfig):
     """Listening addresses, logs and credentials of a process."""
 
     host: str = Field(
@@ -52,12 +69,6 @@ class ServerConfig(ConfigRecord):
     metrics_port: Port | None = Field(
         None, description="Port of Prometheus metrics. Default: no metrics server"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Minimum level of log lines on standard error"
-    )
-    log_format: Literal["text", "json"] = Field(
-        "text", description="Log format. json: one object per line"
-    )
     drain_timeout_s: Seconds = Field(
         45.0,
         description="Seconds for which a draining process waits for running requests, for example "
@@ -65,12 +76,6 @@ class ServerConfig(ConfigRecord):
     )
     health_port: Port | None = Field(
         None, description="Port of gRPC health without TLS, for probes. Default: none"
-    )
-    tls: TlsConfig = TlsConfig()
-    secret_file: Path | None = Field(
-        None,
-        description="File of cluster secrets, one per line, reloaded when it changes. The first "
-        "one signs, all are accepted. Default: the variable BATON_SECRET, if set",
     )
     insecure: bool = Field(
         False,

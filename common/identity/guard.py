@@ -23,6 +23,7 @@ _ROUTER_TOO: frozenset[Role] = frozenset({"router", "operator"})
 MAY_CALL: Mapping[str, frozenset[Role]] = {
     "/baton.v1.DecodeNode/Serve": frozenset({"router"}),
     "/baton.v1.KvTransfer/Pair": frozenset({"node"}),
+    "/baton.v1.Ranks/Follow": frozenset({"node"}),
     "/baton.v1.Pooling/Pool": frozenset({"router"}),
     "/baton.v1.Node/Describe": _ROUTER_TOO,
     "/baton.v1.Node/WatchCache": _ROUTER_TOO,

@@ -25,6 +25,7 @@ FILES = (
     "decode",
     "pooling",
     "kvtransfer",
+    "ranks",
     "images",
     "prefixes",
     "last_words",

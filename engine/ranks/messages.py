@@ -5,21 +5,23 @@ A job is work besides steps. All followers do it, and each replies.
 Each is one packet of a socket pair that rank 0 has made. Nobody else has an end of it.
 """
 
+from math import prod
 from typing import Literal, TypeAlias
 
 import msgspec
 
 MAX_PACKET_BYTES = 128 << 10  # below the kernel's limit for a packet
 MOST_PAGES = 4096  # of one CopyPages or EraseSlots
+_ITEM_BYTES = {"int32": 4, "int64": 8}
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
     """Load a part of the model. Comes with the memories of this rank's collectives, see
-    `open_groups`, and the pidfds of all other ranks, by rank.
+    `open_groups`, and the pidfds of all other ranks, by rank. With several hosts it comes alone.
 
     Attributes:
         config: EngineConfig as JSON. `collectives` is not auto.
-        store: directory for the rendezvous of gloo and NCCL.
+        store: directory for the rendezvous of gloo and NCCL. With several hosts, HOST:PORT.
         log_level, log_format: of rank 0's log.
     """
 
@@ -53,6 +55,22 @@ class StartSteps(msgspec.Struct, frozen=True, tag=True):
     num_slots: int
     max_pages: int
     block_bytes: int
+
+
+class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="Launch"):
+    """The beginning of a Launch, for processes that pass steps on.
+
+    Attributes:
+        tensors: dtype, shape, and start in the block, of each tensor.
+    """
+
+    tensors: tuple[tuple[Literal["int32", "int64"], tuple[int, ...], int], ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of the block that have tensors."""
+        ends = (start + _ITEM_BYTES[dtype] * prod(shape) for dtype, shape, start in self.tensors)
+        return max(ends, default=0)
 
 
 class SampleStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -101,10 +119,15 @@ class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RefillWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Replace the weights by those of a directory of the same model. No step comes meanwhile."""
+    """Replace the weights by those of a directory of the same model. No step comes meanwhile.
+
+    Attributes:
+        weights: WeightsId of the directory, which other hosts than rank 0's compare with theirs.
+    """
 
     number: int
     directory: str
+    weights: bytes
 
 
 class DrainWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -190,14 +213,24 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Send a RankReport at once. The only job without a number."""
 
 
+class RankStarted(msgspec.Struct, frozen=True, tag=True):
+    """The rank will open its collectives now. Sent only with several hosts, whose first ranks wait
+    for it before they open theirs."""
+
+
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
     """The part of the model is in memory.
 
     Attributes:
         free_bytes: left for steps and pages.
+        pid: of the rank, on its host.
+        fingerprint: of the model in the files of this host. Empty unless the rank is the first one
+            of another host than rank 0's.
     """
 
     free_bytes: int
+    pid: int
+    fingerprint: dict[str, str]
 
 
 class RankMeasured(msgspec.Struct, frozen=True, tag=True):
@@ -263,4 +296,6 @@ Job: TypeAlias = (
     | TransferJob
     | Ping
 )
-FromFollower: TypeAlias = RankLoaded | RankMeasured | RankReady | JobDone | RankReport | RankFailed
+FromFollower: TypeAlias = (
+    RankStarted | RankLoaded | RankMeasured | RankReady | JobDone | RankReport | RankFailed
+)

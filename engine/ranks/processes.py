@@ -2,6 +2,9 @@
 
     start: StartRank -> ... loads ... -> RankLoaded; StartSteps -> RankReady; then headers of steps
 
+The followers on other hosts are behind one process, the relay. It has a socket for what each of
+them sends. What is sent to the first of them goes to all.
+
 Rank 0 is a node's engine process. If a follower ends, it ends too, and with it the node. Frozen
 followers are found by the timeout of the next collective, and without steps by their missing reply
 to a Ping. A follower that cannot load reports one sentence, which is rank 0's error.
@@ -29,11 +32,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from common import logs
-from common.config import EngineConfig
+from common.config import EngineConfig, ParallelConfig
 from common.errors import ConfigError, EngineFault
 from common.logs import kv
 from common.process.leash import leashed
 from common.process.resources import resident_bytes
+from engine.ranks.meeting import LoopbackMeeting, NetworkMeeting
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     FromFollower,
@@ -46,12 +50,13 @@ from engine.ranks.messages import (
     RankMeasured,
     RankReady,
     RankReport,
+    RankStarted,
     SampleStep,
     StartRank,
     StartSteps,
     ToFollower,
 )
-from engine.ranks.rank_groups import group_memories, open_groups
+from engine.ranks.rank_groups import RankGroups, group_memories, open_groups
 from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.ranks.share import Share
 
@@ -63,7 +68,7 @@ _PATIENCE_S = 5.0  # longer than in a collective, whose error is the better one 
 log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
 _from_follower: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
-_Reply = TypeVar("_Reply", RankLoaded, RankMeasured, RankReady)
+_Reply = TypeVar("_Reply", RankStarted, RankLoaded, RankMeasured, RankReady)
 
 
 class JobFailed(EngineFault):
@@ -149,34 +154,57 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Follower:
+class RankProcess:
+    """A follower, or the relay to one on another host.
+
+    Attributes:
+        pidfd: of the process. Owned by the process that started it, like the socket.
+    """
+
     process: "subprocess.Popen[bytes]"
     socket: socket.socket
     pidfd: int
+
+    def close(self, deadline: float) -> None:
+        """Wait for the end of the process, which has seen the end of file of its socket. Kill it at
+        the deadline."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.pidfd)
 
 
 class Followers:
     """All ranks but rank 0, as rank 0 sees them. Engine thread only, except for `ask`.
 
     Attributes:
+        parallel: the configuration, with collectives in place of auto.
         ranks: the collectives of rank 0.
         free_bytes: least memory that a follower has left. Set by `loaded`.
         steps_sent: number of steps that rank 0 has begun.
         steps_done: number of steps that rank 0 is done with. Any thread may read both.
     """
 
-    def __init__(self, config: EngineConfig, program: str) -> None:
+    def __init__(self, config: EngineConfig, program: str, relay: Sequence[str] = ()) -> None:
         """Start the followers, which load their parts of the model meanwhile. Made on the main
-        thread: they end with the thread that makes them.
+        thread: they end with the thread that makes them. Waits for other hosts.
 
         Args:
             program: module that a follower runs.
+            relay: module of the relay to other hosts, and its arguments after the sockets.
+        Raises:
+            ConfigError: the configuration does not suit the hosts.
         """
         self.steps_sent = self.steps_done = self.free_bytes = 0
         self._states: dict[int, RankState] = {}  # of followers that have reported
         self._silent_s = config.parallel.collective_s + _PATIENCE_S
-        parallel, settings = config.parallel, config.model_dump_json().encode()
-        self._followers: list[_Follower] = []
+        self.parallel = parallel = config.parallel
+        settings = config.model_dump_json().encode()
+        self._followers: list[RankProcess] = []
+        self._addressed: Sequence[RankProcess] = ()  # those that messages are sent to
+        self._pids: tuple[int, ...] = ()
         self._directory = tempfile.TemporaryDirectory(prefix="baton-ranks-")
         self._closed, self._end = os.pipe()
         self._watcher: threading.Thread | None = None
@@ -184,25 +212,46 @@ class Followers:
         self._numbers = itertools.count()
         self._sockets: list[socket.socket] = []
         self._queue = JobQueue(self._sockets, self.send)
-        store = Path(self._directory.name)
-        pidfds = [os.pidfd_open(os.getpid())]
         try:
-            for _ in range(1, parallel.num_ranks):
-                self._followers.append(_start(program))
-                self._sockets.append(self._followers[-1].socket)
-            pidfds += [each.pidfd for each in self._followers]
-            with group_memories(parallel) as memories:
-                for rank, follower in enumerate(self._followers, start=1):
-                    others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
-                    start = StartRank(rank, settings, str(store), *logs.in_use())
-                    _send(follower, start, [*memories(rank), *others])
-                own = [os.dup(file) for file in (*memories(0), *pidfds[1:])]
-            self.ranks = open_groups(parallel, 0, own, store)
+            self._followers += [start_rank(program) for _ in range(1, parallel.ranks_per_host)]
+            if parallel.hosts > 1:
+                num_others = parallel.num_ranks - parallel.ranks_per_host
+                self._followers += _start_processes(relay[0], num_others, relay[1:])
+            self._addressed = self._followers[: parallel.ranks_per_host]
+            self._sockets += [each.socket for each in self._addressed]
+            self.ranks = self._met(parallel, settings)
         except BaseException:
             self.close()
             raise
+
+    def _met(self, config: ParallelConfig, settings: bytes) -> RankGroups:
+        """Have all followers open their collectives, and open those of rank 0."""
+        if config.hosts > 1:
+            return self._met_on_hosts(config, settings)
+        directory = Path(self._directory.name)
+        pidfds = [os.pidfd_open(os.getpid()), *(each.pidfd for each in self._followers)]
+        try:
+            with group_memories(config) as memories:
+                for rank, follower in enumerate(self._followers, start=1):
+                    others = [pidfd for other, pidfd in enumerate(pidfds) if other != rank]
+                    start = StartRank(rank, settings, str(directory), *logs.in_use())
+                    _send(follower, start, [*memories(rank), *others])
+                own = [os.dup(file) for file in (*memories(0), *pidfds[1:])]
         finally:
             os.close(pidfds[0])
+        return open_groups(config, 0, own, LoopbackMeeting(directory))
+
+    def _met_on_hosts(self, config: ParallelConfig, settings: bytes) -> RankGroups:
+        """Do it when all hosts are there, because collectives do not wait for long."""
+        meeting, store = NetworkMeeting.leading(config)
+        here = range(1, config.ranks_per_host)
+        elsewhere = range(config.ranks_per_host, config.num_ranks)
+        for addressed, ranks in ((elsewhere[:1], elsewhere), (here, here)):
+            for rank in addressed:
+                start = StartRank(rank, settings, store, *logs.in_use())
+                _send(self._followers[rank - 1], start, [])
+            self._await(RankStarted, ranks)
+        return open_groups(config, 0, [], meeting)
 
     @property
     def share(self) -> Share:
@@ -211,20 +260,24 @@ class Followers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes, by rank from 1 on."""
-        return tuple(each.process.pid for each in self._followers)
+        """The processes, by rank from 1 on, each with its number on its own host. Set by
+        `loaded`."""
+        return self._pids
 
-    def loaded(self) -> None:
-        """Wait until all followers have loaded their parts.
+    def loaded(self) -> Sequence[RankLoaded]:
+        """Wait until all followers have loaded their parts. Return their replies by rank from 1 on.
 
         Raises:
             ConfigError: one cannot. The error is its sentence.
         """
-        self.free_bytes = min(each.free_bytes for each in self._await(RankLoaded))
+        replies = self._await(RankLoaded)
+        self.free_bytes = min(each.free_bytes for each in replies)
+        self._pids = tuple(each.pid for each in replies)
+        return replies
 
     def measure(self, free_bytes: int) -> None:
         """Have all followers measure the memory of steps, see MeasureRank."""
-        for follower in self._followers:
+        for follower in self._addressed:
             _send(follower, MeasureRank(free_bytes), ())
 
     def measured(self) -> int:
@@ -248,7 +301,7 @@ class Followers:
         block_bytes = whole_pages(num_bytes)
         memory = ring_memory(block_bytes)
         try:
-            for follower in self._followers:
+            for follower in self._addressed:
                 _send(follower, make(block_bytes), [memory])
             ring = StepRing(memory, block_bytes)
         finally:
@@ -262,7 +315,7 @@ class Followers:
         Raises:
             EngineFault: a follower does not read, or has ended.
         """
-        for rank, follower in enumerate(self._followers, start=1):
+        for rank, follower in enumerate(self._addressed, start=1):
             try:
                 follower.socket.send(header, socket.MSG_DONTWAIT)
             except OSError as error:
@@ -317,17 +370,14 @@ class Followers:
             follower.socket.close()  # they end at its end of file
         deadline = time.monotonic() + _CLOSE_S
         for follower in self._followers:
-            try:
-                follower.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                follower.process.kill()
-                follower.process.wait()
-            os.close(follower.pidfd)
+            follower.close(deadline)
         self._directory.cleanup()
 
-    def _await(self, expected: type[_Reply]) -> Sequence[_Reply]:
+    def _await(self, expected: type[_Reply], ranks: range | None = None) -> Sequence[_Reply]:
+        """Wait for the replies of some followers. None: of all."""
         deadline, replies = time.monotonic() + _LOAD_S, []
-        for rank, follower in enumerate(self._followers, start=1):
+        for rank in range(1, 1 + len(self._followers)) if ranks is None else ranks:
+            follower = self._followers[rank - 1]
             ready, _, _ = select.select(
                 [follower.socket], [], [], max(0.0, deadline - time.monotonic())
             )
@@ -464,19 +514,33 @@ class JobQueue:
         return [each for each in self._sockets if each not in writable]
 
 
-def _start(program: str) -> _Follower:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", program, str(theirs.fileno())]
-    with theirs:
+def start_rank(program: str, *arguments: str) -> RankProcess:
+    """Start a follower, which ends with the calling thread.
+
+    Args:
+        program: module that it runs.
+        arguments: after the descriptor of its socket.
+    """
+    (process,) = _start_processes(program, 1, arguments)
+    return process
+
+
+def _start_processes(program: str, num_sockets: int, more: Sequence[str]) -> list[RankProcess]:
+    """Start one process with several sockets. Return one entry for each."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(num_sockets)]
+    ends = [theirs.fileno() for _, theirs in pairs]
+    command = [sys.executable, "-m", program, ",".join(map(str, ends)), *more]
+    try:
         process = subprocess.Popen(
-            leashed(command, signal.SIGKILL),
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            leashed(command, signal.SIGKILL), stdin=subprocess.DEVNULL, pass_fds=ends
         )
-    return _Follower(process, ours, os.pidfd_open(process.pid))
+    finally:
+        for _, theirs in pairs:
+            theirs.close()
+    return [RankProcess(process, ours, os.pidfd_open(process.pid)) for ours, _ in pairs]
 
 
-def _send(follower: _Follower, message: ToFollower, files: Sequence[int]) -> None:
+def _send(follower: RankProcess, message: ToFollower, files: Sequence[int]) -> None:
     try:
         socket.send_fds(follower.socket, [_encoder.encode(message)], files)
     except OSError:

@@ -4,12 +4,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from common.config import ParallelConfig
 from engine.ranks.group import Group
+from engine.ranks.meeting import Meeting
 from engine.ranks.share import Share, Stage
 from engine.ranks.shm import SharedMemoryGroup, memory_bytes
 from engine.ranks.torch_group import TorchGroup
@@ -35,35 +35,38 @@ class RankGroups:
                 group.all_reduce(torch.zeros(1, device=device))
 
 
-def open_groups(config: ParallelConfig, rank: int, files: Sequence[int], store: Path) -> RankGroups:
+def open_groups(
+    config: ParallelConfig, rank: int, files: Sequence[int], meeting: Meeting
+) -> RankGroups:
     """Open the collectives of one rank.
 
     Args:
         config: `collectives` is not auto.
         rank: among all ranks of the node.
         files: descriptors of the memories for shm: of its stage, and of its pipe if there are two
-            stages. Then the pidfds of all other ranks, by rank. All are closed.
-        store: directory for the rendezvous of gloo and NCCL.
+            stages. Then the pidfds of all other ranks, by rank. All are closed. With several hosts
+            there are none.
+        meeting: for gloo and NCCL.
     """
     num_memories = config.pp
     memories, pidfds = files[:num_memories], list(files[num_memories:])
     pidfds.insert(rank, -1)
     stage, place = divmod(rank, config.tp)
 
-    def opened(name: str, ranks: range, memory: int) -> Group:
+    def opened(name: str, ranks: range, memory: Sequence[int]) -> Group:
         own = ranks.index(rank)
         if config.collectives in ("gloo", "nccl"):
             kind = config.collectives
-            return TorchGroup(kind, own, len(ranks), store / name, config.collective_s)
+            return TorchGroup(kind, own, len(ranks), meeting, name, config.collective_s)
         others = {other: os.dup(pidfds[other]) for other in ranks if other != rank}
-        return SharedMemoryGroup(own, ranks, memory, others, config.collective_s)
+        return SharedMemoryGroup(own, ranks, memory[0], others, config.collective_s)
 
     try:
-        own = opened(f"stage-{stage}", _stage_ranks(config, stage), memories[0])
+        own = opened(f"stage-{stage}", _stage_ranks(config, stage), memories[:1])
         group, whole_experts = own if config.tp > 1 else None, config.experts == "ep"
         if config.pp == 1:
             return RankGroups(Share(place, config.tp, group, whole_experts), own)
-        pipe = opened(f"pipe-{place}", _pipe_ranks(config, place), memories[1])
+        pipe = opened(f"pipe-{place}", _pipe_ranks(config, place), memories[1:])
         share = Share(place, config.tp, group, whole_experts, Stage(stage, pipe))
         return RankGroups(share, own, pipe)
     finally:

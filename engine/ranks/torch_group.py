@@ -1,16 +1,18 @@
-"""Collectives of torch.distributed: NCCL between GPUs, and gloo between CPUs, for comparisons."""
+"""Collectives of torch.distributed: NCCL between GPUs, and gloo between CPUs, on several hosts and
+for comparisons."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, distributed
 
 from common.errors import RankLost
+from common.process.network import OwnAddress
+from engine.ranks.meeting import Meeting
 
 TorchBackend: TypeAlias = Literal["gloo", "nccl"]
 
@@ -18,7 +20,7 @@ _api: Any = distributed  # its process groups have no annotations
 
 
 class TorchGroup:
-    """A Group of ranks that find each other by a file, and connect over loopback.
+    """A Group of ranks that find each other by a store, and connect without authentication.
 
     Sums and broadcasts are written over their input. With NCCL all calls are enqueued on the
     current stream, and the host waits for none of them. A CUDA graph may contain them after one
@@ -26,12 +28,19 @@ class TorchGroup:
     process. The process should end by os._exit: NCCL does not disconnect while there are graphs.
 
     Args:
-        store: path of a file that does not exist yet, in a directory that only this user can read.
+        meeting: of the ranks of the node.
+        name: of this group among those of the node.
         timeout_s: longest wait for another rank.
     """
 
     def __init__(
-        self, backend: TorchBackend, rank: int, size: int, store: Path, timeout_s: float
+        self,
+        backend: TorchBackend,
+        rank: int,
+        size: int,
+        meeting: Meeting,
+        name: str,
+        timeout_s: float,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -43,8 +52,8 @@ class TorchGroup:
             options.rootRank = sender
         make = _nccl if backend == "nccl" else _gloo
         with _faults():
-            file = _api.FileStore(str(store), size)
-            self._group = make(file, rank, size, timedelta(seconds=timeout_s))
+            store, timeout = meeting.store(name, size), timedelta(seconds=timeout_s)
+            self._group = make(store, meeting.interface, rank, size, timeout)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with _faults():
@@ -77,16 +86,16 @@ def _finish(work: Any) -> None:
         work.wait()
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _gloo(store: Any, interface: OwnAddress, rank: int, size: int, timeout: timedelta) -> Any:
     options = _api.ProcessGroupGloo._Options()
-    options._devices = [_api.ProcessGroupGloo.create_device(interface="lo")]
+    options._devices = [_api.ProcessGroupGloo.create_device(hostname=interface.host)]
     options._timeout = timeout
     return _api.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    # Its peers do not authenticate. Tensors go through device or shared memory, not through this.
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+def _nccl(store: Any, interface: OwnAddress, rank: int, size: int, timeout: timedelta) -> Any:
+    # Its peers do not authenticate. Within a host, tensors do not go through this.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.interface}")
     options = _api.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return _api.ProcessGroupNCCL(store, rank, size, options)

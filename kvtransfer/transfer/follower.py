@@ -85,15 +85,22 @@ class FollowerTransfer:
     Args:
         rank, node: this rank, and the ranks of its node.
         pool: its pages.
+        listen_host: in place of rank 0's, if this rank is on another host.
     """
 
     def __init__(
-        self, rank: int, node: NodeShape, pool: PagePool, pages_by_rank: PagesByRank
+        self,
+        rank: int,
+        node: NodeShape,
+        pool: PagePool,
+        pages_by_rank: PagesByRank,
+        listen_host: str | None = None,
     ) -> None:
         self._rank = rank
         self._node = node
         self._pool = pool
         self._pages_by_rank = pages_by_rank
+        self._listen_host = listen_host
         self._paths: TransferPaths | None = None  # None: not started
         self._consumers: set[int] = set()  # not dismissed
         self._open: dict[int, _OpenLink] = {}  # by rank 0's number
@@ -179,6 +186,8 @@ class FollowerTransfer:
 
     def _start(self, message: StartTransfer) -> None:
         config = TransferConfig.model_validate_json(message.config)
+        if self._listen_host is not None:
+            config = config.model_copy(update={"listen_host": self._listen_host})
         if config.listen_port:  # each rank has a port of its own
             config = config.model_copy(update={"listen_port": config.listen_port + self._rank})
         self._paths = TransferPaths.of_rank(

@@ -20,7 +20,7 @@ from cli import completion, generate, main
 from cli.demo_model import write
 from cli.main import COMMANDS, RENAMED, CliGroup, commands
 from common import VERSION, settings
-from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from common.config import DecodeConfig, PrefillConfig, RankHostConfig, RouterConfig
 from tests.support.cluster import free_ports
 
 NAMES = [name for name, _ in commands()]
@@ -48,7 +48,10 @@ CALLERS = {
     "top": ("--once",),
     "generate": ("hello",),
 }
-LOCAL = ("up", "serve", "bench", "check", "config", "api-key", "cluster-secret", "demo-model")
+LOCAL = (
+    *("up", "serve", "rank-host", "bench", "check", "config"),
+    *("api-key", "cluster-secret", "demo-model"),
+)
 
 
 class _Replaced(BaseException):
@@ -156,7 +159,7 @@ def test_basic_help_leaves_advanced_options_out(baton):
 def test_every_common_flag_exists():
     known = {
         flag
-        for record in (RouterConfig, PrefillConfig, DecodeConfig)
+        for record in (RouterConfig, PrefillConfig, DecodeConfig, RankHostConfig)
         for flag in settings.parser_of(record, "").flags
     }
     assert known >= settings.COMMON_FLAGS

@@ -82,6 +82,35 @@ def test_every_rank_has_a_gpu_and_memory_to_exchange_tensors(programs_of, name):
         assert GIB < num_bytes(memory["sizeLimit"]) < num_bytes(limits["memory"]) / 2
 
 
+def test_a_node_on_two_hosts_is_a_group_that_restarts_as_a_whole(render, programs_of):
+    groups = of_kind(render("tp8-two-hosts"), "LeaderWorkerSet")
+    assert len(groups) == 2 and not of_kind(render("tp8-two-hosts"), "StatefulSet")
+    services = {each["metadata"]["name"] for each in of_kind(render("tp8-two-hosts"), "Service")}
+    leaders = {program.role: program for program in _nodes(programs_of("tp8-two-hosts"))}
+    for group in groups:
+        # The controller makes a Service of this name.
+        assert group["metadata"]["name"] not in services
+        template = group["spec"]["leaderWorkerTemplate"]
+        assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+        (worker,) = template["workerTemplate"]["spec"]["containers"]
+        program = leaders[worker["name"]]
+        parallel = program.config.engine.parallel
+        assert (parallel.hosts, parallel.ranks_per_host) == (template["size"], 4)
+        assert worker["resources"] == program.container["resources"]
+        assert worker["resources"]["limits"]["nvidia.com/gpu"] == parallel.ranks_per_host
+        join, secret = worker["args"][1:]
+        assert join == f"--leader=$(LWS_LEADER_ADDRESS):{parallel.listen_port}"
+        assert secret == f"--secret-file={program.config.server.secret_file}"
+        first = program.config.transfer.listen_port + parallel.ranks_per_host
+        ports = [port for _, port in named_ports([worker])]
+        assert ports == [*range(first, first + parallel.ranks_per_host)]
+        # No router takes a worker for a node.
+        labels = template["workerTemplate"]["metadata"]["labels"]
+        service = named(render("tp8-two-hosts"), "Service", program.role)["spec"]
+        assert not selects(service["selector"], labels)
+        assert selects(service["selector"], program.workload.labels)
+
+
 @pytest.mark.parametrize("name", ["base with rdma", "multi-node-rdma"])
 def test_every_node_has_an_rdma_port_and_uses_nothing_else(programs_of, name):
     for program in _nodes(programs_of(name)):
@@ -128,7 +157,7 @@ def test_a_pod_that_drains_waits_for_as_long_as_a_request_may_take(programs_of):
 
 
 TLS = [
-    *("base with tls", "base with tls and leader-worker-set", "base with tls and nvlink"),
+    *("base with tls", "base with tls and pairs", "base with tls and nvlink"),
     "multi-node-tls",
 ]
 

@@ -27,6 +27,8 @@ def _pods(label):
 
 MONITORING = _namespace(**{"kubernetes.io/metadata.name": "monitoring"})
 DNS = _namespace(**{"kubernetes.io/metadata.name": "kube-system"})
+# Ranks exchange tensors at ports that the system chooses.
+TENSORS = {"port": 32768, "endPort": 60999}
 # The guide's words, as policies say them.
 WHO = {
     "clients": [_pods("baton-client"), _namespace(**{"baton-client": "true"})],
@@ -34,6 +36,8 @@ WHO = {
     "prefill nodes": [_pods("baton-prefill")],
     "decode nodes": [_pods("baton-decode")],
     "Prometheus": [MONITORING],
+    "ranks of prefill nodes": [_pods("baton-prefill-ranks")],
+    "ranks of decode nodes": [_pods("baton-decode-ranks")],
     "only its own host": [],  # which policies let in without a rule
 }
 
@@ -58,6 +62,9 @@ def _rules(objects, workload, direction):
                 peers = rule["from" if direction == "ingress" else "to"]
                 ports = rule.get("ports")
                 assert peers and ports, f"{policy['metadata']['name']}: a rule without a port"
+                if ports == [TENSORS]:  # of pods that are one node, see below
+                    assert peers == [{"podSelector": policy["spec"]["podSelector"]}]
+                    continue
                 assert all(port.keys() <= {"port", "protocol"} for port in ports)  # no ranges
                 numbers = [port["port"] for port in ports]
                 assert all(type(number) is int for number in numbers)  # names are all ports to some
@@ -153,6 +160,23 @@ def test_a_pod_reaches_dns_and_the_collector_of_spans_and_nothing_else_outside(
             if peer.keys() != {"podSelector"}
         ]
         assert _sorted(reached) == _sorted([(DNS, [53, 53]), (MONITORING, [collector.port])])
+
+
+def test_only_the_ranks_of_one_node_reach_the_ports_of_their_tensors(render):
+    """One group in a set, because policies cannot tell groups apart."""
+    objects = render("tp8-two-hosts")
+    for role in ("prefill", "decode"):
+        label = {f"baton-{role}-ranks": "true"}
+        inside = [w.name for w in workloads(objects) if selects(label, w.labels)]
+        assert inside == [f"{role}-hosts leaders", f"{role}-hosts workers"]
+        assert [w.num_pods for w in workloads(objects) if w.name in inside] == [1, 1]
+        (policy,) = [
+            each["spec"]
+            for each in of_kind(objects, "NetworkPolicy")
+            if each["spec"]["podSelector"]["matchLabels"] == label
+        ]
+        for direction in ("ingress", "egress"):
+            assert [TENSORS] in [rule["ports"] for rule in policy[direction]]
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

@@ -40,7 +40,10 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
             case PrefillConfig(transfer=transfer) | DecodeConfig(transfer=transfer):
                 expected |= {program.role: front.port}
                 if transfer.backend != "nixl":  # with which pages are not served over tcp
-                    for rank in range(program.config.engine.parallel.tp):
+                    parallel = program.config.engine.parallel
+                    if parallel.hosts > 1:
+                        expected[f"{program.role}-ranks"] = parallel.listen_port
+                    for rank in range(parallel.ranks_per_host):
                         name = f"{program.role}-data" + ("", "-b", "-c", "-d")[rank]
                         expected[name] = transfer.listen_port + rank
         assert 0 not in expected.values()
@@ -212,7 +215,7 @@ def test_images_are_ours_in_this_version(objects, name):
     node = "node-cpu" if name == "dev-cpu" else "node"
     for workload in workloads(objects):
         for container in workload.all_containers:
-            image = node if role_of(container) in ("prefill", "decode") else "router"
+            image = node if role_of(container) in ("prefill", "decode", "rank-host") else "router"
             repository, _, tag = container["image"].rpartition(":")
             assert repository.removeprefix("registry.example/") == f"baton-{image}"
             assert tag == VERSION

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.ranks import torch_group
+from engine.ranks.meeting import LoopbackMeeting
 from engine.ranks.shm import memory_bytes
 from engine.ranks.torch_group import TorchGroup
 from tests.support import fork_server
@@ -147,8 +148,8 @@ def test_calls_of_nccl_are_made_in_order_and_over_their_input(
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # restored in the end
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     monkeypatch.setattr(torch_group.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
-    group = TorchGroup("nccl", 1, 2, tmp_path / "store", 7.0)
-    assert FakeNccl.made == [(1, 2, timedelta(seconds=7), "lo")]
+    group = TorchGroup("nccl", 1, 2, LoopbackMeeting(tmp_path), "store", 7.0)
+    assert FakeNccl.made == [(1, 2, timedelta(seconds=7), "=lo")]
     x = torch.arange(6.0).view(3, 2)
     assert group.all_gather(x).tolist() == torch.cat((x, -x), dim=1).tolist()
     assert group.broadcast(x) is x

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from common.errors import EngineFault
 from engine.ranks.group import Group
+from engine.ranks.meeting import LoopbackMeeting
 from engine.ranks.shm import BUFFER_BYTES, SharedMemoryGroup
 from engine.ranks.torch_group import TorchGroup
 
@@ -32,7 +33,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 def group_of(place: dict[str, Any], files: list[int]) -> Group:
     rank, size, timeout_s = place["rank"], place["size"], place["timeout_s"]
     if place["kind"] in ("gloo", "nccl"):
-        return TorchGroup(place["kind"], rank, size, Path(place["store"]), timeout_s)
+        store = Path(place["store"])
+        return TorchGroup(
+            place["kind"], rank, size, LoopbackMeeting(store.parent), store.name, timeout_s
+        )
     memory, *pidfds = files
     others = dict(zip((each for each in range(size) if each != rank), pidfds, strict=True))
     return SharedMemoryGroup(rank, range(size), memory, others, timeout_s)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from engine.ranks.group import Group
+from engine.ranks.meeting import LoopbackMeeting
 from engine.ranks.shm import SharedMemoryGroup, memory_bytes
 from engine.ranks.torch_group import TorchGroup
 from tools.bench.support import record
@@ -66,7 +67,8 @@ def run_rank(kind: str, rank: int, size: int, store: str, calls: int, descriptor
         _, files, _, _ = socket.recv_fds(parent, 64, 16)
     group: Group
     if kind == "gloo":
-        group = TorchGroup("gloo", rank, size, Path(store), TIMEOUT_S)
+        meeting = LoopbackMeeting(Path(store).parent)
+        group = TorchGroup("gloo", rank, size, meeting, Path(store).name, TIMEOUT_S)
     else:
         memory, *pidfds = files
         others = dict(zip((each for each in range(size) if each != rank), pidfds, strict=True))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.ranks.meeting import LoopbackMeeting
 from engine.ranks.torch_group import TorchGroup
 from tools.bench.support import record
 
@@ -57,7 +58,8 @@ def run_rank(rank: int, size: int, store: Path, dry: bool) -> None:
     device = torch.device("cpu") if dry else torch.device("cuda", rank)
     if not dry:
         torch.cuda.set_device(device)
-    group = TorchGroup("gloo" if dry else "nccl", rank, size, store, TIMEOUT_S)
+    meeting = LoopbackMeeting(store.parent)
+    group = TorchGroup("gloo" if dry else "nccl", rank, size, meeting, store.name, TIMEOUT_S)
     rows = []
     with torch.inference_mode():
         for count in DRY_ROWS if dry else ROWS:

@@ -1,0 +1,68 @@
+"""A socket of packets between a rank and this process, on the event loop."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from engine.ranks.messages import MAX_PACKET_BYTES
+
+
+class PacketSocket:
+    """One end of a socket pair. One task may receive, and others may send.
+
+    Args:
+        packets: owned by this object.
+    """
+
+    def __init__(self, packets: socket.socket) -> None:
+        packets.setblocking(False)
+        self._socket = packets
+        self._loop = asyncio.get_running_loop()
+        self._sending = asyncio.Lock()
+
+    async def receive(self) -> tuple[bytes, Sequence[int]]:
+        """Return a packet and its files, which the caller owns. b"": the other end is closed."""
+        while True:
+            try:
+                packet, files, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
+                return packet, files
+            except BlockingIOError:
+                await self._until(self._loop.add_reader, self._loop.remove_reader)
+            except ConnectionResetError:  # it was killed with a packet unread
+                return b"", ()
+
+    async def send(self, packet: bytes, files: Sequence[int] = ()) -> None:
+        """Send a packet, when there is room for it. Nothing happens if the other end is closed,
+        which `receive` notices."""
+        async with self._sending:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                while True:
+                    try:
+                        socket.send_fds(self._socket, [packet], files)
+                        return
+                    except BlockingIOError:
+                        await self._until(self._loop.add_writer, self._loop.remove_writer)
+
+    def end(self) -> None:
+        """Have the other end see the end of file. What it has sent may be received."""
+        with contextlib.suppress(OSError):  # it has closed its end
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _until(self, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
+        ready = self._loop.create_future()
+        add(self._socket, lambda: None if ready.done() else ready.set_result(None))
+        try:
+            await ready
+        finally:
+            remove(self._socket)
