@@ -73,8 +73,7 @@ async def closing(*hosts: RankHost) -> AsyncIterator[None]:
 
 
 async def test_answers_of_two_hosts_are_those_of_one_rank(tmp_path: Path) -> None:
-    """Seen failing with the tensors of steps written one byte later on the rank host, and with
-    pages served at the address of the first host."""
+    """Seen failing with the tensors of steps written one byte later on the rank host."""
     model = make_checkpoint(tmp_path / "model", "qwen3")
     ports = [*free_ports(2)]
     secret = f"--secret-file={tmp_path / 'secret'}"
