@@ -34,6 +34,7 @@ from engine.scheduler.next_rows import (
     RowSelector,
     SelectedRows,
 )
+from engine.scheduler.prefill_delayer import PrefillGate
 from engine.scheduler.residents import HeldRows, PausedRequest, SlotOwners, check_books
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
 from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
@@ -95,7 +96,7 @@ class Scheduler:
         self._held = HeldRows(core.table, self._residents, self._running, self._retracted)
         self._results = StepResults(core, self._admission, self._retracted, self._residents)
         self.kept = ReservedCapacity()
-        self._next_rows = RowSelector(
+        self._next_rows: RowSelector | PrefillGate = RowSelector(
             self.kept,
             mixed_chunk=config.mixed_chunk,
             admission=self._admission,
@@ -347,6 +348,25 @@ class Scheduler:
                 "the prefix cache can only be flushed while no request is here"
             )
         return self._cache.flush()
+
+    # Prompts of a group of nodes ------------------------------------------------------------------
+
+    @property
+    def wants_prefill(self) -> bool:
+        """Return whether a prompt waits for its next forward."""
+        return self._admission.chunked is not None or bool(self._admission.waiting)
+
+    @property
+    def has_prefill_room(self) -> bool:
+        """Return whether there is a slot for another prompt, or a prompt has one already."""
+        admission = self._admission
+        return admission.chunked is not None or admission.has_slot(self.kept.slots)
+
+    def gate_prefills(self) -> PrefillGate:
+        """Return a gate that all prompts pass from now on."""
+        assert isinstance(self._next_rows, RowSelector)
+        gate = self._next_rows = PrefillGate(self._next_rows)
+        return gate
 
     # The next forward -----------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from node.messages import (
     EngineReady,
     EngineStats,
     FrontMessage,
+    GroupDrains,
     HandoffSpan,
     NodeCall,
     NodeCallResult,
@@ -60,6 +61,7 @@ Notice: TypeAlias = (
     | PoolingDone
     | EngineStats
     | CacheEventBatch
+    | GroupDrains
     | Drained
     | EngineFailed
 )

@@ -43,6 +43,7 @@ from node.messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    GroupDrains,
     HandoffSpan,
     NodeCall,
     PoolingDone,
@@ -341,6 +342,8 @@ class RoleTenure:
             case EngineReady():
                 self._supervision.started(notice, time.monotonic())
                 log.info("ready %s", kv(model=notice.model, pages=notice.num_pages))
+            case GroupDrains():
+                self._ending.want("a node of the group drains")
             case Drained():
                 self.switch.drained()
                 self._ending.drained()
