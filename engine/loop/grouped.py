@@ -86,17 +86,19 @@ class GroupedRole:
 
     def _turn(self, batch: ScheduleBatch | None) -> Turn:
         scheduler, stage = self._scheduler, self._stage()
-        wants, has_room = scheduler.wants_prefill, scheduler.has_prefill_room
+        turn = Turn(
+            wants_prefill=scheduler.num_waiting > 0,
+            has_room=scheduler.has_prefill_room,
+            chunks=scheduler.is_chunking,
+            stage=stage,
+        )
         if batch is None:
-            return Turn(wants_prefill=wants, has_room=has_room, stage=stage)
-        return Turn(
-            batch.num_tokens,
+            return turn
+        return turn._replace(
+            num_tokens=batch.num_tokens,
             launches=True,
             decodes=batch.mode in _DECODES,
-            wants_prefill=wants,
-            has_room=has_room,
             allowed_ms=int(self._clock.allowed_s(batch) * 1000),
-            stage=stage,
         )
 
 
@@ -104,6 +106,7 @@ class DelayedPrompts:
     """The prefill delayer of one node. All nodes of the group decide the same.
 
     Attributes:
+        waited: number of steps that prompts have waited for each other so far.
         may_go_on: prompts that were delayed in the newest step may be computed now.
     """
 
@@ -111,22 +114,23 @@ class DelayedPrompts:
         self._scheduler = scheduler
         self._gate: PrefillGate = scheduler.gate_prefills()
         self._lockstep = lockstep
-        self._waited = 0
+        self.waited = 0
         self.may_go_on = False
 
     def follow(self, turns: Sequence[Turn]) -> None:
         """Decide for the next step, by the announcements of this one."""
         was_open = self._gate.is_open
-        if not was_open and self._scheduler.wants_prefill:
+        if not was_open and self._scheduler.num_waiting:
             self._lockstep.delayed_prefills += 1
         with_room = [turn for turn in turns if turn.has_room]
         counts = PrefillCounts(
             len(with_room),
             sum(turn.wants_prefill for turn in with_room),
             sum(turn.decodes for turn in turns),
+            sum(turn.chunks for turn in turns),
         )
-        self._gate.is_open = decide(counts, self._waited)
-        self._waited = 0 if self._gate.is_open else self._waited + 1
+        self._gate.is_open = decide(counts, self.waited)
+        self.waited = self.waited + 1 if counts.ready and not self._gate.is_open else 0
         self.may_go_on = self._gate.is_open and not was_open
 
 

@@ -41,6 +41,7 @@ class Turn(NamedTuple):
         decodes: it has decode rows.
         wants_prefill: prompts wait for their forward.
         has_room: a prompt could be admitted.
+        chunks: a prompt is between two of its chunks.
         allowed_ms: longest time that its part may take in a healthy node.
     """
 
@@ -49,6 +50,7 @@ class Turn(NamedTuple):
     decodes: bool = False
     wants_prefill: bool = False
     has_room: bool = False
+    chunks: bool = False
     allowed_ms: int = 0
     stage: Stage = Stage.SERVING
 
@@ -139,6 +141,5 @@ class Lockstep:
 
 
 def _turn_of(numbers: Sequence[int]) -> Turn:
-    num_tokens, launches, decodes, wants_prefill, has_room, allowed_ms, stage = numbers
-    flags = bool(launches), bool(decodes), bool(wants_prefill), bool(has_room)
-    return Turn(num_tokens, *flags, allowed_ms, Stage(stage))
+    num_tokens, *flags, allowed_ms, stage = numbers
+    return Turn._make((num_tokens, *map(bool, flags), allowed_ms, Stage(stage)))

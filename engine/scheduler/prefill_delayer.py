@@ -1,8 +1,9 @@
 """The prefill delayer: nodes of a group compute their prompts in the same steps.
 
 All nodes of a group wait for the one whose step takes longest, and a step with a prompt takes much
-longer than one of decode rows. A node with a prompt therefore waits, for a limited number of steps,
-until most nodes that could compute one have one.
+longer than one of decode rows. While decode rows run, a node therefore announces its prompts one
+step ahead. They wait, for a limited number of steps, until most nodes that could compute prompts
+have some.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,13 @@ class PrefillCounts(NamedTuple):
         with_room: a prompt could be admitted there.
         ready: of those, prompts wait there.
         decoding: decode rows run there, which a prompt would delay.
+        chunking: a prompt is between two of its chunks there, and is not delayed.
     """
 
     with_room: int
     ready: int
     decoding: int
+    chunking: int
 
 
 def decide(counts: PrefillCounts, waited: int) -> bool:
@@ -33,8 +36,8 @@ def decide(counts: PrefillCounts, waited: int) -> bool:
     Args:
         waited: number of steps that prompts have waited for each other so far.
     """
-    alone = 0 < 2 * counts.ready <= counts.with_room
-    return not (alone and counts.decoding) or waited >= MAX_PASSES
+    costs_nothing = not counts.decoding or counts.chunking > 0
+    return costs_nothing or 2 * counts.ready > counts.with_room or waited >= MAX_PASSES
 
 
 class PrefillGate:

@@ -352,15 +352,14 @@ class Scheduler:
     # Prompts of a group of nodes ------------------------------------------------------------------
 
     @property
-    def wants_prefill(self) -> bool:
-        """Return whether a prompt waits for its next forward."""
-        return self._admission.chunked is not None or bool(self._admission.waiting)
+    def is_chunking(self) -> bool:
+        """Return whether a prompt is between two of its chunks."""
+        return self._admission.chunked is not None
 
     @property
     def has_prefill_room(self) -> bool:
-        """Return whether there is a slot for another prompt, or a prompt has one already."""
-        admission = self._admission
-        return admission.chunked is not None or admission.has_slot(self.kept.slots)
+        """Return whether there is a slot for another prompt."""
+        return self._admission.has_slot(self.kept.slots)
 
     def gate_prefills(self) -> PrefillGate:
         """Return a gate that all prompts pass from now on."""

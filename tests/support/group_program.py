@@ -1,0 +1,52 @@
+"""One node of a test group, as a process of its own.
+
+`python -m tests.support.group_program DIRECTORY RANK SIZE TIMEOUT_S` joins, prints "joined", and
+begins a step for each line of its standard input: "work" or "drain". It prints the error that ends
+it, or "drained".
+"""
+
+import os
+import select
+import sys
+from pathlib import Path
+
+from common.config import ParallelConfig
+from common.errors import ServingError
+from engine.ranks.lockstep import Lockstep, Stage, Turn
+from engine.ranks.node_group import join_group
+
+
+def serve(lockstep: Lockstep, wake: int) -> None:
+    """Begin steps as the input says, until the group is drained."""
+    poll = select.poll()
+    for descriptor in (0, wake, lockstep.ended):
+        poll.register(descriptor, select.POLLIN)
+    turn = Turn()
+    while not lockstep.is_drained:
+        if lockstep.meet(turn):
+            print(f"step {[each.num_tokens for each in lockstep.turns]}", flush=True)
+        turn = Turn(stage=turn.stage)
+        ready = dict(poll.poll(0 if lockstep.is_drained else None))
+        if wake in ready:
+            os.eventfd_read(wake)
+        if 0 in ready:
+            line = os.read(0, 64)
+            turn = Turn(1, launches=True) if line == b"work\n" else Turn(stage=Stage.DRAINED)
+
+
+def main(directory: str, rank: str, size: str, timeout_s: str) -> None:
+    wake = os.eventfd(0, os.EFD_NONBLOCK)
+    config = ParallelConfig(
+        dp=int(size), dp_rank=int(rank), dp_group=Path(directory), collective_s=float(timeout_s)
+    )
+    try:
+        group = join_group(config, "equal", wake)
+        print("joined", flush=True)
+        serve(group.lockstep, wake)
+        print("drained", flush=True)
+    except ServingError as error:
+        print(error, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
