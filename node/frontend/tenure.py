@@ -382,6 +382,7 @@ class RoleTenure:
 
     def _register(self) -> rpc.Health:
         guard, program = self._post.guard, self._post.program
+        parallel = self._config.engine.parallel
         node = NodeService(
             identity=NodeIdentity(
                 program.role,
@@ -389,6 +390,8 @@ class RoleTenure:
                 self._config.engine.model,
                 self._post.start.instance,
                 self._engine_pid,
+                "" if parallel.dp_group is None else parallel.dp_group.name,
+                parallel.dp_rank,
             ),
             engine=self._engine,
             supervision=self._supervision,
