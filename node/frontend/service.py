@@ -227,8 +227,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Describe(
         self, request: node_pb2.DescribeRequest, context: Any
     ) -> node_pb2.DescribeResponse:
-        """Describe the node. While the model loads, only role, instance, pids, state, model and group
-        are set. A stalled engine is not asked: pages, queues, steps and counters are unset.
+        """Describe the node. While the model loads, only role, instance, pids, state, model and
+        group are set. A stalled engine is not asked: pages, queues, steps and counters are unset.
         """
         ready, identity = self._supervision.ready, self._identity
         reply = node_pb2.DescribeResponse(

@@ -4,12 +4,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from common.config import EngineConfig, SpeculativeConfig
-from common.errors import ConfigError, EngineFault
+from common.config import EngineConfig, ParallelConfig, SpeculativeConfig
+from common.errors import ConfigError, EngineFault, FailedPrecondition
+from common.requests.namespace import UNNAMED
 from common.requests.sampling import SamplingParams
 from engine.batch.request import Request
 from engine.load import check_group
@@ -17,6 +20,8 @@ from engine.models import open_checkpoint
 from engine.ranks import Share
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.scheduler.prefill_delayer import MAX_PASSES
+from node.control.operations import EngineOperations
+from node.messages import PrepareWeights, PutWeights, ReleaseMemory, TakeWeights
 from tests.engine.test_parallel_engine import Serving, config_of
 from tests.engine.test_second_rank import EVERY_SAMPLING, prompt, sampled
 from tests.support.checkpoints import make_checkpoint
@@ -198,3 +203,30 @@ def test_numbers_of_another_step_are_a_fault() -> None:
         return "gathered"
 
     assert run_ranks(2, gather) == ["gathered"] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"dp": 2}, "dp_group and a dp of 2 or more must be set together"),
+        ({"dp_group": "g"}, "must be set together"),
+        ({"dp": 2, "dp_group": "g", "dp_rank": 2}, "dp_rank 2 must be less than dp"),
+        ({"dp": 2, "dp_group": "g", "tp": 2}, "not supported together with tp or pp"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        ParallelConfig(**fields)
+
+
+def test_weights_and_memory_of_a_node_in_a_group_stay_in_place() -> None:
+    part, role = MagicMock(), MagicMock()
+    operations = EngineOperations(part, part, part, part, why_fixed="in a group")
+    for command in (
+        PrepareWeights("w"),
+        PutWeights(UNNAMED),
+        TakeWeights(UNNAMED, "a:1"),
+        ReleaseMemory(("weights",)),
+    ):
+        with pytest.raises(FailedPrecondition, match="in a group"):
+            list(operations.begin(1, command, role))

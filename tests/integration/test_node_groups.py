@@ -105,7 +105,9 @@ async def test_a_drain_of_one_node_drains_its_group(tmp_path: Path) -> None:
 async def test_groups_of_both_roles_hand_off(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "deepseek_v3")
     of_nodes = {
-        f"{role}-{n}": group(tmp_path / role, 2, n) for role in ("prefill", "decode") for n in (0, 1)
+        f"{role}-{n}": group(tmp_path / role, 2, n)
+        for role in ("prefill", "decode")
+        for n in (0, 1)
     }
     async with Cluster(
         model,

@@ -2,7 +2,7 @@
 
 `python -m tests.support.group_program DIRECTORY RANK SIZE TIMEOUT_S` joins, prints "joined", and
 begins a step for each line of its standard input: "work" or "drain". It prints the error that ends
-it, or "drained".
+it, or "drained", and after another line whether it still sees others end.
 """
 
 import os
@@ -23,15 +23,20 @@ def serve(lockstep: Lockstep, wake: int) -> None:
         poll.register(descriptor, select.POLLIN)
     turn = Turn()
     while not lockstep.is_drained:
-        if lockstep.meet(turn):
+        steps = lockstep.meet(turn)
+        if steps:
             print(f"step {[each.num_tokens for each in lockstep.turns]}", flush=True)
         turn = Turn(stage=turn.stage)
-        ready = dict(poll.poll(0 if lockstep.is_drained else None))
+        ready = dict(poll.poll(0 if steps or lockstep.is_drained else None))
         if wake in ready:
             os.eventfd_read(wake)
         if 0 in ready:
             line = os.read(0, 64)
             turn = Turn(1, launches=True) if line == b"work\n" else Turn(stage=Stage.DRAINED)
+    print("drained", flush=True)
+    os.read(0, 64)
+    ended, _, _ = select.select([lockstep.ended], [], [], 0)
+    print(f"others have ended: {bool(ended)}", flush=True)
 
 
 def main(directory: str, rank: str, size: str, timeout_s: str) -> None:
@@ -43,7 +48,6 @@ def main(directory: str, rank: str, size: str, timeout_s: str) -> None:
         group = join_group(config, "equal", wake)
         print("joined", flush=True)
         serve(group.lockstep, wake)
-        print("drained", flush=True)
     except ServingError as error:
         print(error, flush=True)
 
