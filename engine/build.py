@@ -229,7 +229,7 @@ class Engine:
         if self.loaded.followers is not None:
             self.loaded.followers.close()
         if self.group is not None:
-            self.group.lockstep.close()
+            self.group.close()
 
 
 def build(

@@ -85,12 +85,13 @@ class GroupedRole:
             self._role.idle()
 
     def _turn(self, batch: ScheduleBatch | None) -> Turn:
-        scheduler, stage = self._scheduler, self._stage()
+        scheduler = self._scheduler
+        runs = not scheduler.paused
         turn = Turn(
-            wants_prefill=scheduler.num_waiting > 0,
-            has_room=scheduler.has_prefill_room,
-            chunks=scheduler.is_chunking,
-            stage=stage,
+            wants_prefill=runs and scheduler.num_waiting > 0,
+            has_room=runs and scheduler.has_prefill_room,
+            chunks=runs and scheduler.is_chunking,
+            stage=self._stage(),
         )
         if batch is None:
             return turn

@@ -77,6 +77,11 @@ class ExpertExchange:
         total = self._group.all_reduce(y.contiguous())
         return total[first : first + self._num_tokens[self._rank]]
 
+    def close(self) -> None:
+        """Release the resources of this node."""
+        if self._group is not None:
+            self._group.close()
+
     def _every(self, rows: Tensor) -> Tensor:
         """Return the rows of all nodes. Each sends as many as the node with the most tokens."""
         assert self._group is not None

@@ -8,6 +8,7 @@ therefore waits for the others, which are started again too.
 """
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -23,6 +24,7 @@ import torch
 
 from common.config import ParallelConfig
 from common.errors import ConfigError, EngineFault
+from common.logs import kv
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.lockstep import Lockstep
 from engine.ranks.shm import SharedMemoryGroup, memory_bytes
@@ -35,6 +37,7 @@ _NUM_MEMORIES = 3
 _MAX_MESSAGE_BYTES = 64 << 10
 _MAX_FILES = 253
 
+log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.encode
 
 
@@ -68,7 +71,6 @@ class NodeGroup:
         loading: used once, when this node has loaded its weights.
     """
 
-    name: str
     exchange: ExpertExchange
     lockstep: Lockstep
     loading: SharedMemoryGroup
@@ -76,6 +78,12 @@ class NodeGroup:
     def meet(self) -> None:
         """Wait until all nodes have loaded their weights. Raises RankLost if one of them ends."""
         self.loading.all_reduce(torch.zeros(1))
+        self.loading.close()
+
+    def close(self) -> None:
+        """Leave the group. No step is under way."""
+        self.lockstep.close()
+        self.exchange.close()
 
 
 def join_group(config: ParallelConfig, settings: str, wake: int) -> NodeGroup:
@@ -114,7 +122,8 @@ def join_group(config: ParallelConfig, settings: str, wake: int) -> NodeGroup:
     for memory in memories:
         os.close(memory)
     exchange = ExpertExchange(rank, size, tokens)
-    return NodeGroup(config.dp_group.name, exchange, Lockstep(turns, pidfds, wakes), loading)
+    log.info("group complete %s", kv(group=config.dp_group.name, rank=rank, nodes=size))
+    return NodeGroup(exchange, Lockstep(turns, pidfds, wakes), loading)
 
 
 @contextlib.contextmanager

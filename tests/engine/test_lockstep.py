@@ -93,7 +93,7 @@ def test_no_wake_up_of_a_sleeping_group_is_lost(size: int, tmp_path: Path) -> No
         node.join(PATIENCE_S)
     assert all(node.steps == nodes[0].steps for node in nodes)
     for group in groups:
-        group.lockstep.close()
+        group.close()
 
 
 class Process:
@@ -182,8 +182,8 @@ def test_a_node_with_other_settings_or_a_used_rank_may_not_join(tmp_path: Path) 
         with pytest.raises(ConfigError, match=r"cannot join the group: its settings differ"):
             join_group(parallel(directory, 1), "other", wake)
         assert not leading.done()
-        join_group(parallel(directory, 1), "equal", wake).lockstep.close()
-        leading.result(PATIENCE_S).lockstep.close()
+        join_group(parallel(directory, 1), "equal", wake).close()
+        leading.result(PATIENCE_S).close()
     os.close(wake)
 
 
