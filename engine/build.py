@@ -39,6 +39,7 @@ from engine.rank_files import FilesOfRanks, version_of_rank
 from engine.rank_jobs import AdaptersOfRanks, CopierOfRanks, PoolsOfRanks, WeightsOfRanks
 from engine.ranks import Share
 from engine.ranks.messages import ReplaceHostPages, StartSteps, TransferJob
+from engine.ranks.node_group import NodeGroup
 from engine.ranks.processes import Followers
 from engine.runner.copier import Copier
 from engine.runner.forwards import Forwards
@@ -81,6 +82,7 @@ class Engine:
     loader: AdapterLoader
     guides: GrammarCache
     weights: WeightUpdater
+    group: NodeGroup | None = None  # with which this node shares experts
 
     @property
     def shape(self) -> EngineShape:
@@ -226,18 +228,27 @@ class Engine:
         self.weights.close()
         if self.loaded.followers is not None:
             self.loaded.followers.close()
+        if self.group is not None:
+            self.group.close()
 
 
-def build(config: EngineConfig, follower_program: str = "", relay: Sequence[str] = ()) -> Engine:
+def build(
+    config: EngineConfig,
+    follower_program: str = "",
+    relay: Sequence[str] = (),
+    group: NodeGroup | None = None,
+) -> Engine:
     """Load the model, and size everything else by the remaining memory.
 
     Args:
         follower_program: module that the other ranks run, if there are any.
         relay: the process with the ranks of other hosts, see Followers.
+        group: nodes with which this one shares experts.
     Raises:
         ConfigError: the model is not supported, or does not fit.
     """
-    loaded = load(config, follower_program, relay)
+    exchange = None if group is None else group.exchange
+    loaded = load(config, follower_program, relay, exchange)
     try:
         backend = TorchBackend.open(plan(config, loaded))
         backend = _with_ranks(backend, loaded)
@@ -247,7 +258,7 @@ def build(config: EngineConfig, follower_program: str = "", relay: Sequence[str]
         engine = assemble(config, loaded, core, backend)
         if ranks is not None:
             ranks.open()
-        return engine
+        return engine if group is None else replace(engine, group=group)
     except BaseException:
         if loaded.followers is not None:
             loaded.followers.close()

@@ -32,6 +32,7 @@ from engine.models.linear import rounding_of
 from engine.models.precision import Precision, choose_precision
 from engine.processor import matrix_features, threads_at_hand
 from engine.ranks import WHOLE, Share
+from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.processes import Followers
 from engine.runner.cpu import use_cpu
 from engine.runner.gpu import use_gpu
@@ -74,10 +75,7 @@ class LoadedModel:
     weights_id: "Future[WeightsId]"
     bank: AdapterBank
     followers: Followers | None = None
-
-    @property
-    def share(self) -> Share:
-        return WHOLE if self.followers is None else self.followers.share
+    share: Share = WHOLE
 
     def limits(self, shape: EngineShape) -> RequestLimits:
         """Return the limits of an engine of these sizes."""
@@ -99,25 +97,31 @@ class LoadedModel:
 
 
 def load(
-    config: EngineConfig, follower_program: str = "", relay: Sequence[str] = ()
+    config: EngineConfig,
+    follower_program: str = "",
+    relay: Sequence[str] = (),
+    exchange: ExpertExchange | None = None,
 ) -> LoadedModel:
     """Load the model, and set up this process for its device. Starts the followers of a node with
     several ranks, and waits until they have loaded their parts.
 
     Args:
         follower_program, relay: see Followers.
+        exchange: with the nodes that share the experts of the model.
     Raises:
         ConfigError: the model is not supported, or its weights do not fit.
     """
     opened = open_model(config)
     weights_id = named_weights(opened)
+    if exchange is not None:
+        check_group(config, opened.device)
     if config.parallel.num_ranks == 1:
-        return _loaded(config, opened, weights_id, None)
+        return _loaded(config, opened, weights_id, None, Share(exchange=exchange))
     parallel = with_collectives(config, opened.device)
     with_parallel = config.model_copy(update={"parallel": parallel})
     followers = Followers(with_parallel, follower_program, relay)
     try:
-        loaded = _loaded(config, opened, weights_id, followers)
+        loaded = _loaded(config, opened, weights_id, followers, followers.share)
         others = [each.fingerprint for each in followers.loaded()]
         if parallel.hosts > 1:
             _check_files(fingerprint_of(config, opened, weights_id.result()), others, parallel)
@@ -170,8 +174,8 @@ def _loaded(
     opened: OpenedModel,
     weights_id: Future[WeightsId],
     followers: Followers | None,
+    share: Share,
 ) -> LoadedModel:
-    share = WHOLE if followers is None else followers.share
     model, bank = load_part(config, opened, share)
     fields = model_fields(config, opened)
     log.info(
@@ -196,6 +200,7 @@ def _loaded(
         weights_id,
         bank,
         followers,
+        share,
     )
 
 
@@ -258,6 +263,19 @@ def with_collectives(config: EngineConfig, device: torch.device) -> ParallelConf
     if on_gpus and not distributed.is_nccl_available():
         raise ConfigError("engine.parallel.collectives: this torch is built without NCCL")
     return config.parallel.model_copy(update={"collectives": kind})
+
+
+def check_group(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError if a node of a group does not support the device or a feature."""
+    drafter, collectives = config.speculative, config.parallel.collectives
+    for setting, used in {
+        f"device: {device}": device.type != "cpu",
+        f"parallel.collectives: {collectives}": collectives not in ("auto", "shm"),
+        f"speculative.method: {drafter.method}": drafter.has_layer,
+        "weights_dir": config.weights_dir is not None,
+    }.items():
+        if used:
+            raise ConfigError(f"engine.{setting} is not supported with engine.parallel.dp")
 
 
 def _check_stages(config: EngineConfig) -> None:

@@ -8,6 +8,7 @@ from engine.batch.table import SlotTable
 from engine.models.vision.seeing import VisionTower
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.page_files import FileFault
+from engine.ranks.node_group import NodeGroup
 from engine.ranks.processes import Followers
 
 
@@ -39,6 +40,25 @@ class PageMeter:
     def gauges(self) -> Mapping[str, float]:
         pages = self._table.pages_by_kind().items()
         return {f"request_pages/{kind}": float(number) for kind, number in pages}
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
+
+
+class GroupMeter:
+    """Metrics of a node in its group, see Meter. None without a group."""
+
+    def __init__(self, group: NodeGroup | None) -> None:
+        self._lockstep = None if group is None else group.lockstep
+
+    def gauges(self) -> Mapping[str, float]:
+        if (lockstep := self._lockstep) is None:
+            return {}
+        return {
+            "total_idle_batches": float(lockstep.idle_batches),
+            "total_delayed_prefills": float(lockstep.delayed_prefills),
+            "total_waited/group": lockstep.waited_s,
+        }
 
     def distributions(self) -> Mapping[str, HistogramCounts]:
         return {}

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
 from common.process.ipc import PeerGone
 from engine.build import Engine, build
+from engine.ranks.node_group import NodeGroup, join_group
 from node.control.engine_control import RoleEnded
 from node.engine_process import Begin, EngineStart, run_engine
 from node.messages import StartRole
@@ -50,7 +51,8 @@ def body(begin: Begin, first: StartRole) -> None:
     config: EngineConfig = start.config.engine
     roles = load_roles()
     relay = ("node.hosts.relay", start.config.server.model_dump_json())
-    engine = build(roles[start.role].wants(config), "node.follower", relay)
+    group = _joined(start) if config.parallel.dp > 1 else None
+    engine = build(roles[start.role].wants(config), "node.follower", relay, group)
     prepared: dict[str, Engine] = {}
 
     def prepare(name: str) -> None:
@@ -62,6 +64,8 @@ def body(begin: Begin, first: StartRole) -> None:
         engine.guides.tell = engine.loader.tell = engine.weights.tell = start.channel.wake
         engine.copier.tell = start.channel.wake
         roles[start.role].check(engine)
+        if group is not None:
+            group.meet()
         while True:
             try:
                 roles[start.role].serve(engine, start, prepare)
@@ -73,6 +77,17 @@ def body(begin: Begin, first: StartRole) -> None:
     except PeerGone:
         engine.close()
         raise
+
+
+def _joined(start: EngineStart[Any]) -> NodeGroup:
+    """Join the group of this node. The end of another node ends the waits of the engine thread."""
+    engine: EngineConfig = start.config.engine
+    own = engine.parallel.model_copy(update={"dp_rank": 0, "dp_group": None})
+    common = engine.model_copy(update={"parallel": own})
+    settings = f"{start.role} {common.model_dump_json()}"
+    group = join_group(engine.parallel, settings, start.channel.wakeup)
+    start.channel.watch(group.lockstep.ended)
+    return group
 
 
 if __name__ == "__main__":

@@ -84,6 +84,15 @@ class EngineChannel:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wakeup, 1)
 
+    @property
+    def wakeup(self) -> int:
+        """The eventfd that `wake` writes to, for other processes."""
+        return self._wakeup
+
+    def watch(self, descriptor: int) -> None:
+        """Have `wait` end at once from now on, while this descriptor is readable."""
+        self._poll.register(descriptor, select.POLLIN)
+
     def flush(self, timeout_s: float) -> None:
         """Send the messages that still wait, for at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s

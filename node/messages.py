@@ -368,6 +368,10 @@ class CacheEventBatch(msgspec.Struct, frozen=True, tag=True):
     removed: bytes
 
 
+class GroupDrains(msgspec.Struct, frozen=True, tag=True):
+    """Another node of the group drains, so this node has to."""
+
+
 class Drained(msgspec.Struct, frozen=True, tag=True):
     """The end of all work. The frontend may end the node."""
 
@@ -388,6 +392,7 @@ EngineMessage: TypeAlias = (
     | NodeCallResult
     | EngineStats
     | CacheEventBatch
+    | GroupDrains
     | Drained
     | EngineFailed
 )

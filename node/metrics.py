@@ -139,8 +139,17 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_waited": counter(
         "baton_engine_wait_seconds",
-        "Total time in seconds that the engine thread waited for the device, or for work.",
-        on=("device", "work"),
+        "Total time in seconds that the engine thread waited for the device, for work, or for the "
+        "other nodes of its group to begin a step.",
+        on=("device", "work", "group"),
+    ),
+    "total_idle_batches": counter(
+        "baton_idle_batches",
+        "Total steps of a node in a data-parallel group in which it computed only for other nodes.",
+    ),
+    "total_delayed_prefills": counter(
+        "baton_delayed_prefills",
+        "Total steps in which prompts waited for those of other nodes of the group.",
     ),
     "total_step_gap_seconds": counter(
         "baton_step_gap_seconds",

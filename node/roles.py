@@ -44,6 +44,8 @@ def other(begun: RoleProgram, role: str) -> RoleProgram:
         return begun
     if begun.mode == "colocated":
         raise FailedPrecondition("this node is colocated: such nodes read from no prefill node")
+    if begun.config.engine.parallel.dp > 1:
+        raise FailedPrecondition("this node is in a group, whose nodes keep their role")
     return program_of(role, config_of(begun.config, role))
 
 

@@ -12,14 +12,26 @@ import triton
 
 from common.config import EngineConfig, NodeConfig
 from common.process.ipc import FrameSocket, PeerGone
+from engine.batch.batch import BatchRunner
 from engine.build import Engine
 from engine.kv_cache.cache_events import CacheEvents
 from engine.loop.clock import Lateness, StepClock
+from engine.loop.grouped import GroupedRole, GroupedRunner
 from engine.loop.loop import EngineRole, EventLoop
 from engine.loop.watchdog import StalledEngine, Watchdog, end_process, report_stall
 from engine.memory_release import MemoryOccupation
-from engine.meters import AdapterMeter, PageMeter, RankMeter, TierMeter, VisionMetrics
+from engine.meters import (
+    AdapterMeter,
+    GroupMeter,
+    PageMeter,
+    RankMeter,
+    TierMeter,
+    VisionMetrics,
+)
+from engine.models.decoder import Decoder
 from engine.profiler import Profiler
+from engine.ranks.lockstep import Stage
+from engine.runner.forwards import Forwards
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool, TransferBackend
@@ -34,16 +46,19 @@ from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
 from node.control.engine_control import EngineControl, FrontendChannel, RoleEnded
 from node.control.operations import EngineOperations
 from node.engine_process import EngineStart
-from node.messages import EngineReady
+from node.messages import EngineReady, GroupDrains
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.weights import WeightSharing
 
 
 class DrivenRole(EngineRole, StalledEngine, Protocol):
-    """A role, as the event loop and the stall report need it."""
+    """A role, as the event loop, the stall report and a group of nodes need it."""
 
     @property
     def scheduler(self) -> Scheduler: ...
+
+    @property
+    def busy(self) -> bool: ...
 
 
 def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) -> None:
@@ -62,13 +77,21 @@ def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) ->
     )
 
 
-def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClock) -> None:
+def drive(
+    role: DrivenRole,
+    engine: Engine,
+    config: EngineConfig,
+    clock: StepClock,
+    steps: tuple[EngineRole, BatchRunner] | None = None,
+) -> None:
     """Run the loop until the frontend releases this process (PeerGone) or gives it another role
     (RoleEnded), or a part fails. If the loop stalls for too long, the process ends.
+
+    Args:
+        steps: what the loop runs in place of the role and the runner of the engine.
     """
     loop = EventLoop(
-        role,
-        engine.runner,
+        *(steps or (role, engine.runner)),
         overlap=config.scheduler.overlap_schedule,
         overlap_prefills=config.scheduler.overlap_prefills,
         clock=clock,
@@ -99,6 +122,7 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
 
 
 TRANSFER_END_S = 3.0
+_IN_A_GROUP = "the nodes of a group compute together: their weights and memory stay in place"
 
 C = TypeVar("C", bound=NodeConfig)
 
@@ -162,10 +186,17 @@ class NodeRuntime:
                 *(clock.meter, clock.compiles, reads, TierMeter(engine.tiers, kv.page_bytes)),
                 *(weights, AdapterMeter(engine.adapters), VisionMetrics(engine.model.seeing)),
                 *(PageMeter(engine.table), RankMeter(engine.loaded.followers)),
+                GroupMeter(engine.group),
             ),
             cache=CacheEvents(engine.cache),
             adapters=engine.loader,
-            operations=EngineOperations(engine.weights, weights, memory, profiler),
+            operations=EngineOperations(
+                engine.weights,
+                weights,
+                memory,
+                profiler,
+                why_fixed="" if engine.group is None else _IN_A_GROUP,
+            ),
             prepare=clock.operation()(prepare),
         )
         sharing = _make_sharing(engine, start, weights)
@@ -188,13 +219,42 @@ class NodeRuntime:
         self.transfer.start()
         introduce(engine, config, start.channel)
         try:
-            drive(role, engine, config, self.clock)
+            drive(role, engine, config, self.clock, self._group_steps(role, engine, config))
         except (PeerGone, RoleEnded):
             self.transfer.stop(TRANSFER_END_S)
             self.profiler.close()
             self.memory.close()
             self.weights.close()
             raise
+
+    def _group_steps(
+        self, role: DrivenRole, engine: Engine, config: EngineConfig
+    ) -> tuple[EngineRole, BatchRunner] | None:
+        """Return a role and a runner whose steps begin together with those of the other nodes of
+        the group. None: this node is in no group."""
+        if (group := engine.group) is None:
+            return None
+        control, model, forwards = self.control, engine.model, engine.runner.forwards
+        assert isinstance(model, Decoder) and isinstance(forwards, Forwards)
+        control.may_end = lambda: group.lockstep.is_drained
+
+        def stage() -> Stage:
+            if not control.draining:
+                return Stage.SERVING
+            return Stage.DRAINING if role.busy else Stage.DRAINED
+
+        grouped = GroupedRole(
+            role,
+            group.lockstep,
+            role.scheduler,
+            self.clock,
+            stage=stage,
+            on_drain=lambda: control.notify(GroupDrains()),
+            delays=config.scheduler.prefill_delayer,
+        )
+        return grouped, GroupedRunner(
+            engine.runner, forwards, model, group.exchange, group.lockstep
+        )
 
 
 def _make_transfer(

@@ -12,7 +12,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("role", "instance_id", "pids", "state", "model", "fingerprint", "tokenizer_hash", "context_length", "pages", "queues", "links", "steps", "counters", "mode", "prompts", "weights", "ranks")
+    __slots__ = ("role", "instance_id", "pids", "state", "model", "fingerprint", "tokenizer_hash", "context_length", "pages", "queues", "links", "steps", "counters", "mode", "prompts", "weights", "ranks", "group", "group_rank")
     class PagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,8 @@ class DescribeResponse(_message.Message):
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     role: str
     instance_id: int
     pids: _containers.RepeatedScalarFieldContainer[int]
@@ -68,7 +70,9 @@ class DescribeResponse(_message.Message):
     prompts: _router_pb2.Backlog
     weights: bytes
     ranks: _containers.RepeatedCompositeFieldContainer[_router_pb2.RankState]
-    def __init__(self, role: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., context_length: _Optional[int] = ..., pages: _Optional[_Mapping[str, int]] = ..., queues: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., steps: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., mode: _Optional[str] = ..., prompts: _Optional[_Union[_router_pb2.Backlog, _Mapping]] = ..., weights: _Optional[bytes] = ..., ranks: _Optional[_Iterable[_Union[_router_pb2.RankState, _Mapping]]] = ...) -> None: ...
+    group: str
+    group_rank: int
+    def __init__(self, role: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., context_length: _Optional[int] = ..., pages: _Optional[_Mapping[str, int]] = ..., queues: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., steps: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., mode: _Optional[str] = ..., prompts: _Optional[_Union[_router_pb2.Backlog, _Mapping]] = ..., weights: _Optional[bytes] = ..., ranks: _Optional[_Iterable[_Union[_router_pb2.RankState, _Mapping]]] = ..., group: _Optional[str] = ..., group_rank: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

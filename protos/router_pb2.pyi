@@ -577,7 +577,7 @@ class Profile(_message.Message):
     def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class ClusterNode(_message.Message):
-    __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "weights", "seen_s", "prompts", "ranks")
+    __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "weights", "seen_s", "prompts", "ranks", "group", "group_rank")
     class PagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -616,6 +616,8 @@ class ClusterNode(_message.Message):
     SEEN_S_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     instance_id: int
@@ -633,7 +635,9 @@ class ClusterNode(_message.Message):
     seen_s: float
     prompts: Backlog
     ranks: _containers.RepeatedCompositeFieldContainer[RankState]
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., queues: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., steps: _Optional[int] = ..., model: _Optional[str] = ..., mode: _Optional[str] = ..., context_length: _Optional[int] = ..., weights: _Optional[bytes] = ..., seen_s: _Optional[float] = ..., prompts: _Optional[_Union[Backlog, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankState, _Mapping]]] = ...) -> None: ...
+    group: str
+    group_rank: int
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., queues: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., steps: _Optional[int] = ..., model: _Optional[str] = ..., mode: _Optional[str] = ..., context_length: _Optional[int] = ..., weights: _Optional[bytes] = ..., seen_s: _Optional[float] = ..., prompts: _Optional[_Union[Backlog, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankState, _Mapping]]] = ..., group: _Optional[str] = ..., group_rank: _Optional[int] = ...) -> None: ...
 
 class Backlog(_message.Message):
     __slots__ = ("queued_s", "token_s")

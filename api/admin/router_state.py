@@ -244,6 +244,7 @@ def _node(report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:
     node.pages.update(described.pages)
     node.links.extend(described.links)
     node.ranks.extend(described.ranks)
+    node.group, node.group_rank = described.group, described.group_rank
     node.queues.update(described.queues)
     node.counters.update(described.counters)
     node.steps = described.steps

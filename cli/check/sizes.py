@@ -9,12 +9,13 @@ from common.copy_map import NodeShape
 from common.errors import ConfigError
 from common.model_directory import model_directory
 from engine.kv_cache.layout import KVLayout
-from engine.load import OpenedModel, with_collectives
+from engine.load import OpenedModel, check_group, with_collectives
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.precision import choose_precision
 from engine.processor import matrix_features
 from engine.ranks import Share
+from engine.ranks.expert_exchange import ExpertExchange
 from engine.sizing import part_of, resolve_device, whole_layout
 
 _SETTING = "engine.parallel"
@@ -76,6 +77,9 @@ def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
         if num_ranks > 1:
             with_collectives(config, model.device)
         shares = [Share.unconnected(rank, node, whole_experts=experts) for rank in range(num_ranks)]
+        if parallel.dp > 1:
+            check_group(config, model.device)
+            shares = [Share(exchange=ExpertExchange(parallel.dp_rank, parallel.dp))]
         return [_sizes(config, model, whole, share) for share in shares]
     except ConfigError as error:
         if num_ranks == 1 or str(error).startswith(_SETTING):

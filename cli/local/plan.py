@@ -70,7 +70,18 @@ class RequestedSystem:
     secret_file: Path | None = None  # for every process; None: they have the variable
     prefill_ranks: NodeShape = ONE_RANK
     decode_ranks: NodeShape = ONE_RANK
+    prefill_dp: int = 1  # nodes of each group, which share experts
+    decode_dp: int = 1
+    groups: Path = Path("groups")  # directory of the groups
     served_model_name: str = ""  # "": the name in `model`
+
+    @property
+    def num_prefill(self) -> int:
+        return self.prefill * self.prefill_dp
+
+    @property
+    def num_decode(self) -> int:
+        return self.decode * self.decode_dp
 
 
 _DATA_PORT = "--transfer.listen-port"
@@ -88,8 +99,14 @@ def programs(wish: RequestedSystem) -> list[Program]:
         ConfigError: CUDA is requested but not available, or a node has more ranks than there are
             devices.
     """
-    prefill = [(f"prefill-{i}", "prefill_node", wish.prefill_port + i) for i in range(wish.prefill)]
-    decode = [(f"decode-{i}", "decode_node", wish.decode_port + i) for i in range(wish.decode)]
+    prefill = [
+        (f"prefill-{i}", "prefill_node", wish.prefill_port + i, wish.prefill_dp)
+        for i in range(wish.num_prefill)
+    ]
+    decode = [
+        (f"decode-{i}", "decode_node", wish.decode_port + i, wish.decode_dp)
+        for i in range(wish.num_decode)
+    ]
     nodes = [
         Program(
             name,
@@ -99,13 +116,14 @@ def programs(wish: RequestedSystem) -> list[Program]:
                 *_flags(wish, port, number),
                 *_tls_flags("server.tls", wish.tls, "cert", "key", "ca", "server_name"),
                 *device_flags,
+                *_group_flags(wish, name, dp),
                 *(["--mode=colocated"] if not prefill else []),
                 *wish.node_flags,
                 *_own_data_port(module, wish.node_flags),
             ),
             _LENDING if prefill else (),
         )
-        for number, ((name, module, port), device_flags) in enumerate(
+        for number, ((name, module, port, dp), device_flags) in enumerate(
             zip(prefill + decode, _device_flags(wish), strict=True), start=1
         )
     ]
@@ -115,8 +133,8 @@ def programs(wish: RequestedSystem) -> list[Program]:
         *_tls_flags("node-tls", wish.tls, "ca", "server_name"),
         f"--http-port={wish.http_port}",
         *([f"--served-model-name={wish.served_model_name}"] if wish.served_model_name else []),
-        *(f"--prefill={node.address}" for node in nodes[: wish.prefill]),
-        *(f"--decode={node.address}" for node in nodes[wish.prefill :]),
+        *(f"--prefill={node.address}" for node in nodes[: wish.num_prefill]),
+        *(f"--decode={node.address}" for node in nodes[wish.num_prefill :]),
         *wish.router_flags,
     )
     return [Program("router", "router", f"{wish.host}:{wish.port}", router), *nodes]
@@ -191,15 +209,31 @@ def _tls_flags(setting: str, config: TlsConfig, *names: str) -> list[str]:
     return [f"--{setting}.{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
+def _group_flags(wish: RequestedSystem, name: str, dp: int) -> list[str]:
+    """Return the flags of a node in a group of `dp` nodes. Consecutive nodes are in one group."""
+    role, _, number = name.rpartition("-")
+    group, rank = divmod(int(number), dp)
+    return group_flags(dp, rank, wish.groups / f"{role}-{group}")
+
+
+def group_flags(dp: int, rank: int, directory: Path) -> list[str]:
+    """Return the flags of a node in a group of `dp` nodes. A node alone has none."""
+    if dp == 1:
+        return []
+    knob = "--engine.parallel.dp"
+    return [f"{knob}={dp}", f"{knob}-rank={rank}", f"{knob}-group={directory}"]
+
+
 def _device_flags(wish: RequestedSystem) -> list[list[str]]:
-    nodes = [wish.prefill_ranks] * wish.prefill + [wish.decode_ranks] * wish.decode
+    nodes = [wish.prefill_ranks] * wish.num_prefill + [wish.decode_ranks] * wish.num_decode
     num_devices = 0 if wish.device == "cpu" else cuda_devices()
     if num_devices:
         return _gpu_flags(nodes, num_devices)
     if wish.device == "cuda":
         raise ConfigError("--device cuda: this machine has no CUDA device that can be used")
     num_ranks = max(
-        wish.prefill * math.prod(wish.prefill_ranks), wish.decode * math.prod(wish.decode_ranks)
+        wish.num_prefill * math.prod(wish.prefill_ranks),
+        wish.num_decode * math.prod(wish.decode_ranks),
     )
     threads = max(1, threads_at_hand(os.environ) // num_ranks)
     flags = ["--device=cpu", f"--engine.threads={threads}"]

@@ -72,9 +72,13 @@ async def _nodes(options: argparse.Namespace, fleet: Fleet) -> Result:
     tables = [table(_NODE_HEADER, map(_node_row, nodes))]
     if ranks := [row for node in nodes for row in _rank_rows(node)]:
         tables.append(table(_RANK_HEADER, ranks))
+    if grouped := [node for node in nodes if node.group]:
+        rows = sorted((node.role, node.group, node.group_rank, node.address) for node in grouped)
+        tables.append(table(_GROUP_HEADER, [[str(value) for value in row] for row in rows]))
     return Result("\n\n".join(tables), GetClusterResponse(nodes=nodes))
 
 
+_GROUP_HEADER = ("ROLE", "GROUP", "RANK", "NODE")
 _RANK_HEADER = ("NODE WITH RANKS", "RANK", "PID", "DEVICE", "MEMORY", "STEPS BEHIND")
 
 

@@ -35,11 +35,19 @@ def parser() -> settings.ConfigArgumentParser:
     settings.add_options(
         parser,
         ("--model", str, None, None, "directory or hub id of a model (demo model)"),
-        ("--prefill", int, 1, "N", "number of prefill nodes (1)"),
-        ("--decode", int, 1, "N", "number of decode nodes. 0: only embeddings and scores (1)"),
+        ("--prefill", int, 1, "N", "number of prefill nodes, or of their groups (1)"),
+        (
+            "--decode",
+            int,
+            1,
+            "N",
+            "number of decode nodes, or of their groups. 0: only embeddings and scores (1)",
+        ),
         ("--prefill-tp", int, 1, "N", "tensor-parallel ranks of each prefill node (1)"),
         ("--decode-tp", int, 1, "N", "tensor-parallel ranks of each decode node (1)"),
         ("--prefill-pp", int, 1, "N", "stages of each prefill node, 1 or 2 (1)"),
+        ("--prefill-dp", int, 1, "N", "nodes of each prefill group, which share experts (1)"),
+        ("--decode-dp", int, 1, "N", "nodes of each decode group, which share experts (1)"),
         ("--host", str, plan.HOST, None, "address of all processes (%(default)s)"),
         ("--port", _port, plan.ROUTER_PORT, None, "gRPC port of the router (%(default)s)"),
         ("--http-port", _port, plan.HTTP_PORT, "PORT", "HTTP port of the router (%(default)s)"),
@@ -108,8 +116,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     reads = parser()
     options, node_flags = reads.parse_known_args(_with_router_flags(arguments))
     reads.refuse_strangers(node_flags, PrefillConfig, DecodeConfig)
-    if min(options.prefill_tp, options.decode_tp, options.prefill_pp) < 1:
-        settings.wrong(PROGRAM, "--prefill-tp, --decode-tp and --prefill-pp must be 1 or more")
+    sizes = "prefill_tp", "decode_tp", "prefill_pp", "prefill_dp", "decode_dp"
+    for size in sizes:
+        if getattr(options, size) < 1:
+            settings.wrong(PROGRAM, f"--{size.replace('_', '-')} must be 1 or more")
     if min(options.prefill, options.decode) < 0 or not options.prefill + options.decode:
         settings.wrong(PROGRAM, "--prefill and --decode must be 0 or more, and one of them 1")
     return options, node_flags
@@ -154,6 +164,9 @@ def wish(
         device=options.device,
         prefill_ranks=NodeShape(options.prefill_tp, options.prefill_pp),
         decode_ranks=NodeShape(options.decode_tp),
+        prefill_dp=options.prefill_dp,
+        decode_dp=options.decode_dp,
+        groups=options.var.absolute() / "groups",
         node_flags=tuple(node_flags),
         router_flags=tuple(options.router_flags),
         tls=client.tls_config(options),
@@ -200,9 +213,11 @@ def _check_flags(options: argparse.Namespace, node_flags: list[str]) -> None:
     records: list[tuple[type[ConfigRecord], list[str]]] = [(RouterConfig, options.router_flags)]
     if options.prefill:
         ranks = NodeShape(options.prefill_tp, options.prefill_pp)
-        records.append((PrefillConfig, [*plan.rank_flags(ranks), *node_flags]))
+        group = plan.group_flags(options.prefill_dp, 0, options.var)
+        records.append((PrefillConfig, [*plan.rank_flags(ranks), *group, *node_flags]))
     if options.decode:
         flags = plan.rank_flags(NodeShape(options.decode_tp))
+        flags += plan.group_flags(options.decode_dp, 0, options.var)
         records.append((DecodeConfig, [*flags, *colocated, *node_flags]))
     for record, flags in records:
         settings.read(record, PROGRAM, [f"--model={options.model or 'demo'}", *flags])

@@ -148,6 +148,11 @@ class SchedulerConfig(ConfigRecord):
         description="Decode rows in the forward pass of a prefill chunk. off: decoding waits "
         "until no prompt is left to compute",
     )
+    prefill_delayer: bool = Field(
+        False,
+        description="In a data-parallel group, a prompt waits up to 30 steps until most nodes have "
+        "one. Fewer steps are slowed down by prompts, which begin later",
+    )
     new_token_ratio: float = Field(
         0.7,
         gt=0,
@@ -365,6 +370,30 @@ class ParallelConfig(ConfigRecord):
                 f"hosts is {self.hosts}, and tp x pp is {self.num_ranks}: each host needs an equal "
                 "number of ranks"
             )
+        return self
+
+    dp: int = Field(
+        1,
+        ge=1,
+        le=64,  # each node gets two descriptors of all others in one message of at most 253
+        description="Nodes of this node's data-parallel group. They share the experts of the "
+        "model, and each is started by itself, see docs/parallel.md",
+    )
+    dp_rank: int = Field(0, ge=0, description="Number of this node in its group, from 0")
+    dp_group: Path | None = Field(
+        None,
+        description="Directory in which the nodes of the group find each other. It gives the group "
+        "its name, belongs to this user alone, and is created if it is missing",
+    )
+
+    @model_validator(mode="after")
+    def _a_group_has_a_place(self) -> Self:
+        if self.dp_rank >= self.dp:
+            raise ValueError(f"dp_rank {self.dp_rank} must be less than dp, which is {self.dp}")
+        if (self.dp > 1) != (self.dp_group is not None):
+            raise ValueError("dp_group and a dp of 2 or more must be set together")
+        if self.dp > 1 and self.num_ranks > 1:
+            raise ValueError("dp is not supported together with tp or pp")
         return self
 
     @property

@@ -18,6 +18,7 @@ class ForwardMode(IntEnum):
     DECODE = 2  # one token per row
     MIXED = 3  # a chunk of a prompt, and decode rows in the same forward
     VERIFY = 4  # decode rows; the first of them have drafts after their newest token
+    IDLE = 5  # no rows: a part of the step of a group of nodes, see engine/loop/grouped.py
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -82,6 +82,7 @@ class Compiles:
 
 
 _UNCOUNTED = 256  # maximum number of steps per group
+_MEASURED = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.VERIFY)
 
 
 class _Mode:
@@ -135,7 +136,7 @@ class StepMeter:
     def distributions(self) -> dict[str, HistogramCounts]:
         self._count_decodes()
         counted: dict[str, HistogramCounts] = {}
-        for mode in ForwardMode:
+        for mode in _MEASURED:
             of_mode, name = self._modes[mode], mode.name.lower()
             counted[f"step_seconds/{name}"] = of_mode.seconds.counted()
             counted[f"batch_requests/{name}"] = of_mode.requests.counted()
@@ -187,7 +188,11 @@ class _Moved(NamedTuple):
 
 class StepClock:
     """A clock of steps. Durations are averaged per token for forwards with prompts, and per step
-    for others, because a decode step's time hardly depends on its rows."""
+    for others, because a decode step's time hardly depends on its rows.
+
+    Attributes:
+        others_allow_s: longest time that the current step may take on the other nodes of a group.
+    """
 
     def __init__(
         self,
@@ -212,9 +217,12 @@ class StepClock:
         self._finished = 0
         self._turns = 0
         self._per_token: float | None = None
-        self._per_step: dict[ForwardMode, float | None] = dict.fromkeys(
-            (ForwardMode.DECODE, ForwardMode.VERIFY)
-        )
+        self._per_step: dict[ForwardMode, float | None] = {
+            ForwardMode.DECODE: None,
+            ForwardMode.VERIFY: None,
+            ForwardMode.IDLE: 0.0,
+        }
+        self.others_allow_s = 0.0
         self.meter = StepMeter()
         self._free_at = now()  # last end of a step or of a sleep
         self._note(self._free_at)
@@ -287,9 +295,7 @@ class StepClock:
         allowed_s = self._first_step_s if moved.operates else 0.0
         for batch in (moved.under_way, moved.launching):
             if batch is not None:
-                expected_s = self._expected(batch)
-                longest_s = self._first_step_s if expected_s is None else PATIENCE * expected_s
-                allowed_s = max(allowed_s, longest_s)
+                allowed_s = max(allowed_s, self.allowed_s(batch), self.others_allow_s)
         moved_at = max(moved.at, self.compiles.ended_at)
         if (began := self.compiles.began) is not None:
             allowed_s = max(allowed_s, began - moved_at + self._first_step_s)
@@ -315,6 +321,11 @@ class StepClock:
             self._finished,
             self._turns,
         )
+
+    def allowed_s(self, batch: ScheduleBatch) -> float:
+        """Return the longest time that a step may take."""
+        expected_s = self._expected(batch)
+        return self._first_step_s if expected_s is None else PATIENCE * expected_s
 
     def _expected(self, batch: ScheduleBatch) -> float | None:
         """Return the expected seconds, or None if no step of its kind has ended."""

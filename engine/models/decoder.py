@@ -240,6 +240,12 @@ class Decoder:
         drafter.follow(step, x, tapped, future_tokens, pool)
         return x.index_select(0, batch.sampled)
 
+    def take_part(self) -> None:
+        """Compute for the other nodes of a group in a step in which this node has no tokens."""
+        x = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+        for layer in self.layers:
+            layer.ffn.take_part(x)
+
     def _see(self, batch: ForwardBatch, x: Tensor) -> None:
         """Write the embeddings of visible images into those of the step."""
         if batch.seen:

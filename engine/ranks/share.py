@@ -7,6 +7,7 @@ from torch import Tensor
 
 from common.copy_map import NodeShape
 from common.errors import ConfigError
+from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.group import Group
 
 NUM_STAGES = 2  # of a node with stages
@@ -83,6 +84,8 @@ class Share:
             is computed (a survey of the weights).
         whole_experts: a rank has some whole experts of each layer, not a part of every expert.
         stage: None: this rank has a part of every layer.
+        exchange: the nodes that share the experts of each layer with this one, which has
+            everything else as a whole. None: there are none.
     """
 
     rank: int = 0
@@ -90,6 +93,7 @@ class Share:
     group: Group | None = None
     whole_experts: bool = False
     stage: Stage | None = None
+    exchange: ExpertExchange | None = None
 
     @classmethod
     def unconnected(cls, node_rank: int, node: NodeShape, *, whole_experts: bool) -> "Share":
@@ -141,6 +145,8 @@ class Share:
 
     def expert_part(self, count: int, inner: int) -> ExpertPart:
         """Return this rank's part of `count` experts. Raises ConfigError as `part`."""
+        if self.exchange is not None:
+            return ExpertPart(self.exchange.part(count), range(inner))
         if self.whole_experts:
             return ExpertPart(self.part(count, "experts"), range(inner))
         return ExpertPart(range(count), self.part(inner, "inner numbers of experts"))

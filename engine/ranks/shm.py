@@ -115,8 +115,18 @@ class SharedMemoryGroup:
         return total.to(x.dtype)
 
     def _exchange(self, x: Tensor, ranks: Sequence[int]) -> list[Tensor]:
-        """Write this rank's part if it is one of `ranks`. Return the parts of `ranks`, as views
-        that are valid until the next call."""
+        """Make a call, see `publish` and `collect`."""
+        self.publish(x, ranks)
+        return self.collect(x, ranks)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether another rank has begun a call that this one has not."""
+        return bool((self._counters > self._number).any())
+
+    def publish(self, x: Tensor, ranks: Sequence[int]) -> None:
+        """Begin a call: write this rank's part if it is one of `ranks`. The other ranks see that
+        this one has begun."""
         number = self._number = self._number + 1
         buffers = self._buffers[number % 2, :, : x.nbytes]
         if self.rank in ranks:
@@ -129,9 +139,17 @@ class SharedMemoryGroup:
         if self._sleepers[self.rank]:
             self._sleepers[self.rank] = 0
             _futex(self._addresses[self.rank], _FUTEX_WAKE, 0x7FFFFFFF, None)
+
+    def collect(self, x: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """End a call. Return the parts of `ranks`, as views that are valid until the next call.
+
+        Args:
+            x: as in `publish`.
+        """
         for rank in ranks:
-            self._wait_for(rank, number)
+            self._wait_for(rank, self._number)
         self._fence()
+        buffers = self._buffers[self._number % 2, :, : x.nbytes]
         return [torch.from_numpy(buffers[rank]).view(x.dtype) for rank in ranks]
 
     def _wait_for(self, rank: int, number: int) -> None:
@@ -150,10 +168,12 @@ class SharedMemoryGroup:
             if seen < number:
                 low = seen & 0xFFFFFFFF  # a futex is the first half of a counter
                 _futex(self._addresses[rank], _FUTEX_WAIT, low, ctypes.byref(_SLEEP))
-            self._check(rank, waited)
+            self._check(rank, number, waited)
 
-    def _check(self, rank: int, waited: float) -> None:
+    def _check(self, rank: int, number: int, waited: float) -> None:
         ended = {pidfd for pidfd, _ in self._ended.poll(0)}
+        if self._counters[rank] >= number:
+            return  # another rank that has ended since then has ended in order
         for other, pidfd in self._others.items():
             if pidfd in ended:
                 raise RankLost(f"rank {other} has ended")

@@ -208,7 +208,13 @@ class RowSelector:
     def choose(self, alone: bool) -> SelectedRows | None:
         """Choose rows that may share a forward, or one request that may not. Return None if there
         are none. The caller must launch the rows."""
-        rows = self._of_one() if alone else self._of_all()
+        return self._chosen(self._of_one() if alone else self._of_all(), alone)
+
+    def choose_decodes(self) -> SelectedRows | None:
+        """Choose decode rows that may share a forward, see `choose`."""
+        return self._chosen(self._of_decodes(), alone=False)
+
+    def _chosen(self, rows: SelectedRows, alone: bool) -> SelectedRows | None:
         if not rows.extends and not len(rows.decodes):
             return None
         self._after_trial = alone
@@ -222,6 +228,9 @@ class RowSelector:
     def _of_all(self) -> SelectedRows:
         if extends := self._extends(suspect=False):
             return SelectedRows(extends, self._riders() if self._mixed_chunk else _NO_SLOTS)
+        return self._of_decodes()
+
+    def _of_decodes(self) -> SelectedRows:
         return SelectedRows((), self._decodes(self._quarantine.outside(self._running.ready())))
 
     def _of_one(self) -> SelectedRows:

@@ -34,6 +34,7 @@ from engine.scheduler.next_rows import (
     RowSelector,
     SelectedRows,
 )
+from engine.scheduler.prefill_delayer import PrefillGate
 from engine.scheduler.residents import HeldRows, PausedRequest, SlotOwners, check_books
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
 from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
@@ -95,7 +96,7 @@ class Scheduler:
         self._held = HeldRows(core.table, self._residents, self._running, self._retracted)
         self._results = StepResults(core, self._admission, self._retracted, self._residents)
         self.kept = ReservedCapacity()
-        self._next_rows = RowSelector(
+        self._next_rows: RowSelector | PrefillGate = RowSelector(
             self.kept,
             mixed_chunk=config.mixed_chunk,
             admission=self._admission,
@@ -347,6 +348,24 @@ class Scheduler:
                 "the prefix cache can only be cleared while the node has no requests"
             )
         return self._cache.flush()
+
+    # Prompts of a group of nodes ------------------------------------------------------------------
+
+    @property
+    def is_chunking(self) -> bool:
+        """Return whether a prompt is between two of its chunks."""
+        return self._admission.chunked is not None
+
+    @property
+    def has_prefill_room(self) -> bool:
+        """Return whether there is a slot for another prompt."""
+        return self._admission.has_slot(self.kept.slots)
+
+    def gate_prefills(self) -> PrefillGate:
+        """Return a gate that all prompts pass from now on."""
+        assert isinstance(self._next_rows, RowSelector)
+        gate = self._next_rows = PrefillGate(self._next_rows)
+        return gate
 
     # The next forward -----------------------------------------------------------------------------
 

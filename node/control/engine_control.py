@@ -88,6 +88,9 @@ class EngineControl:
         steps_finished: since the start.
         prepare: makes the additional parts that another role needs. Called while nothing is in
             progress. Raises ConfigError or FailedPrecondition if this engine cannot have that role.
+
+    Attributes:
+        may_end: returns whether a node without requests may end its drain.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class EngineControl:
         self._check_at = 0.0
         self._told_drained = False
         self.draining = False
+        self.may_end: Callable[[], bool] = lambda: True
         self.links: dict[str, NodeLink] = {}  # by the producer's address
 
     @property
@@ -186,7 +190,7 @@ class EngineControl:
             self._check_at = now + SELF_CHECK_INTERVAL_S
             self_check()
             self._num_self_checks += 1
-        if self.draining and not inside.busy and not self._told_drained:
+        if self.draining and not inside.busy and not self._told_drained and self.may_end():
             self._told_drained = True
             self._channel.post(Drained())
         now = time.monotonic()

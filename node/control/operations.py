@@ -295,7 +295,11 @@ def _answer(asked: _Asked) -> NodeCallResult:
 
 
 class EngineOperations:
-    """All commands by kind. Engine thread only."""
+    """All commands by kind. Engine thread only.
+
+    Args:
+        why_fixed: why weights and memory cannot be changed; "": they can.
+    """
 
     def __init__(
         self,
@@ -303,7 +307,9 @@ class EngineOperations:
         lenders: WeightSharing,
         memory: MemoryOccupation,
         profiler: Profiler,
+        why_fixed: str = "",
     ) -> None:
+        self._why_fixed = why_fixed
         self._pauses = Pauses()
         self._weights = WeightCalls(weights, lenders)
         self._memory = MemoryCalls(memory)
@@ -336,12 +342,13 @@ class EngineOperations:
                 _require_none(self._memory.why_paused or self._weights.why_paused)
                 yield from self._pauses.resume(number, role)
             case PrepareWeights(path):
+                _require_none(self._why_fixed)
                 self._weights.prepare(number, path)
             case PutWeights() | TakeWeights():
-                _require_none(self._memory.why_no_weights)
+                _require_none(self._why_fixed or self._memory.why_no_weights)
                 yield from self._weights.begin(number, command, role)
             case ReleaseMemory():
-                _require_none(self._weights.why_busy)
+                _require_none(self._why_fixed or self._weights.why_busy)
                 self._memory.release(number, command, role)
             case ResumeMemory():
                 yield from self._memory.resume(number, command, role)

@@ -38,6 +38,7 @@ from node.messages import (
     EngineReady,
     EngineStats,
     FrontMessage,
+    GroupDrains,
     HandoffSpan,
     NodeCall,
     NodeCallResult,
@@ -62,6 +63,7 @@ Notice: TypeAlias = (
     | PoolingDone
     | EngineStats
     | CacheEventBatch
+    | GroupDrains
     | Drained
     | EngineFailed
 )

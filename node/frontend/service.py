@@ -155,6 +155,7 @@ class NodeIdentity(NamedTuple):
     Attributes:
         mode: of a decode node, else empty.
         model: its name until the engine reports it.
+        group, group_rank: of nodes that share experts; "": it is in none.
     """
 
     role: str
@@ -162,6 +163,8 @@ class NodeIdentity(NamedTuple):
     model: str
     instance: int
     engine_pid: int
+    group: str = ""
+    group_rank: int = 0
 
 
 def _link_state(link: NodeLink) -> router_pb2.LinkState:
@@ -223,8 +226,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Describe(
         self, request: node_pb2.DescribeRequest, context: Any
     ) -> node_pb2.DescribeResponse:
-        """Describe the node. While the model loads, only role, instance, pids, state and model are
-        set. A stalled engine is not asked: pages, queues, steps and counters are unset.
+        """Describe the node. While the model loads, only role, instance, pids, state, model and
+        group are set. A stalled engine is not asked: pages, queues, steps and counters are unset.
         """
         ready, identity = self._supervision.ready, self._identity
         reply = node_pb2.DescribeResponse(
@@ -234,6 +237,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
             pids=(os.getpid(), identity.engine_pid),
             state=self._supervision.state(time.monotonic()),
             model=ready.model if ready else identity.model,
+            group=identity.group,
+            group_rank=identity.group_rank,
         )
         if ready is None:
             return reply

@@ -43,6 +43,7 @@ from node.messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    GroupDrains,
     HandoffSpan,
     NodeCall,
     PoolingDone,
@@ -341,6 +342,8 @@ class RoleTenure:
             case EngineReady():
                 self._supervision.started(notice, time.monotonic())
                 log.info("ready %s", kv(model=notice.model, pages=notice.num_pages))
+            case GroupDrains():
+                self._ending.want("a node of the group drains")
             case Drained():
                 self.switch.drained()
                 self._ending.drained()
@@ -379,6 +382,7 @@ class RoleTenure:
 
     def _register(self) -> rpc.Health:
         guard, program = self._post.guard, self._post.program
+        parallel = self._config.engine.parallel
         node = NodeService(
             identity=NodeIdentity(
                 program.role,
@@ -386,6 +390,8 @@ class RoleTenure:
                 self._config.engine.model,
                 self._post.start.instance,
                 self._engine_pid,
+                "" if parallel.dp_group is None else parallel.dp_group.name,
+                parallel.dp_rank,
             ),
             engine=self._engine,
             supervision=self._supervision,

@@ -229,6 +229,15 @@ def test_the_memory_of_a_node_with_ranks_is_that_of_each(check, model):
     assert device.endswith("threads for each rank")
 
 
+def test_a_node_of_a_group_is_checked_with_its_part_of_the_experts(check, model, tmp_path):
+    group = ("--engine.parallel.dp=2", f"--engine.parallel.dp-group={tmp_path / 'group'}")
+    moe = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    code, out, _ = check(f"--model={moe}", "--device=cpu", "--port=0", *group)
+    assert code == 0, out
+    code, out, _ = check(f"--model={model}", "--device=cpu", "--port=0", *group)
+    assert code == 1 and "engine.parallel.dp: the model has no experts" in out
+
+
 def test_each_rank_of_a_consumer_reads_its_heads_of_a_page(check_pair):
     code, found = check_pair(ranks(1), ranks(2))
     assert code == 0

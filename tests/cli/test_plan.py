@@ -146,3 +146,17 @@ def test_tls_is_everywhere_and_asks_no_certificate_of_clients():
     assert router.server.tls == TlsConfig(cert="c", key="k")
     assert router.tls_to_nodes == TlsConfig(**files)
     assert {config.server.tls for config in configs.values()} == {TlsConfig(**files)}
+
+
+def test_nodes_of_a_group_share_a_directory_and_have_ranks_of_their_own(tmp_path):
+    wish = dataclasses.replace(WISH, prefill=1, decode=2, decode_dp=2, groups=tmp_path)
+    configs = _configs(wish)
+    nodes = [configs[f"decode-{number}"].engine.parallel for number in range(4)]
+    assert [node.dp for node in nodes] == [2] * 4
+    assert [node.dp_rank for node in nodes] == [0, 1, 0, 1]
+    assert [node.dp_group for node in nodes] == [
+        tmp_path / f"decode-{group}" for group in (0, 0, 1, 1)
+    ]
+    assert configs["prefill-0"].engine.parallel.dp == 1
+    router = configs["router"]
+    assert len(router.prefill) == 1 and len(router.decode) == 4

@@ -174,3 +174,16 @@ async def test_a_router_that_responds_is_not_reported_as_stopped():
     async with _grpc(NodeUnavailable("no decode node is ready")) as flag:
         with pytest.raises(UnfinishedRestart, match="UNAVAILABLE: no decode node is ready"):
             await _run("status", flag)
+
+
+async def test_nodes_of_groups_are_listed_by_group():
+    nodes = [
+        ClusterNode(role="decode", address=f"d:{n}", state="ready", group="g\x1b", group_rank=n)
+        for n in (1, 0)
+    ]
+    async with _grpc(GetClusterResponse(router=READY, nodes=[PREFILL, *nodes])) as flag:
+        listed = await _run("nodes list", flag)
+    header, first, second = listed.text.splitlines()[-3:]
+    assert header.split() == ["ROLE", "GROUP", "RANK", "NODE"]
+    assert [line.split()[-2:] for line in (first, second)] == [["0", "d:0"], ["1", "d:1"]]
+    assert "\x1b" not in listed.text

@@ -1,6 +1,6 @@
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -450,3 +450,16 @@ def test_the_watchdog_looks_from_a_thread_of_its_own():
         assert stuck.wait(30)
     finally:
         dog.stop()
+
+
+def test_a_step_may_take_as_long_as_on_the_other_nodes_of_a_group():
+    now = FakeClock()
+    clock = StepClock(now)
+    clock.launched(replace(_batch(1, ForwardMode.IDLE), slots=ints([])))
+    now.now += 3.0
+    assert clock.reading.late_s(now()) == 3.0
+    clock.others_allow_s = 2.0
+    assert clock.reading.late_s(now()) == 1.0
+    clock.finished()
+    now.now += 1.0
+    assert clock.reading.late_s(now()) == 1.0

@@ -8,7 +8,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.config import DecodeConfig, EngineConfig, PrefillConfig, ServerConfig, TlsConfig
+from common.config import (
+    DecodeConfig,
+    EngineConfig,
+    ParallelConfig,
+    PrefillConfig,
+    ServerConfig,
+    TlsConfig,
+)
 from common.errors import ConfigError, FailedPrecondition
 from decode_node import program as decode
 from node.roles import other
@@ -155,6 +162,10 @@ def test_a_role_that_the_configuration_forbids_is_refused_with_the_reason() -> N
     colocated = decode.program(DecodeConfig(engine=engine, mode="colocated"))
     with pytest.raises(FailedPrecondition, match="this node is colocated"):
         other(colocated, "prefill")
+    parallel = ParallelConfig(dp=2, dp_group=Path("g"))
+    grouped = prefill.program(PrefillConfig(engine=EngineConfig(model="m", parallel=parallel)))
+    with pytest.raises(FailedPrecondition, match="this node is in a group"):
+        other(grouped, "decode")
     tls = TlsConfig(cert=Path("c"), key=Path("k"))
     shown_only = prefill.program(PrefillConfig(server=ServerConfig(port=7, tls=tls), engine=engine))
     with pytest.raises(ConfigError, match="as a decode node: with --tls-cert it needs --tls-ca"):

@@ -50,3 +50,6 @@ class DenseBlock:
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
         inner = act_and_mul(step.product(self.gate_up, x), self.activation)
         return step.product(self.down, inner)
+
+    def take_part(self, x: Tensor) -> None:
+        """Do nothing: each node of a group has the whole net."""

@@ -14,6 +14,7 @@ from engine.models.blocks.protocol import LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
 from engine.models.linear import ExpertNet
 from engine.models.quantized.experts import ExpertShape, ExpertStorage, SeparateExperts
+from engine.ranks.expert_exchange import ExpertExchange
 from kernels.experts.grouped_mlp import Gate
 from kernels.experts.routing import Routing, route
 
@@ -74,9 +75,11 @@ class Experts:
 
 
 def _part_of(source: BlockWeights, shape: ExpertShape) -> ExpertNet:
+    exchange = source.share.exchange
     part = source.share.expert_part(shape.count, shape.inner)
     net = source.experts(shape, part)
-    return net if len(part.experts) == shape.count else OwnExperts(net, part.experts)
+    own = net if len(part.experts) == shape.count else OwnExperts(net, part.experts)
+    return own if exchange is None else SharedExperts(own, exchange)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +107,22 @@ class OwnExperts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SharedExperts:
+    """The experts of a layer, of which each node of a group has some. Every node computes its own
+    experts for the tokens of all nodes."""
+
+    own: ExpertNet
+    exchange: ExpertExchange
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.nbytes
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return self.exchange.own_sum(self.own.apply(*self.exchange.gather(x, weights, ids)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertsBlock:
     routing: Routing
     router: Tensor  # [experts, hidden]: never quantised, because small errors change the choice
@@ -123,3 +142,7 @@ class ExpertsBlock:
         if self.shared_gate is None:
             return y + shared
         return torch.addcmul(y, shared, torch.sigmoid(F.linear(x, self.shared_gate)))
+
+    def take_part(self, x: Tensor) -> None:
+        weights = torch.empty(0, self.routing.k, device=x.device)
+        self.experts.apply(x, weights, weights.int())

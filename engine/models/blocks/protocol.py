@@ -136,6 +136,14 @@ class Ffn(Protocol):
         output is the sum over the ranks."""
         ...
 
+    def take_part(self, x: Tensor) -> None:
+        """Compute for the other nodes of a group in a step in which this node has no tokens.
+
+        Args:
+            x: [0, hidden], of the model's compute dtype.
+        """
+        ...
+
 
 class MixerSpec(Protocol):
     @property

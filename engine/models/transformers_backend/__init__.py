@@ -94,6 +94,11 @@ class TransformersCheckpoint:
                 f"engine.parallel.experts: {self._skeleton.name} is computed by transformers, and "
                 "only natively computed models have whole experts on each rank"
             )
+        if share.exchange is not None:
+            raise ConfigError(
+                f"engine.parallel.dp: {self._skeleton.name} is computed by transformers, and only "
+                "natively computed models share experts"
+            )
         if share.size == 1:
             return self._skeleton
         return part_of(self._skeleton, config_of(self._directory), share)

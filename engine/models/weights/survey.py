@@ -204,8 +204,9 @@ def survey(
     if spec.tied_embeddings:
         ignored |= {"lm_head.weight"}
     checkpoint.check(whole.stored, ignored, spec.unused)
-    if share.whole_experts and not whole.has_experts:
-        raise ConfigError("engine.parallel.experts: the model has no experts")
+    if not whole.has_experts and (share.whole_experts or share.exchange is not None):
+        setting = "experts" if share.whole_experts else "dp"
+        raise ConfigError(f"engine.parallel.{setting}: the model has no experts")
     return part
 
 

@@ -1,0 +1,196 @@
+"""What a node of a group puts around its role and its runner: all nodes of the group run each step.
+
+The event loop is that of any node. It gets idle batches where the role has nothing to launch and
+another node has.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
+from engine.loop.clock import StepClock
+from engine.loop.loop import EngineRole
+from engine.ranks.expert_exchange import ExpertExchange
+from engine.ranks.lockstep import Lockstep, Stage, Turn
+from engine.runner.stream import StreamEvent
+from engine.scheduler.prefill_delayer import PrefillCounts, PrefillGate, decide
+from engine.scheduler.scheduler import Scheduler
+
+_NO_ROWS = np.empty(0, np.int32)
+IDLE = ScheduleBatch(0, ForwardMode.IDLE, _NO_ROWS, _NO_ROWS, _NO_ROWS, np.empty(0, np.bool_))
+_DECODES = (ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.VERIFY)
+
+
+class GroupedRole:
+    """A role whose steps begin together with those of the other nodes. Engine thread only.
+
+    Args:
+        scheduler: the role's.
+        stage: returns the stage of this node.
+        on_drain: called once when another node drains.
+        delays: whether prompts wait for those of other nodes.
+    """
+
+    def __init__(
+        self,
+        role: EngineRole,
+        lockstep: Lockstep,
+        scheduler: Scheduler,
+        clock: StepClock,
+        *,
+        stage: Callable[[], Stage],
+        on_drain: Callable[[], None],
+        delays: bool = False,
+    ) -> None:
+        self._role = role
+        self._lockstep = lockstep
+        self._scheduler = scheduler
+        self._clock = clock
+        self._stage = stage
+        self._on_drain: Callable[[], None] | None = on_drain
+        self._prompts = DelayedPrompts(scheduler, lockstep) if delays else None
+        self._allowed_s = 0.0  # for the newest step
+
+    def poll(self) -> None:
+        self._role.poll()
+
+    def next_batch(self) -> ScheduleBatch | None:
+        batch = self._role.next_batch()
+        launches = self._lockstep.meet(self._turn(batch))
+        turns = self._lockstep.turns
+        if self._on_drain is not None and any(turn.stage > Stage.SERVING for turn in turns):
+            self._on_drain()
+            self._on_drain = None
+        if self._prompts is not None:
+            self._prompts.follow(turns)
+        if not launches:
+            return None
+        # The step before may be in flight, too.
+        before_s, self._allowed_s = self._allowed_s, max(turn.allowed_ms for turn in turns) / 1000
+        self._clock.others_allow_s = max(before_s, self._allowed_s)
+        if batch is None:
+            self._lockstep.idle_batches += 1
+            return IDLE
+        return batch
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        if batch is not IDLE:
+            self._role.finish(batch, result)
+
+    def idle(self) -> None:
+        if self._prompts is None or not self._prompts.may_go_on:
+            self._role.idle()
+
+    def _turn(self, batch: ScheduleBatch | None) -> Turn:
+        scheduler = self._scheduler
+        runs = not scheduler.paused
+        turn = Turn(
+            wants_prefill=runs and scheduler.num_waiting > 0,
+            has_room=runs and scheduler.has_prefill_room,
+            chunks=runs and scheduler.is_chunking,
+            stage=self._stage(),
+        )
+        if batch is None:
+            return turn
+        return turn._replace(
+            num_tokens=batch.num_tokens,
+            launches=True,
+            decodes=batch.mode in _DECODES,
+            allowed_ms=int(self._clock.allowed_s(batch) * 1000),
+        )
+
+
+class DelayedPrompts:
+    """The prefill delayer of one node. All nodes of the group decide the same.
+
+    Attributes:
+        waited: number of steps that prompts have waited for each other so far.
+        may_go_on: prompts that were delayed in the newest step may be computed now.
+    """
+
+    def __init__(self, scheduler: Scheduler, lockstep: Lockstep) -> None:
+        self._scheduler = scheduler
+        self._gate: PrefillGate = scheduler.gate_prefills()
+        self._lockstep = lockstep
+        self.waited = 0
+        self.may_go_on = False
+
+    def follow(self, turns: Sequence[Turn]) -> None:
+        """Decide for the next step, by the announcements of this one."""
+        was_open = self._gate.is_open
+        if not was_open and self._scheduler.num_waiting:
+            self._lockstep.delayed_prefills += 1
+        with_room = [turn for turn in turns if turn.has_room]
+        counts = PrefillCounts(
+            len(with_room),
+            sum(turn.wants_prefill for turn in with_room),
+            sum(turn.decodes for turn in turns),
+            sum(turn.chunks for turn in turns),
+        )
+        self._gate.is_open = decide(counts, self.waited)
+        self.waited = self.waited + 1 if counts.ready and not self._gate.is_open else 0
+        self.may_go_on = self._gate.is_open and not was_open
+
+
+class TakesPart(Protocol):
+    """A model of a group, see Decoder.take_part."""
+
+    def take_part(self) -> None: ...
+
+
+class GroupForwards(Protocol):
+    """The forward stream of a runner."""
+
+    def enqueue(self, work: Callable[[], None]) -> StreamEvent: ...
+
+
+class GroupedRunner:
+    """A runner whose forwards compute experts for all nodes of a group. Engine thread only.
+
+    Args:
+        forwards: of the runner, on whose stream all exchanges are.
+    """
+
+    def __init__(
+        self,
+        runner: BatchRunner,
+        forwards: GroupForwards,
+        model: TakesPart,
+        exchange: ExpertExchange,
+        lockstep: Lockstep,
+    ) -> None:
+        self._runner = runner
+        self._forwards = forwards
+        self._model = model
+        self._exchange = exchange
+        self._lockstep = lockstep
+
+    def launch(self, batch: ScheduleBatch) -> LaunchedBatch:
+        num_tokens = [turn.num_tokens for turn in self._lockstep.turns]
+
+        def begin() -> None:
+            self._exchange.begin(num_tokens)
+            if not num_tokens[self._lockstep.rank] and any(num_tokens):
+                self._model.take_part()
+
+        return _GroupStep(self._forwards.enqueue(begin), self._runner.launch(batch))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _GroupStep:
+    begun: StreamEvent
+    launched: LaunchedBatch
+
+    @property
+    def batch(self) -> ScheduleBatch:
+        return self.launched.batch
+
+    def sample(self) -> None:
+        self.launched.sample()
+
+    def result(self) -> BatchResult:
+        self.begun.wait()
+        return self.launched.result()

@@ -1,0 +1,145 @@
+"""The steps of a group of nodes, which all begin together.
+
+Before each step every node announces its part of it, and waits for the announcements of the others.
+If a node has rows, all nodes launch the step. Otherwise all fall asleep in their ordinary waits.
+
+A sleeping group is woken by any node that has something to announce:
+
+    the node:   announces -> signals the descriptors that the others sleep on -> waits for them
+    another:    looks for announcements -> sleeps on its descriptor, if it has found none
+
+A signal comes after the announcement, and stays until a sleep ends by it. So none is lost.
+"""
+
+import os
+import select
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from common.errors import RankLost
+from engine.ranks.shm import SharedMemoryGroup
+
+
+class Stage(IntEnum):
+    """A node on its way to its end."""
+
+    SERVING = 0
+    DRAINING = 1
+    DRAINED = 2  # no request is left
+
+
+class Turn(NamedTuple):
+    """A node's part of the next step.
+
+    Attributes:
+        num_tokens: of its forward.
+        launches: it has something to launch, perhaps copies of pages alone.
+        decodes: it has decode rows.
+        wants_prefill: prompts wait for their forward.
+        has_room: a prompt could be admitted.
+        chunks: a prompt is between two of its chunks.
+        allowed_ms: longest time that its part may take in a healthy node.
+    """
+
+    num_tokens: int = 0
+    launches: bool = False
+    decodes: bool = False
+    wants_prefill: bool = False
+    has_room: bool = False
+    chunks: bool = False
+    allowed_ms: int = 0
+    stage: Stage = Stage.SERVING
+
+
+class Lockstep:
+    """A node's place in the steps of its group. Engine thread only.
+
+    Args:
+        group: of all nodes, used for nothing else.
+        others: pidfds of the other nodes' engines, by rank. Owned by this object.
+        wakes: eventfds that the other nodes sleep on. Owned by this object.
+
+    Attributes:
+        turns: of all nodes in the newest step that was announced, by rank.
+        waited_s: total time spent waiting for the other nodes.
+        idle_batches: number of steps in which this node had nothing to launch.
+        delayed_prefills: number of steps in which its prompts waited for those of other nodes.
+    """
+
+    def __init__(
+        self, group: SharedMemoryGroup, others: Sequence[int], wakes: Sequence[int]
+    ) -> None:
+        self._group = group
+        self._everyone = range(group.size)
+        self._others = others
+        self._wakes = wakes
+        self._asleep = True
+        self._ended = select.epoll()
+        for pidfd in others:
+            self._ended.register(pidfd, select.EPOLLIN)
+        self.turns: Sequence[Turn] = (Turn(),) * group.size
+        self.waited_s = 0.0
+        self.idle_batches = self.delayed_prefills = 0
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def ended(self) -> int:
+        """A descriptor that is readable when another node has ended before the group is drained."""
+        return self._ended.fileno()
+
+    @property
+    def is_drained(self) -> bool:
+        """Return whether all nodes are drained. The group makes no step any more."""
+        return all(turn.stage is Stage.DRAINED for turn in self.turns)
+
+    def meet(self, own: Turn) -> bool:
+        """Announce this node's part of a step, and wait for the others. Return whether the step is
+        to be launched. In a group that sleeps, it is not if there is nothing to announce.
+
+        Raises:
+            RankLost: another node has ended, or is too late.
+        """
+        if self._asleep and not self._begins(own):
+            return False
+        began = time.monotonic()
+        row = torch.tensor([own], dtype=torch.int64).view(-1)
+        self._group.publish(row, self._everyone)
+        if self._asleep:
+            for wake in self._wakes:
+                os.eventfd_write(wake, 1)
+        parts = self._group.collect(row, self._everyone)
+        self.turns = [_turn_of(part.tolist()) for part in parts]
+        self.waited_s += time.monotonic() - began
+        self._asleep = not any(turn.launches for turn in self.turns)
+        if self.is_drained:  # the others may end from now on
+            for pidfd in self._others:
+                self._ended.unregister(pidfd)
+        return not self._asleep
+
+    def close(self) -> None:
+        self._ended.close()
+        for descriptor in (*self._others, *self._wakes):
+            os.close(descriptor)
+        self._group.close()
+
+    def _begins(self, own: Turn) -> bool:
+        """Return whether a sleeping group has to begin a step."""
+        if self.is_drained:
+            return False
+        if own.launches or own.stage is not self.turns[self.rank].stage or self._group.is_awaited:
+            return True
+        if self._ended.poll(0):
+            raise RankLost("another node of the group has ended")
+        return False
+
+
+def _turn_of(numbers: Sequence[int]) -> Turn:
+    num_tokens, *flags, allowed_ms, stage = numbers
+    return Turn._make((num_tokens, *map(bool, flags), allowed_ms, Stage(stage)))

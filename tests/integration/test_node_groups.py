@@ -1,0 +1,124 @@
+"""Nodes that share experts, behind a router: hand-offs, drains, and what becomes of requests when
+one node of a group ends."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.integration.oracle import oracle
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import WAIT_S, Cluster, held
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # in one process: test_a_group_has_the_answers
+
+NUM_TOKENS = 300
+
+
+def prompt(number: int) -> list[int]:
+    return [1 + (number * 7 + place * place) % 240 for place in range(40)]
+
+
+def group(directory: Path, size: int, rank: int) -> Sequence[str]:
+    knob = "--engine.parallel.dp"
+    return f"{knob}={size}", f"{knob}-rank={rank}", f"{knob}-group={directory}"
+
+
+async def answers(cluster: Cluster, begun: asyncio.Event, count: int) -> list[tuple[int, ...]]:
+    async def answer(number: int) -> tuple[int, ...]:
+        tokens: list[int] = []
+        async for response in cluster.stream(
+            prompt(number), max_tokens=NUM_TOKENS, ignore_eos=True
+        ):
+            tokens += response.token_ids
+            begun.set()
+        return tuple(tokens)
+
+    return list(await asyncio.gather(*(answer(number) for number in range(count))))
+
+
+def beside_a_group(model: Path, tmp_path: Path, collective_s: float = 30) -> Cluster:
+    """Two nodes of a group, and a third one alone."""
+    return Cluster(
+        model,
+        tmp_path,
+        num_prefill=0,
+        num_decode=3,
+        decode_flags=(
+            "--mode=colocated",
+            "--engine.threads=1",
+            f"--engine.parallel.collective-s={collective_s}",
+        ),
+        flags_of={f"decode-{n}": group(tmp_path / "group", 2, n) for n in range(2)},
+        router_flags=("--policy=round_robin",),
+        patient=False,
+    )
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+async def test_the_end_of_a_node_ends_its_group_and_costs_no_answer(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    async with beside_a_group(model, tmp_path, collective_s=3) as cluster:
+        described = (await cluster.describe()).nodes
+        assert [(node.group, node.group_rank) for node in described] == [
+            ("group", 0),
+            ("group", 1),
+            ("", 0),
+        ]
+        begun = asyncio.Event()
+        asked = asyncio.create_task(answers(cluster, begun, 9))
+        await begun.wait()
+        victim, other = cluster.decode[:2]
+        assert held(await victim.describe())
+        _, engine = (await victim.describe()).pids
+        os.kill(engine, end)
+        async with asyncio.timeout(WAIT_S):
+            assert await other.child.ended() == 1
+        other.killed = victim.killed = True
+        for number, tokens in enumerate(await asked):
+            assert tokens == oracle(model).tokens(prompt(number), NUM_TOKENS)
+        if end is signal.SIGSTOP:
+            os.kill(engine, signal.SIGCONT)
+        assert await victim.child.ended() == 1
+
+
+async def test_a_drain_of_one_node_drains_its_group(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    async with beside_a_group(model, tmp_path) as cluster:
+        begun = asyncio.Event()
+        asked = asyncio.create_task(answers(cluster, begun, 6))
+        await begun.wait()
+        cluster.decode[1].child.send(signal.SIGTERM)
+        for number, tokens in enumerate(await asked):
+            assert tokens == oracle(model).tokens(prompt(number), NUM_TOKENS)
+        for node in cluster.decode[:2]:
+            async with asyncio.timeout(WAIT_S):
+                assert await node.child.ended() == 0
+            node.killed = True
+
+
+async def test_groups_of_both_roles_hand_off(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "deepseek_v3")
+    of_nodes = {
+        f"{role}-{n}": group(tmp_path / role, 2, n)
+        for role in ("prefill", "decode")
+        for n in (0, 1)
+    }
+    async with Cluster(
+        model,
+        tmp_path,
+        num_prefill=2,
+        num_decode=2,
+        node_flags=("--engine.threads=1",),
+        flags_of=of_nodes,
+        router_flags=("--policy=round_robin",),
+    ) as cluster:
+        for number, tokens in enumerate(await answers(cluster, asyncio.Event(), 6)):
+            assert tokens == oracle(model).tokens(prompt(number), NUM_TOKENS)
+        for node in (*cluster.prefill, *cluster.decode):
+            assert sum((await node.describe()).counters.values())
