@@ -242,7 +242,9 @@ def test_a_gpu_gets_four_gib_of_host_pages_and_no_more_than_a_quarter_of_what_is
     config = EngineConfig(model=str(tmp_path), device="cuda:0")
     shape = resolve_shape(config, spec, dtype=torch.bfloat16, free=80 << 30)
     assert shape.host_pages == (pinned_gib << 30) // shape.layout.page_bytes
-    half = resolve_shape(config, spec, dtype=torch.bfloat16, free=80 << 30, share=Share(0, 2))
+    ranks = {"parallel": ParallelConfig(tp=2), "device": "cuda:0-1"}
+    two = config.model_copy(update=ranks)
+    half = resolve_shape(two, spec, dtype=torch.bfloat16, free=80 << 30, share=Share(0, 2))
     assert half.host_pages == shape.host_pages  # of half the size
     asked = CacheConfig(swap_pages=5_000_000)
     config = config.model_copy(update={"cache": asked})
@@ -285,7 +287,7 @@ def test_a_prefill_node_takes_no_host_pages_and_captures_no_graphs(monkeypatch):
     class BuiltError(Exception):
         pass
 
-    def build(config, follower_program):
+    def build(config, *others):
         assert config.cache.swap_pages == 0 and not config.cuda_graphs
         assert config.cache.num_pages == 77
         raise BuiltError

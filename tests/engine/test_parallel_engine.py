@@ -195,7 +195,7 @@ def borrowed(root: Path, kind: str) -> dict[str, Any]:
     return {"model": str(make_tiny(root, kind)), "model_backend": "transformers"}
 
 
-QUICK = {"dense", "transformers"}
+QUICK = {"dense"}
 CASES: dict[str, tuple[int, Any, int, Any]] = {
     "dense": (2, lambda root: {"model": str(make_checkpoint(root))}, NUM_PAGES, serve_text),
     "drafts": (2, lambda root: drafting(root, "ngram", "llama"), NUM_PAGES, serve_text),
@@ -293,6 +293,7 @@ def test_two_stages_have_the_tokens_of_one_rank(
     assert answers(config_of(tp, model=model, parallel=parallel, **fields), serve_again) == expected
 
 
+@pytest.mark.long
 def test_gloo_gives_the_same_tokens(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
 
@@ -364,6 +365,7 @@ def test_each_rank_has_its_part_of_weights_and_pages(tmp_path: Path) -> None:
         two.close()
 
 
+@pytest.mark.long
 def test_pages_of_every_rank_go_to_host_memory_and_back(tmp_path: Path) -> None:
     serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
     followers = serving.engine.loaded.followers
@@ -531,7 +533,7 @@ def rank_zero(root: Path, **parallel: Any) -> Iterator[RankZero]:
         running.close()
 
 
-@pytest.mark.parametrize("victim", ["rank 0", "rank 1"])
+@pytest.mark.parametrize("victim", [pytest.param("rank 0", marks=pytest.mark.long), "rank 1"])
 def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
     """One is killed while nothing runs."""
     with rank_zero(tmp_path) as running:
@@ -542,7 +544,8 @@ def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
 
 
 # Seen failing with no Ping sent.
-@pytest.mark.parametrize("step", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long  # the time that a rank has
+@pytest.mark.parametrize("step", [False, True])
 def test_a_frozen_rank_ends_its_node(step: bool, tmp_path: Path) -> None:
     """By the deadline of the collective, or without a step by its missing reply."""
     with rank_zero(tmp_path, collective_s=1.0) as running:
@@ -588,7 +591,8 @@ def test_what_two_stages_do_not_support_is_refused_by_name(tmp_path: Path) -> No
     refused(adapted(tmp_path / "b"), r"engine\.lora\.adapter_dir .*pp 2")
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_every_rank_takes_other_weights_and_gives_memory_back(
     tp: int, pp: int, tmp_path: Path
 ) -> None:
@@ -668,6 +672,7 @@ def exchange_slots(directory: Path) -> None:
     (directory / "index").write_bytes(index)
 
 
+@pytest.mark.long
 def test_host_memory_of_followers_is_kept_as_that_of_rank_0(tmp_path: Path) -> None:
     """Evicted prefixes are in it, which another role has too."""
     offload = OffloadConfig(cpu_bytes=1 << 20)
@@ -725,6 +730,7 @@ def test_pages_in_the_files_of_all_ranks_outlast_the_node(tmp_path: Path, harm: 
         second.close()
 
 
+@pytest.mark.long
 def test_all_ranks_take_the_host_pages_of_another_role(tmp_path: Path) -> None:
     """Seen failing without ReplaceHostPages: followers then swap pages that they do not have."""
     model = str(make_checkpoint(tmp_path))

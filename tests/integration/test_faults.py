@@ -60,6 +60,7 @@ async def test_requests_of_a_killed_prefill_node_are_answered_as_if_nothing_had_
         assert (await decode.describe()).counters["handoffs_failed"]
 
 
+@pytest.mark.long
 async def test_without_another_prefill_node_the_decode_node_prefills_by_itself(
     make: Callable[..., Cluster], known: Oracle
 ):
@@ -159,6 +160,7 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
         assert [_replay_told(one, doomed, other) for one in explained].count(True) == 4
 
 
+@pytest.mark.long
 async def test_a_whole_answer_is_the_same_if_its_node_is_killed_with_tokens_that_it_has_not_sent(
     make: Callable[..., Cluster], known: Oracle
 ):

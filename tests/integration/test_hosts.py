@@ -21,7 +21,7 @@ from tests.support.cluster import Cluster, children_of, free_ports, held, slowed
 from tests.support.island import Island
 from tests.support.programs import await_end
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 VOCABULARY = 256
 NUM_TOKENS = 200
@@ -99,7 +99,6 @@ async def test_answers_of_two_hosts_are_those_of_one_rank(tmp_path: Path) -> Non
         assert [await host.ended() for host in hosts] == [0, 0]
 
 
-@pytest.mark.long
 async def test_hosts_in_namespaces_of_their_own_with_tls(tmp_path: Path) -> None:
     """The decode node has two ranks here and two behind a link, which read from a prefill node
     here."""
@@ -127,7 +126,6 @@ async def test_hosts_in_namespaces_of_their_own_with_tls(tmp_path: Path) -> None
             assert await host.ended() == 0
 
 
-@pytest.mark.long
 async def test_other_weights_on_another_host_are_refused(tmp_path: Path) -> None:
     """Seen failing without the comparison: the node answers with a mix of both."""
     model = make_checkpoint(tmp_path / "model", "qwen3")
@@ -163,7 +161,6 @@ def freeze_rank(host: RankHost) -> None:
     os.kill(host.ranks[0], signal.SIGSTOP)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "code"), [(kill_host, -signal.SIGKILL), (kill_rank, 1), (freeze_rank, 1)]
 )

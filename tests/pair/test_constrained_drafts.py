@@ -115,8 +115,10 @@ def _drafter(kind: str, plain: dict[str, list[Asked]], vocabulary_size: int) -> 
     return speculator(kind, recall(_texts(plain)), vocabulary_size, NUM_DRAFTS)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
-@pytest.mark.parametrize("kind", ["right", "random", "ngram"])
+@pytest.mark.parametrize(
+    "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
+)
+@pytest.mark.parametrize("kind", ["right", pytest.param("random", marks=pytest.mark.long), "ngram"])
 def test_responses_are_those_without_drafts(noise, plain, kind, overlap):
     """All features in one batch.
 
@@ -235,7 +237,9 @@ def test_such_a_request_moves_and_is_replayed_among_drafts(noise, plain, name):
         assert one.tokens[:25] + rest.tokens == one.tokens
 
 
-@pytest.mark.parametrize("at", [9, 10, 11, 12])
+@pytest.mark.parametrize(
+    "at", [9, *(pytest.param(step, marks=pytest.mark.long) for step in (10, 11, 12))]
+)
 def test_a_row_whose_matcher_is_slow_among_drafts_waits_alone(noise, plain, monkeypatch, at):
     """It is computed again when its mask is ready. No token of that step counts, nor any draft."""
     loaded, _ = noise

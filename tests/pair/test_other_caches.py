@@ -88,7 +88,10 @@ def test_more_answers_than_fit_with_all_their_pages_fit_with_their_windows(model
             assert 3 * tables.pages_to_compute(260) > num_pages
 
 
-@pytest.mark.parametrize("architecture", [*LATENT_ARCHITECTURES, "qwen3_next"])
+@pytest.mark.parametrize(
+    "architecture",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in LATENT_ARCHITECTURES), "qwen3_next"],
+)
 @pytest.mark.parametrize("swap_pages, recomputed", [(64, False), (0, True)])
 def test_a_request_that_leaves_the_device_comes_back(model, architecture, swap_pages, recomputed):
     known = model(architecture)

@@ -13,7 +13,7 @@ from common.config import ClientsConfig, RouterConfig, ServerConfig
 from common.errors import Unauthenticated
 from common.identity.guard import MAY_CALL
 from common.identity.secret import new_secret
-from protos import decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, router_pb2
+from protos import decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, ranks_pb2, router_pb2
 from router.metrics import RouterMetrics
 from tests.api.rig import api_for
 
@@ -46,7 +46,7 @@ async def test_every_path_and_method_that_is_served_has_an_entry_and_no_other_ha
 
 
 def test_every_method_of_the_protocol_is_in_a_table():
-    files = (decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, router_pb2)
+    files = (decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, ranks_pb2, router_pb2)
     named = {
         f"/{service.full_name}/{method.name}"
         for file in files

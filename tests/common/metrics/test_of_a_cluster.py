@@ -16,7 +16,7 @@ from tests.support.cluster import Answer, Cluster, free_ports, slowed
 from tests.support.noise_model import write
 from tests.support.scrapes import Scrape, check_declared, check_only_grew, scraped, total, value
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 NUM_REQUESTS, NUM_TOKENS = 4, 12
 PROMPT = list(range(1, 101))

@@ -174,7 +174,8 @@ async def test_malformed_bytes_to_the_health_service_are_refused_without_a_line(
     async with of_a_node() as address, rpc.make_channel(address) as channel:
         code, _ = await failure(called(channel, path, b"\xff\xff\xff", streams=method == "Watch"))
     assert code is Code.INVALID_ARGUMENT
-    assert not caplog.records
+    # gRPC's poller reports a wake-up of several event loops in one process, which is harmless.
+    assert [one for one in caplog.records if "PollerCompletionQueue" not in one.message] == []
 
 
 async def healthy(address: str) -> bool:
