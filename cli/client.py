@@ -17,7 +17,7 @@ from common import tls
 from common.config import TlsConfig
 from common.errors import ConfigError, InvalidRequest
 from common.identity.program import identity_of
-from common.identity.secret import VARIABLE, unread
+from common.identity.secret import VARIABLE, operator_keys, unread
 from common.identity.tokens import Identity
 from common.rpc import check_address, make_channel, raise_if_cancelled
 from common.settings import ConfigArgumentParser
@@ -179,6 +179,21 @@ def secret_source(options: argparse.Namespace) -> str:
     if VARIABLE in os.environ:
         return f"the secret came from the variable {VARIABLE}"
     return f"no secret was sent: set --secret-file or the variable {VARIABLE}"
+
+
+def operator_credentials(options: argparse.Namespace) -> tuple[Metadata, str]:
+    """Return what an operator sends to routers, and its source for authentication errors.
+
+    It is the given API key, or else the operators' key of the secret.
+
+    Raises:
+        ConfigError: the key or the secret is unusable.
+    """
+    metadata, operator = credentials(options), identity(options)
+    if metadata or operator is None:
+        return metadata, key_source(options)
+    key = operator_keys(operator.keyrings.current())[0]
+    return (("authorization", f"Bearer {key}"),), secret_source(options)
 
 
 def key_source(options: argparse.Namespace) -> str:

@@ -17,7 +17,6 @@ from cli.operating.fleet import Fleet, Sources
 from cli.program import EXIT_INTERRUPTED
 from common import settings
 from common.errors import ConfigError
-from common.identity.secret import operator_keys
 from common.process.standard_output import say
 
 EXIT_UNDONE = 1
@@ -155,18 +154,11 @@ def run(
 async def with_fleet(
     options: argparse.Namespace, work: Callable[[argparse.Namespace, Fleet], Awaitable[_R]]
 ) -> _R:
-    """Run `work` with a Fleet.
-
-    Routers receive the given API key, or else the operators' key of the secret. Raises ConfigError.
-    """
-    identity = client.identity(options)
-    metadata, source = client.credentials(options), client.key_source(options)
-    secret_source = client.secret_source(options)
-    if not metadata and identity is not None:
-        key = operator_keys(identity.keyrings.current())[0]
-        metadata, source = (("authorization", f"Bearer {key}"),), secret_source
-    sources = Sources(to_routers=source, to_nodes=secret_source)
-    return await work(options, Fleet(metadata, client.certificates(options), identity, sources))
+    """Run `work` with a Fleet. Raises ConfigError."""
+    metadata, source = client.operator_credentials(options)
+    sources = Sources(to_routers=source, to_nodes=client.secret_source(options))
+    fleet = Fleet(metadata, client.certificates(options), client.identity(options), sources)
+    return await work(options, fleet)
 
 
 def json_text(data: Any, indent: int | None = _INDENT) -> str:

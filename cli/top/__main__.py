@@ -23,7 +23,7 @@ from cli import client
 from cli.operating.command import json_text, safe
 from cli.top import frame as top_frame
 from cli.top.frame import Rates
-from common import rpc, settings, tls
+from common import rpc, settings
 from common.errors import ConfigError
 from common.process.standard_output import say
 from protos.router_pb2 import GetClusterRequest, GetClusterResponse
@@ -59,7 +59,7 @@ def parser() -> settings.ConfigArgumentParser:
         "--once", action="store_true", help="print one frame, with the rates of one interval"
     )
     client.add_json_flag(parser)
-    client.add_credential_flags(parser, secret=False)
+    client.add_credential_flags(parser)
     return parser
 
 
@@ -198,16 +198,16 @@ def _keys(stop: asyncio.Event) -> Iterator[None]:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-async def _main(
-    options: argparse.Namespace, certificates: tls.Certificates | None, metadata: client.Metadata
-) -> int:
+async def _main(options: argparse.Namespace) -> int:
+    metadata, key_source = client.operator_credentials(options)
+    certificates = client.certificates(options)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     console = Console(highlight=False)
     async with rpc.make_channel(options.router, certificates) as channel:
         stub = RouterStub(channel)  # type: ignore[no-untyped-call]
-        top = TopView(options.router, stub, metadata, client.key_source(options))
+        top = TopView(options.router, stub, metadata, key_source)
         if options.json:
             lines = asyncio.create_task(print_json(top, options.interval, once=options.once))
             stopped = asyncio.create_task(stop.wait())
@@ -226,7 +226,6 @@ async def _main(
 if __name__ == "__main__":
     options = parser().parse_args()
     try:
-        metadata = client.credentials(options)
-        sys.exit(asyncio.run(_main(options, client.certificates(options), metadata)))
+        sys.exit(asyncio.run(_main(options)))
     except ConfigError as error:
         settings.wrong(PROGRAM, str(error))

@@ -17,6 +17,7 @@ from rich.console import Console
 from cli.top import __main__ as top
 from cli.top import frame as top_frame
 from cli.top.frame import Rates
+from common.identity.secret import new_secret
 from protos.router_pb2 import (
     ClusterNode,
     GetClusterResponse,
@@ -266,6 +267,27 @@ def test_once_prints_a_frame_without_colours_and_exits_with_0(router):
     assert "\x1b" not in said
     assert said.startswith(f"baton top  {router.address()} not ready: no decode node")
     assert said.count("unreachable") == 2
+
+
+# Seen failing with the API key alone: the secret is not sent.
+def test_an_operator_needs_no_api_key(tmp_path):
+    from tests.api.models import write_model
+
+    secret, keys = tmp_path / "secret", tmp_path / "keys.yaml"
+    secret.write_text(new_secret())
+    alice = [sys.executable, "-m", "cli.main", "api-key", "alice"]
+    keys.write_bytes(subprocess.run(alice, check=True, capture_output=True).stdout)
+    flags = [f"--model={write_model(tmp_path)}", "--prefill=127.0.0.1:1", "--decode=127.0.0.1:2"]
+    flags += ["--http-port=0", "--port=0", f"--secret-file={secret}", f"--api-keys={keys}"]
+    router = Program("router", *flags)
+    try:
+        for given, code in (((), top.EXIT_NO_ANSWER), ((f"--secret-file={secret}",), 0)):
+            asked = ["--once", "--interval=0.1", f"--router={router.address()}", *given]
+            with _top(*asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as told:
+                told.communicate(timeout=WAIT_S)
+            assert told.returncode == code
+    finally:
+        router.close()
 
 
 def test_once_without_a_router_says_so_and_exits_with_1():
