@@ -301,7 +301,7 @@ class DecodeClient:
         if self.status is None:
             return
         if self.moves:
-            log.info("engine recovered %s", kv(node=self.address))
+            log.info("engine responds %s", kv(node=self.address))
         else:
             event = "engine failed" if self.dead else "engine stalled"
             log.warning("%s %s", event, kv(node=self.address))
