@@ -334,6 +334,7 @@ def test_two_gpus_have_the_tokens_of_one(graphs: bool, tmp_path: Path) -> None:
     assert answers_of_a_process(config_of(2, device="cuda:0-1", **fields)) == one
 
 
+@pytest.mark.long
 def test_followers_report_the_memory_that_steps_leave(tmp_path: Path) -> None:
     config = config_of(2, model=str(make_checkpoint(tmp_path)))
     followers = Followers(config, "tests.support.measuring_follower")

@@ -42,6 +42,7 @@ class Router:
             await asyncio.sleep(STALL_S)
 
 
+@pytest.mark.long
 async def test_only_an_arm_that_delays_another_client_each_time_breaks_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ):

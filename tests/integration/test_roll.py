@@ -39,6 +39,7 @@ def _baton(command: str, *arguments: str, secret: Path) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.long
 async def test_a_node_is_drained_by_who_has_the_secret_and_not_without_need(
     make: Callable[..., Cluster], tmp_path: Path
 ):

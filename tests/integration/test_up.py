@@ -241,6 +241,7 @@ async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_
     assert await asyncio.to_thread(up.exit_code) == 0, up.output
 
 
+@pytest.mark.long
 def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all_if_asked_to(run, model):
     up = run(f"--model={model}", "--exit-on-failure")
     children = _serving(up)
@@ -251,6 +252,7 @@ def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all_if_ask
     assert not [pid for pid in children.values() if runs(pid)]
 
 
+@pytest.mark.long
 def test_when_it_is_killed_nothing_stays(run, model):
     up = run(f"--model={model}")
     children = _serving(up)

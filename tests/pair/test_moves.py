@@ -120,7 +120,9 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "architecture", [pytest.param("gpt_oss", marks=pytest.mark.long), "qwen3_next"]
+)
 def test_windows_and_states_go_along(model: Callable[[str], Known], architecture: str) -> None:
     known = model(architecture)
     with PairRig(known.loaded, decode=TWO, migrates=True) as rig:
