@@ -188,8 +188,8 @@ def producer(load: Load) -> dict[str, Any]:
     role = prefill_engine.make_role(cast(Engine, _Engine(core)), cast(NodeRuntime, runtime), config)
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
-    for number, prompt in enumerate(load.prompts()):
-        id = HandoffId(CONSUMER, number + 1, 1)
+    for number, prompt in enumerate(load.prompts(), start=1):
+        id = HandoffId(CONSUMER, number, 1)
         spec = RequestSpec(request_id="request", token_ids=prompt.tobytes(), sampling=sampling)
         port.waiting = [OpenedEvent(number, id, UNNAMED, Remaining(60.0), Prompt(spec))]
         clock.run("open", role.poll)
