@@ -18,7 +18,6 @@ from functools import partial
 from msgspec.structs import replace
 
 from common.errors import ServingError
-from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import AdapterManager
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.radix import PrefixCache
@@ -26,9 +25,9 @@ from engine.scheduler.scheduler import ChunkDone
 from node.request_state import Claim, Ending, RequestStage, RequestState
 from node.sharing.fetches import PrefixFetches
 from prefill_node.admission import PrefillQueues, PrefillState
+from prefill_node.pooling import NO_TOKEN
 
 WAIT_S = 0.02  # a Grant usually comes sooner, and its prompt needs one forward pass less
-_NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # its token is not used
 _STOPPED = RequestEnd(FinishReason.ABORT, "other prompts wait, or its Grant has come")
 
 
@@ -134,10 +133,11 @@ class PrefillAhead:
             num_tokens = len(request.token_ids)
             if key in self._tried or num_tokens > room or not self._is_eligible(request):
                 continue
-            if self._is_cached(request):
+            if self._is_cached(request):  # one comparison for each poll
                 self._tried[key] = 0
-                continue
-            self._begin(state, now)
+                self._next_at = now
+            else:
+                self._begin(state, now)
             return
 
     def _is_eligible(self, request: Request) -> bool:
@@ -154,7 +154,7 @@ class PrefillAhead:
         return len(request.token_ids) - match.num_tokens <= self._cache.page_size
 
     def _begin(self, state: PrefillState, now: float) -> None:
-        spec = replace(state.request.spec, sampling=_NO_TOKEN, num_generated=0)
+        spec = replace(state.request.spec, sampling=NO_TOKEN, num_generated=0)
         request = Request.of(
             spec,
             key=next(self._keys),

@@ -26,7 +26,7 @@ from node.messages import PoolingDone, SubmitPooling
 from node.queues import SchedulerQueue
 from node.request_state import Claim, Ending, RequestState, as_request_end
 
-_NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # no token is sampled
+NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # if its token is not used
 _LEFT = RequestEnd(FinishReason.ABORT, "the caller has disconnected")
 
 
@@ -177,7 +177,7 @@ class PoolingCalls:
         spec = RequestSpec(
             request_id=message.request_id,
             token_ids=token_ids.tobytes(),
-            sampling=_NO_TOKEN,
+            sampling=NO_TOKEN,
             namespace=message.namespace,
             engine_crashes=message.engine_crashes,
         )

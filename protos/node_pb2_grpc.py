@@ -176,7 +176,7 @@ class NodeServicer:
 
     def LoadAdapter(self, request, context):
         """Load a LoRA adapter from below the node's engine.lora.adapter_dir. FAILED_PRECONDITION with the reason:
-        there is none for this model, there is no free slot for it, or the name belongs to another adapter.
+        the directory has no such adapter for this model, no slot is free, or another adapter has the name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

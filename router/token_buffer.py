@@ -28,7 +28,7 @@ class StreamEnd(msgspec.Struct, frozen=True):
 
 
 class ModelVersion(msgspec.Struct, frozen=True):
-    """What a node computes tokens with.
+    """Version of the weights and of all else with which a node computes tokens.
 
     Attributes:
         fingerprint: hash of the weights and all else that decides the tokens. "": not reported.

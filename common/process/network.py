@@ -31,7 +31,7 @@ def own_address(network: str, setting: str) -> OwnAddress:
         network: as CIDR.
         setting: its name, for the error.
     Raises:
-        ConfigError: there is none.
+        ConfigError: this machine has no address in the network.
     """
     wanted = ip_network(network)
     found = list(_addresses())

@@ -1,4 +1,4 @@
-"""What a node of a group puts around its role and its runner: all nodes of the group run each step.
+"""Wrappers of the role and the runner of a node, with which all nodes of a group run each step.
 
 The event loop is that of any node. It gets idle batches where the role has nothing to launch and
 another node has.

@@ -1,4 +1,4 @@
-"""How the nodes of a group find each other on one host, in a directory that they are given.
+"""Rendezvous of the nodes of a group on one host, in a directory that is configured.
 
     rank 0: listens ............ one JoinGroup each -> JoinedGroup to all, and listens no more
     others: connect -> JoinGroup ------------------------^

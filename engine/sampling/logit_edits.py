@@ -287,7 +287,7 @@ class Penalties:
         num_drafts = num_rows // 2
         rows, ones = torch.arange(num_rows), torch.ones(num_rows)
         zeros = torch.zeros(num_rows, dtype=torch.int64)
-        nobody = _Rows(
+        rehearsed = _Rows(
             rows=rows,
             slots=rows,
             repetition=ones,
@@ -302,7 +302,7 @@ class Penalties:
             output_slots=rows,
             output_tokens=zeros,
         )
-        return _Work(self._counts, nobody, (num_rows - num_drafts, num_drafts))
+        return _Work(self._counts, rehearsed, (num_rows - num_drafts, num_drafts))
 
     def _uncounted(
         self, slots: NDArray[np.intp], ends: Ints, alone: NDArray[np.bool_]

@@ -95,8 +95,8 @@ async def join(config: RankHostConfig, stub: Any) -> tuple[LeaderStream, ranks_p
     """Join the node, when its leader listens. Wait for its other hosts.
 
     Raises:
-        ConfigError: the leader refuses the credentials, or this host proves nothing of its own.
-        NodeUnavailable: it refuses this host, or there is none in time.
+        ConfigError: the leader refuses the credentials, or this host has none.
+        NodeUnavailable: the leader refuses this host, or does not listen in time.
     """
     reason = "it was not reached"
     try:

@@ -54,7 +54,7 @@ def test_there_are_only_so_many_slots():
 
 
 def test_pages_are_counted_by_the_data_in_them():
-    """Those of requests with a slot, once for each request, without those behind a window."""
+    """A page counts once for each request with a slot, unless it lies behind a window."""
     table = SlotTable(3, 256, 16, windows=(None, 16, None), state_pages=2)
     first, second = _request(1, tokens=80), _request(2, tokens=40)
     slot, other = table.acquire(first), table.acquire(second)
