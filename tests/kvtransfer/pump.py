@@ -110,6 +110,9 @@ class Pump:
                 except PeerGone:
                     poll.unregister(sock)
                     self._sockets.pop(as_consumer).close()
+                    with self._changed:
+                        for stream in list(self.open):
+                            self._close(stream, "the engine has ended")
                     continue
                 with self._changed:
                     for message in messages:
