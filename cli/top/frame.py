@@ -324,6 +324,8 @@ def _used(node: ClusterNode) -> str:
 
 def _queues(node: ClusterNode) -> Text:
     full = [f"{safe(name)} {number}" for name, number in sorted(node.queues.items()) if number]
+    if node.group:
+        full.insert(0, f"group {safe(node.group)} rank {node.group_rank}")
     retractions = node.counters.get("retractions", 0)
     line = Text("  ".join(full))
     if retractions:

@@ -98,6 +98,14 @@ def test_a_wide_frame_has_everything_in_one_line_for_each_node():
     assert "up 1 h 6 min" in shown[0]
 
 
+def test_a_node_of_a_group_shows_its_place_in_the_group():
+    def grouped(at_s):
+        return cluster(at_s, node("decode", "10.0.0.8:50200", at_s, group="east", group_rank=1))
+
+    (line,) = [line for line in lines(150, make=grouped) if line.startswith("10.0.0.8")]
+    assert line.endswith("group east rank 1")
+
+
 def split(at_s, num_ranks=2):
     """The cluster with ranks in its decode node."""
     now = cluster(at_s)
