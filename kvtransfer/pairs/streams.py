@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 MAX_STREAMS = 1024
 # Prompts with images are megabytes each, and may arrive together: two seconds of 1 Gbit/s.
 _MAX_UNSENT_BYTES = 256 << 20
+# A few for each of thousands of requests: a busy peer may not read for as long as a forward pass.
+_MAX_UNSENT = 16_384
 _LAST_WORDS_S = 0.5  # for the engine thread, or the end of the process, to report the reason
 
 Outward: TypeAlias = kvtransfer_pb2.FromConsumer | kvtransfer_pb2.FromProducer
@@ -74,7 +76,9 @@ class PairStream:
         self.number = number
         self.as_consumer = as_consumer
         self.outgoing: OutgoingStream[Outward] = OutgoingStream(
-            last_words=None if as_consumer else codec.last_words, max_bytes=_MAX_UNSENT_BYTES
+            last_words=None if as_consumer else codec.last_words,
+            max_messages=_MAX_UNSENT,
+            max_bytes=_MAX_UNSENT_BYTES,
         )
         self.reason = "the peer has closed the stream"  # why it ended
         self.engine_died = False  # whether the peer's engine died, which ended it
