@@ -15,7 +15,7 @@ from tests.browser.view import PHONE, View
 from tests.support.cluster import Cluster, slowed
 from tests.support.http_client import post
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 EVIL = "<img src=/x onerror=alert(1)>"
 GREEDY = {"max_tokens": 24, "temperature": 0}
@@ -136,7 +136,6 @@ def test_what_happened_to_a_request_is_told_once_somebody_opens_it(view: View, c
     assert {"placed", "granted"} <= set(view.texts("#event-rows td:nth-child(3)"))
 
 
-@pytest.mark.long
 def test_an_answer_can_be_stopped(view: View):
     view.ask("on and on", max_tokens=4000, temperature=0)
     view.until(lambda: view.text("#answer"), "the answer begins")
@@ -172,7 +171,6 @@ BOTH_WAYS = """
 """
 
 
-@pytest.mark.long
 def test_every_line_stays_between_the_two_columns(view: View, cluster: Cluster):
     view.run(BOTH_WAYS, *(node.address for node in cluster.nodes))
     view.until(lambda: len(view.all(".link")) == 3, "links in all directions are drawn")
@@ -185,7 +183,6 @@ def test_every_line_stays_between_the_two_columns(view: View, cluster: Cluster):
     assert all(box["right"] <= right["x"] + 2 for box in boxes), boxes
 
 
-@pytest.mark.long
 def test_what_a_model_or_a_request_is_called_stays_text(
     view: View, cluster: Cluster, background: Background
 ):
@@ -217,7 +214,6 @@ def test_the_browser_makes_no_html_of_text_and_runs_no_foreign_script(view: View
     assert refused and all("has been blocked" in complaint for complaint in refused)
 
 
-@pytest.mark.long
 def test_two_parts_of_the_page_say_the_same_of_one_request(view: View):
     # Seen failing: 83 and 36 tokens/s.
     view.ask("how fast is this one", **GREEDY)
@@ -239,7 +235,6 @@ def test_two_parts_of_the_page_say_the_same_of_one_request(view: View):
     )
 
 
-@pytest.mark.long
 def test_the_tiles_show_percentiles_rejections_errors_and_the_scale_of_each_line(view: View):
     view.run(FAKE, EVIL)
     view.until(lambda: len(view.all(".node")) == 64, "the cluster is shown")
@@ -259,7 +254,6 @@ def test_the_tiles_show_percentiles_rejections_errors_and_the_scale_of_each_line
     view.until(lambda: tile("In-flight requests").endswith("1 0"), "and so has that of requests")
 
 
-@pytest.mark.long
 def test_the_reference_of_the_page_has_its_terms(view: View):
     view.run("document.querySelector('.docs').click()")
     terms = view.until(lambda: view.texts(".terms dt"), "the reference is shown")
@@ -267,7 +261,6 @@ def test_the_reference_of_the_page_has_its_terms(view: View):
     assert all(view.texts(".terms dd"))
 
 
-@pytest.mark.long
 def test_prompts_that_the_model_answers_are_buttons(view: View):
     view.run(FAKE, "baton-demo")
     view.until(lambda: view.texts("#examples button"), "there are some")
@@ -276,7 +269,6 @@ def test_prompts_that_the_model_answers_are_buttons(view: View):
     assert view.run("return document.querySelector('#prompt').value") == "add 27 15 ="
 
 
-@pytest.mark.long
 def test_the_words_of_a_card_are_explained_where_one_points_at_them(view: View):
     titled = "return [...document.querySelectorAll(arguments[0])].map((e) => e.title)"
     for words in (".node .facts > div", ".queues li", "#paths li", ".reads li", "#holders li"):
@@ -296,7 +288,6 @@ SILENT = """
 """
 
 
-@pytest.mark.long
 def test_a_router_process_that_is_silent_is_told_of_beside_what_it_would_be_part_of(view: View):
     view.run(SILENT)
     words = "1 of 2 router processes does not respond"
@@ -331,7 +322,6 @@ FAKE = """
 """
 
 
-@pytest.mark.long
 def test_sixty_four_nodes_with_html_for_names_are_text_that_fits_a_phone(view: View):
     view.run(FAKE, EVIL)
     view.until(lambda: len(view.all(".node")) == 64, "all nodes are shown")
@@ -344,7 +334,6 @@ def test_sixty_four_nodes_with_html_for_names_are_text_that_fits_a_phone(view: V
     assert view.run("return window.ran") is None
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_all_of_it_without_scrolling_sideways_and_every_text_stands_out(
     view: View, scheme: str
@@ -411,7 +400,6 @@ RECORD_BUSY = """
 """
 
 
-@pytest.mark.long
 def test_it_can_be_used_with_a_keyboard_and_read_out(view: View):
     view.one("body").send_keys(Keys.TAB)
     assert view.run("return document.activeElement.textContent") == "Skip to the prompt"
@@ -427,7 +415,6 @@ def test_it_can_be_used_with_a_keyboard_and_read_out(view: View):
     assert view.run("return window.left") == ["false", "true"]
 
 
-@pytest.mark.long
 def test_a_node_that_dies_is_shown_within_seconds_and_so_is_its_return(
     view: View, cluster: Cluster, background: Background
 ):
@@ -446,7 +433,6 @@ def test_a_node_that_dies_is_shown_within_seconds_and_so_is_its_return(
     view.until(lambda: view.text("#router-state") == "ready", "and requests can be placed")
 
 
-@pytest.mark.long
 def test_a_router_that_dies_is_told_and_the_page_recovers_by_itself(
     view: View, cluster: Cluster, background: Background
 ):

@@ -349,6 +349,7 @@ def test_followers_report_the_memory_that_steps_leave(tmp_path: Path) -> None:
         followers.close()
 
 
+@pytest.mark.long
 def test_each_rank_has_its_part_of_weights_and_pages(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
     one, two = Serving(config_of(1, model=model)), Serving(config_of(2, model=model))
@@ -396,6 +397,7 @@ def test_pages_of_every_rank_go_to_host_memory_and_back(tmp_path: Path) -> None:
         serving.close()
 
 
+@pytest.mark.long
 def test_a_job_that_fails_on_a_rank_is_an_error_and_nothing_else(tmp_path: Path) -> None:
     serving = Serving(config_of(2, **adapted(tmp_path)))
     try:
@@ -459,6 +461,7 @@ def test_a_process_that_was_stopped_does_not_take_others_for_late() -> None:
     assert not ping.late
 
 
+@pytest.mark.long
 def test_every_rank_reports_its_memory_and_how_far_it_is(tmp_path: Path) -> None:
     serving = Serving(config_of(2, model=str(make_checkpoint(tmp_path))))
     followers = serving.engine.loaded.followers
@@ -572,6 +575,7 @@ def test_a_rank_that_freezes_while_nothing_runs_is_named(tmp_path: Path) -> None
     assert "ranks do not reply" in errors and "ranks=1 " in errors
 
 
+@pytest.mark.long
 def test_a_model_that_ranks_cannot_split_is_refused_with_numbers(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path))
     with pytest.raises(ConfigError, match="3 ranks cannot have equal parts of"):
@@ -696,13 +700,8 @@ def test_host_memory_of_followers_is_kept_as_that_of_rank_0(tmp_path: Path) -> N
         serving.close()
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        "none",
-        *(pytest.param(f"other {each}", marks=pytest.mark.long) for each in ("bytes", "slots")),
-    ],
-)
+@pytest.mark.parametrize("harm", ["none", "other bytes", "other slots"])
+@pytest.mark.long
 def test_pages_in_the_files_of_all_ranks_outlast_the_node(tmp_path: Path, harm: str) -> None:
     """Seen failing without the comparison of records, and with files of rank 0 alone."""
     files = OffloadConfig(cpu_bytes=1 << 20, disk_dir=tmp_path / "files", disk_bytes=1 << 20)

@@ -51,7 +51,7 @@ CLASSES = {
 }
 
 # One of each kind of attention, and of each form of matrices.
-QUICK = ("gpt2", "cohere2", "gemma3n_text", "qwen3_moe", "deepseek_v3", "llama4_text", "helium")
+QUICK = ("gpt2", "cohere2", "qwen3_moe", "deepseek_v3", "llama4_text", "helium")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,11 @@ def checkpoints(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "kind, quantize",
-    [("gemma3n_text", "none"), ("qwen3_moe", "none"), pytest.param("gpt2", "int8", marks=int8)],
+    [
+        pytest.param("gemma3n_text", "none", marks=pytest.mark.long),
+        ("qwen3_moe", "none"),
+        pytest.param("gpt2", "int8", marks=int8),
+    ],
 )
 def test_other_weights_are_those_that_it_computes_with(checkpoints, tmp_path, kind, quantize):
     new = make_tiny(tmp_path, kind, seed=1, **CLASSES[kind])
@@ -242,7 +246,7 @@ def test_a_class_that_cannot_be_served_is_refused_by_name_before_weights_are_rea
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["dbrx", "longcat_flash"])
+@pytest.mark.parametrize("kind", ["dbrx", pytest.param("longcat_flash", marks=pytest.mark.long)])
 def test_a_class_that_reads_numbers_out_of_tensors_can_be_tried_without_weights(tmp_path, kind):
     """Which expert has tokens, as an index, or how many there are."""
     tiny_config(kind).save_pretrained(tmp_path)

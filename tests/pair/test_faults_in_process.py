@@ -188,7 +188,12 @@ def test_nothing_is_computed_from_pages_that_their_producer_had_let_go(known):
 
 
 @pytest.mark.parametrize(
-    "sides", [BOTH, ["consumer"], ["producer"]], ids=["cut", "consumer", "producer"]
+    "sides",
+    [
+        pytest.param(BOTH, id="cut"),
+        pytest.param(["consumer"], id="consumer"),
+        pytest.param(["producer"], id="producer", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("state", EVERYWHERE, ids=str)
 def test_a_stream_that_is_cut_costs_its_attempts_and_is_replaced(known, state, sides):

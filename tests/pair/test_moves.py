@@ -84,21 +84,27 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
     "sampling",
     [
         pytest.param(SAMPLED, id="sampled-with-penalties"),
-        pytest.param({"logprobs": 2}, id="log-probabilities"),
+        pytest.param({"logprobs": 2}, id="log-probabilities", marks=pytest.mark.long),
         pytest.param(
             {"guide": GuidedDecoding("regex", "[a-z ]{200}"), "max_tokens": 60}, id="grammar"
         ),
         pytest.param(
             SAMPLED | {"min_tokens": 30, "stop_token_ids": (9,), "logit_bias": ((9, 100.0),)},
             id="least-tokens-and-bias",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             SAMPLED | {"allowed_token_ids": tuple(range(20, 26)), "bad_word_ids": BAD_WORDS},
             id="bad-words",
+            marks=pytest.mark.long,
         ),
-        pytest.param({"prompt_logprobs": 1}, id="log-probabilities-of-the-prompt"),
         pytest.param(
-            {"thought": ReasoningTokens(close=3), "thinking_budget": 20}, id="thinking-budget"
+            {"prompt_logprobs": 1}, id="log-probabilities-of-the-prompt", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"thought": ReasoningTokens(close=3), "thinking_budget": 20},
+            id="thinking-budget",
+            marks=pytest.mark.long,
         ),
     ],
 )
