@@ -19,6 +19,8 @@ from tests.browser.conftest import Background
 from tests.browser.view import View
 from tests.support.stub_decode_node import StubDecodeNode
 
+pytestmark = pytest.mark.long
+
 
 class Served:
     """A router with one stub node, from its making to `stop`, in one task."""
