@@ -164,7 +164,7 @@ class BackendConnection(Protocol):
 
     @property
     def path(self) -> str:
-        """Name what carries the bytes: nvlink | cuda_ipc | rdma | cma | tcp | loopback."""
+        """Name what carries the bytes: nvlink | cuda_ipc | rdma | cma | tcp."""
         ...
 
     def probe(self) -> float:

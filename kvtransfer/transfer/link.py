@@ -83,7 +83,7 @@ class LinkUp:
     """A proved and probed path. At most once, before any ReadEnded."""
 
     link: "PageLink"
-    path: str  # nvlink | cuda_ipc | rdma | cma | tcp | loopback
+    path: str  # nvlink | cuda_ipc | rdma | cma | tcp
     gib_per_s: float
     members: tuple[LinkMember, ...] = ()
 

@@ -13,7 +13,6 @@ import pytest
 
 from common.errors import EngineFault, Overloaded, TransferError
 from kvtransfer.backends.base import BackendConnection, Ints
-from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import TablePages
 from kvtransfer.transfer import link as link_module
@@ -30,6 +29,7 @@ from kvtransfer.transfer.link import (
 )
 from tests.support.data_children import CANARY, CONSUMER, Memory
 from tests.support.data_ends import NearProducer
+from tests.support.loopback import LoopbackBackend, LoopbackFaults
 
 NUM_PAGES, PAGE_BYTES = 64, 4096
 PRODUCER = 1

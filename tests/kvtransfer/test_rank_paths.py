@@ -26,7 +26,6 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import LayerState, PagedKV, PagedLatent, RecurrentState, StateCells
 from kvtransfer import data_paths
 from kvtransfer.backends.base import Ints, PagePool, TransferBackend
-from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults, LoopbackProducer
 from kvtransfer.frontend_messages import PairOpened
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello, region_of
@@ -62,6 +61,7 @@ from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
 from kvtransfer.transfer.rank_paths import RankLinks, TransferPaths
 from tests.support.data_children import CANARY, Memory, content
 from tests.support.data_ends import wait_for
+from tests.support.loopback import LoopbackBackend, LoopbackFaults, LoopbackProducer
 
 WAIT_S = 60.0
 PRODUCER, CONSUMER, STREAM = 7, 8, 1

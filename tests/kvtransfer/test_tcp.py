@@ -12,7 +12,6 @@ import pytest
 
 from common.errors import TransferError
 from kvtransfer.backends.base import BackendConnection, ReadRefused, TransferBackend
-from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
@@ -34,6 +33,7 @@ from kvtransfer.transfer.link import (
 from tests.support.cluster import free_ports
 from tests.support.data_children import CANARY, CONSUMER, Memory, make_backend, scattered
 from tests.support.data_ends import changed, introduced, introduction, wait_for
+from tests.support.loopback import LoopbackBackend
 
 MOST = 80  # connections of one consumer
 NUM_PAGES, PAGE_BYTES = 2048, 4112  # several requests for all of them

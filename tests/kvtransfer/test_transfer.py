@@ -19,7 +19,6 @@ from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining
 from kvtransfer.backends.base import BackendConnection, PagePool, PageProducer, prepared
-from kvtransfer.backends.loopback import LoopbackBackend, LoopbackProducer
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.tcp.backend import TcpBackend
@@ -62,6 +61,7 @@ from kvtransfer.transfer.thread import EventOutlet, TransferThread
 from tests.kvtransfer.pump import WAIT_S, Pump
 from tests.support.data_children import CANARY, Memory, content
 from tests.support.data_ends import wait_for
+from tests.support.loopback import LoopbackBackend, LoopbackProducer
 from tests.support.specs import make_spec
 
 PAGE_SIZE = 4

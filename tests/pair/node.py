@@ -47,7 +47,6 @@ from engine.offload.file_cache import version_of
 from engine.runner.stream import DeviceStream
 from engine.sizing import resolve_shape
 from engine.speculative import Speculator
-from kvtransfer.backends.loopback import LoopbackBackend
 from node.engine_process import EngineStart
 from node.messages import (
     Drained,
@@ -62,6 +61,7 @@ from node.messages import (
 from node.runtime import NodeRuntime
 from prefill_node import engine as prefill_engine
 from tests.pair.wires import FrontEnd
+from tests.support.loopback import LoopbackBackend
 
 STREAM = 1  # of the only router
 CONFIGS: dict[str, type[Any]] = {"prefill": PrefillConfig, "decode": DecodeConfig}

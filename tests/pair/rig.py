@@ -26,7 +26,6 @@ from common.requests.namespace import NO_ADAPTER, SHARED, AdapterId, Namespace, 
 from common.requests.sampling import SamplingParams
 from engine.batch.request import FinishReason
 from engine.runner.stream import DeviceStream, WorkerStream
-from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.messages import GrantHandoff
 from kvtransfer.transfer.thread import WakeUp
 from node.messages import (
@@ -40,6 +39,7 @@ from node.messages import (
 )
 from tests.pair.node import STREAM, Asked, Common, Loaded, Node, Size, make_node
 from tests.pair.wires import Wires
+from tests.support.loopback import LoopbackBackend
 
 TIMEOUT_S = 60.0  # of every wait of a test
 SCHEDULER = SchedulerConfig.model_fields

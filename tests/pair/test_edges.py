@@ -4,7 +4,6 @@ import pytest
 
 from common.requests.namespace import SHARED, namespace_of
 from engine.batch.request import FinishReason
-from kvtransfer.backends.loopback import LoopbackConnection
 from kvtransfer.messages import (
     CancelHandoff,
     GrantHandoff,
@@ -19,6 +18,7 @@ from node.messages import DrainNode, NodeLink
 from protos import kvtransfer_pb2
 from tests.pair.rig import Loaded, PairRig, Size
 from tests.support.checkpoints import make_checkpoint
+from tests.support.loopback import LoopbackConnection
 
 PROMPT = list(range(40, 90))  # three pages and a part
 
