@@ -88,7 +88,7 @@ class DecodeRole:
         self._handoffs = handoffs
         self._migrations = migrations
         self._canary = canary
-        self._told_trial: Request | None = None
+        self._reported_trial: Request | None = None
 
     # Role ---------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class DecodeRole:
         if self._launch_waits_s > 0:
             return None
         batch = self.scheduler.next_batch()
-        if self.scheduler.on_trial is not self._told_trial:
+        if self.scheduler.on_trial is not self._reported_trial:
             self._report_trial(self.scheduler.on_trial)
         return batch
 
@@ -282,7 +282,7 @@ class DecodeRole:
 
     def _report_trial(self, request: Request | None) -> None:
         """Report the request on trial, before the launch of the step that may crash the engine."""
-        self._told_trial = request
+        self._reported_trial = request
         self._control.notify(
             QuarantineStarted(*request.origin) if request else QuarantineStarted(0, 0)
         )

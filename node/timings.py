@@ -112,7 +112,7 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
         ]
         return Timeline(
             tuple(rows),
-            tuple(_told(attempt) for attempt in self.attempts),
+            tuple(_summary(attempt) for attempt in self.attempts),
             self.first_token - zero if self.first_token else None,
         )
 
@@ -183,7 +183,7 @@ def _chain(
     ]
 
 
-def _told(attempt: HandoffTimings) -> HandoffSummary:
+def _summary(attempt: HandoffTimings) -> HandoffSummary:
     return HandoffSummary(
         attempt.prefill,
         attempt.path,

@@ -177,7 +177,7 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
 def _pooling(request: pooling_pb2.PoolRequest) -> PoolingParams:
     if request.pool not in _POOLS:
         raise InvalidRequest(f"pool is {request.pool}, which is no pooling mode")
-    some = request.label_token_ids[: pooling.MAX_TOLD_TOKENS + 1]
+    some = request.label_token_ids[: pooling.MAX_LABEL_TOKENS + 1]
     wanted = PoolingParams(PoolingMode(request.pool), tuple(some))
     pooling.check(wanted)
     return wanted
@@ -263,7 +263,7 @@ def _parts(frontend: NodeFrontend, *, calls: bool, fetches: bool) -> RoleService
     return RoleServices(
         services=(pairs.register, pooling.register),
         background=(streams.run, dialer.run),
-        handoff=lambda handoff: spans.tell_handoff(frontend.tracer, handoff),
+        handoff=lambda handoff: spans.record_handoff(frontend.tracer, handoff),
         pooled=pooling.pooled,
         pair_with=pair_with,
         drain=drain,

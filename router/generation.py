@@ -128,7 +128,7 @@ class Attempt:
 
     def wake(self) -> None:
         """End a wait in `begun`."""
-        self._tokens.tell()
+        self._tokens.wake()
 
     def hand_over(self) -> None:
         """End this attempt because another one continues the request.
@@ -136,7 +136,7 @@ class Attempt:
         Only the first end counts. An end that the node has reported came earlier.
         """
         self._tokens.end(NodeLost("it continues on another node", LossCause.UNRELATED))
-        self._tokens.tell()
+        self._tokens.wake()
 
     def close(self) -> None:
         """Cancel the request on the node, unless it has ended. Release its share of the load."""
@@ -171,7 +171,7 @@ def submit(
             spec,
             placed.prefill,
             Remaining(left_s, queue_s),
-            partial(timeline.told, timings),
+            partial(timeline.receive, timings),
             move_from=move_from,
             prefix_hints=placed.prefix_at,
         )

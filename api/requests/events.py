@@ -23,7 +23,7 @@ class EventHistory(msgspec.Struct, frozen=True):
     events: tuple[TimelineEvent, ...]
 
 
-def told(timeline: RequestTimeline) -> EventHistory:
+def event_history(timeline: RequestTimeline) -> EventHistory:
     zero = timeline.arrived
     events = [
         TimelineEvent(event.at - zero, event.what, event.detail)

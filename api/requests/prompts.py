@@ -324,19 +324,19 @@ def render_conversation(messages: ChatPrompt, template: ChatTemplate, max_charac
 
 
 def _as_templates_know_it(turn: ChatTurn, reasoning: str) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.parts:
-        told["content"] = [_part(part) for part in turn.parts]
+        message["content"] = [_part(part) for part in turn.parts]
     elif turn.content is None and not turn.tool_calls:
-        told["content"] = ""  # templates concatenate it with text
+        message["content"] = ""  # templates concatenate it with text
     if turn.name is not None:
-        told["name"] = turn.name
+        message["name"] = turn.name
     if turn.tool_call_id is not None:
-        told["tool_call_id"] = turn.tool_call_id
+        message["tool_call_id"] = turn.tool_call_id
     if turn.reasoning and reasoning:
-        told[reasoning] = turn.reasoning
+        message[reasoning] = turn.reasoning
     if turn.tool_calls:
-        told["tool_calls"] = [
+        message["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -347,7 +347,7 @@ def _as_templates_know_it(turn: ChatTurn, reasoning: str) -> dict[str, Any]:
             }
             for call in turn.tool_calls
         ]
-    return told
+    return message
 
 
 def _part(part: str | ImageInput) -> dict[str, str]:

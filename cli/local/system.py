@@ -44,13 +44,13 @@ class LocalSystem:
     def names(self) -> list[str]:
         return [program.name for program in self._programs]
 
-    async def until_ready(self, tell: Callable[[str, str], None]) -> None:
+    async def until_ready(self, report: Callable[[str, str], None]) -> None:
         """Wait until every process is healthy. The router is healthy when it can serve a
         request."""
 
         async def wait(program: plan.Program) -> None:
             await self._until_serving(program)
-            tell(program.name, program.address)
+            report(program.name, program.address)
 
         await asyncio.gather(*(wait(program) for program in self._programs))
 

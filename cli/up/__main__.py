@@ -106,9 +106,9 @@ async def _start(system: LocalSystem, sample: Sample, start_s: float, screen: Sc
     """Start the system. Raises StartFailed if it is not ready in time or the sample request
     fails."""
     try:
-        with screen.waiting_for(system.names) as tell:
+        with screen.waiting_for(system.names) as report:
             async with asyncio.timeout(start_s):
-                await system.until_ready(tell)
+                await system.until_ready(report)
     except TimeoutError:
         raise StartFailed(f"not all processes were ready within {start_s:.0f} s") from None
     screen.say(f"\n> {sample.prompt}", style="bold")

@@ -187,7 +187,7 @@ class Health:
         self._names = ("", *services)
         self._serving: bool | None = None
 
-    async def tell(self, serving: bool) -> None:
+    async def set_serving(self, serving: bool) -> None:
         """Send the status to probes and watchers.
 
         Before the first call, no service is known to them.

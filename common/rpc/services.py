@@ -203,14 +203,14 @@ def add_service(
 def _admission(handler: Any, guard: RpcGuard | None, method: str) -> Admit:
     if guard is not None:
         return guard.of(method)
-    return _nobody_asked_at_once if handler.request_streaming else _nobody_asked
+    return _unauthenticated_at_once if handler.request_streaming else _unauthenticated
 
 
-async def _nobody_asked(_context: Any) -> Any:
+async def _unauthenticated(_context: Any) -> Any:
     return ANYBODY
 
 
-async def _nobody_asked_at_once(context: Any) -> Any:
+async def _unauthenticated_at_once(context: Any) -> Any:
     """Send empty metadata at once, for callers that wait for a proof before their first message."""
     await context.send_initial_metadata(())
     return ANYBODY

@@ -87,7 +87,7 @@ class OtlpTracer:
         own = SpanName(above.trace_id, _drawn(64), sampled=True).header if above.sampled else ""
         return TraceContext(parent, own)
 
-    def tell(
+    def record(
         self,
         trace: TraceContext,
         name: str,

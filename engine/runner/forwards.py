@@ -365,7 +365,7 @@ class Forwards:
         if forward.states.inputs.chosen:
             tokens = self._keep(forward, tokens, output)
         output.tokens = _to_host(tokens)
-        output.told = _all_to_host(sampled.told)
+        output.logprobs = _all_to_host(sampled.logprobs)
         output.prompt = _all_to_host(sampled.prompt)
         output.pooled = [(rows, _to_host(values)) for rows, values in sampled.pooled]
 

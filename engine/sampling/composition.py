@@ -93,12 +93,12 @@ class SampledTokens:
 
     Attributes:
         tokens: int32 [samples of the step], as `sample` gives them.
-        told, prompt: columns of RowLogprobRequest, of samples and of prompts.
+        logprobs, prompt: columns of RowLogprobRequest, of samples and of prompts.
         pooled: of the rows that generate no token.
     """
 
     tokens: Tensor
-    told: Mapping[str, Tensor] = field(default_factory=dict)
+    logprobs: Mapping[str, Tensor] = field(default_factory=dict)
     prompt: Mapping[str, Tensor] = field(default_factory=dict)
     pooled: Pooled = ()
 
@@ -135,8 +135,8 @@ class SamplingInputs:
         num_prompt = 0 if self.prompt is None else len(self.prompt.places)
         if self.pooling is None:
             return HeadInputs(num_prompt=num_prompt)
-        told = torch.from_numpy(self.pooling.told)
-        return HeadInputs(not self.pooling.only, num_prompt, told)
+        scored = torch.from_numpy(self.pooling.scored)
+        return HeadInputs(not self.pooling.only, num_prompt, scored)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, contiguous and in host memory."""
@@ -170,16 +170,16 @@ class SamplingInputs:
             sent: `tensors()`, on the device.
         """
         logits = states.logits()
-        told: Mapping[str, Tensor] = {}
+        logprobs: Mapping[str, Tensor] = {}
         prompt: Mapping[str, Tensor] = {}
         if states.inputs.chosen:
-            tokens, told = self._choose(next(logits), sent, states.early)
+            tokens, logprobs = self._choose(next(logits), sent, states.early)
         else:
             tokens = nothing_sampled(states.samples)
         if self.prompt is not None:
             prompt, sent = self.prompt.run(logits, sent[0]), sent[1:]
         pooled = () if self.pooling is None else self.pooling.run(states, logits, sent)
-        return SampledTokens(tokens, told, prompt, pooled)
+        return SampledTokens(tokens, logprobs, prompt, pooled)
 
     def _columns(self, sent: Sequence[Tensor], early: Tensor | None) -> SamplingColumns | None:
         """Return `columns` on the device."""
@@ -220,10 +220,10 @@ class SamplingInputs:
             parts.append(part)
             work.before(part, logits)
         tokens = sample(logits, columns)
-        told: dict[str, Tensor] = {}
+        logprobs: dict[str, Tensor] = {}
         for work, part in zip(self.works, parts, strict=True):
-            told |= work.after(part, tokens)
-        return tokens, told
+            logprobs |= work.after(part, tokens)
+        return tokens, logprobs
 
 
 NOTHING_ASKED = SamplingInputs()
@@ -250,7 +250,7 @@ class SamplingFeatures:
         self._wanted = np.zeros(table.num_slots, np.uint32)  # a bit for each feature
         self._waits = np.zeros(table.num_slots, np.uint32)  # the subset that waits
         self._follows = np.zeros(table.num_slots, np.uint32)  # and that in steps with drafts
-        table.tell_of_requests(self._acquire)
+        table.add_listener(self._acquire)
 
     def build(self, batch: ScheduleBatch) -> SamplingInputs:
         """Return the sampling work of a step, at its launch. Unused features cost nothing, because

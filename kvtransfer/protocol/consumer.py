@@ -356,7 +356,7 @@ class ConsumerEnd:
             case CancelCommand():
                 attempt = self._attempts.get(command.id)
                 if attempt is not None:
-                    self._tell_cancel(attempt, command.reason)
+                    self._send_cancel(attempt, command.reason)
                     self._leave(attempt, HandoffStatus.FAILED)
             case InvalidateCommand(producer, token_ids, namespace):
                 stream = self._stream_to(producer)
@@ -445,7 +445,7 @@ class ConsumerEnd:
     def _give_up(self, attempt: ConsumerHandoff, reason: str, *, retryable: bool = True) -> None:
         """End an attempt for a reason of this node. The producer is notified immediately (rule
         2)."""
-        self._tell_cancel(attempt, reason)
+        self._send_cancel(attempt, reason)
         self._lose(attempt, reason, retryable=retryable)
 
     def _lose(
@@ -463,7 +463,7 @@ class ConsumerEnd:
         self._actions.append(lost)
         self._leave(attempt, HandoffStatus.FAILED)
 
-    def _tell_cancel(self, attempt: ConsumerHandoff, reason: str) -> None:
+    def _send_cancel(self, attempt: ConsumerHandoff, reason: str) -> None:
         self._actions.append(SendMessage(attempt.stream, CancelHandoff(attempt.id, reason)))
 
     def _leave(self, attempt: ConsumerHandoff, end: HandoffStatus) -> None:

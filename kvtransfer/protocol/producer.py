@@ -280,8 +280,8 @@ class ProducerEnd:
         if handoff.admitted:
             raise EngineFault(f"{handoff.id} was admitted twice")
         handoff.admitted = True
-        told = HandoffQueued(handoff.id, command.compute_tokens, command.queued_tokens)
-        self._actions.append(SendMessage(handoff.stream, told))
+        queued = HandoffQueued(handoff.id, command.compute_tokens, command.queued_tokens)
+        self._actions.append(SendMessage(handoff.stream, queued))
 
     def _publish(self, handoff: _Handoff, command: PublishCommand) -> None:
         ranges = self._granted(handoff)

@@ -124,8 +124,8 @@ class ProducerSide:
         hello: this node's, without paths.
         wake: ends the transfer thread's sleep. Called by any thread.
         sums: samples the pages that are published.
-        max_untaken_tokens: limit of one consumer's Opens and Forgets that the engine thread has not
-            consumed yet. Above it, an Open is answered by Failed, retryable, and a Forget is
+        max_unconsumed_tokens: limit of one consumer's Opens and Forgets that the engine thread
+            has not consumed. Above it, an Open is answered by Failed, retryable, and a Forget is
             dropped.
     """
 
@@ -138,7 +138,7 @@ class ProducerSide:
         wake: Callable[[], None],
         sums: PageChecksums,
         *,
-        max_untaken_tokens: int = MAX_TOKENS,
+        max_unconsumed_tokens: int = MAX_TOKENS,
     ) -> None:
         self._end = end
         self._hello = hello
@@ -148,7 +148,7 @@ class ProducerSide:
         self._wake = wake
         self._admissions = ConsumerAdmissions(offers, wake)
         self._held = HeldMessages(outlet.send)
-        self._untaken = UnconsumedEvents(max_untaken_tokens)
+        self._unconsumed = UnconsumedEvents(max_unconsumed_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
         self._consumers: dict[int, NodeShape] = {}  # by stream
         self._poll_at: float | None = None
@@ -221,15 +221,15 @@ class ProducerSide:
             self._carry_out(self._end.stream_up(consumer.stream, consumer.instance, now))
 
     def _fits(self, stream: int, message: OpenHandoff | InvalidatePrefix) -> bool:
-        self._untaken.taken(self._outlet.num_taken)
-        return self._untaken.fits(stream, message.num_tokens)
+        self._unconsumed.consumed(self._outlet.num_consumed)
+        return self._unconsumed.fits(stream, message.num_tokens)
 
     def _ask(self, stream: int, message: OpenHandoff | InvalidatePrefix, now: float) -> None:
         """Forward a message to the protocol, and count it if an event for the engine follows."""
-        told = self._outlet.num_told
+        emitted = self._outlet.num_emitted
         self._carry_out(self._end.received(stream, message, now))
-        if self._outlet.num_told > told:
-            self._untaken.add(self._outlet.num_told, stream, message.num_tokens)
+        if self._outlet.num_emitted > emitted:
+            self._unconsumed.add(self._outlet.num_emitted, stream, message.num_tokens)
 
     def _turn_away(self, stream: int, reason: str) -> None:
         """Reject a consumer whose Hello has not been answered."""
@@ -270,7 +270,7 @@ class ProducerSide:
                     for stream, pages in self._exposed.pop(id, ()):
                         self._offers.withdraw(stream, pages)
                 case event:
-                    self._outlet.tell(event)
+                    self._outlet.emit(event)
         for stream in ended:  # its hand-offs are withdrawn by now
             self._dismiss(stream)
 
@@ -344,7 +344,7 @@ class UnconsumedEvents:
         self._opens.append((event, stream, num_tokens))
         self._tokens[stream] += num_tokens
 
-    def taken(self, event: int) -> None:
+    def consumed(self, event: int) -> None:
         """Record that the engine thread has consumed this event and all before it."""
         while self._opens and self._opens[0][0] <= event:
             _, stream, num_tokens = self._opens.popleft()

@@ -72,8 +72,8 @@ class EventOutlet(Generic[Event]):
     def __init__(self, frames: FrameSocket[PairInput]) -> None:
         self._frames = frames
         self._events: deque[Event] = deque()
-        self.num_told = 0  # events, counted on the transfer thread
-        self.num_taken = 0  # of these, counted on the engine thread
+        self.num_emitted = 0  # events, counted on the transfer thread
+        self.num_consumed = 0  # of these, counted on the engine thread
 
     def local_hello(self, hello: PairHello) -> None:
         self._frames.send(LocalHello(hello))
@@ -90,8 +90,8 @@ class EventOutlet(Generic[Event]):
     def end(self, stream: int, reason: str, *, refused: bool) -> None:
         self._frames.send(PairEnd(stream, reason, refused))
 
-    def tell(self, event: Event) -> None:
-        self.num_told += 1
+    def emit(self, event: Event) -> None:
+        self.num_emitted += 1
         self._events.append(event)
 
     @property
@@ -101,7 +101,7 @@ class EventOutlet(Generic[Event]):
     def take(self) -> list[Event]:
         """Return the events not consumed yet. Engine thread only."""
         events = [self._events.popleft() for _ in range(len(self._events))]
-        self.num_taken += len(events)
+        self.num_consumed += len(events)
         return events
 
 

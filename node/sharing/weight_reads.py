@@ -114,12 +114,12 @@ class WeightCopies:
 
     Args:
         pool: memory of the pages, uint8 [num_pages, page_bytes].
-        tell: called by that thread when something is done.
+        notify: called by that thread when something is done.
     """
 
-    def __init__(self, pool: Tensor, tell: Callable[[], None]) -> None:
+    def __init__(self, pool: Tensor, notify: Callable[[], None]) -> None:
         self._pool = pool
-        self._tell = tell
+        self._notify = notify
         self._worker = ThreadPoolExecutor(1, "weight reads")
 
     def copy(
@@ -136,7 +136,7 @@ class WeightCopies:
         """
         sizes = pieces.piece_bytes, pieces.num_bytes
         copying = self._worker.submit(self._copy, file, first, pages, sizes, lender)
-        copying.add_done_callback(lambda _: self._tell())
+        copying.add_done_callback(lambda _: self._notify())
         return copying
 
     def drop(self, file: ReceivedFile) -> None:
@@ -230,7 +230,7 @@ class WeightReads:
         instance: this node's.
         cache: of `pages`.
         pool: their memory, uint8 [num_pages, page_bytes].
-        tell: called by another thread when something is done.
+        notify: called by another thread when something is done.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class WeightReads:
         pages: PageAllocator,
         pool: Tensor,
         port: ConsumerCommands,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._weights = weights
@@ -253,7 +253,7 @@ class WeightReads:
         self._window_pages = max(most, 1)
         self._port = port
         self._clock = clock
-        self._copies = WeightCopies(pool, tell)
+        self._copies = WeightCopies(pool, notify)
         self._producers: dict[str, ProducerUp] = {}  # by address
         self._next_number = FIRST_NUMBER
         self._taking: _Taking | None = None

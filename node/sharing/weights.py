@@ -102,7 +102,7 @@ class WeightSharing:
     Args:
         pool: memory of `pages`.
         port: to the transfer thread.
-        tell: called by another thread when something is done.
+        notify: called by another thread when something is done.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class WeightSharing:
         pages: PageAllocator,
         pool: Tensor,
         port: TransferPort,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
         self._port = port
-        self._exports = WeightExports(weights, cache, pages, pool, port, tell)
+        self._exports = WeightExports(weights, cache, pages, pool, port, notify)
         self._reads = WeightReads(
             weights,
             instance=instance,
@@ -125,7 +125,7 @@ class WeightSharing:
             pages=pages,
             pool=pool,
             port=port,
-            tell=tell,
+            notify=notify,
         )
 
     @property

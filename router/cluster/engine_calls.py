@@ -264,7 +264,7 @@ def _problems(said: Sequence[BroadcastResult]) -> str:
 
 _LOAD_S = 65.0  # longer than a node takes
 _UNLOAD_S = 10.0
-_TOLD_S = 5.0  # longest wait until the router's streams report the change
+_REPORT_S = 5.0  # longest wait until the router's streams report the change
 
 
 class AdapterCalls:
@@ -300,7 +300,7 @@ class AdapterCalls:
             await self._unload(fresh, name)
             raise InvalidRequest(f"lora_path: {'; '.join(problems)}")
         answer: router_pb2.LoadAdapterResponse = loaded[0].answer
-        await self._cluster.adapters.until(name, answer.id, _TOLD_S)
+        await self._cluster.adapters.until(name, answer.id, _REPORT_S)
         return answer
 
     async def unload(self, name: str) -> router_pb2.UnloadAdapterResponse:
@@ -317,7 +317,7 @@ class AdapterCalls:
             raise InvalidRequest(f"lora_name: {'; '.join(problems)}")
         if not any(each.answer.known for each in said):
             raise NotFound(f"lora_name: no adapter {name!r} is loaded")
-        await self._cluster.adapters.until(name, None, _TOLD_S)
+        await self._cluster.adapters.until(name, None, _REPORT_S)
         return router_pb2.UnloadAdapterResponse(known=True)
 
     async def _unload(self, members: Sequence[NodeMember], name: str) -> list[BroadcastResult]:

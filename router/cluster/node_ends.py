@@ -126,17 +126,17 @@ class EngineLiveness:
         late_s = late_s if late_s > 0.0 else 0.0  # NaN counts as 0
         self._standstill.moved(late_s)
         if late_s < self._patience.silent_s:
-            self._tell(moves=True)
+            self._report(moves=True)
 
     async def until_dead(self) -> None:
         """Wait until the engine counts as dead. Returns at once while it stays dead."""
         while (silence_s := self._standstill.look()) < self._patience.dead_s:
             if silence_s >= self._patience.silent_s:
-                self._tell(moves=False)
+                self._report(moves=False)
             await asyncio.sleep(self._look_s)
-        self._tell(moves=False, dead=True)
+        self._report(moves=False, dead=True)
 
-    def _tell(self, *, moves: bool, dead: bool = False) -> None:
+    def _report(self, *, moves: bool, dead: bool = False) -> None:
         if (moves, dead) != (self.moves, self.dead):
             self.moves, self.dead = moves, dead
             self._on_change()

@@ -312,7 +312,7 @@ class _Fleet:
             ]
         )
 
-    async def tell_router(
+    async def call_router(
         self, router: str, method: str, request: Any, longest_s: float = 10.0
     ) -> Any:
         if method == "TellPlan":

@@ -67,7 +67,7 @@ def producer() -> Iterator[Producer]:
         outlet,
         lambda: None,
         nothing,
-        max_untaken_tokens=MAX_TOKENS,
+        max_unconsumed_tokens=MAX_TOKENS,
     )
     for consumer in (LOUD, QUIET):
         publisher.opened(PairOpened(consumer, _hello(consumer), False), 0.0)

@@ -149,11 +149,11 @@ async def test_a_writer_sleeps_through_tokens_that_it_does_away_with():
     for token in (1, 2):
         await asyncio.sleep(0)
         buffer.append(token)
-        buffer.tell()
+        buffer.wake()
     assert taken == [[1], [2]]
     buffer.append(3)
     buffer.end(StreamEnd("length"))
-    buffer.tell()
+    buffer.wake()
     assert taken == [[1], [2], [3]]
     assert await writer == StreamEnd("length")
 
@@ -167,7 +167,7 @@ async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before
     await asyncio.sleep(0)
     buffer.append(1)
     buffer.end(NodeUnavailable("gone"))
-    buffer.tell()
+    buffer.wake()
     with pytest.raises(NodeUnavailable):
         await writer
     assert taken == [1]
@@ -182,7 +182,7 @@ async def test_what_goes_wrong_while_taking_reaches_the_writer_and_nobody_else()
     writer: asyncio.Task[None] = asyncio.create_task(buffer.taken(take))
     await asyncio.sleep(0)
     buffer.append(1)
-    buffer.tell()
+    buffer.wake()
     with pytest.raises(ZeroDivisionError):
         await writer
 

@@ -52,7 +52,7 @@ class Node:
             assert self.tokens.append(token)
         if end is not None:
             self.tokens.end(end)
-        self.tokens.tell()
+        self.tokens.wake()
 
     def _cancel(self) -> None:
         self.cancelled += 1

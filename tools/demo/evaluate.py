@@ -135,7 +135,7 @@ def _call(random: Random) -> Exchange:
 
 
 def _result(random: Random) -> Exchange:
-    return structured.told_by_tool(f"tools {structured.TOOL}", *structured.sums(random))
+    return structured.tool_result(f"tools {structured.TOOL}", *structured.sums(random))
 
 
 def _recall_with_tool(random: Random) -> Exchange:

@@ -288,7 +288,7 @@ def _weights(core: EngineCore, port: TransferPort) -> WeightSharing:
         pages=core.pages,
         pool=torch.empty(1, PAGE_SIZE, dtype=torch.uint8),
         port=port,
-        tell=lambda: None,
+        notify=lambda: None,
     )
 
 
