@@ -107,7 +107,7 @@ class Dispatcher:
                         self._stream_interval,
                     )
                     await wanted.together.counted.get(partial(self._count, wanted, client))
-                    record.timeline.tokenised = time.monotonic()
+                    record.timeline.tokenized = time.monotonic()
                     writing = partial(write, request_id)
                     sink = ResponseSink(self._builder(job), writing, offer, record, client)
                     cluster, session_id = self._cluster, job.session_id

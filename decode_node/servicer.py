@@ -178,7 +178,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         stream.outgoing.put(greeting)
         now = time.monotonic()
         if self._supervision.moves(now):
-            stream.outgoing.put(_beat(self._supervision.liveness(now)[1]))
+            stream.outgoing.put(_heartbeat(self._supervision.liveness(now)[1]))
         try:
             await self._take(stream, first)
             await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
@@ -222,23 +222,23 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         )
         stream.outgoing.put(decode_pb2.FromNode(step=step))
 
-    def on_trial(self, message: QuarantineStarted) -> None:
-        """Send the trial to all routers. Only the router of the request gets its number."""
+    def on_quarantine(self, message: QuarantineStarted) -> None:
+        """Send the quarantine to all routers. Only the router of the request gets its number."""
         for number, stream in self._streams.items():
             own = message.request if number == message.stream else None
-            trial = decode_pb2.Trial(under_way=bool(message.stream), request=own)
-            stream.outgoing.put(decode_pb2.FromNode(trial=trial))
+            quarantine = decode_pb2.Quarantine(under_way=bool(message.stream), request=own)
+            stream.outgoing.put(decode_pb2.FromNode(quarantine=quarantine))
 
     def moved(self, moving: EngineStats) -> None:
         """Send a changed status to all routers."""
         if self._status() != self._sent_status:
             self._send_status()
 
-    def beat(self, late_s: float) -> None:
+    def heartbeat(self, late_s: float) -> None:
         """Send every router a heartbeat of the engine, which is late by `late_s` seconds."""
-        beat = _beat(late_s)
+        heartbeat = _heartbeat(late_s)
         for stream in self._streams.values():
-            stream.outgoing.put(beat)
+            stream.outgoing.put(heartbeat)
 
     # From the frontend ----------------------------------------------------------------------------
 
@@ -473,5 +473,5 @@ def _at_most(what: str, values: Sized, limit: int) -> None:
         raise InvalidRequest(f"{len(values)} {what} in a message on Serve, {limit} are allowed")
 
 
-def _beat(late_s: float) -> decode_pb2.FromNode:
-    return decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat(late_s=late_s))
+def _heartbeat(late_s: float) -> decode_pb2.FromNode:
+    return decode_pb2.FromNode(engine_heartbeat=decode_pb2.EngineHeartbeat(late_s=late_s))

@@ -1,4 +1,4 @@
-"""Work of all ranks besides steps: copies of pages, adapters, new weights, release of memory.
+"""Work of all ranks other than steps: copies of pages, adapters, new weights, release of memory.
 
 Rank 0 does its part, asks the followers for theirs, and continues when all are done.
 """

@@ -71,7 +71,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
     arrived_unix: float
     arrived: float
     on_late_timeline: "Callable[[RequestTimeline], None]"  # called if it comes after the end
-    tokenised: float = 0.0
+    tokenized: float = 0.0
     first_token: float = 0.0  # written to the client
     last_token: float = 0.0
     ended: float = 0.0
@@ -120,16 +120,16 @@ class RequestTimeline(msgspec.Struct, eq=False):
             return None
         return split_ttft(
             giver.message,
-            tokenize_s=self.tokenised - self.arrived,
-            place_s=giver.submitted - self.tokenised,
+            tokenize_s=self.tokenized - self.arrived,
+            place_s=giver.submitted - self.tokenized,
             ttft_s=self.first_token - self.arrived,
         )
 
     def router_phases(self) -> Iterator[tuple[str, float, float]]:
         """Yield name, start and end, ordered by start. Phases in progress end now."""
         now = self.ended or time.monotonic()
-        yield "tokenize", self.arrived, self.tokenised or now
-        begun = self.tokenised
+        yield "tokenize", self.arrived, self.tokenized or now
+        begun = self.tokenized
         after = [*(one.moved for one in self.submissions[1:]), False]
         for one, moves in zip(self.submissions, after, strict=True):
             if not one.moved:

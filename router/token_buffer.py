@@ -169,7 +169,7 @@ class TokenBuffer:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
 
-    async def taken(self, take: Callable[[NodeOutput], T | None]) -> T:
+    async def consume(self, take: Callable[[NodeOutput], T | None]) -> T:
         """Call `take` with waiting output until it returns a result.
 
         `take` is called at once and at each change. It returns None to wait for more, but must

@@ -313,12 +313,12 @@ def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
     with contextlib.ExitStack() as ports:
         port = ports.enter_context(rpc.reserved(server.host, server.port))
         http_port = ports.enter_context(
-            rpc.reserved(server.host, config.http_port, knob="--http-port")
+            rpc.reserved(server.host, config.http_port, flag="--http-port")
         )
         health_port = server.health_port
         if health_port is not None:
             health_port = ports.enter_context(
-                rpc.reserved(server.host, health_port, knob=rpc.HEALTH_PORT)
+                rpc.reserved(server.host, health_port, flag=rpc.HEALTH_PORT)
             )
         ports_of_all = {"port": port, "health_port": health_port, "metrics_port": None}
         shared = server.model_copy(update=ports_of_all)

@@ -47,7 +47,7 @@ def event_history(timeline: RequestTimeline) -> EventHistory:
 def _moments(timeline: RequestTimeline) -> Iterator[TimelineEvent]:
     """Yield the events by time.monotonic(). 0.0: has not happened yet."""
     yield TimelineEvent(timeline.arrived, "arrived")
-    yield TimelineEvent(timeline.tokenised, "tokenised", f"{timeline.prompt_tokens} tokens")
+    yield TimelineEvent(timeline.tokenized, "tokenized", f"{timeline.prompt_tokens} tokens")
     for number, one in enumerate(timeline.submissions):
         where = f"at decode node {one.decode}"
         if number:

@@ -56,7 +56,7 @@ class LengthBatcher:
             return
         if self._num_waiting_bytes + num_bytes > self._max_waiting_bytes:
             raise Overloaded(
-                f"{self._num_waiting_bytes} bytes of text wait to be tokenised, "
+                f"{self._num_waiting_bytes} bytes of text wait to be tokenized, "
                 f"{self._max_waiting_bytes} allowed"
             )
         rank = arrived * _GAINED_BYTES_PER_S + num_bytes
@@ -291,7 +291,7 @@ _HARD_WINDOW = 256  # limit of the window, if tokens have no text
 _MAX_PENDING = 3  # bytes of an incomplete character
 
 
-# Incremental detokenisation that never returns an incomplete character.
+# Incremental detokenization that never returns an incomplete character.
 #
 # For each new token only the last few tokens are decoded again: a window that starts where the
 # text was last complete, so that everything that joins tokens (UTF-8 bytes, leading spaces) is

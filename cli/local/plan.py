@@ -220,8 +220,8 @@ def group_flags(dp: int, rank: int, directory: Path) -> list[str]:
     """Return the flags of a node in a group of `dp` nodes. A node alone has none."""
     if dp == 1:
         return []
-    knob = "--engine.parallel.dp"
-    return [f"{knob}={dp}", f"{knob}-rank={rank}", f"{knob}-group={directory}"]
+    flag = "--engine.parallel.dp"
+    return [f"{flag}={dp}", f"{flag}-rank={rank}", f"{flag}-group={directory}"]
 
 
 def _device_flags(wish: RequestedSystem) -> list[list[str]]:

@@ -54,7 +54,7 @@ class LocalSystem:
 
         await asyncio.gather(*(wait(program) for program in self._programs))
 
-    async def first_death(self) -> str:
+    async def first_exit(self) -> str:
         """Wait until a process ends on its own. Returns a description for the user."""
         ends = {asyncio.ensure_future(c.ended()): c for c in self._children.values()}
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from cli.client import UnfinishedRestart
 from cli.operating.fleet import Fleet
 from common.logs import kv
-from protos.router_pb2 import Plan, PlanEvent, TellPlanRequest
+from protos.router_pb2 import Plan, PlanEvent, ReportPlanRequest
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class DecisionLog:
         ]
         plan = Plan(acts=self._acts, pressures=pressures, events=events)
         try:
-            await self._fleet.call_router(self._router, "TellPlan", TellPlanRequest(plan=plan))
+            await self._fleet.call_router(self._router, "ReportPlan", ReportPlanRequest(plan=plan))
         except UnfinishedRestart as undone:
             if str(undone) != self._refusal:
                 log.warning("decision not reported to the router %s", kv(reason=undone))

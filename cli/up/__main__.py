@@ -87,15 +87,15 @@ async def _run(
         StartFailed: as `_start`, or a process has died.
     """
     start = _start(system, sample, options.start_timeout, screen)
-    starting, death = asyncio.ensure_future(start), asyncio.ensure_future(system.first_death())
-    tasks: tuple[asyncio.Future[Any], ...] = (starting, death)
+    starting, exited = asyncio.ensure_future(start), asyncio.ensure_future(system.first_exit())
+    tasks: tuple[asyncio.Future[Any], ...] = (starting, exited)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not death.done():
+        if not exited.done():
             starting.result()
             if not options.exit_on_failure:
                 await system.keep_running(screen.warn)
-        raise StartFailed(await death)
+        raise StartFailed(await exited)
     finally:
         for task in tasks:
             task.cancel()

@@ -44,7 +44,7 @@ _Path = tuple[int, ...]
 
 def page() -> str:
     with tempfile.NamedTemporaryFile() as made:
-        # In a process of its own: whoever has loaded grpc_tools cannot load nixl any more.
+        # In a process of its own: a process that has loaded grpc_tools cannot load nixl any more.
         command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}"]
         command += ["--include_source_info", f"--descriptor_set_out={made.name}"]
         command += [str(ROOT / "protos" / f"{name}.proto") for name in FILES]

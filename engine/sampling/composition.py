@@ -259,15 +259,15 @@ class SamplingFeatures:
         wanted = self._wanted[slots]
         if not np.count_nonzero(wanted):
             return NOTHING_ASKED
-        anybody = int(np.bitwise_or.reduce(wanted))
-        columns = self._columns(batch, slots) if anybody & _SAMPLED else None
-        if anybody == _SAMPLED:
+        any_wanted = int(np.bitwise_or.reduce(wanted))
+        columns = self._columns(batch, slots) if any_wanted & _SAMPLED else None
+        if any_wanted == _SAMPLED:
             return SamplingInputs(columns)
         wanted = self._of_those_that_sample(batch, wanted)
-        late = self._late(batch, wanted, anybody)
-        prompt = self._prompts.build(batch) if anybody & _PROMPT else None
+        late = self._late(batch, wanted, any_wanted)
+        prompt = self._prompts.build(batch) if any_wanted & _PROMPT else None
         pooling = None
-        if anybody & _POOLED:
+        if any_wanted & _POOLED:
             pooling = self._pooled.build(batch, 0 if prompt is None else len(prompt.places))
         works = self._works(wanted, ~late, _samples(batch))
         return SamplingInputs(columns, works, late, prompt, pooling)
@@ -339,11 +339,11 @@ class SamplingFeatures:
             return wanted
         return np.where(batch.samples, wanted, np.uint32(0))
 
-    def _late(self, batch: ScheduleBatch, wanted: NDArray[np.uint32], anybody: int) -> int:
+    def _late(self, batch: ScheduleBatch, wanted: NDArray[np.uint32], any_wanted: int) -> int:
         """Return the bits of the features whose work is built after the previous step: the first
         one that must wait for a token, and all after it."""
         has_drafts = batch.mode is ForwardMode.VERIFY or batch.early is not None
-        if not anybody & (_FOLLOWING if has_drafts else _WAITING):
+        if not any_wanted & (_FOLLOWING if has_drafts else _WAITING):
             return 0
         waits = self._follows if has_drafts else self._waits
         unknown = (wanted != 0) & (self._table.known[batch.slots] < batch.ends)

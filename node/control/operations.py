@@ -181,9 +181,9 @@ class _Asked:
 class WeightCalls:
     """Operators' calls about weights. Engine thread only."""
 
-    def __init__(self, weights: WeightUpdater, lenders: WeightSharing) -> None:
+    def __init__(self, weights: WeightUpdater, sharing: WeightSharing) -> None:
         self._weights = weights
-        self._lenders = lenders
+        self._sharing = sharing
         self._preparing: list[_Asked] = []
         # To be put in place as soon as no request has KV.
         self._wanted: tuple[int, PutWeights | TakeWeights] | None = None
@@ -237,7 +237,7 @@ class WeightCalls:
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
-        self._lenders.poll()
+        self._sharing.poll()
         for asked in [each for each in self._preparing if each.future.done()]:
             self._preparing.remove(asked)
             yield _answer(asked)
@@ -271,7 +271,7 @@ class WeightCalls:
         """
         weights = command.weights
         self._pair_as(weights, role)
-        self._reading = _Asked(number, weights, self._lenders.read(weights, command.address))
+        self._reading = _Asked(number, weights, self._sharing.read(weights, command.address))
 
     def _put(self, number: int, weights: WeightsId) -> Iterator[NodeCallResult]:
         try:
@@ -304,14 +304,14 @@ class EngineOperations:
     def __init__(
         self,
         weights: WeightUpdater,
-        lenders: WeightSharing,
+        sharing: WeightSharing,
         memory: MemoryOccupation,
         profiler: Profiler,
         why_fixed: str = "",
     ) -> None:
         self._why_fixed = why_fixed
         self._pauses = Pauses()
-        self._weights = WeightCalls(weights, lenders)
+        self._weights = WeightCalls(weights, sharing)
         self._memory = MemoryCalls(memory)
         self._profiles = ProfileCalls(profiler)
 

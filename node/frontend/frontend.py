@@ -204,7 +204,7 @@ class _Node:
             port = stack.enter_context(rpc.reserved(server.host, server.port))
             if server.health_port:
                 stack.enter_context(
-                    rpc.reserved(server.host, server.health_port, knob=rpc.HEALTH_PORT)
+                    rpc.reserved(server.host, server.health_port, flag=rpc.HEALTH_PORT)
                 )
             trust = self._metrics.trust
             address = rpc.join_address(self._program.config.announced_host, port)

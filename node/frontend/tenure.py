@@ -328,7 +328,7 @@ class RoleTenure:
             case StepTokens():
                 self._parts.step(notice)
             case QuarantineStarted():
-                self._parts.on_trial(notice)
+                self._parts.on_quarantine(notice)
             case HandoffSpan():
                 self._parts.handoff(notice)
             case PoolingDone():

@@ -314,7 +314,7 @@ async def _listen(relay: Relay, config: EngineConfig, server: ServerConfig) -> g
     guard = guard_of(server.model_copy(update={"host": host}), identity, certificates, uncounted)
     listening = rpc.make_server(rpc.NODE_SERVER_OPTIONS, max_message_bytes=_MAX_MESSAGE_BYTES)
     rpc.add_service(listening, ranks_pb2_grpc.add_RanksServicer_to_server, relay, guard)
-    port = rpc.bind(listening, host, parallel.listen_port, certificates, knob=_PORT)
+    port = rpc.bind(listening, host, parallel.listen_port, certificates, flag=_PORT)
     await listening.start()
     fields = {"address": rpc.join_address(host, port), "hosts": parallel.hosts - 1}
     secret = "off" if identity is None else "on"

@@ -1,6 +1,6 @@
 """Weights that this node reads from another one, while it is paused.
 
-    wanted --paired with the lender--> piece after piece --all are here--> checked
+    wanted --paired with the producer--> piece after piece --all are here--> checked
 
 A few windows of pieces are in progress at once. Each is a hand-off into pages of this node's pool,
 and is copied from there into separate memory. Lost windows are requested again. Nothing changes
@@ -123,19 +123,19 @@ class WeightCopies:
         self._worker = ThreadPoolExecutor(1, "weight reads")
 
     def copy(
-        self, file: ReceivedFile, first: int, pages: Ints, pieces: WeightPieces, lender: str
+        self, file: ReceivedFile, first: int, pages: Ints, pieces: WeightPieces, producer: str
     ) -> Future[int | None]:
         """Copy the pieces from `first` on out of these pages, which must not change until it is
         done. The Future has the number of bytes of the whole file, once that can be known, else
         None.
 
         Args:
-            lender: its address.
+            producer: its address.
         Fails with:
             FailedPrecondition: there is no room for it, or it is not a file of weights.
         """
         sizes = pieces.piece_bytes, pieces.num_bytes
-        copying = self._worker.submit(self._copy, file, first, pages, sizes, lender)
+        copying = self._worker.submit(self._copy, file, first, pages, sizes, producer)
         copying.add_done_callback(lambda _: self._notify())
         return copying
 
@@ -152,7 +152,7 @@ class WeightCopies:
         first: int,
         pages: Ints,
         sizes: tuple[int, int | None],
-        lender: str,
+        producer: str,
     ) -> int | None:
         piece_bytes, num_bytes = sizes
         start = first * piece_bytes
@@ -169,7 +169,7 @@ class WeightCopies:
             return expected
         except ConfigError as error:
             reason = str(error).replace(f"{file.directory}/", "")
-            raise FailedPrecondition(f"{lender}: {reason}") from error
+            raise FailedPrecondition(f"{producer}: {reason}") from error
         except OSError as error:
             raise FailedPrecondition(
                 f"weights: there is not enough memory for them: {error}"

@@ -106,7 +106,7 @@ class DecodeClient:
         self._next_number = 1
         # Requests without a timeline so far. It may come after the request was cancelled.
         self._without_timeline: dict[int, OnTimeline] = {}
-        self._trial: decode_pb2.Trial | None = None  # in progress in the node
+        self._quarantine: decode_pb2.Quarantine | None = None  # in progress in the node
         self._unsent = OutgoingBatch(address)
 
     @property
@@ -329,11 +329,11 @@ class DecodeClient:
                 self._renew(_version(message.status))
                 self._note_drain()
                 self._on_move(self.address)
-            case "trial":
-                self._trial = message.trial if message.trial.under_way else None
-            case "engine_beat":
+            case "quarantine":
+                self._quarantine = message.quarantine if message.quarantine.under_way else None
+            case "engine_heartbeat":
                 if self._pulse is not None:
-                    self._pulse.beat(message.engine_beat.late_s)
+                    self._pulse.heartbeat(message.engine_heartbeat.late_s)
             case _:
                 return  # message kind of a newer version
 
@@ -404,7 +404,7 @@ class DecodeClient:
         sentence = f"decode node {self.address} has disconnected: {over.reason}"
         for number, buffer in self._live.items():
             buffer.end(NodeLost(sentence, self._whose(number, over)))
-        self.status = self._trial = self._pulse = None
+        self.status = self._quarantine = self._pulse = None
         self.adapters = {}
         self._note_drain()
         for buffer in self._live.values():
@@ -434,10 +434,10 @@ class DecodeClient:
         """Return the possible cause of the end of a stream, for one request."""
         if not over.engine_died:
             return LossCause.UNRELATED if self.drains else LossCause.UNKNOWN
-        if self._trial is None:
-            return LossCause.SUSPECT
-        alone = self._trial.HasField("request") and self._trial.request == number
-        return LossCause.GUILTY if alone else LossCause.UNRELATED
+        if self._quarantine is None:
+            return LossCause.POSSIBLE
+        alone = self._quarantine.HasField("request") and self._quarantine.request == number
+        return LossCause.CERTAIN if alone else LossCause.UNRELATED
 
 
 def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:

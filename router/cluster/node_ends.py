@@ -43,8 +43,8 @@ class LossCause(Enum):
 
     UNRELATED = 0
     UNKNOWN = 1  # the node is gone and has given no reason
-    SUSPECT = 2  # the engine crashed
-    GUILTY = 3  # the engine crashed while it computed only this request
+    POSSIBLE = 2  # the engine crashed
+    CERTAIN = 3  # the engine crashed while it computed only this request
 
 
 class NodeLost(NodeUnavailable):
@@ -57,7 +57,7 @@ class NodeLost(NodeUnavailable):
 
 def may_have_crashed(error: NodeUnavailable) -> bool:
     """Return whether the request may have crashed the engine of its node."""
-    return isinstance(error, NodeLost) and error.cause in (LossCause.SUSPECT, LossCause.GUILTY)
+    return isinstance(error, NodeLost) and error.cause in (LossCause.POSSIBLE, LossCause.CERTAIN)
 
 
 def end_of(
@@ -117,7 +117,7 @@ class EngineLiveness:
         self._look_s = min(_LONGEST_LOOK_S, patience.silent_s / 4)
         self._standstill = StallMonitor(self._look_s)
 
-    def beat(self, late_s: float = 0.0) -> None:
+    def heartbeat(self, late_s: float = 0.0) -> None:
         """Note a heartbeat.
 
         Args:
