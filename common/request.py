@@ -7,7 +7,7 @@ in `protos/request.proto`.
 Quarantine: one request that makes a forward pass raise crashes its engine, together with all its
 other requests, and it is unknown which request it was. So each of them carries a crash count. It is
 computed alone, at its prefill node and at its decode node, until it is past the position of the
-crash. Then it is innocent and its count is cleared. A request that is alone in an engine that
+crash. Then it is not the cause, and its count is cleared. A request that is alone in an engine that
 crashes is the cause.
 """
 

@@ -37,7 +37,7 @@ class PausedQueue(KeyedQueue[DecodeState]):
         self._scheduler = scheduler
 
     def ready(self) -> Iterator[DecodeState]:
-        """Remove and yield the requests, in order of arrival, once the pause is over."""
+        """Remove and yield the requests, in order of arrival, once the pause ends."""
         if not self._scheduler.paused:
             for state in self:
                 self.take(state)

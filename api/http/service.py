@@ -66,7 +66,7 @@ class HttpService:
             self._shared.metrics.http_answered(response.status)
             await response.write_eof()
         except BadRequest as bad:
-            request.acceptor.turn_away(bad.status, str(bad))
+            request.acceptor.reject(bad.status, str(bad))
             return web.Response()  # never sent
         except ConnectionError:
             return web.Response()  # never sent: the client has disconnected
@@ -138,7 +138,7 @@ class _Conversation(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Reject bytes that are not a request."""
-        self._turn_away(message or "")
+        self._reject(message or "")
         return web.Response()  # never sent
 
     def _check_error(self) -> None:
@@ -149,11 +149,11 @@ class _Conversation(web.RequestHandler):
         """
         if self._messages and not self._body.is_eof():
             error, _ = self._messages.popleft()
-            self._turn_away(getattr(error, "message", ""))
+            self._reject(getattr(error, "message", ""))
 
-    def _turn_away(self, reason: str) -> None:
+    def _reject(self, reason: str) -> None:
         reason = reason.partition("\n")[0].rstrip(": ")
-        self.acceptor.turn_away(400, f"this is not HTTP/1.1: {reason}")
+        self.acceptor.reject(400, f"this is not HTTP/1.1: {reason}")
 
 
 def _request(message: Any, payload: StreamReader, protocol: Any, *others: Any) -> HttpRequest:

@@ -126,7 +126,7 @@ class PromptEnding(Enum):
     """The end of the prompt of a conversation."""
 
     OPENED = "a new turn of the assistant's"
-    CONTINUED = "the last turn, which goes on"
+    CONTINUED = "the last turn, which is continued"
     CLOSED = "the last turn, which has ended"
 
 

@@ -21,7 +21,7 @@ _PORT_FLAGS = {
     "decode_node": "--decode-port",
 }
 # An idle thread sleeps at once, so that another engine can use its core.
-_LENDING = (("OMP_WAIT_POLICY", "passive"),)
+_PASSIVE_WAITS = (("OMP_WAIT_POLICY", "passive"),)
 HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8000, 50050, 50100, 50200
 
 
@@ -121,7 +121,7 @@ def programs(wish: RequestedSystem) -> list[Program]:
                 *wish.node_flags,
                 *_own_data_port(module, wish.node_flags),
             ),
-            _LENDING if prefill else (),
+            _PASSIVE_WAITS if prefill else (),
         )
         for number, ((name, module, port, dp), device_flags) in enumerate(
             zip(prefill + decode, _device_flags(wish), strict=True), start=1

@@ -208,7 +208,7 @@ class Planner:
         except UnfinishedRestart as undone:
             self._metrics.switched(done=False)
             log.warning("role change failed %s", kv(node=decision.address, reason=undone))
-            self._account.note(f"{decision.address} goes on as it is", str(undone))
+            self._account.note(f"{decision.address} keeps its role", str(undone))
         else:
             self._metrics.switched(done=True)
             took_s = round(self._clock() - began, 1)

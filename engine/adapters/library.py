@@ -146,7 +146,7 @@ class AdapterCache:
         if adapter is None:
             return False
         self._loaded[adapter].names.remove(name)
-        self._let_go(adapter)
+        self._release(adapter)
         return True
 
     def hold(self, adapter: AdapterId) -> LoraAdapter:
@@ -164,9 +164,9 @@ class AdapterCache:
 
     def drop(self, adapter: AdapterId) -> None:
         self._loaded[adapter].holders -= 1
-        self._let_go(adapter)
+        self._release(adapter)
 
-    def _let_go(self, adapter: AdapterId) -> None:
+    def _release(self, adapter: AdapterId) -> None:
         loaded = self._loaded[adapter]
         if not loaded.names and not loaded.holders:
             del self._loaded[adapter]

@@ -444,7 +444,7 @@ class PrefixCache:
         parent = leaf.parent
         assert parent is not None
         self._states.drop(leaf)
-        self._pages.let_go(leaf.pages[:, num_pages:])
+        self._pages.release(leaf.pages[:, num_pages:])
         self._record_trimmed(leaf, num_pages)
         if num_pages:
             leaf.tokens, leaf.pages = (

@@ -203,7 +203,7 @@ class FileCache:
         """Note that a read or write of it begins."""
         filed.uses += 1
 
-    def let_go(self, filed: FiledPages) -> None:
+    def release(self, filed: FiledPages) -> None:
         """Note that a read or write of it has ended."""
         filed.uses -= 1
         if not filed.uses and filed in self._leaving:

@@ -379,7 +379,7 @@ class Forwards:
             if forward.late is not None:
                 forward.late.write(step.batch.states_after(verified.counts))
             if (drafter := self._model.drafter) is not None:
-                drafter.go_on_from(step.batch, step.batch.sampled[verified.last], self._pool)
+                drafter.continue_from(step.batch, step.batch.sampled[verified.last], self._pool)
         self._future.store(step.batch.slots, tokens, rejected)
         return tokens
 

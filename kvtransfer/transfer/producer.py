@@ -165,7 +165,7 @@ class ProducerSide:
             self._outlet.end(stream, str(mismatch), refused=refused)
             return
         for old in self._admissions.streams_of(hello.instance):
-            self._turn_away(old, "the consumer has opened another stream")
+            self._reject(old, "the consumer has opened another stream")
         self._consumers[stream] = hello.shape
         self._admissions.begin(stream, hello, now)
         self._answer_ready(now)
@@ -176,7 +176,7 @@ class ProducerSide:
         if hello != self._hello:
             self._hello = hello
             for stream in self._admissions.streams:
-                self._turn_away(stream, OTHER_WEIGHTS)
+                self._reject(stream, OTHER_WEIGHTS)
             self._carry_out(self._end.end_streams(OTHER_WEIGHTS))
 
     def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
@@ -200,7 +200,7 @@ class ProducerSide:
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
         self._answer_ready(now)
-        self._held.let_go()
+        self._held.flush()
         self._end.engine_moves(engine_moves)
         self._carry_out(self._end.tick(now))
         self._poll_at = now + CONNECTING_POLL_S if self._end.polls(now) else None
@@ -231,7 +231,7 @@ class ProducerSide:
         if self._outlet.num_emitted > emitted:
             self._unconsumed.add(self._outlet.num_emitted, stream, message.num_tokens)
 
-    def _turn_away(self, stream: int, reason: str) -> None:
+    def _reject(self, stream: int, reason: str) -> None:
         """Reject a consumer whose Hello has not been answered."""
         self._outlet.end(stream, reason, refused=False)
         self._dismiss(stream)
@@ -294,7 +294,7 @@ class HeldMessages:
         else:
             self._send(stream, message)
 
-    def let_go(self) -> None:
+    def flush(self) -> None:
         """Send what need not wait any more. Raises the error of a rank that could not publish."""
         for stream, held in list(self._held.items()):
             while held:

@@ -126,7 +126,7 @@ class MemoryCalls:
         if self._wanted is not None or self._under_way is not None:
             raise FailedPrecondition(self.why_paused)
         away = tuple(tag for tag in command.tags if tag in self._away)
-        yield from self._go_on(number, self._memory.take_again, away, role)
+        yield from self._continue(number, self._memory.take_again, away, role)
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
@@ -135,7 +135,7 @@ class MemoryCalls:
             if self._memory.unused:  # another node may still read exported pages
                 (number, command), self._wanted = self._wanted, None
                 here = tuple(tag for tag in command.tags if tag not in self._away)
-                yield from self._go_on(number, self._memory.give_back, here, role)
+                yield from self._continue(number, self._memory.give_back, here, role)
         if self._under_way is not None and self._under_way.future.done():
             done, self._under_way = self._under_way, None
             error = done.future.exception()
@@ -145,9 +145,9 @@ class MemoryCalls:
             if error is not None:
                 raise error
             self._away ^= {done.tag}
-            yield from self._go_on(done.number, done.step, done.left, role)
+            yield from self._continue(done.number, done.step, done.left, role)
 
-    def _go_on(
+    def _continue(
         self, number: int, step: _Step, tags: tuple[str, ...], role: ControlledRole
     ) -> Iterator[NodeCallResult]:
         """Process the first of these tags. If no tag is left, send the response."""

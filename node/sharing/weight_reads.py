@@ -349,7 +349,7 @@ class WeightReads:
                 self._pages.drop(read.pages, PageHolder.READ)
                 del self._reads[handoff_id]
         if self._taking is not None:
-            self._go_on(self._taking)
+            self._continue(self._taking)
 
     def close(self) -> None:
         self._copies.close()
@@ -367,7 +367,7 @@ class WeightReads:
         else:
             raise error
 
-    def _go_on(self, taking: _Taking) -> None:
+    def _continue(self, taking: _Taking) -> None:
         now = self._clock()
         if taking.preparing is not None:
             if taking.preparing.done():

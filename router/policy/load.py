@@ -87,7 +87,7 @@ class NodeTally:
             _add(self._requests, address, num_requests)
 
 
-_NOBODY = QueueModel()  # an empty queue
+_EMPTY = QueueModel()  # an empty queue
 
 
 class QueuedWork:
@@ -102,7 +102,7 @@ class QueuedWork:
 
     def at(self, address: str) -> QueueModel:
         """Return the queue of a node. The caller must not change it."""
-        return self._lines.get(address, _NOBODY)
+        return self._lines.get(address, _EMPTY)
 
     def tokens(self, address: str) -> int:
         return self.at(address).units
@@ -402,7 +402,7 @@ class NodeBacklogs:
         return max(late, now + pages_s - newcomer.start_by)
 
     def _left_s(self, reported: _Reported) -> tuple[float, float]:
-        """Return what is left of `others_s` and `pages_s`. Negative since they are over."""
+        """Return what is left of `others_s` and `pages_s`. Negative: seconds since they ended."""
         passed_s = self._now() - reported.at
         return reported.others_s - passed_s, reported.pages_s - passed_s
 

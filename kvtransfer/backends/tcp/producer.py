@@ -110,7 +110,7 @@ class TcpAcceptor:
                     self._accept()
                 else:
                     self._hear(key.fileobj)  # type: ignore[arg-type]
-            self._turn_out_late()
+            self._disconnect_late()
         for connection in self._pending:
             connection.close()
         self._selector.close()
@@ -132,7 +132,7 @@ class TcpAcceptor:
                 time.sleep(_OUT_OF_DESCRIPTORS_S)
             return
         if len(self._pending) >= _MAX_PENDING:
-            self._turn_out(self._longest_of_the_crowd(), f"{_MAX_PENDING} others wait")
+            self._disconnect(self._longest_of_the_crowd(), f"{_MAX_PENDING} others wait")
         connection.setblocking(False)
         late = time.monotonic() + self._patience_s
         self._pending[connection] = _Pending(address[0], late)
@@ -159,22 +159,22 @@ class TcpAcceptor:
                 connection.setblocking(True)
                 self._admit(connection, pending.host, pending.said)
             except (ServingError, OSError) as error:
-                _turned_away(pending, str(error))
+                _log_rejected(pending, str(error))
                 connection.close()
 
-    def _turn_out_late(self) -> None:
+    def _disconnect_late(self) -> None:
         now = time.monotonic()
         late = [each for each, pending in self._pending.items() if pending.late <= now]
         for connection in late:
-            self._turn_out(connection, f"no introduction within {self._patience_s:g} s")
+            self._disconnect(connection, f"no introduction within {self._patience_s:g} s")
 
     def _longest_of_the_crowd(self) -> socket.socket:
         hosts = Counter(pending.host for pending in self._pending.values())
         ((crowded, _),) = hosts.most_common(1)
         return next(each for each, other in self._pending.items() if other.host == crowded)
 
-    def _turn_out(self, connection: socket.socket, reason: str) -> None:
-        _turned_away(self._forget(connection), reason)
+    def _disconnect(self, connection: socket.socket, reason: str) -> None:
+        _log_rejected(self._forget(connection), reason)
         connection.close()
 
     def _forget(self, connection: socket.socket) -> _Pending:
@@ -182,7 +182,7 @@ class TcpAcceptor:
         return self._pending.pop(connection)
 
 
-def _turned_away(pending: _Pending, reason: str) -> None:
+def _log_rejected(pending: _Pending, reason: str) -> None:
     _log.warning("data connection rejected", peer=pending.host, reason=reason)
 
 

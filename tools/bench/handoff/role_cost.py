@@ -243,7 +243,7 @@ class _Weights:
         raise FailedPrecondition("this bench asks for none")
 
     def exported(self) -> NoReturn:
-        raise FailedPrecondition("this bench lends none")
+        raise FailedPrecondition("this bench exports none")
 
     def receive(self) -> NoReturn:
         raise FailedPrecondition("this bench asks for none")
