@@ -112,7 +112,7 @@ class RouterEnd:
         if message.HasField("last_words"):
             self.last_words = message.last_words.code, message.last_words.sentence
         self.num_beats += message.HasField("engine_heartbeat")
-        if message.HasField("trial"):
+        if message.HasField("quarantine"):
             self.trials.append(message.quarantine.request if message.quarantine.under_way else None)
         if not message.HasField("step"):
             return

@@ -194,7 +194,7 @@ def _of_a_consumer(draw: Random, instance: int) -> list[kvtransfer_pb2.FromConsu
     return [_by_a_consumer(draw, instance) for _ in range(draw.randint(1, 60))]
 
 
-KINDS = ("open", "grant", "done", "cancel", "forget", "beat", "any")
+KINDS = ("open", "grant", "done", "cancel", "forget", "heartbeat", "any")
 WEIGHTS = (6, 6, 1, 2, 1, 2, 1)
 
 
@@ -214,7 +214,7 @@ def _by_a_consumer(draw: Random, instance: int) -> kvtransfer_pb2.FromConsumer:
         case "forget":
             tokens = as_bytes(range(draw.choice((1, 16, 700))))
             return kvtransfer_pb2.FromConsumer(forget=kvtransfer_pb2.Forget(token_ids=tokens))
-        case "beat":
+        case "heartbeat":
             beat = kvtransfer_pb2.Heartbeat(sequence=draw.getrandbits(64), open_handoffs=7)
             return kvtransfer_pb2.FromConsumer(heartbeat=beat)
     message = random_message(kvtransfer_pb2.FromConsumer, draw)
@@ -228,7 +228,7 @@ def _name(
 ) -> None:
     """Makes it speak of a hand-off that there is."""
     kind = message.WhichOneof("message")
-    if kind not in (None, "hello", "forget", "beat", "last_words"):
+    if kind not in (None, "hello", "forget", "heartbeat", "last_words"):
         getattr(message, kind).id.CopyFrom(id)
 
 
