@@ -12,8 +12,8 @@ from api.requests.answer import (
     ResponseBuilder,
     ResponseOptions,
     Spell,
-    told,
-    told_prompt,
+    prompt_report,
+    token_report,
 )
 from api.requests.generate_params import GenerateParams, TokenizedRequest
 from api.requests.limiter import DeadlineScope, PriorityLimits, RequestLimiter, new_request_id
@@ -41,7 +41,7 @@ class Dispatcher:
         *,
         budget_s: float,
         queue_share: float = 1.0,
-        tells_cached_tokens: bool = True,
+        returns_cached_tokens: bool = True,
         priorities: PriorityLimits | None = None,
         stream_interval: int = 1,
     ) -> None:
@@ -49,7 +49,7 @@ class Dispatcher:
         Args:
             budget_s: total time limit of a request. A request may ask for less.
             queue_share: share of its budget that a request may wait in queues of the nodes.
-            tells_cached_tokens: whether clients learn how much of their prompt was cached.
+            returns_cached_tokens: whether clients learn how much of their prompt was cached.
             priorities: priorities that clients may request. By default clients may only lower
                 theirs.
             stream_interval: tokens of an event, if the client does not set it.
@@ -60,7 +60,7 @@ class Dispatcher:
         self._records = records
         self._budget_s = budget_s
         self._queue_share = queue_share
-        self._tells_cached_tokens = tells_cached_tokens
+        self._returns_cached_tokens = returns_cached_tokens
         self._priorities = priorities or PriorityLimits()
         self._stream_interval = stream_interval
 
@@ -107,7 +107,7 @@ class Dispatcher:
                         self._stream_interval,
                     )
                     await wanted.together.counted.get(partial(self._count, wanted, client))
-                    record.timeline.tokenised = time.monotonic()
+                    record.timeline.tokenized = time.monotonic()
                     writing = partial(write, request_id)
                     sink = ResponseSink(self._builder(job), writing, offer, record, client)
                     cluster, session_id = self._cluster, job.session_id
@@ -135,7 +135,7 @@ class Dispatcher:
         return ResponseBuilder(
             Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(job.shown)),
             job.stops.begin(),
-            _options(job, tokenizer.spelling, tells_cached_tokens=self._tells_cached_tokens),
+            _options(job, tokenizer.spelling, returns_cached_tokens=self._returns_cached_tokens),
         )
 
 
@@ -177,25 +177,27 @@ class ResponseSink:
         await self._write(self._piece)
 
 
-def _options(job: TokenizedRequest, spell: Spell, *, tells_cached_tokens: bool) -> ResponseOptions:
+def _options(
+    job: TokenizedRequest, spell: Spell, *, returns_cached_tokens: bool
+) -> ResponseOptions:
     params = job.spec.sampling
-    tells_tokens = tells_prompt = None
+    report_token = report_prompt = None
     if params.logprobs >= 0:
-        tells_tokens = partial(told, num_top=params.logprobs, spell=spell)
+        report_token = partial(token_report, num_top=params.logprobs, spell=spell)
     if job.echo is not None or params.prompt_logprobs >= 0:
         num_top, text = params.prompt_logprobs, job.echo or ""
         first = params.first_prompt_logprob
-        tells_prompt = partial(
-            told_prompt, text, job.spec.tokens, first=first, num_top=num_top, spell=spell
+        report_prompt = partial(
+            prompt_report, text, job.spec.tokens, first=first, num_top=num_top, spell=spell
         )
     return ResponseOptions(
         num_prompt_tokens=job.spec.num_tokens,
         prompt_token_ids=job.spec.token_ids,
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids,
-        tells_cached_tokens=tells_cached_tokens,
-        tells_tokens=tells_tokens,
-        tells_prompt=tells_prompt,
+        returns_cached_tokens=returns_cached_tokens,
+        report_token=report_token,
+        report_prompt=report_prompt,
         silent=job.silent,
         predicts=bool(job.spec.prediction),
     )

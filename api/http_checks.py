@@ -41,7 +41,7 @@ METHODS: Mapping[str, Access] = {
     **_all("operator", *(f"{_ROUTER}{name}" for name in ("GetCluster", "Explain"))),
     **_all(
         "commander",
-        *(f"{_ROUTER}{name}" for name in ("Drain", "Move", "TellPlan")),
+        *(f"{_ROUTER}{name}" for name in ("Drain", "Move", "ReportPlan")),
         *(f"{_ROUTER}{name}" for name in ("LoadAdapter", "UnloadAdapter")),
         *(f"{_ROUTER}{name}" for name in ("Pause", "Continue", "UpdateWeights", "FlushCache")),
         *(f"{_ROUTER}{name}" for name in ("ReleaseMemory", "ResumeMemory")),
@@ -50,7 +50,7 @@ METHODS: Mapping[str, Access] = {
 }
 
 PATHS: Mapping[str, Access] = {
-    **_all("anybody", "/", "/health", "/ready"),
+    **_all("public", "/", "/health", "/ready"),
     **_all(
         "client",
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"),
@@ -64,7 +64,7 @@ PATHS: Mapping[str, Access] = {
 }
 # Every path that begins with one of these prefixes and has no entry above.
 PATHS_BELOW: Mapping[str, Access] = {
-    "/page/": "anybody",
+    "/page/": "public",
     "/v1/models/": "client",
     f"{requests_endpoint.PATH}/": "operator",
 }
@@ -124,7 +124,7 @@ class HttpChecks:
         sentence = self._hosts.refusal(request.header("host"))
         if sentence is None:
             return None
-        self._metrics.stranger("host")
+        self._metrics.auth_rejected("host")
         return ApiError(421, sentence).response()
 
     def _preflight(self, request: HttpRequest) -> web.Response | None:
@@ -136,7 +136,7 @@ class HttpChecks:
 
     def _access(self, request: HttpRequest) -> web.Response | None:
         access = of_path(request.route)
-        if access == "anybody":
+        if access == "public":
             return None
         ask = self._guard.asking(access or "client")
         limits: Iterable[tuple[str, str]] = ()

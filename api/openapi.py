@@ -360,8 +360,8 @@ def _described(operation: _Operation, schemas: Mapping[Record, Schema]) -> Schem
                 ("application/json", "text/event-stream"), operation.choices, strict=True
             )
         }
-    elif (told := operation.answer) is not None:
-        schema = schemas[told] if isinstance(told, type) else told
+    elif (response := operation.answer) is not None:
+        schema = schemas[response] if isinstance(response, type) else response
         answer["content"] = {"application/json": {"schema": schema}}
     secured = {} if operation.security is None else {"security": operation.security}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

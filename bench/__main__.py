@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str]) -> tuple[BenchCommand, argparse.Namespace]:
     options, rest = parser.parse_known_args(arguments)
     options.node_flags = rest
     records = () if options.command == "load" else (PrefillConfig, DecodeConfig)
-    parsers[options.command].refuse_strangers(rest, *records)
+    parsers[options.command].reject_unknown_flags(rest, *records)
     try:
         match options.command:
             case "compare":

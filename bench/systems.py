@@ -39,7 +39,7 @@ class Serving:
     """A running system."""
 
     url: str
-    death: str | None = None  # a process that died, with the end of its log
+    failure: str | None = None  # a process that died, with the end of its log
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Machine:
         running, serving = LocalSystem(programs, self.logs / system.name, None), Serving(url)
 
         async def watch() -> None:
-            serving.death = await running.first_death()
+            serving.failure = await running.first_exit()
 
         watching = asyncio.create_task(watch())
         ready = asyncio.create_task(running.until_ready(lambda name, remark: None))
@@ -70,8 +70,8 @@ class Machine:
             await asyncio.wait(
                 (ready, watching), timeout=self.start_s, return_when=asyncio.FIRST_COMPLETED
             )
-            if serving.death is not None:
-                raise UnusableRun(f"{system.name} does not start: {serving.death}")
+            if serving.failure is not None:
+                raise UnusableRun(f"{system.name} does not start: {serving.failure}")
             if not ready.done():
                 raise UnusableRun(f"{system.name} is not ready within {self.start_s:.0f} s")
             ready.result()

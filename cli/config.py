@@ -43,7 +43,7 @@ def main(action: str, *arguments: str) -> int:
     reads = parser(action)
     options, flags = reads.parse_known_args(arguments)
     record = _RECORDS[options.process]
-    reads.refuse_strangers([flag for flag in flags if flag.startswith("--")], record)
+    reads.reject_unknown_flags([flag for flag in flags if flag.startswith("--")], record)
     if action == "validate":
         flags = [f"--config={options.file}", *flags]
     config, sources = settings.resolve(record, reads.prog, flags)

@@ -41,11 +41,11 @@ class PrefixHint(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-def from_proto(told: Sequence[prefixes_pb2.PrefixAt]) -> tuple[PrefixHint, ...]:
+def from_proto(entries: Sequence[prefixes_pb2.PrefixAt]) -> tuple[PrefixHint, ...]:
     """Parse hints. Raises InvalidRequest if there are too many, or an address is invalid."""
-    if len(told) > MAX_HINTS:
-        raise InvalidRequest(f"prefix_at has {len(told)} entries, {MAX_HINTS} are allowed")
-    return tuple(PrefixHint(check_address(each.address), each.tokens) for each in told)
+    if len(entries) > MAX_HINTS:
+        raise InvalidRequest(f"prefix_at has {len(entries)} entries, {MAX_HINTS} are allowed")
+    return tuple(PrefixHint(check_address(each.address), each.tokens) for each in entries)
 
 
 def to_proto(hints: Iterable[PrefixHint]) -> list[prefixes_pb2.PrefixAt]:

@@ -7,7 +7,7 @@ in `protos/request.proto`.
 Quarantine: one request that makes a forward pass raise crashes its engine, together with all its
 other requests, and it is unknown which request it was. So each of them carries a crash count. It is
 computed alone, at its prefill node and at its decode node, until it is past the position of the
-crash. Then it is innocent and its count is cleared. A request that is alone in an engine that
+crash. Then it is not the cause, and its count is cleared. A request that is alone in an engine that
 crashes is the cause.
 """
 
@@ -38,9 +38,9 @@ from protos import request_pb2 as pb
 
 # Counted from the tokens sent: the crashed pass was for the next one, or for the one after if a
 # step was launched ahead.
-TRIAL_TOKENS = 4
-MAX_DEATHS = 1  # crashes with which a node still accepts a request
-GUILTY = "this request has ended two engines, the second one while it computed alone"
+QUARANTINE_TOKENS = 4
+MAX_ENGINE_CRASHES = 1  # crashes with which a node still accepts a request
+CRASHED_TWICE = "this request has ended two engines, the second one while it computed alone"
 MAX_REQUEST_ID = 256  # characters
 MAX_BUDGET_S = 7 * 24 * 3600.0
 
@@ -188,7 +188,7 @@ def from_proto(proto: pb.Request) -> RequestSpec:
         routing_key=proto.routing_key,
         client=proto.client,
         client_weight=_weight(proto.client_weight or 1.0),
-        engine_crashes=min(proto.engine_crashes, MAX_DEATHS),
+        engine_crashes=min(proto.engine_crashes, MAX_ENGINE_CRASHES),
         images=seen,
         prediction=proto.prediction,
         stream_interval=proto.stream_interval or 1,

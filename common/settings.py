@@ -275,7 +275,7 @@ class ConfigArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self._refuse(message, self.flags)
 
-    def refuse_strangers(self, left: Sequence[str], *records: type[BaseModel]) -> None:
+    def reject_unknown_flags(self, left: Sequence[str], *records: type[BaseModel]) -> None:
         """End this process if a remaining flag belongs to none of these records.
 
         Args:
@@ -283,9 +283,9 @@ class ConfigArgumentParser(argparse.ArgumentParser):
             records: of other programs that read the flags.
         """
         theirs = [flag for record in records for flag in parser_of(record, "").flags]
-        strangers = [flag for flag in map(_flag, left) if flag and flag not in theirs]
-        if strangers or (left and not records):
-            what = f"unrecognized arguments: {' '.join(strangers or left)}"
+        unknown = [flag for flag in map(_flag, left) if flag and flag not in theirs]
+        if unknown or (left and not records):
+            what = f"unrecognized arguments: {' '.join(unknown or left)}"
             self._refuse(what, [*self.flags, *theirs])
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -301,12 +301,10 @@ class ConfigArgumentParser(argparse.ArgumentParser):
         """Report an error. Suggest the known flag most similar to the first unknown one, if any."""
         if split := self._split_list():
             wrong(self.prog, f"{message} (separate several values by commas: {split})")
-        stranger = next(
-            (flag for flag in map(_flag, self._given) if flag and flag not in flags), ""
-        )
-        if (new := _renamed_flag(stranger)) in flags:
-            wrong(self.prog, f"`{stranger}` was renamed: use `{new}`")
-        near = difflib.get_close_matches(stranger, flags, 1, _NEAR)
+        unknown = next((flag for flag in map(_flag, self._given) if flag and flag not in flags), "")
+        if (new := _renamed_flag(unknown)) in flags:
+            wrong(self.prog, f"`{unknown}` was renamed: use `{new}`")
+        near = difflib.get_close_matches(unknown, flags, 1, _NEAR)
         meant = f"did you mean {near[0]}? " if near else ""
         wrong(self.prog, f"{message} ({meant}--help-all lists all options)")
 

@@ -1,8 +1,8 @@
 """Canary that checks that a prefill node computes correct KV, before requests are sent to it.
 
-    paired -> waits -> on trial --same, or unknown--> in use
+    paired -> waits -> checking --same, or unknown--> in use
                 |     ^  ^  |
-                |     |  |  `--different--> kept out --(AGAIN_S, not busy)--> on trial
+                |     |  |  `--different--> kept out --(AGAIN_S, not busy)--> checking
               busy    |  |                      ^--different, or unknown--'
                 `-> in use, untried: tried once, as soon as this node is not busy
 
@@ -62,7 +62,7 @@ class _Answer:
 
 
 class _Standing(Enum):
-    """State of a producer at the start of its trial."""
+    """State of a producer at the start of its check."""
 
     NEW = auto()
     IN_USE = auto()
@@ -70,8 +70,8 @@ class _Standing(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Trial:
-    """A trial with one prompt. All earlier trials gave different responses."""
+class _CanaryCheck:
+    """A check with one prompt. All earlier checks gave different responses."""
 
     producer: ProducerUp
     number: int  # of this producer, counted from 1
@@ -81,7 +81,7 @@ class _Trial:
 
     @property
     def verdict(self) -> str:
-        """Verdict: "passed", "failed" or "unknown". Empty while the trial runs."""
+        """Verdict: "passed", "failed" or "unknown". Empty while the check runs."""
         if self.handed.failed or self.own.failed:
             return "unknown"
         if not (self.handed.end and self.own.end):
@@ -90,7 +90,7 @@ class _Trial:
 
     @property
     def in_use(self) -> bool:
-        """True if the producer is in use during the trial."""
+        """True if the producer is in use during the check."""
         return self.standing == _Standing.IN_USE
 
     @property
@@ -105,13 +105,13 @@ class _Trial:
 
 
 class Canary:
-    """Canary trials of producers. Engine thread only.
+    """Canary checks of producers. Engine thread only.
 
     Args:
-        num_tokens: length of a response. 0 disables trials.
+        num_tokens: length of a response. 0 disables checks.
         submit: accepts a request of this stream. If it has a prefill address, that is the address
             of `producer`.
-        is_busy: returns whether trials would delay client requests.
+        is_busy: returns whether checks would delay client requests.
     """
 
     def __init__(
@@ -130,18 +130,18 @@ class Canary:
         self._counts = counts
         self._numbers = itertools.count(1)
         self._waiting: deque[ProducerUp] = deque()
-        self._untried: deque[ProducerUp] = deque()  # in use without a trial
-        self._trial: _Trial | None = None
+        self._untried: deque[ProducerUp] = deque()  # in use without a check
+        self._check: _CanaryCheck | None = None
         self._kept_out: dict[
             int, tuple[ProducerUp, float]
-        ] = {}  # by instance; time of the next trial
+        ] = {}  # by instance; time of the next check
 
     @property
     def producer(self) -> ProducerUp:
-        """Return the producer on trial. Raises NodeUnavailable if it is gone."""
-        if self._trial is None:
+        """Return the producer being checked. Raises NodeUnavailable if it is gone."""
+        if self._check is None:
             raise NodeUnavailable("the node to check is no longer paired")
-        return self._trial.producer
+        return self._check.producer
 
     def admitted(self, events: Sequence[NodeEvent], now: float) -> list[NodeEvent]:
         """Filter transfer events for the rest of the node, which sees only producers in use.
@@ -165,9 +165,9 @@ class Canary:
 
     def take(self, step: StepTokens) -> None:
         """Receive the step output of the canary's own stream."""
-        if self._trial is None:
+        if self._check is None:
             return
-        answers = {each.request: each for each in (self._trial.handed, self._trial.own)}
+        answers = {each.request: each for each in (self._check.handed, self._check.own)}
         requests = np.frombuffer(step.requests, np.uint64).tolist()
         for request, token in zip(requests, np.frombuffer(step.tokens, np.uint32), strict=True):
             if request in answers:
@@ -178,37 +178,37 @@ class Canary:
 
     def _settled(self, now: float) -> list[NodeEvent]:
         """Return the event that follows a verdict: the producer is now in use, or no longer."""
-        trial = self._trial
-        if trial is None or not trial.verdict:
+        check = self._check
+        if check is None or not check.verdict:
             return []
-        self._trial = None
-        if trial.verdict == "failed" and trial.number < NUM_ANSWERS:
-            self._try(trial.producer, trial.standing, trial.number + 1)
+        self._check = None
+        if check.verdict == "failed" and check.number < NUM_ANSWERS:
+            self._try(check.producer, check.standing, check.number + 1)
             return []
-        self._counts.canary(trial.verdict)
-        producer = trial.producer
-        if trial.admits:
-            return [] if trial.in_use else [producer]
+        self._counts.canary(check.verdict)
+        producer = check.producer
+        if check.admits:
+            return [] if check.in_use else [producer]
         self._kept_out[producer.instance] = producer, now + AGAIN_S
-        if trial.verdict == "failed":
+        if check.verdict == "failed":
             log.error(
                 "canary check failed, prefill node not used %s",
                 kv(
                     producer=producer.address,
                     path=producer.path,
-                    handed=trial.handed.tokens,
-                    own=trial.own.tokens,
+                    handed=check.handed.tokens,
+                    own=check.own.tokens,
                     again_s=AGAIN_S,
                 ),
             )
         gone = ProducerDown(
             producer.instance, producer.address, "its KV differs from the KV computed here"
         )
-        return [gone] if trial.in_use else []
+        return [gone] if check.in_use else []
 
     def _begin(self, now: float) -> list[NodeEvent]:
-        """Start the next trial. Returns producers that are put in use without one."""
-        if self._trial is not None:
+        """Start the next check. Returns producers that are put in use without one."""
+        if self._check is not None:
             return []
         if self._is_busy():
             return self._use_untried()
@@ -233,7 +233,7 @@ class Canary:
         draw = Random(f"{producer.instance} {number}")
         tokens = [draw.randrange(self._vocabulary_size) for _ in range(PROMPT_TOKENS)]
         handed, own = _Answer(next(self._numbers)), _Answer(next(self._numbers))
-        self._trial = _Trial(producer, number, standing, handed, own)
+        self._check = _CanaryCheck(producer, number, standing, handed, own)
         for answer, addresses in ((handed, (producer.address,)), (own, ())):
             self._submit(
                 SubmitRequest(
@@ -254,10 +254,10 @@ class Canary:
 
     def _forgets(self, instance: int) -> bool:
         """Forget a producer. Returns whether it was not in use."""
-        trial = self._trial
-        if trial is not None and trial.producer.instance == instance:
-            self._trial = None
-            return not trial.in_use
+        check = self._check
+        if check is not None and check.producer.instance == instance:
+            self._check = None
+            return not check.in_use
         self._untried = deque(each for each in self._untried if each.instance != instance)
         waiting = [each for each in self._waiting if each.instance == instance]
         for each in waiting:

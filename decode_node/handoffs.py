@@ -314,7 +314,7 @@ class IncomingHandoffs:
             reason = f"one of its tokens is {max(fresh)}, outside the vocabulary"
         elif fresh[0] != request.token_ids[-1]:
             reason = "its tokens are not those that its client has"
-        elif not _as_told(request, event):
+        elif not _has_new_logprobs(request, event):
             reason = "its tokens came without the requested log-probabilities"
         else:
             tokens = np.append(attempt.token_ids, np.array(fresh[:-1], np.int32))
@@ -329,7 +329,7 @@ class IncomingHandoffs:
         self._note_arrival(now)
         num_tokens = len(attempt.token_ids) + len(event.token_ids)
         attempt.destination = self._reservations.settle(attempt.reserved, num_tokens)
-        attempt.told, attempt.first_token = event, event.token
+        attempt.first_event, attempt.first_token = event, event.token
         return None
 
     def completed(self, event: CompletedEvent) -> None:
@@ -395,10 +395,10 @@ class IncomingHandoffs:
             state.claims.hand_over(Claim.RESERVATION)
             self._end_attempt(state)
             attempt.stamps.joined = now = time.monotonic()
-            if attempt.told is not None:
+            if attempt.first_event is not None:
                 state.timings.note_first_token(now)
-                fresh = (*attempt.told.token_ids, attempt.told.token)[1:]
-                self._active.send_tokens(state, fresh, attempt.told.logprobs)
+                fresh = (*attempt.first_event.token_ids, attempt.first_event.token)[1:]
+                self._active.send_tokens(state, fresh, attempt.first_event.logprobs)
 
     # Failed and cancelled attempts ----------------------------------------------------------------
 
@@ -486,7 +486,7 @@ def _room_to_grow(request: Request) -> int:
     return min(request.sampling.max_tokens - request.num_generated, MOST_GROWTH)
 
 
-def _as_told(request: Request, event: FirstTokenEvent) -> bool:
+def _has_new_logprobs(request: Request, event: FirstTokenEvent) -> bool:
     """Return whether the source sent the requested log-probabilities with its new tokens."""
     wanted = len(event.token_ids) if request.sampling.logprobs >= 0 else 0
     return len(event.logprobs or ()) == wanted
@@ -494,9 +494,9 @@ def _as_told(request: Request, event: FirstTokenEvent) -> bool:
 
 def _as_asked(request: Request, event: FirstTokenEvent) -> bool:
     """Return whether the event has as many log-probabilities as the request asks for."""
-    told = [0 if each is None else len(each) for each in (event.logprobs, event.prompt_logprobs)]
+    sent = [0 if each is None else len(each) for each in (event.logprobs, event.prompt_logprobs)]
     wanted = [
         int(request.sampling.logprobs >= 0),
         request.num_prompt_logprobs,
     ]
-    return told == wanted
+    return sent == wanted

@@ -20,7 +20,7 @@ from grpc import StatusCode
 from common.config import DecodeConfig
 from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull, ServingError
 from common.queueing import QueueEntry
-from common.request import GUILTY, MAX_DEATHS
+from common.request import CRASHED_TWICE, MAX_ENGINE_CRASHES
 from decode_node import canary
 from decode_node.active_requests import DecodeCounters
 from decode_node.canary import Canary
@@ -101,9 +101,9 @@ class PrefillPlacement:
         if failed.attempt.moves:  # the source may still run it
             return state.close(NodeUnavailable(f"not migrated: {event.reason}"))
         if event.engine_died:
-            if request.engine_crashes >= MAX_DEATHS:
-                guilty = RequestEnd(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL)
-                return state.close(guilty)
+            if request.engine_crashes >= MAX_ENGINE_CRASHES:
+                end = RequestEnd(FinishReason.ERROR, CRASHED_TWICE, StatusCode.INTERNAL)
+                return state.close(end)
             request.quarantine_after(request.engine_crashes + 1)
         candidates = state.candidates if event.retryable else ()
         if not event.may_return:

@@ -35,11 +35,11 @@ def _parts(
     prefix or weights.
     """
 
-    def beat(late_s: float) -> None:
-        frontend.supervision.beat(time.monotonic(), late_s)
-        serve.beat(late_s)
+    def heartbeat(late_s: float) -> None:
+        frontend.supervision.heartbeat(time.monotonic(), late_s)
+        serve.heartbeat(late_s)
 
-    streams = PairStreams(frontend.transfer_socket, frontend.metrics, on_beat=beat)
+    streams = PairStreams(frontend.transfer_socket, frontend.metrics, on_heartbeat=heartbeat)
     dialer = PairDialer(streams, frontend.metrics, frontend.make_channel)
     producers = NamedProducers(frontend.address, dialer.dial)
     pairs = PairService(streams, frontend.engine.check_ready, frontend.supervision.check_length)
@@ -64,7 +64,7 @@ def _parts(
         services=(serve.register, pairs.register),
         background=(streams.run, dialer.run),
         step=serve.step,
-        on_trial=serve.on_trial,
+        on_quarantine=serve.on_quarantine,
         moved=serve.moved,
         pair_with=lambda address: producers.name([address]),
         drain=serve.drain,  # destinations of its requests can still pair with it

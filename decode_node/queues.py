@@ -37,7 +37,7 @@ class PausedQueue(KeyedQueue[DecodeState]):
         self._scheduler = scheduler
 
     def ready(self) -> Iterator[DecodeState]:
-        """Remove and yield the requests, in order of arrival, once the pause is over."""
+        """Remove and yield the requests, in order of arrival, once the pause ends."""
         if not self._scheduler.paused:
             for state in self:
                 self.take(state)
@@ -334,7 +334,7 @@ class TransferQueue(AttemptQueue):
     def is_arriving(self) -> bool:
         """True if a migrating request has stopped at its source and is not completed."""
         attempts = (state.attempt for state in self._migrating.values())
-        return any(attempt.told is not None and not attempt.held for attempt in attempts)
+        return any(attempt.first_event is not None and not attempt.held for attempt in attempts)
 
     def ready(self) -> list[DecodeState]:
         """Return the requests whose KV is here."""

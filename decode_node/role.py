@@ -88,7 +88,7 @@ class DecodeRole:
         self._handoffs = handoffs
         self._migrations = migrations
         self._canary = canary
-        self._told_trial: Request | None = None
+        self._reported_quarantine: Request | None = None
 
     # Role ---------------------------------------------------------------------------------------
 
@@ -109,8 +109,8 @@ class DecodeRole:
         if self._launch_waits_s > 0:
             return None
         batch = self.scheduler.next_batch()
-        if self.scheduler.on_trial is not self._told_trial:
-            self._report_trial(self.scheduler.on_trial)
+        if self.scheduler.running_alone is not self._reported_quarantine:
+            self._report_quarantine(self.scheduler.running_alone)
         return batch
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
@@ -280,9 +280,9 @@ class DecodeRole:
                     if state.origin[0] == stream:
                         _abort(state, "cancelled")
 
-    def _report_trial(self, request: Request | None) -> None:
-        """Report the request on trial, before the launch of the step that may crash the engine."""
-        self._told_trial = request
+    def _report_quarantine(self, request: Request | None) -> None:
+        """Report a quarantined request before the launch of the step that may crash the engine."""
+        self._reported_quarantine = request
         self._control.notify(
             QuarantineStarted(*request.origin) if request else QuarantineStarted(0, 0)
         )

@@ -144,7 +144,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         # Prefill nodes, and decode nodes from which requests or prefixes were requested.
         self._peers: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
         self._sources: set[str] = set()
-        self._told = decode_pb2.Status()
+        self._sent_status = decode_pb2.Status()
         self._draining = False
 
     def register(
@@ -178,7 +178,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         stream.outgoing.put(greeting)
         now = time.monotonic()
         if self._supervision.moves(now):
-            stream.outgoing.put(_beat(self._supervision.liveness(now)[1]))
+            stream.outgoing.put(_heartbeat(self._supervision.liveness(now)[1]))
         try:
             await self._take(stream, first)
             await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
@@ -192,7 +192,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
                 "slow router disconnected" if stream.outgoing.cut_off else "router disconnected",
                 stream=number,
             )
-            self._tell_peers()
+            self._report_peers()
 
     # From the engine ------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         ended = message.ended
         if self._tracer is not None:
             for end in ended:
-                spans.tell_request(self._tracer, end)
+                spans.record_request(self._tracer, end)
         stream = self._streams.get(message.stream)
         if stream is None:
             return
@@ -222,35 +222,35 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         )
         stream.outgoing.put(decode_pb2.FromNode(step=step))
 
-    def on_trial(self, message: QuarantineStarted) -> None:
-        """Send the trial to all routers. Only the router of the request gets its number."""
+    def on_quarantine(self, message: QuarantineStarted) -> None:
+        """Send the quarantine to all routers. Only the router of the request gets its number."""
         for number, stream in self._streams.items():
             own = message.request if number == message.stream else None
-            trial = decode_pb2.Trial(under_way=bool(message.stream), request=own)
-            stream.outgoing.put(decode_pb2.FromNode(trial=trial))
+            quarantine = decode_pb2.Quarantine(under_way=bool(message.stream), request=own)
+            stream.outgoing.put(decode_pb2.FromNode(quarantine=quarantine))
 
     def moved(self, moving: EngineStats) -> None:
         """Send a changed status to all routers."""
-        if self._status() != self._told:
-            self._tell_status()
+        if self._status() != self._sent_status:
+            self._send_status()
 
-    def beat(self, late_s: float) -> None:
+    def heartbeat(self, late_s: float) -> None:
         """Send every router a heartbeat of the engine, which is late by `late_s` seconds."""
-        beat = _beat(late_s)
+        heartbeat = _heartbeat(late_s)
         for stream in self._streams.values():
-            stream.outgoing.put(beat)
+            stream.outgoing.put(heartbeat)
 
     # From the frontend ----------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Refuse all submissions from now on."""
         self._draining = True
-        self._tell_status()
+        self._send_status()
 
     def resume(self) -> None:
         """Accept submissions again."""
         self._draining = False
-        self._tell_status()
+        self._send_status()
 
     def end(self, error: ServingError) -> None:
         """End all streams with `error`, after pending messages are written."""
@@ -283,7 +283,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             stream.others = _addresses(message.peers.decode_addresses, limits.MAX_PEERS)
             own = message.peers.own_address
             stream.own_address = rpc.check_address(own) if own else ""
-            self._tell_peers()
+            self._report_peers()
         self._submit(stream, message.submits)
         for number in message.cancels:
             self._engine.send(CancelSubmitted(stream.number, number), stream.lane)
@@ -321,7 +321,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         """Pair with decode nodes from which KV will be read."""
         if not decode_nodes <= self._sources:
             self._sources |= decode_nodes
-            self._tell_peers()
+            self._report_peers()
 
     def _checked_length(self, proto: request_pb2.Request, tokens_left: int) -> int:
         """Check and return the number of tokens, before any work on the tokens."""
@@ -353,29 +353,29 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         refusals.error.append(str(error))
         refusals.error_code.append(error.status.value[0])
 
-    def _tell_peers(self) -> None:
+    def _report_peers(self) -> None:
         """Report the union of all routers' nodes.
 
         Without any router, the nodes of the last one stay paired, because it may be restarting.
         """
-        told = [stream for stream in self._streams.values() if stream.peers is not None]
-        if not told:
+        known = [stream for stream in self._streams.values() if stream.peers is not None]
+        if not known:
             return
-        self._sources.intersection_update(each for stream in told for each in stream.others)
-        prefill = itertools.chain.from_iterable(stream.peers or () for stream in told)
+        self._sources.intersection_update(each for stream in known for each in stream.others)
+        prefill = itertools.chain.from_iterable(stream.peers or () for stream in known)
         peers = frozenset(prefill), frozenset(self._sources)
         if peers != self._peers:
             self._peers = peers
             self._on_peers(*peers)
 
-    def _tell_status(self) -> None:
-        before, self._told = self._told, self._status()
+    def _send_status(self) -> None:
+        before, self._sent_status = self._sent_status, self._status()
         # Held tokens are of the weights before, and a pause may be long.
-        settles = self._told.paused or self._told.fingerprint != before.fingerprint
+        settles = self._sent_status.paused or self._sent_status.fingerprint != before.fingerprint
         for stream in self._streams.values():
             if settles:
                 stream.send_held()
-            stream.outgoing.put(decode_pb2.FromNode(status=self._told))
+            stream.outgoing.put(decode_pb2.FromNode(status=self._sent_status))
 
     def _status(self) -> decode_pb2.Status:
         ready, moving = self._supervision.ready, self._supervision.moving
@@ -427,10 +427,10 @@ def _columns(rows: TokenRows) -> dict[str, Any]:
     }
 
 
-def _rows(told: Sequence[tuple[int, Logprobs]]) -> list[decode_pb2.RowLogprobs]:
+def _rows(rows: Sequence[tuple[int, Logprobs]]) -> list[decode_pb2.RowLogprobs]:
     return [
         decode_pb2.RowLogprobs(request=request, logprobs=to_fields(logprobs))
-        for request, logprobs in told
+        for request, logprobs in rows
     ]
 
 
@@ -473,5 +473,5 @@ def _at_most(what: str, values: Sized, limit: int) -> None:
         raise InvalidRequest(f"{len(values)} {what} in a message on Serve, {limit} are allowed")
 
 
-def _beat(late_s: float) -> decode_pb2.FromNode:
-    return decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat(late_s=late_s))
+def _heartbeat(late_s: float) -> decode_pb2.FromNode:
+    return decode_pb2.FromNode(engine_heartbeat=decode_pb2.EngineHeartbeat(late_s=late_s))

@@ -151,7 +151,7 @@ class HandoffAttempt:
         until: deadline of the current wait of a migration, time.monotonic().
         destination: from the grant on.
         growth_pages: pages to keep free for the request after it joins.
-        told: for migrations, tokens that are sent to the client after the join.
+        first_event: for migrations, tokens that are sent to the client after the join.
         held: the KV is here and correct. The request waits at most for a slot.
     """
 
@@ -168,7 +168,7 @@ class HandoffAttempt:
     growth_pages: int = 0
     producer_cached_tokens: int = 0
     first_token: int | None = None
-    told: FirstTokenEvent | None = None
+    first_event: FirstTokenEvent | None = None
     held: bool = False
 
     @property
@@ -194,7 +194,11 @@ class HandoffAttempt:
         """
         if self.first_token is None:
             return request
-        fresh = (*self.told.token_ids, self.first_token) if self.told else (self.first_token,)
+        fresh = (
+            (*self.first_event.token_ids, self.first_token)
+            if self.first_event
+            else (self.first_token,)
+        )
         token_ids = np.append(self.token_ids, np.array(fresh, np.int32))
         return dataclasses.replace(request, token_ids=token_ids)
 

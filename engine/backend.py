@@ -56,7 +56,7 @@ class TorchBackend:
         """Open the files below host memory, see PageFiles."""
         memory = self.host_pool.tensor.numpy()
         files = PageFiles(root, memory, version=version, num_bytes=num_bytes)
-        return FileThreads(files, lambda: self.copier.tell())
+        return FileThreads(files, lambda: self.copier.notify())
 
     def runner(
         self,

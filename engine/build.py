@@ -372,7 +372,7 @@ def _files_of_ranks(
         loaded.followers,
         _version_of_pages(loaded, backend.shape),
         config.offload.disk_bytes // loaded.share.num_ranks,
-        lambda: backend.copier.tell(),
+        lambda: backend.copier.notify(),
     )
 
 
@@ -525,11 +525,11 @@ def prepare(runner: ModelRunner, num_tokens: int) -> None:
         num_tokens: see `largest_forward`.
     """
     sizes = runner.graph_sizes
-    told = time.monotonic()
+    reported = time.monotonic()
     for done, size in enumerate(sizes, start=1):
         runner.capture(size)
-        if time.monotonic() - told > PROGRESS_S or done == len(sizes):
-            told = time.monotonic()
+        if time.monotonic() - reported > PROGRESS_S or done == len(sizes):
+            reported = time.monotonic()
             log.info("decode graphs captured %s", kv(done=done, of=len(sizes), rows=size))
     # Last, because a capture returns unused memory to the device.
     runner.rehearse(num_tokens)

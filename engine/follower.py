@@ -64,7 +64,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class FollowerStream:
-    """A stream that reports failed steps. Nobody waits for most of its steps.
+    """A stream that reports failed steps. No caller waits for most of its steps.
 
     Args:
         on_error: called on the stream's thread if a step fails.

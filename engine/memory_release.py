@@ -40,7 +40,7 @@ class MemoryOccupation:
     Args:
         pools: memory of `pages`, on the device and in host memory.
         pinned: reason why it cannot be released; "": it can.
-        tell: called by another thread when an operation is done.
+        notify: called by another thread when an operation is done.
         others: None: this process has all pages.
     """
 
@@ -50,13 +50,13 @@ class MemoryOccupation:
         pages: PageAllocator,
         pools: Sequence[Tensor],
         pinned: str,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         others: OtherPools | None = None,
     ) -> None:
         self._others = others
         self._weights = weights
         self._pages = pages
-        self._tell = tell
+        self._notify = notify
         self._pools = pools
         self._pinned = pinned
         self._worker = ThreadPoolExecutor(1, "memory")
@@ -93,7 +93,7 @@ class MemoryOccupation:
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:
         future = self._worker.submit(work)
-        future.add_done_callback(lambda _: self._tell())
+        future.add_done_callback(lambda _: self._notify())
         return future
 
     def _give_back_pools(self) -> None:

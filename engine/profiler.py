@@ -28,7 +28,7 @@ class Profiler:
         name: prefix of the file names.
         num_steps: returns the steps finished since the start.
     Attributes:
-        tell: called by another thread when a trace is written.
+        notify: called by another thread when a trace is written.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Profiler:
         self._until = (0, 0.0)  # steps, time.monotonic()
         self._path = ""
         self._written: Future[str] | None = None  # of the latest trace
-        self.tell: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
 
     def start(self, num_steps: int) -> str:
         """Start before the next step. Return the path of the trace file.
@@ -104,7 +104,7 @@ class Profiler:
     def _end(self, running: profile) -> None:
         ended = self._stream.submit(running.stop)
         self._written = self._writer.submit(_write, running, (self._begun, ended), self._path)
-        self._written.add_done_callback(lambda _: self.tell())
+        self._written.add_done_callback(lambda _: self.notify())
         self._running = None
 
 

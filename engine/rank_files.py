@@ -62,7 +62,7 @@ class FilesOfRanks:
         own: of rank 0. Owned by this object.
         version: of the whole pages.
         num_bytes: of the files of one rank.
-        tell: called when a job of all ranks is done.
+        notify: called when a job of all ranks is done.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class FilesOfRanks:
         followers: Followers,
         version: bytes,
         num_bytes: int,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
         self._own = own
         self._followers = followers
         self._version = version
         self._num_bytes = num_bytes
-        self._tell = tell
+        self._notify = notify
         self._identities = np.zeros(own.num_slots, np.uint64)
 
     @property
@@ -149,7 +149,7 @@ class FilesOfRanks:
                 others = [[_FAULTS[number] for number in reply] for reply in asked.result()]
                 pages = zip(own.result(), *others, strict=True)
                 whole.set_result([next(filter(None, page), None) for page in pages])
-            self._tell()
+            self._notify()
 
         own.add_done_callback(done)
         asked.add_done_callback(done)

@@ -1,4 +1,4 @@
-"""Work of all ranks besides steps: copies of pages, adapters, new weights, release of memory.
+"""Work of all ranks other than steps: copies of pages, adapters, new weights, release of memory.
 
 Rank 0 does its part, asks the followers for theirs, and continues when all are done.
 """
@@ -104,7 +104,7 @@ class CopierOfRanks:
     """
 
     def __init__(self, own: Copier, followers: Followers) -> None:
-        self.tell: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
         self._own = own
         self._followers = followers
 
@@ -128,7 +128,7 @@ class CopierOfRanks:
 
         starts = range(0, len(copies.device_pages), MOST_PAGES)
         copy = PageCopy(_all_done([own.future, *map(asked, starts)]))
-        copy.future.add_done_callback(lambda _: self.tell())
+        copy.future.add_done_callback(lambda _: self.notify())
         return copy
 
 
@@ -297,13 +297,13 @@ class FollowerJobs:
         try:
             self._reply(number, work())
         except Exception as error:  # noqa: BLE001  every end of a job is a reply
-            self._reply(number, error=_told(error))
+            self._reply(number, error=_message(error))
 
     def _file(self, job: FileJob) -> None:
         try:
             self._files.take(job, partial(self._reply, job.number))
         except Exception as error:  # noqa: BLE001  every end of a job is a reply
-            self._reply(job.number, error=_told(error))
+            self._reply(job.number, error=_message(error))
 
     def _reply(self, number: int, result: bytes = b"", error: str = "") -> None:
         self._steps.send(_encoder.encode(JobDone(number, error, result)))
@@ -334,5 +334,5 @@ class FollowerJobs:
             del self._adapters[adapter.id]
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, ServingError) else f"{type(error).__name__}: {error}"

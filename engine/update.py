@@ -95,7 +95,7 @@ class WeightUpdater:
         id: of the weights that are computed with.
         whole: False: the weights are a mix of two versions, or were released. Both attributes
             are changed by the other thread, while the engine is paused.
-        tell: called by another thread when an operation is done.
+        notify: called by another thread when an operation is done.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class WeightUpdater:
         self._exported: tuple[_Source, OneFile] | None = None  # used by the thread that reads them
         self.id = weights
         self.whole = True
-        self.tell: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
 
     def prepare(self, path: str) -> Future[WeightsId]:
         """Read and check all bytes of the weights at `path`, and return their id. `put` may follow.
@@ -257,7 +257,7 @@ class WeightUpdater:
 
         def done(_: Future[T]) -> None:
             self._under_way = False
-            self.tell()
+            self.notify()
 
         future.add_done_callback(done)
         return future

@@ -61,8 +61,8 @@ def body(begin: Begin, first: StartRole) -> None:
         prepared[name] = engine.equipped(role.wants(config))
 
     try:
-        engine.guides.tell = engine.loader.tell = engine.weights.tell = start.channel.wake
-        engine.copier.tell = start.channel.wake
+        engine.guides.notify = engine.loader.notify = engine.weights.notify = start.channel.wake
+        engine.copier.notify = start.channel.wake
         roles[start.role].check(engine)
         if group is not None:
             group.meet()
@@ -73,7 +73,7 @@ def body(begin: Begin, first: StartRole) -> None:
                 successor = over.successor
             start, engine = begin(successor), prepared.pop(successor.role)
             engine.equip_followers()
-            engine.copier.tell = start.channel.wake
+            engine.copier.notify = start.channel.wake
     except PeerGone:
         engine.close()
         raise

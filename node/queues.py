@@ -160,7 +160,7 @@ class PreparationStages(Generic[S]):
     """The queues that a request passes through. Engine thread only.
 
     Args:
-        backlog: prompts to be computed, whose delay requests over their queue limit are told.
+        backlog: prompts to be computed, whose delay is reported to requests over their queue limit.
     """
 
     def __init__(self, backlog: QueueEstimator, *queues: PreparationQueue) -> None:

@@ -176,7 +176,7 @@ class NodeRuntime:
             engine.other_pools,
         )
         profiler = engine.profiler(start.config.engine, start.role, lambda: clock.reading.finished)
-        profiler.tell = channel.wake
+        profiler.notify = channel.wake
         weights = _make_weights(engine, start, transfer)
         control = EngineControl(
             channel,
@@ -285,7 +285,7 @@ def _make_transfer(
             pool,
             paths,
             reads,
-            max_untaken_tokens=steps.max_queued_tokens,
+            max_unconsumed_tokens=steps.max_queued_tokens,
         ),
         engine_late_s=Lateness(clock, LONGEST_SLEEP_S).look,
         stall_s=steps.step_timeout_s,
@@ -331,7 +331,7 @@ def _make_weights(
         pages=engine.pages,
         pool=engine.pool.tensor,
         port=transfer,
-        tell=start.channel.wake,
+        notify=start.channel.wake,
     )
 
 

@@ -57,7 +57,7 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
     num_prompt: int
     trace: TraceContext
     received: float  # at the frontend
-    taken: float  # consumed by the engine thread
+    accepted: float  # consumed by the engine thread
     attempts: list[HandoffTimings] = []
     queued: float = 0.0  # for prefill on this node
     admitted: float = 0.0  # to it: its first forward was chosen
@@ -94,7 +94,7 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
     def timeline(self) -> Timeline:
         """Return the timeline of an ended request."""
         zero, ended = self.received, self.ended
-        rows = [Interval(Phase.DISPATCH, 0, 0.0, self.taken - zero)]
+        rows = [Interval(Phase.DISPATCH, 0, 0.0, self.accepted - zero)]
         running = self.prefilled
         for number, attempt in enumerate(self.attempts, 1):
             rows += _of_attempt(attempt, number, attempt.lost or ended, zero)
@@ -112,7 +112,7 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
         ]
         return Timeline(
             tuple(rows),
-            tuple(_told(attempt) for attempt in self.attempts),
+            tuple(_summary(attempt) for attempt in self.attempts),
             self.first_token - zero if self.first_token else None,
         )
 
@@ -183,7 +183,7 @@ def _chain(
     ]
 
 
-def _told(attempt: HandoffTimings) -> HandoffSummary:
+def _summary(attempt: HandoffTimings) -> HandoffSummary:
     return HandoffSummary(
         attempt.prefill,
         attempt.path,
@@ -306,7 +306,7 @@ def _moments_of_request(stamps: RequestTimings) -> Iterator[TimelineEvent]:
     if stamps.num_generated:
         came += f" and {stamps.num_generated} generated tokens"
     yield TimelineEvent(stamps.received, "submitted", came)
-    yield TimelineEvent(stamps.taken, "accepted", "by the engine thread, between two steps")
+    yield TimelineEvent(stamps.accepted, "accepted", "by the engine thread, between two steps")
     yield from _moments_of_bringing(stamps.bringing)
     yield TimelineEvent(stamps.unpaired, "waits", "for a prefill node to reconnect")
     for number, attempt in enumerate(stamps.attempts, 1):

@@ -49,12 +49,12 @@ class HandoffHistory:
     Engine thread only. The watchdog reads it when that thread is stalled.
 
     Args:
-        tell: sends hand-offs of traced requests to the frontend.
+        send: sends hand-offs of traced requests to the frontend.
     """
 
-    def __init__(self, tell: Callable[[HandoffSpan], None]) -> None:
+    def __init__(self, send: Callable[[HandoffSpan], None]) -> None:
         self._log = ThrottledLog(log, Throttle(most=100))
-        self._tell = tell
+        self._send = send
         self._open: dict[int, ProducerTimings] = {}
         self._ended = RequestHistory(ProducerTimings)
 
@@ -83,7 +83,7 @@ class HandoffHistory:
         stamps.dropped, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
         self._ended.record(stamps, failed=not event.held)
         if is_sampled(stamps.traceparent):
-            self._tell(HandoffSpan(stamps))
+            self._send(HandoffSpan(stamps))
 
     def explain(self, request_id: str) -> RequestTraces:
         """Return the traces of the hand-offs of a client's request."""

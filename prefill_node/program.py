@@ -27,7 +27,7 @@ from common.errors import (
     ServingError,
 )
 from common.identity.guard import CallAuthenticator
-from common.request import MAX_DEATHS
+from common.request import MAX_ENGINE_CRASHES
 from common.requests import pooling
 from common.requests.namespace import check_identity
 from common.requests.pooling import PoolingMode, PoolingParams
@@ -170,14 +170,14 @@ class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
             budget_s=request.budget_s,
             queue_s=request.queue_s if request.HasField("queue_s") else math.inf,
             namespace=check_identity("namespace", request.namespace),
-            engine_crashes=min(request.engine_crashes, MAX_DEATHS),
+            engine_crashes=min(request.engine_crashes, MAX_ENGINE_CRASHES),
         )
 
 
 def _pooling(request: pooling_pb2.PoolRequest) -> PoolingParams:
     if request.pool not in _POOLS:
         raise InvalidRequest(f"pool is {request.pool}, which is no pooling mode")
-    some = request.label_token_ids[: pooling.MAX_TOLD_TOKENS + 1]
+    some = request.label_token_ids[: pooling.MAX_LABEL_TOKENS + 1]
     wanted = PoolingParams(PoolingMode(request.pool), tuple(some))
     pooling.check(wanted)
     return wanted
@@ -231,7 +231,7 @@ def _parts(frontend: NodeFrontend, *, calls: bool, fetches: bool) -> RoleService
     streams = PairStreams(
         frontend.transfer_socket,
         frontend.metrics,
-        on_beat=lambda late_s: frontend.supervision.beat(time.monotonic(), late_s),
+        on_heartbeat=lambda late_s: frontend.supervision.heartbeat(time.monotonic(), late_s),
     )
     dialer = PairDialer(streams, frontend.metrics, frontend.make_channel)
     producers = NamedProducers(frontend.address, dialer.dial)
@@ -263,7 +263,7 @@ def _parts(frontend: NodeFrontend, *, calls: bool, fetches: bool) -> RoleService
     return RoleServices(
         services=(pairs.register, pooling.register),
         background=(streams.run, dialer.run),
-        handoff=lambda handoff: spans.tell_handoff(frontend.tracer, handoff),
+        handoff=lambda handoff: spans.record_handoff(frontend.tracer, handoff),
         pooled=pooling.pooled,
         pair_with=pair_with,
         drain=drain,

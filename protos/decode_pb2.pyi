@@ -109,22 +109,22 @@ class MoveFrom(_message.Message):
     def __init__(self, address: _Optional[str] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class FromNode(_message.Message):
-    __slots__ = ("step", "status", "trial", "engine_beat", "last_words", "protocol_version")
+    __slots__ = ("step", "status", "quarantine", "engine_heartbeat", "last_words", "protocol_version")
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
-    TRIAL_FIELD_NUMBER: _ClassVar[int]
-    ENGINE_BEAT_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LAST_WORDS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     step: Step
     status: Status
-    trial: Trial
-    engine_beat: EngineBeat
+    quarantine: Quarantine
+    engine_heartbeat: EngineHeartbeat
     last_words: _last_words_pb2.LastWords
     protocol_version: int
-    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., trial: _Optional[_Union[Trial, _Mapping]] = ..., engine_beat: _Optional[_Union[EngineBeat, _Mapping]] = ..., last_words: _Optional[_Union[_last_words_pb2.LastWords, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[_Union[Step, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., quarantine: _Optional[_Union[Quarantine, _Mapping]] = ..., engine_heartbeat: _Optional[_Union[EngineHeartbeat, _Mapping]] = ..., last_words: _Optional[_Union[_last_words_pb2.LastWords, _Mapping]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
-class Trial(_message.Message):
+class Quarantine(_message.Message):
     __slots__ = ("under_way", "request")
     UNDER_WAY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -132,7 +132,7 @@ class Trial(_message.Message):
     request: int
     def __init__(self, under_way: _Optional[bool] = ..., request: _Optional[int] = ...) -> None: ...
 
-class EngineBeat(_message.Message):
+class EngineHeartbeat(_message.Message):
     __slots__ = ("late_s",)
     LATE_S_FIELD_NUMBER: _ClassVar[int]
     late_s: float

@@ -11,40 +11,40 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FromConsumer(_message.Message):
-    __slots__ = ("hello", "open", "grant", "done", "cancel", "beat", "forget")
+    __slots__ = ("hello", "open", "grant", "done", "cancel", "heartbeat", "forget")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: Open
     grant: Grant
     done: Done
     cancel: Cancel
-    beat: Beat
+    heartbeat: Heartbeat
     forget: Forget
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., forget: _Optional[_Union[Forget, _Mapping]] = ...) -> None: ...
 
 class FromProducer(_message.Message):
-    __slots__ = ("hello", "admitted", "ready", "released", "failed", "beat", "last_words")
+    __slots__ = ("hello", "admitted", "ready", "released", "failed", "heartbeat", "last_words")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
-    BEAT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LAST_WORDS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     admitted: Admitted
     ready: Ready
     released: Released
     failed: Failed
-    beat: Beat
+    heartbeat: Heartbeat
     last_words: _last_words_pb2.LastWords
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., last_words: _Optional[_Union[_last_words_pb2.LastWords, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., last_words: _Optional[_Union[_last_words_pb2.LastWords, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("instance_id", "protocol_version", "fingerprint", "paths", "regions", "address", "tp", "pp", "state_pages")
@@ -263,7 +263,7 @@ class Failed(_message.Message):
     retry_after_s: float
     def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
-class Beat(_message.Message):
+class Heartbeat(_message.Message):
     __slots__ = ("sequence", "open_handoffs", "connecting")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OPEN_HANDOFFS_FIELD_NUMBER: _ClassVar[int]

@@ -334,13 +334,13 @@ class PlanEvent(_message.Message):
     ago_s: float
     def __init__(self, what: _Optional[str] = ..., because: _Optional[str] = ..., ago_s: _Optional[float] = ...) -> None: ...
 
-class TellPlanRequest(_message.Message):
+class ReportPlanRequest(_message.Message):
     __slots__ = ("plan",)
     PLAN_FIELD_NUMBER: _ClassVar[int]
     plan: Plan
     def __init__(self, plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
 
-class TellPlanResponse(_message.Message):
+class ReportPlanResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -139,10 +139,10 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.MoveRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.MoveResponse.FromString,
                 _registered_method=True)
-        self.TellPlan = channel.unary_unary(
-                '/baton.v1.Router/TellPlan',
-                request_serializer=protos_dot_router__pb2.TellPlanRequest.SerializeToString,
-                response_deserializer=protos_dot_router__pb2.TellPlanResponse.FromString,
+        self.ReportPlan = channel.unary_unary(
+                '/baton.v1.Router/ReportPlan',
+                request_serializer=protos_dot_router__pb2.ReportPlanRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.ReportPlanResponse.FromString,
                 _registered_method=True)
 
 
@@ -303,7 +303,7 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def TellPlan(self, request, context):
+    def ReportPlan(self, request, context):
         """Store the latest report of a planner (`baton planner`) and its last 32 events, for GetCluster. For
         operators. INVALID_ARGUMENT: more than 16 events, or a text of more than 512 characters.
         """
@@ -419,10 +419,10 @@ def add_RouterServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_router__pb2.MoveRequest.FromString,
                     response_serializer=protos_dot_router__pb2.MoveResponse.SerializeToString,
             ),
-            'TellPlan': grpc.unary_unary_rpc_method_handler(
-                    servicer.TellPlan,
-                    request_deserializer=protos_dot_router__pb2.TellPlanRequest.FromString,
-                    response_serializer=protos_dot_router__pb2.TellPlanResponse.SerializeToString,
+            'ReportPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportPlan,
+                    request_deserializer=protos_dot_router__pb2.ReportPlanRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.ReportPlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1003,7 +1003,7 @@ class Router:
             _registered_method=True)
 
     @staticmethod
-    def TellPlan(request,
+    def ReportPlan(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1016,9 +1016,9 @@ class Router:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.v1.Router/TellPlan',
-            protos_dot_router__pb2.TellPlanRequest.SerializeToString,
-            protos_dot_router__pb2.TellPlanResponse.FromString,
+            '/baton.v1.Router/ReportPlan',
+            protos_dot_router__pb2.ReportPlanRequest.SerializeToString,
+            protos_dot_router__pb2.ReportPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> None:
     config = read(RouterConfig, _PROGRAM, arguments, about="Run a router.")
     logs.setup("router", config.server.log_level, config.server.log_format)
     resources.allow_many()
-    # The thread pool of the library has no use: texts are tokenised one at a time.
+    # The thread pool of the library has no use: texts are tokenized one at a time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         if config.processes > 1:

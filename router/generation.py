@@ -19,7 +19,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from common.errors import NodeUnavailable, RequestFailed, ServingError
-from common.request import GUILTY, TRIAL_TOKENS, Remaining, RequestSpec
+from common.request import CRASHED_TWICE, QUARANTINE_TOKENS, Remaining, RequestSpec
 from common.requests.namespace import made_with
 from protos.decode_pb2 import MoveFrom
 from router.cluster.cluster import Cluster, Placed
@@ -104,7 +104,7 @@ class Attempt:
                 its output is in `sink`.
             ServingError: the request failed.
         """
-        await self._tokens.taken(partial(self._add, sink))
+        await self._tokens.consume(partial(self._add, sink))
 
     def _add(self, sink: TokenSink, output: NodeOutput) -> bool | None:
         position = self._position
@@ -128,7 +128,7 @@ class Attempt:
 
     def wake(self) -> None:
         """End a wait in `begun`."""
-        self._tokens.tell()
+        self._tokens.wake()
 
     def hand_over(self) -> None:
         """End this attempt because another one continues the request.
@@ -136,7 +136,7 @@ class Attempt:
         Only the first end counts. An end that the node has reported came earlier.
         """
         self._tokens.end(NodeLost("it continues on another node", LossCause.UNRELATED))
-        self._tokens.tell()
+        self._tokens.wake()
 
     def close(self) -> None:
         """Cancel the request on the node, unless it has ended. Release its share of the load."""
@@ -171,7 +171,7 @@ def submit(
             spec,
             placed.prefill,
             Remaining(left_s, queue_s),
-            partial(timeline.told, timings),
+            partial(timeline.receive, timings),
             move_from=move_from,
             prefix_hints=placed.prefix_at,
         )
@@ -224,13 +224,13 @@ class AttemptLosses:
             NodeUnavailable: `error`, once the limit of lost nodes is reached.
         """
         self.addresses.append(address)
-        if num_tokens >= self._num_tokens + TRIAL_TOKENS:
+        if num_tokens >= self._num_tokens + QUARANTINE_TOKENS:
             self.engine_crashes = self._charged = 0
         self._num_tokens = num_tokens
         match error.cause if isinstance(error, NodeLost) else LossCause.UNKNOWN:
-            case LossCause.GUILTY:
-                raise RequestFailed(GUILTY)
-            case LossCause.SUSPECT if not self.engine_crashes:
+            case LossCause.CERTAIN:
+                raise RequestFailed(CRASHED_TWICE)
+            case LossCause.POSSIBLE if not self.engine_crashes:
                 # A request that is quarantined already was queued for its trial and computed
                 # nothing.
                 self.engine_crashes = 1
@@ -298,8 +298,8 @@ class Generation:
                 return
             except NodeUnavailable as error:
                 placed = await self._place_again(error)
-                suspect = self._losses.engine_crashes > 0
-                timings = self._record.replay(placed.decode.address, error, suspect=suspect)
+                quarantined = self._losses.engine_crashes > 0
+                timings = self._record.replay(placed.decode.address, error, quarantined=quarantined)
 
     async def _follow(self, attempt: Attempt) -> Attempt | None:
         """Pass the output of an attempt to the client, and leave the attempt.

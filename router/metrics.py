@@ -76,7 +76,7 @@ class RecentRequests:
 
 
 Rejection = Literal["invalid", "overloaded", "late", "limited", "no_node"]
-Stranger = Literal["no_key", "unknown_key", "expired_key", "no_operator", "host"]
+RejectionReason = Literal["no_key", "unknown_key", "expired_key", "no_operator", "host"]
 
 NODE_STATES = ("ready", "paused", "unhealthy", "draining", "starting", "unreachable")
 _OTHER = "other"
@@ -105,10 +105,10 @@ REJECTED = counter(
     reason=get_args(Rejection),
 )
 WAITING = gauge("baton_waiting_requests", "Current requests that wait for a slot of the router.")
-STRANGERS = counter(
+AUTH_REJECTED = counter(
     "baton_auth_rejected",
     "Total calls rejected because of the caller's credentials, or the host name that they use.",
-    reason=get_args(Stranger),
+    reason=get_args(RejectionReason),
 )
 KEY_REQUESTS = counter(
     "baton_api_key_requests",
@@ -177,7 +177,7 @@ MOVES = counter(
     "Total live migrations of running requests to another decode node, by result.",
     outcome=("completed", "failed"),
 )
-SUSPECTS = counter(
+QUARANTINED = counter(
     "baton_requests_quarantined",
     "Total requests replayed alone (quarantined), because a decode engine crashed while it "
     "served them.",
@@ -191,7 +191,7 @@ DECLARED = (
     REQUESTS,
     REJECTED,
     WAITING,
-    STRANGERS,
+    AUTH_REJECTED,
     KEY_REQUESTS,
     KEY_TOKENS,
     LIVE,
@@ -207,7 +207,7 @@ DECLARED = (
     STREAMS_LOST,
     REPLAYS,
     MOVES,
-    SUSPECTS,
+    QUARANTINED,
     HTTP_CONNECTIONS,
     HTTP_ANSWERS,
     *TRUST,
@@ -232,7 +232,7 @@ class RouterMetrics:
         values = self._values = MetricValues()
         self._ended = values.numbers(REQUESTS)
         self._rejected = values.numbers(REJECTED)
-        self._strangers = values.numbers(STRANGERS)
+        self._auth_rejected = values.numbers(AUTH_REJECTED)
         self._num_waiting: Callable[[], int] = lambda: 0
         self._keys: Callable[[], Mapping[str, ApiKeyMetrics]] = dict
         self._live = values.numbers(LIVE)
@@ -247,7 +247,7 @@ class RouterMetrics:
         self._streams_lost = values.numbers(STREAMS_LOST)
         self._replays = values.numbers(REPLAYS)
         self._moves = values.numbers(MOVES)
-        self._suspects = values.numbers(SUSPECTS)
+        self._quarantined = values.numbers(QUARANTINED)
         self._http_connections = values.numbers(HTTP_CONNECTIONS)
         self._http_answers = values.numbers(HTTP_ANSWERS)
         self.trust = TrustMetrics()
@@ -285,8 +285,8 @@ class RouterMetrics:
         """Set the source of the counts by key name. It is called like that of `waiting_from`."""
         self._keys = keys
 
-    def stranger(self, reason: Stranger) -> None:
-        self._strangers[reason,] += 1
+    def auth_rejected(self, reason: RejectionReason) -> None:
+        self._auth_rejected[reason,] += 1
 
     # Requests -------------------------------------------------------------------------------------
 
@@ -346,13 +346,13 @@ class RouterMetrics:
         """Count a stream to a decode node that broke."""
         self._streams_lost[()] += 1
 
-    def replayed(self, *, suspect: bool) -> None:
+    def replayed(self, *, quarantined: bool) -> None:
         """Count a request replayed after the loss of its decode node.
 
-        `suspect`: it is quarantined.
+        `quarantined`: it is quarantined.
         """
         self._replays[()] += 1
-        self._suspects[()] += suspect
+        self._quarantined[()] += quarantined
 
     def moved(self, *, moved: bool) -> None:
         """Count a migration to another decode node, completed (`moved`) or failed."""

@@ -108,19 +108,19 @@ class RequestRecord:
         self.timeline.prompt_tokens = num_prompt_tokens
         self._timelines.accept(self.timeline)
 
-    def replay(self, decode: str, lost: ServingError, *, suspect: bool) -> AttemptTimings:
+    def replay(self, decode: str, lost: ServingError, *, quarantined: bool) -> AttemptTimings:
         """Record that another node continues the request after a failure.
 
-        Returns the timings of the submission. `suspect`: it is quarantined, and runs alone.
+        Returns the timings of the submission. `quarantined`: it is quarantined, and runs alone.
         """
-        self._metrics.replayed(suspect=suspect)
+        self._metrics.replayed(quarantined=quarantined)
         log.warning(
             "request replayed %s",
             kv(
                 **self._names(),
                 tokens=self._num_tokens,
                 decode=decode,
-                alone=suspect,
+                alone=quarantined,
                 reason=lost,
             ),
         )

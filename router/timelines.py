@@ -30,13 +30,13 @@ class AttemptTimings(msgspec.Struct, eq=False):
     because: str = ""  # reason of the loss
     num_tokens: int = 0  # tokens of the response at the submission
     moved: bool = False  # migration: the previous node ran on until this one was ready
-    told: float = 0.0  # when its timeline arrived
+    received: float = 0.0  # when its timeline arrived
     # A copy: the received message would keep its whole Step in memory.
     message: decode_pb2.Timeline | None = None
     read: Timeline | None = None  # parsed from `message` at the first use
 
-    def tell(self, message: decode_pb2.Timeline) -> None:
-        self.told = time.monotonic()
+    def receive(self, message: decode_pb2.Timeline) -> None:
+        self.received = time.monotonic()
         content = message.SerializeToString()
         if len(content) <= MAX_BYTES:
             self.message = decode_pb2.Timeline.FromString(content)
@@ -46,7 +46,7 @@ class AttemptTimings(msgspec.Struct, eq=False):
         if self.message is None:
             return NOTHING
         if self.read is None:
-            self.read = from_proto(self.message, self.told - self.submitted)
+            self.read = from_proto(self.message, self.received - self.submitted)
         return self.read
 
     def begin(self, timeline: Timeline, first_token: float) -> float:
@@ -55,7 +55,7 @@ class AttemptTimings(msgspec.Struct, eq=False):
         Unaccounted time counts half before and half after, and no token arrives before it was sent.
         """
         length = max((row.end for row in timeline.intervals), default=0.0)
-        slack = max(self.told - self.submitted - length, 0.0)
+        slack = max(self.received - self.submitted - length, 0.0)
         if timeline.first_token is not None and first_token > self.submitted:
             seen = first_token - self.submitted - timeline.first_token
             slack = min(slack, max(2 * seen, 0.0))
@@ -70,8 +70,8 @@ class RequestTimeline(msgspec.Struct, eq=False):
     trace: TraceContext
     arrived_unix: float
     arrived: float
-    on_told: "Callable[[RequestTimeline], None]"  # called for a timeline that comes after the end
-    tokenised: float = 0.0
+    on_late_timeline: "Callable[[RequestTimeline], None]"  # called if it comes after the end
+    tokenized: float = 0.0
     first_token: float = 0.0  # written to the client
     last_token: float = 0.0
     ended: float = 0.0
@@ -82,11 +82,11 @@ class RequestTimeline(msgspec.Struct, eq=False):
     error: str = ""
     submissions: list[AttemptTimings] = []
 
-    def told(self, one: AttemptTimings, message: decode_pb2.Timeline) -> None:
+    def receive(self, one: AttemptTimings, message: decode_pb2.Timeline) -> None:
         """Store the timeline that the decode node of this submission has sent."""
-        one.tell(message)
+        one.receive(message)
         if self.ended and one is self.giver():
-            self.on_told(self)
+            self.on_late_timeline(self)
 
     def submit(self, decode: str) -> AttemptTimings:
         now = time.monotonic()
@@ -120,16 +120,16 @@ class RequestTimeline(msgspec.Struct, eq=False):
             return None
         return split_ttft(
             giver.message,
-            tokenize_s=self.tokenised - self.arrived,
-            place_s=giver.submitted - self.tokenised,
+            tokenize_s=self.tokenized - self.arrived,
+            place_s=giver.submitted - self.tokenized,
             ttft_s=self.first_token - self.arrived,
         )
 
     def router_phases(self) -> Iterator[tuple[str, float, float]]:
         """Yield name, start and end, ordered by start. Phases in progress end now."""
         now = self.ended or time.monotonic()
-        yield "tokenize", self.arrived, self.tokenised or now
-        begun = self.tokenised
+        yield "tokenize", self.arrived, self.tokenized or now
+        begun = self.tokenized
         after = [*(one.moved for one in self.submissions[1:]), False]
         for one, moves in zip(self.submissions, after, strict=True):
             if not one.moved:
@@ -220,7 +220,7 @@ class TimelineRecorder:
             self._metrics.ttft_split(parts)
 
     def _trace(self, tracer: Tracer, timeline: RequestTimeline) -> None:
-        tracer.tell(
+        tracer.record(
             timeline.trace,
             "baton.request",
             begun=timeline.arrived,

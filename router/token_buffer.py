@@ -126,7 +126,7 @@ class TokenBuffer:
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
 
-    def tell_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+    def add_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Add the log-probabilities of the tokens that are appended next."""
         if self._wants_logprobs:
             self._logprobs += logprobs[: self._room]
@@ -136,7 +136,7 @@ class TokenBuffer:
         if self._end is None:
             self._end = end
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """Give a waiting writer the new tokens and the end. Called after every step."""
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
@@ -169,7 +169,7 @@ class TokenBuffer:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
 
-    async def taken(self, take: Callable[[NodeOutput], T | None]) -> T:
+    async def consume(self, take: Callable[[NodeOutput], T | None]) -> T:
         """Call `take` with waiting output until it returns a result.
 
         `take` is called at once and at each change. It returns None to wait for more, but must

@@ -20,7 +20,7 @@ from common.errors import ConfigError, FailedPrecondition, NodeUnavailable
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
-Tell = Callable[[Mapping[str, str]], Awaitable[bytes]]  # called with the query
+ProcessHandler = Callable[[Mapping[str, str]], Awaitable[bytes]]  # called with the query
 
 LONGEST_S = 2.0  # as long as nodes have for Describe
 _CONNECTIONS = 8  # to each process; further calls are queued
@@ -53,12 +53,12 @@ class OtherProcesses:
     """The other processes of this router. For one event loop. Made by `other_processes`.
 
     Attributes:
-        tells: this process's own answers for the others, by path.
+        handlers: this process's own answers for the others, by path.
     """
 
     def __init__(self, sessions: Mapping[int, aiohttp.ClientSession]) -> None:
         self._sessions = sessions
-        self.tells: dict[str, Tell] = {}
+        self.handlers: dict[str, ProcessHandler] = {}
 
     async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> ProcessReplies:
         """Call all processes.
@@ -118,14 +118,16 @@ class ProcessQuery(Generic[T]):
         self._path = path
         self._own = own
         self._codec = codec
-        other_processes.tells[path] = self._tell
+        other_processes.handlers[path] = self._handle
 
     async def ask(self, longest_s: float = LONGEST_S, /, **query: str) -> ProcessAnswers[T]:
         """Return the answers of all other processes, within `longest_s`. Raises nothing."""
-        told = await self._others.ask(self._path, longest_s, **query)
-        return ProcessAnswers([*map(self._codec.decode, told.bodies.values())], told.num_asked)
+        replies = await self._others.ask(self._path, longest_s, **query)
+        return ProcessAnswers(
+            [*map(self._codec.decode, replies.bodies.values())], replies.num_asked
+        )
 
-    async def _tell(self, query: Mapping[str, str]) -> bytes:
+    async def _handle(self, query: Mapping[str, str]) -> bytes:
         answer: Any = self._own(**query)
         return self._codec.encode(await answer if inspect.isawaitable(answer) else answer)
 
@@ -213,11 +215,13 @@ def alone() -> ProcessSlot:
 
 
 @asynccontextmanager
-async def told(place: ProcessSlot, tells: Mapping[str, Tell]) -> AsyncIterator[None]:
+async def serving_handlers(
+    place: ProcessSlot, handlers: Mapping[str, ProcessHandler]
+) -> AsyncIterator[None]:
     """Answer calls while inside the context. Does nothing in a router with one process.
 
     Args:
-        tells: handlers by path.
+        handlers: handlers by path.
     Raises:
         ConfigError: it cannot listen at the socket.
     """
@@ -225,8 +229,8 @@ async def told(place: ProcessSlot, tells: Mapping[str, Tell]) -> AsyncIterator[N
         yield
         return
     app = web.Application()
-    for path, tell in tells.items():
-        app.router.add_get(path, _handler(tell))
+    for path, handle in handlers.items():
+        app.router.add_get(path, _handler(handle))
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
     await runner.setup()
     try:
@@ -242,9 +246,9 @@ async def told(place: ProcessSlot, tells: Mapping[str, Tell]) -> AsyncIterator[N
         await runner.cleanup()
 
 
-def _handler(tell: Tell) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _handler(handle: ProcessHandler) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=await tell(request.query))
+        return web.Response(body=await handle(request.query))
 
     return answer
 
@@ -279,6 +283,6 @@ class SharedEnd:
         self._keeper = keeper
 
     async def drain(self, *, in_turn: bool) -> None:
-        told = await self._keeper.ask(PATH, **{IN_TURN: "yes" if in_turn else "no"})
-        if told.num_silent:
+        replies = await self._keeper.ask(PATH, **{IN_TURN: "yes" if in_turn else "no"})
+        if replies.num_silent:
             raise NodeUnavailable("the parent process of this router does not respond")

@@ -195,9 +195,10 @@ def _updated(done: router_pb2.UpdateWeightsResponse) -> Mapping[str, Any]:
     return {"success": True, "message": f"weights {weights}", "weights": weights}
 
 
-def _traces(status: str, told: router_pb2.ProfilesResponse) -> Mapping[str, Any]:
+def _traces(status: str, response: router_pb2.ProfilesResponse) -> Mapping[str, Any]:
     profiles = [
-        {"role": each.role, "address": each.address, "path": each.path} for each in told.profiles
+        {"role": each.role, "address": each.address, "path": each.path}
+        for each in response.profiles
     ]
     return {"status": status, "profiles": profiles}
 

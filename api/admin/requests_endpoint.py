@@ -16,7 +16,7 @@ from aiohttp import web
 from api.admin.router_state import plain
 from api.dialect.problems import ApiError
 from api.http.messages import HttpRequest, whole
-from api.requests.events import EventHistory, told
+from api.requests.events import EventHistory, event_history
 from api.requests.validation import MAX_LABEL_CHARACTERS
 from common.errors import InvalidRequest, NodeUnavailable, NotFound
 from common.requests.timeline import HandoffSummary, Interval, TtftPhase, event_to_proto
@@ -63,14 +63,14 @@ def details(timeline: RequestTimeline) -> dict[str, Any]:
     if timeline.first_token:
         marks.append(_mark("router", timeline.first_token - timeline.arrived))
     for submission in timeline.submissions:
-        told = submission.timeline
-        zero = submission.begin(told, timeline.first_token) - timeline.arrived
-        phases += [_of_node(row, submission, told.attempts, zero) for row in told.intervals]
+        reported = submission.timeline
+        zero = submission.begin(reported, timeline.first_token) - timeline.arrived
+        phases += [_of_node(row, submission, reported.attempts, zero) for row in reported.intervals]
         attempts += [
-            _attempt(number, one, submission) for number, one in enumerate(told.attempts, 1)
+            _attempt(number, one, submission) for number, one in enumerate(reported.attempts, 1)
         ]
-        if told.first_token is not None:
-            marks.append(_mark("decode", zero + told.first_token))
+        if reported.first_token is not None:
+            marks.append(_mark("decode", zero + reported.first_token))
     parts = timeline.split() or ()
     return {
         "error": timeline.error,
@@ -132,7 +132,7 @@ def _attempt(number: int, attempt: HandoffSummary, submission: AttemptTimings) -
     }
 
 
-_TOLD = "/told"  # path between worker processes
+_HISTORY = "/history"  # path between worker processes
 
 
 # The history of one request, from its router process and every node.
@@ -148,7 +148,7 @@ class Explainer:
         self._timelines = timelines
         self._nodes = nodes
         self._query: ProcessQuery[EventHistory | None] = ProcessQuery(
-            other_processes, _TOLD, self._own, as_json(EventHistory | None)
+            other_processes, _HISTORY, self._own, as_json(EventHistory | None)
         )
 
     async def explain(self, name: str) -> ExplainResponse:
@@ -185,7 +185,7 @@ class Explainer:
 
     def _own(self, name: str) -> EventHistory | None:
         timeline = self._timelines.find(name)
-        return None if timeline is None else told(timeline)
+        return None if timeline is None else event_history(timeline)
 
 
 def _together(
@@ -268,12 +268,12 @@ class RequestsEndpoint:
         return None if timeline is None else summary(timeline) | details(timeline)
 
     async def all(self, request: HttpRequest) -> web.Response:
-        told = await self._lists.ask()
-        lists = [self._own_list(), *told.answers]
+        replies = await self._lists.ask()
+        lists = [self._own_list(), *replies.answers]
         content = {
             "requests": sorted(chain.from_iterable(lists), key=_newest_first),
-            "processes": told.num_asked + 1,
-            "silent_processes": told.num_silent,
+            "processes": replies.num_asked + 1,
+            "silent_processes": replies.num_silent,
         }
         return whole(200, msgspec.json.encode(content), headers=_FRESH)
 
@@ -287,19 +287,19 @@ class RequestsEndpoint:
 
     async def _explained(self, name: str) -> web.Response:
         try:
-            told = await self._explainer.explain(name)
+            history = await self._explainer.explain(name)
         except NotFound as unknown:
             return ApiError(404, str(unknown), code="request_not_found").response()
         except NodeUnavailable as silent:
             return ApiError(503, str(silent), code="request_not_found").response()
-        return whole(200, msgspec.json.encode(plain(told)), headers=_FRESH)
+        return whole(200, msgspec.json.encode(plain(history)), headers=_FRESH)
 
     async def _one(self, name: str) -> web.Response:
         found, num_silent = self._own(name), 0
         if found is None or found["id"] != name:
-            told = await self._ones.ask(name=name)
-            found = _best(name, [one for one in (found, *told.answers) if one is not None])
-            num_silent = told.num_silent
+            replies = await self._ones.ask(name=name)
+            found = _best(name, [one for one in (found, *replies.answers) if one is not None])
+            num_silent = replies.num_silent
         if found is None:
             return _not_found(name, num_silent).response()
         return whole(200, msgspec.json.encode(found), headers=_FRESH)

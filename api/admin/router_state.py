@@ -23,7 +23,7 @@ from protos.router_pb2 import LatencySummary, RouterState, WorkerState
 from protos.router_pb2 import RecentRequests as RecentRequestsReport
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.metrics import LATENCY_S, RecentRequests, RequestCounts
-from router.workers import OtherProcesses, ProcessQuery, Tell, as_message
+from router.workers import OtherProcesses, ProcessHandler, ProcessQuery, as_message
 
 STATE = "/worker-state"  # path between worker processes
 _BY_WEIGHT = ("ready", "not ready", "draining")
@@ -65,11 +65,11 @@ class MergedState:
         self._query = ProcessQuery(other_processes, STATE, self.own, as_message(WorkerState))
 
     async def now(self) -> RouterState:
-        told = await self._query.ask()
-        whole = together([self.own(), *told.answers])
+        replies = await self._query.ask()
+        whole = together([self.own(), *replies.answers])
         whole.uptime_s = time.monotonic() - self.began
-        whole.processes = told.num_asked + 1
-        whole.silent_processes = told.num_silent
+        whole.processes = replies.num_asked + 1
+        whole.silent_processes = replies.num_silent
         return whole
 
     def own(self) -> WorkerState:
@@ -259,13 +259,13 @@ def _node(report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:
 METRICS_PATH = "/metrics"  # also the path between worker processes
 
 
-def tell_metrics(registry: CollectorRegistry) -> Mapping[str, Tell]:
+def metrics_handlers(registry: CollectorRegistry) -> Mapping[str, ProcessHandler]:
     """Return the handler for queries of other worker processes: metrics in the text format."""
 
-    async def tell(_: Mapping[str, str]) -> bytes:
+    async def handle(_: Mapping[str, str]) -> bytes:
         return generate_latest(registry)
 
-    return {METRICS_PATH: tell}
+    return {METRICS_PATH: handle}
 
 
 class MetricsEndpoint:
@@ -287,9 +287,9 @@ class MergedMetricsEndpoint:
 
     async def __call__(self, request: HttpRequest) -> web.Response:
         accept = request.header("accept")
-        told = await self._keeper.ask(METRICS_PATH, accept=accept)
-        if told.num_silent:
+        replies = await self._keeper.ask(METRICS_PATH, accept=accept)
+        if replies.num_silent:
             sentence = "the process that collects this router's metrics did not respond in time"
             return ApiError(503, sentence).response()
-        (body,) = told.bodies.values()
+        (body,) = replies.bodies.values()
         return whole(200, body, choose_encoder(accept)[1])

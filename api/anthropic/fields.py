@@ -131,7 +131,7 @@ def turns(fields: CountTokensFields) -> Sequence[ChatTurn]:
         elif message.role == "assistant":
             made.append(_said(f"messages[{number}]", message.content))
         else:
-            made += _told(message.role, f"messages[{number}]", message.content)
+            made += _input_turns(message.role, f"messages[{number}]", message.content)
     return made
 
 
@@ -171,7 +171,7 @@ def response_format(fields: MessagesFields) -> ResponseFormat | None:
     return None if wanted is None else ResponseFormat("json_schema", JsonSchema(wanted.schema))
 
 
-def unheeded(fields: MessagesFields, speech: ModelFormat) -> Iterator[str]:
+def unused(fields: MessagesFields, speech: ModelFormat) -> Iterator[str]:
     """Yield the names of fields that this model does not use."""
     if fields.thinking and fields.thinking.type == "enabled" and not speech.takes_budget:
         yield "thinking"
@@ -202,7 +202,7 @@ def _said(where: str, blocks: Sequence[AnthropicBlock]) -> ChatTurn:
     )
 
 
-def _told(role: str, where: str, blocks: Sequence[AnthropicBlock]) -> Iterator[ChatTurn]:
+def _input_turns(role: str, where: str, blocks: Sequence[AnthropicBlock]) -> Iterator[ChatTurn]:
     parts: list[str | ImageInput] = []
     for number, block in enumerate(blocks):
         match block:

@@ -111,7 +111,7 @@ class MessagesEndpoint:
     def read(self, body: bytes) -> EndpointCall:
         ignored: list[str] = []
         fields = self._reader.read(body, ignored)
-        unheeded = [*asked_for.unheeded(fields, self._speech)]
+        unused = [*asked_for.unused(fields, self._speech)]
         common = GenerationFields(
             stream=fields.stream,
             temperature=fields.temperature,
@@ -132,7 +132,7 @@ class MessagesEndpoint:
         config = fields.output_config
         effort = config.effort if config and self._speech.takes_effort else None
         messages = ChatPrompt(asked_for.turns(fields), offer.shown, reasoning_effort=effort)
-        budget = -1 if "thinking" in unheeded else asked_for.thinking_budget(fields)
+        budget = -1 if "thinking" in unused else asked_for.thinking_budget(fields)
         # Clients must send max_tokens and often send a constant: like Anthropic's models since
         # Claude 4.5, cut it to the context and report `model_context_window_exceeded`.
         sampled = samplings(common, fields.max_tokens, thinking_budget=budget)
@@ -151,13 +151,11 @@ class MessagesEndpoint:
             )
 
         form = "output_config.format" if common.response_format else "tools" if offer.tools else ""
-        return EndpointCall(
-            fields.model, wanted, "", reply, form=form, ignored=[*ignored, *unheeded]
-        )
+        return EndpointCall(fields.model, wanted, "", reply, form=form, ignored=[*ignored, *unused])
 
 
 class _Message:
-    """The Telling of one message."""
+    """The EventReply of one message."""
 
     def __init__(
         self,

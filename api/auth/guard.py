@@ -24,7 +24,7 @@ from common.identity.guard import AuthRejection
 from common.identity.secret import SecretStore, operator_keys
 from common.logs import Throttle, ThrottledLog
 from common.watched_files import WatchedFiles
-from router.metrics import ApiKeyMetrics, RouterMetrics, Stranger
+from router.metrics import ApiKeyMetrics, RejectionReason, RouterMetrics
 
 LOOK_EVERY_S = 1.0
 
@@ -127,7 +127,7 @@ def _read(file: Path) -> Sequence[KeyEntry]:
 log = logging.getLogger(__name__)
 
 IsOperator = Callable[[str], bool]  # takes the value of an authorization header
-Access: TypeAlias = Literal["anybody", "client", "operator", "commander"]
+Access: TypeAlias = Literal["public", "client", "operator", "commander"]
 Ask: TypeAlias = Callable[[str, str], Client]  # takes an authorization and an address
 
 _BEARER = "bearer "
@@ -191,7 +191,7 @@ class ApiKeyGuard:
     def asking(self, access: Access) -> Ask:
         """Return the function that identifies callers with this access."""
         asks: Mapping[Access, Ask] = {
-            "anybody": lambda authorization, address: by_address(address),
+            "public": lambda authorization, address: by_address(address),
             "client": self.client,
             "operator": self.operator,
             "commander": self.commander,
@@ -204,7 +204,7 @@ class ApiKeyGuard:
         client = self._known(authorization, address)
         if not client.operator:
             sentence = f"this is for operators, and the API key {client.name} is a client's"
-            raise self._stranger("no_operator", Forbidden(sentence), address)
+            raise self._rejected("no_operator", Forbidden(sentence), address)
         return client
 
     def begin(self, client: Client, num_requests: int = 1) -> None:
@@ -226,7 +226,7 @@ class ApiKeyGuard:
         """Return the client with this key. Raise Unauthenticated if the key is not valid."""
         if authorization[: len(_BEARER)].lower() != _BEARER:
             sentence = "an API key is missing: send authorization: Bearer KEY"
-            raise self._stranger("no_key", Unauthenticated(sentence), address)
+            raise self._rejected("no_key", Unauthenticated(sentence), address)
         key = authorization[len(_BEARER) :].strip()
         held = None
         if self._keyring is not None and len(key) <= _MAX_KEY_CHARACTERS:
@@ -235,14 +235,14 @@ class ApiKeyGuard:
             if self._is_operator(authorization):
                 return self._operator
             sentence = "this API key is not known here"
-            raise self._stranger("unknown_key", Unauthenticated(sentence), address)
+            raise self._rejected("unknown_key", Unauthenticated(sentence), address)
         if held.expired:
             sentence = f"the API key {held.client.name} has expired: {held.expires:%FT%T%Z}"
-            raise self._stranger("expired_key", Unauthenticated(sentence), address)
+            raise self._rejected("expired_key", Unauthenticated(sentence), address)
         return held.client
 
-    def _stranger(self, reason: Stranger, error: ServingError, address: str) -> ServingError:
-        self._metrics.stranger(reason)
+    def _rejected(self, reason: RejectionReason, error: ServingError, address: str) -> ServingError:
+        self._metrics.auth_rejected(reason)
         self._log.info("client rejected", peer=address, reason=error)
         return error
 

@@ -25,7 +25,7 @@ Ignored = Annotated[Any, msgspec.Meta(description="Accepted. Has no effect on th
 Nothing = Annotated[None, msgspec.Meta(description="Not supported: null, or empty.")]
 
 _IGNORED, _NOTHING = inspect.type_info(Ignored), inspect.type_info(Nothing)
-_MAX_TOLD = 8
+_MAX_NAMED = 8
 _MAX_NAME_CHARACTERS = 40  # a client may send names of any length
 
 
@@ -47,7 +47,7 @@ class UnknownField:
 class FieldShape:
     """The fields of a record, and of its nested records."""
 
-    heeded: Mapping[str, "FieldShape | None"]  # None: no nested record
+    supported: Mapping[str, "FieldShape | None"]  # None: no nested record
     ignored: frozenset[str]
     unsupported: Mapping[str, IgnoredFields]
 
@@ -86,8 +86,8 @@ class FieldShape:
             where: the path to `fields`, as a prefix for names.
         """
         for name in list(fields):
-            if name in self.heeded:
-                if (inner := self.heeded[name]) is not None:
+            if name in self.supported:
+                if (inner := self.supported[name]) is not None:
                     for path, record in _records(fields[name]):
                         yield from inner.strip(record, ignore, f"{where}{name}{path}.")
                 continue
@@ -97,32 +97,32 @@ class FieldShape:
             harmless = self.unsupported.get(name)
             path = where + name[:_MAX_NAME_CHARACTERS]
             if harmless is None:
-                yield UnknownField(path, tuple(self.heeded), ignore)
+                yield UnknownField(path, tuple(self.supported), ignore)
             elif not harmless.holds(value):
                 yield UnknownField(path, (), ignore or harmless.hint)
 
 
-def refuse_unknown(strangers: Iterator[UnknownField]) -> ApiError | None:
+def refuse_unknown(unknown: Iterator[UnknownField]) -> ApiError | None:
     """Return the error that names the first unsupported fields, None if there are none.
 
     It says if there are more.
     """
-    told = list(islice(strangers, _MAX_TOLD))
-    if not told:
+    named = list(islice(unknown, _MAX_NAMED))
+    if not named:
         return None
-    more = ["others"] if next(strangers, None) else []
-    *others, last = [*map(_told, told), *more]
+    more = ["others"] if next(unknown, None) else []
+    *others, last = [*map(_described, named), *more]
     names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
     return ApiError(
-        400, f"{names} not supported by this server", param=told[0].path, code="unsupported"
+        400, f"{names} not supported by this server", param=named[0].path, code="unsupported"
     )
 
 
-def _told(stranger: UnknownField) -> str:
-    name = stranger.path.rpartition(".")[2].lower()
-    close = get_close_matches(name, stranger.meant)
+def _described(field: UnknownField) -> str:
+    name = field.path.rpartition(".")[2].lower()
+    close = get_close_matches(name, field.meant)
     meant = max(close, key=lambda known: known[:2] == name[:2], default="")
-    return f"{stranger.path} (did you mean {meant}?)" if meant else stranger.path
+    return f"{field.path} (did you mean {meant}?)" if meant else field.path
 
 
 def _record_in(kind: inspect.Type) -> inspect.StructType | None:
@@ -255,9 +255,9 @@ class BodyReader(Generic[F]):
         """Decode a body that may have unsupported fields."""
         try:
             raw = _decoded(_FIELDS, body)
-            heeded = self._shape.heeded
+            supported = self._shape.supported
             given = {
-                name: value if heeded.get(name, self) is None else _decoded(_VALUE, value)
+                name: value if supported.get(name, self) is None else _decoded(_VALUE, value)
                 for name, value in raw.items()
             }
             found = self._shape.strip(given, self._ignore_unknown)
@@ -282,11 +282,11 @@ def _decoded(decoder: msgspec.json.Decoder[D], body: bytes | msgspec.Raw) -> D:
 
 def _meant(found: Iterator[UnknownField], ignored: list[str]) -> Iterator[UnknownField]:
     """Yield the fields that cannot be ignored. Append the paths of the others to `ignored`."""
-    for stranger in found:
-        if not stranger.ignored:
-            yield stranger
+    for field in found:
+        if not field.ignored:
+            yield field
         elif len(ignored) <= _MAX_LISTED:
-            ignored.append(stranger.path)
+            ignored.append(field.path)
 
 
 def _wrong_type(message: str) -> ApiError:

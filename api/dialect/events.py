@@ -202,24 +202,24 @@ class EventReply(Protocol):
 
 
 def reply_of(
-    telling: EventReply, stream: bool, request: HttpRequest, headers: Headers
+    reply: EventReply, stream: bool, request: HttpRequest, headers: Headers
 ) -> EndpointReply:
     def events(index: int, piece: OutputChunk) -> bytes:
-        return b"".join(map(_line, telling.add(piece)))
+        return b"".join(map(_line, reply.add(piece)))
 
     def add(index: int, piece: OutputChunk) -> None:
-        for _ in telling.add(piece):
+        for _ in reply.add(piece):
             pass
 
     if not stream:
-        return WholeReply(add, lambda: _encode(telling.last), headers)
+        return WholeReply(add, lambda: _encode(reply.last), headers)
     return StreamedReply(
         events,
         lambda: b"",
         1,
         request,
         headers,
-        failure=lambda why: _line(telling.failed(why)),
+        failure=lambda why: _line(reply.failed(why)),
     )
 
 

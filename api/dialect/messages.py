@@ -127,11 +127,11 @@ def conversation(
 
 def shown(function: ToolFunction) -> dict[str, Any]:
     """Return a tool in the format of chat templates."""
-    told: dict[str, Any] = {"name": function.name}
+    schema: dict[str, Any] = {"name": function.name}
     if function.description is not None:
-        told["description"] = function.description
-    told["parameters"] = function.parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": told}
+        schema["description"] = function.description
+    schema["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": schema}
 
 
 def _ending(fields: ConversationFields) -> PromptEnding:

@@ -80,7 +80,7 @@ def _logprobs(tokens: Sequence[TokenReport]) -> Logprobs | None:
     )
 
 
-def _tell(
+def _fill_in(
     listener: StreamParser, piece: OutputChunk | FinalChunk, response: GenerateResponse
 ) -> None:
     """Fill in text, reasoning and tool calls of `response`, which already has the piece."""
@@ -142,7 +142,7 @@ class InferenceService:
             async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
                 response = response_to(request_id, piece)
                 if listener is not None:
-                    _tell(listener, piece, response)
+                    _fill_in(listener, piece, response)
                 await context.write(response)
 
             retry = self._answers.retry(

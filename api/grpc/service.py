@@ -62,7 +62,7 @@ class AdminService:
             "Move": lambda request: migrations.move(
                 request.request_id, request.source, request.target
             ),
-            "TellPlan": self._take_plan,
+            "ReportPlan": self._take_plan,
         }
 
     async def _update_weights(self, request: pb.UpdateWeightsRequest) -> pb.UpdateWeightsResponse:
@@ -76,9 +76,9 @@ class AdminService:
         await self._ends.drain(in_turn=request.in_turn)
         return pb.DrainRouterResponse()
 
-    async def _take_plan(self, request: pb.TellPlanRequest) -> pb.TellPlanResponse:
+    async def _take_plan(self, request: pb.ReportPlanRequest) -> pb.ReportPlanResponse:
         self._plans.take(request.plan)
-        return pb.TellPlanResponse()
+        return pb.ReportPlanResponse()
 
 
 _HEADER = "authorization"

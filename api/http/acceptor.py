@@ -15,7 +15,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
-from api.http.shared import NOBODY, ConnectionSlot, HttpContext, HttpPeer, peer_of
+from api.http.shared import UNKNOWN_PEER, ConnectionSlot, HttpContext, HttpPeer, peer_of
 
 _MAX_UNSENT_BYTES = 64 << 10  # above it, writers of a response wait
 _HEAD_BYTES = 64 << 10  # may come in addition to a body of maximum length
@@ -42,7 +42,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         """
         super().__init__()
         self.deadline = math.inf
-        self.peer = NOBODY
+        self.peer = UNKNOWN_PEER
         self._shared = shared
         self._make_inside = make_inside
         self._on_closed = on_closed
@@ -59,13 +59,13 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         self._num_arriving = 0  # this connection's part of HttpContext.num_arriving
 
     @property
-    def goes_on(self) -> bool:
+    def reusable(self) -> bool:
         """Return whether another request can be served after this one."""
         return not (self._leaving or self._shared.draining)
 
     def expire(self) -> None:
         if self._receiving and not self._leaving:
-            self.turn_away(408, f"no whole request within {self._shared.limits.receive_s:g} s")
+            self.reject(408, f"no whole request within {self._shared.limits.receive_s:g} s")
             return
         if not self._writable:
             self._shared.log.info("slow client disconnected", peer=self.peer.address)
@@ -78,7 +78,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
-    def turn_away(self, status: int, sentence: str) -> None:
+    def reject(self, status: int, sentence: str) -> None:
         """Stop reading from this client. Send it the reason, unless a request is being served."""
         self.forget()
         self._shared.log.info(
@@ -112,7 +112,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         elif len(self._shared.members) > 2 * self._shared.limits.max_connections:
             self.abort()  # too many connections even for an error response
         else:
-            self.turn_away(503, "this router has reached its limit of connections")
+            self.reject(503, "this router has reached its limit of connections")
 
     def data_received(self, data: bytes) -> None:
         if self._leaving:
@@ -120,7 +120,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         if not (self._answering or self._full):
             self._take_in(data)
         elif len(self._ahead) + len(data) > self._shared.limits.max_ahead_bytes:
-            self.turn_away(400, "too much was sent before the first response")
+            self.reject(400, "too much was sent before the first response")
         else:
             self._ahead += data
             self._hold(self._num_inside)
@@ -229,9 +229,9 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         self._hold(self._num_inside + len(data))
         limits = self._shared.limits
         if self._shared.num_arriving > limits.max_arriving_bytes:
-            self.turn_away(503, "too many requests are being received")
+            self.reject(503, "too many requests are being received")
         elif self._num_inside > limits.max_body_bytes + _HEAD_BYTES:
-            self.turn_away(413, f"a request has at most {limits.max_body_bytes} bytes of body")
+            self.reject(413, f"a request has at most {limits.max_body_bytes} bytes of body")
         elif self._inside is not None:
             self._inside.data_received(data)
 

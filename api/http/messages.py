@@ -33,7 +33,7 @@ class HttpRequest(web.BaseRequest):
 
         Evaluated when its head is written.
         """
-        return super().keep_alive and self.acceptor.goes_on
+        return super().keep_alive and self.acceptor.reusable
 
     @property
     def peer(self) -> HttpPeer:

@@ -66,7 +66,7 @@ class HttpService:
             self._shared.metrics.http_answered(response.status)
             await response.write_eof()
         except BadRequest as bad:
-            request.acceptor.turn_away(bad.status, str(bad))
+            request.acceptor.reject(bad.status, str(bad))
             return web.Response()  # never sent
         except ConnectionError:
             return web.Response()  # never sent: the client has disconnected
@@ -124,11 +124,11 @@ class _Conversation(web.RequestHandler):
         """Note the body that is read from now on."""
         self._body = body
         self.acceptor.receive()
-        self._heed_error()
+        self._check_error()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._heed_error()
+        self._check_error()
 
     def handle_error(
         self,
@@ -138,10 +138,10 @@ class _Conversation(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Reject bytes that are not a request."""
-        self._turn_away(message or "")
+        self._reject(message or "")
         return web.Response()  # never sent
 
-    def _heed_error(self) -> None:
+    def _check_error(self) -> None:
         """Reject a body that aiohttp found malformed.
 
         Messages behind an unfinished body are never requests, only an error of that body. aiohttp
@@ -149,11 +149,11 @@ class _Conversation(web.RequestHandler):
         """
         if self._messages and not self._body.is_eof():
             error, _ = self._messages.popleft()
-            self._turn_away(getattr(error, "message", ""))
+            self._reject(getattr(error, "message", ""))
 
-    def _turn_away(self, reason: str) -> None:
+    def _reject(self, reason: str) -> None:
         reason = reason.partition("\n")[0].rstrip(": ")
-        self.acceptor.turn_away(400, f"this is not HTTP/1.1: {reason}")
+        self.acceptor.reject(400, f"this is not HTTP/1.1: {reason}")
 
 
 def _request(message: Any, payload: StreamReader, protocol: Any, *others: Any) -> HttpRequest:
@@ -190,7 +190,7 @@ async def whole_body(request: HttpRequest, max_bytes: int) -> bytes:
         return b""
     if content.is_eof() and content.total_bytes <= max_bytes:
         return content.read_nowait()
-    if _num_told(request) > max_bytes:
+    if _content_length(request) > max_bytes:
         raise _too_long(max_bytes)
     if request.header("expect").lower() == "100-continue":
         request.acceptor.ask_for_body()
@@ -206,7 +206,7 @@ async def whole_body(request: HttpRequest, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _num_told(request: HttpRequest) -> int:
+def _content_length(request: HttpRequest) -> int:
     # The parser has checked that it is a number, but Python reads at most 4300 digits of one.
     return int(request.header("content-length").lstrip("0")[:20] or "0")
 

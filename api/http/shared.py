@@ -27,8 +27,8 @@ class ConnectionSlot:
     Call `leave` when the connection ends. Further calls do nothing.
     """
 
-    def __init__(self, room: "ConnectionLimit", network: str, turn_out: Leave) -> None:
-        self.turn_out = turn_out
+    def __init__(self, room: "ConnectionLimit", network: str, close: Leave) -> None:
+        self.close = close
         self._room = room
         self._network = network
         self._left = False
@@ -57,27 +57,27 @@ class ConnectionLimit:
             str, dict[ConnectionSlot, None]
         ] = {}  # longest idle first, never an empty dict
 
-    def enter(self, host: str, turn_out: Leave) -> ConnectionSlot | None:
+    def enter(self, host: str, close: Leave) -> ConnectionSlot | None:
         """Return a place for a new connection, or None if there is none.
 
         Args:
             host: address of the client.
-            turn_out: ends the connection. Called at most once, while the connection is idle.
+            close: ends the connection. Called at most once, while the connection is idle.
         """
         network = network_of(host)
         if not self._shares.may_take(network, 1.0):
             full = self._shares.num_held >= self._shares.places
-            if not self._turn_out_of(self._shares.largest() if full else network):
+            if not self._close_one_of(self._shares.largest() if full else network):
                 return None
         self._shares.take(network)
-        return ConnectionSlot(self, network, turn_out)
+        return ConnectionSlot(self, network, close)
 
-    def _turn_out_of(self, network: str) -> bool:
+    def _close_one_of(self, network: str) -> bool:
         place = next(iter(self._idle.get(network, ())), None)
         if place is None:
             return False
         place.leave()
-        place.turn_out()
+        place.close()
         return True
 
     # Called by places -----------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class HttpPeer:
     address: str  # host:port
 
 
-NOBODY = HttpPeer("", "")
+UNKNOWN_PEER = HttpPeer("", "")
 
 
 def peer_of(transport: asyncio.BaseTransport) -> HttpPeer:

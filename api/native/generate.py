@@ -156,8 +156,10 @@ class NativeEndpoint:
         is_list = is_list or len(wanted) > 1
 
         def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
-            told = [_Answer(index, each, origin.id, is_list) for index, each in enumerate(wanted)]
-            return _reply(told, is_list, bool(fields.stream), request, headers)
+            answers = [
+                _Answer(index, each, origin.id, is_list) for index, each in enumerate(wanted)
+            ]
+            return _reply(answers, is_list, bool(fields.stream), request, headers)
 
         return EndpointCall(
             fields.model,
@@ -229,7 +231,7 @@ class _Answer:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._size = 0  # characters and tokens
-        self._told_size = 0
+        self._sent_size = 0
         self._began = time.monotonic()
         self._end: FinalChunk | None = None
         self._version = UNKNOWN_VERSION
@@ -245,16 +247,16 @@ class _Answer:
     @property
     def is_due(self) -> bool:
         """Return whether the response has ended, or grown enough since the last event."""
-        told = self._told_size
+        sent = self._sent_size
         return (
             self._end is not None
-            or self._size - told >= max(told - _SIZE_OF_EACH_PIECE, 0) / _GROWTH
+            or self._size - sent >= max(sent - _SIZE_OF_EACH_PIECE, 0) / _GROWTH
         )
 
-    def told(self) -> NativeResponse:
+    def response(self) -> NativeResponse:
         text = "".join(self._texts)
         self._texts = [text]
-        self._told_size = self._size
+        self._sent_size = self._size
         return NativeResponse(text, self._token_ids, self._meta_info(), self._index)
 
     def _meta_info(self) -> MetaInfo:
@@ -303,13 +305,13 @@ def _reply(
         answers[index].add(piece)
 
     def body() -> bytes:
-        told: Any = [answer.told() for answer in answers]
-        return _encode(told if is_list else told[0])
+        responses: Any = [answer.response() for answer in answers]
+        return _encode(responses if is_list else responses[0])
 
     def event(index: int, piece: OutputChunk) -> bytes:
         answer = answers[index]
         answer.add(piece)
-        return b"data: " + _encode(answer.told()) + b"\n\n" if answer.is_due else b""
+        return b"data: " + _encode(answer.response()) + b"\n\n" if answer.is_due else b""
 
     if stream:
         return StreamedReply(event, lambda: DONE, len(answers), request, headers)

@@ -112,26 +112,26 @@ class ChatResponseWriter:
     """Writer of one choice.
 
     Args:
-        tells_ids: whether token ids are returned.
+        returns_ids: whether token ids are returned.
     """
 
-    def __init__(self, index: int, listener: StreamParser, *, tells_ids: bool = False) -> None:
+    def __init__(self, index: int, listener: StreamParser, *, returns_ids: bool = False) -> None:
         self._index = index
         self._listener = listener
-        self._tells_ids = tells_ids
+        self._returns_ids = returns_ids
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> ChunkChoice | None:
         first, last = not self._listener.begun, isinstance(piece, FinalChunk)
         heard = self._listener.hear(piece.text, piece.marks, last=last)
-        told = piece.tokens or self._tells_ids
-        if not (heard or first or last or told):  # no text is decided yet
+        returned = piece.tokens or self._returns_ids
+        if not (heard or first or last or returned):  # no text is decided yet
             return None
         chunk = ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
         if isinstance(piece, FinalChunk):
             chunk.finish_reason = _reason(self._listener, piece)
             chunk.stop_reason = stop_reason(piece)
             chunk.system_fingerprints = fingerprint_spans(piece)
-        if self._tells_ids:
+        if self._returns_ids:
             chunk.token_ids = generated_ids([piece])
         return chunk
 
@@ -147,7 +147,7 @@ class ChatResponseWriter:
             _reason(self._listener, last),
             of_chat([token for piece in pieces for token in piece.tokens]),
             stop_reason(last),
-            generated_ids(pieces) if self._tells_ids else msgspec.UNSET,
+            generated_ids(pieces) if self._returns_ids else msgspec.UNSET,
             fingerprint_spans(last),
         )
 
@@ -266,22 +266,22 @@ class ChatEndpoint:
         )
         reasons = fields.include_reasoning is not False
         listener = partial(listening, self._speech, wanted[0].prompt, offer, reasons=reasons)
-        tells_ids = bool(fields.return_token_ids)
-        told = ChoiceCollector(
+        returns_ids = bool(fields.return_token_ids)
+        collector = ChoiceCollector(
             whole_object="chat.completion",
             chunk_object="chat.completion.chunk",
             num=len(wanted),
             num_per_prompt=len(per_prompt),
             stream=bool(fields.stream),
             include_usage=includes_usage(fields),
-            voice=lambda index: ChatResponseWriter(index, listener(), tells_ids=tells_ids),
-            tells_prompt_ids=tells_ids,
+            voice=lambda index: ChatResponseWriter(index, listener(), returns_ids=returns_ids),
+            returns_prompt_ids=returns_ids,
         )
         return EndpointCall(
             fields.model,
             wanted,
             session_of(fields.prompt_cache_key, fields.user),
-            told.reply,
+            collector.reply,
             fields.lora_path,
             form_field(fields) or ("tools" if offer.tools else ""),
             ignored,

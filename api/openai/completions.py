@@ -64,14 +64,16 @@ class CompletionResponseWriter:
     """Writer of one choice.
 
     Args:
-        tells: whether log-probabilities are returned, if there are any.
-        tells_ids: whether token ids are returned.
+        returns_logprobs: whether log-probabilities are returned, if there are any.
+        returns_ids: whether token ids are returned.
     """
 
-    def __init__(self, index: int, *, tells: bool = True, tells_ids: bool = False) -> None:
+    def __init__(
+        self, index: int, *, returns_logprobs: bool = True, returns_ids: bool = False
+    ) -> None:
         self._index = index
-        self._tells = tells
-        self._tells_ids = tells_ids
+        self._returns_logprobs = returns_logprobs
+        self._returns_ids = returns_ids
         self._begun = False
         self._tokens = TextTokens()
 
@@ -79,7 +81,7 @@ class CompletionResponseWriter:
         match piece:
             case FinalChunk():
                 return self._end([piece], piece)
-            case OutputChunk(text="", tokens=[] | ()) if self._begun and not self._tells_ids:
+            case OutputChunk(text="", tokens=[] | ()) if self._begun and not self._returns_ids:
                 return None  # an incomplete character
             case _:
                 self._begun = True
@@ -97,20 +99,20 @@ class CompletionResponseWriter:
     def _choice(self, pieces: Sequence[OutputChunk], finish_reason: str | None) -> CompletionChoice:
         logprobs = self._logprobs(pieces)
         choice = CompletionChoice(self._index, _text(pieces), finish_reason, logprobs)
-        if self._tells_ids:
+        if self._returns_ids:
             choice.token_ids = generated_ids(pieces)
             if pieces[0].prompt_token_ids:
                 choice.prompt_token_ids = prompt_ids(pieces[0])
         return choice
 
     def _logprobs(self, pieces: Sequence[OutputChunk]) -> TextLogprobs | None:
-        if not self._tells:
+        if not self._returns_logprobs:
             return None
         tokens: list[TokenReport] = []
         for piece in pieces:
             tokens += piece.prompt.tokens if piece.prompt else ()
             tokens += piece.tokens
-        return self._tokens.told(tokens, pieces[0].prompt)
+        return self._tokens.logprobs(tokens, pieces[0].prompt)
 
 
 def _text(pieces: Sequence[OutputChunk]) -> str:
@@ -158,7 +160,7 @@ class CompletionsEndpoint:
             echo=echo,
             silent=silent,
         )
-        told = ChoiceCollector(
+        collector = ChoiceCollector(
             whole_object="text_completion",
             chunk_object="text_completion",
             num=len(wanted),
@@ -167,8 +169,8 @@ class CompletionsEndpoint:
             include_usage=includes_usage(fields),
             voice=partial(
                 CompletionResponseWriter,
-                tells=logprobs >= 0,
-                tells_ids=bool(fields.return_token_ids),
+                returns_logprobs=logprobs >= 0,
+                returns_ids=bool(fields.return_token_ids),
             ),
             num_kept=fields.n or 1,
         )
@@ -176,7 +178,7 @@ class CompletionsEndpoint:
             fields.model,
             wanted,
             session_of(fields.prompt_cache_key, fields.user),
-            told.reply,
+            collector.reply,
             fields.lora_path,
             form_field(fields),
             ignored,

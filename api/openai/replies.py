@@ -85,7 +85,7 @@ class ChoiceCollector(msgspec.Struct, frozen=True):
     """The format of the choices of one request.
 
     Attributes:
-        tells_prompt_ids: whether the response has the token ids of its prompt. The first choice
+        returns_prompt_ids: whether the response has the token ids of its prompt. The first choice
             brings them.
     """
 
@@ -97,7 +97,7 @@ class ChoiceCollector(msgspec.Struct, frozen=True):
     include_usage: bool
     voice: Callable[[int], ResponseWriter]  # of the choice with this index
     num_kept: int = 0  # number of the best choices of a prompt in a whole response. 0: all
-    tells_prompt_ids: bool = False
+    returns_prompt_ids: bool = False
 
     def reply(self, origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
         if not self.stream:
@@ -122,14 +122,14 @@ class _Response:
             self._ends[index] = piece
 
     def body(self) -> bytes:
-        told = [
+        choices = [
             self._choices.voice(index).choice(self._pieces[place], self._ends[place])
             for index, place in enumerate(self._kept())
         ]
         usage = _usage(self._ends, self._choices.num_per_prompt)
         version = self._ends[self._choices.num - 1].version
-        envelope = _envelope(self._origin, self._choices.whole_object, told, version, usage)
-        if self._choices.tells_prompt_ids:
+        envelope = _envelope(self._origin, self._choices.whole_object, choices, version, usage)
+        if self._choices.returns_prompt_ids:
             envelope.prompt_token_ids = prompt_ids(self._pieces[0][0])
         return _encode(envelope)
 
@@ -181,7 +181,7 @@ class _Chunks:
             return b""
         if piece.version != self._version:
             self._begin(piece.version)
-        if self._choices.tells_prompt_ids and index == 0 and piece.prompt_token_ids:
+        if self._choices.returns_prompt_ids and index == 0 and piece.prompt_token_ids:
             kind = self._choices.chunk_object
             first = _envelope(self._origin, kind, [chunk], self._version, self._usage)
             first.prompt_token_ids = prompt_ids(piece)
@@ -315,7 +315,7 @@ class TextTokens:
         self._offset = 0
         self._decoder = _utf8("replace")
 
-    def told(
+    def logprobs(
         self, tokens: Sequence[TokenReport], prompt: PromptReport | None = None
     ) -> TextLogprobs | None:
         """Return log-probabilities of the next tokens, None if they are not requested.

@@ -204,7 +204,7 @@ _NOTHING_STORED = {
 
 
 class ResponsesObject:
-    """The Telling of one response."""
+    """The EventReply of one response."""
 
     def __init__(
         self, origin: RequestOrigin, echoed: dict[str, Any], listener: StreamParser
@@ -222,7 +222,7 @@ class ResponsesObject:
         self.last: Event = {}  # the whole response, after it has ended
 
     def add(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
-        return map(self._numbered, self._told(piece))
+        return map(self._numbered, self._events(piece))
 
     def failed(self, why: ApiError) -> Event:
         event = {"type": "error", "code": why.code, "message": str(why), "param": why.param}
@@ -231,7 +231,7 @@ class ResponsesObject:
     def _numbered(self, event: Event) -> Event:
         return {**event, "sequence_number": next(self._numbers)}
 
-    def _told(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
+    def _events(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
         if not self._listener.begun:
             for name in ("created", "in_progress"):
                 yield {"type": f"response.{name}", "response": self._response("in_progress", None)}

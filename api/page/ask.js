@@ -50,10 +50,10 @@ export class Ask {
 
   /** Replaces the browser's times of the last request with the router's. */
   agree(request) {
-    if (request.id === this.id && request.outcome !== "live") this.tell(speed(request));
+    if (request.id === this.id && request.outcome !== "live") this.describe(speed(request));
   }
 
-  tell(facts) {
+  describe(facts) {
     this.facts = new Map([...this.facts, ...facts]);
     byId("facts").hidden = false;
     keep(byId("facts"), [...this.facts], ([name]) => name, makeFact, (fact, [, value]) => say(fact.lastChild, value));
@@ -70,7 +70,7 @@ export class Ask {
       if (!answer.ok) throw new Error(await reason(answer));
       this.id = answer.headers.get("baton-request-id") ?? "";
       for await (const event of events(answer.body)) run.take(event);
-      this.tell(run.end());
+      this.describe(run.end());
     } catch (error) {
       run.fail(this.stopping.signal.aborted ? "" : sentence(error));
     } finally {

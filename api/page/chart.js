@@ -70,7 +70,7 @@ export class Chart {
       top += HEAD + lane.rows * ROW + 6;
     }
     this.parent.replaceChildren(canvas);
-    this.tell();
+    this.describe();
   }
 
   lane(lane, top, scale, end) {
@@ -94,11 +94,11 @@ export class Chart {
         group.append(shape("text", { x: x + 6, y: y + 13 }, text));
       }
       for (const kind of ["pointerenter", "pointerdown"]) {
-        group.addEventListener(kind, () => this.tell(phase));
+        group.addEventListener(kind, () => this.describe(phase));
       }
       // A touch ends when the finger is lifted, but its text stays.
       group.addEventListener("pointerleave", (event) => {
-        if (event.pointerType === "mouse") this.tell();
+        if (event.pointerType === "mouse") this.describe();
       });
       return group;
     });
@@ -106,7 +106,7 @@ export class Chart {
   }
 
   /** Describes a bar, or how to select one. */
-  tell(phase) {
+  describe(phase) {
     if (!phase) {
       this.hint.replaceChildren("Point at a bar or tap it to read its meaning.");
       return;

@@ -21,18 +21,18 @@ export class Events {
   async load() {
     if (!this.details.open || this.id === undefined) return;
     const id = this.id;
-    let told = { events: [], nodes: [] };
+    let history = { events: [], nodes: [] };
     let problem = "";
     try {
-      told = await fetchJson(`/requests/${encodeURIComponent(id)}/events`);
+      history = await fetchJson(`/requests/${encodeURIComponent(id)}/events`);
     } catch (error) {
       problem = error.message;
     }
     if (this.id !== id) return; // another request was selected meanwhile
-    const silent = told.nodes.filter((node) => node.problem);
+    const silent = history.nodes.filter((node) => node.problem);
     const words = silent.map((node) => `${node.role} ${node.address} did not respond: ${node.problem}`);
     say(byId("events-note"), [problem, ...words].filter(Boolean).join("; "));
-    const rows = told.events.map((event, i) => ({ ...event, key: `${i}` }));
+    const rows = history.events.map((event, i) => ({ ...event, key: `${i}` }));
     keep(byId("event-rows"), rows, (row) => row.key, make, fill);
   }
 }

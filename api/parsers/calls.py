@@ -19,7 +19,7 @@ class ToolCallEvents:
         self._source = source
         self._held: list[str] = []  # arguments that arrived before the name
         self.named = False
-        self._told = False
+        self._has_arguments = False
 
     def name(self, name: str) -> None:
         self.named = True
@@ -30,7 +30,7 @@ class ToolCallEvents:
         if not self.named:
             self._held.append(text)
         elif text:
-            self._told = True
+            self._has_arguments = True
             self._source.say(ArgumentsEvent(text))
 
     def end(self) -> None:
@@ -38,7 +38,7 @@ class ToolCallEvents:
 
         A call without arguments gets an empty object, because clients decode it.
         """
-        if self.named and not self._told:
+        if self.named and not self._has_arguments:
             self.arguments("{}")
 
 

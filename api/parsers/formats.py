@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from api.parsers.calls import ToolCallEvents, call_object, json_arguments
-from api.parsers.source import ParserSource, Steps, nobody
+from api.parsers.source import ParserSource, Steps, discard
 
 # Takes a ParserSource, and the tools that may be called: the JSON schema of their arguments by
 # name.
@@ -33,7 +33,7 @@ def plain(source: ParserSource) -> Steps[None]:
 def hermes(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     """Parse `<tool_call>{"name": "f", "arguments": {}}</tool_call>`: Hermes, Qwen2.5 and Qwen3."""
     begin, end = HERMES
-    while (yield from source.until(begin, tell=source.content, trim=True)):
+    while (yield from source.until(begin, emit=source.content, trim=True)):
         source.record()
         if not (yield from call_object(source)):
             source.content(source.trimmed + begin + source.recorded())
@@ -65,7 +65,7 @@ def llama3(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
 def mistral(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     """Parse `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, or newer `[TOOL_CALLS]f[ARGS]{}`."""
     begin, call_id, arguments = MISTRAL
-    while (yield from source.until(begin, tell=source.content, trim=True)):
+    while (yield from source.until(begin, emit=source.content, trim=True)):
         source.record()
         if (yield from source.accept("[")):
             while (yield from call_object(source)):
@@ -94,7 +94,7 @@ def deepseek(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     JSON.
     """
     calls_begin, begin, middle, end, calls_end = DEEPSEEK
-    while (yield from source.until(calls_begin, tell=source.content, trim=True)):
+    while (yield from source.until(calls_begin, emit=source.content, trim=True)):
         while (yield from source.accept(begin)):
             source.record()
             before, _ = yield from source.collected(middle)
@@ -115,7 +115,7 @@ def forced(source: ParserSource) -> Steps[None]:
     while (yield from call_object(source)):
         if not (yield from source.accept(",")):
             break
-    yield from source.rest(nobody)
+    yield from source.rest(discard)
 
 
 def _named(source: ParserSource, name: str) -> Steps[None]:

@@ -7,7 +7,7 @@ from typing import Any
 from api.parsers.calls import ToolCallEvents
 from api.parsers.events import ReasoningEvent
 from api.parsers.formats import ANYTHING, Format, Forms, one_of, optional, star
-from api.parsers.source import ParserSource, Steps, Tell, nobody
+from api.parsers.source import Emit, ParserSource, Steps, discard
 
 MARKERS = START, CHANNEL, CONSTRAIN, MESSAGE = (
     "<|start|>",
@@ -51,11 +51,11 @@ def _message(
 ) -> Steps[str]:
     """Report one message to its end, and return the marker there."""
     if recipient is None:
-        tell = _thinking(source, reasons) if _THINKING.match(channel) else source.content
-        return (yield from source.until(START, *ENDS, tell=tell))
+        emit = _thinking(source, reasons) if _THINKING.match(channel) else source.content
+        return (yield from source.until(START, *ENDS, emit=emit))
     call = ToolCallEvents(source)
     call.name(recipient[1])
-    marker = yield from source.until(START, *ENDS, tell=call.arguments, trim=True)
+    marker = yield from source.until(START, *ENDS, emit=call.arguments, trim=True)
     call.end()
     return marker
 
@@ -70,12 +70,12 @@ def can_call(name: str) -> bool:
     return re.fullmatch(_NAME, name) is not None
 
 
-def _thinking(source: ParserSource, reasons: bool) -> Tell:
-    def tell(text: str) -> None:
+def _thinking(source: ParserSource, reasons: bool) -> Emit:
+    def emit(text: str) -> None:
         if text:
             source.say(ReasoningEvent(text))
 
-    return tell if reasons else nobody
+    return emit if reasons else discard
 
 
 _FREE_CHANNELS = (THINKING, "commentary", "final")

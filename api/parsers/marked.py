@@ -126,7 +126,7 @@ def qwen3_coder(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     There are line breaks around every part. Models may omit the first marker.
     """
     begin, function, parameter, parameter_end, function_end, end = QWEN3_CODER
-    while marker := (yield from source.until(begin, function, tell=source.content, trim=True)):
+    while marker := (yield from source.until(begin, function, emit=source.content, trim=True)):
         before = source.trimmed + marker
         source.record()
         meant = marker == begin
@@ -151,7 +151,7 @@ def qwen3_coder(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
 def glm45(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     """Parse `<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`."""
     begin, key_begin, key_end, value_begin, value_end, end = GLM45
-    while (yield from source.until(begin, tell=source.content, trim=True)):
+    while (yield from source.until(begin, emit=source.content, trim=True)):
         before = source.trimmed + begin
         source.record()
         name, marker = yield from source.collected(key_begin, end)
@@ -188,7 +188,7 @@ class _MarkedCall:
         self._separator = ", "
         if self._types.are_text(name):
             self._call.arguments('"')
-            self._whole = bool((yield from self._source.until(*ends, tell=self._more_text)))
+            self._whole = bool((yield from self._source.until(*ends, emit=self._more_text)))
             if self._whole:
                 self._call.arguments('"')
             return

@@ -177,7 +177,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
         if thinks is ReasoningFormat.NOT:
             return PlainParser() if then is formats.plain else GrammarParser(then, self.tokens)
         opened = thinks is ReasoningFormat.AT_ONCE
-        grammar = partial(think.think, then=then, opened=opened, tells=reasons)
+        grammar = partial(think.think, then=then, opened=opened, reasons=reasons)
         return GrammarParser(grammar, self.tokens)
 
     def _calls(self, tools: Tools | None) -> Callable[[ParserSource], Steps[None]]:

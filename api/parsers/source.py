@@ -21,7 +21,7 @@ from api.parsers.events import ContentEvent, Said
 T = TypeVar("T")
 
 Steps: TypeAlias = Generator[None, None, T]
-Tell: TypeAlias = Callable[[str], None]
+Emit: TypeAlias = Callable[[str], None]
 # Finds the end of a part of a text that begins, or continues, at an index. None: beyond the text.
 Scan: TypeAlias = Callable[[str, int], int | None]
 
@@ -95,7 +95,7 @@ class ParserSource:
             self._record.pop()
         self._restore(marker)
 
-    def until(self, *markers: str, tell: Tell, trim: bool = False) -> Steps[str]:
+    def until(self, *markers: str, emit: Emit, trim: bool = False) -> Steps[str]:
         """Report the text up to the first of `markers`, and read the marker.
 
         Args:
@@ -107,28 +107,28 @@ class ParserSource:
         spaces: list[str] = []  # belongs before the marker, if one is next
         while not (found := self._first(markers)):
             text = self._take(len(self) if self._ended else self._decided(markers))
-            told = text.rstrip() if trim and not self._ended else text
-            if told or self._ended:
-                tell("".join(spaces) + told)
+            decided = text.rstrip() if trim and not self._ended else text
+            if decided or self._ended:
+                emit("".join(spaces) + decided)
                 spaces.clear()
-            spaces.append(text[len(told) :])
+            spaces.append(text[len(decided) :])
             if self._ended:
                 return ""
             yield
         index, marker = found
         text = self._take(index - self._at)
-        told = text.rstrip() if trim else text
+        decided = text.rstrip() if trim else text
         spaces.append(text)
         before = "".join(spaces)
         self.trimmed = before[len(before.rstrip()) :] if trim else ""
-        tell(before[: len(before) - len(self.trimmed)])
+        emit(before[: len(before) - len(self.trimmed)])
         self._take(len(marker))
         return marker
 
     def collected(self, *markers: str) -> Steps[tuple[str, str]]:
         """Return the text up to the first of `markers`, and the marker as `until` returns it."""
         parts: list[str] = []
-        marker = yield from self.until(*markers, tell=parts.append)
+        marker = yield from self.until(*markers, emit=parts.append)
         return "".join(parts), marker
 
     def accept(self, *markers: str) -> Steps[str]:
@@ -164,12 +164,12 @@ class ParserSource:
                 return
             yield
 
-    def rest(self, tell: Tell) -> Steps[None]:
+    def rest(self, emit: Emit) -> Steps[None]:
         """Report all remaining text."""
         while not self._ended:
-            tell(self._take(len(self)))
+            emit(self._take(len(self)))
             yield
-        tell(self._take(len(self)))
+        emit(self._take(len(self)))
 
     def next_is(self, characters: str) -> Steps[bool]:
         """Return whether the next character is one of these, without reading it."""
@@ -177,17 +177,17 @@ class ParserSource:
             yield
         return len(self) > 0 and self._text[self._at] in characters
 
-    def through(self, scan: Scan, tell: Tell) -> Steps[bool]:
+    def through(self, scan: Scan, emit: Emit) -> Steps[bool]:
         """Report the text up to the end that `scan` finds. Return whether it has found one.
 
         `scan` sees every character once.
         """
         while (end := scan(self._text, self._at)) is None:
-            tell(self._take(len(self)))
+            emit(self._take(len(self)))
             if self._ended:
                 return False
             yield
-        tell(self._take(end - self._at))
+        emit(self._take(end - self._at))
         return True
 
     def _take(self, number: int) -> str:
@@ -252,7 +252,7 @@ def _searched(markers: Sequence[str]) -> tuple[re.Pattern[str], Sequence[str]]:
     return re.compile("|".join(map(re.escape, longest_first))), longest_first
 
 
-def nobody(text: str) -> None:
+def discard(text: str) -> None:
     """Discard a text."""
 
 

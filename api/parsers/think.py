@@ -6,7 +6,7 @@ Another grammar parses the text that follows.
 from collections.abc import Callable
 
 from api.parsers.events import ReasoningEvent
-from api.parsers.source import ParserSource, Steps, Tell, nobody
+from api.parsers.source import Emit, ParserSource, Steps, discard
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -16,19 +16,19 @@ def think(
     then: Callable[[ParserSource], Steps[None]],
     *,
     opened: bool,
-    tells: bool = True,
+    reasons: bool = True,
 ) -> Steps[None]:
     """Parse reasoning.
 
     Args:
         then: grammar of the text that follows.
         opened: whether the response begins within the reasoning, without an opening marker.
-        tells: whether reasoning is returned.
+        reasons: whether reasoning is returned.
     """
-    tell: Tell = (lambda text: _say(source, text)) if tells else nobody
+    emit: Emit = (lambda text: _say(source, text)) if reasons else discard
     if (yield from source.accept(OPEN)) or opened:
         yield from source.spaces()
-        yield from source.until(CLOSE, tell=tell, trim=True)
+        yield from source.until(CLOSE, emit=emit, trim=True)
         yield from source.spaces()
     yield from then(source)
 

@@ -151,9 +151,9 @@ async def _written(pooled: PoolingResult, origin: RequestOrigin, *, as_text: boo
     """
     parts = []
     for index, vector in enumerate(pooled.vectors):
-        told: Sequence[float] | str
-        told = base64.b64encode(vector).decode() if as_text else floats(vector).tolist()
-        parts.append(msgspec.json.encode(Embedding("embedding", index, told)))
+        encoded: Sequence[float] | str
+        encoded = base64.b64encode(vector).decode() if as_text else floats(vector).tolist()
+        parts.append(msgspec.json.encode(Embedding("embedding", index, encoded)))
         if index % _AT_ONCE == _AT_ONCE - 1:
             await asyncio.sleep(0)
     num_tokens = sum(pooled.num_tokens)

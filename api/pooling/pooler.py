@@ -75,7 +75,7 @@ class Pooler:
                     prompts = await self._prompts(wanted, client)
                     num_tokens = sum(map(len, prompts))
                     client.usage.prompts(num_tokens)
-                    record.timeline.tokenised = time.monotonic()
+                    record.timeline.tokenized = time.monotonic()
                     record.place(num_tokens)
                     pooled = await self._pooled(wanted, request_id, prompts, due, client)
                     record.finish("pooled", pooled.cached_tokens)

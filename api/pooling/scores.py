@@ -11,10 +11,10 @@ from api.dialect.problems import ApiError, invalid
 from api.pooling.endpoint import PoolingFields, PoolingUsage, Texts
 from api.pooling.vectors import PoolingCaller, PoolingService
 from api.requests.generate_params import MAX_PROMPTS, PooledPrompt, TextPrompt, TokenIdsPrompt
-from common.requests.pooling import MAX_TOLD_TOKENS
+from common.requests.pooling import MAX_LABEL_TOKENS
 
 _Ids = list[TokenId]
-_Labels = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_TOLD_TOKENS)]
+_Labels = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_LABEL_TOKENS)]
 
 
 class ScoreFields(PoolingFields, kw_only=True):
@@ -163,9 +163,11 @@ async def rerank(
     scored = await vectors.score(pairs, asker, fields.instruct)
     # The sort is stable: equal scores keep the order of the documents.
     order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
-    told = fields.return_documents is not False
+    returned = fields.return_documents is not False
     results = [
-        RankedDocument(index, scored.scores[index], Document(documents[index]) if told else None)
+        RankedDocument(
+            index, scored.scores[index], Document(documents[index]) if returned else None
+        )
         for index in order[: fields.top_n or None]
     ]
     usage = PoolingUsage(scored.num_tokens, scored.num_tokens)

@@ -14,7 +14,7 @@ from api.admin.router_state import (
     MergedMetricsEndpoint,
     MergedState,
     MetricsEndpoint,
-    tell_metrics,
+    metrics_handlers,
 )
 from api.dialect.generation_endpoint import ModelNames
 from api.grpc.service import AdminService
@@ -53,7 +53,7 @@ def make_admin(
     keeper: OtherProcesses,
     on_drain: Callable[[], None],
 ) -> AdminParts:
-    """Make these parts. `others.tells` then has the answers for the other processes.
+    """Make these parts. `others.handlers` then has the answers for the other processes.
 
     Args:
         others, keeper: the other processes of this router.
@@ -77,7 +77,7 @@ def make_admin(
     adapters = AdapterCalls(nodes.state, cluster, names.served)
     engines = EngineCalls(nodes.state)
     metrics = MergedMetricsEndpoint(keeper) if shared else MetricsEndpoint(registry)
-    others.tells.update(tell_metrics(registry))
+    others.handlers.update(metrics_handlers(registry))
     return AdminParts(
         AdminService(
             report,

@@ -37,7 +37,7 @@ from common.process.resources import keep_trimming
 from router.cluster.cluster import Cluster
 from router.metrics import RouterMetrics
 from router.record import RequestRecords
-from router.workers import ProcessSlot, alone, other_processes, told
+from router.workers import ProcessSlot, alone, other_processes, serving_handlers
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def make_requests(nodes: RouterNodes) -> RequestParts:
             config.clients.priority,
             low_values_first=config.clients.low_priority_values_first,
         ),
-        tells_cached_tokens=not config.hide_cached_tokens,
+        returns_cached_tokens=not config.hide_cached_tokens,
         stream_interval=config.stream_interval,
     )
     vectors = PoolingService(
@@ -215,7 +215,7 @@ class RunningRouter:
         rejected.
         """
         self.readiness.cancel()
-        await self.grpc.health.tell(False)
+        await self.grpc.health.set_serving(False)
         log.info("draining %s", kv(live=self.admission.num_live, longest_s=longest_s))
         if self.grpc.shares_port:
             self.admission.leave()
@@ -268,7 +268,7 @@ async def run_router(
         grpc = make_grpc(base, requests, admin.service, shares_port=place.is_shared)
         metrics_port = await _serve_health_and_metrics(base, grpc, opened)
         http = make_http(nodes, requests, admin)
-        await opened.enter_async_context(told(place, others.tells))
+        await opened.enter_async_context(serving_handlers(place, others.handlers))
         begun = asyncio.create_task(nodes.membership.run())
         opened.push_async_callback(_end, begun)
         if place.again and nodes.generates:
@@ -304,7 +304,7 @@ async def _serve_health_and_metrics(
     metrics_port = opened.enter_context(
         served_metrics(base.metrics.registry, server.host, server.metrics_port)
     )
-    await grpc.health.tell(False)
+    await grpc.health.set_serving(False)
     await opened.enter_async_context(
         rpc.serving_health(
             grpc.health, server.host, server.health_port, shares_port=grpc.shares_port

@@ -156,7 +156,7 @@ class RouterNodes:
                 log.warning("not ready %s", kv(reason=self._unready))
             was_ready = ready
             self.base.metrics.ready(ready)
-            await health.tell(ready)
+            await health.set_serving(ready)
 
     @property
     def _unready(self) -> str:

@@ -28,7 +28,15 @@ from common.logs import kv
 from common.metrics.serving import served
 from common.process.children import ChildProcess
 from protos.router_pb2 import WorkerState
-from router.workers import IN_TURN, PATH, OtherProcesses, ProcessSlot, Tell, other_processes, told
+from router.workers import (
+    IN_TURN,
+    PATH,
+    OtherProcesses,
+    ProcessHandler,
+    ProcessSlot,
+    other_processes,
+    serving_handlers,
+)
 
 _LONGEST_S = 600.0  # for one process: its drain, its start and its first ready state
 _LOOK_S = 0.1
@@ -65,17 +73,17 @@ class CertificateRenewal:
         self._turns: asyncio.Task[None] | None = None
 
     @property
-    def tells(self) -> Mapping[str, Tell]:
+    def handlers(self) -> Mapping[str, ProcessHandler]:
         """Return the handler for requests of the processes."""
 
-        async def tell(query: Mapping[str, str]) -> bytes:
+        async def handle(query: Mapping[str, str]) -> bytes:
             if query[IN_TURN] == "no":
                 self._end_all()
             elif self._turns is None or self._turns.done():
                 self._turns = asyncio.create_task(self._take_turns())
             return b""
 
-        return {PATH: tell}
+        return {PATH: handle}
 
     def close(self) -> None:
         """Stop the rolling restart."""
@@ -103,8 +111,8 @@ class CertificateRenewal:
         log.info("all router processes restarted")
 
     async def _serves(self, number: int) -> bool:
-        told = await self._routers.ask(STATE)
-        worker = WorkerState.FromString(told.bodies.get(number, b""))
+        replies = await self._routers.ask(STATE)
+        worker = WorkerState.FromString(replies.bodies.get(number, b""))
         return worker.state.state == "ready"
 
 
@@ -152,17 +160,17 @@ class _End:
 
     def __init__(self, processes: "list[_Process]") -> None:
         self._processes = processes
-        self._heeds_signals = True
+        self._forwards_signals = True
         self.wanted = asyncio.Event()
 
     def signalled(self, number: signal.Signals) -> None:
-        if self._heeds_signals:
+        if self._forwards_signals:
             self._send(number)
-        self._heeds_signals = True
+        self._forwards_signals = True
 
     def called(self) -> None:
         if not self.wanted.is_set():
-            self._heeds_signals = False
+            self._forwards_signals = False
             self._send(signal.SIGTERM)
 
     def _send(self, number: signal.Signals) -> None:
@@ -186,7 +194,7 @@ class _Process:
         self._place = place
         self._config = config.model_dump_json()
         self._child: ChildProcess | None = None
-        self._told = False
+        self._stopping = False
         self._renewing: asyncio.Event | None = None  # set when the successor listens
 
     async def start(self, *, again: bool = False) -> bool:
@@ -209,7 +217,7 @@ class _Process:
     async def keep(self, stop: asyncio.Event) -> None:
         """Restart the process whenever it ends, until `stop`."""
         backoff_s = _MIN_BACKOFF_S
-        while self._child is not None and not self._told:
+        while self._child is not None and not self._stopping:
             started_at = time.monotonic()
             code = await _unless(stop, self._child.ended())
             if code is None:
@@ -234,7 +242,7 @@ class _Process:
 
     def send(self, number: signal.Signals) -> None:
         drains, self._renewing = self._renewing is not None, None
-        self._told = True
+        self._stopping = True
         if self._child is not None and not drains:  # a second signal would cut the drain short
             self._child.send(number)
 
@@ -249,7 +257,7 @@ class _Process:
         child = self._child
         if child is None:
             return 0
-        if not self._told and child.code is None:
+        if not self._stopping and child.code is None:
             self.send(signal.SIGTERM)
         try:
             async with asyncio.timeout(patience_s):
@@ -273,7 +281,7 @@ async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _E
             renewal = CertificateRenewal(processes, routers, end.called)
             server = config.server
             with served(metrics.registry, server.host, server.metrics_port) as metrics_port:
-                async with told(keeper, {**metrics.tells, **renewal.tells}):
+                async with serving_handlers(keeper, {**metrics.handlers, **renewal.handlers}):
                     log.info(
                         "keeping %s",
                         kv(processes=len(places), sockets=directory, metrics_port=metrics_port),
@@ -305,12 +313,12 @@ def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
     with contextlib.ExitStack() as ports:
         port = ports.enter_context(rpc.reserved(server.host, server.port))
         http_port = ports.enter_context(
-            rpc.reserved(server.host, config.http_port, knob="--http-port")
+            rpc.reserved(server.host, config.http_port, flag="--http-port")
         )
         health_port = server.health_port
         if health_port is not None:
             health_port = ports.enter_context(
-                rpc.reserved(server.host, health_port, knob=rpc.HEALTH_PORT)
+                rpc.reserved(server.host, health_port, flag=rpc.HEALTH_PORT)
             )
         ports_of_all = {"port": port, "health_port": health_port, "metrics_port": None}
         shared = server.model_copy(update=ports_of_all)

@@ -18,7 +18,7 @@ from api.admin.router_state import METRICS_PATH
 from common.metrics.declared import MetricDeclaration, Together
 from common.metrics.program import MetricFamilies
 from router.metrics import DECLARED, PROCESSES
-from router.workers import LONGEST_S, OtherProcesses, Tell
+from router.workers import LONGEST_S, OtherProcesses, ProcessHandler
 
 _START = "process_start_time_seconds"  # distinguishes a process from its predecessor
 
@@ -31,7 +31,7 @@ _TOGETHER: Mapping[Together, Callable[[Iterable[float]], float]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _ProcessMetrics:
     """Metrics of one process at one time."""
 
     started: float
@@ -42,7 +42,7 @@ class _Told:
 class _Place:
     """Metrics of the successive processes with one number."""
 
-    last: _Told | None = None
+    last: _ProcessMetrics | None = None
     answered: bool = False
     ended: dict[Series, float] = field(default_factory=dict)  # sums of those before the last
 
@@ -60,11 +60,11 @@ class MergedMetrics:
             place.answered = False
         for number, text in texts.items():
             place = self._places.setdefault(number, _Place())
-            told = _read(text)
-            if place.last is not None and place.last.started != told.started:
+            metrics = _read(text)
+            if place.last is not None and place.last.started != metrics.started:
                 for series, value in place.last.series.items():
                     place.ended[series] = place.ended.get(series, 0.0) + value
-            place.last, place.answered = told, True
+            place.last, place.answered = metrics, True
 
     def families(self) -> Iterator[Metric]:
         for declared in self._declared:
@@ -99,18 +99,22 @@ class MergedMetrics:
         return {series: together(each) for series, each in values.items()}
 
 
-def _of(declared: MetricDeclaration, told: _Told | None) -> Iterator[tuple[Series, float]]:
+def _of(
+    declared: MetricDeclaration, metrics: _ProcessMetrics | None
+) -> Iterator[tuple[Series, float]]:
     names = declared.sample_names
-    if told is not None:
-        yield from ((series, value) for series, value in told.series.items() if series[0] in names)
+    if metrics is not None:
+        yield from (
+            (series, value) for series, value in metrics.series.items() if series[0] in names
+        )
 
 
-def _read(text: str) -> _Told:
+def _read(text: str) -> _ProcessMetrics:
     samples = [
         sample for family in text_string_to_metric_families(text) for sample in family.samples
     ]
     series = {(one.name, tuple(one.labels.items())): one.value for one in samples}
-    return _Told(series.get((_START, ()), 0.0), series)
+    return _ProcessMetrics(series.get((_START, ()), 0.0), series)
 
 
 _KEEPER = -1  # the parent's number among the sources
@@ -143,17 +147,17 @@ class MetricsAggregator:
         self.registry.register(MetricFamilies(families))
 
     @property
-    def tells(self) -> Mapping[str, Tell]:
+    def handlers(self) -> Mapping[str, ProcessHandler]:
         """Return the handler for requests of worker processes."""
 
-        async def tell(query: Mapping[str, str]) -> bytes:
+        async def handle(query: Mapping[str, str]) -> bytes:
             families = await self._families()
             registry = CollectorRegistry()
             registry.register(MetricFamilies(lambda: families))
             encode, _ = choose_encoder(query["accept"])
             return encode(registry)
 
-        return {METRICS_PATH: tell}
+        return {METRICS_PATH: handle}
 
     async def _families(self) -> list[Metric]:
         """Return the merged metrics. Concurrent callers share one query."""
@@ -162,8 +166,8 @@ class MetricsAggregator:
         return await asyncio.shield(self._gathering)
 
     async def _gather(self) -> list[Metric]:
-        told = await self._routers.ask(METRICS_PATH)
-        self._num_silent = told.num_silent
-        texts = {number: body.decode() for number, body in told.bodies.items()}
+        replies = await self._routers.ask(METRICS_PATH)
+        self._num_silent = replies.num_silent
+        texts = {number: body.decode() for number, body in replies.bodies.items()}
         self._several.take({**texts, _KEEPER: generate_latest(self._own).decode()})
         return list(self._several.families())

@@ -24,12 +24,12 @@ def main(up: str, place_json: str, config_json: str) -> None:
     config = RouterConfig.model_validate_json(config_json)
     logs.setup(f"router/{place.number}", config.server.log_level, config.server.log_format)
 
-    def tell() -> None:
+    def report() -> None:
         os.write(int(up), b"up")
         os.close(int(up))
 
     try:
-        uvloop.run(serve(config, place, on_up=tell))
+        uvloop.run(serve(config, place, on_up=report))
     except ConfigError as error:
         wrong("baton serve router", str(error))
 

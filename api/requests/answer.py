@@ -41,13 +41,13 @@ class PromptReport(msgspec.Struct, frozen=True):
     tokens: Sequence[TokenReport]
 
 
-def told(token: int, logprobs: TokenLogprobs, num_top: int, spell: Spell) -> TokenReport:
+def token_report(token: int, logprobs: TokenLogprobs, num_top: int, spell: Spell) -> TokenReport:
     pairs = zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)
     top = [LikelyTokenText(other, spell(other), logprob) for other, logprob in pairs][:num_top]
     return TokenReport(token, spell(token), logprobs.logprob, top)
 
 
-def told_prompt(
+def prompt_report(
     text: str,
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprobs],
@@ -64,7 +64,9 @@ def told_prompt(
         return PromptReport(text, ())
     before = [TokenReport(token, spell(token), None, ()) for token in token_ids[:first]]
     others = zip(token_ids[first:], logprobs, strict=True)
-    return PromptReport(text, [*before, *(told(*other, num_top, spell) for other in others)])
+    return PromptReport(
+        text, [*before, *(token_report(*other, num_top, spell) for other in others)]
+    )
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
@@ -81,7 +83,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
     version: ModelVersion
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
+class _OutputPart(msgspec.Struct, frozen=True, kw_only=True):
     marks: Sequence[int] = ()  # indices in the text of special tokens that mark parts
     tokens: Sequence[
         TokenReport
@@ -91,7 +93,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
     version: ModelVersion = UNKNOWN_VERSION  # of the last token so far
 
 
-class OutputChunk(_Told, frozen=True):
+class OutputChunk(_OutputPart, frozen=True):
     """An addition to a response."""
 
     text: str
@@ -116,9 +118,9 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prompt_token_ids: little-endian int32.
         min_tokens: text of that many first tokens completes no stop.
-        tells_cached_tokens: whether usage has the cached tokens of the prompt.
-        tells_tokens: makes the report of a token. None: not requested.
-        tells_prompt: makes the report of the prompt, for the first piece. None: not requested.
+        returns_cached_tokens: whether usage has the cached tokens of the prompt.
+        report_token: makes the report of a token. None: not requested.
+        report_prompt: makes the report of the prompt, for the first piece. None: not requested.
         silent: whether to discard the one token that is generated.
         predicts: whether the request has a prediction.
     """
@@ -127,9 +129,9 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: bytes = b""
     min_tokens: int = 0
     stop_token_ids: Collection[int] = ()
-    tells_cached_tokens: bool = True
-    tells_tokens: Callable[[int, TokenLogprobs], TokenReport] | None = None
-    tells_prompt: Callable[[Sequence[TokenLogprobs]], PromptReport] | None = None
+    returns_cached_tokens: bool = True
+    report_token: Callable[[int, TokenLogprobs], TokenReport] | None = None
+    report_prompt: Callable[[Sequence[TokenLogprobs]], PromptReport] | None = None
     silent: bool = False
     predicts: bool = False
 
@@ -154,7 +156,7 @@ class ResponseBuilder:
         self._detokenizer = detokenizer
         self._stops = stops
         self._options = options
-        self._tells_prompt = options.tells_prompt  # None after it is returned
+        self._report_prompt = options.report_prompt  # None after it is returned
         self._prompt_token_ids = options.prompt_token_ids  # empty after they are returned
         self._predicted = NOT_PREDICTED if options.predicts else None
         self._cached_tokens: int | None = None  # as reported by the first node
@@ -177,17 +179,17 @@ class ResponseBuilder:
             self._cached_tokens = output.cached_tokens
         if self._predicted is not None:
             self._predicted += output.predicted
-        prompt, tells = None, self._tells_prompt
-        if tells is not None:
-            prompt, self._tells_prompt = tells(output.prompt_logprobs), None
+        prompt, report_prompt = None, self._report_prompt
+        if report_prompt is not None:
+            prompt, self._report_prompt = report_prompt(output.prompt_logprobs), None
         token_ids, end = output.token_ids, output.end
         if self._options.silent:
             token_ids = ()
             end = end and StreamEnd("length")
         piece = self._piece(token_ids, end, output.version)
         tokens: Sequence[TokenReport] = ()
-        if self._options.tells_tokens is not None:
-            report, each_logprobs = self._options.tells_tokens, output.logprobs
+        if self._options.report_token is not None:
+            report, each_logprobs = self._options.report_token, output.logprobs
             tokens = [report(*each) for each in zip(piece.token_ids, each_logprobs, strict=False)]
         marks = self._take_marks(len(piece.text))
         prompt_ids, self._prompt_token_ids = self._prompt_token_ids, b""
@@ -263,8 +265,8 @@ class ResponseBuilder:
         # A node that continues a response may also have found generated tokens in its cache.
         num_prompt_tokens = self._options.num_prompt_tokens
         cached_tokens = min(self._cached_tokens or 0, num_prompt_tokens)
-        told = cached_tokens if self._options.tells_cached_tokens else None
-        usage = TokenUsage(num_prompt_tokens, len(self.token_ids), told, self._in_answer())
+        reported = cached_tokens if self._options.returns_cached_tokens else None
+        usage = TokenUsage(num_prompt_tokens, len(self.token_ids), reported, self._in_answer())
         return FinalChunk(
             *(text, token_ids, finish_reason, stop_reason, usage, cached_tokens, self._versions),
             version=self._versions[-1].version,

@@ -23,7 +23,7 @@ class EventHistory(msgspec.Struct, frozen=True):
     events: tuple[TimelineEvent, ...]
 
 
-def told(timeline: RequestTimeline) -> EventHistory:
+def event_history(timeline: RequestTimeline) -> EventHistory:
     zero = timeline.arrived
     events = [
         TimelineEvent(event.at - zero, event.what, event.detail)
@@ -47,7 +47,7 @@ def told(timeline: RequestTimeline) -> EventHistory:
 def _moments(timeline: RequestTimeline) -> Iterator[TimelineEvent]:
     """Yield the events by time.monotonic(). 0.0: has not happened yet."""
     yield TimelineEvent(timeline.arrived, "arrived")
-    yield TimelineEvent(timeline.tokenised, "tokenised", f"{timeline.prompt_tokens} tokens")
+    yield TimelineEvent(timeline.tokenized, "tokenized", f"{timeline.prompt_tokens} tokens")
     for number, one in enumerate(timeline.submissions):
         where = f"at decode node {one.decode}"
         if number:

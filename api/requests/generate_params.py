@@ -24,7 +24,7 @@ from common.requests.sampling import SamplingParams
 
 
 class TokenizedRequest(msgspec.Struct, frozen=True):
-    """A tokenised request, ready for a decode node.
+    """A tokenized request, ready for a decode node.
 
     Attributes:
         shown: special tokens that the text keeps.
@@ -126,7 +126,7 @@ class PromptEnding(Enum):
     """The end of the prompt of a conversation."""
 
     OPENED = "a new turn of the assistant's"
-    CONTINUED = "the last turn, which goes on"
+    CONTINUED = "the last turn, which is continued"
     CLOSED = "the last turn, which has ended"
 
 
@@ -240,7 +240,7 @@ class GenerateParams(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # its name, "": the base model
     timeout_s: float | None = None  # None: the router's own limit
     shown: frozenset[int] = frozenset()  # special tokens that the text keeps
-    prediction: SharedPrompt | None = None  # a PredictionPrompt, tokenised as prompts are
+    prediction: SharedPrompt | None = None  # a PredictionPrompt, tokenized as prompts are
     whole: bool = False  # the response is not streamed
     stream_interval: int = 0  # tokens of an event. 0: the router's
 

@@ -61,8 +61,8 @@ class IdempotentRetry(NamedTuple):
 
         It is the same at every router for the same key and request.
         """
-        told = f"{self.key} {index}".encode() + self.digest
-        return int.from_bytes(hashlib.sha256(told).digest()[:8])
+        content = f"{self.key} {index}".encode() + self.digest
+        return int.from_bytes(hashlib.sha256(content).digest()[:8])
 
 
 class IdempotencyCache:
@@ -177,7 +177,7 @@ class IdempotencyCache:
             answer.keep_no_longer()
 
     def _over(self, name: Name, answer: "_Answer", task: "asyncio.Task[None]") -> None:
-        answer.tell()
+        answer.wake()
         failed = task.cancelled() or task.exception() is not None
         if failed or self._answers.get(name) is not answer:
             self._leave_out(name, answer)
@@ -239,9 +239,11 @@ class _Answer:
     def _append(self, piece: OutputChunk | FinalChunk) -> None:
         self._pieces.append(piece)
         if self._kept:
-            told = len(piece.token_ids) + 20 * len(piece.tokens)  # with the likeliest alternatives
-            self._grown(self, _PIECE_BYTES + 4 * len(piece.text) + _TOKEN_BYTES * told)
-        self.tell()
+            num_entries = len(piece.token_ids) + 20 * len(
+                piece.tokens
+            )  # with the likeliest alternatives
+            self._grown(self, _PIECE_BYTES + 4 * len(piece.text) + _TOKEN_BYTES * num_entries)
+        self.wake()
 
     def keep_no_longer(self) -> None:
         self._kept = False
@@ -252,7 +254,7 @@ class _Answer:
             self._pieces.popleft()
             self._num_dropped += 1
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """Wake the followers."""
         self._news.set()
         self._news = asyncio.Event()
@@ -277,7 +279,7 @@ class _Answer:
                     self._places[follower] = place = place + 1
                     if not self._kept:
                         self._drop_read()
-                        self.tell()
+                        self.wake()
                 if self.task.cancelled():
                     raise RequestAborted("no client waits for this response")
                 if self.task.done():

@@ -89,7 +89,7 @@ class PromptEncoder:
         Raises:
             InvalidRequest: there is no prompt, the model does not support its form, or it does not
                 fit.
-            Overloaded: too much text waits to be tokenised, or too many images to be decoded.
+            Overloaded: too much text waits to be tokenized, or too many images to be decoded.
             NodeUnavailable: see Decoding.decoded.
         """
         match prompt:
@@ -106,7 +106,7 @@ class PromptEncoder:
         return known and isinstance(prompt, ChatPrompt)
 
     def thought(self, prompt: SharedPrompt) -> ReasoningTokens | None:
-        """Return the reasoning that a response to a tokenised prompt may begin with.
+        """Return the reasoning that a response to a tokenized prompt may begin with.
 
         None: there is none, or nodes cannot detect it.
         """
@@ -122,7 +122,7 @@ class PromptEncoder:
                 return ReasoningTokens(closes)
 
     def guide(self, prompt: SharedPrompt, guide: GuidedDecoding) -> GuidedDecoding:
-        """Return the guide of a response to a tokenised prompt, whose content has this form."""
+        """Return the guide of a response to a tokenized prompt, whose content has this form."""
         channels = self._speech.channels
         if channels is None or not harmony.is_open(prompt.rendering.end):
             return guide
@@ -133,7 +133,7 @@ class PromptEncoder:
         """Return the text of a prompt with these tokens.
 
         Raises:
-            Overloaded: too much text waits to be detokenised.
+            Overloaded: too much text waits to be detokenized.
         """
         match prompt:
             case TextPrompt():
@@ -147,7 +147,7 @@ class PromptEncoder:
         A word may be written at the start of a response or after a space.
 
         Raises:
-            Overloaded: too much text waits to be tokenised.
+            Overloaded: too much text waits to be tokenized.
         """
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         written = dict.fromkeys(map(tuple, await self._tokenizer.encode_all(texts)))
@@ -248,7 +248,7 @@ class PromptEncoder:
 
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # names in templates
-# Marks the end of the last turn in the rendered text. It is removed before tokenisation.
+# Marks the end of the last turn in the rendered text. It is removed before tokenization.
 _CUT = "\x00baton: cut here\x00"
 
 
@@ -324,19 +324,19 @@ def render_conversation(messages: ChatPrompt, template: ChatTemplate, max_charac
 
 
 def _as_templates_know_it(turn: ChatTurn, reasoning: str) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.parts:
-        told["content"] = [_part(part) for part in turn.parts]
+        message["content"] = [_part(part) for part in turn.parts]
     elif turn.content is None and not turn.tool_calls:
-        told["content"] = ""  # templates concatenate it with text
+        message["content"] = ""  # templates concatenate it with text
     if turn.name is not None:
-        told["name"] = turn.name
+        message["name"] = turn.name
     if turn.tool_call_id is not None:
-        told["tool_call_id"] = turn.tool_call_id
+        message["tool_call_id"] = turn.tool_call_id
     if turn.reasoning and reasoning:
-        told[reasoning] = turn.reasoning
+        message[reasoning] = turn.reasoning
     if turn.tool_calls:
-        told["tool_calls"] = [
+        message["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -347,7 +347,7 @@ def _as_templates_know_it(turn: ChatTurn, reasoning: str) -> dict[str, Any]:
             }
             for call in turn.tool_calls
         ]
-    return told
+    return message
 
 
 def _part(part: str | ImageInput) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Tokenisation and detokenisation for the served model."""
+"""Tokenization and detokenization for the served model."""

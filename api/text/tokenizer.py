@@ -56,7 +56,7 @@ class LengthBatcher:
             return
         if self._num_waiting_bytes + num_bytes > self._max_waiting_bytes:
             raise Overloaded(
-                f"{self._num_waiting_bytes} bytes of text wait to be tokenised, "
+                f"{self._num_waiting_bytes} bytes of text wait to be tokenized, "
                 f"{self._max_waiting_bytes} allowed"
             )
         rank = arrived * _GAINED_BYTES_PER_S + num_bytes
@@ -291,7 +291,7 @@ _HARD_WINDOW = 256  # limit of the window, if tokens have no text
 _MAX_PENDING = 3  # bytes of an incomplete character
 
 
-# Incremental detokenisation that never returns an incomplete character.
+# Incremental detokenization that never returns an incomplete character.
 #
 # For each new token only the last few tokens are decoded again: a window that starts where the
 # text was last complete, so that everything that joins tokens (UTF-8 bytes, leading spaces) is
@@ -337,7 +337,9 @@ class Detokenizer:
     def _begin(self) -> None:
         self._window = list(self._context)
         self._clean = len(self._context)  # window[:clean] is complete text
-        self._told = len(self._decoder.decode(self._context))  # its characters that were returned
+        self._num_returned = len(
+            self._decoder.decode(self._context)
+        )  # its characters that were returned
         self._settled = True  # all of them were returned
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -360,8 +362,8 @@ class Detokenizer:
         self._window.extend(token_ids)
         text = self._decoder.decode(self._window)
         settled = text.rstrip(_BROKEN)
-        new = settled[self._told :]
-        self._told = max(self._told, len(settled))
+        new = settled[self._num_returned :]
+        self._num_returned = max(self._num_returned, len(settled))
         self._settled = settled == text
         if self._settled:
             self._slide(text)
@@ -371,7 +373,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the rest after the last token: bytes that never became a character."""
-        return "" if self._settled else self._decoder.decode(self._window)[self._told :]
+        return "" if self._settled else self._decoder.decode(self._window)[self._num_returned :]
 
     def _slide(self, text: str) -> None:
         """Move the start of the window to the previous complete point.
@@ -382,7 +384,7 @@ class Detokenizer:
         later_text = self._decoder.decode(later)
         if (later_text and text.endswith(later_text)) or len(self._window) > _MAX_WINDOW:
             self._window = later
-            self._told = len(later_text)
+            self._num_returned = len(later_text)
         self._clean = len(self._window)
 
     def _cut(self, text: str) -> str:
@@ -400,8 +402,8 @@ class Detokenizer:
             if len(window) <= _HARD_WINDOW:
                 return ""
             before, end = text, len(window)
-        new = before[self._told :]
-        self._told = max(0, self._told - len(before))
+        new = before[self._num_returned :]
+        self._num_returned = max(0, self._num_returned - len(before))
         self._window = window[end:]
         self._clean = 0
         return new

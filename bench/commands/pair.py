@@ -104,7 +104,7 @@ class ComparedPair:
     ) -> None:
         """Run `block` on every system for every repeat, in turns.
 
-        If a process of a system dies in a block, the death is noted and the next block starts a new
+        If a process of a system dies in a block, this is noted and the next block starts a new
         system.
         """
         blocks = abba(systems, self._options.repeats)
@@ -131,9 +131,9 @@ class ComparedPair:
                 yield SystemsReady(system, client, model.max_model_len)
             finally:
                 await client.close()
-                if serving.death is not None:
+                if serving.failure is not None:
                     note = "Comparisons leave out the runs on that start of the system."
-                    session.notes.append(f"{system.name}: {serving.death}\n{note}")
+                    session.notes.append(f"{system.name}: {serving.failure}\n{note}")
                     for one in session.measured[begun:]:
                         one.run.ended = None
 

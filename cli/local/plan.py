@@ -21,7 +21,7 @@ _PORT_FLAGS = {
     "decode_node": "--decode-port",
 }
 # An idle thread sleeps at once, so that another engine can use its core.
-_LENDING = (("OMP_WAIT_POLICY", "passive"),)
+_PASSIVE_WAITS = (("OMP_WAIT_POLICY", "passive"),)
 HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8000, 50050, 50100, 50200
 
 
@@ -121,7 +121,7 @@ def programs(wish: RequestedSystem) -> list[Program]:
                 *wish.node_flags,
                 *_own_data_port(module, wish.node_flags),
             ),
-            _LENDING if prefill else (),
+            _PASSIVE_WAITS if prefill else (),
         )
         for number, ((name, module, port, dp), device_flags) in enumerate(
             zip(prefill + decode, _device_flags(wish), strict=True), start=1
@@ -220,8 +220,8 @@ def group_flags(dp: int, rank: int, directory: Path) -> list[str]:
     """Return the flags of a node in a group of `dp` nodes. A node alone has none."""
     if dp == 1:
         return []
-    knob = "--engine.parallel.dp"
-    return [f"{knob}={dp}", f"{knob}-rank={rank}", f"{knob}-group={directory}"]
+    flag = "--engine.parallel.dp"
+    return [f"{flag}={dp}", f"{flag}-rank={rank}", f"{flag}-group={directory}"]
 
 
 def _device_flags(wish: RequestedSystem) -> list[list[str]]:

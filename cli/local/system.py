@@ -44,17 +44,17 @@ class LocalSystem:
     def names(self) -> list[str]:
         return [program.name for program in self._programs]
 
-    async def until_ready(self, tell: Callable[[str, str], None]) -> None:
+    async def until_ready(self, report: Callable[[str, str], None]) -> None:
         """Wait until every process is healthy. The router is healthy when it can serve a
         request."""
 
         async def wait(program: plan.Program) -> None:
             await self._until_serving(program)
-            tell(program.name, program.address)
+            report(program.name, program.address)
 
         await asyncio.gather(*(wait(program) for program in self._programs))
 
-    async def first_death(self) -> str:
+    async def first_exit(self) -> str:
         """Wait until a process ends on its own. Returns a description for the user."""
         ends = {asyncio.ensure_future(c.ended()): c for c in self._children.values()}
         try:

@@ -103,8 +103,8 @@ async def call(
     """Call `method` of the node that the options name, or else of the router, and return the
     response. Raises UnfinishedRestart."""
     if getattr(options, "address", None) is not None:
-        return await fleet.tell_node(options.address, method, request, longest_s)
-    return await fleet.tell_router(options.router, method, request, longest_s)
+        return await fleet.call_node(options.address, method, request, longest_s)
+    return await fleet.call_router(options.router, method, request, longest_s)
 
 
 def report(options: argparse.Namespace, sentence: str) -> None:

@@ -77,13 +77,13 @@ class Fleet:
 
     async def drain_router(self, address: str, *, in_turn: bool) -> None:
         """Start to drain a router. Raises UnfinishedRestart if it does not respond or refuses."""
-        await self.tell_router(address, "Drain", DrainRouterRequest(in_turn=in_turn))
+        await self.call_router(address, "Drain", DrainRouterRequest(in_turn=in_turn))
 
     async def drain_node(self, address: str) -> None:
         """Start to drain a node. Raises UnfinishedRestart if it does not respond or refuses."""
-        await self.tell_node(address, "Drain", DrainRequest())
+        await self.call_node(address, "Drain", DrainRequest())
 
-    async def tell_router(
+    async def call_router(
         self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
     ) -> Any:
         """Call `method` of a router and return its response.
@@ -93,7 +93,7 @@ class Fleet:
         async with self._router(address) as ask:
             return await ask(method, request, longest_s)
 
-    async def tell_node(
+    async def call_node(
         self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
     ) -> Any:
         """Call `method` of a node and return its response.
@@ -117,7 +117,7 @@ class Fleet:
 
         Raises UnfinishedRestart if it does not respond or keeps its role.
         """
-        await self.tell_node(address, "Switch", SwitchRequest(role=role), longest_s)
+        await self.call_node(address, "Switch", SwitchRequest(role=role), longest_s)
 
     async def until_has_role(
         self, router: str, node: ClusterNode, role: str, longest_s: float

@@ -171,7 +171,7 @@ def _add_show_flags(parser: ConfigArgumentParser) -> None:
 
 async def _show(options: argparse.Namespace, fleet: Fleet) -> Result:
     request = ExplainRequest(name=options.request)
-    history = await fleet.tell_router(options.router, "Explain", request, _ANSWER_S)
+    history = await fleet.call_router(options.router, "Explain", request, _ANSWER_S)
     return Result(text(history), history)
 
 

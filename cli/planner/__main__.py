@@ -151,7 +151,7 @@ class Planner:
         self._account = DecisionLog(fleet, router, acts=act)
         self._clock = clock
         self._history: deque[ClusterSnapshot] = deque()
-        self._told = ""
+        self._logged = ""
 
     async def look(self) -> Decision:
         """Look at the cluster once and carry out the decision, if any."""
@@ -164,20 +164,20 @@ class Planner:
         decision = decide(history, self._rules)
         lately = pressures(history, self._rules)
         self._metrics.seen(lately, _wanted(seen, decision))
-        self._tell(decision)
-        await self._account.tell(lately)  # report before the change, which takes a while
+        self._log(decision)
+        await self._account.report(lately)  # report before the change, which takes a while
         if self._act:
             await self._carry_out(decision)
         return decision
 
-    def _tell(self, decision: Decision) -> None:
+    def _log(self, decision: Decision) -> None:
         """Log and report a decision if it differs from the previous one."""
-        if _news(decision) != self._told:
+        if _news(decision) != self._logged:
             log.info("%s %s", _what(decision), kv(reason=decision.because))
             self._account.note(_what(decision), decision.because)
             if (kind := _KINDS.get(type(decision))) is not None:
                 self._metrics.decided(kind)
-        self._told = _news(decision)
+        self._logged = _news(decision)
 
     async def _carry_out(self, decision: Decision) -> None:
         """Change a role or migrate a request. Leaves all other decisions to the operator."""
@@ -190,7 +190,7 @@ class Planner:
     async def _move(self, decision: ShiftCapacityAction) -> None:
         order = MoveRequest(source=decision.source, target=decision.target)
         try:
-            moved = await self._fleet.tell_router(self._router, "Move", order, _MOVE_S)
+            moved = await self._fleet.call_router(self._router, "Move", order, _MOVE_S)
         except UnfinishedRestart as undone:
             self._metrics.moved(done=False)
             log.warning("migration failed %s", kv(node=decision.source, reason=undone))
@@ -208,14 +208,14 @@ class Planner:
         except UnfinishedRestart as undone:
             self._metrics.switched(done=False)
             log.warning("role change failed %s", kv(node=decision.address, reason=undone))
-            self._account.note(f"{decision.address} goes on as it is", str(undone))
+            self._account.note(f"{decision.address} keeps its role", str(undone))
         else:
             self._metrics.switched(done=True)
             took_s = round(self._clock() - began, 1)
             log.info("role changed %s", kv(node=decision.address, to=decision.role, seconds=took_s))
             self._account.note(f"{decision.address} becomes a {decision.role} node", "")
         self._history.clear()  # later decisions use only looks after this change
-        self._told = ""
+        self._logged = ""
 
 
 def _what(decision: Decision) -> str:

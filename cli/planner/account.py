@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from cli.client import UnfinishedRestart
 from cli.operating.fleet import Fleet
 from common.logs import kv
-from protos.router_pb2 import Plan, PlanEvent, TellPlanRequest
+from protos.router_pb2 import Plan, PlanEvent, ReportPlanRequest
 
 log = logging.getLogger(__name__)
 
@@ -37,15 +37,15 @@ class DecisionLog:
         self._router = router
         self._acts = acts
         self._clock = clock
-        self._untold: deque[tuple[float, str, str]] = deque(maxlen=_MOST_EVENTS)
+        self._unreported: deque[tuple[float, str, str]] = deque(maxlen=_MOST_EVENTS)
         self._refusal = ""
 
     def note(self, what: str, because: str) -> None:
         """Queue an event. It is sent with each report until the router has accepted it."""
-        told = what[:_MOST_CHARACTERS], because[:_MOST_CHARACTERS]
-        self._untold.append((self._clock(), *told))
+        event = what[:_MOST_CHARACTERS], because[:_MOST_CHARACTERS]
+        self._unreported.append((self._clock(), *event))
 
-    async def tell(self, pressures: Mapping[str, float]) -> None:
+    async def report(self, pressures: Mapping[str, float]) -> None:
         """Send a report of the latest look. A router that rejects it does not stop the planner.
 
         Args:
@@ -54,15 +54,15 @@ class DecisionLog:
         now = self._clock()
         events = [
             PlanEvent(what=what, because=because, ago_s=now - at)
-            for at, what, because in reversed(self._untold)
+            for at, what, because in reversed(self._unreported)
         ]
         plan = Plan(acts=self._acts, pressures=pressures, events=events)
         try:
-            await self._fleet.tell_router(self._router, "TellPlan", TellPlanRequest(plan=plan))
+            await self._fleet.call_router(self._router, "ReportPlan", ReportPlanRequest(plan=plan))
         except UnfinishedRestart as undone:
             if str(undone) != self._refusal:
                 log.warning("decision not reported to the router %s", kv(reason=undone))
             self._refusal = str(undone)
         else:
-            self._untold.clear()
+            self._unreported.clear()
             self._refusal = ""

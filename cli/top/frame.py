@@ -79,7 +79,7 @@ class Rates:
         return book
 
 
-# Holders of pages in the order of the bar. Without colours the signs tell them apart.
+# Holders of pages in the order of the bar. Without colours the signs distinguish them.
 _HOLDERS = {
     "request": ("█", "blue"),
     "step": ("▓", "magenta"),

@@ -87,15 +87,15 @@ async def _run(
         StartFailed: as `_start`, or a process has died.
     """
     start = _start(system, sample, options.start_timeout, screen)
-    starting, death = asyncio.ensure_future(start), asyncio.ensure_future(system.first_death())
-    tasks: tuple[asyncio.Future[Any], ...] = (starting, death)
+    starting, exited = asyncio.ensure_future(start), asyncio.ensure_future(system.first_exit())
+    tasks: tuple[asyncio.Future[Any], ...] = (starting, exited)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not death.done():
+        if not exited.done():
             starting.result()
             if not options.exit_on_failure:
                 await system.keep_running(screen.warn)
-        raise StartFailed(await death)
+        raise StartFailed(await exited)
     finally:
         for task in tasks:
             task.cancel()
@@ -106,9 +106,9 @@ async def _start(system: LocalSystem, sample: Sample, start_s: float, screen: Sc
     """Start the system. Raises StartFailed if it is not ready in time or the sample request
     fails."""
     try:
-        with screen.waiting_for(system.names) as tell:
+        with screen.waiting_for(system.names) as report:
             async with asyncio.timeout(start_s):
-                await system.until_ready(tell)
+                await system.until_ready(report)
     except TimeoutError:
         raise StartFailed(f"not all processes were ready within {start_s:.0f} s") from None
     screen.say(f"\n> {sample.prompt}", style="bold")

@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the flags left over for the nodes."""
     reads = parser()
     options, node_flags = reads.parse_known_args(_with_router_flags(arguments))
-    reads.refuse_strangers(node_flags, PrefillConfig, DecodeConfig)
+    reads.reject_unknown_flags(node_flags, PrefillConfig, DecodeConfig)
     sizes = "prefill_tp", "decode_tp", "prefill_pp", "prefill_dp", "decode_dp"
     for size in sizes:
         if getattr(options, size) < 1:

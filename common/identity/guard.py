@@ -93,7 +93,7 @@ class Caller:
     name: str | None = None
 
 
-ANYBODY = Caller()  # callers are not authenticated
+UNAUTHENTICATED = Caller()  # callers are not authenticated
 
 
 def node_name(instance: int) -> str:

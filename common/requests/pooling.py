@@ -6,7 +6,7 @@ import msgspec
 
 from common.errors import InvalidRequest
 
-MAX_TOLD_TOKENS = 256
+MAX_LABEL_TOKENS = 256
 
 
 class PoolingMode(IntEnum):
@@ -41,9 +41,9 @@ class PoolingParams(msgspec.Struct, frozen=True):
 
 def check(pooling: PoolingParams) -> None:
     """Check a pooling request. Raises InvalidRequest with the field's name."""
-    if len(pooling.tokens) > MAX_TOLD_TOKENS:
+    if len(pooling.tokens) > MAX_LABEL_TOKENS:
         raise InvalidRequest(
-            f"label_token_ids has {len(pooling.tokens)} tokens, {MAX_TOLD_TOKENS} allowed"
+            f"label_token_ids has {len(pooling.tokens)} tokens, {MAX_LABEL_TOKENS} allowed"
         )
     if pooling.pool is PoolingMode.TOKENS and not pooling.tokens:
         raise InvalidRequest("label_token_ids is empty: at least one token is required")

@@ -308,7 +308,7 @@ def traces_from_proto(message: node_pb2.ExplainHereResponse) -> RequestTraces:
     return RequestTraces(tuple(flights), message.kept)
 
 
-def _valid_events(told: Iterable[router_pb2.RequestEvent]) -> Iterable[TimelineEvent]:
-    for event in told:
+def _valid_events(events: Iterable[router_pb2.RequestEvent]) -> Iterable[TimelineEvent]:
+    for event in events:
         if isfinite(event.at_s):
             yield TimelineEvent(event.at_s, event.what[:_MAX_WHAT], event.detail[:MAX_TEXT])

@@ -55,7 +55,7 @@ def bind(
     certificates: tls.Certificates | None = None,
     *,
     shares_port: bool = False,
-    knob: str = PORT,
+    flag: str = PORT,
 ) -> int:
     """Bind a port, with TLS if there are certificates. Returns the port.
 
@@ -66,19 +66,19 @@ def bind(
         certificates: None: no TLS.
         shares_port: share the port with other processes. The kernel distributes connections, and
             one process keeps the port `reserved`. Without this, a second server is rejected.
-        knob: the flag that chose the port, for error messages.
+        flag: the flag that chose the port, for error messages.
     Raises:
         ConfigError: for example, the port is taken.
     """
     address = join_address(host, port)
     if not shares_port:
-        _check_free(host, port, f"{knob}: cannot listen on {address}")
+        _check_free(host, port, f"{flag}: cannot listen on {address}")
     try:
         if certificates is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, tls.server_credentials(certificates))
     except RuntimeError as error:
-        raise ConfigError(f"{knob}: cannot listen on {address}") from error
+        raise ConfigError(f"{flag}: cannot listen on {address}") from error
 
 
 def _check_free(host: str, port: int, refusal: str) -> None:
@@ -93,21 +93,21 @@ def _check_free(host: str, port: int, refusal: str) -> None:
 
 
 @contextmanager
-def reserved(host: str, port: int, *, knob: str = PORT) -> Iterator[int]:
+def reserved(host: str, port: int, *, flag: str = PORT) -> Iterator[int]:
     """Reserve a port for processes that share it, while inside the context. Yields its number.
 
     Args:
         host: address to listen on.
         port: 0 lets the system choose.
-        knob: the flag that chose the port, for error messages.
+        flag: the flag that chose the port, for error messages.
     Raises:
         ConfigError: the port is taken, perhaps by other processes that share it.
     """
-    with _holder(host, port, knob) as holder:
+    with _holder(host, port, flag) as holder:
         yield int(holder.getsockname()[1])
 
 
-def _holder(host: str, port: int, knob: str) -> socket.socket:
+def _holder(host: str, port: int, flag: str) -> socket.socket:
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         holder = socket.socket(family, kind)
@@ -124,7 +124,7 @@ def _holder(host: str, port: int, knob: str) -> socket.socket:
             raise
     except OSError as error:
         address = join_address(host, port)
-        raise ConfigError(f"{knob}: cannot listen on {address}: {error.strerror}") from error
+        raise ConfigError(f"{flag}: cannot listen on {address}: {error.strerror}") from error
     return holder
 
 
@@ -187,7 +187,7 @@ class Health:
         self._names = ("", *services)
         self._serving: bool | None = None
 
-    async def tell(self, serving: bool) -> None:
+    async def set_serving(self, serving: bool) -> None:
         """Send the status to probes and watchers.
 
         Before the first call, no service is known to them.
@@ -217,7 +217,7 @@ async def serving_health(
         return
     server = make_server(NODE_SERVER_OPTIONS, shares_port=shares_port)
     add_service(server, health_pb2_grpc.add_HealthServicer_to_server, health.servicer)
-    bind(server, host, port, shares_port=shares_port, knob=HEALTH_PORT)
+    bind(server, host, port, shares_port=shares_port, flag=HEALTH_PORT)
     await server.start()
     try:
         yield

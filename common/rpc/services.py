@@ -22,7 +22,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from common.errors import InvalidRequest, ServingError
-from common.identity.guard import ANYBODY
+from common.identity.guard import UNAUTHENTICATED
 from common.logs import Throttle, ThrottledLog
 
 # For messages between nodes and routers: ten thousand Submits with twenty fields each. Counting
@@ -203,17 +203,17 @@ def add_service(
 def _admission(handler: Any, guard: RpcGuard | None, method: str) -> Admit:
     if guard is not None:
         return guard.of(method)
-    return _nobody_asked_at_once if handler.request_streaming else _nobody_asked
+    return _unauthenticated_at_once if handler.request_streaming else _unauthenticated
 
 
-async def _nobody_asked(_context: Any) -> Any:
-    return ANYBODY
+async def _unauthenticated(_context: Any) -> Any:
+    return UNAUTHENTICATED
 
 
-async def _nobody_asked_at_once(context: Any) -> Any:
+async def _unauthenticated_at_once(context: Any) -> Any:
     """Send empty metadata at once, for callers that wait for a proof before their first message."""
     await context.send_initial_metadata(())
-    return ANYBODY
+    return UNAUTHENTICATED
 
 
 def _guarded(handler: Any, admit: Admit, max_fields: int) -> Any:

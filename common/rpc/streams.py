@@ -22,7 +22,7 @@ from common.errors import Overloaded, ProtocolViolation, ServingError, cut
 from protos import last_words_pb2
 
 _OF_A_FAILED_WRITE = "Internal error from Core"  # text of grpc.aio
-_NOT_TOLD = "the stream ended while a message was sent, and its status was lost"
+_STATUS_LOST = "the stream ended while a message was sent, and its status was lost"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -62,14 +62,14 @@ async def heard(call: Any) -> AsyncIterator[Any]:
             elif end is None:
                 yield message
     except grpc.aio.AioRpcError as error:
-        raise end or _as_told(error) from error
+        raise end or _stream_status(error) from error
     if end is not None:
         raise end
 
 
-def _as_told(error: grpc.aio.AioRpcError) -> StreamStatus:
+def _stream_status(error: grpc.aio.AioRpcError) -> StreamStatus:
     sentence = error.details() or ""
-    return StreamStatus(error.code(), _NOT_TOLD if sentence == _OF_A_FAILED_WRITE else sentence)
+    return StreamStatus(error.code(), _STATUS_LOST if sentence == _OF_A_FAILED_WRITE else sentence)
 
 
 M = TypeVar("M", bound=Message)

@@ -112,7 +112,7 @@ class Tracer(Protocol):
         """
         ...
 
-    def tell(
+    def record(
         self,
         trace: TraceContext,
         name: str,

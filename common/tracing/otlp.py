@@ -46,7 +46,7 @@ EXPORT_S = 5.0  # for one batch, including retries
 MAX_WAITING = 4096  # spans; more are dropped
 _BATCH = 256
 _BATCH_DELAY_MS = 1000.0
-_LET_GO_S = 1.0  # for an export in progress, after its channel is closed
+_JOIN_S = 1.0  # for an export in progress, after its channel is closed
 _NUM_READINGS = 3  # of both clocks
 
 
@@ -87,7 +87,7 @@ class OtlpTracer:
         own = SpanName(above.trace_id, _drawn(64), sampled=True).header if above.sampled else ""
         return TraceContext(parent, own)
 
-    def tell(
+    def record(
         self,
         trace: TraceContext,
         name: str,
@@ -131,7 +131,7 @@ class OtlpTracer:
         if ending.is_alive():
             log.warning("spans dropped: the collector did not accept them within %.1f s", FLUSH_S)
             self._exporter.shutdown()
-            ending.join(_LET_GO_S)
+            ending.join(_JOIN_S)
 
 
 def _to_unix_ns() -> int:

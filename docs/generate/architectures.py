@@ -246,8 +246,8 @@ def main() -> None:
     for kind in asked or [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in known]:
         started = time.monotonic()
         found = known[kind] = examine(kind)
-        told = f"{found.same} of {found.asked} tokens" if found.asked else found.reason
-        print(f"{kind:24} {time.monotonic() - started:5.1f} s  {told}", flush=True)
+        result = f"{found.same} of {found.asked} tokens" if found.asked else found.reason
+        print(f"{kind:24} {time.monotonic() - started:5.1f} s  {result}", flush=True)
         lines = (json.dumps(asdict(known[kind])) + "\n" for kind in sorted(known))
         FILE.write_text("".join(lines))
     served = sum(found.served for found in known.values())

@@ -44,7 +44,7 @@ _Path = tuple[int, ...]
 
 def page() -> str:
     with tempfile.NamedTemporaryFile() as made:
-        # In a process of its own: whoever has loaded grpc_tools cannot load nixl any more.
+        # In a process of its own: a process that has loaded grpc_tools cannot load nixl any more.
         command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}"]
         command += ["--include_source_info", f"--descriptor_set_out={made.name}"]
         command += [str(ROOT / "protos" / f"{name}.proto") for name in FILES]
@@ -79,8 +79,8 @@ def _service(
     for index, method in enumerate(service.method):
         takes = _stream(method.client_streaming) + _link(method.input_type)
         returns = _stream(method.server_streaming) + _link(method.output_type)
-        told = about.get((*path, _MEMBER, index), "")
-        yield f"| `{method.name}` | {takes} | {returns} | {told} |\n"
+        comment = about.get((*path, _MEMBER, index), "")
+        yield f"| `{method.name}` | {takes} | {returns} | {comment} |\n"
 
 
 def _message(message: DescriptorProto, path: _Path, about: dict[_Path, str]) -> Iterator[str]:
@@ -90,8 +90,8 @@ def _message(message: DescriptorProto, path: _Path, about: dict[_Path, str]) -> 
     entries = {nested.name: nested for nested in message.nested_type if nested.options.map_entry}
     yield "| field | type | description |\n|---|---|---|\n"
     for index, field in enumerate(message.field):
-        kind, told = _field(field, entries), about.get((*path, _MEMBER, index), "")
-        yield f"| `{field.name}` = {field.number} | {kind} | {told} |\n"
+        kind, comment = _field(field, entries), about.get((*path, _MEMBER, index), "")
+        yield f"| `{field.name}` = {field.number} | {kind} | {comment} |\n"
 
 
 def _enum(enum: EnumDescriptorProto, path: _Path, about: dict[_Path, str]) -> Iterator[str]:

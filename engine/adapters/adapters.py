@@ -261,7 +261,7 @@ class AdapterManager:
         self.num_changes = 0
         self.num_fills = 0
         if bank.num_slots:
-            table.tell_of_requests(self._acquired)
+            table.add_listener(self._acquired)
 
     @property
     def num_slots_used(self) -> int:

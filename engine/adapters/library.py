@@ -146,7 +146,7 @@ class AdapterCache:
         if adapter is None:
             return False
         self._loaded[adapter].names.remove(name)
-        self._let_go(adapter)
+        self._release(adapter)
         return True
 
     def hold(self, adapter: AdapterId) -> LoraAdapter:
@@ -164,9 +164,9 @@ class AdapterCache:
 
     def drop(self, adapter: AdapterId) -> None:
         self._loaded[adapter].holders -= 1
-        self._let_go(adapter)
+        self._release(adapter)
 
-    def _let_go(self, adapter: AdapterId) -> None:
+    def _release(self, adapter: AdapterId) -> None:
         loaded = self._loaded[adapter]
         if not loaded.names and not loaded.holders:
             del self._loaded[adapter]
@@ -207,7 +207,7 @@ class AdapterLoader:
     """The adapter loader. Engine thread only.
 
     Attributes:
-        tell: called by another thread when `poll` has work.
+        notify: called by another thread when `poll` has work.
     """
 
     def __init__(self, shelf: AdapterSource, library: AdapterCache) -> None:
@@ -215,7 +215,7 @@ class AdapterLoader:
         self._library = library
         self._reader = ThreadPoolExecutor(1, "adapters")
         self._loading: list[_Loading] = []
-        self.tell: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
 
     def names(self) -> Mapping[str, AdapterId]:
         """All names that requests may use."""
@@ -235,7 +235,7 @@ class AdapterLoader:
         read = self._reader.submit(self._shelf.read, path)
         loaded: Future[tuple[AdapterId, bool]] = Future()
         self._loading.append(_Loading(name, read, loaded))
-        read.add_done_callback(lambda _: self.tell())
+        read.add_done_callback(lambda _: self.notify())
         return loaded
 
     def unload(self, name: str) -> bool:

@@ -52,7 +52,7 @@ class RowImages:
         self._have = np.zeros(table.num_slots, np.bool_)
         # applied to positions after the last image
         self._shift = np.zeros(table.num_slots, np.int32)
-        table.tell_of_requests(self._acquired)
+        table.add_listener(self._acquired)
 
     def among(self, batch: ScheduleBatch) -> bool:
         """Return whether a row of the step has images."""

@@ -10,7 +10,7 @@ from grpc import StatusCode
 from numpy.typing import NDArray
 
 from common.priority import STEP_S, head_start_s
-from common.request import TRIAL_TOKENS, RequestSpec
+from common.request import QUARANTINE_TOKENS, RequestSpec
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, UNNAMED, Namespace, WeightsId, made_with
 from common.requests.pooling import PoolingParams
@@ -171,10 +171,10 @@ class Request:
         """Set the number of engine crashes while it was running. Must not be called while it has a
         slot."""
         self.engine_crashes = engine_crashes
-        self.alone_until = len(self.token_ids) + TRIAL_TOKENS if engine_crashes else 0
+        self.alone_until = len(self.token_ids) + QUARANTINE_TOKENS if engine_crashes else 0
 
     @property
-    def suspect(self) -> bool:
+    def quarantined(self) -> bool:
         """Return whether it must be computed alone. For a request with a slot, ask Quarantine
         instead."""
         return len(self.token_ids) < self.alone_until

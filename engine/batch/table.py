@@ -93,7 +93,7 @@ class SlotTable:
         self._last_step = np.zeros(num_slots, np.int64)  # the newest step that has the slot
         self.finished_step = 0  # all steps up to this one are finished
         self._leaving: list[int] = []  # released, but still in a launched step
-        self._told: list[Callable[[int, Request], None]] = []
+        self._listeners: list[Callable[[int, Request], None]] = []
 
     @property
     def num_free(self) -> int:
@@ -109,9 +109,9 @@ class SlotTable:
         keys = self.routing_key[self.live]
         return Counter(keys[keys != 0].tolist())
 
-    def tell_of_requests(self, listener: Callable[[int, Request], None]) -> None:
+    def add_listener(self, listener: Callable[[int, Request], None]) -> None:
         """Call `listener` with each slot acquired from now on, and its request."""
-        self._told.append(listener)
+        self._listeners.append(listener)
 
     def acquire(self, request: Request, eos_token_ids: Sequence[int] = ()) -> int | None:
         """Give the request a slot without pages, set `request.slot` and fill its columns.
@@ -139,7 +139,7 @@ class SlotTable:
         self._set_stop_ids(
             slot, sampling.stop_token_ids + (tuple(eos_token_ids) if sampling.ends_at_eos else ())
         )
-        for listener in self._told:
+        for listener in self._listeners:
             listener(slot, request)
         return slot
 

@@ -141,7 +141,7 @@ class GrammarCompilers:
                 return self._of_text.compile_grammar(form.text)
 
     def _compiler(self, words: Sequence[bytes], *, keeps: bool = True) -> xgrammar.GrammarCompiler:
-        told = xgrammar.TokenizerInfo(
+        info = xgrammar.TokenizerInfo(
             list(words),
             xgrammar.VocabType.RAW,
             vocab_size=len(words),
@@ -149,7 +149,7 @@ class GrammarCompilers:
         )
         limit = MAX_KEPT_BYTES // 2
         return xgrammar.GrammarCompiler(
-            told, max_threads=1, cache_enabled=keeps, cache_limit_bytes=limit
+            info, max_threads=1, cache_enabled=keeps, cache_limit_bytes=limit
         )
 
 

@@ -42,7 +42,7 @@ class GrammarCache:
     """The grammars of one model. Engine thread only.
 
     Attributes:
-        tell: called from another thread when a guide is done.
+        notify: called from another thread when a guide is done.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GrammarCache:
         for token in eos_token_ids:
             if token < vocabulary_size:  # configurations may name larger ids
                 forbid(self._thinking, token)
-        self._threads = MatchThreads(lambda: self.tell())
+        self._threads = MatchThreads(lambda: self.notify())
         self._kept: OrderedDict[GuidedDecoding, Future[CompiledGuide]] = OrderedDict()
         self._workers = {
             lane: ThreadPoolExecutor(1, f"guides-{lane.name}") for lane in GrammarWorker
@@ -69,7 +69,7 @@ class GrammarCache:
         self._slow: list[Future[CompiledGuide]] = []  # of the quick worker: those in the slow lane
         self._lock = threading.Lock()
         self._compilers: GrammarCompilers | None = None
-        self.tell: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
 
     def compiled(self, guide: GuidedDecoding) -> "Future[CompiledGuide]":
         """Return the grammar, or an InvalidRequest with the defect and its place, or Overloaded.
@@ -86,7 +86,7 @@ class GrammarCache:
             raise Overloaded(f"{MAX_WAITING} grammars are already waiting for compilation")
         made: Future[CompiledGuide] = Future()
         self._kept[guide] = made
-        made.add_done_callback(lambda _: self.tell())
+        made.add_done_callback(lambda _: self.notify())
         quick = self._workers[GrammarWorker.QUICK].submit(self._compile, guide, GrammarWorker.QUICK)
         quick.add_done_callback(partial(self._after_quick, guide, made))
         if len(self._kept) > MAX_KEPT:

@@ -358,13 +358,13 @@ class MatchThreads:
     lower priority, for which nothing waits. New responses have a thread of their own.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
+    def __init__(self, notify: Callable[[], None]) -> None:
         """Start the threads.
 
         Args:
-            tell: called from another thread when a matcher is done for which no step waited.
+            notify: called from another thread when a matcher is done for which no step waited.
         """
-        self._tell = tell
+        self._notify = notify
         self._ordinary = ThreadPoolExecutor(1, "matchers")
         self._slow = ThreadPoolExecutor(2, "matchers-slow", initializer=_go_behind)
         self._first = ThreadPoolExecutor(1, "matchers-first", initializer=_go_behind)
@@ -380,7 +380,7 @@ class MatchThreads:
         """Drive a slow or new matcher, for which no step waits."""
         match.busy = True
         pool = self._slow if match.compiled.slow else self._first
-        pool.submit(match.drive).add_done_callback(lambda _: self._tell())
+        pool.submit(match.drive).add_done_callback(lambda _: self._notify())
 
     def drive(self, matches: Sequence[Match]) -> None:
         """Drive ordinary matchers for a step, and wait for each as long as an ordinary one takes.
@@ -398,7 +398,7 @@ class MatchThreads:
                 return
             late.compiled.slow |= late.busy
             self._stuck.append(future)
-            future.add_done_callback(lambda _: self._tell())
+            future.add_done_callback(lambda _: self._notify())
             self._ordinary.shutdown(wait=False)
             self._ordinary = ThreadPoolExecutor(1, "matchers")
             left = left[left.index(late) + 1 :]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 # changes kept for one `take`; beyond this limit the next event lists all pages
-MAX_UNTOLD = 1 << 16
+MAX_RECORDED = 1 << 16
 
 
 class CacheChange(NamedTuple):
@@ -24,7 +24,7 @@ class CacheChange(NamedTuple):
 class CacheJournal:
     """The net changes since the last `take`, bounded. Engine thread only."""
 
-    def __init__(self, max_pages: int = MAX_UNTOLD) -> None:
+    def __init__(self, max_pages: int = MAX_RECORDED) -> None:
         self._max_pages = max_pages
         self._is_stored: dict[int, bool] = {}
         self.overflowed = False  # changes are missing
@@ -60,7 +60,7 @@ class RecordedChange(Protocol):
     @property
     def page_size(self) -> int: ...
 
-    def tell(self, journal: CacheJournal | None) -> None:
+    def record_in(self, journal: CacheJournal | None) -> None:
         """Record every change from now on in `journal`."""
         ...
 
@@ -72,7 +72,7 @@ class RecordedChange(Protocol):
 class CacheEvents:
     """The event source of one cache, which may be stopped. Engine thread only."""
 
-    def __init__(self, cache: RecordedChange, max_pages: int = MAX_UNTOLD) -> None:
+    def __init__(self, cache: RecordedChange, max_pages: int = MAX_RECORDED) -> None:
         self._cache = cache
         self._max_pages = max_pages
         self._journal: CacheJournal | None = None
@@ -81,11 +81,11 @@ class CacheEvents:
     def start(self) -> None:
         """Start recording. Names every page in the cache: about 25 ms per 100,000 pages."""
         self._journal = CacheJournal(self._max_pages)
-        self._cache.tell(self._journal)
+        self._cache.record_in(self._journal)
 
     def stop(self) -> None:
         self._journal = None
-        self._cache.tell(None)
+        self._cache.record_in(None)
 
     def everything(self) -> CacheChange:
         """Return all pages that are in the cache now, as a new subscriber needs them."""

@@ -84,7 +84,7 @@ class LowerTier(Protocol):
         """Return the names of all pages in the tier."""
         ...
 
-    def tell(self, journal: CacheJournal | None) -> None:
+    def record_in(self, journal: CacheJournal | None) -> None:
         """Record in `journal`, from now on, every page that no tier has any more."""
         ...
 
@@ -295,11 +295,11 @@ class PrefixCache:
         self._states.clear()
         return self._pool.num_free - before
 
-    def tell(self, journal: CacheJournal | None) -> None:
+    def record_in(self, journal: CacheJournal | None) -> None:
         """Record every change from now on in `journal`. O(pages in the tree)."""
         self._journal = journal
         if self._below is not None:
-            self._below.tell(journal)
+            self._below.record_in(journal)
         if journal is None:
             return
         page_bytes = self.page_size * BYTES_PER_TOKEN
@@ -444,8 +444,8 @@ class PrefixCache:
         parent = leaf.parent
         assert parent is not None
         self._states.drop(leaf)
-        self._pages.let_go(leaf.pages[:, num_pages:])
-        self._tell_trimmed(leaf, num_pages)
+        self._pages.release(leaf.pages[:, num_pages:])
+        self._record_trimmed(leaf, num_pages)
         if num_pages:
             leaf.tokens, leaf.pages = (
                 leaf.tokens[: num_pages * self.page_size],
@@ -458,7 +458,7 @@ class PrefixCache:
         if not parent.children and parent is not self._root:
             self._queue(parent)
 
-    def _tell_trimmed(self, leaf: RadixNode, num_pages: int) -> None:
+    def _record_trimmed(self, leaf: RadixNode, num_pages: int) -> None:
         lost: Iterable[int] = leaf.names[num_pages:]
         if self._below is not None:
             lost = self._below.left(leaf.keys[num_pages:], leaf.names[num_pages:])

@@ -133,7 +133,7 @@ class TreePages:
         self._pool.hold(there, PageHolder.CACHE)
         self.num_held += len(there)
 
-    def let_go(self, pages: Ints) -> None:
+    def release(self, pages: Ints) -> None:
         there = present(pages)
         self.num_held -= len(there)
         self._pool.drop(there, PageHolder.CACHE)
@@ -216,7 +216,7 @@ class TreeWindows:
         which = which & self._has_window
         gone = node.pages[which]
         if len(gone):
-            self._pages.let_go(gone)
+            self._pages.release(gone)
             node.pages[which] = NO_PAGE
         return len(gone)
 
@@ -309,7 +309,7 @@ class TreeStates:
         if not len(state):
             return 0
         before = self._pool.num_free
-        self._pages.let_go(state)
+        self._pages.release(state)
         del self._having[node]
         return self._pool.num_free - before
 

@@ -81,7 +81,7 @@ class GroupedRole:
             self._role.finish(batch, result)
 
     def idle(self) -> None:
-        if self._prompts is None or not self._prompts.may_go_on:
+        if self._prompts is None or not self._prompts.may_continue:
             self._role.idle()
 
     def _turn(self, batch: ScheduleBatch | None) -> Turn:
@@ -108,7 +108,7 @@ class DelayedPrompts:
 
     Attributes:
         waited: number of steps that prompts have waited for each other so far.
-        may_go_on: prompts that were delayed in the newest step may be computed now.
+        may_continue: prompts that were delayed in the newest step may be computed now.
     """
 
     def __init__(self, scheduler: Scheduler, lockstep: Lockstep) -> None:
@@ -116,7 +116,7 @@ class DelayedPrompts:
         self._gate: PrefillGate = scheduler.gate_prefills()
         self._lockstep = lockstep
         self.waited = 0
-        self.may_go_on = False
+        self.may_continue = False
 
     def follow(self, turns: Sequence[Turn]) -> None:
         """Decide for the next step, by the announcements of this one."""
@@ -132,7 +132,7 @@ class DelayedPrompts:
         )
         self._gate.is_open = decide(counts, self.waited)
         self.waited = self.waited + 1 if counts.ready and not self._gate.is_open else 0
-        self.may_go_on = self._gate.is_open and not was_open
+        self.may_continue = self._gate.is_open and not was_open
 
 
 class TakesPart(Protocol):

@@ -48,7 +48,7 @@ class Watchdog:
         self._look_s = limit_s / _LOOKS
         self._standstill = StallMonitor(self._look_s, now)
         self._seen = (False, -1)
-        self._told = False
+        self._reported = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -67,11 +67,11 @@ class Watchdog:
         if seen != self._seen:
             self._seen = seen
             self._standstill.moved()
-            self._told = False
+            self._reported = False
             return
         still_s = self._standstill.look()
-        if still_s > self._limit_s and not self._told:
-            self._told = True
+        if still_s > self._limit_s and not self._reported:
+            self._reported = True
             self._on_stuck(still_s)
 
     def _watch(self) -> None:
@@ -81,7 +81,7 @@ class Watchdog:
 
 log = logging.getLogger(__name__)
 NUM_ENDED = 32  # recently ended requests to log
-NUM_TOLD = 256  # limit including the current ones
+MAX_LOGGED = 256  # limit including the current ones
 Fields = Mapping[str, object]  # of a log line
 
 
@@ -110,7 +110,7 @@ def report_stall(seconds: float, role: StalledEngine) -> None:
     log.error("engine stalled, terminating %s", kv(seconds=seconds, **role.queues()))
     for fields in role.handoffs():
         log.error("open hand-off %s", kv(**fields))
-    for request_id, flight in [*role.flights(NUM_ENDED)][-NUM_TOLD:]:
+    for request_id, flight in [*role.flights(NUM_ENDED)][-MAX_LOGGED:]:
         events = "; ".join(f"{event.at:.3f} {event.what}" for event in flight.events)
         began_ago_s = flight.began_ago_s
         log.error(

@@ -135,12 +135,12 @@ def _first(config: Fields, checkpoint: Checkpoint) -> DraftSpec:
 
 
 def _third(config: Fields, model: ModelSpec, checkpoint: Checkpoint) -> Eagle3Spec:
-    told, count = config.nested("eagle_config"), len(model.layers)
-    if not told.flag("use_aux_hidden_state", True):
-        raise told.wrong("use_aux_hidden_state", "true")
-    taps = told.counts(_TAPS) or (2, count // 2, count - 3)
+    eagle, count = config.nested("eagle_config"), len(model.layers)
+    if not eagle.flag("use_aux_hidden_state", True):
+        raise eagle.wrong("use_aux_hidden_state", "true")
+    taps = eagle.counts(_TAPS) or (2, count // 2, count - 3)
     if not all(0 <= tap < count for tap in taps):
-        raise told.wrong(_TAPS, f"layers of the model's {count}")
+        raise eagle.wrong(_TAPS, f"layers of the model's {count}")
     return Eagle3Spec(
         body=_body(
             config,

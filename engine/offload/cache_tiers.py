@@ -176,7 +176,7 @@ class CacheTiers:
     def names(self) -> Iterator[int]:
         return self.host.names()
 
-    def tell(self, journal: CacheJournal | None) -> None:
+    def record_in(self, journal: CacheJournal | None) -> None:
         self.host.journal = journal
 
     def forget(self, keys: Collection[PageKey]) -> None:

@@ -59,15 +59,19 @@ def checksum(page: memoryview) -> int:
     return xxh3_64_intdigest(page)
 
 
-def version_of(told: Mapping[str, str], weights: bytes) -> bytes:
+def version_of(fingerprint: Mapping[str, str], weights: bytes) -> bytes:
     """Return the version of pages: a digest of everything that they depend on.
 
     Args:
-        told: the fingerprint of an engine, field by field.
+        fingerprint: the fingerprint of an engine, field by field.
         weights: the id of the content of all weights.
     """
     digest = hashlib.blake2b(digest_size=VERSION_BYTES, person=b"baton files KV")
-    for field in (f"{FORMAT}", weights.hex(), *(f"{name}={told[name]}" for name in sorted(told))):
+    for field in (
+        f"{FORMAT}",
+        weights.hex(),
+        *(f"{name}={fingerprint[name]}" for name in sorted(fingerprint)),
+    ):
         digest.update(f"{len(field)}:{field}".encode())
     return digest.digest()
 
@@ -90,8 +94,8 @@ def unpacked(index: bytes) -> Iterator[tuple[int, PageRecord]]:
     """Yield slots and records of an index without its header. Invalid records are skipped."""
     for slot, at in enumerate(range(0, len(index) - RECORD_BYTES + 1, RECORD_BYTES)):
         body = index[at + _SUM.size : at + RECORD_BYTES]
-        (told,) = _SUM.unpack_from(index, at)
-        if told and told == xxh3_64_intdigest(body, seed=slot):
+        (expected,) = _SUM.unpack_from(index, at)
+        if expected and expected == xxh3_64_intdigest(body, seed=slot):
             yield slot, PageRecord(*_BODY.unpack(body))
 
 
@@ -199,7 +203,7 @@ class FileCache:
         """Note that a read or write of it begins."""
         filed.uses += 1
 
-    def let_go(self, filed: FiledPages) -> None:
+    def release(self, filed: FiledPages) -> None:
         """Note that a read or write of it has ended."""
         filed.uses -= 1
         if not filed.uses and filed in self._leaving:

@@ -348,7 +348,7 @@ class FileTier:
                 self.cache.remove(key)
                 self._host.left_files([(key, filed)])
         if job.age == self._age:
-            self.cache.let_go(filed)
+            self.cache.release(filed)
 
     def _note(self, fault: FileFault, piece: _Piece) -> None:
         self.faults[fault] += 1

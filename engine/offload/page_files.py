@@ -165,7 +165,7 @@ class PageFiles:
         except OSError as error:
             raise ConfigError(f"{_FLAG}: {error}") from error
         self._checksums = np.zeros(self.num_slots, np.uint64)  # expected checksum by slot
-        self._told: set[FileFault] = set()
+        self._logged: set[FileFault] = set()
 
     def found(self) -> Iterator[tuple[int, PageRecord]]:
         """Yield slots and records of an earlier process. Must be exhausted before the first
@@ -192,14 +192,14 @@ class PageFiles:
             for slot in slots:
                 _write_all(self._index, memoryview(bytes(RECORD_BYTES)), _record_at(slot))
         except OSError as error:
-            self._tell(FileFault.WRITE, error)
+            self._log_first(FileFault.WRITE, error)
 
     def clear(self) -> None:
         """Mark all slots as empty, and free the disk space."""
         try:
             self._empty()
         except OSError as error:
-            self._tell(FileFault.WRITE, error)
+            self._log_first(FileFault.WRITE, error)
 
     def close(self) -> None:
         """Close the files. Another process may then use the directory."""
@@ -214,7 +214,7 @@ class PageFiles:
             _write_all(self._index, memoryview(packed(record, slot)), _record_at(slot))
         except OSError as error:
             fault = FileFault.FULL if error.errno in _FULL else FileFault.WRITE
-            self._tell(fault, error)
+            self._log_first(fault, error)
             return fault
         self._checksums[slot] = record.checksum
         return None
@@ -224,10 +224,10 @@ class PageFiles:
         try:
             num_read = _read_all(self._pages, page, read.slot * self._page_bytes)
         except OSError as error:
-            self._tell(FileFault.READ, error)
+            self._log_first(FileFault.READ, error)
             return FileFault.READ
         if num_read < self._page_bytes or checksum(page) != self._checksums[read.slot]:
-            self._tell(FileFault.DAMAGED, None)
+            self._log_first(FileFault.DAMAGED, None)
             return FileFault.DAMAGED
         return None
 
@@ -243,10 +243,10 @@ class PageFiles:
         os.ftruncate(self._pages, 0)
         _write_all(self._index, memoryview(self._header), 0)
 
-    def _tell(self, fault: FileFault, error: OSError | None) -> None:
+    def _log_first(self, fault: FileFault, error: OSError | None) -> None:
         """Log the first fault of each kind. Metrics count all faults."""
-        if fault not in self._told:
-            self._told.add(fault)
+        if fault not in self._logged:
+            self._logged.add(fault)
             why = "its checksum is wrong" if error is None else str(error)
             log.error(
                 "page file error %s",
@@ -322,12 +322,12 @@ class FileThreads:
     """One writer thread, which keeps the order of calls, and some reader threads. Owns the files.
 
     Args:
-        tell: called from any of the threads when a job is done.
+        notify: called from any of the threads when a job is done.
     """
 
-    def __init__(self, files: PageFiles, tell: Callable[[], None]) -> None:
+    def __init__(self, files: PageFiles, notify: Callable[[], None]) -> None:
         self._files = files
-        self._tell = tell
+        self._notify = notify
         self._writer = ThreadPoolExecutor(1, "write-pages")
         self._readers = ThreadPoolExecutor(READERS, "read-pages")
 
@@ -364,5 +364,5 @@ class FileThreads:
 
     def _submit(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
         future = threads.submit(work)
-        future.add_done_callback(lambda _: self._tell())
+        future.add_done_callback(lambda _: self._notify())
         return future

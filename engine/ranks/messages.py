@@ -1,8 +1,8 @@
 """Messages between rank 0 of a node and its followers, beside those of steps.
 
-A job is work besides steps. All followers do it, and each replies.
+A job is work other than steps. All followers do it, and each replies.
 
-Each is one packet of a socket pair that rank 0 has made. Nobody else has an end of it.
+Each is one packet of a socket pair that rank 0 has made. No other process has an end of it.
 """
 
 from math import prod

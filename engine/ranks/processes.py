@@ -544,4 +544,4 @@ def _send(follower: RankProcess, message: ToFollower, files: Sequence[int]) -> N
     try:
         socket.send_fds(follower.socket, [_encoder.encode(message)], files)
     except OSError:
-        log.warning("a rank ended before it was told to start")  # `loaded` finds it
+        log.warning("a rank ended before it was asked to start")  # `loaded` finds it

@@ -41,7 +41,7 @@ class PageCopy:
 class Copier(Protocol):
     """Copies pages, see PageCopier."""
 
-    tell: Callable[[], None]
+    notify: Callable[[], None]
 
     def save(self, copies: PageCopies) -> PageCopy: ...
 
@@ -55,22 +55,22 @@ class PageCopier:
     done.
 
     Attributes:
-        tell: called from a thread of the copier when a copy is done.
+        notify: called from a thread of the copier when a copy is done.
     """
 
     def __init__(self, pool: KVPool, host_pool: HostPool) -> None:
-        self.tell: Callable[[], None] = lambda: None
+        self.notify: Callable[[], None] = lambda: None
         copy_out, copy_in = _copies(pool, host_pool)
         self._out = _Direction("save-pages", copy_out)
         self._in = _Direction("bring-pages", copy_in)
 
     def save(self, copies: PageCopies) -> PageCopy:
         """Copy device[i] -> host[i], after all earlier requests of this direction."""
-        return self._out.submit(copies, lambda: self.tell())
+        return self._out.submit(copies, lambda: self.notify())
 
     def bring(self, copies: PageCopies) -> PageCopy:
         """Copy host[i] -> device[i], after all earlier requests of this direction."""
-        return self._in.submit(copies, lambda: self.tell())
+        return self._in.submit(copies, lambda: self.notify())
 
     def close(self) -> None:
         """Wait for copies in progress, and cancel queued ones."""
@@ -83,9 +83,9 @@ class _Direction:
         self._copy = copy
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    def submit(self, copies: PageCopies, tell: Callable[[], None]) -> PageCopy:
+    def submit(self, copies: PageCopies, notify: Callable[[], None]) -> PageCopy:
         future = self._thread.submit(self._copy, copies)
-        future.add_done_callback(lambda _: tell())
+        future.add_done_callback(lambda _: notify())
         return PageCopy(future)
 
     def close(self) -> None:

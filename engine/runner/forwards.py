@@ -365,7 +365,7 @@ class Forwards:
         if forward.states.inputs.chosen:
             tokens = self._keep(forward, tokens, output)
         output.tokens = _to_host(tokens)
-        output.told = _all_to_host(sampled.told)
+        output.logprobs = _all_to_host(sampled.logprobs)
         output.prompt = _all_to_host(sampled.prompt)
         output.pooled = [(rows, _to_host(values)) for rows, values in sampled.pooled]
 
@@ -379,7 +379,7 @@ class Forwards:
             if forward.late is not None:
                 forward.late.write(step.batch.states_after(verified.counts))
             if (drafter := self._model.drafter) is not None:
-                drafter.go_on_from(step.batch, step.batch.sampled[verified.last], self._pool)
+                drafter.continue_from(step.batch, step.batch.sampled[verified.last], self._pool)
         self._future.store(step.batch.slots, tokens, rejected)
         return tokens
 

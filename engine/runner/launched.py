@@ -28,13 +28,13 @@ class StepOutput:
     event.
 
     Attributes:
-        told, prompt: columns of RowLogprobRequest, of samples and of prompts.
+        logprobs, prompt: columns of RowLogprobRequest, of samples and of prompts.
         pooled: of the rows that generate no token.
         runs: tokens and counts of a step with drafts, see AcceptedRuns.
     """
 
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
-    told: Mapping[str, Tensor] = field(default_factory=dict)
+    logprobs: Mapping[str, Tensor] = field(default_factory=dict)
     prompt: Mapping[str, Tensor] = field(default_factory=dict)
     pooled: Pooled = ()
     runs: tuple[Tensor, Tensor] | None = None
@@ -74,31 +74,34 @@ class LaunchedStep:
         tokens, samples = self._output.tokens.numpy(), self._batch.samples
         if np.count_nonzero(samples) != len(samples):
             tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
-        told, prompt = _columns(self._output.told), _columns(self._output.prompt)
+        logprobs, prompt = _columns(self._output.logprobs), _columns(self._output.prompt)
         runs = None
         if self._output.runs is not None:
             runs = AcceptedRuns(*(tensor.numpy() for tensor in self._output.runs))
-            told = told and _that_stand(told, self._batch, runs)
-        return BatchResult(tokens, told, prompt, of_rows(self._output.pooled), runs)
+            logprobs = logprobs and _that_stand(logprobs, self._batch, runs)
+        return BatchResult(tokens, logprobs, prompt, of_rows(self._output.pooled), runs)
 
 
 def _that_stand(
-    told: RowLogprobRequest, batch: ScheduleBatch, runs: AcceptedRuns
+    logprobs: RowLogprobRequest, batch: ScheduleBatch, runs: AcceptedRuns
 ) -> RowLogprobRequest:
     """Return the logprobs of accepted tokens.
 
     Args:
-        told: of all samples, in order.
+        logprobs: of all samples, in order.
     """
     rows, places = standing(batch, runs)
-    asked = np.isin(places, told.rows)
-    found = np.searchsorted(told.rows, places[asked])
+    asked = np.isin(places, logprobs.rows)
+    found = np.searchsorted(logprobs.rows, places[asked])
     return RowLogprobRequest(
-        rows[asked].astype(np.int32), told.chosen[found], told.top_tokens[found], told.top[found]
+        rows[asked].astype(np.int32),
+        logprobs.chosen[found],
+        logprobs.top_tokens[found],
+        logprobs.top[found],
     )
 
 
-def _columns(told: Mapping[str, Tensor]) -> RowLogprobRequest | None:
-    if not told:
+def _columns(logprobs: Mapping[str, Tensor]) -> RowLogprobRequest | None:
+    if not logprobs:
         return None
-    return RowLogprobRequest(**{name: tensor.numpy() for name, tensor in told.items()})
+    return RowLogprobRequest(**{name: tensor.numpy() for name, tensor in logprobs.items()})

@@ -82,7 +82,7 @@ def verify_rehearsal(
         num_decodes=0,
         seen=(),
     )
-    told = ScheduleBatch(
+    batch = ScheduleBatch(
         step=0,
         mode=ForwardMode.VERIFY,
         slots=np.arange(num_rows, dtype=np.int32),
@@ -91,7 +91,7 @@ def verify_rehearsal(
         samples=np.ones(num_rows, np.bool_),
         early=np.zeros(num_rows, np.int32),
     )
-    return forward, told
+    return forward, batch
 
 
 def _no_states(num_rows: int, state_pages: int) -> dict[str, torch.Tensor]:

@@ -95,13 +95,13 @@ class StepBuilder:
         for sampling in self._features.rehearsals(num_slots, 0, spec):
             yield _rehearsal(decode, sampling), sampling
         if num_slots > 1:  # otherwise there is no slot for a draft
-            verify, told = verify_rehearsal(
+            verify, batch = verify_rehearsal(
                 num_slots // 2, num_tables, tables.page_size, state_pages
             )
-            speculated = SpeculativeStep.of(told, self._table)
+            speculated = SpeculativeStep.of(batch, self._table)
             if spec.draft is not None:
-                speculated = replace(speculated, to_guess=(len(told.slots),))
-            for sampling in self._features.rehearsals(told.num_tokens, 0, spec):
+                speculated = replace(speculated, to_guess=(len(batch.slots),))
+            for sampling in self._features.rehearsals(batch.num_tokens, 0, spec):
                 yield _rehearsal(verify, sampling, speculated), sampling
         adapters = self._adapters.rehearsal(num_tokens)
         if adapters.tokens is not None:

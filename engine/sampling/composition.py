@@ -93,12 +93,12 @@ class SampledTokens:
 
     Attributes:
         tokens: int32 [samples of the step], as `sample` gives them.
-        told, prompt: columns of RowLogprobRequest, of samples and of prompts.
+        logprobs, prompt: columns of RowLogprobRequest, of samples and of prompts.
         pooled: of the rows that generate no token.
     """
 
     tokens: Tensor
-    told: Mapping[str, Tensor] = field(default_factory=dict)
+    logprobs: Mapping[str, Tensor] = field(default_factory=dict)
     prompt: Mapping[str, Tensor] = field(default_factory=dict)
     pooled: Pooled = ()
 
@@ -135,8 +135,8 @@ class SamplingInputs:
         num_prompt = 0 if self.prompt is None else len(self.prompt.places)
         if self.pooling is None:
             return HeadInputs(num_prompt=num_prompt)
-        told = torch.from_numpy(self.pooling.told)
-        return HeadInputs(not self.pooling.only, num_prompt, told)
+        scored = torch.from_numpy(self.pooling.scored)
+        return HeadInputs(not self.pooling.only, num_prompt, scored)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, contiguous and in host memory."""
@@ -170,16 +170,16 @@ class SamplingInputs:
             sent: `tensors()`, on the device.
         """
         logits = states.logits()
-        told: Mapping[str, Tensor] = {}
+        logprobs: Mapping[str, Tensor] = {}
         prompt: Mapping[str, Tensor] = {}
         if states.inputs.chosen:
-            tokens, told = self._choose(next(logits), sent, states.early)
+            tokens, logprobs = self._choose(next(logits), sent, states.early)
         else:
             tokens = nothing_sampled(states.samples)
         if self.prompt is not None:
             prompt, sent = self.prompt.run(logits, sent[0]), sent[1:]
         pooled = () if self.pooling is None else self.pooling.run(states, logits, sent)
-        return SampledTokens(tokens, told, prompt, pooled)
+        return SampledTokens(tokens, logprobs, prompt, pooled)
 
     def _columns(self, sent: Sequence[Tensor], early: Tensor | None) -> SamplingColumns | None:
         """Return `columns` on the device."""
@@ -220,10 +220,10 @@ class SamplingInputs:
             parts.append(part)
             work.before(part, logits)
         tokens = sample(logits, columns)
-        told: dict[str, Tensor] = {}
+        logprobs: dict[str, Tensor] = {}
         for work, part in zip(self.works, parts, strict=True):
-            told |= work.after(part, tokens)
-        return tokens, told
+            logprobs |= work.after(part, tokens)
+        return tokens, logprobs
 
 
 NOTHING_ASKED = SamplingInputs()
@@ -250,7 +250,7 @@ class SamplingFeatures:
         self._wanted = np.zeros(table.num_slots, np.uint32)  # a bit for each feature
         self._waits = np.zeros(table.num_slots, np.uint32)  # the subset that waits
         self._follows = np.zeros(table.num_slots, np.uint32)  # and that in steps with drafts
-        table.tell_of_requests(self._acquire)
+        table.add_listener(self._acquire)
 
     def build(self, batch: ScheduleBatch) -> SamplingInputs:
         """Return the sampling work of a step, at its launch. Unused features cost nothing, because
@@ -259,15 +259,15 @@ class SamplingFeatures:
         wanted = self._wanted[slots]
         if not np.count_nonzero(wanted):
             return NOTHING_ASKED
-        anybody = int(np.bitwise_or.reduce(wanted))
-        columns = self._columns(batch, slots) if anybody & _SAMPLED else None
-        if anybody == _SAMPLED:
+        any_wanted = int(np.bitwise_or.reduce(wanted))
+        columns = self._columns(batch, slots) if any_wanted & _SAMPLED else None
+        if any_wanted == _SAMPLED:
             return SamplingInputs(columns)
         wanted = self._of_those_that_sample(batch, wanted)
-        late = self._late(batch, wanted, anybody)
-        prompt = self._prompts.build(batch) if anybody & _PROMPT else None
+        late = self._late(batch, wanted, any_wanted)
+        prompt = self._prompts.build(batch) if any_wanted & _PROMPT else None
         pooling = None
-        if anybody & _POOLED:
+        if any_wanted & _POOLED:
             pooling = self._pooled.build(batch, 0 if prompt is None else len(prompt.places))
         works = self._works(wanted, ~late, _samples(batch))
         return SamplingInputs(columns, works, late, prompt, pooling)
@@ -339,11 +339,11 @@ class SamplingFeatures:
             return wanted
         return np.where(batch.samples, wanted, np.uint32(0))
 
-    def _late(self, batch: ScheduleBatch, wanted: NDArray[np.uint32], anybody: int) -> int:
+    def _late(self, batch: ScheduleBatch, wanted: NDArray[np.uint32], any_wanted: int) -> int:
         """Return the bits of the features whose work is built after the previous step: the first
         one that must wait for a token, and all after it."""
         has_drafts = batch.mode is ForwardMode.VERIFY or batch.early is not None
-        if not anybody & (_FOLLOWING if has_drafts else _WAITING):
+        if not any_wanted & (_FOLLOWING if has_drafts else _WAITING):
             return 0
         waits = self._follows if has_drafts else self._waits
         unknown = (wanted != 0) & (self._table.known[batch.slots] < batch.ends)

@@ -47,8 +47,8 @@ class PoolingWork:
         sources: int64 [m], places of these states among all that the forward returns.
         owners: int64 [m], the row of each state, as a place in `summed`.
         labelled: rows whose last state goes through the head for classes.
-        told: rows whose last state goes through the model's head, see HeadInputs.
-        tokens: int64 [told, k], padded with 0.
+        scored: rows whose last state goes through the model's head, see HeadInputs.
+        tokens: int64 [scored, k], padded with 0.
     """
 
     only: bool
@@ -57,7 +57,7 @@ class PoolingWork:
     sources: Tensor
     owners: Tensor
     labelled: _Rows
-    told: _Rows
+    scored: _Rows
     tokens: Tensor
 
     def tensors(self) -> list[Tensor]:
@@ -69,7 +69,7 @@ class PoolingWork:
 
         Args:
             states: first those of each row's last token, and at the end those at `places`.
-            logits: of the rows `told`, SCORED_SLICE at a time.
+            logits: of the rows `scored`, SCORED_SLICE at a time.
             sent: `tensors()`, on the device.
         """
         hidden = states.hidden
@@ -85,12 +85,12 @@ class PoolingWork:
             parts.append((self.summed, sums))
         if len(self.labelled):
             parts.append((self.labelled, states.model.labels(hidden[labelled]).float()))
-        if len(self.told):
+        if len(self.scored):
             likely = [
                 next(logits).float().log_softmax(dim=-1).gather(1, wanted)
                 for wanted in torch.split(tokens, SCORED_SLICE)
             ]
-            parts.append((self.told, torch.cat(likely)))
+            parts.append((self.scored, torch.cat(likely)))
         return parts
 
 
@@ -140,7 +140,7 @@ class PoolingFeature:
         summed = np.concatenate((last, mean, first))
         owners = np.concatenate((last, spread, first))
         sources = np.concatenate((last, len(pools) + num_others + np.arange(len(places))))
-        told = np.flatnonzero((pools == PoolingMode.TOKENS) & ends_here)
+        scored = np.flatnonzero((pools == PoolingMode.TOKENS) & ends_here)
         return PoolingWork(
             only=bool(pools.all()),
             places=torch.from_numpy(places.astype(np.int64)),
@@ -148,14 +148,14 @@ class PoolingFeature:
             sources=torch.from_numpy(sources.astype(np.int64)),
             owners=torch.from_numpy(_places_in(summed, owners)),
             labelled=np.flatnonzero((pools == PoolingMode.LABELS) & ends_here),
-            told=told,
-            tokens=_padded([self._tokens[int(slot)] for slot in batch.slots[told]]),
+            scored=scored,
+            tokens=_padded([self._tokens[int(slot)] for slot in batch.slots[scored]]),
         )
 
     def rehearsal(self, num_rows: int, num_tokens: int, heads: PoolingHeads) -> PoolingWork:
         """Return work on dummy rows and on all tokens of a step, for warm-up."""
         rows = np.arange(num_rows)
-        told = rows[: SCORED_SLICE if heads.generates else 0]
+        scored = rows[: SCORED_SLICE if heads.generates else 0]
         places = torch.arange(num_tokens)
         return PoolingWork(
             only=True,
@@ -164,8 +164,8 @@ class PoolingFeature:
             sources=num_rows + places,
             owners=torch.zeros_like(places),
             labelled=rows if heads.num_labels else rows[:0],
-            told=told,
-            tokens=_padded([(0,)] * len(told)),
+            scored=scored,
+            tokens=_padded([(0,)] * len(scored)),
         )
 
 

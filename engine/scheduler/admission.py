@@ -157,7 +157,7 @@ class PrefillAdmission:
         self._max_prefill_requests = config.max_prefill_requests
         self._chunk_tokens = core.shape.chunk_tokens
         self._chosen_by_load = config.chunked_prefill_tokens == 0
-        self._full: dict[bool, _Full] = {}  # key: whether the pass tried suspect requests
+        self._full: dict[bool, _Full] = {}  # key: whether the pass tried quarantined requests
         policy = SchedulePolicy(config.policy, cache, table.routing_keys, core.clock)
         self.waiting = WaitingQueue(policy)
         self.under_way = ActivePrefills(table.page_size, states=self._tables.state_pages > 0)
@@ -204,7 +204,7 @@ class PrefillAdmission:
         kept_slots: int,
         barrier: float,
         alone: bool,
-        suspect: bool = False,
+        quarantined: bool = False,
     ) -> list[ExtendRow]:
         """Return the prefill rows of the next forward, or an empty list if there is nothing to
         prefill.
@@ -217,7 +217,7 @@ class PrefillAdmission:
             kept_slots: slots that must stay free.
             barrier: requests whose queue position is behind it are not admitted.
             alone: the device is empty, so that any request that fits at all must be admitted.
-            suspect: False: only requests that may share a forward; True: only those that may
+            quarantined: False: only requests that may share a forward; True: only those that may
                 not.
         """
         adder = PrefillAdder(
@@ -231,14 +231,14 @@ class PrefillAdmission:
         rows: list[ExtendRow] = []
         chunked = self.chunked
         if chunked is not None and chunked.request.to_finish is None:
-            if chunked.request.suspect is suspect:
+            if chunked.request.quarantined is quarantined:
                 rows.append(self._next_chunk(chunked, adder))
-            if suspect:
+            if quarantined:
                 return rows
         if self.chunked is not None or not self.has_slot(kept_slots, min_priority):
             return rows
-        if alone or not self._is_full(adder, barrier, min_priority, suspect):
-            self._admit(adder, rows, kept_slots, barrier, min_priority, alone, suspect)
+        if alone or not self._is_full(adder, barrier, min_priority, quarantined):
+            self._admit(adder, rows, kept_slots, barrier, min_priority, alone, quarantined)
         return rows
 
     def has_slot(self, kept_slots: int, min_priority: float = -math.inf) -> bool:
@@ -273,11 +273,11 @@ class PrefillAdmission:
         return PageClaim(first.arrived, num_pages + self.growth_pages(first), first.spec.priority)
 
     @property
-    def suspect_waits(self) -> bool:
+    def quarantined_waits(self) -> bool:
         """Return whether the next rows might belong to a request that shares no forward."""
         if self.chunked is not None:
-            return self.chunked.request.suspect
-        return self.waiting.has_suspects
+            return self.chunked.request.quarantined
+        return self.waiting.has_quarantined
 
     @property
     def growth_of_chunked(self) -> int:
@@ -339,11 +339,11 @@ class PrefillAdmission:
         return NO_STATE if pages is None else pages
 
     def _is_full(
-        self, adder: PrefillAdder, barrier: float, min_priority: float, suspect: bool
+        self, adder: PrefillAdder, barrier: float, min_priority: float, quarantined: bool
     ) -> bool:
         """Return whether no waiting request can fit, because nothing changed since the last failed
         pass."""
-        full = self._full.get(suspect)
+        full = self._full.get(quarantined)
         if full is None or full.of != self._tried(barrier, min_priority):
             return False
         return not adder.has_room(full.num_pages, self._cache.num_available)
@@ -359,10 +359,10 @@ class PrefillAdmission:
         barrier: float,
         min_priority: float,
         alone: bool,
-        suspect: bool,
+        quarantined: bool,
     ) -> None:
-        """Add rows while the budgets last, but only one suspect request."""
-        self._full.pop(suspect, None)
+        """Add rows while the budgets last, but only one quarantined request."""
+        self._full.pop(quarantined, None)
         now, least = self._clock(), math.inf
         held_back = False
         for request in self.waiting.in_order():
@@ -372,7 +372,7 @@ class PrefillAdmission:
             behind = request.queue_position > barrier and not returned
             if behind or request.spec.priority < min_priority:
                 continue
-            if request.suspect is not suspect:  # computed in another step
+            if request.quarantined is not quarantined:  # computed in another step
                 if is_overdue(request.arrived, now):
                     break
                 continue
@@ -399,11 +399,11 @@ class PrefillAdmission:
                 # the budgets of this forward are used up, not the pages: retry in the next one
                 return
             adder.reserve(growth)
-            rows.append(self._let_in(request, match, end, adder))
-            if self.chunked is not None or suspect:
+            rows.append(self._reserve(request, match, end, adder))
+            if self.chunked is not None or quarantined:
                 return
         if not held_back:
-            self._full[suspect] = _Full(self._tried(barrier, min_priority), least)
+            self._full[quarantined] = _Full(self._tried(barrier, min_priority), least)
 
     def _is_coming(self, request: Request) -> bool:
         """Return whether a lower tier's load for this request is under way. Start one if there is
@@ -433,7 +433,7 @@ class PrefillAdmission:
         num_pages = self._tables.num_pages(len(request.token_ids)) - match.holding.num_pages
         return num_pages * self._tables.num_tables + self._tables.state_pages
 
-    def _let_in(
+    def _reserve(
         self, request: Request, match: PrefixMatch, end: int, adder: PrefillAdder
     ) -> ExtendRow:
         start = match.num_tokens

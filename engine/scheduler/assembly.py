@@ -69,7 +69,7 @@ class Speculation:
         self._num_drafted = 0
         self._num_accepted = 0
         self._predicted = NOT_PREDICTED
-        core.table.tell_of_requests(self._acquired)
+        core.table.add_listener(self._acquired)
 
     def counters(self) -> dict[str, int]:
         """Return the totals since the start."""

@@ -196,14 +196,14 @@ class RowSelector:
         self._residents = residents
         self._retraction = retraction
         self._preemption = preemption
-        self._after_trial = False
+        self._after_quarantined = False
 
     def turns(self) -> Sequence[bool]:
         """Return which kinds of step to try, in order. False: a shared step; True: a step of one
-        suspect request alone. The two kinds alternate."""
-        if not self._quarantine and not self._admission.suspect_waits:
+        quarantined request alone. The two kinds alternate."""
+        if not self._quarantine and not self._admission.quarantined_waits:
             return (False,)
-        return (False, True) if self._after_trial else (True, False)
+        return (False, True) if self._after_quarantined else (True, False)
 
     def choose(self, alone: bool) -> SelectedRows | None:
         """Choose rows that may share a forward, or one request that may not. Return None if there
@@ -217,7 +217,7 @@ class RowSelector:
     def _chosen(self, rows: SelectedRows, alone: bool) -> SelectedRows | None:
         if not rows.extends and not len(rows.decodes):
             return None
-        self._after_trial = alone
+        self._after_quarantined = alone
         return rows
 
     @property
@@ -226,7 +226,7 @@ class RowSelector:
         return self._running.growth() + self._kept.pages
 
     def _of_all(self) -> SelectedRows:
-        if extends := self._extends(suspect=False):
+        if extends := self._extends(quarantined=False):
             return SelectedRows(extends, self._riders() if self._mixed_chunk else _NO_SLOTS)
         return self._of_decodes()
 
@@ -234,11 +234,11 @@ class RowSelector:
         return SelectedRows((), self._decodes(self._quarantine.outside(self._running.ready())))
 
     def _of_one(self) -> SelectedRows:
-        if extends := self._extends(suspect=True):
+        if extends := self._extends(quarantined=True):
             return SelectedRows(extends, _NO_SLOTS)
         return SelectedRows((), self._decodes(self._quarantine.inside(self._running.ready())[:1]))
 
-    def _extends(self, *, suspect: bool) -> list[ExtendRow]:
+    def _extends(self, *, quarantined: bool) -> list[ExtendRow]:
         admission, kept = self._admission, self._kept
         if admission.chunked is None and not admission.has_slot(kept.slots):
             return []
@@ -249,7 +249,7 @@ class RowSelector:
             kept_slots=kept.slots,
             barrier=kept.barrier,
             alone=self._residents.all_away,
-            suspect=suspect,
+            quarantined=quarantined,
         )
 
     def _riders(self) -> NDArray[np.intp]:

@@ -104,7 +104,7 @@ class SlotOwners:
             learn: insert its full pages into the prefix tree: KV of all known tokens but the
                 newest. Only valid once its forward is finished.
         """
-        self._leave(self._let_go(request, learn), request)
+        self._leave(self._release(request, learn), request)
         self.num_ended += 1
 
     def end_at_fault(self, request: Request) -> CorruptPrefix:
@@ -121,7 +121,7 @@ class SlotOwners:
     def requeue(self, request: Request, *, learn: bool = False) -> None:
         """Put a request back at the head of the waiting queue, with all its tokens and without its
         KV. No launched step may have it. `learn`: see `end`."""
-        self._let_go(request, learn)
+        self._release(request, learn)
         if not request.is_away:
             request.swapped_out(self._clock())
         self.put_back(request)
@@ -137,7 +137,7 @@ class SlotOwners:
         self._leave(slot, request)
         self._admission.waiting.put_back(request)
 
-    def _let_go(self, request: Request, learn: bool) -> int:
+    def _release(self, request: Request, learn: bool) -> int:
         """Release its pages on the device and in host memory. Return its slot, which it still
         has."""
         slot = request.slot
@@ -196,11 +196,11 @@ class HeldRows:
             elif not match.busy:
                 match.ask(self._table.unfollowed(slot, match.num_followed))
                 if match.ready:
-                    self._let_go(slot, request)
+                    self._release_row(slot, request)
                 else:
                     match.threads.start(match)
 
-    def _let_go(self, slot: int, request: Request) -> None:
+    def _release_row(self, slot: int, request: Request) -> None:
         """Release a row. If its forward was done without choosing a token, restart it from the
         prefix cache: a state must not process a token twice."""
         if not self._table.unchosen[slot]:

@@ -173,7 +173,7 @@ class StepResults:
             self._free_behind(computed, before)
         self.num_tokens += len(tokens)
         streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
-        logprobs = self._told_logprobs(slots, wanted) if wanted else ()
+        logprobs = self._reported_logprobs(slots, wanted) if wanted else ()
         return StepOutcome(streams, requests, tokens, chunks, finished, logprobs, predicted)
 
     def _chosen(
@@ -256,7 +256,7 @@ class StepResults:
                 wanted[slot] = found.of(row, request.sampling.logprobs)
         return wanted
 
-    def _told_logprobs(
+    def _reported_logprobs(
         self, slots: NDArray[np.intp], wanted: Mapping[int, Logprobs]
     ) -> Sequence[tuple[tuple[int, int], Logprobs]]:
         """Return the logprobs by origin, for as many tokens of each slot as are reported."""
@@ -314,9 +314,9 @@ class StepResults:
             table.tokens[slots, places] = tokens
             table.known[slots] = known
             return slots, tokens
-        told = ~odd & (table.max_length[slots] > 0)
-        table.tokens[slots[told], places[told]] = tokens[told]
-        table.known[slots[told]] = known[told]
+        kept = ~odd & (table.max_length[slots] > 0)
+        table.tokens[slots[kept], places[kept]] = tokens[kept]
+        table.known[slots[kept]] = known[kept]
         for row in np.flatnonzero(stops.any(axis=1) | odd | last).tolist():
             request, token = self._residents.by_slot[int(slots[row])], int(tokens[row])
             finish = self.rule.decide(request, token, at_limit=bool(last[row]))
@@ -328,7 +328,7 @@ class StepResults:
             else:
                 self._residents.end(request, learn=True)
             finished.append(FinishedRequest(request, finish, num_generated, corrupt))
-        return slots[told], tokens[told]
+        return slots[kept], tokens[kept]
 
 
 def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -> ChunkDone:

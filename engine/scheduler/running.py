@@ -169,8 +169,8 @@ class QuarantineQueue:
         return bool(self._until)
 
     def take(self, slot: int, request: Request) -> None:
-        """Quarantine a request that begins to run, if it is suspect."""
-        if request.suspect:
+        """Quarantine a request that begins to run, if it must run alone."""
+        if request.quarantined:
             self._until[slot] = request.alone_until
 
     def forget(self, slot: int) -> None:

@@ -55,7 +55,7 @@ class Scheduler:
         kept: capacity that `add`ed requests must leave to those that are going to `join`.
         preempts: whether a waiting request may preempt a running one.
         paused: no step is chosen while it is set; launched steps finish.
-        on_trial: the suspect request (common/request.py) whose step is launched, if
+        running_alone: the quarantined request (common/request.py) whose step is launched, if
             any. Nothing else is on the device then.
     Args:
         core: its host pages also serve retracted requests.
@@ -107,7 +107,7 @@ class Scheduler:
             preemption=self._preemption,
         )
         self.preempts = config.preemption_threshold > 0
-        self.on_trial: Request | None = None
+        self.running_alone: Request | None = None
         self.paused = False
         self._assembler = StepAssembler(core.table)
         self._launched: deque[ScheduledStep] = deque()
@@ -214,7 +214,7 @@ class Scheduler:
     def tokens_of(self, request: Request) -> Ints | None:
         """Return all known tokens of a running request, or None if it does not run or is ending."""
         slot = request.slot
-        if slot is None or request.to_finish is not None or request is self.on_trial:
+        if slot is None or request.to_finish is not None or request is self.running_alone:
             return None
         runs = slot in self._running and request not in self._retracted
         return self._table.tokens_of(slot) if runs else None
@@ -310,7 +310,7 @@ class Scheduler:
     def preempt_for(self, priority: int, num_pages: int) -> None:
         """Preempt less urgent requests, if that gives a request of this priority a slot and its
         pages. They are free a few steps later. Until then further calls do nothing."""
-        if self.on_trial is not None or not self._preemption.may_help(priority):
+        if self.running_alone is not None or not self._preemption.may_help(priority):
             return
         if self._preempts_now:
             return
@@ -381,7 +381,7 @@ class Scheduler:
             self._preempt_for_prompts()
         if self._retracted:
             self._bring_back()
-        if self.on_trial is not None:
+        if self.running_alone is not None:
             return None  # nothing runs together with it
         for alone in self._next_rows.turns():
             if alone and self._launched:
@@ -422,7 +422,7 @@ class Scheduler:
                 self._table.length[row.slot] += 1
                 self._residents.run(row.slot, row.request)
         self._launched.append(step)
-        self.on_trial = self._residents.by_slot[int(step.slots[0])] if alone else None
+        self.running_alone = self._residents.by_slot[int(step.slots[0])] if alone else None
         return step.batch
 
     def _bring_back(self) -> None:
@@ -448,7 +448,7 @@ class Scheduler:
             self._pages.drop(pages, PageHolder.STEP)
         self._retracted.swapped(step.swaps)
         self._table.drop_step(batch.step)
-        self.on_trial = None
+        self.running_alone = None
         if self._quarantine:
             self._quarantine.let_out()
         return outcome

@@ -140,13 +140,13 @@ class WaitingQueue:
         self._returned: deque[Request] = deque()
         self._num_returns = 0
         self._requests: PriorityQueue[int, Request] = PriorityQueue()
-        self._suspects: set[int] = set()  # by key
+        self._quarantined: set[int] = set()  # by key
         self._priorities: Counter[int] = Counter()
 
     @property
-    def has_suspects(self) -> bool:
+    def has_quarantined(self) -> bool:
         """Return whether a request is here that must be computed alone."""
-        return bool(self._suspects)
+        return bool(self._quarantined)
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._requests)
@@ -186,7 +186,7 @@ class WaitingQueue:
         self._note(request)
 
     def remove(self, request: Request) -> None:
-        self._suspects.discard(request.key)
+        self._quarantined.discard(request.key)
         self._priorities -= Counter((request.spec.priority,))
         if self._requests.take(request.key) is None:
             self._returned.remove(request)
@@ -202,8 +202,8 @@ class WaitingQueue:
 
     def _note(self, request: Request) -> None:
         self._priorities[request.spec.priority] += 1
-        if request.suspect:
-            self._suspects.add(request.key)
+        if request.quarantined:
+            self._quarantined.add(request.key)
 
 
 class ActivePrefills:

@@ -25,7 +25,7 @@ Parsed = TypeVar("Parsed")
 CONNECT_S = 5.0  # longest `TransferBackend.connect`
 _MAX_ADDRESS = 1 << 57
 _MAX_PAGES = 1 << 31  # page ids are int32
-_FEW = 16  # largest number of pages for which a Python loop beats numpy
+_FEW = 16  # largest number of pages for which a Python loop is faster than numpy
 PROBE_BYTES = 4 << 20  # read by one `BackendConnection.probe`, rounded to whole pages
 
 

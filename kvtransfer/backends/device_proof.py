@@ -68,7 +68,7 @@ class DeviceEvidence:
         self._device_uuid = cuda_driver.device_uuid(device.index)
         self._pool, self._scratch = SharedMemory.at(pool.base), SharedMemory.at(scratch.base)
 
-    def tell(self, metadata: bytes) -> bytes:
+    def describe(self, metadata: bytes) -> bytes:
         self._process = Nonce(metadata)
         return msgspec.msgpack.encode(
             DeviceLocation(
@@ -84,9 +84,9 @@ class DeviceEvidence:
 class MappedMemory:
     """A consumer's mapping of a producer's pool and scratch pages. For one thread."""
 
-    def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
+    def __init__(self, description: bytes, metadata: bytes, pool: PagePool) -> None:
         """Map the memory. Raises TransferError if it cannot be reached from the pool's device."""
-        place = parse_description("cuda_ipc", told, DeviceLocation)
+        place = parse_description("cuda_ipc", description, DeviceLocation)
         check_shared_memory()
         prove_same_host(place.process, metadata)
         self._device = cuda_device(pool.device)

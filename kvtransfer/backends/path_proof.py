@@ -66,7 +66,7 @@ class HostEvidence:
         """Raise TransferError if no agent can be made."""
         check_shared_memory()
 
-    def tell(self, metadata: bytes) -> bytes:
+    def describe(self, metadata: bytes) -> bytes:
         self._nonce = Nonce(metadata)
         return msgspec.msgpack.encode(self._nonce.place())
 
@@ -76,10 +76,10 @@ class SameHost:
 
     path = "cma"
 
-    def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
+    def __init__(self, description: bytes, metadata: bytes, pool: PagePool) -> None:
         """Raise TransferError if it cannot."""
         check_shared_memory()
-        prove_same_host(parse_description("cma", told, HostLocation), metadata)
+        prove_same_host(parse_description("cma", description, HostLocation), metadata)
 
     def close(self) -> None:
         """Do nothing: it holds nothing."""

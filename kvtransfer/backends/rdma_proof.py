@@ -52,7 +52,7 @@ class RdmaEvidence:
         """Raise TransferError if no port is active."""
         self._ports = RdmaPorts(active_ports())
 
-    def tell(self, metadata: bytes) -> bytes:
+    def describe(self, metadata: bytes) -> bytes:
         return msgspec.msgpack.encode(self._ports)
 
 
@@ -61,9 +61,9 @@ class RdmaPath:
 
     path = "rdma"
 
-    def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
+    def __init__(self, description: bytes, metadata: bytes, pool: PagePool) -> None:
         """Raise TransferError if no port is active."""
-        parse_description("rdma", told, RdmaPorts)
+        parse_description("rdma", description, RdmaPorts)
         active_ports()
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ def parse(message: Proto) -> PairHello | AnyMessage:
             _seconds("retry_after_s", body.retry_after_s)
             reason = _text("reason", body.reason)
             return HandoffFailed(id_of(body), reason, body.retryable, body.retry_after_s)
-        case pb.Beat():
+        case pb.Heartbeat():
             return Heartbeat(body.sequence, body.open_handoffs, body.connecting)
     raise ProtocolViolation(f"an unknown message {kind}")
 
@@ -128,8 +128,10 @@ def to_proto(record: PairHello | AnyMessage, *, as_consumer: bool) -> Proto:
             )
             return pb.FromProducer(failed=failed)
         case Heartbeat(sequence, open_handoffs, connecting):
-            beat = pb.Beat(sequence=sequence, open_handoffs=open_handoffs, connecting=connecting)
-            return wrap(beat=beat)
+            heartbeat = pb.Heartbeat(
+                sequence=sequence, open_handoffs=open_handoffs, connecting=connecting
+            )
+            return wrap(heartbeat=heartbeat)
 
 
 def last_words(error: ServingError) -> pb.FromProducer:

@@ -115,15 +115,15 @@ class PairDialer:
 
     async def _keep(self, address: str) -> None:
         backoff_s = self._times.first_s
-        told = ""
+        logged = ""
         while True:
             ours = await self._streams.local_hello()
             over = await self._attempt(address, ours)
             rpc.raise_if_cancelled()
             if over.refused or not over.lived_s:
                 self._metrics.pairing("refused" if over.refused else "failed")
-            if over.reason != told:
-                told = over.reason
+            if over.reason != logged:
+                logged = over.reason
                 # A starting or restarting node is expected. A mismatch needs attention.
                 write = self._log.warning if over.refused else self._log.info
                 write("not paired", producer=address, refused=over.refused, reason=over.reason)

@@ -105,15 +105,15 @@ class PairStreams:
 
     Args:
         sock: to the transfer thread. Owned from now on.
-        on_beat: called with each heartbeat's `late_s`.
+        on_heartbeat: called with each heartbeat's `late_s`.
     """
 
     def __init__(
-        self, sock: socket.socket, metrics: PairMetrics, *, on_beat: Callable[[float], None]
+        self, sock: socket.socket, metrics: PairMetrics, *, on_heartbeat: Callable[[float], None]
     ) -> None:
         self._socket = sock
         self._metrics = metrics
-        self._on_beat = on_beat
+        self._on_heartbeat = on_heartbeat
         self._connection: FrameConnection[PairOutput] = FrameConnection(
             PairOutput, self._take, self._end
         )
@@ -197,7 +197,7 @@ class PairStreams:
     def _take(self, message: PairOutput) -> None:
         match message:
             case EngineHeartbeat(late_s=late_s):
-                self._on_beat(late_s)
+                self._on_heartbeat(late_s)
             case LocalHello(hello=hello):
                 if self._hello.done():
                     self._hello = asyncio.get_running_loop().create_future()

@@ -95,7 +95,7 @@ class ConsumerEnd:
         self._links = ConsumerLinks()
         self._attempts: dict[HandoffId, ConsumerHandoff] = {}
         self._deadlines: DeadlineTimer[_Key] = DeadlineTimer()
-        self._beats = HeartbeatTimer(config)
+        self._heartbeats = HeartbeatTimer(config)
         self._actions: list[ConsumerAction] = []
 
     # State for the thread -----------------------------------------------------------------------
@@ -112,14 +112,14 @@ class ConsumerEnd:
     def next_deadline(self) -> float | None:
         """Return when to call `tick`, in the clock of `now`."""
         return earliest(
-            (self._beats.next_deadline(), self._deadlines.next(), self._links.next_deadline())
+            (self._heartbeats.next_deadline(), self._deadlines.next(), self._links.next_deadline())
         )
 
     def engine_moves(self, moving: bool) -> None:
         """Set whether the engine makes progress. Heartbeats are sent only while it does
         (rule 7).
         """
-        self._beats.moving = moving
+        self._heartbeats.moving = moving
 
     # Inputs: streams and links ------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class ConsumerEnd:
             if peer.producer == producer:
                 self._end_stream(old, "the producer has another stream")
         self._streams[stream] = _Stream(producer, address, pages, ProducerPace(self._progress_s))
-        self._beats.start(stream, now)
+        self._heartbeats.start(stream, now)
         self._open_link(stream, now)
         return self._taken()
 
@@ -166,7 +166,7 @@ class ConsumerEnd:
         peer = self._streams.get(stream)
         if peer is not None and self._links.proved(stream):
             peer.gib_per_s = gib_per_s
-            self._beat(stream)
+            self._heartbeat(stream)
             if not peer.announced:
                 peer.announced = True
                 piece_bytes = peer.pages.piece_bytes
@@ -252,7 +252,7 @@ class ConsumerEnd:
     def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
         match message:
             case Heartbeat():
-                self._beats.heard(stream, now)
+                self._heartbeats.heard(stream, now)
             case HandoffQueued() | PagesReady() | PagesReleased() | HandoffFailed():
                 attempt = self._attempts.get(message.id)
                 if attempt is None:
@@ -356,7 +356,7 @@ class ConsumerEnd:
             case CancelCommand():
                 attempt = self._attempts.get(command.id)
                 if attempt is not None:
-                    self._tell_cancel(attempt, command.reason)
+                    self._send_cancel(attempt, command.reason)
                     self._leave(attempt, HandoffStatus.FAILED)
             case InvalidateCommand(producer, token_ids, namespace):
                 stream = self._stream_to(producer)
@@ -367,9 +367,9 @@ class ConsumerEnd:
 
     def tick(self, now: float) -> list[ConsumerAction]:
         """Carry out what is due. Call it at `next_deadline`, after all input has been given."""
-        due = self._beats.take_due(now)
-        for stream in due.beats:
-            self._beat(stream)
+        due = self._heartbeats.take_due(now)
+        for stream in due.heartbeats:
+            self._heartbeat(stream)
         for stream in due.silent:
             self._end_stream(stream, "the producer missed too many heartbeats")
         for stream in self._links.take_overdue(now):
@@ -445,7 +445,7 @@ class ConsumerEnd:
     def _give_up(self, attempt: ConsumerHandoff, reason: str, *, retryable: bool = True) -> None:
         """End an attempt for a reason of this node. The producer is notified immediately (rule
         2)."""
-        self._tell_cancel(attempt, reason)
+        self._send_cancel(attempt, reason)
         self._lose(attempt, reason, retryable=retryable)
 
     def _lose(
@@ -463,7 +463,7 @@ class ConsumerEnd:
         self._actions.append(lost)
         self._leave(attempt, HandoffStatus.FAILED)
 
-    def _tell_cancel(self, attempt: ConsumerHandoff, reason: str) -> None:
+    def _send_cancel(self, attempt: ConsumerHandoff, reason: str) -> None:
         self._actions.append(SendMessage(attempt.stream, CancelHandoff(attempt.id, reason)))
 
     def _leave(self, attempt: ConsumerHandoff, end: HandoffStatus) -> None:
@@ -484,7 +484,7 @@ class ConsumerEnd:
 
     def _open_link(self, stream: int, now: float) -> None:
         self._actions.append(self._links.open(stream, now))
-        self._beat(stream)
+        self._heartbeat(stream)
 
     def _blame_first(self, stream: int, reason: str) -> None:
         id = self._links.first_posted(stream)
@@ -492,12 +492,12 @@ class ConsumerEnd:
         if attempt is not None:
             self._give_up(attempt, reason)
 
-    def _beat(self, stream: int) -> None:
-        if self._beats.moving:
+    def _heartbeat(self, stream: int) -> None:
+        if self._heartbeats.moving:
             num_open = sum(attempt.stream == stream for attempt in self._attempts.values())
             connecting = not self._links.is_up(stream)
-            beat = Heartbeat(self._beats.sequence(stream), num_open, connecting)
-            self._actions.append(SendMessage(stream, beat))
+            heartbeat = Heartbeat(self._heartbeats.sequence(stream), num_open, connecting)
+            self._actions.append(SendMessage(stream, heartbeat))
 
     def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
         self._actions.append(EndStream(stream, reason, refused))
@@ -507,7 +507,7 @@ class ConsumerEnd:
         self, stream: int, reason: str, *, may_return: bool = True, engine_died: bool = False
     ) -> None:
         peer = self._streams.pop(stream)
-        self._beats.stop(stream)
+        self._heartbeats.stop(stream)
         # First, so that lost attempts are not opened here again.
         if peer.announced:
             self._actions.append(ProducerDown(peer.producer, peer.address, reason))

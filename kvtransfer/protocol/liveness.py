@@ -95,7 +95,7 @@ class ProducerPace:
 
 @dataclass(slots=True)
 class HeartbeatsDue:
-    beats: list[int]  # streams on which to send a heartbeat
+    heartbeats: list[int]  # streams on which to send a heartbeat
     silent: list[int]  # streams whose peer has missed too many heartbeats
 
 
@@ -130,10 +130,10 @@ class HeartbeatTimer:
         return self._sequences[stream]
 
     def take_due(self, now: float) -> HeartbeatsDue:
-        beats = self._next.take_due(now)
-        for stream in beats:
+        heartbeats = self._next.take_due(now)
+        for stream in heartbeats:
             self._next.set(stream, now + self._interval_s)
-        return HeartbeatsDue(beats if self.moving else [], self._silence.take_due(now))
+        return HeartbeatsDue(heartbeats if self.moving else [], self._silence.take_due(now))
 
     def next_deadline(self) -> float | None:
         return earliest((self._next.next(), self._silence.next()))

@@ -93,7 +93,7 @@ class ProducerEnd:
         self._ids: dict[int, HandoffId] = {}  # by serial
         self._next_serial = 1
         self._budgets: DeadlineTimer[HandoffId] = DeadlineTimer()
-        self._beats = HeartbeatTimer(config)
+        self._heartbeats = HeartbeatTimer(config)
         self._actions: list[ProducerAction] = []
 
     # State for the thread -----------------------------------------------------------------------
@@ -104,7 +104,7 @@ class ProducerEnd:
 
     def next_deadline(self) -> float | None:
         """Return when to call `tick`, in the clock of `now`."""
-        return earliest((self._beats.next_deadline(), self._budgets.next()))
+        return earliest((self._heartbeats.next_deadline(), self._budgets.next()))
 
     def polls(self, now: float) -> bool:
         """Return whether a consumer may be connecting to this node now."""
@@ -114,7 +114,7 @@ class ProducerEnd:
         """Set whether the engine makes progress. Heartbeats are sent only while it does
         (rule 7).
         """
-        self._beats.moving = moving
+        self._heartbeats.moving = moving
 
     # Inputs -------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class ProducerEnd:
             if peer.consumer == consumer:
                 self._end_stream(old, "the consumer has opened another stream")
         self._streams[stream] = _Stream(consumer, poll_until=now + POLL_S)
-        self._beats.start(stream, now)
+        self._heartbeats.start(stream, now)
         return self._taken()
 
     def stream_down(self, stream: int, reason: str) -> list[ProducerAction]:
@@ -175,10 +175,10 @@ class ProducerEnd:
 
     def tick(self, now: float) -> list[ProducerAction]:
         """Carry out what is due. Call it at `next_deadline`, after all input has been given."""
-        due = self._beats.take_due(now)
-        for stream in due.beats:
-            beat = Heartbeat(self._beats.sequence(stream), self._num_open_on(stream))
-            self._actions.append(SendMessage(stream, beat))
+        due = self._heartbeats.take_due(now)
+        for stream in due.heartbeats:
+            heartbeat = Heartbeat(self._heartbeats.sequence(stream), self._num_open_on(stream))
+            self._actions.append(SendMessage(stream, heartbeat))
         for stream in due.silent:
             self._end_stream(stream, "the consumer missed too many heartbeats")
         for id in self._budgets.take_due(now):
@@ -190,7 +190,7 @@ class ProducerEnd:
     def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
         match message:
             case Heartbeat():
-                self._beats.heard(stream, now)
+                self._heartbeats.heard(stream, now)
                 self._note_connecting(self._streams[stream], message.connecting, now)
             case OpenHandoff():
                 self._open(stream, message, now)
@@ -280,8 +280,8 @@ class ProducerEnd:
         if handoff.admitted:
             raise EngineFault(f"{handoff.id} was admitted twice")
         handoff.admitted = True
-        told = HandoffQueued(handoff.id, command.compute_tokens, command.queued_tokens)
-        self._actions.append(SendMessage(handoff.stream, told))
+        queued = HandoffQueued(handoff.id, command.compute_tokens, command.queued_tokens)
+        self._actions.append(SendMessage(handoff.stream, queued))
 
     def _publish(self, handoff: _Handoff, command: PublishCommand) -> None:
         ranges = self._granted(handoff)
@@ -333,7 +333,7 @@ class ProducerEnd:
     def _forget_stream(self, stream: int, reason: str) -> None:
         for handoff in [h for h in self._handoffs.values() if h.stream == stream]:
             self._drop(handoff, HandoffStatus.FAILED, reason)
-        self._beats.stop(stream)
+        self._heartbeats.stop(stream)
         del self._streams[stream]
 
     def _num_open_on(self, stream: int) -> int:

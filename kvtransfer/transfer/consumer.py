@@ -302,14 +302,14 @@ class ConsumerSide:
                 case ConfirmRead(stream, held, sums):
                     self._confirm(stream, held, sums)
                 case event:
-                    self._outlet.tell(event)
+                    self._outlet.emit(event)
 
     def _confirm(self, stream: int, held: CompletedEvent, sums: Sequence[PageSum]) -> None:
         """Report to the engine whether the pages read match their checksums."""
         wrong = self._sums.wrong(sums, self._peers[stream].shape)
         self._meter.compared(right=len(sums) - len(wrong), wrong=len(wrong))
         if not wrong:
-            self._outlet.tell(held)
+            self._outlet.emit(held)
             return
         link = self._links.get(stream)
         path = self._paths.get(link, "unknown") if link else "unknown"
@@ -318,5 +318,5 @@ class ConsumerSide:
             kv(id=held.id, stream=stream, path=path, wrong=len(wrong), compared=len(sums)),
         )
         reason = f"{len(wrong)} of {len(sums)} pages that were compared are not as published"
-        self._outlet.tell(FailedEvent(held.id, reason, retryable=True))
+        self._outlet.emit(FailedEvent(held.id, reason, retryable=True))
         self._distrusted.append((stream, reason))

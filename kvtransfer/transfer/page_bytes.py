@@ -137,7 +137,7 @@ class PageChecksums:
             place += self._gap() + 1
         self._skip = place - len(pages)
         tables = tables_of(spans, len(pages))
-        cuts = {place: self._compared.lent(consumer, tables[place]) for place in places}
+        cuts = {place: self._compared.served(consumer, tables[place]) for place in places}
         places = [place for place in places if cuts[place] != ()]
         sums = self._of([pages[place] for place in places], [cuts[place] for place in places])
         return tuple(zip(places, sums, strict=True))

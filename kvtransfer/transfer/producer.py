@@ -124,8 +124,8 @@ class ProducerSide:
         hello: this node's, without paths.
         wake: ends the transfer thread's sleep. Called by any thread.
         sums: samples the pages that are published.
-        max_untaken_tokens: limit of one consumer's Opens and Forgets that the engine thread has not
-            consumed yet. Above it, an Open is answered by Failed, retryable, and a Forget is
+        max_unconsumed_tokens: limit of one consumer's Opens and Forgets that the engine thread
+            has not consumed. Above it, an Open is answered by Failed, retryable, and a Forget is
             dropped.
     """
 
@@ -138,7 +138,7 @@ class ProducerSide:
         wake: Callable[[], None],
         sums: PageChecksums,
         *,
-        max_untaken_tokens: int = MAX_TOKENS,
+        max_unconsumed_tokens: int = MAX_TOKENS,
     ) -> None:
         self._end = end
         self._hello = hello
@@ -148,7 +148,7 @@ class ProducerSide:
         self._wake = wake
         self._admissions = ConsumerAdmissions(offers, wake)
         self._held = HeldMessages(outlet.send)
-        self._untaken = UnconsumedEvents(max_untaken_tokens)
+        self._unconsumed = UnconsumedEvents(max_unconsumed_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
         self._consumers: dict[int, NodeShape] = {}  # by stream
         self._poll_at: float | None = None
@@ -165,7 +165,7 @@ class ProducerSide:
             self._outlet.end(stream, str(mismatch), refused=refused)
             return
         for old in self._admissions.streams_of(hello.instance):
-            self._turn_away(old, "the consumer has opened another stream")
+            self._reject(old, "the consumer has opened another stream")
         self._consumers[stream] = hello.shape
         self._admissions.begin(stream, hello, now)
         self._answer_ready(now)
@@ -176,7 +176,7 @@ class ProducerSide:
         if hello != self._hello:
             self._hello = hello
             for stream in self._admissions.streams:
-                self._turn_away(stream, OTHER_WEIGHTS)
+                self._reject(stream, OTHER_WEIGHTS)
             self._carry_out(self._end.end_streams(OTHER_WEIGHTS))
 
     def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
@@ -200,7 +200,7 @@ class ProducerSide:
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
         self._answer_ready(now)
-        self._held.let_go()
+        self._held.flush()
         self._end.engine_moves(engine_moves)
         self._carry_out(self._end.tick(now))
         self._poll_at = now + CONNECTING_POLL_S if self._end.polls(now) else None
@@ -221,17 +221,17 @@ class ProducerSide:
             self._carry_out(self._end.stream_up(consumer.stream, consumer.instance, now))
 
     def _fits(self, stream: int, message: OpenHandoff | InvalidatePrefix) -> bool:
-        self._untaken.taken(self._outlet.num_taken)
-        return self._untaken.fits(stream, message.num_tokens)
+        self._unconsumed.consumed(self._outlet.num_consumed)
+        return self._unconsumed.fits(stream, message.num_tokens)
 
     def _ask(self, stream: int, message: OpenHandoff | InvalidatePrefix, now: float) -> None:
         """Forward a message to the protocol, and count it if an event for the engine follows."""
-        told = self._outlet.num_told
+        emitted = self._outlet.num_emitted
         self._carry_out(self._end.received(stream, message, now))
-        if self._outlet.num_told > told:
-            self._untaken.add(self._outlet.num_told, stream, message.num_tokens)
+        if self._outlet.num_emitted > emitted:
+            self._unconsumed.add(self._outlet.num_emitted, stream, message.num_tokens)
 
-    def _turn_away(self, stream: int, reason: str) -> None:
+    def _reject(self, stream: int, reason: str) -> None:
         """Reject a consumer whose Hello has not been answered."""
         self._outlet.end(stream, reason, refused=False)
         self._dismiss(stream)
@@ -270,7 +270,7 @@ class ProducerSide:
                     for stream, pages in self._exposed.pop(id, ()):
                         self._offers.withdraw(stream, pages)
                 case event:
-                    self._outlet.tell(event)
+                    self._outlet.emit(event)
         for stream in ended:  # its hand-offs are withdrawn by now
             self._dismiss(stream)
 
@@ -294,7 +294,7 @@ class HeldMessages:
         else:
             self._send(stream, message)
 
-    def let_go(self) -> None:
+    def flush(self) -> None:
         """Send what need not wait any more. Raises the error of a rank that could not publish."""
         for stream, held in list(self._held.items()):
             while held:
@@ -344,7 +344,7 @@ class UnconsumedEvents:
         self._opens.append((event, stream, num_tokens))
         self._tokens[stream] += num_tokens
 
-    def taken(self, event: int) -> None:
+    def consumed(self, event: int) -> None:
         """Record that the engine thread has consumed this event and all before it."""
         while self._opens and self._opens[0][0] <= event:
             _, stream, num_tokens = self._opens.popleft()

@@ -242,7 +242,7 @@ class ComparedBytes:
         self._pages_by_rank = pages_by_rank
         self._slices = lru_cache(_MOST_KNOWN)(self._computed)
 
-    def lent(self, consumer: NodeShape | None, table: int) -> Cuts | None:
+    def served(self, consumer: NodeShape | None, table: int) -> Cuts | None:
         """Return the compared bytes of a page of a table, which another node reads. None: the whole
         page. There are none of the state.
         """

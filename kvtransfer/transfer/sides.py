@@ -87,14 +87,14 @@ def both_sides(
     paths: TransferPaths,
     reads: ReadMetrics,
     *,
-    max_untaken_tokens: int,
+    max_unconsumed_tokens: int,
 ) -> Callable[[EventOutlet[NodeEvent], Callable[[], None]], TransferSides]:
     """Return a function that makes both sides for a TransferThread.
 
     Args:
         pool: of this process, whose pages are sampled and compared.
         reads: counts every read.
-        max_untaken_tokens: see ProducerSide.
+        max_unconsumed_tokens: see ProducerSide.
     """
 
     def made(outlet: EventOutlet[NodeEvent], wake: Callable[[], None]) -> TransferSides:
@@ -115,7 +115,7 @@ def both_sides(
             cast(EventOutlet[ProducerEvent], outlet),
             wake,
             PageChecksums(page_bytes_of(pool), config.checksum_interval, paths.compared),
-            max_untaken_tokens=max_untaken_tokens,
+            max_unconsumed_tokens=max_unconsumed_tokens,
         )
         return TransferSides(consumer, publisher)
 

@@ -37,7 +37,7 @@ Event = TypeVar("Event")
 CommandIn = TypeVar("CommandIn", contravariant=True)
 
 LONGEST_SLEEP_S = 1.0
-BEAT_S = 1.0  # seconds between two heartbeats to the frontend
+HEARTBEAT_S = 1.0  # seconds between two heartbeats to the frontend
 
 
 class TransferSide(Protocol[CommandIn]):
@@ -72,8 +72,8 @@ class EventOutlet(Generic[Event]):
     def __init__(self, frames: FrameSocket[PairInput]) -> None:
         self._frames = frames
         self._events: deque[Event] = deque()
-        self.num_told = 0  # events, counted on the transfer thread
-        self.num_taken = 0  # of these, counted on the engine thread
+        self.num_emitted = 0  # events, counted on the transfer thread
+        self.num_consumed = 0  # of these, counted on the engine thread
 
     def local_hello(self, hello: PairHello) -> None:
         self._frames.send(LocalHello(hello))
@@ -84,14 +84,14 @@ class EventOutlet(Generic[Event]):
     def send(self, stream: int, message: AnyMessage) -> None:
         self._frames.send(PairSend(stream, message))
 
-    def beat(self, late_s: float) -> None:
+    def heartbeat(self, late_s: float) -> None:
         self._frames.send(EngineHeartbeat(late_s))
 
     def end(self, stream: int, reason: str, *, refused: bool) -> None:
         self._frames.send(PairEnd(stream, reason, refused))
 
-    def tell(self, event: Event) -> None:
-        self.num_told += 1
+    def emit(self, event: Event) -> None:
+        self.num_emitted += 1
         self._events.append(event)
 
     @property
@@ -101,7 +101,7 @@ class EventOutlet(Generic[Event]):
     def take(self) -> list[Event]:
         """Return the events not consumed yet. Engine thread only."""
         events = [self._events.popleft() for _ in range(len(self._events))]
-        self.num_taken += len(events)
+        self.num_consumed += len(events)
         return events
 
 
@@ -140,7 +140,7 @@ class TransferThread(Generic[Command, Event]):
         make_side: Callable[[EventOutlet[Event], Callable[[], None]], TransferSide[Command]],
         *,
         engine_late_s: Callable[[], float],
-        stall_s: float = BEAT_S,
+        stall_s: float = HEARTBEAT_S,
         wake_engine: Callable[[], None],
     ) -> None:
         self._frames = frames
@@ -151,7 +151,7 @@ class TransferThread(Generic[Command, Event]):
         self._stall_s = stall_s
         self._wake_engine = wake_engine
         self._commands: deque[Command] = deque()
-        self._beat_at = 0.0
+        self._heartbeat_at = 0.0
         self._stopped = False
         self._fault: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
@@ -212,16 +212,16 @@ class TransferThread(Generic[Command, Event]):
         late_s = self._engine_late_s()
         moves = late_s < self._stall_s
         self._side.tick(now, engine_moves=moves)
-        if now >= self._beat_at:
-            self._beat_at = now + BEAT_S
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + HEARTBEAT_S
             if moves:
-                self._outlet.beat(late_s)
+                self._outlet.heartbeat(late_s)
         if self._outlet.has_events:
             self._wake_engine()
 
     def _sleep(self) -> None:
         deadline = self._side.next_deadline()
-        due = self._beat_at if deadline is None else min(deadline, self._beat_at)
+        due = self._heartbeat_at if deadline is None else min(deadline, self._heartbeat_at)
         left_s = due - time.monotonic()
         poll = select.poll()
         poll.register(self._wake_up, select.POLLIN)

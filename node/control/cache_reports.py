@@ -50,7 +50,7 @@ class CacheReports:
         if self._watchers:
             change = self._cache.take()
             if change is not None:
-                self._tell((), change)
+                self._report((), change)
         if self._newcomers and self._now() >= self._begin_at:
             self._begin()
 
@@ -59,11 +59,11 @@ class CacheReports:
         if not self._watchers:
             self._cache.start()
         self._watchers |= self._newcomers
-        self._tell(tuple(self._newcomers), self._cache.everything())
+        self._report(tuple(self._newcomers), self._cache.everything())
         self._newcomers.clear()
         self._begin_at = self._now() + BEGIN_INTERVAL_S
 
-    def _tell(self, watchers: tuple[int, ...], change: CacheChange) -> None:
+    def _report(self, watchers: tuple[int, ...], change: CacheChange) -> None:
         """Send a change in as many messages as needed. A removed page was never stored in the same
         change, so the order does not matter.
         """

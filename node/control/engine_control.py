@@ -119,7 +119,7 @@ class EngineControl:
         self._operations = operations
         self._report_at = 0.0
         self._check_at = 0.0
-        self._told_drained = False
+        self._reported_drained = False
         self.draining = False
         self.may_end: Callable[[], bool] = lambda: True
         self.links: dict[str, NodeLink] = {}  # by the producer's address
@@ -146,7 +146,7 @@ class EngineControl:
         for message in self._channel.take():
             match message:
                 case NodeCall(number, command):
-                    self._tell(self._answers(number, command, inside))
+                    self._send(self._answers(number, command, inside))
                 case WatchCache():
                     self._cache.watch(message)
                 case StartRole():
@@ -159,12 +159,12 @@ class EngineControl:
                         kv(message_type=type(message).__name__),
                     )
         self._cache.flush()
-        self._tell_loaded()
+        self._report_loaded()
         answers = tuple(self._operations.done(inside))
         if answers:
             self._report_at = 0.0  # so that the next report already shows the change
         self._report(inside)
-        self._tell(answers)
+        self._send(answers)
 
     def notify(self, message: EngineMessage) -> None:
         """Send the frontend an unsolicited message."""
@@ -190,8 +190,8 @@ class EngineControl:
             self._check_at = now + SELF_CHECK_INTERVAL_S
             self_check()
             self._num_self_checks += 1
-        if self.draining and not inside.busy and not self._told_drained and self.may_end():
-            self._told_drained = True
+        if self.draining and not inside.busy and not self._reported_drained and self.may_end():
+            self._reported_drained = True
             self._channel.post(Drained())
         now = time.monotonic()
         self._channel.wait(max(0.0, min(self._report_at - now, longest_s)))
@@ -244,7 +244,7 @@ class EngineControl:
             "total_process_cpu": time.process_time(),
         }
 
-    def _tell_loaded(self) -> None:
+    def _report_loaded(self) -> None:
         if not self._loading:
             return
         self._adapters.poll()
@@ -259,7 +259,7 @@ class EngineControl:
                 answer = NodeCallResult(number, error=str(error))
             self._channel.post(answer)
 
-    def _tell(self, answers: Iterable[NodeCallResult]) -> None:
+    def _send(self, answers: Iterable[NodeCallResult]) -> None:
         for answer in answers:
             self._channel.post(answer)
 
@@ -278,7 +278,7 @@ class EngineControl:
                     yield NodeCallResult(number, description=description)
                 case DrainNode() | ResumeNode():
                     self.draining = isinstance(command, DrainNode)
-                    self._told_drained = False
+                    self._reported_drained = False
                     self._report_at = 0.0
                     yield NodeCallResult(number)
                 case PrepareRole(role):

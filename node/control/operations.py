@@ -126,7 +126,7 @@ class MemoryCalls:
         if self._wanted is not None or self._under_way is not None:
             raise FailedPrecondition(self.why_paused)
         away = tuple(tag for tag in command.tags if tag in self._away)
-        yield from self._go_on(number, self._memory.take_again, away, role)
+        yield from self._continue(number, self._memory.take_again, away, role)
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
@@ -135,7 +135,7 @@ class MemoryCalls:
             if self._memory.unused:  # another node may still read exported pages
                 (number, command), self._wanted = self._wanted, None
                 here = tuple(tag for tag in command.tags if tag not in self._away)
-                yield from self._go_on(number, self._memory.give_back, here, role)
+                yield from self._continue(number, self._memory.give_back, here, role)
         if self._under_way is not None and self._under_way.future.done():
             done, self._under_way = self._under_way, None
             error = done.future.exception()
@@ -145,9 +145,9 @@ class MemoryCalls:
             if error is not None:
                 raise error
             self._away ^= {done.tag}
-            yield from self._go_on(done.number, done.step, done.left, role)
+            yield from self._continue(done.number, done.step, done.left, role)
 
-    def _go_on(
+    def _continue(
         self, number: int, step: _Step, tags: tuple[str, ...], role: ControlledRole
     ) -> Iterator[NodeCallResult]:
         """Process the first of these tags. If no tag is left, send the response."""
@@ -181,9 +181,9 @@ class _Asked:
 class WeightCalls:
     """Operators' calls about weights. Engine thread only."""
 
-    def __init__(self, weights: WeightUpdater, lenders: WeightSharing) -> None:
+    def __init__(self, weights: WeightUpdater, sharing: WeightSharing) -> None:
         self._weights = weights
-        self._lenders = lenders
+        self._sharing = sharing
         self._preparing: list[_Asked] = []
         # To be put in place as soon as no request has KV.
         self._wanted: tuple[int, PutWeights | TakeWeights] | None = None
@@ -237,7 +237,7 @@ class WeightCalls:
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
-        self._lenders.poll()
+        self._sharing.poll()
         for asked in [each for each in self._preparing if each.future.done()]:
             self._preparing.remove(asked)
             yield _answer(asked)
@@ -271,7 +271,7 @@ class WeightCalls:
         """
         weights = command.weights
         self._pair_as(weights, role)
-        self._reading = _Asked(number, weights, self._lenders.read(weights, command.address))
+        self._reading = _Asked(number, weights, self._sharing.read(weights, command.address))
 
     def _put(self, number: int, weights: WeightsId) -> Iterator[NodeCallResult]:
         try:
@@ -304,14 +304,14 @@ class EngineOperations:
     def __init__(
         self,
         weights: WeightUpdater,
-        lenders: WeightSharing,
+        sharing: WeightSharing,
         memory: MemoryOccupation,
         profiler: Profiler,
         why_fixed: str = "",
     ) -> None:
         self._why_fixed = why_fixed
         self._pauses = Pauses()
-        self._weights = WeightCalls(weights, lenders)
+        self._weights = WeightCalls(weights, sharing)
         self._memory = MemoryCalls(memory)
         self._profiles = ProfileCalls(profiler)
 

@@ -93,6 +93,6 @@ class TokenOutbox:
     def _post(self, stream: int, requests: NDArray[np.uint64], tokens: NDArray[np.uint32]) -> None:
         columns = requests.tobytes(), tokens.tobytes()
         beside = (self._ended, self._begun, self._logprobs, self._prompts, self._predicted)
-        told = (tuple(each.pop(stream, ())) for each in beside)
-        tell = self._listeners.get(stream, self._channel.post)
-        tell(StepTokens(stream, *columns, *told))  # type: ignore[arg-type]
+        others = (tuple(each.pop(stream, ())) for each in beside)
+        send = self._listeners.get(stream, self._channel.post)
+        send(StepTokens(stream, *columns, *others))  # type: ignore[arg-type]

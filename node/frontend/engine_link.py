@@ -266,7 +266,7 @@ class EngineSupervisor:
         self._moving = moving
         self._moved_at = now
 
-    def beat(self, now: float, late_s: float) -> None:
+    def heartbeat(self, now: float, late_s: float) -> None:
         """Record a heartbeat of an engine that is late by `late_s` seconds."""
         self._moved_at = max(self._moved_at, now - late_s)
 
@@ -316,7 +316,7 @@ class RoleServices:
     services: Sequence[Callable[[grpc.aio.Server, CallAuthenticator | None], tuple[str, ...]]]
     background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()  # until cancelled
     step: Callable[[StepTokens], None] = _nothing
-    on_trial: Callable[[QuarantineStarted], None] = _nothing
+    on_quarantine: Callable[[QuarantineStarted], None] = _nothing
     moved: Callable[[EngineStats], None] = _nothing
     handoff: Callable[[HandoffSpan], None] = _nothing
     pooled: Callable[[PoolingDone], None] = _nothing

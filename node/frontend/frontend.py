@@ -189,8 +189,8 @@ class _Node:
         self._other = other
         self._metrics = NodeMetrics(program.role)
         self._ending = ProcessExit()
-        self._engine_let_go = asyncio.Event()
-        self._link = EngineLink(self._notice, lambda _: self._engine_let_go.set())
+        self._engine_released = asyncio.Event()
+        self._link = EngineLink(self._notice, lambda _: self._engine_released.set())
         self._tenure: RoleTenure
         self._exit_code = 0
 
@@ -204,7 +204,7 @@ class _Node:
             port = stack.enter_context(rpc.reserved(server.host, server.port))
             if server.health_port:
                 stack.enter_context(
-                    rpc.reserved(server.host, server.health_port, knob=rpc.HEALTH_PORT)
+                    rpc.reserved(server.host, server.health_port, flag=rpc.HEALTH_PORT)
                 )
             trust = self._metrics.trust
             address = rpc.join_address(self._program.config.announced_host, port)
@@ -265,15 +265,15 @@ class _Node:
         node.
         """
         ended = asyncio.ensure_future(engine.ended())
-        let_go = asyncio.ensure_future(self._engine_let_go.wait())
+        released = asyncio.ensure_future(self._engine_released.wait())
         try:
-            await asyncio.wait({ended, let_go}, return_when="FIRST_COMPLETED")
+            await asyncio.wait({ended, released}, return_when="FIRST_COMPLETED")
             code = await engine.end(_LAST_WORDS_S)
             # Its final messages may still be in the socket and have the better reason.
-            await asyncio.wait({let_go}, timeout=_LAST_WORDS_S)
+            await asyncio.wait({released}, timeout=_LAST_WORDS_S)
         finally:
             ended.cancel()
-            let_go.cancel()
+            released.cancel()
         self._ending.engine_died(f"the engine {exit_sentence(code)}")
 
     def _notice(self, notice: Notice) -> None:

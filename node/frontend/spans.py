@@ -7,14 +7,14 @@ from common.tracing.context import Attributes, ChildSpan, TraceContext, Tracer
 from node.messages import HandoffSpan, RequestEnded
 
 
-def tell_request(tracer: Tracer, ended: RequestEnded) -> None:
+def record_request(tracer: Tracer, ended: RequestEnded) -> None:
     """Report a decode node's span of an ended request. Does nothing if it is not traced here."""
     stamps = ended.stamps
     if stamps is None or not stamps.trace.own:
         return
     timeline = stamps.timeline()
     held = [one for one in timeline.attempts if one.outcome == "completed"]
-    tracer.tell(
+    tracer.record(
         stamps.trace,
         "baton.decode",
         begun=stamps.received,
@@ -30,12 +30,12 @@ def tell_request(tracer: Tracer, ended: RequestEnded) -> None:
     )
 
 
-def tell_handoff(tracer: Tracer | None, handoff: HandoffSpan) -> None:
+def record_handoff(tracer: Tracer | None, handoff: HandoffSpan) -> None:
     """Report a prefill node's span of an ended hand-off."""
     if tracer is None:
         return
     stamps = handoff.stamps
-    tracer.tell(
+    tracer.record(
         TraceContext(stamps.traceparent),
         "baton.prefill",
         begun=stamps.opened,

@@ -306,7 +306,7 @@ class RoleTenure:
                 )
             )
             self._health = self._register()
-            await self._health.tell(False)
+            await self._health.set_serving(False)
             async with rpc.serving_health(
                 self._health, server.host, server.health_port, shares_port=True
             ):
@@ -328,7 +328,7 @@ class RoleTenure:
             case StepTokens():
                 self._parts.step(notice)
             case QuarantineStarted():
-                self._parts.on_trial(notice)
+                self._parts.on_quarantine(notice)
             case HandoffSpan():
                 self._parts.handoff(notice)
             case PoolingDone():
@@ -364,7 +364,7 @@ class RoleTenure:
     async def end(self, last: ServingError) -> None:
         """End every stream with this error, and the server. Idempotent."""
         self._over = self._supervision.draining = True
-        await self._health.tell(False)
+        await self._health.set_serving(False)
         self._parts.end(last)
         self._cache_feed.end(last)
         await rpc.stop(self._server, _STREAMS_S)
@@ -407,7 +407,7 @@ class RoleTenure:
         return rpc.add_health_and_reflection(self._server, names, guard)
 
     def _background(self) -> AbstractAsyncContextManager[None]:
-        work = [self._tell_health(), *(part() for part in self._parts.background)]
+        work = [self._report_health(), *(part() for part in self._parts.background)]
         return self._ending.guarded(self._until_over(each) for each in work)
 
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> None:
@@ -420,7 +420,7 @@ class RoleTenure:
             if not self._over:
                 raise
 
-    async def _tell_health(self) -> None:
+    async def _report_health(self) -> None:
         while True:
-            await self._health.tell(self._supervision.state(time.monotonic()) in SERVES)
+            await self._health.set_serving(self._supervision.state(time.monotonic()) in SERVES)
             await asyncio.sleep(_HEALTH_INTERVAL_S)

@@ -280,20 +280,20 @@ async def _relay(
     try:
         listening = await _listen(relay, config, server)
     except ConfigError as error:
-        await _tell_all(sockets, RankFailed(str(error), config=True))
+        await _send_all(sockets, RankFailed(str(error), config=True))
         return 2
     work = [asyncio.ensure_future(each) for each in (relay.pass_on(), relay.await_hosts())]
     failure = await relay.over
     if failure is not None:
         log.error("a host has ended, and so does this node %s", kv(reason=failure.error))
-        await _tell_all(sockets, failure)
+        await _send_all(sockets, failure)
     await rpc.stop(listening, _STREAMS_S)
     for each in work:
         each.cancel()
     return 0 if failure is None else 1
 
 
-async def _tell_all(sockets: Mapping[int, PacketSocket], failure: RankFailed) -> None:
+async def _send_all(sockets: Mapping[int, PacketSocket], failure: RankFailed) -> None:
     """Send a failure as that of every rank, because rank 0 waits for one after the other."""
     for each in sockets.values():
         await each.send(_encoder.encode(failure))
@@ -314,7 +314,7 @@ async def _listen(relay: Relay, config: EngineConfig, server: ServerConfig) -> g
     guard = guard_of(server.model_copy(update={"host": host}), identity, certificates, uncounted)
     listening = rpc.make_server(rpc.NODE_SERVER_OPTIONS, max_message_bytes=_MAX_MESSAGE_BYTES)
     rpc.add_service(listening, ranks_pb2_grpc.add_RanksServicer_to_server, relay, guard)
-    port = rpc.bind(listening, host, parallel.listen_port, certificates, knob=_PORT)
+    port = rpc.bind(listening, host, parallel.listen_port, certificates, flag=_PORT)
     await listening.start()
     fields = {"address": rpc.join_address(host, port), "hosts": parallel.hosts - 1}
     secret = "off" if identity is None else "on"

@@ -167,7 +167,7 @@ class _WeightExport:
     pages: Ints
     piece_bytes: int
     filling: Future[int]  # number of pages with a piece
-    told: bool = False  # whether the result has been reported to its consumer
+    reported: bool = False  # whether the result has been reported to its consumer
     dropped: bool = False  # its consumer is done
 
 
@@ -177,7 +177,7 @@ class WeightExports:
     Args:
         cache: of `pages`. Exports use pages that it can free.
         pool: their memory, uint8 [num_pages, page_bytes].
-        tell: called by another thread when something is done.
+        notify: called by another thread when something is done.
     """
 
     def __init__(
@@ -187,14 +187,14 @@ class WeightExports:
         pages: PageAllocator,
         pool: Tensor,
         port: ProducerCommands,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
         self._weights = weights
         self._cache = cache
         self._pages = pages
         self._pool = pool
         self._port = port
-        self._tell = tell
+        self._notify = notify
         self._worker = ThreadPoolExecutor(1, "weight exports")
         self._asked: dict[int, tuple[WeightsId, Weights]] = {}  # by serial, until they are granted
         self._refused: set[int] = set()  # until they are dropped
@@ -241,7 +241,7 @@ class WeightExports:
         start = source.first_piece * piece_bytes
         filling = self._worker.submit(self._fill, start, piece_bytes, pages)
         self._exports[serial] = _WeightExport(pages, piece_bytes, filling)
-        filling.add_done_callback(lambda _: self._tell())
+        filling.add_done_callback(lambda _: self._notify())
 
     def dropped(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)
@@ -257,8 +257,8 @@ class WeightExports:
             if export.dropped:
                 self._pages.drop(export.pages, PageHolder.PUBLICATION)
                 del self._exports[serial]
-            elif not export.told:
-                export.told = True
+            elif not export.reported:
+                export.reported = True
                 self._publish(serial, export)
 
     def close(self) -> None:

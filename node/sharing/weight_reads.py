@@ -1,6 +1,6 @@
 """Weights that this node reads from another one, while it is paused.
 
-    wanted --paired with the lender--> piece after piece --all are here--> checked
+    wanted --paired with the producer--> piece after piece --all are here--> checked
 
 A few windows of pieces are in progress at once. Each is a hand-off into pages of this node's pool,
 and is copied from there into separate memory. Lost windows are requested again. Nothing changes
@@ -114,29 +114,29 @@ class WeightCopies:
 
     Args:
         pool: memory of the pages, uint8 [num_pages, page_bytes].
-        tell: called by that thread when something is done.
+        notify: called by that thread when something is done.
     """
 
-    def __init__(self, pool: Tensor, tell: Callable[[], None]) -> None:
+    def __init__(self, pool: Tensor, notify: Callable[[], None]) -> None:
         self._pool = pool
-        self._tell = tell
+        self._notify = notify
         self._worker = ThreadPoolExecutor(1, "weight reads")
 
     def copy(
-        self, file: ReceivedFile, first: int, pages: Ints, pieces: WeightPieces, lender: str
+        self, file: ReceivedFile, first: int, pages: Ints, pieces: WeightPieces, producer: str
     ) -> Future[int | None]:
         """Copy the pieces from `first` on out of these pages, which must not change until it is
         done. The Future has the number of bytes of the whole file, once that can be known, else
         None.
 
         Args:
-            lender: its address.
+            producer: its address.
         Fails with:
             FailedPrecondition: there is no room for it, or it is not a file of weights.
         """
         sizes = pieces.piece_bytes, pieces.num_bytes
-        copying = self._worker.submit(self._copy, file, first, pages, sizes, lender)
-        copying.add_done_callback(lambda _: self._tell())
+        copying = self._worker.submit(self._copy, file, first, pages, sizes, producer)
+        copying.add_done_callback(lambda _: self._notify())
         return copying
 
     def drop(self, file: ReceivedFile) -> None:
@@ -152,7 +152,7 @@ class WeightCopies:
         first: int,
         pages: Ints,
         sizes: tuple[int, int | None],
-        lender: str,
+        producer: str,
     ) -> int | None:
         piece_bytes, num_bytes = sizes
         start = first * piece_bytes
@@ -169,7 +169,7 @@ class WeightCopies:
             return expected
         except ConfigError as error:
             reason = str(error).replace(f"{file.directory}/", "")
-            raise FailedPrecondition(f"{lender}: {reason}") from error
+            raise FailedPrecondition(f"{producer}: {reason}") from error
         except OSError as error:
             raise FailedPrecondition(
                 f"weights: there is not enough memory for them: {error}"
@@ -230,7 +230,7 @@ class WeightReads:
         instance: this node's.
         cache: of `pages`.
         pool: their memory, uint8 [num_pages, page_bytes].
-        tell: called by another thread when something is done.
+        notify: called by another thread when something is done.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class WeightReads:
         pages: PageAllocator,
         pool: Tensor,
         port: ConsumerCommands,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._weights = weights
@@ -253,7 +253,7 @@ class WeightReads:
         self._window_pages = max(most, 1)
         self._port = port
         self._clock = clock
-        self._copies = WeightCopies(pool, tell)
+        self._copies = WeightCopies(pool, notify)
         self._producers: dict[str, ProducerUp] = {}  # by address
         self._next_number = FIRST_NUMBER
         self._taking: _Taking | None = None
@@ -349,7 +349,7 @@ class WeightReads:
                 self._pages.drop(read.pages, PageHolder.READ)
                 del self._reads[handoff_id]
         if self._taking is not None:
-            self._go_on(self._taking)
+            self._continue(self._taking)
 
     def close(self) -> None:
         self._copies.close()
@@ -367,7 +367,7 @@ class WeightReads:
         else:
             raise error
 
-    def _go_on(self, taking: _Taking) -> None:
+    def _continue(self, taking: _Taking) -> None:
         now = self._clock()
         if taking.preparing is not None:
             if taking.preparing.done():

@@ -32,7 +32,7 @@ from node.sharing.weight_reads import WeightReads
 S = TypeVar("S", Prefix, Weights, contravariant=True)
 
 
-# The two ends of reads between nodes that are no hand-offs of requests: reading and lending.
+# The two ends of reads between nodes that are no hand-offs of requests: reading and serving.
 # Dispatches events of the transfer thread to them.
 class ConsumerShare(Protocol):
     """The reading end. Hand-offs by their ids."""
@@ -63,7 +63,7 @@ class ProducerShare(Protocol[S]):
 
 
 def take(
-    event: NodeEvent, kind: type[S], reading: ConsumerShare, lending: ProducerShare[S]
+    event: NodeEvent, kind: type[S], reading: ConsumerShare, producing: ProducerShare[S]
 ) -> bool:
     """Pass an event to the end that it is for. Returns False if it belongs to another hand-off, or
     if other parts need it too.
@@ -85,11 +85,11 @@ def take(
         case ReadsEndedEvent() if event.id in reading:
             reading.reads_ended(event)
         case OpenedEvent(source=source) if isinstance(source, kind):
-            lending.opened(event, source)
-        case GrantedEvent() if event.serial in lending:
-            lending.granted(event)
-        case ClosedEvent() if event.serial in lending:
-            lending.dropped(event)
+            producing.opened(event, source)
+        case GrantedEvent() if event.serial in producing:
+            producing.granted(event)
+        case ClosedEvent() if event.serial in producing:
+            producing.dropped(event)
         case _:
             return False
     return True
@@ -102,7 +102,7 @@ class WeightSharing:
     Args:
         pool: memory of `pages`.
         port: to the transfer thread.
-        tell: called by another thread when something is done.
+        notify: called by another thread when something is done.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class WeightSharing:
         pages: PageAllocator,
         pool: Tensor,
         port: TransferPort,
-        tell: Callable[[], None],
+        notify: Callable[[], None],
     ) -> None:
         self._port = port
-        self._exports = WeightExports(weights, cache, pages, pool, port, tell)
+        self._exports = WeightExports(weights, cache, pages, pool, port, notify)
         self._reads = WeightReads(
             weights,
             instance=instance,
@@ -125,7 +125,7 @@ class WeightSharing:
             pages=pages,
             pool=pool,
             port=port,
-            tell=tell,
+            notify=notify,
         )
 
     @property

@@ -68,7 +68,7 @@ class KnownAdapters:
             raise NotFound(f"adapter: no {name!r} is loaded")
         return adapter
 
-    def told(self) -> None:
+    def wake(self) -> None:
         """Note that a node has reported something."""
         self._news.set()
         self._news = asyncio.Event()
@@ -163,11 +163,11 @@ class Cluster:
             del self._clients[client.address]
         self.refresh()
 
-    def told(self, client: DecodeClient) -> None:
+    def status_changed(self, client: DecodeClient) -> None:
         """Process a new Status of a node, or the end of its stream."""
         if (status := client.status) is not None:
             self._load.shown(client.address)
-            self.backlogs.told(
+            self.backlogs.record(
                 client.address,
                 queued_s=status.prompts.queued_s,
                 token_s=status.prompts.token_s,
@@ -176,9 +176,9 @@ class Cluster:
         else:
             self.backlogs.forget(client.address)
         self.heard(client)
-        self.adapters.told()
-        told = Counter(each.weights for each in self._clients.values() if each.status)
-        self.weights = max(told, key=told.__getitem__, default=UNNAMED)
+        self.adapters.wake()
+        counts = Counter(each.weights for each in self._clients.values() if each.status)
+        self.weights = max(counts, key=counts.__getitem__, default=UNNAMED)
 
     def heard(self, client: DecodeClient) -> None:
         """Process a change of the engine's liveness."""
@@ -189,14 +189,16 @@ class Cluster:
     def described(self, reports: Sequence[NodeReport]) -> None:
         """Record the queue times of prefill nodes. Decode nodes report theirs on their streams."""
         for report in reports:
-            told = report.description
+            description = report.description
             if report.role != "prefill":
                 continue
-            if told is None:
+            if description is None:
                 self.backlogs.forget(report.address)
                 continue
-            self.backlogs.told(
-                report.address, queued_s=told.prompts.queued_s, token_s=told.prompts.token_s
+            self.backlogs.record(
+                report.address,
+                queued_s=description.prompts.queued_s,
+                token_s=description.prompts.token_s,
             )
 
     def refresh(self) -> None:

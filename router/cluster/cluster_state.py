@@ -283,10 +283,10 @@ class ClusterState:
             return NodeReport(known.role, known.address, "unreachable", None)
         known.silence = ""
         known.leaving = description.state == "draining"
-        misfit = self._misfit(description)
-        if misfit and known.state != "unhealthy":
-            log.warning("%s and gets no requests %s", misfit, kv(node=known.address))
-        if misfit or description.role != known.role:
+        mismatch = self._incompatibility(description)
+        if mismatch and known.state != "unhealthy":
+            log.warning("%s and gets no requests %s", mismatch, kv(node=known.address))
+        if mismatch or description.role != known.role:
             return NodeReport(known.role, known.address, "unhealthy", description)
         state = description.state
         return NodeReport(known.role, known.address, state, description, state == "unhealthy")
@@ -297,7 +297,7 @@ class ClusterState:
             level = logging.INFO if known.leaving else logging.WARNING
             log.log(level, "node does not respond %s", kv(node=known.address, reason=reason))
 
-    def _misfit(self, description: node_pb2.DescribeResponse) -> str:
+    def _incompatibility(self, description: node_pb2.DescribeResponse) -> str:
         """Return why a healthy node gets no requests, or "" if it may."""
         if description.tokenizer_hash not in ("", self._tokenizer_hash):
             return "a node has another tokenizer"

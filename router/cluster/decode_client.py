@@ -42,7 +42,7 @@ _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
 _REFUSED_S = 30.0  # wait after a protocol version mismatch
 _DEAD_LOOK_S = 0.5
-_MAX_UNTOLD = 1024  # timelines still expected for cancelled requests
+_MAX_WITHOUT_TIMELINE = 1024  # timelines still expected for cancelled requests
 
 OnTimeline = Callable[[decode_pb2.Timeline], None]
 
@@ -105,8 +105,8 @@ class DecodeClient:
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
         # Requests without a timeline so far. It may come after the request was cancelled.
-        self._untold: dict[int, OnTimeline] = {}
-        self._trial: decode_pb2.Trial | None = None  # in progress in the node
+        self._without_timeline: dict[int, OnTimeline] = {}
+        self._quarantine: decode_pb2.Quarantine | None = None  # in progress in the node
         self._unsent = OutgoingBatch(address)
 
     @property
@@ -131,7 +131,7 @@ class DecodeClient:
     async def run(self) -> None:
         """Keep the stream until cancelled. Active requests then fail with NodeUnavailable."""
         backoff_s = _MIN_BACKOFF_S
-        told = ""
+        logged = ""
         while True:
             opened_at = time.monotonic()
             self._found.clear()
@@ -141,13 +141,13 @@ class DecodeClient:
                 rpc.raise_if_cancelled()
                 if self.status is not None:
                     self._found.clear()  # set before, for the stream that is lost
-                    self._tell_of(over)
-                elif over.refused and over.reason != told:
+                    self._log_end(over)
+                elif over.refused and over.reason != logged:
                     log.warning(
                         "decode node rejected the stream %s",
                         kv(node=self.address, reason=over.reason),
                     )
-                told = over.reason
+                logged = over.reason
             finally:
                 self._lose(over)
             if time.monotonic() - opened_at > _MAX_BACKOFF_S:
@@ -159,7 +159,7 @@ class DecodeClient:
                 await self._wait(backoff_s * share)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    def _tell_of(self, over: _Over) -> None:
+    def _log_end(self, over: _Over) -> None:
         """Log the end of a stream. A planned end without active requests is no warning."""
         self.ended_in_order = self.drains and not self._live
         if self.ended_in_order:
@@ -230,7 +230,7 @@ class DecodeClient:
             prefix_hints=hints.to_proto(prefix_hints),
             move_from=move_from,
         )
-        self._untold[number] = on_timeline
+        self._without_timeline[number] = on_timeline
         self._unsent.submit(submit)
         return DecodeCall(buffer, self, number, MoveFrom(address=self.address, ticket=ticket))
 
@@ -242,9 +242,9 @@ class DecodeClient:
     def _cancel(self, number: int) -> None:
         del self._live[number]
         if not self._unsent.cancel(number):
-            self._untold.pop(number, None)
-        elif len(self._untold) > len(self._live) + _MAX_UNTOLD:
-            del self._untold[next(iter(self._untold))]
+            self._without_timeline.pop(number, None)
+        elif len(self._without_timeline) > len(self._live) + _MAX_WITHOUT_TIMELINE:
+            del self._without_timeline[next(iter(self._without_timeline))]
 
     async def _serve(self) -> _Over:
         """Open the stream and read it to its end."""
@@ -329,11 +329,11 @@ class DecodeClient:
                 self._renew(_version(message.status))
                 self._note_drain()
                 self._on_move(self.address)
-            case "trial":
-                self._trial = message.trial if message.trial.under_way else None
-            case "engine_beat":
+            case "quarantine":
+                self._quarantine = message.quarantine if message.quarantine.under_way else None
+            case "engine_heartbeat":
                 if self._pulse is not None:
-                    self._pulse.beat(message.engine_beat.late_s)
+                    self._pulse.heartbeat(message.engine_heartbeat.late_s)
             case _:
                 return  # message kind of a newer version
 
@@ -357,13 +357,13 @@ class DecodeClient:
         if not whole or not alike:
             raise ProtocolViolation("the node sent a step with columns of different lengths")
         live = self._live
-        told = []
+        changed = []
         for number, cached_tokens in zip(step.begun, step.cached_tokens, strict=True):
             if (buffer := live.get(number)) is not None:
                 buffer.note_cached_tokens(cached_tokens)
         for row in step.logprobs:
             if (buffer := live.get(row.request)) is not None:
-                buffer.tell_logprobs(from_proto(row.logprobs).tokens())
+                buffer.add_logprobs(from_proto(row.logprobs).tokens())
         for row in step.prompt_logprobs:
             if (buffer := live.get(row.request)) is not None:
                 buffer.prompt_logprobs = from_proto(row.logprobs).tokens()
@@ -373,7 +373,7 @@ class DecodeClient:
         for number, token in zip(step.request, step.token, strict=True):
             if (buffer := live.get(number)) is None:
                 continue
-            told.append(buffer)
+            changed.append(buffer)
             if not buffer.append(token):
                 buffer.end(
                     NodeUnavailable(
@@ -382,7 +382,7 @@ class DecodeClient:
                 )
                 self._cancel(number)
         for index, number in enumerate(step.ended):
-            on_timeline = self._untold.pop(number, None)
+            on_timeline = self._without_timeline.pop(number, None)
             if on_timeline is not None and step.timeline:
                 on_timeline(step.timeline[index])
             buffer = live.pop(number, None)
@@ -396,21 +396,21 @@ class DecodeClient:
                 if isinstance(end, NodeUnavailable) and self.drains:
                     end = NodeLost(str(end), LossCause.UNRELATED)
                 buffer.end(end)
-                told.append(buffer)
-        for buffer in told:
-            buffer.tell()
+                changed.append(buffer)
+        for buffer in changed:
+            buffer.wake()
 
     def _lose(self, over: _Over) -> None:
         sentence = f"decode node {self.address} has disconnected: {over.reason}"
         for number, buffer in self._live.items():
             buffer.end(NodeLost(sentence, self._whose(number, over)))
-        self.status = self._trial = self._pulse = None
+        self.status = self._quarantine = self._pulse = None
         self.adapters = {}
         self._note_drain()
         for buffer in self._live.values():
-            buffer.tell()
+            buffer.wake()
         self._live.clear()
-        self._untold.clear()
+        self._without_timeline.clear()
         self._on_move(self.address)
 
     @property
@@ -434,10 +434,10 @@ class DecodeClient:
         """Return the possible cause of the end of a stream, for one request."""
         if not over.engine_died:
             return LossCause.UNRELATED if self.drains else LossCause.UNKNOWN
-        if self._trial is None:
-            return LossCause.SUSPECT
-        alone = self._trial.HasField("request") and self._trial.request == number
-        return LossCause.GUILTY if alone else LossCause.UNRELATED
+        if self._quarantine is None:
+            return LossCause.POSSIBLE
+        alone = self._quarantine.HasField("request") and self._quarantine.request == number
+        return LossCause.CERTAIN if alone else LossCause.UNRELATED
 
 
 def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:

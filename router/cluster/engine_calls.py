@@ -102,13 +102,13 @@ class EngineCalls:
             await self.resume()
         return router_pb2.UpdateWeightsResponse(id=prepared, aborted=paused.aborted)
 
-    async def take_weights(self, lender: str, *, abort: bool) -> router_pb2.UpdateWeightsResponse:
+    async def take_weights(self, producer: str, *, abort: bool) -> router_pb2.UpdateWeightsResponse:
         """Update the weights of all nodes from one node.
 
         Nodes with other weights are paused while they read the weights.
 
         Args:
-            lender: address of the node.
+            producer: address of the node.
             abort: as in `update_weights`.
         Raises:
             InvalidRequest: the node is unknown or does not report its weights.
@@ -119,16 +119,16 @@ class EngineCalls:
             for report in await self._state.look()
             if report.description is not None
         }
-        weights, pairs = has.get(lender), await self._pairs()
+        weights, pairs = has.get(producer), await self._pairs()
         if not weights:
-            raise InvalidRequest(f"node: none is known at {lender}, or it does not respond")
-        others = [each for each in self._state.members if each.address != lender]
+            raise InvalidRequest(f"node: none is known at {producer}, or it does not respond")
+        others = [each for each in self._state.members if each.address != producer]
         takers = [each for each in others if has.get(each.address) != weights]
         mode = (PauseMode.ABORT if abort else PauseMode.RETRACT).value
         paused = router_pb2.PauseResponse()
         if takers:
             paused = await self._pause(router_pb2.PauseRequest(mode=mode), takers)
-        request = node_pb2.TakeWeightsRequest(id=weights, address=lender)
+        request = node_pb2.TakeWeightsRequest(id=weights, address=producer)
         said = await ask_all(others, "TakeWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
             raise FailedPrecondition(f"{problems}. The nodes that were to load them stay paused")
@@ -264,7 +264,7 @@ def _problems(said: Sequence[BroadcastResult]) -> str:
 
 _LOAD_S = 65.0  # longer than a node takes
 _UNLOAD_S = 10.0
-_TOLD_S = 5.0  # longest wait until the router's streams report the change
+_REPORT_S = 5.0  # longest wait until the router's streams report the change
 
 
 class AdapterCalls:
@@ -300,7 +300,7 @@ class AdapterCalls:
             await self._unload(fresh, name)
             raise InvalidRequest(f"lora_path: {'; '.join(problems)}")
         answer: router_pb2.LoadAdapterResponse = loaded[0].answer
-        await self._cluster.adapters.until(name, answer.id, _TOLD_S)
+        await self._cluster.adapters.until(name, answer.id, _REPORT_S)
         return answer
 
     async def unload(self, name: str) -> router_pb2.UnloadAdapterResponse:
@@ -317,7 +317,7 @@ class AdapterCalls:
             raise InvalidRequest(f"lora_name: {'; '.join(problems)}")
         if not any(each.answer.known for each in said):
             raise NotFound(f"lora_name: no adapter {name!r} is loaded")
-        await self._cluster.adapters.until(name, None, _TOLD_S)
+        await self._cluster.adapters.until(name, None, _REPORT_S)
         return router_pb2.UnloadAdapterResponse(known=True)
 
     async def _unload(self, members: Sequence[NodeMember], name: str) -> list[BroadcastResult]:

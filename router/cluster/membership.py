@@ -48,13 +48,13 @@ class CacheWatch:
         """
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         backoff_s = _MIN_BACKOFF_S
-        told = ""
+        logged = ""
         try:
             while True:
                 heard, reason = await self._listen(address, stub)
                 rpc.raise_if_cancelled()
-                if reason != told:
-                    told = reason
+                if reason != logged:
+                    logged = reason
                     log.info("prefix cache subscription failed %s", kv(node=address, reason=reason))
                 if heard:
                     backoff_s = _MIN_BACKOFF_S
@@ -193,7 +193,7 @@ class Membership:
     ) -> None:
         async with channel:
             self._prefill.append(address)
-            self._tell_peers()
+            self._send_peers()
             watching = self._tasks.create_task(self._watch_cache(address, channel))
             async with self._pooling.member(address):
                 await left.wait()
@@ -201,7 +201,7 @@ class Membership:
             if address not in self._roles:  # otherwise its old role is gone already
                 await asyncio.sleep(HANDOFFS_S)
             self._prefill.remove(address)
-            self._tell_peers()
+            self._send_peers()
 
     async def _watch_cache(self, address: str, channel: grpc.aio.Channel) -> None:
         if self._cache_watch is not None:
@@ -221,7 +221,7 @@ class Membership:
         )
         async with channel, asyncio.TaskGroup() as tasks:
             self._clients.append(client)
-            self._tell_peers()
+            self._send_peers()
             self._cluster.add(client)
             serving = tasks.create_task(client.run())
             moving = tasks.create_task(evacuate(client))
@@ -237,7 +237,7 @@ class Membership:
             watching.cancel()
             self._clients.remove(client)
             self._shapes.pop(client, None)
-            self._tell_peers()
+            self._send_peers()
 
     def _moved(self, client: DecodeClient, left: asyncio.Event) -> None:
         """Handle a new Status of `client`, or the end of its stream."""
@@ -253,7 +253,7 @@ class Membership:
         if shape != self._shapes.get(client):
             self._shapes[client] = shape
             self._state.want()
-        self._cluster.told(client)
+        self._cluster.status_changed(client)
 
     def _pulsed(self, client: DecodeClient, left: asyncio.Event) -> None:
         """Handle a change of liveness: the node's description changes with it."""
@@ -267,7 +267,7 @@ class Membership:
     def _others(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(client.address for client in self._clients))[:MAX_ADDRESSES]
 
-    def _tell_peers(self) -> None:
+    def _send_peers(self) -> None:
         for client in self._clients:
             client.set_peers(self._peers(), self._others())
 

@@ -43,8 +43,8 @@ class LossCause(Enum):
 
     UNRELATED = 0
     UNKNOWN = 1  # the node is gone and has given no reason
-    SUSPECT = 2  # the engine crashed
-    GUILTY = 3  # the engine crashed while it computed only this request
+    POSSIBLE = 2  # the engine crashed
+    CERTAIN = 3  # the engine crashed while it computed only this request
 
 
 class NodeLost(NodeUnavailable):
@@ -57,7 +57,7 @@ class NodeLost(NodeUnavailable):
 
 def may_have_crashed(error: NodeUnavailable) -> bool:
     """Return whether the request may have crashed the engine of its node."""
-    return isinstance(error, NodeLost) and error.cause in (LossCause.SUSPECT, LossCause.GUILTY)
+    return isinstance(error, NodeLost) and error.cause in (LossCause.POSSIBLE, LossCause.CERTAIN)
 
 
 def end_of(
@@ -117,7 +117,7 @@ class EngineLiveness:
         self._look_s = min(_LONGEST_LOOK_S, patience.silent_s / 4)
         self._standstill = StallMonitor(self._look_s)
 
-    def beat(self, late_s: float = 0.0) -> None:
+    def heartbeat(self, late_s: float = 0.0) -> None:
         """Note a heartbeat.
 
         Args:
@@ -126,17 +126,17 @@ class EngineLiveness:
         late_s = late_s if late_s > 0.0 else 0.0  # NaN counts as 0
         self._standstill.moved(late_s)
         if late_s < self._patience.silent_s:
-            self._tell(moves=True)
+            self._report(moves=True)
 
     async def until_dead(self) -> None:
         """Wait until the engine counts as dead. Returns at once while it stays dead."""
         while (silence_s := self._standstill.look()) < self._patience.dead_s:
             if silence_s >= self._patience.silent_s:
-                self._tell(moves=False)
+                self._report(moves=False)
             await asyncio.sleep(self._look_s)
-        self._tell(moves=False, dead=True)
+        self._report(moves=False, dead=True)
 
-    def _tell(self, *, moves: bool, dead: bool = False) -> None:
+    def _report(self, *, moves: bool, dead: bool = False) -> None:
         if (moves, dead) != (self.moves, self.dead):
             self.moves, self.dead = moves, dead
             self._on_change()

@@ -35,7 +35,7 @@ NO_PREFILL_NODE = "no prefill node is ready, and only those make vectors and sco
 _MAX_CALLS = 32  # per node, from this router; a node accepts 64 at once per connection
 _MAX_RETRY_S = 3600.0
 _LATE_S = 1.0  # added to the budget: the node's own error is more specific
-_NOBODY = ""  # in place of a decode node
+_NO_NODE = ""  # in place of a decode node
 
 _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
     error.status: error
@@ -167,7 +167,7 @@ class PoolingNodes:
         if not nodes:
             raise NodeUnavailable(NO_PREFILL_NODE)
         awake = [each for each in nodes if not self._paused(each)]
-        anywhere = DecodeChoice(_NOBODY, tuple(map(PrefillChoice, awake or nodes)))
+        anywhere = DecodeChoice(_NO_NODE, tuple(map(PrefillChoice, awake or nodes)))
         choices = self._backlogs.in_time([anywhere], len(key.token_ids), due)
         placement = self._policy.pick(key, choices)
         address = placement.prefill[0]

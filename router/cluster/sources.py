@@ -227,7 +227,7 @@ class _Entry:
             self.failure = f"no answer within {longest_s:g} s"
         return self.failure != before
 
-    def tell(self) -> None:
+    def log_change(self) -> None:
         fields = {"role": self.role, "entry": self.text, "nodes": len(self.addresses)}
         if self.failure:
             log.warning(
@@ -282,7 +282,7 @@ class Discovery:
         for entry in itertools.compress(self._entries, failed):
             if entry.source.required:
                 raise ConfigError(f"--{entry.role}: {entry.failure}")
-            entry.tell()
+            entry.log_change()
         self.members = self._merged()
 
     async def run(self, on_change: Callable[[DiscoveredNodes], None]) -> None:
@@ -298,7 +298,7 @@ class Discovery:
         while True:
             await asyncio.sleep(interval_s)
             if await entry.look(_LOOK_S):
-                entry.tell()
+                entry.log_change()
             members = self._merged()
             if members != self.members:
                 self.members = members

@@ -87,7 +87,7 @@ class NodeTally:
             _add(self._requests, address, num_requests)
 
 
-_NOBODY = QueueModel()  # an empty queue
+_EMPTY = QueueModel()  # an empty queue
 
 
 class QueuedWork:
@@ -102,7 +102,7 @@ class QueuedWork:
 
     def at(self, address: str) -> QueueModel:
         """Return the queue of a node. The caller must not change it."""
-        return self._lines.get(address, _NOBODY)
+        return self._lines.get(address, _EMPTY)
 
     def tokens(self, address: str) -> int:
         return self.at(address).units
@@ -288,14 +288,14 @@ class RequestDue(NamedTuple):
 WHENEVER = RequestDue(math.inf, math.inf)
 
 
-class _Told(NamedTuple):
+class _Reported(NamedTuple):
     token_s: float = 0.0  # seconds per prompt token
     others_s: float = 0.0  # queue time of other routers' requests at that time
     pages_s: float = 0.0  # until pages are free for another request, at that time
     at: float = 0.0
 
 
-_NOTHING = _Told()
+_NOTHING = _Reported()
 
 
 class NodeBacklogs:
@@ -308,9 +308,11 @@ class NodeBacklogs:
         self._load = load
         self._now = now
         self._pressure = PoolPressure()
-        self._told: dict[str, _Told] = {}
+        self._reported: dict[str, _Reported] = {}
 
-    def told(self, address: str, *, queued_s: float, token_s: float, pages_s: float = 0.0) -> None:
+    def record(
+        self, address: str, *, queued_s: float, token_s: float, pages_s: float = 0.0
+    ) -> None:
         """Record the queue times that a node reports. Impossible values count as 0.
 
         Args:
@@ -322,17 +324,19 @@ class NodeBacklogs:
         queued_s, token_s, pages_s = map(_believed, (queued_s, token_s, pages_s))
         own_s = self._load.queued.tokens(address) * token_s
         others_s = max(queued_s - own_s, 0.0)
-        self._told[address] = _Told(token_s, others_s, pages_s, self._now())
+        self._reported[address] = _Reported(token_s, others_s, pages_s, self._now())
 
     def forget(self, address: str) -> None:
         """Drop the reports of a node. Another node may come back at its address."""
-        self._told.pop(address, None)
+        self._reported.pop(address, None)
 
     def queue_s(self, address: str) -> float:
         """Return the seconds until a request that comes now starts on a node, behind all others."""
-        told = self._told.get(address, _NOTHING)
-        others_s, pages_s = self._left_s(told)
-        return max(max(others_s, 0.0) + self._load.queued.tokens(address) * told.token_s, pages_s)
+        reported = self._reported.get(address, _NOTHING)
+        others_s, pages_s = self._left_s(reported)
+        return max(
+            max(others_s, 0.0) + self._load.queued.tokens(address) * reported.token_s, pages_s
+        )
 
     def in_time(
         self, choices: Sequence[DecodeChoice], num_tokens: int, due: RequestDue
@@ -377,7 +381,7 @@ class NodeBacklogs:
         if due.start_by == math.inf:
             return -math.inf
         now = self._now()
-        work_s = num_tokens * self._told.get(address, _NOTHING).token_s
+        work_s = num_tokens * self._reported.get(address, _NOTHING).token_s
         queue_s = min(due.start_by - now, self._pressure.limit_s(now, due.priority))
         return now + may_wait_s(queue_s, due.deadline - now, work_s)
 
@@ -386,21 +390,21 @@ class NodeBacklogs:
 
         0.0 or less: all start in time, or nothing is queued.
         """
-        told, now = self._told.get(address, _NOTHING), self._now()
+        reported, now = self._reported.get(address, _NOTHING), self._now()
         line = self._load.queued.at(address)
-        waits = told.token_s > 0.0 and bool(line)
-        others_s, pages_s = self._left_s(told)
+        waits = reported.token_s > 0.0 and bool(line)
+        others_s, pages_s = self._left_s(reported)
         if not waits and others_s <= 0.0 and pages_s <= 0.0:
             return 0.0
         newcomer = QueueEntry(self.start_by(address, num_tokens, due), num_tokens, due.priority)
         begins = now + max(others_s, 0.0)
-        late, _ = line.late_s(newcomer, begins=begins, unit_s=told.token_s)
+        late, _ = line.late_s(newcomer, begins=begins, unit_s=reported.token_s)
         return max(late, now + pages_s - newcomer.start_by)
 
-    def _left_s(self, told: _Told) -> tuple[float, float]:
-        """Return what is left of `others_s` and `pages_s`. Negative since they are over."""
-        passed_s = self._now() - told.at
-        return told.others_s - passed_s, told.pages_s - passed_s
+    def _left_s(self, reported: _Reported) -> tuple[float, float]:
+        """Return what is left of `others_s` and `pages_s`. Negative: seconds since they ended."""
+        passed_s = self._now() - reported.at
+        return reported.others_s - passed_s, reported.pages_s - passed_s
 
 
 def _believed(value: float) -> float:

@@ -70,14 +70,14 @@ class PrefixIndex:
         node = self._nodes.get(address)
         return node.match(prompt) if node else 0
 
-    def telling(self) -> set[str]:
+    def reporting(self) -> set[str]:
         """Return the nodes that have sent events."""
-        return {address for address, node in self._nodes.items() if node.told}
+        return {address for address, node in self._nodes.items() if node.reported}
 
-    def told_tokens(self, prompt: PromptPrefixes, address: str) -> int:
+    def reported_tokens(self, prompt: PromptPrefixes, address: str) -> int:
         """Return how many prompt tokens the node has cached, by its events alone."""
         node = self._nodes.get(address)
-        return node.match_told(prompt) if node else 0
+        return node.match_reported(prompt) if node else 0
 
     def placed(self, prompt: PromptPrefixes, address: str) -> None:
         """Note that the node is about to compute the prompt."""
@@ -116,7 +116,7 @@ class PrefixIndex:
     def silent(self, address: str) -> None:
         """Drop the events of a node that sends no more: they may be wrong from now on."""
         if address in self._nodes:
-            self._nodes[address].untell()
+            self._nodes[address].stop_reporting()
 
     def forget(self, address: str) -> None:
         """Drop a node that has left."""
@@ -124,7 +124,7 @@ class PrefixIndex:
 
     def num_pages(self, address: str) -> int:
         """Return the number of pages known from the node's events."""
-        return len(self._nodes[address].told) if address in self._nodes else 0
+        return len(self._nodes[address].reported) if address in self._nodes else 0
 
     def _node(self, address: str) -> "_Node":
         node = self._nodes.get(address)
@@ -138,8 +138,8 @@ class _Node:
 
     def __init__(self) -> None:
         self.page_size = 1
-        self.told: set[int] = set()
-        self._tells = False
+        self.reported: set[int] = set()
+        self._reports = False
         # History has two generations, so that dropping the older one costs nothing per prefix.
         self._recent: dict[int, None] = {}
         self._older: dict[int, None] = {}
@@ -147,53 +147,53 @@ class _Node:
 
     def match(self, prompt: PromptPrefixes) -> int:
         """Return the tokens of the longest cached prefix."""
-        told = self.match_told(prompt)
+        reported = self.match_reported(prompt)
         # From the first stride that history could add.
-        strides = prompt.strides[told // STRIDE :] if self._recent or self._older else ()
-        known = told // STRIDE
+        strides = prompt.strides[reported // STRIDE :] if self._recent or self._older else ()
+        known = reported // STRIDE
         for name in strides:
             if name not in self._recent and name not in self._older:
                 break
             known += 1
-        return max(told, known * STRIDE)
+        return max(reported, known * STRIDE)
 
     def remember(self, strides: list[int], now: float) -> None:
         limit = MAX_HISTORY // 2
-        aged = self._tells and now - self._since > HISTORY_S
+        aged = self._reports and now - self._since > HISTORY_S
         if aged or len(self._recent) + len(strides) > limit:
             self._older, self._recent, self._since = self._recent, {}, now
         self._recent.update(dict.fromkeys(strides[:limit]))
 
     def change(self, stored: Iterable[int], removed: Iterable[int]) -> None:
-        self._tells = True
+        self._reports = True
         gone = list(removed)
-        self.told.difference_update(gone)
+        self.reported.difference_update(gone)
         for name in gone:
             self._recent.pop(name, None)
             self._older.pop(name, None)
-        self.told.update(islice(stored, MAX_PAGES - len(self.told)))
+        self.reported.update(islice(stored, MAX_PAGES - len(self.reported)))
 
     def clear(self) -> None:
-        self.told.clear()
+        self.reported.clear()
         self._recent.clear()
         self._older.clear()
 
-    def untell(self) -> None:
-        self.told.clear()
-        self._tells = False
+    def stop_reporting(self) -> None:
+        self.reported.clear()
+        self._reports = False
 
-    def match_told(self, prompt: PromptPrefixes) -> int:
+    def match_reported(self, prompt: PromptPrefixes) -> int:
         """Return the cached tokens by events, in O(log(pages)).
 
         Most uncached prompts differ in page one.
         """
-        if not self.told:
+        if not self.reported:
             return 0
-        told, size = self.told, self.page_size
+        reported, size = self.reported, self.page_size
         low, high = 0, prompt.num_tokens // size
         middle = 0
         while low < high:
-            if prompt.name((middle + 1) * size) in told:
+            if prompt.name((middle + 1) * size) in reported:
                 low = middle + 1
             else:
                 high = middle
@@ -218,11 +218,11 @@ class PrefixHints:
     def of(self, key: PlacementKey, placement: PlacementDecision) -> tuple[PrefixHint, ...]:
         """Return the hints, longest prefix first."""
         computes = placement.prefill[0] if placement.prefill else placement.decode
-        known = self._prefixes.telling() - {computes, placement.decode}
+        known = self._prefixes.reporting() - {computes, placement.decode}
         if not known:
             return ()
         prompt = PromptPrefixes(key.token_ids, key.namespace)
-        least = self._prefixes.told_tokens(prompt, computes) + LEAST_TOKENS
-        told = ((self._prefixes.told_tokens(prompt, address), address) for address in known)
-        most = sorted(((has, address) for has, address in told if has >= least), reverse=True)
+        least = self._prefixes.reported_tokens(prompt, computes) + LEAST_TOKENS
+        reported = ((self._prefixes.reported_tokens(prompt, address), address) for address in known)
+        most = sorted(((has, address) for has, address in reported if has >= least), reverse=True)
         return tuple(PrefixHint(address, has) for has, address in most[:MOST])

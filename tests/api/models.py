@@ -1,4 +1,4 @@
-"""Tiny models to tokenise with: checkpoints without weights."""
+"""Tiny models to tokenize with: checkpoints without weights."""
 
 import json
 from collections.abc import Iterable

@@ -39,11 +39,11 @@ class RecordingFleet(Fleet):
         self.answer = answer
         self.calls: list[tuple[str, str, Any]] = []
 
-    async def tell_node(self, address: str, method: str, request: Any, timeout_s: float) -> Any:
+    async def call_node(self, address: str, method: str, request: Any, timeout_s: float) -> Any:
         self.calls.append((address, method, request))
         return self.answer
 
-    tell_router = tell_node
+    call_router = call_node
 
 
 def _options(name: str, *arguments: str) -> argparse.Namespace:

@@ -34,7 +34,7 @@ from protos.router_pb2 import (
     GetClusterResponse,
     MoveResponse,
     Plan,
-    TellPlanResponse,
+    ReportPlanResponse,
 )
 
 RULES = PlannerRules(sustained_s=10.0, settle_s=30.0, idle_s=60.0)
@@ -312,14 +312,14 @@ class _Fleet:
             ]
         )
 
-    async def tell_router(
+    async def call_router(
         self, router: str, method: str, request: Any, longest_s: float = 10.0
     ) -> Any:
-        if method == "TellPlan":
+        if method == "ReportPlan":
             if self.deaf:
                 raise UnfinishedRestart("it knows no such call")
             self.plans.append(request.plan)
-            return TellPlanResponse()
+            return ReportPlanResponse()
         self.moved.append((request.source, request.target))
         if len(self.moved) > 1:
             raise UnfinishedRestart("it has just ended")

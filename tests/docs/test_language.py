@@ -25,6 +25,21 @@ WORDS = re.compile(
     r"|beats?|knobs?|programs?|strangers?|misfits?|is over|are over)\b",
     re.IGNORECASE,
 )
+# Parts of identifiers and words of comments. The lookaheads spare names of a setting and of Triton.
+IDENTIFIERS = re.compile(
+    r"(?<![A-Za-z])(?i:told|tells?|telling|untold|(?:un)?heed(?:s|ed)?|mend(?:s|ed)?|dawdles?"
+    r"|strangers?|misfits?|suspects?(?![_-]after)|guilty|innocent|lend(?:s|ers?|ing)?|let_in|let_go"
+    r"|go(?:es)?_on|turn(?:ed)?_(?:out|away)|knob|beats?|anew|nobody|somebody|anybody|whoever"
+    r"|(?:de)?tokenis\w*)(?![a-z])"
+)
+CODE = sorted(
+    path
+    for path in ROOT.glob("[a-z]*/**/*")
+    if path.suffix in (".py", ".js", ".proto")
+    and "tests" not in path.parts
+    and "_pb2" not in path.name
+    and path.name != "renamed.py"  # the table of old names
+)
 _FENCE = re.compile(r"^( *)(```+).*?^\1\2[^\n]*$", re.MULTILINE | re.DOTALL)
 _DELIMITERS = re.compile(r"^\s*\|[\s|:-]+\|\s*$")
 _MARKS = re.compile(r"^\s*(?:[-*+]|\d+\.|#+|>|!!!\s\w+|===)\s+")
@@ -75,6 +90,24 @@ def _name(page: Path) -> str:
 def test_a_page_breaks_no_more_language_rules_than_before(page: Path) -> None:
     found = list(broken_rules(page.read_text()))
     assert len(found) <= json.loads(COUNTS.read_text()).get(_name(page), 0), "\n".join(found)
+
+
+def test_code_has_no_private_words() -> None:
+    found = [
+        f"{_name(path)}:{number}: {word[0]}"
+        for path in CODE
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for word in IDENTIFIERS.finditer(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "name", ["_told", "told_at", "TellPlan", "MAX_STRANGERS", "_let_in", "# tell"]
+)
+def test_a_private_word_in_an_identifier_is_found(name: str) -> None:
+    assert IDENTIFIERS.search(name)
+    assert not IDENTIFIERS.search("threshold satellite calendar suspect_after_s blended")
 
 
 @pytest.mark.parametrize(

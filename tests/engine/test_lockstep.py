@@ -260,5 +260,5 @@ def stepped(state: State, arrives: Sequence[bool], ends: Sequence[bool]) -> tupl
         prompts.waited = waited
         prompts.follow(turns)
         asleep = not any(each.launches for each in turns)
-        assert not (asleep and turn.wants_prefill) or prompts.may_go_on
+        assert not (asleep and turn.wants_prefill) or prompts.may_continue
     return (gate.is_open, prompts.waited, tuple(following)), counted.delayed_prefills

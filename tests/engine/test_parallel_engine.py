@@ -389,7 +389,7 @@ def test_pages_of_every_rank_go_to_host_memory_and_back(tmp_path: Path) -> None:
         assert followers.ask(lose_pages_of_followers).result(PATIENCE_S) == [b""]
         assert answer() != expected  # it continues from the prefix cache
         told = threading.Event()
-        serving.engine.copier.tell = told.set
+        serving.engine.copier.notify = told.set
         copy = serving.engine.copier.bring(PageCopies(pages, pages))
         assert told.wait(PATIENCE_S) and copy.done
         assert answer() == expected
@@ -646,7 +646,7 @@ LONG_PROMPT = prompt(64)  # four pages
 def poll_until(serving: Serving, condition: Callable[[], object]) -> None:
     """Poll the tiers whenever one of their threads has done something."""
     news, tiers = threading.Event(), serving.engine.tiers
-    serving.engine.copier.tell = news.set
+    serving.engine.copier.notify = news.set
     tiers.poll()
     while not condition():
         assert news.wait(PATIENCE_S)

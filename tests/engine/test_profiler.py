@@ -72,7 +72,7 @@ def test_a_profile_is_stopped_before_it_has_its_steps(made, steps):
 def test_a_profile_ends_with_its_time_where_nothing_is_computed(made, steps, monkeypatch):
     monkeypatch.setattr(profiler, "LONGEST_S", 0.0)
     told = []
-    made.tell = lambda: told.append(True)
+    made.notify = lambda: told.append(True)
     path = made.start(1000)
     made.poll()
     assert made.stop().result(WAIT_S) == path and Path(path).exists()

@@ -37,7 +37,7 @@ def test_every_tensor_is_asked_for_before_it_is_read_and_not_all_at_once(tmp_pat
 
 def test_the_log_is_told_how_far_loading_is(tmp_path, monkeypatch, caplog):
     directory = make_checkpoint(tmp_path)
-    monkeypatch.setattr(reader, "TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr(reader, "LOG_INTERVAL_S", 0.0)
     with caplog.at_level("INFO", reader.__name__):
         load(directory, torch.device("cpu"), torch.float32)
     lines = [record.message for record in caplog.records if record.name == reader.__name__]
@@ -53,6 +53,6 @@ def test_nothing_is_said_of_what_is_loaded_at_once(tmp_path, caplog):
         for name in Checkpoint(directory).tensors:
             told.reads(name)
         assert not caplog.records
-        now += reader.TOLD_EVERY_S
+        now += reader.LOG_INTERVAL_S
         told.reads(name)
     assert "100 %" in caplog.records[0].message

@@ -334,7 +334,7 @@ class Told:
     journal: CacheJournal = field(default_factory=CacheJournal)
 
     def __post_init__(self) -> None:
-        self.rig.cache.tell(self.journal)
+        self.rig.cache.record_in(self.journal)
         self.names = set(self.rig.cache.page_names())
 
     def check(self) -> None:

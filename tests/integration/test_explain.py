@@ -39,7 +39,7 @@ async def test_a_request_is_explained_by_all_programs_that_had_it(make: Callable
         moments = [event.get("at_s", 0.0) for event in told["events"]]
         assert moments == sorted(moments)
         here = [event["event"]["what"] for event in told["events"] if not event["node"]]
-        assert here == ["arrived", "tokenised", "placed", "first token", "last token", "ended"]
+        assert here == ["arrived", "tokenized", "placed", "first token", "last token", "ended"]
         there = [e["event"]["what"] for e in told["events"] if e["where"] == "prefill"]
         assert there == ["opened", "granted", "prefills", "computed", "released"]
         by_id = (await get(cluster.http_port, f"/requests/{told['request_id']}/events")).json

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.request import GUILTY
+from common.request import CRASHED_TWICE
 from tests.integration.oracle import oracle
 from tests.support.cluster import POISONED, Cluster, Node
 from tests.support.poisoned.sitecustomize import DEADLY, POISON
@@ -76,7 +76,7 @@ async def test_poison_ends_two_engines_and_nobody_else(
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await cluster.generate(poison, max_tokens=NUM_TOKENS, ignore_eos=True)
         told = (refused.value.code(), refused.value.details())
-        assert told == (grpc.StatusCode.INTERNAL, GUILTY)
+        assert told == (grpc.StatusCode.INTERNAL, CRASHED_TWICE)
         for number, tokens in zip(numbers, await asyncio.gather(*answers), strict=True):
             assert tuple(tokens) == known.tokens(_innocent(number), NUM_TOKENS)
         for number, tokens in zip(numbers, await asyncio.gather(*late), strict=True):

@@ -12,7 +12,7 @@ from common.addresses import MAX_HINTS, PrefixHint
 from common.errors import ProtocolViolation
 from common.limits import MAX_RANKS, MAX_STREAM_INTERVAL
 from common.priority import HIGHEST, LOWEST
-from common.request import MAX_BUDGET_S, MAX_DEATHS, Remaining, RequestSpec
+from common.request import MAX_BUDGET_S, MAX_ENGINE_CRASHES, Remaining, RequestSpec
 from common.requests.namespace import SHARED, as_bytes, namespace_of
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
@@ -118,7 +118,7 @@ def specs(draw: st.DrawFn) -> RequestSpec:
         request_id=draw(text),
         traceparent=draw(traceparents),
         namespace=draw(namespaces),
-        engine_crashes=draw(st.integers(0, MAX_DEATHS)),
+        engine_crashes=draw(st.integers(0, MAX_ENGINE_CRASHES)),
         priority=draw(st.integers(LOWEST, HIGHEST)),
         routing_key=draw(u64),
         client=draw(u64),

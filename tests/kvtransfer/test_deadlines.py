@@ -48,13 +48,13 @@ def test_a_stream_that_is_over_is_neither_silent_nor_beaten_on():
     beats.start(2, now=0.0)
     beats.stop(1)
     due = beats.take_due(100.0)
-    assert (due.beats, due.silent) == ([2], [2])
+    assert (due.heartbeats, due.silent) == ([2], [2])
 
 
 def test_who_does_not_move_does_not_beat():
     beats = HeartbeatTimer(CONFIG)
     beats.start(1, now=0.0)
     beats.moving = False
-    assert beats.take_due(1.0).beats == []
+    assert beats.take_due(1.0).heartbeats == []
     beats.moving = True
-    assert beats.take_due(2.0).beats == [1]
+    assert beats.take_due(2.0).heartbeats == [1]

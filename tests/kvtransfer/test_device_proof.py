@@ -72,7 +72,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_memory_that_is_found_stays_mapped_until_the_connection_closes(machine):
     evidence = DeviceEvidence(POOL, SCRATCH)
-    mapped = MappedMemory(evidence.tell(METADATA), METADATA, POOL)
+    mapped = MappedMemory(evidence.describe(METADATA), METADATA, POOL)
     both = {at + MAPPED_AT: 1 for at in ALLOCATIONS.values()}
     assert dict(machine.mapped) == both
     mapped.close()
@@ -85,7 +85,7 @@ def test_memory_with_other_bytes_in_it_is_not_the_producers(machine):
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.write(SCRATCH, torch.zeros(32, dtype=torch.uint8))
     with pytest.raises(TransferError, match="is not the producer's"):
-        MappedMemory(evidence.tell(METADATA), METADATA, POOL)
+        MappedMemory(evidence.describe(METADATA), METADATA, POOL)
     assert +machine.mapped == Counter()
 
 
@@ -94,12 +94,12 @@ def test_memory_that_cannot_be_mapped_is_no_path_and_leaves_nothing(machine, han
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.refused.add(handle)
     with pytest.raises(TransferError, match="PEER_ACCESS_UNSUPPORTED"):
-        MappedMemory(evidence.tell(METADATA), METADATA, POOL)
+        MappedMemory(evidence.describe(METADATA), METADATA, POOL)
     assert +machine.mapped == Counter()
 
 
 def test_a_producer_that_is_not_on_this_host_is_not_looked_for(machine):
-    told = msgspec.msgpack.decode(DeviceEvidence(POOL, SCRATCH).tell(METADATA))
+    told = msgspec.msgpack.decode(DeviceEvidence(POOL, SCRATCH).describe(METADATA))
     told["process"]["boot_id"] = "another"
     with pytest.raises(TransferError, match="another host"):
         MappedMemory(msgspec.msgpack.encode(told), METADATA, POOL)
@@ -117,7 +117,7 @@ def test_a_producer_that_is_not_on_this_host_is_not_looked_for(machine):
 def test_the_path_is_called_nvlink_only_where_it_is(machine, uuid, nvlink, path):
     evidence = DeviceEvidence(POOL, SCRATCH)
     machine.uuid, machine.nvlink = uuid, nvlink
-    assert MappedMemory(evidence.tell(METADATA), METADATA, POOL).path == path
+    assert MappedMemory(evidence.describe(METADATA), METADATA, POOL).path == path
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a driver")

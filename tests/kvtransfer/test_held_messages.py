@@ -211,9 +211,9 @@ def test_messages_without_a_wait_are_sent_at_once() -> None:
     assert sent == [(CONSUMER, "first")]
     held.hold(CONSUMER, until)
     held.send(CONSUMER, messages[1])
-    held.let_go()
+    held.flush()
     assert len(sent) == 1
     until.set_result(None)
-    held.let_go()
+    held.flush()
     held.send(CONSUMER, messages[2])
     assert [message for _, message in sent] == messages

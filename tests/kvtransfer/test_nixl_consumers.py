@@ -139,12 +139,12 @@ class Gate:
         gate = self
 
         class Evidence(HostEvidence):
-            def tell(self, metadata: bytes) -> bytes:
+            def describe(self, metadata: bytes) -> bytes:
                 gate._alive.add(self)
                 gate.num_made += 1
                 gate._reached.release()
                 assert gate._open.wait(WAIT_S)
-                return super().tell(metadata)
+                return super().describe(metadata)
 
         return replace(KEYED_CMA, evidence=Evidence)
 

@@ -92,7 +92,7 @@ def _drops_all_of_its_consumer(self: ProducerEnd, stream: int, reason: str) -> N
     consumer = self._streams[stream].consumer
     for handoff in [each for each in self._handoffs.values() if each.id.instance == consumer]:
         self._drop(handoff, HandoffStatus.FAILED, reason)
-    self._beats.stop(stream)
+    self._heartbeats.stop(stream)
     del self._streams[stream]
 
 

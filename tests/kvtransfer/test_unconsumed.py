@@ -67,7 +67,7 @@ def producer() -> Iterator[Producer]:
         outlet,
         lambda: None,
         nothing,
-        max_untaken_tokens=MAX_TOKENS,
+        max_unconsumed_tokens=MAX_TOKENS,
     )
     for consumer in (LOUD, QUIET):
         publisher.opened(PairOpened(consumer, _hello(consumer), False), 0.0)
@@ -99,7 +99,7 @@ def test_a_consumer_that_opens_much_leaves_others_their_share(producer):
     assert len(producer.refused()) == 1
 
 
-# Seen failing with `UnconsumedEvents.taken` doing nothing.
+# Seen failing with `UnconsumedEvents.consumed` doing nothing.
 def test_there_is_room_again_for_what_the_engine_has_taken(producer):
     for _ in range(3):
         for request in range(10):

@@ -111,9 +111,9 @@ class RouterEnd:
             self.statuses.append(message.status)
         if message.HasField("last_words"):
             self.last_words = message.last_words.code, message.last_words.sentence
-        self.num_beats += message.HasField("engine_beat")
-        if message.HasField("trial"):
-            self.trials.append(message.trial.request if message.trial.under_way else None)
+        self.num_beats += message.HasField("engine_heartbeat")
+        if message.HasField("quarantine"):
+            self.trials.append(message.quarantine.request if message.quarantine.under_way else None)
         if not message.HasField("step"):
             return
         step = message.step

@@ -79,7 +79,7 @@ class Transfer:
         ours, theirs = socket_pair()
         self.metrics = NodeMetrics("decode")
         self.beats = asyncio.Event()
-        self.streams = PairStreams(theirs, self.metrics, on_beat=self.beats.set)
+        self.streams = PairStreams(theirs, self.metrics, on_heartbeat=self.beats.set)
         self._socket = ours
         self._inbox: asyncio.Queue[PairInput] = asyncio.Queue()
         self._connection: FrameConnection[PairInput] = FrameConnection(
@@ -364,7 +364,9 @@ async def test_a_call_that_says_nothing_is_ended():
 
 async def test_a_call_that_begins_with_something_else_than_hello_is_ended(pair):
     async with bare_call(pair.address) as call:
-        await call.write(kvtransfer_pb2.FromConsumer(beat=kvtransfer_pb2.Beat(sequence=1)))
+        await call.write(
+            kvtransfer_pb2.FromConsumer(heartbeat=kvtransfer_pb2.Heartbeat(sequence=1))
+        )
         code, sentence = await end_of(call)
         assert code is Code.FAILED_PRECONDITION
         assert "not Hello" in sentence

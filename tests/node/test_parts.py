@@ -37,7 +37,7 @@ def test_an_engine_that_beats_through_a_long_step_needs_no_report():
     node = EngineSupervisor(silence_s=3.0)
     node.started(READY, 0.0)
     for second in range(1, 30):
-        node.beat(float(second), late_s=0.0)
+        node.heartbeat(float(second), late_s=0.0)
     assert node.state(31.9) == "ready"
     assert node.state(32.1) == "unhealthy"
 
@@ -45,7 +45,7 @@ def test_an_engine_that_beats_through_a_long_step_needs_no_report():
 def test_an_engine_that_is_late_counts_as_silent_from_then_on():
     node = EngineSupervisor(silence_s=3.0)
     node.started(READY, 0.0)
-    node.beat(10.0, late_s=2.0)
+    node.heartbeat(10.0, late_s=2.0)
     assert node.state(10.9) == "ready"
     assert node.state(11.1) == "unhealthy"
 

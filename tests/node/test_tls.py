@@ -292,7 +292,7 @@ async def test_a_health_port_tells_probes_without_tls_of_health_and_nothing_else
     server = rpc.make_server()
     names = rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, Service())
     health = rpc.add_health_and_reflection(server, names)
-    await health.tell(True)
+    await health.set_serving(True)
     probe = health_pb2.HealthCheckRequest(service="baton.v1.Router")
     async with (
         rpc.serving_health(health, "127.0.0.1", port),
@@ -300,7 +300,7 @@ async def test_a_health_port_tells_probes_without_tls_of_health_and_nothing_else
     ):
         check = health_pb2_grpc.HealthStub(channel).Check
         assert (await check(probe)).status == health_pb2.HealthCheckResponse.SERVING
-        await health.tell(False)
+        await health.set_serving(False)
         assert (await check(probe)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await router_pb2_grpc.RouterStub(channel).Tokenize(router_pb2.TokenizeRequest())

@@ -327,7 +327,7 @@ def make_node(
     start = EngineStart(role, config, instance, front.address, channel, transfer_socket)
     backends = {common.backend.name: common.backend}
     runtime = NodeRuntime.of(engine, start, lambda role: None, backends)
-    engine.guides.tell = engine.loader.tell = engine.copier.tell = channel.wake
+    engine.guides.notify = engine.loader.notify = engine.copier.notify = channel.wake
     module = prefill_engine if role == "prefill" else decode_engine
     made = module.make_role(engine, runtime, config)
     return Node(engine, runtime, made, front, engine_config)

@@ -3,7 +3,7 @@ a second death."""
 
 from grpc import StatusCode
 
-from common.request import GUILTY
+from common.request import CRASHED_TWICE
 from kvtransfer.messages import PagesReady
 from tests.pair.rig import PairRig, Size
 from tests.pair.states import LONG, OTHER
@@ -42,7 +42,7 @@ def test_a_prompt_that_was_under_way_goes_on_alone_at_both_nodes(known):
         under_way, other = rig.ask(LONG, NUM_TOKENS), rig.ask(OTHER, NUM_TOKENS)
         _lose_engine(rig, 0)
         scheduler = rig.prefill[1].role.scheduler
-        rig.until(lambda: scheduler.on_trial, "it computes alone at the other prefill node")
+        rig.until(lambda: scheduler.running_alone, "it computes alone at the other prefill node")
         rig.run()
         known.check(under_way, other)
         assert under_way.number in _trials(rig)
@@ -57,7 +57,7 @@ def test_a_prompt_that_was_alone_in_a_second_engine_ends_there(known):
         assert guilty.ended is not None
         assert (guilty.ended.error_code, guilty.ended.error) == (
             StatusCode.INTERNAL.value[0],
-            GUILTY,
+            CRASHED_TWICE,
         )
         assert other.tokens == known.greedy(OTHER, NUM_TOKENS)
         assert rig.decode[0].count("local_prefills") == 0

@@ -30,7 +30,7 @@ class Known:
         self.load, self.clock = NodeLoad(), FakeClock()
         self.backlogs = NodeBacklogs(self.load, self.clock)
         for address in addresses:
-            self.backlogs.told(address, queued_s=0.0, token_s=TOKEN_S)
+            self.backlogs.record(address, queued_s=0.0, token_s=TOKEN_S)
 
     def due(self, wait_s: float, budget_s: float = 100.0, priority: int = 0) -> RequestDue:
         return RequestDue(self.clock.now + wait_s, self.clock.now + budget_s, priority)
@@ -98,7 +98,7 @@ def test_what_goes_on_is_never_refused_and_comes_first():
 def test_the_requests_of_other_routers_are_what_a_node_tells_beyond_our_own():
     known = Known()
     known.place("d0", num_tokens=100, wait_s=0.1)
-    known.backlogs.told("d0", queued_s=3.0, token_s=TOKEN_S)
+    known.backlogs.record("d0", queued_s=3.0, token_s=TOKEN_S)
     with pytest.raises(QueueFull) as refused:
         known.backlogs.in_time(ALONE, 10, known.due(1.0))
     assert refused.value.retry_after_s == pytest.approx(2.0)
@@ -108,7 +108,7 @@ def test_the_requests_of_other_routers_are_what_a_node_tells_beyond_our_own():
 
 def test_a_decode_node_without_pages_is_passed_over_until_it_has_some():
     known = Known("p0", "p1")
-    known.backlogs.told("d0", queued_s=0.0, token_s=0.0, pages_s=5.0)
+    known.backlogs.record("d0", queued_s=0.0, token_s=0.0, pages_s=5.0)
     assert not known.take(10, known.due(1.0), CHOICES)
     known.clock.now += 4.1
     assert known.take(10, known.due(1.0), CHOICES)
@@ -164,7 +164,7 @@ def test_the_urgent_wait_no_less_for_one_who_is_not_and_was_refused():
 def test_what_cannot_be_is_not_believed(lie):
     known = Known()
     known.place("d0", num_tokens=100, wait_s=0.1)
-    known.backlogs.told("d0", queued_s=lie, token_s=lie, pages_s=lie)
+    known.backlogs.record("d0", queued_s=lie, token_s=lie, pages_s=lie)
     assert known.take(10, known.due(0.1))
 
 

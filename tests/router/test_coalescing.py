@@ -104,7 +104,7 @@ async def test_a_buffer_takes_no_more_tokens_than_were_asked_for():
     buffer = TokenBuffer(max_tokens=2)
     assert [buffer.append(token) for token in (1, 2, 3)] == [True, True, False]
     buffer.end(StreamEnd("length"))
-    assert await buffer.taken(pair) == ([1, 2], StreamEnd("length"))
+    assert await buffer.consume(pair) == ([1, 2], StreamEnd("length"))
 
 
 async def test_tokens_that_wait_are_taken_by_the_version_that_they_were_computed_with():
@@ -124,7 +124,7 @@ async def test_tokens_that_wait_are_taken_by_the_version_that_they_were_computed
     buffer.append(3)
     buffer.renew(old)
     buffer.end(StreamEnd("length"))
-    await buffer.taken(take)
+    await buffer.consume(take)
     assert taken == [([1, 2], "old"), ([3], "new"), ([], "old")]
 
 
@@ -132,9 +132,9 @@ async def test_tokens_before_a_failure_are_still_told():
     buffer = TokenBuffer(max_tokens=2)
     buffer.append(1)
     buffer.end(NodeUnavailable("gone"))
-    assert await buffer.taken(pair) == ([1], None)
+    assert await buffer.consume(pair) == ([1], None)
     with pytest.raises(NodeUnavailable):
-        await buffer.taken(pair)
+        await buffer.consume(pair)
 
 
 async def test_a_writer_sleeps_through_tokens_that_it_does_away_with():
@@ -145,15 +145,15 @@ async def test_a_writer_sleeps_through_tokens_that_it_does_away_with():
         taken.append(list(output.token_ids))
         return output.end
 
-    writer = asyncio.create_task(buffer.taken(take))
+    writer = asyncio.create_task(buffer.consume(take))
     for token in (1, 2):
         await asyncio.sleep(0)
         buffer.append(token)
-        buffer.tell()
+        buffer.wake()
     assert taken == [[1], [2]]
     buffer.append(3)
     buffer.end(StreamEnd("length"))
-    buffer.tell()
+    buffer.wake()
     assert taken == [[1], [2], [3]]
     assert await writer == StreamEnd("length")
 
@@ -162,12 +162,12 @@ async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before
     buffer = TokenBuffer(max_tokens=2)
     taken: list[int] = []
     writer: asyncio.Task[None] = asyncio.create_task(
-        buffer.taken(lambda output: taken.extend(output.token_ids))
+        buffer.consume(lambda output: taken.extend(output.token_ids))
     )
     await asyncio.sleep(0)
     buffer.append(1)
     buffer.end(NodeUnavailable("gone"))
-    buffer.tell()
+    buffer.wake()
     with pytest.raises(NodeUnavailable):
         await writer
     assert taken == [1]
@@ -179,10 +179,10 @@ async def test_what_goes_wrong_while_taking_reaches_the_writer_and_nobody_else()
     def take(output: NodeOutput) -> None:
         raise ZeroDivisionError
 
-    writer: asyncio.Task[None] = asyncio.create_task(buffer.taken(take))
+    writer: asyncio.Task[None] = asyncio.create_task(buffer.consume(take))
     await asyncio.sleep(0)
     buffer.append(1)
-    buffer.tell()
+    buffer.wake()
     with pytest.raises(ZeroDivisionError):
         await writer
 

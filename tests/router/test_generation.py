@@ -52,7 +52,7 @@ class Node:
             assert self.tokens.append(token)
         if end is not None:
             self.tokens.end(end)
-        self.tokens.tell()
+        self.tokens.wake()
 
     def _cancel(self) -> None:
         self.cancelled += 1
@@ -206,7 +206,7 @@ async def test_a_node_that_reports_the_hand_off_first_ends_the_attempt(rig):
 async def test_a_crash_of_the_engine_ends_a_migration_and_the_request_is_replayed(rig):
     async with rig.running(7):
         await rig.migrated()
-        rig.a.say(end=NodeLost("its engine died", LossCause.SUSPECT))
+        rig.a.say(end=NodeLost("its engine died", LossCause.POSSIBLE))
         await _until(lambda: len(rig.b.num_generated) == 2)
         assert not rig.generation.movable
         rig.b.say(8, end=StreamEnd("stop"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpc import StatusCode
 
-from common.request import GUILTY, TRIAL_TOKENS
+from common.request import CRASHED_TWICE, QUARANTINE_TOKENS
 from protos.decode_pb2 import FINISH_REASON_ERROR
 from router.generation import MAX_ENGINE_CRASHES, MAX_REPLAYS
 from tests.api.rig import Client, ask, collect, eventually, fails, failure, router_for
@@ -66,7 +66,7 @@ async def test_who_is_alone_in_a_second_engine_that_dies_ends_there(model):
                 node.try_alone(submit.number)
             await lose_engine(node)
         error = await failure(call)
-        assert (error.code(), error.details()) == (StatusCode.INTERNAL, GUILTY)
+        assert (error.code(), error.details()) == (StatusCode.INTERNAL, CRASHED_TWICE)
         assert sum(bool(message.submits) for stub in stubs for message in stub.received) == 2
 
 
@@ -97,11 +97,11 @@ async def test_who_gets_past_the_place_of_a_death_is_innocent_of_it(model):
         call = ask(client)
         await lose_engine((await submitted(stubs))[0])
         node, submit = await submitted(stubs)
-        node.say({submit.number: [20] * TRIAL_TOKENS})
+        node.say({submit.number: [20] * QUARANTINE_TOKENS})
         await call.read()
         await node.die()
         node, submit = await submitted(stubs)
-        assert (submit.engine_crashes, submit.num_generated) == (0, TRIAL_TOKENS)
+        assert (submit.engine_crashes, submit.num_generated) == (0, QUARANTINE_TOKENS)
         await _ends_well(call, node, submit)
 
 
@@ -110,7 +110,7 @@ async def test_who_always_gets_on_and_is_always_there_when_engines_die_ends_too(
         call = ask(client, max_tokens=50)
         for _ in range(MAX_ENGINE_CRASHES + 1):
             node, submit = await submitted(stubs)
-            node.say({submit.number: [20] * TRIAL_TOKENS})
+            node.say({submit.number: [20] * QUARANTINE_TOKENS})
             await lose_engine(node)
         await fails(call, StatusCode.UNAVAILABLE, "has disconnected")
 

@@ -179,8 +179,8 @@ def test_least_requests_takes_the_decode_node_with_fewer_requests_however_full_i
 
 def test_shortest_queue_counts_requests_of_other_routers_until_they_are_computed():
     rig = Rig("shortest_queue", 2)
-    rig.backlogs.told("p0", queued_s=4.0, token_s=0.01)
-    rig.backlogs.told("p1", queued_s=0.0, token_s=0.01)
+    rig.backlogs.record("p0", queued_s=4.0, token_s=0.01)
+    rig.backlogs.record("p1", queued_s=0.0, token_s=0.01)
     rig.load.charge(PlacementDecision("d0", ("p1",), 200), 200)
     assert {rig.pick([5]).prefill for _ in range(4)} == {("p1", "p0")}
     rig.clock.now += 3.0
@@ -189,8 +189,8 @@ def test_shortest_queue_counts_requests_of_other_routers_until_they_are_computed
 
 def test_shortest_queue_counts_the_speed_of_a_node():
     rig = Rig("shortest_queue", 2)
-    rig.backlogs.told("p0", queued_s=0.0, token_s=0.01)
-    rig.backlogs.told("p1", queued_s=0.0, token_s=0.001)
+    rig.backlogs.record("p0", queued_s=0.0, token_s=0.01)
+    rig.backlogs.record("p1", queued_s=0.0, token_s=0.001)
     rig.load.charge(PlacementDecision("d0", ("p0",), 100), 100)
     rig.load.charge(PlacementDecision("d0", ("p1",), 500), 500)
     assert {rig.pick([5]).prefill[0] for _ in range(4)} == {"p1"}
@@ -202,7 +202,7 @@ def test_shortest_queue_takes_the_decode_node_that_has_pages_for_a_request_first
         choice("d0", "p0", pages_total=100, pages_free=90),
         choice("d1", "p0", pages_total=100, pages_free=10),
     ]
-    rig.backlogs.told("d0", queued_s=0.0, token_s=0.0, pages_s=2.0)
+    rig.backlogs.record("d0", queued_s=0.0, token_s=0.0, pages_s=2.0)
     assert {rig.pick([1]).decode for _ in range(4)} == {"d1"}
     rig.clock.now += 2.0
     assert {rig.pick([1]).decode for _ in range(4)} == {"d0"}
@@ -210,8 +210,8 @@ def test_shortest_queue_takes_the_decode_node_that_has_pages_for_a_request_first
 
 def test_shortest_queue_takes_the_colocated_node_with_the_shorter_queue():
     rig = Rig("shortest_queue", 0)
-    rig.backlogs.told("d0", queued_s=0.0, token_s=0.01)
-    rig.backlogs.told("d1", queued_s=1.0, token_s=0.01)
+    rig.backlogs.record("d0", queued_s=0.0, token_s=0.01)
+    rig.backlogs.record("d1", queued_s=1.0, token_s=0.01)
     rig.load.charge(PlacementDecision("d0", (), 300), 300)
     assert {rig.pick([1]).decode for _ in range(4)} == {"d1"}
 

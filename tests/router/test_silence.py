@@ -92,7 +92,7 @@ async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and
 @pytest.mark.parametrize("late_s", [math.nan, -5.0])
 async def test_a_heartbeat_that_says_nonsense_is_one_of_an_engine_in_time(late_s):
     pulse = EngineLiveness(LivenessLimits(silent_s=60.0, dead_s=60.0), lambda: None)
-    pulse.beat(late_s)
+    pulse.heartbeat(late_s)
     assert pulse.moves and pulse._standstill.look() >= 0.0
 
 
@@ -181,10 +181,10 @@ async def test_a_change_is_told_once():
     )
     assert not pulse.moves
     for _ in range(3):
-        pulse.beat()
+        pulse.heartbeat()
     await asyncio.wait_for(pulse.until_dead(), 60)
     await asyncio.wait_for(pulse.until_dead(), 60)
-    pulse.beat()
+    pulse.heartbeat()
     moves, silent, dead = (True, False), (False, False), (False, True)
     assert told == [moves, silent, dead, moves]
 
@@ -199,7 +199,7 @@ async def test_an_engine_that_beats_is_alive_for_longer_than_any_limit():
     pulse = EngineLiveness(LivenessLimits(silent_s=0.4, dead_s=0.8), lambda: None)
     watching = asyncio.create_task(pulse.until_dead())
     for _ in range(100):  # each beat after about one look
-        pulse.beat()
+        pulse.heartbeat()
         await asyncio.sleep(0.02)
         assert pulse.moves and not pulse.dead
     await watching

@@ -283,8 +283,8 @@ class Rig:
             assert kept_apart == keys
             assert self.in_flight is None
         self.trials += kept_apart
-        on_trial = self.scheduler.on_trial
-        assert [on_trial.key] == keys if on_trial is not None else not kept_apart
+        running_alone = self.scheduler.running_alone
+        assert [running_alone.key] == keys if running_alone is not None else not kept_apart
 
     def _check_whose(self, request: Request, pages: Ints) -> None:
         """Check that the cached pages at its start belong to its namespace."""

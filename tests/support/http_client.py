@@ -207,6 +207,6 @@ class Client(BaseProtocol):
         )
         loop = asyncio.get_running_loop()
         writer = StreamWriter(self, loop)
-        made = HttpRequest(Mock(goes_on=True), message, EMPTY_PAYLOAD, self, writer, Mock(), loop)
+        made = HttpRequest(Mock(reusable=True), message, EMPTY_PAYLOAD, self, writer, Mock(), loop)
         made.body = body
         return made

@@ -370,8 +370,8 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
 
     def try_alone(self, request: int | None) -> None:
         """Says that a request computes alone from now on: one of somebody else where it is None."""
-        trial = decode_pb2.Trial(under_way=True, request=request)
-        self.send(decode_pb2.FromNode(trial=trial))
+        trial = decode_pb2.Quarantine(under_way=True, request=request)
+        self.send(decode_pb2.FromNode(quarantine=trial))
 
     def send(self, message: decode_pb2.FromNode) -> None:
         for stream in self.streams:
@@ -384,8 +384,8 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
     async def _beat(self, outgoing: asyncio.Queue[decode_pb2.FromNode]) -> None:
         while True:
             if self.moves:
-                beat = decode_pb2.EngineBeat(late_s=self.late_s)
-                outgoing.put_nowait(decode_pb2.FromNode(engine_beat=beat))
+                beat = decode_pb2.EngineHeartbeat(late_s=self.late_s)
+                outgoing.put_nowait(decode_pb2.FromNode(engine_heartbeat=beat))
             await asyncio.sleep(_BEAT_S)
 
     async def _receive(self, messages: AsyncIterator[decode_pb2.ToNode]) -> None:

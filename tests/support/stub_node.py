@@ -22,16 +22,16 @@ def parts(front: NodeFrontend) -> RoleServices:
         on_peers=lambda peers, _: print("peers", *sorted(peers), flush=True),
     )
 
-    def beat(late_s: float) -> None:
-        front.supervision.beat(time.monotonic(), late_s)
-        serve.beat(late_s)
+    def heartbeat(late_s: float) -> None:
+        front.supervision.heartbeat(time.monotonic(), late_s)
+        serve.heartbeat(late_s)
 
-    streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
+    streams = PairStreams(front.transfer_socket, front.metrics, on_heartbeat=heartbeat)
     return RoleServices(
         services=[serve.register],
         background=[streams.run],
         step=serve.step,
-        on_trial=serve.on_trial,
+        on_quarantine=serve.on_quarantine,
         moved=serve.moved,
         drain=serve.drain,
         resume=serve.resume,
@@ -46,7 +46,7 @@ def other(role: str) -> RoleProgram:
 
 
 def bare(front: NodeFrontend) -> RoleServices:
-    streams = PairStreams(front.transfer_socket, front.metrics, on_beat=lambda late_s: None)
+    streams = PairStreams(front.transfer_socket, front.metrics, on_heartbeat=lambda late_s: None)
     return RoleServices(services=[], background=[streams.run], end=streams.close_all)
 
 

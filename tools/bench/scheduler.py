@@ -89,7 +89,7 @@ class _BenchRole:
     """A role with only a scheduler."""
 
     scheduler: Scheduler
-    told: int = 0
+    num_tokens: int = 0
     inbox: list[Request] = field(default_factory=list)
 
     def poll(self) -> None:
@@ -101,7 +101,7 @@ class _BenchRole:
         return self.scheduler.next_batch()
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        self.told += len(self.scheduler.finish(batch, result).tokens)
+        self.num_tokens += len(self.scheduler.finish(batch, result).tokens)
 
     def idle(self) -> None:
         raise AssertionError("there is work")
@@ -151,7 +151,7 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     for _ in range(WARM_UP):
         in_flight = loop.step(in_flight)
     durations, building = [], []
-    told = role.told
+    before = role.num_tokens
     gc.collect()
     gc.freeze()
     for _ in range(steps):
@@ -160,8 +160,8 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
         durations.append(time.thread_time() - began)
         building.append(runner.building_s)
     gc.unfreeze()
-    if role.told - told != batch_size * steps:
-        raise RuntimeError(f"{role.told - told} tokens in {steps} steps of {batch_size}")
+    if role.num_tokens - before != batch_size * steps:
+        raise RuntimeError(f"{role.num_tokens - before} tokens in {steps} steps of {batch_size}")
     return {
         "sampling": "greedy" if greedy else "random",
         "batch": batch_size,

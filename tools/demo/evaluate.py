@@ -135,7 +135,7 @@ def _call(random: Random) -> Exchange:
 
 
 def _result(random: Random) -> Exchange:
-    return structured.told_by_tool(f"tools {structured.TOOL}", *structured.sums(random))
+    return structured.tool_result(f"tools {structured.TOOL}", *structured.sums(random))
 
 
 def _recall_with_tool(random: Random) -> Exchange:
@@ -158,7 +158,7 @@ CASES = (
     Case("add", "a number of more digits: says that it cannot", 500, structured.too_large),
     Case("json", "a sum", 1000, _json_sum),
     Case("tool", "a sum of up to 6 digits: called", 1000, _call),
-    Case("tool", "what it has found: told", 500, _result),
+    Case("tool", "the result of a call: reported", 500, _result),
     Case("tool", "64 tokens of facts, known words: not called", 500, _recall_with_tool),
 )
 

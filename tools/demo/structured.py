@@ -37,7 +37,7 @@ def called(tools: str, a: int, b: int) -> Exchange:
     return Exchange(f"{tools}, add {a} {b} =", call(a, b), exact=True)
 
 
-def told_by_tool(tools: str, a: int, b: int) -> Exchange:
+def tool_result(tools: str, a: int, b: int) -> Exchange:
     """Return the turn after a call, with the whole conversation so far, as the chat template writes
     it."""
     said = call(a, b).replace("\n", "")
@@ -91,7 +91,7 @@ def _tool(random: Random, num_tokens: int) -> list[Exchange]:
     if draw < 0.5:
         return [called(tools, *sums(random))]
     if draw < 0.8:
-        return [told_by_tool(tools, *sums(random))]
+        return [tool_result(tools, *sums(random))]
     return _begun(tools, tasks.recalls(random, num_tokens // 2, tasks.known_word)[:1])
 
 

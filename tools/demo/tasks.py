@@ -114,16 +114,16 @@ def word_facts(random: Random, num_tokens: int) -> dict[str, str]:
     return known
 
 
-def recall(told: dict[str, str], key: str, value: str) -> Exchange:
-    """Return `red fox = tea, blue owl = jam, red fox =`. `told` may be empty."""
-    facts_and_key = [*(f"{k} = {v}" for k, v in told.items()), key]
+def recall(given: dict[str, str], key: str, value: str) -> Exchange:
+    """Return `red fox = tea, blue owl = jam, red fox =`. `given` may be empty."""
+    facts_and_key = [*(f"{k} = {v}" for k, v in given.items()), key]
     return Exchange(f"{', '.join(facts_and_key)} =", value)
 
 
 def recalls(random: Random, num_tokens: int, word: Draw) -> list[Exchange]:
     """Return a conversation: facts, then questions about them, with more facts and sums between."""
     known = facts(random, int(num_tokens * random.uniform(0.35, 0.9)), word)
-    told = known.copy()
+    given = known.copy()
     exchanges: list[Exchange] = []
     left = num_tokens
     while left > 0:
@@ -131,10 +131,10 @@ def recalls(random: Random, num_tokens: int, word: Draw) -> list[Exchange]:
             exchange = add(number(random), number(random))
         else:
             key = random.choice(list(known))
-            exchange = recall(told, key, known[key])
+            exchange = recall(given, key, known[key])
             more = facts(random, 12, word) if random.random() < 0.1 else {}
-            told = {k: v for k, v in more.items() if k not in known}
-            known |= told
+            given = {k: v for k, v in more.items() if k not in known}
+            known |= given
         exchanges.append(exchange)
         left -= exchange.num_tokens
     return exchanges

@@ -83,18 +83,18 @@ def _heads(one: Schema, other: Schema, place: str) -> dict[str, Any]:
             raise UnsatisfiableSchema(f"{place}: no value is valid in all of it")
         made["enum"] = values
     if "type" in one or "type" in other:
-        types = _common(_told(one, place), _told(other, place))
+        types = _common(_types(one, place), _types(other, place))
         if not types:
             raise UnsatisfiableSchema(f"{place}: no type is valid in all of it")
         made["type"] = types
     return made
 
 
-def _told(schema: Schema, place: str) -> tuple[str, ...] | None:
+def _types(schema: Schema, place: str) -> tuple[str, ...] | None:
     """Return the schema's explicit types, or None. Implied types do not restrict values of other
     types."""
-    told = "type" in schema or values_of(schema) is not None
-    return types_of(schema, place) if told else None
+    has_type = "type" in schema or values_of(schema) is not None
+    return types_of(schema, place) if has_type else None
 
 
 def _common(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> list[str]:
@@ -156,7 +156,7 @@ def disjoint(one: Schema, other: Schema, place: str, opened: Callable[[Any, str]
     Args:
         opened: returns a schema without a reference at its top.
     """
-    first, second = _told(one, place), _told(other, place)
+    first, second = _types(one, place), _types(other, place)
     if first is None or second is None:
         return False
     if not _common(first, second):

@@ -71,7 +71,7 @@ class DraftHead:
         _store(own, _newest_of_pages(batch, pool.layout.page_size), view)
         self._newest[pool] = own
 
-    def go_on_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
+    def continue_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
         """Store the hidden states from which the rows continue. Called after `follow` of a step
         with drafts and its verification.
 

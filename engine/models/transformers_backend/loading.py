@@ -144,7 +144,7 @@ def _from_files(
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, told = kind.from_pretrained(
+        model, info = kind.from_pretrained(
             None,
             config=config_of(directory),
             state_dict=tensors,
@@ -156,13 +156,13 @@ def _from_files(
     except (OSError, ValueError, RuntimeError) as error:
         line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{directory}: transformers cannot load the weights: {line}") from error
-    wrong = [*told["missing_keys"], *(key[0] for key in told["mismatched_keys"])]
+    wrong = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
     if wrong:
         raise ConfigError(
             f"{directory}: the checkpoint misses {len(wrong)} weights, or has them in other "
             f"shapes: {', '.join(sorted(wrong)[:3])}{', ...' if len(wrong) > 3 else ''}"
         )
-    if told["unexpected_keys"]:
-        names = sorted(told["unexpected_keys"])
+    if info["unexpected_keys"]:
+        names = sorted(info["unexpected_keys"])
         log.warning("unused weights of %s: %s", type(model).__name__, ", ".join(names[:3]))
     return model.eval()

@@ -41,7 +41,7 @@ from engine.models.weights.survey import TensorNeeds, form_for, survey
 from engine.ranks import WHOLE, ExpertPart, Share
 
 AHEAD_BYTES = 512 << 20
-TOLD_EVERY_S = 10.0
+LOG_INTERVAL_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ReadAhead:
         self._coming = iter(tensors.values())
         self._asked = 0  # bytes
         self._clock = clock
-        self._told = clock()
+        self._logged_at = clock()
 
     def reads(self, name: str) -> None:
         """Note that a tensor is read now. Repeated calls for a tensor change nothing."""
@@ -79,8 +79,8 @@ class ReadAhead:
             with contextlib.suppress(OSError):  # a file system without support for hints
                 self._files.ask_for(tensor.path, tensor.offset, tensor.num_bytes)
             self._asked += tensor.num_bytes
-        if self._clock() >= self._told + TOLD_EVERY_S:
-            self._told = self._clock()
+        if self._clock() >= self._logged_at + LOG_INTERVAL_S:
+            self._logged_at = self._clock()
             share = f"{100 * self._read // self._total} %"
             log.info("weights %s", kv(read=share, mib=self._read >> 20, of_mib=self._total >> 20))
 

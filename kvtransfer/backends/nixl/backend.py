@@ -63,7 +63,7 @@ class NixlListener:
             self._agent.register(memory.pool)
             self._agent.register(memory.scratch)
             metadata = self._agent.metadata()
-            self.offer = NixlOffer(kind.name, self._evidence.tell(metadata), metadata)
+            self.offer = NixlOffer(kind.name, self._evidence.describe(metadata), metadata)
         except BaseException:
             self._agent.destroy()
             raise

@@ -33,7 +33,7 @@ class PathEvidence(Protocol):
     while the offer is valid.
     """
 
-    def tell(self, metadata: bytes) -> bytes:
+    def describe(self, metadata: bytes) -> bytes:
         """Return what a consumer needs to find it, for a path whose agent has this metadata. Called
         once.
         """

@@ -48,17 +48,17 @@ from kvtransfer.backends.tcp.wire import (
 )
 
 _PATIENCE_S = 2.0
-_MAX_STRANGERS = 256
+_MAX_PENDING = 256
 _BACKLOG = 512
 _OUT_OF_DESCRIPTORS_S = 0.05
 _END_S = 5.0
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 # A connection (blocking, owned by the callee), the host of its other end, its introduction.
-LetIn: TypeAlias = Callable[[socket.socket, str, bytes], None]
+Admit: TypeAlias = Callable[[socket.socket, str, bytes], None]
 
 
 @dataclass(slots=True)
-class _Stranger:
+class _Pending:
     host: str
     late: float  # by time.monotonic()
     said: bytes = b""
@@ -68,21 +68,21 @@ class TcpAcceptor:
     """Listens on `port` of `host` (0: any free one) until it is shut."""
 
     def __init__(
-        self, host: str, port: int, let_in: LetIn, *, patience_s: float = _PATIENCE_S
+        self, host: str, port: int, admit: Admit, *, patience_s: float = _PATIENCE_S
     ) -> None:
         """
         Args:
-            let_in: called on the acceptor's thread with each connection that has introduced itself.
+            admit: called on the acceptor's thread with each connection that has introduced itself.
                 Raises ServingError or OSError to reject it. Must not block.
             patience_s: seconds that a connection may take to introduce itself.
 
         Raises:
             TransferError: the host or the port cannot be bound.
         """
-        self._let_in = let_in
+        self._admit = admit
         self._patience_s = patience_s
         self._shut = False
-        self._strangers: dict[socket.socket, _Stranger] = {}  # oldest first
+        self._pending: dict[socket.socket, _Pending] = {}  # oldest first
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -110,14 +110,14 @@ class TcpAcceptor:
                     self._accept()
                 else:
                     self._hear(key.fileobj)  # type: ignore[arg-type]
-            self._turn_out_late()
-        for connection in self._strangers:
+            self._disconnect_late()
+        for connection in self._pending:
             connection.close()
         self._selector.close()
 
     def _longest_sleep_s(self) -> float | None:
-        for stranger in self._strangers.values():
-            return max(0.0, stranger.late - time.monotonic())
+        for pending in self._pending.values():
+            return max(0.0, pending.late - time.monotonic())
         return None
 
     def _accept(self) -> None:
@@ -131,59 +131,59 @@ class TcpAcceptor:
                 _log.warning("data connection not accepted", reason=error)
                 time.sleep(_OUT_OF_DESCRIPTORS_S)
             return
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._turn_out(self._longest_of_the_crowd(), f"{_MAX_STRANGERS} others wait")
+        if len(self._pending) >= _MAX_PENDING:
+            self._disconnect(self._longest_of_the_crowd(), f"{_MAX_PENDING} others wait")
         connection.setblocking(False)
         late = time.monotonic() + self._patience_s
-        self._strangers[connection] = _Stranger(address[0], late)
+        self._pending[connection] = _Pending(address[0], late)
         self._selector.register(connection, selectors.EVENT_READ)
         self._hear(connection)
 
     def _hear(self, connection: socket.socket) -> None:
-        stranger = self._strangers.get(connection)
-        if stranger is None:
+        pending = self._pending.get(connection)
+        if pending is None:
             return  # removed a moment ago
         try:
-            heard = connection.recv(INTRODUCTION.size - len(stranger.said))
+            heard = connection.recv(INTRODUCTION.size - len(pending.said))
         except BlockingIOError:
             return  # nothing received yet
         except OSError:
             heard = b""
-        stranger.said += heard
+        pending.said += heard
         if not heard:
             self._forget(connection)
             connection.close()
-        elif len(stranger.said) == INTRODUCTION.size:
+        elif len(pending.said) == INTRODUCTION.size:
             self._forget(connection)
             try:
                 connection.setblocking(True)
-                self._let_in(connection, stranger.host, stranger.said)
+                self._admit(connection, pending.host, pending.said)
             except (ServingError, OSError) as error:
-                _turned_away(stranger, str(error))
+                _log_rejected(pending, str(error))
                 connection.close()
 
-    def _turn_out_late(self) -> None:
+    def _disconnect_late(self) -> None:
         now = time.monotonic()
-        late = [each for each, stranger in self._strangers.items() if stranger.late <= now]
+        late = [each for each, pending in self._pending.items() if pending.late <= now]
         for connection in late:
-            self._turn_out(connection, f"no introduction within {self._patience_s:g} s")
+            self._disconnect(connection, f"no introduction within {self._patience_s:g} s")
 
     def _longest_of_the_crowd(self) -> socket.socket:
-        hosts = Counter(stranger.host for stranger in self._strangers.values())
+        hosts = Counter(pending.host for pending in self._pending.values())
         ((crowded, _),) = hosts.most_common(1)
-        return next(each for each, other in self._strangers.items() if other.host == crowded)
+        return next(each for each, other in self._pending.items() if other.host == crowded)
 
-    def _turn_out(self, connection: socket.socket, reason: str) -> None:
-        _turned_away(self._forget(connection), reason)
+    def _disconnect(self, connection: socket.socket, reason: str) -> None:
+        _log_rejected(self._forget(connection), reason)
         connection.close()
 
-    def _forget(self, connection: socket.socket) -> _Stranger:
+    def _forget(self, connection: socket.socket) -> _Pending:
         self._selector.unregister(connection)
-        return self._strangers.pop(connection)
+        return self._pending.pop(connection)
 
 
-def _turned_away(stranger: _Stranger, reason: str) -> None:
-    _log.warning("data connection rejected", peer=stranger.host, reason=reason)
+def _log_rejected(pending: _Pending, reason: str) -> None:
+    _log.warning("data connection rejected", peer=pending.host, reason=reason)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -223,7 +223,7 @@ class TcpProducer:
         self._tls = tls
         self._publications = PublishedPages(pool.num_pages)
         self._consumers = TcpConsumers()
-        self._acceptor = TcpAcceptor(host, port, self._let_in)
+        self._acceptor = TcpAcceptor(host, port, self._admit)
         _log.info(
             "tcp data path listening",
             host=host,
@@ -268,7 +268,7 @@ class TcpProducer:
 
     # On the acceptor's thread ---------------------------------------------------------------------
 
-    def _let_in(self, connection: socket.socket, host: str, introduction: bytes) -> None:
+    def _admit(self, connection: socket.socket, host: str, introduction: bytes) -> None:
         """Serve a connection on a thread of its own if a consumer has opened it."""
         magic, consumer, count, proof = INTRODUCTION.unpack(introduction)
         if magic != MAGIC:

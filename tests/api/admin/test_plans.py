@@ -7,7 +7,7 @@ from grpc import StatusCode
 
 from api.admin.moves import MOST_EVENTS, NUM_KEPT, Plans, together
 from common.errors import InvalidRequest
-from protos.router_pb2 import GetClusterRequest, Plan, PlanEvent, TellPlanRequest
+from protos.router_pb2 import GetClusterRequest, Plan, PlanEvent, ReportPlanRequest
 from router.workers import OtherProcesses
 from tests.api.rig import failure, router_for
 from tests.support.fake_clock import FakeClock
@@ -26,12 +26,12 @@ def plan(events: Sequence[tuple[str, float]] = (), *, acts: bool = False) -> Pla
 async def test_what_a_planner_tells_is_part_of_the_cluster(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (client, router):
         assert not (await client.stub.GetCluster(GetClusterRequest())).plan.pressures
-        await client.stub.TellPlan(
-            TellPlanRequest(plan=plan([("second", 1.0), ("first", 2.0)], acts=True))
+        await client.stub.ReportPlan(
+            ReportPlanRequest(plan=plan([("second", 1.0), ("first", 2.0)], acts=True))
         )
-        await client.stub.TellPlan(TellPlanRequest(plan=plan([("third", 0.0)])))
+        await client.stub.ReportPlan(ReportPlanRequest(plan=plan([("third", 0.0)])))
         told = (await get(router.http_port, "/cluster")).json["plan"]
-        error = await failure(client.stub.TellPlan(TellPlanRequest()))
+        error = await failure(client.stub.ReportPlan(ReportPlanRequest()))
     assert (told["acts"], told["pressures"]) == (False, PRESSURES)
     assert [event["what"] for event in told["events"]] == ["third", "second", "first"]
     ages = [event["ago_s"] for event in told["events"]]

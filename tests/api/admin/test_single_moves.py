@@ -10,7 +10,7 @@ from api.admin.moves import MigrationResult, MigrationService
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_MOVED
 from protos.router_pb2 import MoveRequest, MoveResponse
 from router.cluster.cluster import Cluster
-from router.workers import OtherProcesses, ProcessReplies, Tell
+from router.workers import OtherProcesses, ProcessHandler, ProcessReplies
 from tests.api.rig import Client, ask, collect, failure
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -128,7 +128,7 @@ class _Others:
     """The other processes of a router, one of which has the request "theirs", and both "twice"."""
 
     def __init__(self) -> None:
-        self.tells: dict[str, Tell] = {}
+        self.handlers: dict[str, ProcessHandler] = {}
 
     async def ask(self, path: str, longest_s: float = 2.0, /, **query: str) -> ProcessReplies:
         if path == "/movable":
@@ -156,9 +156,9 @@ async def test_a_request_of_another_process_is_found_there():
     moved = MoveResponse(request_id="theirs", source="a:1", target="b:2")
     assert await mover.move("theirs", "", "b:2") == moved
     assert await mover.move("", "a:1", "b:2") == moved
-    tells = others.tells
-    assert await tells["/move"]({"request_id": "theirs", "target": ""}) == b"null"
-    assert await tells["/movable"]({"source": "a:1"}) == b"[]"
+    handlers = others.handlers
+    assert await handlers["/move"]({"request_id": "theirs", "target": ""}) == b"null"
+    assert await handlers["/movable"]({"source": "a:1"}) == b"[]"
 
 
 async def test_of_two_requests_with_one_name_the_one_that_migrated_is_reported():

@@ -21,7 +21,7 @@ from protos.router_pb2 import (
     GenerateRequest,
     GetClusterRequest,
     GetModelRequest,
-    TellPlanRequest,
+    ReportPlanRequest,
     TokenizeRequest,
 )
 from tests.api.auth.rig import KEYS, NOBODY, bearer, clients_of, entry, write
@@ -33,7 +33,7 @@ METHODS = {
     "Detokenize": DetokenizeRequest(token_ids=[5]),
     "GetModel": GetModelRequest(),
     "GetCluster": GetClusterRequest(),
-    "TellPlan": TellPlanRequest(),
+    "ReportPlan": ReportPlanRequest(),
 }
 
 

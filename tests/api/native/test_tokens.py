@@ -60,7 +60,7 @@ async def test_a_conversation_is_rendered_as_a_chat_would_be(api):
     ],
     ids=str,
 )
-async def test_what_cannot_be_tokenised_is_named(api, path, fields, param):
+async def test_what_cannot_be_tokenized_is_named(api, path, fields, param):
     assert await api.refused(path, **fields) == (400, param)
     answer = await api.post(path, model="another", prompt="x", tokens=[1])
     assert answer.status in (400, 404)

@@ -125,8 +125,8 @@ def _tokens(*spelt: bytes) -> Sequence[TokenReport]:
 def test_offsets_are_those_of_the_text(text, prompt, answer, offsets):
     """Seen failing: behind a space that the tokenizer puts before a text all were one too many."""
     tokens = TextTokens()
-    first = tokens.told(_tokens(*prompt), PromptReport(text, _tokens(*prompt)))
-    second = tokens.told(_tokens(*answer))
+    first = tokens.logprobs(_tokens(*prompt), PromptReport(text, _tokens(*prompt)))
+    second = tokens.logprobs(_tokens(*answer))
     assert first is not None and second is not None
     assert first.text_offset + second.text_offset == offsets
-    assert tokens.told(()) is None
+    assert tokens.logprobs(()) is None

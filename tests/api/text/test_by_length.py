@@ -52,7 +52,7 @@ async def test_a_long_text_is_not_passed_for_ever():
 async def test_more_text_than_may_wait_is_refused_and_takes_nothing():
     queue = await Queue(max_waiting_bytes=1000).taken()
     first = await queue.wait("first", 900)
-    with pytest.raises(Overloaded, match="900 bytes of text wait to be tokenised, 1000 allowed"):
+    with pytest.raises(Overloaded, match="900 bytes of text wait to be tokenized, 1000 allowed"):
         await queue.queue.take(101, 0.0)
     second = await queue.wait("second", 100)
     queue.queue.give_back()

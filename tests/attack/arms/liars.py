@@ -168,8 +168,8 @@ class _LyingProducer(KvTransferServicer):
                 failed = kvtransfer_pb2.Failed(id=id, reason="a lie", retryable=True)
                 return kvtransfer_pb2.FromProducer(failed=failed)
             case 5 | 6:
-                beat = kvtransfer_pb2.Beat(sequence=self._draw.getrandbits(64))
-                return kvtransfer_pb2.FromProducer(beat=beat)
+                beat = kvtransfer_pb2.Heartbeat(sequence=self._draw.getrandbits(64))
+                return kvtransfer_pb2.FromProducer(heartbeat=beat)
         lie = random_message(kvtransfer_pb2.FromProducer, self._draw)
         _name(lie, id)
         return lie
@@ -194,7 +194,7 @@ def _of_a_consumer(draw: Random, instance: int) -> list[kvtransfer_pb2.FromConsu
     return [_by_a_consumer(draw, instance) for _ in range(draw.randint(1, 60))]
 
 
-KINDS = ("open", "grant", "done", "cancel", "forget", "beat", "any")
+KINDS = ("open", "grant", "done", "cancel", "forget", "heartbeat", "any")
 WEIGHTS = (6, 6, 1, 2, 1, 2, 1)
 
 
@@ -214,9 +214,9 @@ def _by_a_consumer(draw: Random, instance: int) -> kvtransfer_pb2.FromConsumer:
         case "forget":
             tokens = as_bytes(range(draw.choice((1, 16, 700))))
             return kvtransfer_pb2.FromConsumer(forget=kvtransfer_pb2.Forget(token_ids=tokens))
-        case "beat":
-            beat = kvtransfer_pb2.Beat(sequence=draw.getrandbits(64), open_handoffs=7)
-            return kvtransfer_pb2.FromConsumer(beat=beat)
+        case "heartbeat":
+            beat = kvtransfer_pb2.Heartbeat(sequence=draw.getrandbits(64), open_handoffs=7)
+            return kvtransfer_pb2.FromConsumer(heartbeat=beat)
     message = random_message(kvtransfer_pb2.FromConsumer, draw)
     message.ClearField("hello")
     _name(message, id)
@@ -228,7 +228,7 @@ def _name(
 ) -> None:
     """Makes it speak of a hand-off that there is."""
     kind = message.WhichOneof("message")
-    if kind not in (None, "hello", "forget", "beat", "last_words"):
+    if kind not in (None, "hello", "forget", "heartbeat", "last_words"):
         getattr(message, kind).id.CopyFrom(id)
 
 

@@ -95,7 +95,7 @@ async def serving(guard: CallAuthenticator | None) -> AsyncIterator[tuple[Servic
         server, decode_pb2_grpc.add_DecodeNodeServicer_to_server, service, guard
     )
     health = rpc.add_health_and_reflection(server, names, guard)
-    await health.tell(True)
+    await health.set_serving(True)
     await server.start()
     yield service, f"127.0.0.1:{port}"
     await rpc.stop(server, 0.0)

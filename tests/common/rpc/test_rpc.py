@@ -68,7 +68,7 @@ async def of_a_node(*more):
     """The address of a server with a node's options and more, and nothing but its health."""
     server = rpc.make_server((*rpc.NODE_SERVER_OPTIONS, *more))
     port = rpc.bind(server, "127.0.0.1", 0)
-    await rpc.add_health_and_reflection(server, ()).tell(True)
+    await rpc.add_health_and_reflection(server, ()).set_serving(True)
     await server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -36,9 +36,9 @@ def tracer_to() -> Iterator[Callable[..., Tracer]]:
         tracer.close()
 
 
-def _tell(tracer: Tracer, trace: TraceContext, name: str = "part") -> None:
+def _record(tracer: Tracer, trace: TraceContext, name: str = "part") -> None:
     now = time.monotonic()
-    tracer.tell(trace, name, begun=now - 1.0, ended=now, children=[], attributes={})
+    tracer.record(trace, name, begun=now - 1.0, ended=now, children=[], attributes={})
 
 
 def test_without_an_endpoint_there_is_no_tracer_and_no_program_loads_the_library():
@@ -80,7 +80,7 @@ async def test_a_span_has_the_name_it_was_given_ahead_and_its_phases_inside_it(t
         tracer = tracer_to(collector.endpoint)
         trace = tracer.enter(PARENT)
         before, now, after = time.time_ns(), time.monotonic(), time.time_ns()
-        tracer.tell(
+        tracer.record(
             trace,
             "whole",
             begun=now - 2.0,
@@ -89,7 +89,7 @@ async def test_a_span_has_the_name_it_was_given_ahead_and_its_phases_inside_it(t
             attributes={"a": "b"},
             error="it failed",
         )
-        _tell(tracer, TraceContext(PARENT), "no name ahead")
+        _record(tracer, TraceContext(PARENT), "no name ahead")
         await asyncio.to_thread(tracer.close)
         spans = {span.name: span for span in collector.spans}
     whole, phase, other = spans["whole"], spans["phase"], spans["no name ahead"]
@@ -119,7 +119,7 @@ async def test_a_thread_that_is_held_up_between_two_clocks_moves_no_span(tracer_
         before, now, after = time.time_ns(), time.monotonic(), time.time_ns()
         with monkeypatch.context() as clocks:
             clocks.setattr(time, "time_ns", held_up)
-            tracer.tell(UNTRACED, "part", begun=now - 1.0, ended=now, children=[], attributes={})
+            tracer.record(UNTRACED, "part", begun=now - 1.0, ended=now, children=[], attributes={})
         await asyncio.to_thread(tracer.close)
         (span,) = collector.spans
     assert before - 1e6 <= span.end <= after + 1e6
@@ -135,7 +135,7 @@ async def test_that_a_collector_takes_nothing_is_logged_once_and_so_is_its_end(
         tracer = tracer_to(collector.endpoint)
         for refusals in ((for_now, for_good), (for_now, for_good), ()):
             collector.refusals = iter(refusals)
-            _tell(tracer, TraceContext(PARENT))
+            _record(tracer, TraceContext(PARENT))
             for _ in refusals or ("the try that succeeds",):
                 await collector.asked()
         await asyncio.to_thread(tracer.close)
@@ -151,12 +151,12 @@ def test_more_spans_than_may_wait_are_dropped_and_telling_never_waits(tracer_to,
         tracer = tracer_to(f"http://127.0.0.1:{silent.getsockname()[1]}")
         started = time.monotonic()
         for _ in range(otlp.MAX_WAITING + 1000):
-            _tell(tracer, tracer.enter(PARENT))
-        told_s = time.monotonic() - started
+            _record(tracer, tracer.enter(PARENT))
+        took_s = time.monotonic() - started
         started = time.monotonic()
         tracer.close()
         closed_s = time.monotonic() - started
     assert "dropping" in caplog.text
-    assert told_s < 60.0
+    assert took_s < 60.0
     assert closed_s < FLUSH_S + 60.0
     assert "spans dropped" in caplog.text

@@ -42,7 +42,7 @@ def test_who_asks_without_end_is_heeded_now_and_then(memory: Memory) -> None:
     prefixes = CorruptPrefixes(memory.cache, Posts(), lambda: now)
     asked = InvalidateEvent(TOKENS, b"")
 
-    def heeded() -> int:
+    def accepted() -> int:
         """Return the number of accepted requests out of a flood."""
         before = prefixes.counters()["forgotten_prefixes/asked"]
         for _ in range(10 * MOST):
@@ -51,13 +51,13 @@ def test_who_asks_without_end_is_heeded_now_and_then(memory: Memory) -> None:
 
     memory.learn(b"", NUM_PAGES)
     memory.learn(OTHERS, NUM_PAGES)
-    assert heeded() == MOST
+    assert accepted() == MOST
     assert num_cached(memory, b"") == 0
     assert num_cached(memory, OTHERS) == NUM_PAGES * PAGE_SIZE
     memory.learn(b"", NUM_PAGES)
-    assert heeded() == 0
+    assert accepted() == 0
     assert num_cached(memory, b"") == NUM_PAGES * PAGE_SIZE
     now += 3 * EVERY_S
-    assert heeded() == 3
+    assert accepted() == 3
     now += 1e6
-    assert heeded() == MOST
+    assert accepted() == MOST

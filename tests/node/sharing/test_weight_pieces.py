@@ -81,7 +81,7 @@ class Node:
             pages=pages,
             pool=self.pool,
             port=self.port,
-            tell=self.done.release,
+            notify=self.done.release,
         )
 
     def wait(self) -> None:

@@ -75,7 +75,7 @@ def test_a_chat_with_a_tool_is_the_transcript_that_training_shows(tokenizer):
     ]
     for said, shown in (
         (messages[:1], structured.called("tools add", 12345, 678)),
-        (messages, structured.told_by_tool("tools add", 12345, 678)),
+        (messages, structured.tool_result("tools add", 12345, 678)),
     ):
         chat = template.render(said, tools=tools, max_characters=1000)
         ids = tokenizer(chat, add_special_tokens=False).input_ids

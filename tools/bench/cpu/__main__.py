@@ -249,9 +249,9 @@ async def _run(options: argparse.Namespace) -> None:
     parts = options.only or list(PARTS)
     for name in parts:
         say(f"part {name}")
-        found, told = await PARTS[name](bench)
-        say(f"\n{spreads(found.table)}\n\n{markdown(told)}\n")
-        figures += told
+        found, new_figures = await PARTS[name](bench)
+        say(f"\n{spreads(found.table)}\n\n{markdown(new_figures)}\n")
+        figures += new_figures
         floors += found.floors
         rows += [{"part": name, **row} for row in found.table.rows]
     if len(parts) > 1:

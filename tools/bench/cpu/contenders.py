@@ -130,14 +130,14 @@ async def llama(
                 Answer(
                     job.group,
                     len(job.prompt),
-                    due=told["due"],
-                    sent=told["due"],
-                    chunks=told["chunks"],
-                    output_tokens=len(told["token_ids"]),
-                    ended=told["chunks"][-1],
-                    token_ids=told["token_ids"],
+                    due=answer["due"],
+                    sent=answer["due"],
+                    chunks=answer["chunks"],
+                    output_tokens=len(answer["token_ids"]),
+                    ended=answer["chunks"][-1],
+                    token_ids=answer["token_ids"],
                 )
-                for job, told in zip(jobs, reply["answers"], strict=True)
+                for job, answer in zip(jobs, reply["answers"], strict=True)
             ]
             return _row(answers) | cpu_row({"process": reply["cpu_s"]}, answers)
 

@@ -124,7 +124,7 @@ async def measured(
                 jobs = traffic.jobs(vocabulary, _seed(seed, number, place))
                 for name in order:
                     row = await up[name].answers(jobs, traffic.streams)
-                    table.rows.append(_told(name, traffic, number, row))
+                    table.rows.append(_row(name, traffic, number, row))
                     say(
                         f"    {name}, {traffic.name}: {row['tokens_per_s']:.1f} tokens/s, first "
                         f"{row['ttft_ms']['p50']:.0f} ms, gap {row['itl_ms']['p50']:.1f} ms"
@@ -138,5 +138,5 @@ def _seed(seed: int, number: int, place: int) -> int:
     return 1 + 100_000 * seed + 100 * number + place
 
 
-def _told(name: str, traffic: Traffic, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+def _row(name: str, traffic: Traffic, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "system": name, "load": traffic.name, "round": number}

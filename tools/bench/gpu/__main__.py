@@ -49,7 +49,7 @@ def _options() -> argparse.Namespace:
         prog="python -m tools.bench.gpu", description=__doc__.partition("\n")[0]
     )
     parser.add_argument(
-        "--parts", nargs="+", choices=names, default=names, help=f"besides {FIRST}; default: all"
+        "--parts", nargs="+", choices=names, default=names, help=f"with {FIRST}; default: all"
     )
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="for all parts together")
     parser.add_argument("--out", default="var/bench-gpu", help="directory for the results")

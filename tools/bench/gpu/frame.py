@@ -89,7 +89,7 @@ def guarded(what: str, rows: Iterator[Row]) -> Iterator[Row]:
         yield from rows
     except ModuleNotFoundError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, others go on
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, others continue
         traceback.print_exc()
         yield note(what, f"failed: {type(error).__name__}: {error}")
 
@@ -172,7 +172,7 @@ def _measure(part: Part, make_setting: Callable[[], Any], outlet: "Connection[An
         return
     except ModuleNotFoundError as error:
         status = f"skipped: {error.name} is not installed"
-    except BaseException as error:  # noqa: BLE001  whatever it is, the other parts go on
+    except BaseException as error:  # noqa: BLE001  whatever it is, the other parts continue
         traceback.print_exc()
         status = f"failed: {type(error).__name__}: {error}"
     outlet.send(("status", status))

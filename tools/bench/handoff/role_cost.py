@@ -243,7 +243,7 @@ class _Weights:
         raise FailedPrecondition("this bench asks for none")
 
     def exported(self) -> NoReturn:
-        raise FailedPrecondition("this bench lends none")
+        raise FailedPrecondition("this bench exports none")
 
     def receive(self) -> NoReturn:
         raise FailedPrecondition("this bench asks for none")
@@ -288,7 +288,7 @@ def _weights(core: EngineCore, port: TransferPort) -> WeightSharing:
         pages=core.pages,
         pool=torch.empty(1, PAGE_SIZE, dtype=torch.uint8),
         port=port,
-        tell=lambda: None,
+        notify=lambda: None,
     )
 
 

@@ -163,9 +163,9 @@ def recorded(arch: int) -> Iterator[dict[Launch, None]]:
             driver.set_active(None)
 
 
-def _launch(arch: int, fn: Any, told: Mapping[str, Any], says_fusion: bool) -> Launch:
-    constants, signature, attributes = told["constants"], told["signature"], told["configs"][0]
-    chosen: list[object] = [json.loads(told["specialization_data"])["options"]]
+def _launch(arch: int, fn: Any, info: Mapping[str, Any], says_fusion: bool) -> Launch:
+    constants, signature, attributes = info["constants"], info["signature"], info["configs"][0]
+    chosen: list[object] = [json.loads(info["specialization_data"])["options"]]
     values = []
     for parameter in fn.jit_function.params:
         kind, place = signature[parameter.name], (parameter.num,)
@@ -185,7 +185,7 @@ def _launch(arch: int, fn: Any, told: Mapping[str, Any], says_fusion: bool) -> L
         json.dumps(chosen),
         tuple(values),
         says_fusion,
-        told["specialization_data"],
+        info["specialization_data"],
     )
 
 

@@ -25,8 +25,8 @@ HOST = "127.0.0.1"
 TOKEN = 42
 MODEL = "stub"
 _WORD = "x"  # the text of one token
-_BEAT = decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat())
-_BEAT_S = 1.0  # as real nodes; without heartbeats a router considers the engine dead
+_HEARTBEAT = decode_pb2.FromNode(engine_heartbeat=decode_pb2.EngineHeartbeat())
+_HEARTBEAT_S = 1.0  # as real nodes; without heartbeats a router considers the engine dead
 
 
 class Steps:
@@ -62,12 +62,12 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
         held: dict[int, int] = {}
         news = asyncio.Event()
         loop = asyncio.get_running_loop()
-        stepped, beat_at = False, loop.time()
+        stepped, heartbeat_at = False, loop.time()
 
         def step() -> None:
             nonlocal stepped
             stepped = bool(left)
-            if stepped or loop.time() >= beat_at:
+            if stepped or loop.time() >= heartbeat_at:
                 news.set()
 
         async def reading() -> None:
@@ -89,9 +89,9 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
             while True:
                 await news.wait()
                 news.clear()
-                if loop.time() >= beat_at:
-                    beat_at = loop.time() + _BEAT_S
-                    await context.write(_BEAT)
+                if loop.time() >= heartbeat_at:
+                    heartbeat_at = loop.time() + _HEARTBEAT_S
+                    await context.write(_HEARTBEAT)
                 begun = list(fresh)
                 now = dict(fresh)
                 fresh.clear()

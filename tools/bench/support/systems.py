@@ -140,11 +140,11 @@ async def _until_ready(programs: Sequence[plan.Program], children: Sequence[Chil
         for program in programs:
             await until_serving(program.address, program.service)
 
-    async def death(child: ChildProcess) -> None:
+    async def exited(child: ChildProcess) -> None:
         await child.ended()
 
     wait = asyncio.create_task(ready())
-    tasks = [wait, *(asyncio.create_task(death(child)) for child in children)]
+    tasks = [wait, *(asyncio.create_task(exited(child)) for child in children)]
     try:
         await asyncio.wait(tasks, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
         if not wait.done():

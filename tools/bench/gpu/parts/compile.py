@@ -62,5 +62,5 @@ def _work(setting: Setting, calls: Sequence[Call], outlet: "Connection[Any, Any]
         try:
             call()
             setting.finish()
-        except Exception as error:  # noqa: BLE001  whoever needs it will see it again
+        except Exception as error:  # noqa: BLE001  the caller that needs it will see it again
             outlet.send(f"{type(error).__name__}: {error}"[:500])

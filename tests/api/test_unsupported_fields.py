@@ -1,4 +1,4 @@
-"""No field is dropped without a word: it is heeded, refused by name, or changes no answer."""
+"""No field is dropped without a word: it is supported, rejected by name, or changes no response."""
 
 import json
 from typing import Any
@@ -198,7 +198,7 @@ def refused(dialect: ApiDialect, **fields: Any) -> ApiError:
 
 @DIALECTS
 @pytest.mark.parametrize("name", ASKED_IN_VAIN)
-def test_what_is_not_heeded_is_refused_by_name(dialect, prompt, name):
+def test_what_is_not_supported_is_refused_by_name(dialect, prompt, name):
     refusal = refused(dialect, **prompt, **{name: ASKED_IN_VAIN[name]})
     assert refusal.param == name
     assert str(refusal) == f"{name} is not supported by this server"
@@ -249,13 +249,13 @@ def test_the_completions_of_clients_are_taken(client):
     ],
     ids=str,
 )
-def test_what_is_not_heeded_in_a_message_is_refused_by_its_path(message, path):
+def test_what_is_not_supported_in_a_message_is_refused_by_its_path(message, path):
     refusal = refused(CHATS, messages=[*HELLO["messages"], message])
     assert refusal.param == f"messages[1].{path}"
     assert str(refusal).startswith(f"messages[1].{path}")
 
 
-def test_all_that_is_not_heeded_is_named_at_once():
+def test_all_that_is_not_supported_is_named_at_once():
     refusal = refused(
         COMPLETIONS,
         **PROMPT,
