@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.config import EngineConfig
+from common.config import EngineConfig, SchedulerConfig
 from common.errors import ConfigError
 from common.logs import kv
 from engine.adapters.adapters import AdapterBank, AdapterManager, load_all, shelf_of
@@ -26,10 +26,12 @@ from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.load import LoadedModel, load, usable_bytes
+from engine.loop.clock import StepClock
 from engine.loop.watchdog import end_process
 from engine.models import (
     Model,
 )
+from engine.models.decoder import Decoder
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import version_of
 from engine.offload.file_tier import PageStore
@@ -45,7 +47,7 @@ from engine.runner.copier import Copier
 from engine.runner.forwards import Forwards
 from engine.runner.graphs import CudaRecorder
 from engine.runner.ranked import LeadingForwards, largest_step
-from engine.runner.runner import ModelRunner
+from engine.runner.runner import ModelRunner, SplitRunner
 from engine.runner.staged import StagedForwards
 from engine.runner.stream import DeviceStream
 from engine.sampling.composition import every_feature
@@ -54,6 +56,7 @@ from engine.sizing import (
     CUDA_CONTEXT_BYTES,
     EngineShape,
     free_bytes,
+    held_bytes,
     host_pages_of,
     largest_page,
     part_of,
@@ -171,6 +174,17 @@ class Engine:
     ) -> Scheduler:
         """Create the scheduler of this engine; see Scheduler for `on_admit`."""
         return Scheduler(config.scheduler, self.core, on_admit)
+
+    def split_runner(
+        self, config: SchedulerConfig, scheduler: Scheduler, clock: StepClock
+    ) -> SplitRunner:
+        """Have a scheduler of this engine compute prompts in groups of layers, whose sizes follow
+        from the clock of its loop. Return the runner of its steps."""
+        model, forwards = self.model, self.runner.forwards
+        assert isinstance(model, Decoder) and isinstance(forwards, Forwards)
+        limit_s = config.split_prefill_ms / 1000
+        scheduler.split_prefills(limit_s, len(model.layers), clock.prefill.token_s)
+        return SplitRunner(self.runner, forwards, model.begin)
 
     def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
         """Create the profiler of this engine; see Profiler."""
@@ -298,18 +312,31 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
     if followers is not None and (model.device.type == "cuda" or config.parallel.hosts > 1):
         free = min(free, followers.free_bytes)
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free, share=share)
+    held = 0
+    if config.scheduler.split_prefill_ms:
+        held = held_bytes(shape, model.spec.hidden_size)
     if model.device.type == "cpu":
-        return shape
-    if followers is not None:
-        followers.measure(free)
-    room = measured_room(config, model, loaded.bank, share, shape)
-    if followers is not None:
-        room = min(room, followers.measured())
+        if not held:
+            return shape
+        room = free - held
+    else:
+        room = _room_beside_steps(config, loaded, shape, free) - held
     measured = config.scheduler.model_copy(
         update={"chunked_prefill_tokens": shape.chunk_tokens or -1}
     )
     config = config.model_copy(update={"scheduler": measured})
     return resolve_shape(config, model.spec, dtype=model.dtype, free=room, share=share)
+
+
+def _room_beside_steps(
+    config: EngineConfig, loaded: LoadedModel, shape: EngineShape, free: int
+) -> int:
+    """Return the bytes of a GPU that steps leave for the pages of each rank."""
+    followers = loaded.followers
+    if followers is not None:
+        followers.measure(free)
+    room = measured_room(config, loaded.model, loaded.bank, loaded.share, shape)
+    return room if followers is None else min(room, followers.measured())
 
 
 def measured_room(

@@ -228,6 +228,12 @@ def host_pages_of(
     return min(num_pages, room // layout.page_bytes)
 
 
+def held_bytes(shape: EngineShape, hidden_size: int) -> int:
+    """Return the bytes of the activations of split prefill that are held between two groups of
+    layers: two of each token of the largest forward."""
+    return 2 * shape.prefill_tokens * hidden_size * shape.dtype.itemsize
+
+
 def _pages_in(room: int, page_bytes: int, config: EngineConfig, pages_of_one: int) -> int:
     num_pages = min(room // page_bytes, pages_of_one * config.scheduler.max_running_requests)
     if num_pages < 2:
