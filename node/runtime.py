@@ -219,7 +219,7 @@ class NodeRuntime:
         self.transfer.start()
         introduce(engine, config, start.channel)
         try:
-            drive(role, engine, config, self.clock, self._steps(role, engine, config))
+            drive(role, engine, config, self.clock, self.steps(role, engine, config))
         except (PeerGone, RoleEnded):
             self.transfer.stop(TRANSFER_END_S)
             self.profiler.close()
@@ -227,7 +227,7 @@ class NodeRuntime:
             self.weights.close()
             raise
 
-    def _steps(
+    def steps(
         self, role: DrivenRole, engine: Engine, config: EngineConfig
     ) -> tuple[EngineRole, BatchRunner] | None:
         """Return what the loop runs in place of the role and the runner of the engine, if a
