@@ -56,7 +56,6 @@ from engine.sizing import (
     CUDA_CONTEXT_BYTES,
     EngineShape,
     free_bytes,
-    held_bytes,
     host_pages_of,
     largest_page,
     part_of,
@@ -312,31 +311,18 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
     if followers is not None and (model.device.type == "cuda" or config.parallel.hosts > 1):
         free = min(free, followers.free_bytes)
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free, share=share)
-    held = 0
-    if config.scheduler.split_prefill_ms:
-        held = held_bytes(shape, model.spec.hidden_size)
     if model.device.type == "cpu":
-        if not held:
-            return shape
-        room = free - held
-    else:
-        room = _room_beside_steps(config, loaded, shape, free) - held
+        return shape
+    if followers is not None:
+        followers.measure(free)
+    room = measured_room(config, model, loaded.bank, share, shape)
+    if followers is not None:
+        room = min(room, followers.measured())
     measured = config.scheduler.model_copy(
         update={"chunked_prefill_tokens": shape.chunk_tokens or -1}
     )
     config = config.model_copy(update={"scheduler": measured})
     return resolve_shape(config, model.spec, dtype=model.dtype, free=room, share=share)
-
-
-def _room_beside_steps(
-    config: EngineConfig, loaded: LoadedModel, shape: EngineShape, free: int
-) -> int:
-    """Return the bytes of a GPU that steps leave for the pages of each rank."""
-    followers = loaded.followers
-    if followers is not None:
-        followers.measure(free)
-    room = measured_room(config, loaded.model, loaded.bank, loaded.share, shape)
-    return room if followers is None else min(room, followers.measured())
 
 
 def measured_room(

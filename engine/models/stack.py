@@ -4,6 +4,7 @@ The structure of the layers decides, when the stack is made.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -134,7 +135,10 @@ class InOneCall:
             num_decodes=batch.num_decodes,
             locations=batch.locations,
             page_starts=batch.page_starts,
-            angles=[rotation.angles(batch.positions) for rotation in self._rotations],
+            angles=[
+                step.shared.get(rotation, partial(rotation.angles, batch.positions))
+                for rotation in self._rotations
+            ],
         )
         group = (0, len(pool.layers)) if group is None else group
         return self._layers.forward(x, residual, compiled, self._compiled_pool(pool), group)

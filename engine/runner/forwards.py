@@ -287,17 +287,17 @@ class Forwards:
 
         return self.enqueue(work)
 
-    def launch_last_group(self, forward: HeldForward, past: int, copies: Step) -> BegunStep:
-        """Enqueue the last group of layers without the sampling of the step."""
-        done = list[_Forward]()
+    def launch_last_group(
+        self, forward: HeldForward, past: int, copies: Step, output: StepOutput
+    ) -> StreamEvent:
+        """Enqueue the last group of layers, and the sampling of the step."""
 
         def work() -> None:
             self._swap(copies)
             prepared, layers = self._advance(forward, past)
-            done.append(self._ran(prepared, layers.complete()))
+            self._sample(self._ran(prepared, layers.complete()), forward.sampling, output)
 
-        event, sampling_work = self.enqueue(work), self._sampling_of(done)
-        return BegunStep(event, lambda *inputs: self.enqueue(sampling_work(*inputs)))
+        return self.enqueue(work)
 
     def _advance(self, forward: HeldForward, past: int) -> tuple[_Prepared, LayersInGroups]:
         if forward.held is None:

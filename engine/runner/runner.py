@@ -7,14 +7,14 @@ from engine.batch.batch import LaunchedBatch, ScheduleBatch
 from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
-from engine.runner.forwards import BeginLayers, BegunStep, Forwards, HeldForward
+from engine.runner.forwards import BeginLayers, Forwards, HeldForward
 from engine.runner.graphs import Recorder
 from engine.runner.launched import LaunchedGroup, LaunchedStep, StepOutput
 from engine.runner.ranked import LeadingForwards
 from engine.runner.step import Step
 from engine.runner.step_builder import StepBuilder
 from engine.runner.stream import DeviceStream, StreamEvent
-from engine.sampling.composition import NOTHING_ASKED, SamplingFeatures, SamplingInputs
+from engine.sampling.composition import NOTHING_ASKED, SamplingFeatures
 
 
 class ModelRunner:
@@ -59,12 +59,7 @@ class ModelRunner:
         step, sampling = self.builder.build(batch, forwards.graph_of)
         if not sampling.late:
             return LaunchedStep(batch, output, forwards.launch(step, sampling, output))
-        return self.sampled_later(batch, forwards.launch_forward(step, sampling), sampling, output)
-
-    def sampled_later(
-        self, batch: ScheduleBatch, begun: BegunStep, sampling: SamplingInputs, output: StepOutput
-    ) -> LaunchedStep:
-        """Return a launched step whose sampling depends on the previous step."""
+        begun = forwards.launch_forward(step, sampling)
 
         def sample() -> StreamEvent:
             if begun.token_ids is not None:
@@ -89,34 +84,32 @@ class SplitRunner:
         self._runner = runner
         self._forwards = forwards
         self._begin = begin
-        # Between its groups. It is dropped with its last group, or by a batch that says so.
-        self._held: tuple[HeldForward, SamplingInputs] | None = None
+        self._held: HeldForward | None = None  # between two of its groups
 
     def launch(self, batch: ScheduleBatch) -> LaunchedBatch:
-        """Launch a step like ModelRunner. Only one forward at a time is between its groups."""
+        """Launch a step like ModelRunner. At most one forward is between two of its groups."""
         group = batch.layers
         if group is None:
             return self._runner.launch(batch)
-        copies = Step(swap_out=batch.swap_out, swap_in=batch.swap_in)
-        if group.drops:
-            self._held = None
-            launched = self._forwards.launch(copies, NOTHING_ASKED, StepOutput())
-            return LaunchedGroup(batch, launched, num_rows=len(batch.slots))
         if not group.first:
-            assert self._held is None
-            rows = replace(batch, swap_out=None, swap_in=None)
-            step, sampling = self._runner.builder.build(rows, lambda _: 0)
-            self._held = HeldForward(step, sampling, self._begin), sampling
-        assert self._held is not None
-        forward, sampling = self._held
-        if not group.is_last:
-            event = self._forwards.launch_group(forward, group.past, copies)
-            return LaunchedGroup(batch, event)
-        self._held = None
-        begun, output = self._forwards.launch_last_group(forward, group.past, copies), StepOutput()
-        if not sampling.late:
-            return LaunchedStep(batch, output, begun.sample(sampling, (), output))
-        return self._runner.sampled_later(batch, begun, sampling, output)
+            self._held = self._built(batch)
+        forward = self._held
+        assert forward is not None
+        if group.drops or group.is_last:
+            self._held = None
+        copies, output = Step(swap_out=batch.swap_out, swap_in=batch.swap_in), StepOutput()
+        if group.drops:
+            event = self._forwards.launch(copies, NOTHING_ASKED, output)
+            return LaunchedGroup(batch, event, num_rows=len(batch.slots))
+        if group.is_last:
+            event = self._forwards.launch_last_group(forward, group.past, copies, output)
+            return LaunchedStep(batch, output, event)
+        return LaunchedGroup(batch, self._forwards.launch_group(forward, group.past, copies))
+
+    def _built(self, batch: ScheduleBatch) -> HeldForward:
+        step, sampling = self._runner.builder.build(batch, lambda _: 0)
+        assert not sampling.late, "all tokens of prompts are known"
+        return HeldForward(step, sampling, self._begin)
 
 
 def make_runner(

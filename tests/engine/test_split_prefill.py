@@ -5,8 +5,12 @@ The rig has 8 layers, and a prompt's token takes 1 ms through all of them.
 
 import pytest
 
+from common.config import EngineConfig, SchedulerConfig
+from common.errors import ConfigError
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason
+from engine.load import check_split_prefill, load
+from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_rig import NUM_LAYERS, Rig
 from tests.support.fake_backend import VOCABULARY
 
@@ -224,3 +228,35 @@ def test_without_the_setting_prompts_are_not_split():
     rig.add(PROMPT, max_tokens=4)
     rig.complete()
     assert ForwardMode.SPLIT not in _modes(rig)
+
+
+@pytest.mark.parametrize(
+    "settings, backend, named",
+    [
+        ({"parallel": {"tp": 2}}, "native", "engine.parallel.tp: 2"),
+        ({"parallel": {"pp": 2}}, "native", "engine.parallel.pp: 2"),
+        (
+            {"speculative": {"method": "eagle", "draft_model": "head"}},
+            "native",
+            "engine.speculative.method: eagle",
+        ),
+        ({"speculative": {"method": "mtp"}}, "native", "engine.speculative.method: mtp"),
+        ({}, "transformers", "engine.model_backend: transformers"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(settings, backend, named):
+    scheduler = {"split_prefill_ms": LIMIT_MS}
+    config = EngineConfig.model_validate({"model": "m", "scheduler": scheduler, **settings})
+    with pytest.raises(ConfigError, match=f"^{named} is not supported with .*split_prefill_ms"):
+        check_split_prefill(config, backend)
+
+
+def test_a_node_refuses_before_it_loads_a_model(tmp_path):
+    config = EngineConfig(
+        model=str(make_checkpoint(tmp_path)),
+        device="cpu",
+        model_backend="transformers",
+        scheduler=SchedulerConfig(split_prefill_ms=LIMIT_MS),
+    )
+    with pytest.raises(ConfigError, match="model_backend: transformers is not supported with"):
+        load(config)
