@@ -154,7 +154,7 @@ class SchedulerConfig(ConfigRecord):
         le=10_000,
         description="Split prefill: milliseconds by which a prompt may delay a decode step. Its "
         "layers are computed in groups between decode steps, in place of mixed_chunk. 0: off. See "
-        "docs/tuning.md",
+        "docs/split-prefill.md",
     )
     prefill_delayer: bool = Field(
         False,

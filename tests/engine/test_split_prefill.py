@@ -74,6 +74,17 @@ def test_a_prompt_is_computed_at_once_while_no_request_runs():
     assert _modes(rig) == [ForwardMode.EXTEND] + [ForwardMode.DECODE] * 3
 
 
+def test_a_prompt_is_split_beside_a_request_that_is_about_to_join():
+    rig = _rig()
+    first = rig.expected(rig.request([1, 2, 3]))[0][0]
+    assert rig.land(rig.request([1, 2, 3], max_tokens=9, generated=[first]))
+    prompt = rig.add(PROMPT, max_tokens=2)
+    rig.step(2)
+    rig.join_landed()
+    rig.complete(prompt)
+    assert _groups(rig)[0] == (0, 2)
+
+
 def test_the_rest_of_a_prompt_is_computed_at_once_when_the_last_response_ends():
     rig = _running()
     rig.add(PROMPT, max_tokens=4)
@@ -145,6 +156,26 @@ def test_an_aborted_prompt_ends_after_the_group_in_flight_and_releases_its_pages
     rig.complete()
 
 
+def test_a_retracted_response_returns_with_a_group_of_layers():
+    rig = _running(retract_every=2)
+    rig.add([4, 5, 6], max_tokens=100)
+    rig.step(3)
+    rig.add(PROMPT, max_tokens=20)
+    rig.complete()
+    groups = [batch for batch in rig.runner.batches if batch.layers is not None]
+    assert any(batch.swap_in is not None for batch in groups)
+
+
+def test_states_to_be_cached_are_released_with_a_dropped_forward():
+    rig = _running(state_pages=2)
+    request = rig.add([5] * 60, max_tokens=20)
+    rig.run_until(lambda: _between_groups(rig))
+    assert rig.runner.batches[-1].kept
+    rig.abort(request)
+    rig.complete()
+    assert _groups(rig)[-1] == (2, 2)
+
+
 def test_a_prompt_continues_if_another_one_of_its_forward_is_aborted():
     rig = _running()
     first, second = rig.add([5] * 20, max_tokens=9), rig.add([6] * 30, max_tokens=9)
@@ -209,6 +240,8 @@ def test_a_suspect_prompt_is_computed_alone_and_at_once():
     rig.add(PROMPT, max_tokens=3)
     rig.run_until(lambda: _between_groups(rig))
     suspect = rig.add([7] * 40, max_tokens=3, suspect=True)
+    rig.run_until(lambda: not _between_groups(rig) and _groups(rig)[-1] == (6, 8))
+    assert rig.trials == []
     rig.complete()
     assert suspect.key in rig.trials
     assert _groups(rig) == [(0, 2), (2, 4), (4, 6), (6, 8)]

@@ -86,6 +86,24 @@ def test_layers_in_groups_give_what_all_layers_give(tmp_path, monkeypatch, archi
     assert torch.equal(logits(model, model.stack), whole)
 
 
+def test_layers_in_groups_are_computed_one_by_one_for_adapters(tmp_path, monkeypatch):
+    model = load(make_checkpoint(tmp_path, "qwen3"), CPU, F32)
+    added = []
+
+    class Adapted:
+        def add(self, product, x, y):
+            added.append(product)
+
+    def forward(batch, pool, future_tokens, adapted=None, late=None):
+        split = model.begin(batch, pool, future_tokens, Adapted())
+        split.advance(len(model.layers))
+        return split.complete()
+
+    monkeypatch.setattr(model, "forward", partial(forward))  # no method of Watched
+    logits(model, model.stack)
+    assert {*added} == {product.linear for product in model.products}
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next", "gpt_oss"])
 def test_layers_that_have_more_to_them_are_computed_one_by_one(tmp_path, architecture):
     model = load(make_checkpoint(tmp_path, architecture), CPU, F32)

@@ -1,4 +1,4 @@
-"""A colocated node that computes prompts in groups of layers beside responses, as real processes."""
+"""A colocated node as real processes, with prompts in groups of layers beside responses."""
 
 import asyncio
 import random
@@ -27,9 +27,7 @@ async def test_prompts_are_computed_between_decode_steps(
         "--engine.scheduler.split-prefill-ms=0.01",
         f"--metrics-port={port}",
     )
-    async with make(
-        num_prefill=0, decode_flags=flags, environment=slowed(0.005)
-    ) as cluster:
+    async with make(num_prefill=0, decode_flags=flags, environment=slowed(0.005)) as cluster:
         stream = cluster.stream([5], max_tokens=STREAM_TOKENS, ignore_eos=True)
         response = [token async for token in _tokens(stream, 4)]
         answers = await asyncio.gather(

@@ -53,7 +53,7 @@ STREAM_TOKENS = 256  # of the prompts of running responses
 WARM_UP_STEPS = 20
 PAGE_SIZE = 16
 SMALL_CHUNK = 64
-LIMITS = (0.5, 1.0, 2.0, 4.0, 8.0)  # of split prefill, in undisturbed decode steps
+LIMITS = (8.0, 4.0, 2.0, 1.0, 0.5)  # of split prefill, in undisturbed decode steps
 COLUMNS = {
     "way": "{way}",
     "ITL p50 ms": "{itl_ms[p50]:.1f}",
@@ -89,6 +89,15 @@ class Measured:
     itl_s: list[list[float]] = field(default_factory=list)
     prompt_s: list[float] = field(default_factory=list)
     work_s: list[float] = field(default_factory=list)
+
+    @property
+    def newest(self) -> str:
+        """The newest entries, in milliseconds and seconds."""
+        p99_s = float(np.percentile(self.itl_s[-1], 99))
+        return (
+            f"{self.undisturbed_s[-1] * 1e3:.1f} ms undisturbed, ITL p99 {p99_s * 1e3:.1f} ms, "
+            f"prompt {self.prompt_s[-1]:.2f} s, of which {self.work_s[-1]:.2f} s alone"
+        )
 
 
 class Role:
@@ -202,8 +211,8 @@ def main() -> None:
         measured = {way.name: Measured() for way in ways}
         for number in range(options.rounds):
             for way in ways if number % 2 == 0 else reversed(ways):
-                say(f"round {number + 1}: {way.name} ...")
                 _measure(way, model, options, measured[way.name])
+                say(f"round {number + 1}: {way.name}: {measured[way.name].newest}")
     rows = [_row(way.name, measured[way.name], measured[ways[0].name]) for way in ways]
     table(rows, COLUMNS)
     emit("split_prefill", vars(options), rows, step_ms=round(step_s * 1e3, 2))
