@@ -79,7 +79,10 @@ def test_responses_are_those_of_transformers(model, architecture):
         assert len(rig.splits) >= 2 * len(known.loaded.model.layers)
 
 
-@pytest.mark.parametrize("swap_pages", [0, 64], ids=["recomputed", "swapped"])
+@pytest.mark.parametrize(
+    "swap_pages",
+    [pytest.param(0, id="recomputed", marks=pytest.mark.long), pytest.param(64, id="swapped")],
+)
 def test_retractions_change_no_response(known, swap_pages):
     size = Size(20, swap_pages=swap_pages)
     bold = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}

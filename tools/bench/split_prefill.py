@@ -80,7 +80,9 @@ class Measured:
     """The figures of one way, one entry for each round.
 
     Attributes:
-        undisturbed_s, itl_s: between two tokens of a response, before and during the prompt.
+        undisturbed_s: median time between two tokens of a response, the mean of before and after
+            the prompt, because responses grow meanwhile.
+        itl_s: between two tokens of a response, during the prompt.
         prompt_s: from the arrival of the prompt to its first token.
         work_s: time of the steps that computed only prompt tokens.
     """
@@ -93,10 +95,11 @@ class Measured:
     @property
     def newest(self) -> str:
         """The newest entries, in milliseconds and seconds."""
-        p99_s = float(np.percentile(self.itl_s[-1], 99))
+        itl_ms = percentiles(self.itl_s[-1], 1e3)
         return (
-            f"{self.undisturbed_s[-1] * 1e3:.1f} ms undisturbed, ITL p99 {p99_s * 1e3:.1f} ms, "
-            f"prompt {self.prompt_s[-1]:.2f} s, of which {self.work_s[-1]:.2f} s alone"
+            f"{self.undisturbed_s[-1] * 1e3:.1f} ms undisturbed, ITL p50 {itl_ms['p50']:.1f} ms, "
+            f"p99 {itl_ms['p99']:.1f} ms, prompt {self.prompt_s[-1]:.2f} s, of which "
+            f"{self.work_s[-1]:.2f} s alone"
         )
 
 
@@ -244,8 +247,10 @@ def _split(limit_s: float) -> dict[str, Any]:
 def _measure(way: Way, model: Path, options: argparse.Namespace, measured: Measured) -> None:
     with _node(model, options, way.settings) as node:
         node.prompt(options.prompt_tokens // 8, Measured())  # warm-up
-        measured.undisturbed_s.append(node.undisturbed_s(options.steps))
+        before_s = node.undisturbed_s(options.steps)
         node.prompt(options.prompt_tokens, measured)
+        after_s = node.undisturbed_s(options.steps)
+        measured.undisturbed_s.append(statistics.mean((before_s, after_s)))
 
 
 @contextmanager
