@@ -34,7 +34,11 @@ _UNKNOWN_STEP = np.iinfo(np.int64).max  # the last group of a forward has no num
 
 
 class SplitForwardState:
-    """The forward that is between two groups of its layers, at most one. Engine thread only."""
+    """The forward that is between two groups of its layers, at most one. Engine thread only.
+
+    Attributes:
+        next_layer: first layer of its next group.
+    """
 
     def __init__(
         self,
