@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.config import EngineConfig
+from common.config import EngineConfig, SchedulerConfig
 from common.errors import ConfigError
 from common.logs import kv
 from engine.adapters.adapters import AdapterBank, AdapterManager, load_all, shelf_of
@@ -26,10 +26,12 @@ from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.load import LoadedModel, load, usable_bytes
+from engine.loop.clock import StepClock
 from engine.loop.watchdog import end_process
 from engine.models import (
     Model,
 )
+from engine.models.decoder import Decoder
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import version_of
 from engine.offload.file_tier import PageStore
@@ -45,7 +47,7 @@ from engine.runner.copier import Copier
 from engine.runner.forwards import Forwards
 from engine.runner.graphs import CudaRecorder
 from engine.runner.ranked import LeadingForwards, largest_step
-from engine.runner.runner import ModelRunner
+from engine.runner.runner import ModelRunner, SplitRunner
 from engine.runner.staged import StagedForwards
 from engine.runner.stream import DeviceStream
 from engine.sampling.composition import every_feature
@@ -171,6 +173,17 @@ class Engine:
     ) -> Scheduler:
         """Create the scheduler of this engine; see Scheduler for `on_admit`."""
         return Scheduler(config.scheduler, self.core, on_admit)
+
+    def split_runner(
+        self, config: SchedulerConfig, scheduler: Scheduler, clock: StepClock
+    ) -> SplitRunner:
+        """Have a scheduler of this engine compute prompts in groups of layers, whose sizes follow
+        from the clock of its loop. Return the runner of its steps."""
+        model, forwards = self.model, self.runner.forwards
+        assert isinstance(model, Decoder) and isinstance(forwards, Forwards)
+        limit_s = config.split_prefill_ms / 1000
+        scheduler.split_prefills(limit_s, len(model.layers), clock.prefill.token_s)
+        return SplitRunner(self.runner, forwards, model.begin)
 
     def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
         """Create the profiler of this engine; see Profiler."""

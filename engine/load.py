@@ -113,6 +113,8 @@ def load(
     """
     opened = open_model(config)
     weights_id = named_weights(opened)
+    if config.scheduler.split_prefill_ms:
+        check_split_prefill(config, opened.servable.backend)
     if exchange is not None:
         check_group(config, opened.device)
     if config.parallel.num_ranks == 1:
@@ -276,6 +278,26 @@ def check_group(config: EngineConfig, device: torch.device) -> None:
     }.items():
         if used:
             raise ConfigError(f"engine.{setting} is not supported with engine.parallel.dp")
+
+
+def check_split_prefill(config: EngineConfig, backend: str) -> None:
+    """Raise ConfigError if a feature does not support split prefill.
+
+    Args:
+        backend: of the model.
+    """
+    drafter, parallel = config.speculative, config.parallel
+    for setting, used in {
+        f"parallel.tp: {parallel.tp}": parallel.tp > 1,
+        f"parallel.pp: {parallel.pp}": parallel.pp > 1,
+        f"parallel.dp: {parallel.dp}": parallel.dp > 1,
+        f"speculative.method: {drafter.method}": drafter.has_layer,
+        "model_backend: transformers": backend == "transformers",
+    }.items():
+        if used:
+            raise ConfigError(
+                f"engine.{setting} is not supported with engine.scheduler.split_prefill_ms"
+            )
 
 
 def _check_stages(config: EngineConfig) -> None:

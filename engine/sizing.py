@@ -187,6 +187,10 @@ def resolve_shape(
     whole = whole_layout(config, spec, dtype, device)
     layout = part_of(whole, share)
     page_bytes = largest_page(whole, share)
+    chunk_tokens = _chunk_tokens(config, spec, device, dtype, free)
+    whole_prompts = max(config.scheduler.max_prefill_tokens, context_length)
+    prefill_tokens = whole_prompts if chunk_tokens is None else chunk_tokens
+    free -= _held_bytes(config, spec, dtype, prefill_tokens)
     room = min(free, _cpu_room(free, share.num_ranks)) if device.type == "cpu" else free
     num_pages = config.cache.num_pages or _pages_in(
         room, page_bytes, config, layout.tables.pages_to_compute(context_length)
@@ -196,8 +200,6 @@ def resolve_shape(
             f"engine.cache.num_pages: {num_pages} pages of {page_bytes} bytes take "
             f"{_gib(num_pages * page_bytes)}, {_gib(free)} are left for them"
         )
-    chunk_tokens = _chunk_tokens(config, spec, device, dtype, free)
-    whole_prompts = max(config.scheduler.max_prefill_tokens, context_length)
     return EngineShape(
         device=device,
         dtype=dtype,
@@ -211,7 +213,7 @@ def resolve_shape(
         if config.cache.prefix_cache
         else 0,
         chunk_tokens=chunk_tokens,
-        prefill_tokens=whole_prompts if chunk_tokens is None else chunk_tokens,
+        prefill_tokens=prefill_tokens,
     )
 
 
@@ -226,6 +228,14 @@ def host_pages_of(
     room = min(PINNED_BYTES, free_bytes(torch.device("cpu"), PINNED_FRACTION))
     room //= config.parallel.ranks_per_host
     return min(num_pages, room // layout.page_bytes)
+
+
+def _held_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, num_tokens: int) -> int:
+    """Return the bytes of the activations that split prefill holds between two groups of layers:
+    two of each token."""
+    if not config.scheduler.split_prefill_ms:
+        return 0
+    return 2 * num_tokens * spec.hidden_size * dtype.itemsize
 
 
 def _pages_in(room: int, page_bytes: int, config: EngineConfig, pages_of_one: int) -> int:

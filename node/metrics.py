@@ -43,7 +43,7 @@ QUEUES = (
     *("unpaired", "prealloc", "transfer", "migrating"),  # decode nodes only
 )
 HOLDERS = ("free", "request", "step", "read", "publication", "copy", "cache")
-MODES = ("extend", "decode", "mixed", "verify")
+MODES = ("extend", "decode", "mixed", "verify", "split")
 PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 
 TIERS = ("host", "file")
@@ -124,7 +124,7 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     "step_seconds": histogram(
         "baton_step_seconds",
         "Time of a step on the device in seconds, from the end of the previous step, or its "
-        "launch, to its result.",
+        "launch, to its result. In mode split, a step is a group of layers of a prompt.",
         distribution.STEP_S,
         mode=MODES,
     ),
@@ -135,7 +135,7 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         "baton_batch_tokens",
         "Tokens computed in a step with prompts or drafts.",
         distribution.BATCH_TOKENS,
-        mode=("extend", "mixed", "verify"),
+        mode=("extend", "mixed", "verify", "split"),
     ),
     "total_waited": counter(
         "baton_engine_wait_seconds",

@@ -219,13 +219,22 @@ class NodeRuntime:
         self.transfer.start()
         introduce(engine, config, start.channel)
         try:
-            drive(role, engine, config, self.clock, self._group_steps(role, engine, config))
+            drive(role, engine, config, self.clock, self.steps(role, engine, config))
         except (PeerGone, RoleEnded):
             self.transfer.stop(TRANSFER_END_S)
             self.profiler.close()
             self.memory.close()
             self.weights.close()
             raise
+
+    def steps(
+        self, role: DrivenRole, engine: Engine, config: EngineConfig
+    ) -> tuple[EngineRole, BatchRunner] | None:
+        """Return what the loop runs in place of the role and the runner of the engine, if a
+        feature needs that."""
+        if config.scheduler.split_prefill_ms:
+            return role, engine.split_runner(config.scheduler, role.scheduler, self.clock)
+        return self._group_steps(role, engine, config)
 
     def _group_steps(
         self, role: DrivenRole, engine: Engine, config: EngineConfig

@@ -148,6 +148,14 @@ class SchedulerConfig(ConfigRecord):
         description="Decode rows in the forward pass of a prefill chunk. off: decoding waits "
         "until no prompt is left to compute",
     )
+    split_prefill_ms: float = Field(
+        0.0,
+        ge=0,
+        le=10_000,
+        description="Split prefill: milliseconds by which a prompt may delay a decode step. Its "
+        "layers are computed in groups between decode steps, in place of mixed_chunk. 0: off. See "
+        "docs/split-prefill.md",
+    )
     prefill_delayer: bool = Field(
         False,
         description="In a data-parallel group, a prompt waits up to 30 steps until most nodes have "

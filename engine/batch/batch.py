@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,29 @@ class ForwardMode(IntEnum):
     MIXED = 3  # a chunk of a prompt, and decode rows in the same forward
     VERIFY = 4  # decode rows; the first of them have drafts after their newest token
     IDLE = 5  # no rows: a part of the step of a group of nodes, see engine/loop/grouped.py
+    SPLIT = 6  # a group of layers of prompts, or of chunks of prompts
+
+
+class LayerGroup(NamedTuple):
+    """Layers [first, past) of a forward of `total` layers. A group without layers drops the
+    forward."""
+
+    first: int
+    past: int
+    total: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.past == self.total
+
+    @property
+    def drops(self) -> bool:
+        return self.first == self.past
+
+    @property
+    def share(self) -> float:
+        """Share of the forward's layers."""
+        return (self.past - self.first) / self.total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +83,10 @@ class ScheduleBatch:
     in its request's own pages, unless the row is listed in `resumed` (after 0 of its tokens). Each
     row writes its state to its request's own pages. `kept`: intermediate or final states to be
     written to other pages as well, at most one per row.
+
+    `layers`: of a SPLIT batch, whose forward takes several steps. All of them have the same rows,
+    except that a batch that drops the forward has rows without tokens. The result of the last one
+    is that of the forward, and the others have none. None: all layers.
     """
 
     step: int
@@ -73,10 +100,16 @@ class ScheduleBatch:
     resumed: tuple[StateCheckpoint, ...] = ()
     kept: tuple[StateCheckpoint, ...] = ()
     early: Ints | None = None
+    layers: LayerGroup | None = None
 
     @property
     def num_tokens(self) -> int:
         return int((self.ends - self.starts).sum())
+
+    @property
+    def work(self) -> float:
+        """Tokens of the step, times the share of the layers that it computes."""
+        return self.num_tokens if self.layers is None else self.num_tokens * self.layers.share
 
     def before_last(self) -> tuple[NDArray[np.intp], Ints]:
         """Return the row and the token index of all tokens except each row's last, row by row."""

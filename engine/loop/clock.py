@@ -82,7 +82,13 @@ class Compiles:
 
 
 _UNCOUNTED = 256  # maximum number of steps per group
-_MEASURED = (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED, ForwardMode.VERIFY)
+_MEASURED = (
+    ForwardMode.EXTEND,
+    ForwardMode.DECODE,
+    ForwardMode.MIXED,
+    ForwardMode.VERIFY,
+    ForwardMode.SPLIT,
+)
 
 
 class _Mode:
@@ -152,6 +158,27 @@ class StepMeter:
         self._decode_seconds.clear()
 
 
+_PROMPTS_ALONE = (ForwardMode.EXTEND, ForwardMode.SPLIT)
+
+
+class PrefillPace:
+    """The device time of prompts alone. A step counts by its number of tokens, so that overhead of
+    short prompts hardly matters."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tokens = 0.0  # through all layers
+
+    def took(self, work: float, seconds: float) -> None:
+        """Record a step. `work`: as in ScheduleBatch."""
+        self._seconds += seconds - _NEWEST_WEIGHT * self._seconds
+        self._tokens += work - _NEWEST_WEIGHT * self._tokens
+
+    def token_s(self) -> float | None:
+        """Return the seconds of a token through all layers. None: no step has ended."""
+        return self._seconds / self._tokens if self._tokens else None
+
+
 _NEWEST_WEIGHT = 0.2  # of a new duration in the running average
 PATIENCE = 5.0  # multiple of the expected duration
 
@@ -192,6 +219,7 @@ class StepClock:
 
     Attributes:
         others_allow_s: longest time that the current step may take on the other nodes of a group.
+        prefill: pace of prompts.
     """
 
     def __init__(
@@ -223,6 +251,7 @@ class StepClock:
             ForwardMode.IDLE: 0.0,
         }
         self.others_allow_s = 0.0
+        self.prefill = PrefillPace()
         self.meter = StepMeter()
         self._free_at = now()  # last end of a step or of a sleep
         self._note(self._free_at)
@@ -261,13 +290,14 @@ class StepClock:
         elif batch.mode is ForwardMode.DECODE:
             self._note_step(batch.mode, elapsed)
             self.meter.decoded(len(batch.slots), elapsed)
-        else:
-            num_tokens = batch.num_tokens
+        elif work := batch.work:  # otherwise it drops a forward
             if batch.mode is ForwardMode.VERIFY:
                 self._note_step(batch.mode, elapsed)
             else:
-                self._per_token = _average(self._per_token, elapsed / num_tokens)
-            self.meter.computed(batch.mode, len(batch.slots), num_tokens, elapsed)
+                self._per_token = _average(self._per_token, elapsed / work)
+            if batch.mode in _PROMPTS_ALONE:
+                self.prefill.took(work, elapsed)
+            self.meter.computed(batch.mode, len(batch.slots), batch.num_tokens, elapsed)
         self._step = batch.step
         self._finished += 1
         self._started_at = now if self._launched else None
@@ -331,7 +361,7 @@ class StepClock:
         """Return the expected seconds, or None if no step of its kind has ended."""
         if batch.mode in self._per_step:
             return self._per_step[batch.mode]
-        return None if self._per_token is None else self._per_token * batch.num_tokens
+        return None if self._per_token is None else self._per_token * batch.work
 
 
 def _average(before: float | None, newest: float) -> float:

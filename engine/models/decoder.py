@@ -20,7 +20,7 @@ from engine.models.linear import GatheredLinear, Linear, Product, kept, own_outp
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
-from engine.models.stack import LayerByLayer, stack_of, tap
+from engine.models.stack import LayerByLayer, Stack, stack_of, tap
 from engine.models.vision.seeing import ReceivingTower, VisionTower
 from engine.ranks import Stage
 from kernels.layers.embedding import embed
@@ -240,6 +240,21 @@ class Decoder:
         drafter.follow(step, x, tapped, future_tokens, pool)
         return x.index_select(0, batch.sampled)
 
+    def begin(
+        self,
+        batch: ForwardBatch,
+        pool: KVPool,
+        future_tokens: Tensor,
+        adapted: AdaptedLinear | None = None,
+    ) -> "SplitForward":
+        """Begin the same forward of prompts, whose layers are computed in groups. Only for one
+        stage, and without a drafter."""
+        x = self._embedded(batch.token_ids, future_tokens)
+        self._see(batch, x)
+        stack, norm = self.stack if adapted is None else self._adaptable, self.ends.norm
+        assert norm is not None
+        return SplitForward(stack, norm, ModelStep(batch, adapted), pool, x)
+
     def take_part(self) -> None:
         """Compute for the other nodes of a group in a step in which this node has no tokens."""
         x = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
@@ -273,6 +288,37 @@ class Decoder:
         """Return class logits [n, num_labels] in the model's dtype."""
         assert self.ends.classes is not None
         return F.linear(hidden, self.ends.classes)
+
+
+class SplitForward:
+    """A forward of prompts between two groups of its layers. Forward stream only.
+
+    Meanwhile it holds two activations, [num_tokens, hidden] each.
+
+    Args:
+        x: embeddings.
+    """
+
+    def __init__(
+        self, stack: Stack, norm: RmsNorm, step: ModelStep, pool: KVPool, x: Tensor
+    ) -> None:
+        self._stack = stack
+        self._norm = norm
+        self._step = step
+        self._pool = pool
+        self._held: tuple[Tensor, Tensor | None] = x, None
+        self._next = 0
+
+    def advance(self, past: int) -> None:
+        """Compute the next layers, up to number `past` - 1."""
+        x, residual = self._held
+        group = self._next, past
+        self._held = self._stack.forward(x, self._step, self._pool, residual=residual, group=group)
+        self._next = past
+
+    def complete(self) -> Tensor:
+        """Return what `Decoder.forward` returns. All layers are computed."""
+        return self._norm.forward(*self._held, rows=self._step.batch.sampled)[0]
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:

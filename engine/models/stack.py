@@ -1,9 +1,11 @@
-"""A decoder's layers as one stack: run layer by layer, or all in one compiled call.
+"""A decoder's layers as one stack: run layer by layer, or many in one compiled call.
 
 The structure of the layers decides, when the stack is made.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -30,11 +32,23 @@ from kernels.cpu.layers import (
 
 
 class Stack(Protocol):
-    def forward(self, x: Tensor, step: ModelStep, pool: KVPool) -> tuple[Tensor, Tensor | None]:
-        """Run all layers.
+    def forward(
+        self,
+        x: Tensor,
+        step: ModelStep,
+        pool: KVPool,
+        *,
+        residual: Tensor | None = None,
+        group: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run all layers, or a group of them.
 
         Args:
-            x: [num_tokens, hidden], embeddings. The stack takes ownership.
+            x: [num_tokens, hidden], embeddings, or the output of the layer before the group. The
+                stack takes ownership.
+            residual: what that output is to be added to. None: before the first layer. The stack
+                takes ownership.
+            group: number of the first layer, and of the one after the last. None: all layers.
         Returns:
             The last layer's output, and the residual that it is to be added to.
         """
@@ -56,10 +70,17 @@ class LayerByLayer:
     def __init__(self, layers: tuple[Layer, ...]) -> None:
         self._layers = layers
 
-    def forward(self, x: Tensor, step: ModelStep, pool: KVPool) -> tuple[Tensor, Tensor | None]:
-        residual: Tensor | None = None
+    def forward(
+        self,
+        x: Tensor,
+        step: ModelStep,
+        pool: KVPool,
+        *,
+        residual: Tensor | None = None,
+        group: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         layers = zip(self._layers, pool.layers, pool.layout.places, pool.cells, strict=True)
-        for layer, kv, place, cells in layers:
+        for layer, kv, place, cells in layers if group is None else islice(layers, *group):
             x, residual = layer.forward(x, residual, step, KeptStates(kv, place.table, cells))
         return x, residual
 
@@ -80,7 +101,7 @@ def tap(
 
 
 class InOneCall:
-    """All layers in one compiled call.
+    """Layers in one compiled call.
 
     Args:
         rotations: of the angles, which layers refer to by index.
@@ -95,9 +116,17 @@ class InOneCall:
         self._rotations = rotations
         self._pools: WeakKeyDictionary[KVPool, CompiledPool] = WeakKeyDictionary()
 
-    def forward(self, x: Tensor, step: ModelStep, pool: KVPool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self,
+        x: Tensor,
+        step: ModelStep,
+        pool: KVPool,
+        *,
+        residual: Tensor | None = None,
+        group: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         if pool.layout.dtype != x.dtype:
-            return self._one_by_one.forward(x, step, pool)
+            return self._one_by_one.forward(x, step, pool, residual=residual, group=group)
         batch = step.batch
         compiled = CompiledStep(
             page_ids=batch.page_ids,
@@ -106,9 +135,13 @@ class InOneCall:
             num_decodes=batch.num_decodes,
             locations=batch.locations,
             page_starts=batch.page_starts,
-            angles=[rotation.angles(batch.positions) for rotation in self._rotations],
+            angles=[
+                step.shared.get(rotation, partial(rotation.angles, batch.positions))
+                for rotation in self._rotations
+            ],
         )
-        return self._layers.forward(x, compiled, self._compiled_pool(pool))
+        group = (0, len(pool.layers)) if group is None else group
+        return self._layers.forward(x, residual, compiled, self._compiled_pool(pool), group)
 
     def _compiled_pool(self, pool: KVPool) -> CompiledPool:
         if pool not in self._pools:

@@ -127,6 +127,31 @@ class _Prepared:
     adapted: AdapterStep | None
 
 
+class LayersInGroups(Protocol):
+    """A forward of a model whose layers are computed in groups, see SplitForward."""
+
+    def advance(self, past: int) -> None: ...
+
+    def complete(self) -> Tensor: ...
+
+
+# Begins such a forward. Takes what Model.forward takes.
+BeginLayers: TypeAlias = Callable[
+    [ForwardBatch, KVPool, Tensor, AdapterStep | None], LayersInGroups
+]
+
+
+@dataclass(slots=True, eq=False)
+class HeldForward:
+    """A step whose layers are computed in groups. What is held between two groups is written and
+    read by the forward stream."""
+
+    step: Step
+    sampling: TokenSampling
+    begin: BeginLayers
+    held: tuple[_Prepared, LayersInGroups] | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BegunStep:
     """A launched forward whose tokens are sampled later.
@@ -249,6 +274,40 @@ class Forwards:
         sampling_work = self._sampling_of(done)
         return BegunStep(event, lambda *inputs: self.enqueue(sampling_work(*inputs)), guessed_ids)
 
+    def launch_group(self, forward: HeldForward, past: int, copies: Step) -> StreamEvent:
+        """Enqueue a group of layers, up to number `past` - 1, which is not the last one.
+
+        Args:
+            copies: a step without rows, whose copies come before the group.
+        """
+
+        def work() -> None:
+            self._swap(copies)
+            self._advance(forward, past)
+
+        return self.enqueue(work)
+
+    def launch_last_group(
+        self, forward: HeldForward, past: int, copies: Step, output: StepOutput
+    ) -> StreamEvent:
+        """Enqueue the last group of layers, and the sampling of the step."""
+
+        def work() -> None:
+            self._swap(copies)
+            prepared, layers = self._advance(forward, past)
+            self._sample(self._ran(prepared, layers.complete()), forward.sampling, output)
+
+        return self.enqueue(work)
+
+    def _advance(self, forward: HeldForward, past: int) -> tuple[_Prepared, LayersInGroups]:
+        if forward.held is None:
+            assert forward.step.rows is not None
+            prepared = self._prepared(forward.step, forward.step.rows, forward.sampling)
+            inputs = prepared.step.batch, self._pool, self._future.tokens, prepared.adapted
+            forward.held = prepared, forward.begin(*inputs)
+        forward.held[1].advance(past)
+        return forward.held
+
     def begin(self, step: Step, sampling: TokenSampling) -> tuple[StreamEvent, SamplingWork]:
         """Enqueue a step with rows without its sampling. Return its sampling as work."""
         rows, done = step.rows, list[_Forward]()
@@ -332,10 +391,14 @@ class Forwards:
         return _Prepared(settled, heads.on_device(of_heads), of_rows, adapted)
 
     def _computed(self, prepared: _Prepared) -> _Forward:
-        settled = prepared.step
-        late = None if settled.verified is None else LateStates()
-        hidden = self._eager(settled.batch, prepared.adapted, late)
-        early, heads = settled.early_chosen, prepared.heads
+        late = None if prepared.step.verified is None else LateStates()
+        hidden = self._eager(prepared.step.batch, prepared.adapted, late)
+        return self._ran(prepared, hidden, late)
+
+    def _ran(self, prepared: _Prepared, hidden: Tensor, late: LateStates | None = None) -> _Forward:
+        """Return the forward with these hidden states."""
+        settled, heads = prepared.step, prepared.heads
+        early = settled.early_chosen
         states = HiddenStates(self._model, heads, hidden, settled.num_chosen, early)
         return _Forward(settled, states, prepared.sent, late)
 

@@ -82,6 +82,26 @@ class LaunchedStep:
         return BatchResult(tokens, logprobs, prompt, of_rows(self._output.pooled), runs)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedGroup:
+    """A launched group of layers after which no token is sampled.
+
+    Attributes:
+        num_rows: rows in the result. 0: it is not the end of their forward.
+    """
+
+    batch: ScheduleBatch
+    event: StreamEvent
+    num_rows: int = 0
+
+    def sample(self) -> None:
+        pass
+
+    def result(self) -> BatchResult:
+        self.event.wait()
+        return BatchResult(np.full(self.num_rows, NOT_SAMPLED, np.int32))
+
+
 def _that_stand(
     logprobs: RowLogprobRequest, batch: ScheduleBatch, runs: AcceptedRuns
 ) -> RowLogprobRequest:

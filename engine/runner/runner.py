@@ -3,17 +3,18 @@
 from dataclasses import replace
 
 from engine.adapters.adapters import AdapterManager
-from engine.batch.batch import ScheduleBatch
+from engine.batch.batch import LaunchedBatch, ScheduleBatch
 from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
-from engine.runner.forwards import Forwards
+from engine.runner.forwards import BeginLayers, Forwards, HeldForward
 from engine.runner.graphs import Recorder
-from engine.runner.launched import LaunchedStep, StepOutput
+from engine.runner.launched import LaunchedGroup, LaunchedStep, StepOutput
 from engine.runner.ranked import LeadingForwards
+from engine.runner.step import Step
 from engine.runner.step_builder import StepBuilder
 from engine.runner.stream import DeviceStream, StreamEvent
-from engine.sampling.composition import SamplingFeatures
+from engine.sampling.composition import NOTHING_ASKED, SamplingFeatures
 
 
 class ModelRunner:
@@ -68,6 +69,47 @@ class ModelRunner:
             return begun.sample(whole, late.tensors(), output)
 
         return LaunchedStep(batch, output, begun.event, sample)
+
+
+class SplitRunner:
+    """A runner that also launches groups of layers of prompts, see scheduler/split_prefill.py.
+    Engine thread only.
+
+    Args:
+        forwards: of the runner.
+        begin: of the model.
+    """
+
+    def __init__(self, runner: ModelRunner, forwards: Forwards, begin: BeginLayers) -> None:
+        self._runner = runner
+        self._forwards = forwards
+        self._begin = begin
+        self._held: HeldForward | None = None  # between two of its groups
+
+    def launch(self, batch: ScheduleBatch) -> LaunchedBatch:
+        """Launch a step like ModelRunner. At most one forward is between two of its groups."""
+        group = batch.layers
+        if group is None:
+            return self._runner.launch(batch)
+        if not group.first:
+            self._held = self._built(batch)
+        forward = self._held
+        assert forward is not None
+        if group.drops or group.is_last:
+            self._held = None
+        copies, output = Step(swap_out=batch.swap_out, swap_in=batch.swap_in), StepOutput()
+        if group.drops:
+            event = self._forwards.launch(copies, NOTHING_ASKED, output)
+            return LaunchedGroup(batch, event, num_rows=len(batch.slots))
+        if group.is_last:
+            event = self._forwards.launch_last_group(forward, group.past, copies, output)
+            return LaunchedStep(batch, output, event)
+        return LaunchedGroup(batch, self._forwards.launch_group(forward, group.past, copies))
+
+    def _built(self, batch: ScheduleBatch) -> HeldForward:
+        step, sampling = self._runner.builder.build(batch, lambda _: 0)
+        assert not sampling.late, "all tokens of prompts are known"
+        return HeldForward(step, sampling, self._begin)
 
 
 def make_runner(

@@ -131,7 +131,11 @@ class _Full:
 
 
 class PrefillAdmission:
-    """The waiting queue and the current chunk. Engine thread only."""
+    """The waiting queue and the current chunk. Engine thread only.
+
+    Attributes:
+        max_chunk_tokens: further limit of the tokens of a chunk.
+    """
 
     def __init__(
         self,
@@ -162,6 +166,7 @@ class PrefillAdmission:
         self.waiting = WaitingQueue(policy)
         self.under_way = ActivePrefills(table.page_size, states=self._tables.state_pages > 0)
         self.chunked: ExtendRow | None = None  # the last launched chunk of an unfinished prompt
+        self.max_chunk_tokens = math.inf
         self.cached_tokens = 0
         self.admitted_tokens = 0
 
@@ -298,7 +303,8 @@ class PrefillAdmission:
         """Return the prompt tokens that may share a forward with these rows; None: no limit."""
         if self._chunk_tokens is None:
             return None
-        num_tokens = max(self._chunk_tokens - num_decode_rows, 0)
+        num_tokens = int(min(self._chunk_tokens, self.max_chunk_tokens))
+        num_tokens = max(num_tokens - num_decode_rows, 0)
         if self._chosen_by_load and num_decode_rows > MANY_DECODE_ROWS:
             return min(num_tokens, SMALL_CHUNK_TOKENS)
         return num_tokens

@@ -8,7 +8,7 @@ after the request's tokens, and is overwritten before it is read.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from engine.batch.batch import (
     AcceptedRuns,
     ForwardMode,
     Ints,
+    LayerGroup,
     ScheduleBatch,
     StateCheckpoint,
 )
@@ -31,12 +32,14 @@ from engine.batch.table import SlotTable
 from engine.core import EngineCore
 from engine.grammar.matching import Match
 from engine.kv_cache.pages import Pages
+from engine.kv_cache.radix_nodes import NO_STATE
 from engine.scheduler.admission import ExtendRow
 from engine.scheduler.retraction import HostSwaps
 from engine.scheduler.running import RunningBatch
 from engine.speculative import NOTHING, Speculator
 
 _WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
+_NO_SLOTS = np.empty(0, np.intp)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -330,6 +333,25 @@ class StepAssembler:
         step = ScheduledStep(batch, (), decodes, written, swaps)
         return self._with_prompts(extends, step) if extends else step
 
+    def group(self, forward: ScheduledStep, layers: LayerGroup, swaps: HostSwaps) -> ScheduledStep:
+        """Build the step of a group of layers of a forward of prompts. The first one has the number
+        of the forward. The last one has its rows and pages, and the others have none."""
+        if layers.first:
+            self.num_steps += 1
+        batch = replace(
+            forward.batch,
+            step=self.num_steps,
+            mode=ForwardMode.SPLIT,
+            swap_out=swaps.swap_out,
+            swap_in=swaps.swap_in,
+            layers=layers,
+        )
+        if layers.is_last:
+            return replace(forward, batch=batch, swaps=swaps)
+        if layers.drops:
+            return _without_tokens(forward, batch, swaps)
+        return ScheduledStep(batch, (), _NO_SLOTS, _NO_SLOTS, swaps)
+
     def _with_prompts(
         self, extends: Sequence[ExtendRow], of_decodes: ScheduledStep
     ) -> ScheduledStep:
@@ -382,3 +404,18 @@ class StepAssembler:
         first, past = row.start >> self._page_bits, -(-row.end // self._table.page_size)
         pages: Ints = self._table.page_table[row.slot, :, first:past].ravel()
         return np.concatenate((pages, self._table.state[row.slot]))
+
+
+def _without_tokens(
+    forward: ScheduledStep, batch: ScheduleBatch, swaps: HostSwaps
+) -> ScheduledStep:
+    """Return the step that ends a forward of prompts whose layers are not all computed. Its rows
+    end where they started, and it holds all pages of the forward."""
+    kept = [row.kept for row in forward.extends]
+    rows = [
+        replace(row, end=row.start, last=False, kept=NO_STATE, keep=0) for row in forward.extends
+    ]
+    none = np.zeros(len(rows), np.bool_)
+    batch = replace(batch, ends=batch.starts, samples=none, resumed=(), kept=())
+    written = np.concatenate([forward.written, *kept])
+    return ScheduledStep(batch, rows, forward.slots, written, swaps)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from common.config import SchedulerConfig
 from common.priority import CLASSES, class_of
+from engine.batch.batch import LayerGroup
 from engine.batch.request import Request
 from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
@@ -159,10 +160,17 @@ class ReservedCapacity:
 
 
 class SelectedRows(NamedTuple):
-    """The rows of a forward. decodes: slots."""
+    """The rows of a forward.
+
+    Attributes:
+        decodes: slots.
+        layers: a group of layers of the rows in `extends`, or the next group of a forward that is
+            between two of its groups. None: all layers.
+    """
 
     extends: Sequence[ExtendRow]
     decodes: NDArray[np.intp]
+    layers: LayerGroup | None = None
 
 
 NO_ROWS = SelectedRows((), _NO_SLOTS)

@@ -39,6 +39,7 @@ from engine.scheduler.residents import HeldRows, PausedRequest, SlotOwners, chec
 from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
 from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
 from engine.scheduler.running import NewTokenRatio, QuarantineQueue, RunningBatch
+from engine.scheduler.split_prefill import SplitForwardState, SplitSelector
 
 __all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
 
@@ -96,9 +97,9 @@ class Scheduler:
         self._held = HeldRows(core.table, self._residents, self._running, self._retracted)
         self._results = StepResults(core, self._admission, self._retracted, self._residents)
         self.kept = ReservedCapacity()
-        self._next_rows: RowSelector | PrefillGate = RowSelector(
+        self._next_rows: RowSelector | PrefillGate | SplitSelector = RowSelector(
             self.kept,
-            mixed_chunk=config.mixed_chunk,
+            mixed_chunk=config.mixed_chunk and not config.split_prefill_ms,
             admission=self._admission,
             running=self._running,
             quarantine=self._quarantine,
@@ -110,6 +111,7 @@ class Scheduler:
         self.running_alone: Request | None = None
         self.paused = False
         self._assembler = StepAssembler(core.table)
+        self._split = SplitForwardState(core.table, core.pages, self._residents, self._assembler)
         self._launched: deque[ScheduledStep] = deque()
         self._expiry_due = 0.0
         self._num_withdrawn = 0  # ended before they had a slot
@@ -276,7 +278,7 @@ class Scheduler:
     @property
     def computes(self) -> bool:
         """Return whether a launched step is unfinished."""
-        return bool(self._launched)
+        return bool(self._launched or self._split.forwards)
 
     def requeue_all(self) -> None:
         """Release all KV of the requests. They wait to be recomputed from their tokens. To be
@@ -367,6 +369,22 @@ class Scheduler:
         gate = self._next_rows = PrefillGate(self._next_rows)
         return gate
 
+    def split_prefills(
+        self, limit_s: float, num_layers: int, token_s: Callable[[], float | None]
+    ) -> None:
+        """Compute prompts in groups of layers from now on, see SplitSelector."""
+        assert isinstance(self._next_rows, RowSelector)
+        self._next_rows = SplitSelector(
+            self._next_rows,
+            self._split,
+            admission=self._admission,
+            running=self._running,
+            kept=self.kept,
+            limit_s=limit_s,
+            num_layers=num_layers,
+            token_s=token_s,
+        )
+
     # The next forward -----------------------------------------------------------------------------
 
     def next_batch(self) -> ScheduleBatch | None:
@@ -376,7 +394,7 @@ class Scheduler:
         """
         self._cache.trim()
         if self.paused:
-            return None
+            return self._launch_rest()
         if self.preempts and self._admission.waiting:
             self._preempt_for_prompts()
         if self._retracted:
@@ -398,9 +416,16 @@ class Scheduler:
         prompt has to wait for it anyway."""
         waiting = self._admission.waiting
         may_help = self._preemption.may_help(waiting.highest_priority)
-        if may_help and self._admission.chunked is None:
+        if may_help and self._admission.chunked is None and not self._split.forwards:
             first = waiting.most_urgent()
             self.preempt_for(first.spec.priority, self._admission.needed_pages(first))
+
+    def _launch_rest(self) -> ScheduleBatch | None:
+        """Launch the rest of a forward that is between two groups of its layers."""
+        if not self._split.forwards:
+            return None
+        assert isinstance(self._next_rows, SplitSelector)
+        return self._launch(self._next_rows.choose_rest(), alone=False)
 
     def _launch(self, rows: SelectedRows, alone: bool) -> ScheduleBatch:
         swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
@@ -408,15 +433,18 @@ class Scheduler:
         if self._speculation is not None:
             verify = not (alone or rows.extends)
             decodes = self._speculation.rows(rows.decodes, verify=verify)
-        step = self._assembler.assemble(rows.extends, decodes, swaps)
-        self._pages.hold(step.written, PageHolder.STEP)
+        if rows.layers is None:
+            step = self._assembler.assemble(rows.extends, decodes, swaps)
+            self._pages.hold(step.written, PageHolder.STEP)
+        else:
+            step = self._split.step(rows, swaps)
         if swaps.swap_in is not None:  # swap_out is held since its requests were retracted
             self._pages.hold(swaps.swap_in.device_pages, PageHolder.STEP)
         self._table.hold(step.slots, step.batch.step)
         self._table.length[decodes.slots] += (
             _ONE if decodes.drafts is None else decodes.drafts + _ONE
         )
-        for row in rows.extends:
+        for row in step.extends:
             self._residents.take(row.slot, row.request)
             if row.samples:
                 self._table.length[row.slot] += 1
@@ -523,7 +551,7 @@ class Scheduler:
         Raises:
             EngineFault: a page or slot leaked, or was allocated twice.
         """
-        books = self._core, self._residents, self._retracted, self._launched
-        check_books(*books, elsewhere)
+        held = [*self._launched, *self._split.forwards]
+        check_books(self._core, self._residents, self._retracted, held, elsewhere)
         if not self.has_work:
             self._running.ratio.reset()

@@ -1,4 +1,4 @@
-// All layers of a decoder in one call: what their operations would give one by one, to the bit.
+// Layers of a decoder in one call: what their operations would give one by one, to the bit.
 //
 // Between two calls of a step from Python the memory is idle, for as long as it takes Python to find
 // its own memory again, which the weights have driven out of the near caches.
@@ -103,16 +103,17 @@ struct Step {
 
 }  // namespace
 
-// x [num_tokens, hidden]: embeddings, and afterwards what the last layer's net has given; residual,
-// of the same shape: what that is to be added to. wide, other: room for `num_tokens` rows of the
+// Layers [first, past). x [num_tokens, hidden]: embeddings, or what the layer before `first` has
+// given, and afterwards what the last layer's net has given; residual, of the same shape: what that
+// is to be added to, written first if `first` is 0. wide, other: room for `num_tokens` rows of the
 // widest outputs and of the widest inputs of any matrix.
 extern "C" void compute_layers(
-    const Layer* layers, const Keys* keys, int64_t num_layers, const Step* step, void* x,
+    const Layer* layers, const Keys* keys, int64_t first, int64_t past, const Step* step, void* x,
     void* residual, void* wide, void* other
 ) {
-    std::memcpy(residual, x, step->num_tokens * step->hidden * step->itemsize);
-    const void* added = nullptr;  // by the layer before
-    for (int64_t number = 0; number < num_layers; number++) {
+    if (!first) std::memcpy(residual, x, step->num_tokens * step->hidden * step->itemsize);
+    const void* added = first ? x : nullptr;  // by the layer before
+    for (int64_t number = first; number < past; number++) {
         const Layer& layer = layers[number];
         const Keys& own = keys[number];
         if (added) step->norm(layer.mixer_norm, x, residual, other, residual);

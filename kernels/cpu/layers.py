@@ -1,4 +1,4 @@
-"""All layers of a decoder as one call into the compiled library, see layers.cpp.
+"""Layers of a decoder as one call into the compiled library, see layers.cpp.
 
 The layers have paged attention and a gated net, with matrices in panels. The results equal those of
 the separate operations in `kernels` to the bit.
@@ -128,13 +128,23 @@ class CompiledLayers:
         self._most_outputs = max(matrix.outputs for matrix in matrices)
         self._most_inputs = max(matrix.inputs for matrix in matrices)
 
-    def forward(self, x: Tensor, step: CompiledStep, pool: CompiledPool) -> tuple[Tensor, Tensor]:
-        """Run all layers.
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        step: CompiledStep,
+        pool: CompiledPool,
+        group: tuple[int, int],
+    ) -> tuple[Tensor, Tensor]:
+        """Run layers `group[0]` to `group[1] - 1`.
 
         Args:
-            x: contiguous [num_tokens, hidden], embeddings. Overwritten.
+            x: contiguous [num_tokens, hidden], embeddings, or the output of the layer before the
+                group. Overwritten.
+            residual: what that output is to be added to. Overwritten. None: the group begins with
+                the first layer.
         Returns:
-            The output of the last layer's net and the residual that it is to be added to, both
+            The output of the group's last net and the residual that it is to be added to, both
             [num_tokens, hidden].
         Raises:
             ValueError: keys and values of another dtype.
@@ -160,11 +170,11 @@ class CompiledLayers:
             ctypes.addressof(page_starts),
             ctypes.addressof(angles),
         )
-        residual = torch.empty_like(x)
+        residual = torch.empty_like(x) if residual is None else residual
         wide = x.new_empty(num_tokens, self._most_outputs)
         other = x.new_empty(num_tokens, self._most_inputs)
         self._operators.compute_layers(
-            self._structures, pool.keys, structure, x, residual, wide, other
+            self._structures, pool.keys, group, structure, x, residual, wide, other
         )
         return x, residual
 

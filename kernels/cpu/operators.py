@@ -31,7 +31,7 @@ _FUNCTIONS = {
     "pack_panels": "ipllpp",
     "float_product": "ipplpplllp",
     "int8_product": "ipplpppplllp",
-    "compute_layers": "pplppppp",
+    "compute_layers": "ppllppppp",
 }
 _PANEL = 64  # outputs, as in products.cpp
 WORD_BYTES = 4  # of a row, that a product processes at once
@@ -401,18 +401,20 @@ class Operators:
         self,
         layers: ctypes.Array[Any],
         keys: ctypes.Array[Any],
+        group: tuple[int, int],
         step: ctypes.Structure,
         x: Tensor,
         residual: Tensor,
         wide: Tensor,
         other: Tensor,
     ) -> None:
-        """Run all layers. layers.py makes the arguments, and layers.cpp has the same structures."""
+        """Run layers `group[0]` to `group[1] - 1`. layers.py makes the arguments, and layers.cpp
+        has the same structures."""
         step.team = self._team
         self._library.compute_layers(
             ctypes.addressof(layers),
             ctypes.addressof(keys),
-            len(layers),
+            *group,
             ctypes.addressof(step),
             x.data_ptr(),
             residual.data_ptr(),

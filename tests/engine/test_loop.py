@@ -8,8 +8,8 @@ import pytest
 import triton
 
 from common.errors import EngineFault
-from engine.batch.batch import BatchResult, ForwardMode, ScheduleBatch
-from engine.loop.clock import Lateness, StepClock
+from engine.batch.batch import BatchResult, ForwardMode, LayerGroup, ScheduleBatch
+from engine.loop.clock import PATIENCE, Lateness, StepClock
 from engine.loop.loop import EventLoop
 from engine.loop.watchdog import Watchdog
 from tests.support.engine_rig import Rig, ints
@@ -450,6 +450,46 @@ def test_the_watchdog_looks_from_a_thread_of_its_own():
         assert stuck.wait(30)
     finally:
         dog.stop()
+
+
+def test_a_group_of_layers_counts_as_its_share_of_the_forward():
+    now = FakeClock()
+    clock = StepClock(now)
+    forward = replace(_batch(1, ForwardMode.SPLIT), starts=ints([0]), ends=ints([40]))
+    for layers, seconds in ((LayerGroup(0, 2, 8), 0.5), (LayerGroup(2, 8, 8), 1.5)):
+        clock.launched(replace(forward, layers=layers))
+        now.now += seconds
+        clock.finished()
+    assert clock.prefill.token_s() == pytest.approx(2.0 / 40)
+    whole = replace(forward, mode=ForwardMode.EXTEND)
+    assert clock.allowed_s(whole) == pytest.approx(PATIENCE * 2.0)
+    assert clock.allowed_s(replace(forward, layers=LayerGroup(0, 4, 8))) == pytest.approx(
+        PATIENCE * 1.0
+    )
+
+
+def test_a_dropped_forward_says_nothing_about_the_time_of_prompts():
+    now = FakeClock()
+    clock = StepClock(now)
+    dropped = replace(
+        _batch(1, ForwardMode.SPLIT),
+        starts=ints([0]),
+        ends=ints([0]),
+        layers=LayerGroup(2, 2, 8),
+    )
+    clock.launched(dropped)
+    now.now += 3.0
+    clock.finished()
+    assert clock.prefill.token_s() is None
+    assert sum(clock.meter.distributions()["step_seconds/split"].counts) == 0
+
+
+def test_short_prompts_hardly_change_the_time_of_a_token():
+    clock = StepClock()
+    clock.prefill.took(1000, 1.0)
+    for _ in range(3):
+        clock.prefill.took(10, 0.05)
+    assert clock.prefill.token_s() == pytest.approx(0.001, rel=0.3)
 
 
 def test_a_step_may_take_as_long_as_on_the_other_nodes_of_a_group():

@@ -1,6 +1,8 @@
 """The runner under overlap: tokens the CPU does not know, tables that change, pages that move."""
 
 import threading
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +12,10 @@ import torch
 from common.errors import InvalidRequest
 from common.requests.sampling import SamplingParams, check
 from engine.batch import batch
-from engine.batch.batch import PageCopies
+from engine.batch.batch import NOT_SAMPLED, ForwardMode, LayerGroup, PageCopies, ScheduleBatch
 from engine.kv_cache.states import PagedKV
 from engine.models import Model, load
+from engine.runner.runner import SplitRunner
 from kernels.sampling import sample as sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.steps import GREEDY, Steps, prompt
@@ -344,3 +347,25 @@ def test_a_request_taken_off_the_device_goes_on_as_if_it_had_stayed(make_steps, 
         steps.decode(other, third, again)
     steps.settle()
     assert steps.remove(again) == expected
+
+
+def test_activations_are_dropped_with_their_forward(model, make_steps):
+    steps, begun = make_steps(), []
+
+    def begin(*inputs):
+        forward = model.begin(*inputs)
+        begun.append(weakref.ref(forward))
+        return forward
+
+    runner = SplitRunner(steps.runner, steps.runner.forwards, begin)
+    tokens = prompt(40)
+    starts, ends = np.array([[0], [40]], np.int32)
+    slots, samples = np.array([steps.add(tokens)], np.int32), np.ones(1, np.bool_)
+    first = ScheduleBatch(
+        1, ForwardMode.SPLIT, slots, starts, ends, samples, layers=LayerGroup(0, 1, 2)
+    )
+    assert len(runner.launch(first).result().tokens) == 0
+    assert begun[0]() is not None
+    dropped = replace(first, step=2, ends=starts, layers=LayerGroup(1, 1, 2))
+    assert runner.launch(dropped).result().tokens.tolist() == [NOT_SAMPLED]
+    assert begun[0]() is None

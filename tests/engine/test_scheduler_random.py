@@ -178,6 +178,32 @@ def test_every_request_gets_the_oracles_tokens_with_a_tier_below(seed, tier_page
 
 
 @pytest.mark.parametrize("seed", [*range(3), *MORE_SEEDS])
+def test_every_request_gets_the_oracles_tokens_when_prompts_are_split(seed):
+    """With states, a window, a tier below and drafts, too. A group is one layer of a page, or
+    more."""
+    foretell = partial(foretold, vocabulary_size=VOCABULARY)
+    drafts = speculator(KINDS[seed % 3], foretell, VOCABULARY, max_drafts=1 + seed % 7, seed=seed)
+    run_workload(
+        seed,
+        pressure=seed % 2 > 0,
+        urgent=seed % 4 > 2,
+        tier_pages=(0, 6)[seed % 2],
+        state_pages=2 if seed % 6 == 2 else 0,
+        windows=(None, 40) if seed % 10 == 4 else (None,),
+        speculator=(None, drafts)[seed % 3 == 1],
+        split_prefill_ms=0.001 if seed % 4 == 3 else 20.0,
+    )
+
+
+@pytest.mark.long
+def test_the_workloads_split_prompts_and_drop_some():
+    rigs = [run_workload(seed, pressure=False, split_prefill_ms=20.0) for seed in range(40, 50)]
+    groups = [batch.layers for rig in rigs for batch in rig.runner.batches if batch.layers]
+    assert sum(group.is_last for group in groups) > 20
+    assert sum(group.drops for group in groups) > 2
+
+
+@pytest.mark.parametrize("seed", [*range(3), *MORE_SEEDS])
 def test_every_request_gets_the_oracles_tokens_when_some_are_guessed(seed):
     kind = KINDS[seed % 3]
     foretell = partial(foretold, vocabulary_size=VOCABULARY)

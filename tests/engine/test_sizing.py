@@ -39,6 +39,20 @@ def test_on_a_cpu_pages_take_an_eighth_of_what_is_free_or_a_gib_where_that_is_mo
         assert sized.num_pages * sized.layout.page_bytes == int(pool_gib * 2**30)
 
 
+def test_activations_that_split_prefill_holds_take_the_room_of_pages(tmp_path):
+    spec = read_spec(make_checkpoint(tmp_path))
+
+    def room(limit_ms):
+        steps = SchedulerConfig(chunked_prefill_tokens=64, split_prefill_ms=limit_ms)
+        config = EngineConfig(model=str(tmp_path), device="cpu", scheduler=steps)
+        sized = resolve_shape(config, spec, dtype=torch.float32, free=1 << 20)
+        return sized.num_pages * sized.layout.page_bytes, sized.layout.page_bytes
+
+    (plain, page_bytes), (split, _) = room(0.0), room(10.0)
+    held = 2 * 64 * spec.hidden_size * 4
+    assert abs(plain - split - held) < page_bytes
+
+
 def test_what_does_not_fit_is_told_in_numbers(tmp_path):
     with pytest.raises(ConfigError, match=r"no room for a KV pool: 0\.000 GiB"):
         shape(tmp_path, free=100)

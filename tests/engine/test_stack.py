@@ -1,5 +1,7 @@
 """Layers that are computed in one call give what they give one by one, to the bit."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -66,6 +68,40 @@ def test_one_call_gives_what_layers_give_one_by_one(
     model = load(directory, CPU, dtype, quantize)
     assert isinstance(model.stack, InOneCall)
     assert torch.equal(logits(model, model.stack), logits(model, LayerByLayer(model.layers)))
+
+
+@pytest.mark.parametrize("architecture", [*MODELS, "qwen3_moe"])
+def test_layers_in_groups_give_what_all_layers_give(tmp_path, monkeypatch, architecture):
+    directory = make_checkpoint(tmp_path, architecture, **MODELS.get(architecture, {}))
+    model = load(directory, CPU, F32)
+    whole = logits(model, model.stack)
+
+    def forward(batch, pool, future_tokens, adapted=None, late=None):
+        split = model.begin(batch, pool, future_tokens, adapted)
+        for layer in range(len(model.layers)):
+            split.advance(layer + 1)
+        return split.complete()
+
+    monkeypatch.setattr(model, "forward", partial(forward))  # no method of Watched
+    assert torch.equal(logits(model, model.stack), whole)
+
+
+def test_layers_in_groups_are_computed_one_by_one_for_adapters(tmp_path, monkeypatch):
+    model = load(make_checkpoint(tmp_path, "qwen3"), CPU, F32)
+    added = []
+
+    class Adapted:
+        def add(self, product, x, y):
+            added.append(product)
+
+    def forward(batch, pool, future_tokens, adapted=None, late=None):
+        split = model.begin(batch, pool, future_tokens, Adapted())
+        split.advance(len(model.layers))
+        return split.complete()
+
+    monkeypatch.setattr(model, "forward", partial(forward))  # no method of Watched
+    logits(model, model.stack)
+    assert {*added} == {product.linear for product in model.products}
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next", "gpt_oss"])

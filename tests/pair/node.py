@@ -256,7 +256,9 @@ class Node:
         self.control = runtime.control
         self.in_flight: LaunchedBatch | None = None
         overlap = config.scheduler.overlap_schedule
-        self._loop = EventLoop(role, engine.runner, overlap=overlap, clock=runtime.clock)
+        steps = runtime.steps(role, engine, config) or (role, engine.runner)
+        self.clock = runtime.clock
+        self._loop = EventLoop(*steps, overlap=overlap, clock=self.clock)
         self._turns = TurnCounter()
         self.transfer._engine_late_s = self._turns.turn  # never late: the test gives its turns
 

@@ -41,6 +41,7 @@ from tests.support.fake_backend import (
 from tests.support.fake_clock import FakeClock
 from tests.support.specs import make_request
 
+NUM_LAYERS = 8
 CHUNK_TOKENS = 2048  # if the configuration does not limit chunks
 _SCRIBBLE = -7
 
@@ -60,6 +61,7 @@ class Options:
         namespaces: of each file slot; None: those of a new directory.
         vandal: between steps overwrite the pages that are free.
         poison: a token that makes logits not finite.
+        token_s: of a prompt's token through all layers, as measured. None: not measured.
     """
 
     num_pages: int = 64
@@ -80,6 +82,7 @@ class Options:
     vandal: bool = True
     poison: int | None = None
     speculator: Speculator | None = None
+    token_s: float | None = 0.001
 
 
 class Rig:
@@ -128,6 +131,10 @@ class Rig:
         self.cache, self.tiers = self.core.cache, self.core.tiers
         self.admitted: list[tuple[int, Ints]] = []
         self.scheduler = Scheduler(self.config, self.core, self._on_admit)
+        self.token_s: float | None = given.token_s
+        if self.config.split_prefill_ms:
+            limit_s = self.config.split_prefill_ms / 1000
+            self.scheduler.split_prefills(limit_s, NUM_LAYERS, lambda: self.token_s)
         self.reservations = PageReservations(
             scheduler=self.scheduler,
             pages=self.pages,

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -119,20 +119,27 @@ class FakeRunner:
         self._future = np.zeros(table.num_slots, np.int32)
         self._rejected = np.zeros(table.num_slots, np.int32)
         self._queue: deque[FakeLaunched] = deque()
+        self._split: FakeLaunched | None = None  # between two of its groups of layers
         self.batches: list[ScheduleBatch] = []
         self.num_tokens = 0  # computed, over all forwards
         self.num_done = 0  # forwards
         self.done_at_launch: list[int] = []  # num_done, per launch
 
     def launch(self, batch: ScheduleBatch) -> FakeLaunched:
-        launched = FakeLaunched(
-            batch,
-            self,
-            self._table.page_table[batch.slots].copy(),
-            self._table.state[batch.slots].copy(),
-            self._table.tokens[batch.slots].copy(),
-            self._table.known[batch.slots].copy(),
-        )
+        if batch.layers is not None and batch.layers.first:
+            assert self._split is not None  # its inputs are those of the first group
+            launched = replace(self._split, batch=batch, done=threading.Event())
+        else:
+            launched = FakeLaunched(
+                batch,
+                self,
+                self._table.page_table[batch.slots].copy(),
+                self._table.state[batch.slots].copy(),
+                self._table.tokens[batch.slots].copy(),
+                self._table.known[batch.slots].copy(),
+            )
+        if (layers := batch.layers) is not None:
+            self._split = None if layers.is_last or layers.drops else launched
         self.batches.append(batch)
         self.done_at_launch.append(self.num_done)
         self._queue.append(launched)
@@ -165,6 +172,9 @@ class FakeRunner:
                 tokens[0] = self._future[slot]
             for pages in launched.page_tables[i]:
                 self.kv[pages[at // size], at % size] = tokens
+        if batch.layers is not None and not batch.layers.is_last:
+            count = len(batch.slots) if batch.layers.drops else 0
+            return np.full(count, NOT_SAMPLED, np.int32), None
         reads, kept = launched.states.copy(), {state.row: state for state in batch.kept}
         for state in batch.resumed:
             reads[state.row] = state.pages
