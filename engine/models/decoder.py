@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
@@ -24,6 +23,8 @@ from engine.models.stack import LayerByLayer, Stack, stack_of, tap
 from engine.models.vision.seeing import ReceivingTower, VisionTower
 from engine.ranks import Stage
 from kernels.layers.embedding import embed
+from kernels.layers.linear import linear
+from kernels.layers.soft_cap import soft_cap
 
 _HEAD = "lm_head"
 
@@ -282,12 +283,12 @@ class Decoder:
         assert self.ends.head is not None
         logits = self.ends.head.apply(hidden)
         cap = self._logit_soft_cap
-        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else soft_cap(logits, cap)
 
     def labels(self, hidden: Tensor) -> Tensor:
         """Return class logits [n, num_labels] in the model's dtype."""
         assert self.ends.classes is not None
-        return F.linear(hidden, self.ends.classes)
+        return linear(hidden, self.ends.classes)
 
 
 class SplitForward:

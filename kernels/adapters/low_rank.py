@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.layers.linear import linear
 
 TILE_ROWS = 32  # tokens of one slot per program
 MAX_PARTS = 4  # maximum in one matrix, over all families
@@ -81,10 +81,10 @@ def add_low_rank_reference(
     rank = up.shape[2]
     for slot, start, end in tokens.spans:
         mine = tokens.order[start:end]
-        inner = F.linear(x.index_select(0, mine), down[slot])
+        inner = linear(x.index_select(0, mine), down[slot])
         for part, (first, past) in enumerate(_ranges(parts)):
             columns = slice(part * rank, (part + 1) * rank)
-            added = F.linear(inner[:, columns], up[slot, first:past])
+            added = linear(inner[:, columns], up[slot, first:past])
             y[:, first:past].index_add_(0, mine, added)
 
 

@@ -1,61 +1,32 @@
 // Attention of prompts' queries over pages, which are read where they lie.
 //
-// A KV head's queries are cut into blocks, and each is a piece of work: it goes over its row's keys,
-// COLUMNS at a time from multiples of that on, with the products of panels.h and a running softmax.
-// So a query's result does not depend on the chunk that it came in, nor on the other rows.
+// A KV head's queries are cut into tiles, and each is a piece of work: it goes over its row's keys
+// block by block by the rule of attention.h, with the products of panels.h. So a query's result does
+// not depend on the chunk that it came in, nor on the other rows.
 
-#include <cmath>
 #include <limits>
 #include <vector>
 
-#include "lanes.h"
-#include "pages.h"
-#include "panels.h"
+#include "attention.h"
 #include "operations.h"
 
 namespace {
 
-constexpr int64_t BLOCK = 32 * TILE;   // queries of all of a KV head's heads that share its panels
-constexpr float LOWEST = -1e30f;       // below every score, and finite: nothing has been seen yet
+constexpr int64_t QUERIES = 32 * TILE;  // of all of a KV head's heads, which share its panels
 
-// What the products of numbers of type T take, and how they are computed.
+// A tile of queries of one KV head of a row, and what they have seen.
 template <class T>
-struct Products {
-    using Number = float;
-    using Kind = Floats;
-};
-
-#if defined(__AVX512BF16__)
-template <>
-struct Products<bfloat16> {
-    using Number = bfloat16;
-    using Kind = Bfloats;
-};
-#endif
-
-template <class T, class Number>
-inline void converted(const T* from, Number* to, int64_t size) {
-    if constexpr (std::is_same_v<T, Number>)
-        std::memcpy(to, from, size * sizeof(T));
-    else
-        for (int64_t i = 0; i < size; i += WIDTH) store(to + i, load(from + i, size - i), size - i);
-}
-
-inline Lanes tangent(Lanes x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
-
-// A block of queries of one KV head of a row, and what they have seen.
-template <class T>
-class Block {
+class QueryTile {
     using Number = typename Products<T>::Number;
     using Kind = typename Products<T>::Kind;
-    static constexpr int64_t GROUP = 4 / sizeof(Number);  // numbers of a word
-    using Sums = Lanes[PARTS];
+    static constexpr int64_t GROUP = Products<T>::GROUP;
+    static constexpr int64_t DEPTH_OF_VALUES = COLUMNS / GROUP;  // words of a block's keys
 
    public:
     // Head g of the query at `first` + i is row i * group + g here.
-    Block(
+    QueryTile(
         const T* q, int64_t q_stride, int64_t first, int64_t count, int64_t group, int64_t size,
-        int64_t value_size
+        int64_t value_size, Scoring scoring
     )
         : first_(first),
           rows_(count * group),
@@ -64,13 +35,16 @@ class Block {
           value_size_(value_size),
           words_((size + GROUP - 1) / GROUP),
           panels_((value_size + COLUMNS - 1) / COLUMNS),
+          num_lanes_(panels_ * PARTS),
+          scoring_(scoring),
           queries_(rows_ * words_ * GROUP),
           weights_(rows_ * COLUMNS),
-          scores_(rows_ * PARTS),
-          values_(panels_ * rows_ * PARTS),
-          panel_(std::max(words_, panels_ * COLUMNS / GROUP) * COLUMNS * GROUP),
-          largest_(rows_, LOWEST),
-          total_(rows_, 0.0f) {
+          panel_(std::max(words_, panels_ * DEPTH_OF_VALUES) * COLUMNS),
+          products_(rows_ * PARTS),
+          sums_(rows_ * num_lanes_),
+          merged_(rows_ * num_lanes_),
+          segment_(rows_),
+          total_(rows_) {
         for (int64_t row = 0; row < rows_; row++)
             converted(
                 q + row / group * q_stride + row % group * size,
@@ -78,123 +52,103 @@ class Block {
             );
     }
 
-    // Adds what the keys from `start` on give, up to COLUMNS of them, of which `count` are there.
-    void see(
-        const T* kv, const Pages& pages, int64_t row, int64_t head, int64_t start, int64_t count,
-        float scale, float soft_cap
-    ) {
-        const T* tokens[COLUMNS];
-        int64_t begin = pages.first_seen(first_);  // behind it there may be no pages
-        for (int64_t i = 0; i < count; i++)
-            tokens[i] = kv + pages.place(row, head, std::max(start + i, begin));
+    // Adds a block of keys from `start` on.
+    void see(const KeyBlock<T>& keys, const Pages& pages, int64_t start) {
         // Queries before the first of these keys see none of them.
         int64_t from = std::max<int64_t>(0, start - first_) * group_, rest = rows_ - from;
-        lay_keys(tokens, count);
+        lay_keys(keys);
         add_rows<Kind>(
-            panel(), words(queries_) + from * words_, words_, rest, words_, sums(scores_) + from,
-            true
+            panel_.data(), words(queries_) + from * words_, words_, rest, words_,
+            products_.data() + from * PARTS, PARTS, true
         );
-        for (int64_t i = from; i < rows_; i++) weigh(i, pages, start, scale, soft_cap);
-        for (int64_t i = 0; i < count; i++) tokens[i] += pages.kv_stride;
-        lay_values(tokens, count);
-        const int64_t depth = COLUMNS / GROUP;
-        for (int64_t part = 0; part < panels_; part++)
+        for (int64_t row = from; row < rows_; row++) {
+            int64_t position = first_ + row / group_;
+            weigh(
+                *(const Lanes(*)[PARTS])(products_.data() + row * PARTS),
+                Visible{pages.first_seen(position) - start, position - start}, scoring_,
+                segment_[row], sums_.data() + row * num_lanes_, num_lanes_,
+                weights_.data() + row * COLUMNS
+            );
+        }
+        lay_values(keys);
+        const int64_t skipped = keys.begin / GROUP;
+        for (int64_t panel = 0; panel < panels_; panel++)
             add_rows<Kind>(
-                panel() + part * depth * COLUMNS, words(weights_) + from * depth, depth, rest, depth,
-                sums(values_) + part * rows_ + from, false
+                panel_.data() + (panel * DEPTH_OF_VALUES + skipped) * COLUMNS,
+                words(weights_) + from * DEPTH_OF_VALUES + skipped, DEPTH_OF_VALUES, rest,
+                (keys.count + GROUP - 1) / GROUP - skipped,
+                sums_.data() + from * num_lanes_ + panel * PARTS, num_lanes_, false
             );
     }
 
-    // sinks: of the block's heads, or null; each is a score of a key without a value.
-    void write(T* out, int64_t stride, const float* sinks) const {
+    void end_segment() {
         for (int64_t row = 0; row < rows_; row++) {
-            T* own = out + row / group_ * stride + row % group_ * value_size_;
-            float sink = sinks ? sinks[row % group_] : -std::numeric_limits<float>::infinity();
-            float largest = std::max(largest_[row], sink);
-            float less = std::exp(largest_[row] - largest);
-            float scale = less / (total_[row] * less + std::exp(sink - largest));
-            for (int64_t i = 0; i < value_size_; i += WIDTH) {
-                int64_t place = (i / COLUMNS * rows_ + row) * PARTS + i % COLUMNS / WIDTH;
-                store(own + i, values_[place] * scale, value_size_ - i);
-            }
+            Lanes* sums = sums_.data() + row * num_lanes_;
+            merge(
+                total_[row], merged_.data() + row * num_lanes_, segment_[row], sums, num_lanes_
+            );
+            segment_[row] = {};
+            std::fill(sums, sums + num_lanes_, Lanes{});
         }
+    }
+
+    // sinks: of the tile's heads, or null; each is a score of a key without a value.
+    void write(T* out, int64_t stride, const float* sinks) const {
+        for (int64_t row = 0; row < rows_; row++)
+            finish(
+                total_[row], merged_.data() + row * num_lanes_,
+                sinks ? sinks[row % group_] : -std::numeric_limits<float>::infinity(), value_size_,
+                out + row / group_ * stride + row % group_ * value_size_
+            );
     }
 
    private:
-    // Scores of a row to weights by the largest score so far, and what is there to the same.
-    void weigh(int64_t row, const Pages& pages, int64_t start, float scale, float soft_cap) {
-        int64_t position = first_ + row / group_;
-        int64_t seen = pages.first_seen(position) - start, end = position - start;
-        Lanes* own = scores_.data() + row * PARTS;
-        Lanes most = Lanes{} + largest_[row];
-        for (int part = 0; part < PARTS; part++) {
-            own[part] *= scale;
-            if (soft_cap > 0) own[part] = soft_cap * tangent(own[part] / soft_cap);
-            if (seen > part * WIDTH || end < (part + 1) * WIDTH - 1) {
-                Ints place = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + part * WIDTH;
-                Ints hidden = (place < (int32_t)seen) | (place > (int32_t)std::min<int64_t>(end, COLUMNS));
-                own[part] = hidden ? Lanes{} - std::numeric_limits<float>::infinity() : own[part];
-            }
-            most = own[part] > most ? own[part] : most;
-        }
-        float largest = most[0];
-        for (int i = 1; i < WIDTH; i++) largest = std::max(largest, most[i]);
-        Lanes added = {};
-        for (int part = 0; part < PARTS; part++) {
-            Lanes weights = exponential(own[part] - largest);
-            added += weights;
-            store(weights_.data() + row * COLUMNS + part * WIDTH, weights);
-        }
-        if (largest != largest_[row]) {
-            float less = std::exp(largest_[row] - largest);
-            total_[row] *= less;
-            for (int64_t i = 0; i < panels_; i++)
-                for (int part = 0; part < PARTS; part++)
-                    values_[(i * rows_ + row) * PARTS + part] *= less;
-            largest_[row] = largest;
-        }
-        total_[row] += sum(added);
-    }
-
     // Outputs are keys, inputs the numbers of a head.
-    void lay_keys(const T* const* tokens, int64_t count) {
-        Number* to = panel_.data();
-        alignas(64) Number key[256 + WIDTH] = {};
-        for (int64_t i = 0; i < COLUMNS; i++) {
-            if (i < count) converted(tokens[i], key, size_);
-            for (int64_t word = 0; word < words_; word++)
-                std::memcpy(to + (word * COLUMNS + i) * GROUP, key + word * GROUP, 4);
-        }
+    void lay_keys(const KeyBlock<T>& keys) {
+        for (int part = 0; part * WIDTH < keys.count; part++)
+            for (int64_t word = 0; word < words_; word += WIDTH) {
+                int64_t number = word * GROUP;
+                Words block[WIDTH];
+#pragma GCC unroll 16
+                for (int k = 0; k < WIDTH; k++)
+                    block[k] =
+                        key_words(keys.runs[part] + k * keys.stride + number, size_ - number);
+                transpose(block);
+                uint32_t* to = panel_.data() + word * COLUMNS + part * WIDTH;
+                for (int64_t k = 0; k < std::min<int64_t>(WIDTH, words_ - word); k++)
+                    std::memcpy(to + k * COLUMNS, &block[k], sizeof block[k]);
+            }
     }
 
-    // Outputs are the numbers of a head, inputs keys. What no token has written may be NaN.
-    void lay_values(const T* const* tokens, int64_t count) {
-        alignas(64) Number value[GROUP][256 + COLUMNS] = {};
-        for (int64_t i = 0; i < COLUMNS; i += GROUP) {
-            for (int64_t one = 0; one < GROUP; one++) {
-                if (i + one < count) converted(tokens[i + one], value[one], value_size_);
-                else std::memset(value[one], 0, sizeof value[one]);
+    // Outputs are the numbers of a head, inputs keys.
+    void lay_values(const KeyBlock<T>& keys) {
+        for (int64_t i = keys.begin; i < keys.count; i += GROUP)
+            for (int64_t lane = 0; lane < num_lanes_; lane += GROUP) {
+                int64_t number = lane * WIDTH;
+                Words stored[GROUP] = {}, laid[GROUP];
+                for (int64_t one = 0; one < GROUP && i + one < keys.count; one++)
+                    stored[one] = key_words(
+                        keys.key(i + one) + keys.value + number, value_size_ - number
+                    );
+                value_words(stored, laid);
+                int64_t word = lane / PARTS * DEPTH_OF_VALUES + i / GROUP;
+                std::memcpy(
+                    panel_.data() + word * COLUMNS + lane % PARTS * WIDTH, laid, sizeof laid
+                );
             }
-            for (int64_t part = 0; part < panels_; part++) {
-                Number* to = panel_.data() + (part * COLUMNS + i) * COLUMNS;
-                for (int64_t column = 0; column < COLUMNS; column++)
-                    for (int64_t one = 0; one < GROUP; one++)
-                        to[column * GROUP + one] = value[one][part * COLUMNS + column];
-            }
-        }
     }
 
-    const uint32_t* panel() const { return words(panel_); }
     static const uint32_t* words(const std::vector<Number>& numbers) {
         return (const uint32_t*)numbers.data();
     }
-    static Sums* sums(std::vector<Lanes>& lanes) { return (Sums*)lanes.data(); }
 
-    const int64_t first_, rows_, group_, size_, value_size_, words_, panels_;
+    const int64_t first_, rows_, group_, size_, value_size_, words_, panels_, num_lanes_;
+    const Scoring scoring_;
     std::vector<Number> queries_, weights_;
-    std::vector<Lanes> scores_, values_;
-    std::vector<Number> panel_;
-    std::vector<float> largest_, total_;
+    std::vector<uint32_t> panel_;
+    std::vector<Lanes> products_;
+    std::vector<Lanes> sums_, merged_;      // of the segment, and of the row
+    std::vector<Softmax> segment_, total_;  // likewise
 };
 
 struct Piece {
@@ -215,7 +169,7 @@ extern "C" void extend_attention(
 ) {
     Pages pages{page_stride, head_stride, kv_stride,   token_stride, page_ids,
                 page_starts, lengths,     page_size, window};
-    int64_t most = std::max<int64_t>(1, BLOCK / group);
+    int64_t most = std::max<int64_t>(1, QUERIES / group);
     std::vector<Piece> pieces;
     for (int64_t row = 0; row < num_rows; row++) {
         int64_t queries = query_starts[row + 1] - query_starts[row];
@@ -239,14 +193,18 @@ extern "C" void extend_attention(
             int64_t behind = query_starts[piece.row + 1] - query;
             int64_t first = lengths[piece.row] - behind, end = first + piece.count;
             const T* own_q = (const T*)q + query * q_stride + piece.head * group * size;
-            Block<T> block(own_q, q_stride, first, piece.count, group, size, value_size);
-            int64_t start = pages.first_seen(first) / COLUMNS * COLUMNS;
-            for (; start < end; start += COLUMNS)
-                block.see(
-                    (const T*)kv, pages, piece.row, piece.head, start,
-                    std::min<int64_t>(COLUMNS, end - start), (float)scale, (float)soft_cap
-                );
-            block.write(own, heads * value_size, sinks ? sinks + piece.head * group : nullptr);
+            QueryTile<T> tile(
+                own_q, q_stride, first, piece.count, group, size, value_size,
+                Scoring{(float)scale, (float)soft_cap}
+            );
+            int64_t first_key = pages.first_seen(first);  // behind it there may be no pages
+            for (int64_t start = first_key / COLUMNS * COLUMNS; start < end; start += COLUMNS) {
+                KeyBlock<T> keys((const T*)kv, pages, piece.row, piece.head, start, first_key, end);
+                tile.see(keys, pages, start);
+                bool last = start + COLUMNS >= end;
+                if (last || (start + COLUMNS) % SEGMENT == 0) tile.end_segment();
+            }
+            tile.write(own, heads * value_size, sinks ? sinks + piece.head * group : nullptr);
         };
         team->share(pieces.size(), work);
     });

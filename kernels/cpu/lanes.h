@@ -8,6 +8,11 @@
 #include <cstring>
 #include <type_traits>
 
+struct bfloat16 {
+    uint16_t bits;
+};
+using float16 = _Float16;
+
 namespace {
 
 constexpr int WIDTH = 16;  // floats of a Lanes; narrower machines take it in parts
@@ -17,11 +22,6 @@ typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 typedef _Float16 Float16s __attribute__((vector_size(2 * WIDTH)));
-
-struct bfloat16 {
-    uint16_t bits;
-};
-using float16 = _Float16;
 
 template <int n>
 using Count = std::integral_constant<int, n>;
@@ -99,6 +99,14 @@ inline float sum(Lanes x) {
     return x[0] + x[1];
 }
 
+inline float largest(Lanes x) {
+    auto most = [](Lanes a, Lanes b) { return b > a ? b : a; };
+    x = most(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = most(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    x = most(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    return x[1] > x[0] ? x[1] : x[0];
+}
+
 // e^x within 2 units in the last place; NaN stays NaN, and what would be subnormal is 0.
 inline Lanes exponential(Lanes x) {
     const Lanes zero = {};
@@ -116,6 +124,9 @@ inline Lanes exponential(Lanes x) {
     Lanes power = (Lanes)((__builtin_convertvector(n, Ints) + 127) << 23);
     return x < -87.0f ? zero : p * power;
 }
+
+// Hyperbolic tangent, within 2^-23 of it.
+inline Lanes tangent(Lanes x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
 
 // Calls work(start, count) for every WIDTH of `size` numbers: all but the last know their count when
 // they are compiled.

@@ -22,6 +22,8 @@ _FUNCTIONS = {
     "rope_and_store": "iiplppllllppppllllldp",
     "rope_and_store_latents": "iplpdpllppllpplllllllip",
     "act_and_mul": "iippllp",
+    "soft_cap": "ipplldp",
+    "rope_angles": "ppplldp",
     "decode_attention": "iplpllllppppllllllddpp",
     "extend_attention": "iplpllllppppplllllllddpp",
     "likeliest": "iplpllip",
@@ -30,6 +32,7 @@ _FUNCTIONS = {
     "embed": "ppplpllp",
     "pack_panels": "ipllpp",
     "float_product": "ipplpplllp",
+    "stored_product": "iplplpplllp",
     "int8_product": "ipplpppplllp",
     "compute_layers": "ppllppppp",
 }
@@ -168,6 +171,28 @@ class Operators:
             out.data_ptr(),
             num_rows,
             size,
+            self._team,
+        )
+        return out
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty(x.shape)
+        self._library.soft_cap(
+            DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), *x.shape, cap, self._team
+        )
+        return out
+
+    def rope_angles(self, positions: Tensor, inverse_frequencies: Tensor, scale: float) -> Tensor:
+        num_tokens, pairs = positions.shape[0], inverse_frequencies.shape[0]
+        out = torch.empty(2, num_tokens, pairs)
+        self._library.rope_angles(
+            positions.data_ptr(),
+            inverse_frequencies.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            pairs,
+            scale,
             self._team,
         )
         return out
@@ -346,19 +371,42 @@ class Operators:
 
         Inputs are added one after the other in float32, so no row depends on the others.
         """
-        _, words, _, group = panels.shape
-        if x.shape[1] != words * group or x.stride(1) != 1 or x.stride(0) % group:
-            x = F.pad(x, (0, words * group - x.shape[1])).contiguous()
+        words = panels.shape[1]
+        x = _in_words(x)
         out = x.new_empty(x.shape[0], outputs)
         self._library.float_product(
             DTYPES[x.dtype],
             panels.data_ptr(),
             x.data_ptr(),
-            x.stride(0) // group,
+            x.stride(0) * x.itemsize // WORD_BYTES,
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             x.shape[0],
             words,
+            outputs,
+            self._team,
+        )
+        return out
+
+    def stored_product(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute `float_product` with a matrix [out, in] of x's dtype as it is stored, to the bit.
+
+        For small matrices, and for those that others read too. Others are faster in panels.
+        """
+        (outputs, inputs), x = matrix.shape, _in_words(x)
+        if matrix.stride(1) != 1:
+            matrix = matrix.contiguous()
+        out = x.new_empty(x.shape[0], outputs)
+        self._library.stored_product(
+            DTYPES[x.dtype],
+            matrix.data_ptr(),
+            matrix.stride(0),
+            x.data_ptr(),
+            x.stride(0) * x.itemsize // WORD_BYTES,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            inputs,
             outputs,
             self._team,
         )
@@ -421,6 +469,14 @@ class Operators:
             wide.data_ptr(),
             other.data_ptr(),
         )
+
+
+def _in_words(x: Tensor) -> Tensor:
+    """Return rows [n, in] that begin at whole words and fill them, padded with 0 if needed."""
+    group = WORD_BYTES // x.itemsize
+    if x.shape[1] % group or x.stride(1) != 1 or x.stride(0) % group:
+        return F.pad(x, (0, -x.shape[1] % group)).contiguous()
+    return x
 
 
 def _queries_and_pages(

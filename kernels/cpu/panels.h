@@ -24,7 +24,11 @@ constexpr int64_t DEPTH = 256;        // words of a row, and of each output, tha
 struct Floats {
     using Sums = Lanes;
     static Sums add(Sums sums, Words weights, Words input) {
+#if defined(__AVX512F__)  // fused wherever it is compiled, which the compiler is free to choose else
+        return (Sums)_mm512_fmadd_ps((__m512)weights, (__m512)input, (__m512)sums);
+#else
         return sums + (Lanes)weights * (Lanes)input;
+#endif
     }
 };
 
@@ -46,10 +50,89 @@ struct Bytes {  // unsigned inputs by signed weights
 };
 #endif
 
+// WIDTH words of numbers that are multiplied as they are. The first `count` exist; others are 0.
+template <class T>
+inline Words words_of(const T* numbers, int64_t count) {
+    Words words = {};
+    if (count >= (int64_t)(sizeof words / sizeof(T))) std::memcpy(&words, numbers, sizeof words);
+    else if (count > 0) std::memcpy(&words, numbers, count * sizeof(T));
+    return words;
+}
+
+// WIDTH rows of WIDTH words become columns.
+#if defined(__AVX512F__)
+inline __attribute__((always_inline)) void transpose(Words (&rows)[WIDTH]) {
+    typedef uint64_t Pairs __attribute__((vector_size(4 * WIDTH)));
+    Words other[WIDTH];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        Words a = rows[i], b = rows[i + 1];
+        other[i] = __builtin_shufflevector(
+            a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+        );
+        other[i + 1] = __builtin_shufflevector(
+            a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+        );
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            Pairs a = (Pairs)other[i + j], b = (Pairs)other[i + j + 2];
+            rows[i + 2 * j] = (Words)__builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+            rows[i + 2 * j + 1] = (Words)__builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+        }
+    auto even = [](Words a, Words b) __attribute__((always_inline)) {
+        return __builtin_shufflevector(
+            a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+        );
+    };
+    auto odd = [](Words a, Words b) __attribute__((always_inline)) {
+        return __builtin_shufflevector(
+            a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+        );
+    };
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        other[i] = even(rows[i], rows[i + 4]);
+        other[i + 4] = even(rows[i + 8], rows[i + 12]);
+        other[i + 8] = odd(rows[i], rows[i + 4]);
+        other[i + 12] = odd(rows[i + 8], rows[i + 12]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        rows[i] = even(other[i], other[i + 4]);
+        rows[i + 8] = odd(other[i], other[i + 4]);
+        rows[i + 4] = even(other[i + 8], other[i + 12]);
+        rows[i + 12] = odd(other[i + 8], other[i + 12]);
+    }
+}
+#else
+inline void transpose(Words (&rows)[WIDTH]) {  // four words of four rows at a time
+    typedef uint32_t Quad __attribute__((vector_size(16)));
+    Quad from[WIDTH][4], to[WIDTH][4];
+    std::memcpy(from, rows, sizeof from);
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) {
+            Quad a = from[4 * i][j], b = from[4 * i + 1][j];
+            Quad c = from[4 * i + 2][j], d = from[4 * i + 3][j];
+            Quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+            Quad cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+            to[4 * j][i] = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+            to[4 * j + 1][i] = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+            ab = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+            cd = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+            to[4 * j + 2][i] = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+            to[4 * j + 3][i] = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+        }
+    std::memcpy(rows, to, sizeof to);
+}
+#endif
+
 template <class Kind, int COUNT>
 void add_tile(
     const uint32_t* panel, const uint32_t* rows, int64_t stride, int64_t words,
-    typename Kind::Sums (*sums)[PARTS], bool fresh
+    typename Kind::Sums* sums, int64_t apart, bool fresh
 ) {
     typename Kind::Sums own[COUNT][PARTS];
 #pragma GCC unroll 8
@@ -74,14 +157,16 @@ void add_tile(
     for (int row = 0; row < COUNT; row++)
 #pragma GCC unroll 8
         for (int part = 0; part < PARTS; part++)
-            sums[row][part] = fresh ? own[row][part] : sums[row][part] + own[row][part];
+            sums[row * apart + part] =
+                fresh ? own[row][part] : sums[row * apart + part] + own[row][part];
 }
 
-// Sums of some rows with one panel, in place of what is in `sums` where `fresh`, or added to it.
+// Sums of some rows with one panel, in place of what is in `sums` where `fresh`, or added to it. Those
+// of a row are PARTS, and rows are `apart`.
 template <class Kind>
 void add_rows(
     const uint32_t* panel, const uint32_t* rows, int64_t stride, int64_t count, int64_t words,
-    typename Kind::Sums (*sums)[PARTS], bool fresh
+    typename Kind::Sums* sums, int64_t apart, bool fresh
 ) {
     for (int64_t from = 0; from < words; from += DEPTH) {
         int64_t depth = std::min(DEPTH, words - from);
@@ -89,8 +174,8 @@ void add_rows(
             auto add = [&](auto tile) {
                 constexpr int COUNT = decltype(tile)::value;
                 add_tile<Kind, COUNT>(
-                    panel + from * COLUMNS, rows + row * stride + from, stride, depth, sums + row,
-                    fresh && from == 0
+                    panel + from * COLUMNS, rows + row * stride + from, stride, depth,
+                    sums + row * apart, apart, fresh && from == 0
                 );
                 row += COUNT;
             };

@@ -13,11 +13,11 @@ namespace {
 
 constexpr int64_t ROWS = 64 * TILE;  // rows that share a panel, and whose sums stay in a near cache
 
-// Calls finish(row, column, sums) with the sums of WIDTH outputs from `column` on.
-template <class Kind, class Finish>
+// Calls finish(row, column, sums) with the sums of WIDTH outputs from `column` on. add(panel, first,
+// count, sums) gives those of `count` rows from `first` on.
+template <class Kind, class Add, class Finish>
 void multiply(
-    const uint32_t* panels, const uint32_t* rows, int64_t stride, int64_t num_rows, int64_t words,
-    int64_t num_outputs, Team* team, Finish finish
+    int64_t num_rows, int64_t words, int64_t num_outputs, Team* team, Add add, Finish finish
 ) {
     int64_t num_panels = (num_outputs + COLUMNS - 1) / COLUMNS;
     int64_t blocks = (num_rows + ROWS - 1) / ROWS;
@@ -25,10 +25,7 @@ void multiply(
         int64_t panel = number / blocks, first = number % blocks * ROWS;
         int64_t count = std::min(ROWS, num_rows - first);
         typename Kind::Sums sums[ROWS][PARTS];
-        add_rows<Kind>(
-            panels + panel * words * COLUMNS, rows + first * stride, stride, count, words, sums,
-            true
-        );
+        add(panel, first, count, sums[0]);
         for (int64_t row = 0; row < count; row++)
             for (int part = 0; part < PARTS; part++) {
                 int64_t column = panel * COLUMNS + part * WIDTH;
@@ -41,6 +38,114 @@ void multiply(
         for (int64_t number = 0; number < count; number++) piece(number);
     else
         team->share(count, piece);
+}
+
+// Sums with a matrix that lies in panels.
+template <class Kind>
+auto packed(const uint32_t* panels, const uint32_t* rows, int64_t stride, int64_t words) {
+    return [=](int64_t panel, int64_t first, int64_t count, typename Kind::Sums* sums) {
+        add_rows<Kind>(
+            panels + panel * words * COLUMNS, rows + first * stride, stride, count, words, sums,
+            PARTS, true
+        );
+    };
+}
+
+// COLUMNS rows of a matrix as it is stored, of which `count` exist.
+template <class T>
+struct StoredPanel {
+    static constexpr int64_t GROUP = 4 / sizeof(T);
+    const T* rows;
+    int64_t stride, count, inputs;
+
+    // Calls work(word, columns) with WIDTH words of each row of a part, and with the part's rows as
+    // their lanes, for words [from, from + DEPTH).
+    template <class Work>
+    void each_block(int part, int64_t from, Work work) const {
+        const T* own = rows + part * WIDTH * stride;
+        for (int64_t word = 0; word < DEPTH && (from + word) * GROUP < inputs; word += WIDTH) {
+            int64_t number = (from + word) * GROUP, left = inputs - number;
+            Words columns[WIDTH];
+            auto read = [&](auto size) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDTH; i++) {
+                    columns[i] = words_of(own + i * stride + number, size);
+                    __builtin_prefetch(own + i * stride + number + AHEAD, 0, 2);
+                }
+            };
+            if (left >= WIDTH * GROUP && (part + 1) * WIDTH <= count) {
+                read(Count<WIDTH * GROUP>());
+            } else {
+                for (int i = 0; i < WIDTH; i++)
+                    columns[i] = words_of(
+                        own + i * stride + number, part * WIDTH + i < count ? left : 0
+                    );
+            }
+            transpose(columns);
+            work(word, columns);
+        }
+    }
+
+    static constexpr int64_t AHEAD = DEPTH * GROUP;  // numbers
+};
+
+// The same sums with a matrix [outputs, inputs] as it is stored. A row alone is multiplied on the
+// way; for several a panel is laid in a near cache.
+template <class Kind, class T>
+auto stored(
+    const T* matrix, int64_t matrix_stride, int64_t inputs, int64_t num_outputs,
+    const uint32_t* rows, int64_t stride, int64_t words
+) {
+    return [=](int64_t panel, int64_t first, int64_t count, Lanes* sums) {
+        const StoredPanel<T> own{
+            matrix + panel * COLUMNS * matrix_stride, matrix_stride,
+            std::min<int64_t>(COLUMNS, num_outputs - panel * COLUMNS), inputs
+        };
+        const uint32_t* inputs_of = rows + first * stride;
+        alignas(64) uint32_t laid[DEPTH * COLUMNS];
+        for (int64_t from = 0; from < words; from += DEPTH) {
+            for (int part = 0; part < PARTS; part++) {
+                Lanes sum = {};
+                own.each_block(part, from, [&](int64_t word, Words (&columns)[WIDTH]) {
+#pragma GCC unroll 16
+                    for (int i = 0; i < WIDTH; i++) {
+                        if (count > 1)
+                            std::memcpy(
+                                laid + (word + i) * COLUMNS + part * WIDTH, &columns[i],
+                                sizeof columns[i]
+                            );
+                        else if (from + word + i < words)
+                            sum = Kind::add(
+                                sum, columns[i], Words{} + inputs_of[from + word + i]
+                            );
+                    }
+                });
+                if (count == 1) sums[part] = from ? sums[part] + sum : sum;
+            }
+            if (count > 1)
+                add_rows<Kind>(
+                    laid, inputs_of + from, stride, count, std::min(DEPTH, words - from), sums,
+                    PARTS, from == 0
+                );
+        }
+    };
+}
+
+template <class T>
+auto with_bias(const void* bias, void* out, int64_t num_outputs) {
+    return [=](int64_t row, int64_t column, Lanes sums) {
+        if (bias) sums += load((const T*)bias + column, num_outputs - column);
+        store((T*)out + row * num_outputs + column, sums, num_outputs - column);
+    };
+}
+
+// Calls work(kind, null pointer of the dtype) for a dtype whose products are exact.
+template <class Work>
+void multiplied(int dtype, Work work) {
+    if (dtype == 0) work(Floats(), (float*)nullptr);
+#if defined(__AVX512BF16__)
+    if (dtype == 1) work(Bfloats(), (bfloat16*)nullptr);
+#endif
 }
 
 // 8 bits of each number of a row, 0 at 128, and their scale; what is not finite makes the scale so.
@@ -112,20 +217,32 @@ void float_product(
     int dtype, const uint32_t* panels, const uint32_t* rows, int64_t stride, const void* bias,
     void* out, int64_t num_rows, int64_t words, int64_t num_outputs, Team* team
 ) {
-    auto run = [&](auto kind, auto* number) {
+    multiplied(dtype, [&](auto kind, auto* number) {
         using T = std::remove_pointer_t<decltype(number)>;
-        auto finish = [&](int64_t row, int64_t column, Lanes sums) {
-            if (bias) sums += load((const T*)bias + column, num_outputs - column);
-            store((T*)out + row * num_outputs + column, sums, num_outputs - column);
-        };
-        multiply<decltype(kind)>(
-            panels, rows, stride, num_rows, words, num_outputs, team, finish
+        using Kind = decltype(kind);
+        multiply<Kind>(
+            num_rows, words, num_outputs, team, packed<Kind>(panels, rows, stride, words),
+            with_bias<T>(bias, out, num_outputs)
         );
-    };
-    if (dtype == 0) run(Floats(), (float*)nullptr);
-#if defined(__AVX512BF16__)
-    if (dtype == 1) run(Bfloats(), (bfloat16*)nullptr);
-#endif
+    });
+}
+
+// The same, to the bit, by a matrix as it is stored, whose rows are matrix_stride numbers apart.
+void stored_product(
+    int dtype, const void* matrix, int64_t matrix_stride, const uint32_t* rows, int64_t stride,
+    const void* bias, void* out, int64_t num_rows, int64_t inputs, int64_t num_outputs, Team* team
+) {
+    multiplied(dtype, [&](auto kind, auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        using Kind = decltype(kind);
+        int64_t words = (inputs * sizeof(T) + 3) / 4;
+        auto add = stored<Kind>(
+            (const T*)matrix, matrix_stride, inputs, num_outputs, rows, stride, words
+        );
+        multiply<Kind>(
+            num_rows, words, num_outputs, team, add, with_bias<T>(bias, out, num_outputs)
+        );
+    });
 }
 
 // Rows of any dtype, each rounded to 8 bits by a scale of its own, by panels of int8; scales [outputs],
@@ -153,7 +270,8 @@ void int8_product(
             if (bias) value += load((const T*)bias + column, left);
             store((T*)out + row * num_outputs + column, value, left);
         };
-        multiply<Bytes>(panels, rows.get(), words, num_rows, words, num_outputs, team, finish);
+        auto add = packed<Bytes>(panels, rows.get(), words, words);
+        multiply<Bytes>(num_rows, words, num_outputs, team, add, finish);
     });
 #endif
 }

@@ -215,6 +215,39 @@ void act_and_mul(
     });
 }
 
+// See kernels/layers/soft_cap.py.
+void soft_cap(
+    int dtype, const void* x, float* out, int64_t num_rows, int64_t size, double cap, Team* team
+) {
+    typed(dtype, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        each(num_rows, num_rows * size * sizeof(T), team, [&](int64_t row) {
+            const T* own = (const T*)x + row * size;
+            for (int64_t i = 0; i < size; i += WIDTH) {
+                Lanes value = tangent(load(own + i, size - i) / (float)cap) * (float)cap;
+                store(out + row * size + i, value, size - i);
+            }
+        });
+    });
+}
+
+// See kernels/layers/rope.py. One by one: a library's vectors round other than its scalars, and then
+// a token's place in the batch would count.
+void rope_angles(
+    const int32_t* positions, const float* frequencies, float* out, int64_t num_tokens,
+    int64_t pairs, double scale, Team* team
+) {
+    each(num_tokens, num_tokens * pairs * 64, team, [&](int64_t token) {
+        float* cos = out + token * pairs;
+        float* sin = cos + num_tokens * pairs;
+        for (int64_t i = 0; i < pairs; i++) {
+            float angle = (float)positions[token] * frequencies[i];
+            cos[i] = std::cos(angle) * (float)scale;
+            sin[i] = std::sin(angle) * (float)scale;
+        }
+    });
+}
+
 // See kernels/layers/embedding.py. Rows of `bytes` bytes, stride_bytes apart.
 void embed(
     const int32_t* token_ids, const int32_t* future, const char* weight, int64_t stride_bytes,

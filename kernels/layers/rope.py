@@ -37,6 +37,8 @@ def rope_angles(positions: Tensor, inverse_frequencies: Tensor, scale: float) ->
             )
     if device.uses_triton(positions):
         return rope_angles_triton(positions, inverse_frequencies, scale)
+    if (compiled := device.compiled(positions)) is not None:
+        return compiled.rope_angles(positions, inverse_frequencies, scale)
     return rope_angles_reference(positions, inverse_frequencies, scale)
 
 

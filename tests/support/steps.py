@@ -260,6 +260,7 @@ class Recorder:
 
     def __init__(self, model):
         self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
+        self.drafter = model.drafter
         self.seen = []
         self._model = model
 

@@ -17,6 +17,7 @@ from engine.models.quantized.experts import ExpertShape, ExpertStorage, Separate
 from engine.ranks.expert_exchange import ExpertExchange
 from kernels.experts.grouped_mlp import Gate
 from kernels.experts.routing import Routing, route
+from kernels.layers.linear import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class ExpertsBlock:
     shared_gate: Tensor | None  # [1, hidden]
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
-        logits = F.linear(x.to(self.router.dtype), self.router, self.router_bias)
+        logits = linear(x.to(self.router.dtype), self.router, self.router_bias)
         weights, ids = route(logits, self.routing, self.choice_bias)
         y = self.experts.apply(x, weights, ids)
         if self.shared is None:

@@ -1,0 +1,159 @@
+"""Logits and KV of a request have the same bits however it is computed: dense models on a CPU."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.models import Model, load
+from tests.support.checkpoints import make_checkpoint
+from tests.support.devices import CPU, use
+from tests.support.steps import Recorder, Steps, prompt
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+PRECISIONS = {
+    "float32": (torch.float32, "none"),
+    "bfloat16": (torch.bfloat16, "none"),
+    "int8": (torch.bfloat16, "int8"),
+}
+PROMPT = prompt(530)  # more than a segment of attention
+NUM_TOKENS = 12
+NUM_DRAFTS = 3
+
+
+class Result(NamedTuple):
+    tokens: list[int]
+    logits: Tensor  # [NUM_TOKENS, vocabulary]
+    kv: list[Tensor]  # of every layer, of all tokens but the last
+
+
+class Run:
+    """A request, the logits of its tokens, and the KV that it leaves behind."""
+
+    def __init__(self, model: Model, page_size: int = 16) -> None:
+        self.recorder = Recorder(model)
+        self.steps = Steps(
+            self.recorder,
+            overlap=False,
+            num_slots=9,
+            context_length=640,
+            page_size=page_size,
+        )
+        self.logits: list[Tensor] = []
+
+    def keep(self, start: int, end: int | None) -> None:
+        """Keep logits of the last step."""
+        self.logits += self.recorder.seen[-1][start:end]
+
+    def decode(self, slots: Sequence[int], count: int) -> None:
+        """Decode all slots. The first one's logits are kept."""
+        for _ in range(count):
+            self.steps.decode(*slots)
+            self.keep(0, 1)
+
+    def finish(self, slot: int) -> Result:
+        """Return all tokens, the kept logits, and the keys and values of every layer."""
+        steps = self.steps
+        tokens = steps.table.tokens_of(slot).tolist()
+        kv = []
+        for view, place in zip(steps.pool.layers, steps.pool.layout.places, strict=True):
+            pages = steps.table.page_table[slot, place.table]
+            stored = view[torch.from_numpy(pages)].permute(1, 2, 0, 3, 4).flatten(2, 3)
+            kv.append(stored[:, :, : len(PROMPT) + NUM_TOKENS - 2].clone())
+        steps.close()
+        return Result(tokens, torch.stack(self.logits[:NUM_TOKENS]), kv)
+
+
+def alone(model: Model, chunk: int = 10_000, page_size: int = 16) -> Result:
+    run = Run(model, page_size)
+    slot = run.steps.add(PROMPT)
+    run.steps.prefill(slot, chunk=chunk)
+    run.keep(-1, None)
+    run.decode([slot], NUM_TOKENS - 1)
+    return run.finish(slot)
+
+
+def in_a_batch(model: Model) -> Result:
+    """Beside eight requests, whose prompts are computed in the same steps."""
+    run = Run(model)
+    others = [run.steps.add(prompt(10 + 60 * i, seed=i + 1)) for i in range(8)]
+    slot = run.steps.add(PROMPT)
+    run.steps.launch(
+        [(other, 0, int(run.steps.table.known[other])) for other in others[:4]]
+        + [(slot, 0, len(PROMPT))],
+    )
+    run.keep(-1, None)
+    for other in others[4:]:
+        run.steps.prefill(other)
+    run.decode([slot, *others], NUM_TOKENS - 1)
+    return run.finish(slot)
+
+
+def replayed(model: Model, tokens: Sequence[int]) -> Result:
+    """Each token computed as the last one of a prompt, over the KV of the one before."""
+    run = Run(model)
+    for i in range(NUM_TOKENS):
+        slot = run.steps.add(tokens[: len(PROMPT) + i])
+        run.steps.prefill(slot)
+        run.keep(-1, None)
+        if i < NUM_TOKENS - 1:
+            run.steps.remove(slot)
+    return run.finish(slot)
+
+
+def verified(model: Model, tokens: Sequence[int]) -> Result:
+    """With drafts that are right."""
+    run = Run(model)
+    slot = run.steps.add(PROMPT)
+    run.steps.prefill(slot)
+    run.keep(-1, None)
+    table = run.steps.table
+    while len(run.logits) < NUM_TOKENS:
+        length = int(table.length[slot])
+        table.tokens[slot, length : length + NUM_DRAFTS] = tokens[length : length + NUM_DRAFTS]
+        run.steps.launch([(slot, length - 1, length + NUM_DRAFTS)], verify=True)
+        run.keep(1, None)
+        run.keep(0, 1)  # the samples of a step begin with those after rows' last tokens
+    return run.finish(slot)
+
+
+def check(model: Model) -> None:
+    reference = alone(model)
+    ways: dict[str, Callable[[], Result]] = {
+        "pages of 64": lambda: alone(model, page_size=64),
+        "chunks of 37": lambda: alone(model, chunk=37),
+        "chunks of 1": lambda: alone(model, chunk=1),
+        "batch": lambda: in_a_batch(model),
+        "replay": lambda: replayed(model, reference.tokens),
+        "verify": lambda: verified(model, reference.tokens),
+    }
+    for name, way in ways.items():
+        result = way()
+        differing = int((result.logits != reference.logits).any(1).sum())
+        assert not differing, f"{name}: logits of {differing} of {NUM_TOKENS} tokens differ"
+        for layer, (own, other) in enumerate(zip(result.kv, reference.kv, strict=True)):
+            assert torch.equal(own, other), f"{name}: KV of layer {layer} differs"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_request_has_the_same_bits_however_it_is_computed(
+    tmp_path, monkeypatch, family, precision
+):
+    use("compiled", monkeypatch)
+    dtype, quantize = PRECISIONS[precision]
+    directory = make_checkpoint(tmp_path, family)
+    check(load(directory, CPU, dtype, quantize))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_a_tied_head_and_windows_have_the_same_bits(tmp_path, monkeypatch, family):
+    use("compiled", monkeypatch)
+    directory = make_checkpoint(tmp_path, family, tie_word_embeddings=True)
+    model = load(directory, CPU, torch.float32)
+    reference = alone(model)
+    for result in (in_a_batch(model), alone(model, chunk=37), verified(model, reference.tokens)):
+        assert torch.equal(result.logits, reference.logits)

@@ -1,0 +1,253 @@
+"""A row of any operation of a CPU has the same bits alone and beside others.
+
+Every operation of the compiled library is listed here, and every one that torch computes in its
+place. A new one fails until it is listed.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from kernels import device
+from kernels.adapters import low_rank
+from kernels.cpu.compiler import cache_directory, library
+from kernels.cpu.operators import ACTIVATIONS, Operators
+from kernels.layers import rope
+from kernels.sampling import logprobs as logprobs_module
+
+ROWS = 256
+WIDTH = 192  # of the rows that are given to an operation
+COUNTS = [1, 2, 3, 5, 15, 16, 17, 63, 64, 127, ROWS]
+NO_ROWS = "has no rows"
+MOVES = "moves numbers and computes none"
+LAYERS = "consists of the other operations; tests/engine compares its logits"
+NOT_YET = "other families than dense ones use it, and torch computes it"
+
+Operation = Callable[[Operators, Tensor, Tensor], Tensor]
+
+
+@functools.cache
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same random numbers at every call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def ints(values) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+def add_rms_norm(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    x, residual = x[:, :90].contiguous(), x[:, 90:180].contiguous()
+    weight = numbers(90, dtype=x.dtype)
+    return torch.cat(operators.add_rms_norm(x, residual, weight, 1e-6, None), 1)
+
+
+def rope_and_store(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    kv = x.new_zeros(ROWS, 1, 2, 16, 48)
+    angles = numbers(2, ROWS, 24)[:, rows].contiguous()
+    weight = numbers(48, dtype=x.dtype)
+    q = operators.rope_and_store(x, angles, kv, rows * 16, weight, weight, 1e-6)
+    return torch.cat((q.flatten(1), kv[rows, 0, :, 0].flatten(1)), 1)
+
+
+def rope_and_store_latents(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    latents = x.new_zeros(ROWS, 1, 1, 16, 80)
+    out = x.new_zeros(len(x), 2, 32)
+    operators.rope_and_store_latents(
+        x[:, :80],
+        numbers(48, dtype=x.dtype),
+        1e-6,
+        x[:, 80:144].unflatten(1, (2, 32)),
+        numbers(2, ROWS, 16)[:, rows].contiguous(),
+        latents,
+        rows * 16,
+        out,
+        interleaved=True,
+    )
+    return torch.cat((out.flatten(1), latents[rows, 0, 0, 0]), 1)
+
+
+def act_and_mul(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    x = x[:, :180].contiguous()
+    return torch.cat([operators.act_and_mul(x, name) for name in ACTIVATIONS], 1)
+
+
+def attention(operators: Operators, x: Tensor, rows: Tensor, *, decode: bool) -> Tensor:
+    """Of one query a row. All rows share their first keys."""
+    kv = numbers(40, 2, 2, 16, 48, dtype=x.dtype)
+    out = torch.empty_like(x)
+    q, pages = x.view(-1, 4, 48), torch.arange(40, dtype=torch.int32)
+    places, lengths = rows.int() * 0, rows.int() * 9 % 640 + 1
+    options = {"window": None, "scale": 0.2, "soft_cap": None, "sinks": None}
+    if decode:
+        operators.decode_attention(q, kv, pages, places, lengths, out, **options)
+    else:
+        starts = torch.arange(len(rows) + 1, dtype=torch.int32)
+        operators.extend_attention(q, kv, pages, places, starts, lengths, out, **options)
+    return out
+
+
+def likeliest(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    return operators.likeliest(x, -1).unsqueeze(1)
+
+
+def sample(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    return operators.sample(
+        x,
+        temperature=0.5 + rows.float() / ROWS,
+        top_k=rows.int() + 5,
+        top_p=torch.full((len(rows),), 0.9),
+        min_p=torch.full((len(rows),), 0.01),
+        seeds=torch.stack((rows, rows + 7), 1).int(),
+        positions=rows.int(),
+        not_finite=-1,
+    ).unsqueeze(1)
+
+
+def apply_penalties(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    logits = x.float().clone()
+    counts = (numbers(ROWS, WIDTH) * 2).int().clamp(0)
+    each = 1 + rows.float() / ROWS
+    local = torch.arange(len(rows))
+    operators.apply_penalties(logits, local, counts, rows, each, each, each, 1 << 30)
+    return logits
+
+
+def embed(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    return operators.embed(rows.int(), ints([0]), numbers(ROWS, 30, dtype=x.dtype))
+
+
+def float_product(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    if not operators.multiplies(x.dtype):
+        return x
+    weight, bias = numbers(130, 600, dtype=x.dtype), numbers(130, dtype=x.dtype)
+    x = x.repeat(1, 4)[:, :600]
+    return operators.float_product(x, operators.pack_panels(weight), 130, bias)
+
+
+def stored_product(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    if not operators.multiplies(x.dtype):
+        return x
+    weight, bias = numbers(130, 599, dtype=x.dtype), numbers(130, dtype=x.dtype)
+    return operators.stored_product(x.repeat(1, 4)[:, :599], weight, bias)
+
+
+def int8_product(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    if not operators.multiplies(torch.int8):
+        return x
+    weight = (numbers(130, WIDTH) * 30).to(torch.int8)
+    zeros = weight.int().sum(1, dtype=torch.int32) * 128
+    panels = operators.pack_panels(weight)
+    return operators.int8_product(x, panels, numbers(130), zeros, None)
+
+
+def rope_angles(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    """Of heads whose pairs are no multiple of a vector."""
+    return rope.rope_angles(rows.int() * 37, numbers(12).abs(), 1.0).transpose(0, 1).flatten(1)
+
+
+def logprobs(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    chosen, ids, top = logprobs_module.logprobs(x, rows.int() % WIDTH, 5)
+    return torch.cat((chosen.unsqueeze(1), ids, top), 1)
+
+
+def add_low_rank(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    if not operators.multiplies(x.dtype):
+        return x
+    down, up = numbers(2, 16, WIDTH, dtype=x.dtype), numbers(2, 90, 16, dtype=x.dtype)
+    mine = rows % 2
+    order, count = mine.argsort().int(), int((mine == 0).sum())
+    spans = ((0, 0, count), (1, count, len(rows)))
+    tokens = low_rank.TokensBySlot(order, ints([]).view(0, 3), spans)
+    y = torch.zeros(len(x), 90, dtype=x.dtype)
+    low_rank.add_low_rank(y, x, down, up, tokens, [90])
+    return y
+
+
+OPERATIONS: dict[str, Operation | str] = {
+    "add_rms_norm": add_rms_norm,
+    "rope_and_store": rope_and_store,
+    "rope_and_store_latents": rope_and_store_latents,
+    "act_and_mul": act_and_mul,
+    "soft_cap": lambda operators, x, rows: operators.soft_cap(x, 30.0),
+    "rope_angles": rope_angles,
+    "decode_attention": lambda *given: attention(*given, decode=True),
+    "extend_attention": lambda *given: attention(*given, decode=False),
+    "likeliest": likeliest,
+    "sample": sample,
+    "apply_penalties": apply_penalties,
+    "embed": embed,
+    "float_product": float_product,
+    "stored_product": stored_product,
+    "int8_product": int8_product,
+    "multiplies": NO_ROWS,
+    "pack_panels": NO_ROWS,
+    "compute_layers": LAYERS,
+}
+# By the names of their references. Compiled ones are above.
+IN_TORCH: dict[str, Operation | str] = {
+    "logprobs": logprobs,
+    "add_low_rank": add_low_rank,
+    "apply_bitmask": MOVES,
+    "store_kv": MOVES,
+    "pack_pages": MOVES,
+    "unpack_pages": MOVES,
+    "count_tokens": MOVES,
+    "route": NOT_YET,
+    "grouped_mlp": NOT_YET,
+    "gated_rms_norm": NOT_YET,
+    "delta_rule": NOT_YET,
+    "causal_conv": NOT_YET,
+}
+
+
+ALL = OPERATIONS | IN_TORCH
+HELPERS = {"rms_norm", "rotate", "plan"}  # parts of operations
+
+
+@pytest.fixture(scope="module")
+def teams(operators) -> list[Operators]:
+    path = library(cache_directory(), lambda: None)
+    return [Operators(path, threads=threads) for threads in (1, 2, 7)]
+
+
+def references() -> set[str]:
+    """Return the operations that have a reference in torch."""
+    sources = (path.read_text() for path in Path(kernels.__file__).parent.rglob("*.py"))
+    return {
+        name for source in sources for name in re.findall(r"^def (\w+)_reference", source, re.M)
+    }
+
+
+def test_every_operation_is_listed():
+    assert set(OPERATIONS) == {name for name in vars(Operators) if not name.startswith("_")}
+    assert references() - set(OPERATIONS) - HELPERS == set(IN_TORCH)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [name for name, of in ALL.items() if callable(of)])
+def test_a_row_has_the_same_bits_beside_any_others(teams, monkeypatch, name, dtype):
+    compute = ALL[name]
+    torch.manual_seed(3)
+    x = torch.randn(ROWS, WIDTH).to(dtype)
+
+    def computed(team: Operators, given: Tensor, rows: Tensor) -> Tensor:
+        monkeypatch.setattr(device, "compiled_for", lambda where: team)
+        return compute(team, given, rows)
+
+    alone = torch.cat([computed(teams[0], x[[row]], torch.tensor([row])) for row in range(ROWS)])
+    for number, count in enumerate(COUNTS):
+        rows = torch.randperm(ROWS)[:count]
+        given = x[rows]
+        broken = torch.zeros(count, dtype=torch.bool)
+        if number % 2:  # neighbours that are not finite
+            broken[1::3] = True
+            given[broken] = torch.nan
+        actual = computed(teams[number % len(teams)], given, rows)[~broken]
+        assert torch.equal(actual, alone[rows[~broken]]), f"{count} rows"
