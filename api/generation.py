@@ -178,7 +178,7 @@ class ResponseSink:
 
 
 def _options(job: TokenizedRequest, spell: Spell, *, tells_cached_tokens: bool) -> ResponseOptions:
-    params = job.spec.sampling
+    params = job.asked
     tells_tokens = tells_prompt = None
     if params.logprobs >= 0:
         tells_tokens = partial(told, num_top=params.logprobs, spell=spell)
@@ -198,4 +198,5 @@ def _options(job: TokenizedRequest, spell: Spell, *, tells_cached_tokens: bool) 
         tells_prompt=tells_prompt,
         silent=job.silent,
         predicts=bool(job.spec.prediction),
+        hidden_states=params.hidden_states,
     )

@@ -94,11 +94,17 @@ def _that_stand(
     asked = np.isin(places, told.rows)
     found = np.searchsorted(told.rows, places[asked])
     return RowLogprobRequest(
-        rows[asked].astype(np.int32), told.chosen[found], told.top_tokens[found], told.top[found]
+        rows[asked].astype(np.int32),
+        told.chosen[found],
+        told.top_tokens[found],
+        told.top[found],
+        None if told.hidden is None else told.hidden[found],
     )
 
 
 def _columns(told: Mapping[str, Tensor]) -> RowLogprobRequest | None:
     if not told:
         return None
-    return RowLogprobRequest(**{name: tensor.numpy() for name, tensor in told.items()})
+    columns = {name: tensor.numpy() for name, tensor in told.items() if name != "hidden"}
+    hidden = told.get("hidden")  # numpy has no bfloat16
+    return RowLogprobRequest(**columns, hidden=None if hidden is None else hidden.float().numpy())
