@@ -14,6 +14,10 @@ from common.requests.sampling import SamplingParams
 from engine.batch.image_tokens import text_of
 from engine.batch.request import Ints
 
+# Hidden states of all requests of a node together. They wait in memory for the server process, which
+# ends the node if too much waits.
+MAX_HELD_HIDDEN_STATE_BYTES = 32 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
@@ -42,7 +46,7 @@ class RequestLimits:
         self.check(np.frombuffer(spec.token_ids, np.int32), spec.images)
         self.check_sampling(spec.sampling, spec.images)
         if spec.sampling.hidden_states:
-            self._check_hidden_states(spec)
+            self._check_hidden_states(self.hidden_states_of(spec))
         if spec.prediction:
             self.check_prediction(np.frombuffer(spec.prediction, np.int32))
 
@@ -68,20 +72,25 @@ class RequestLimits:
                     f"sampling.{field} has a token outside the vocabulary of {self.vocabulary_size}"
                 )
 
-    def _check_hidden_states(self, spec: RequestSpec) -> None:
-        """Raise InvalidRequest if the request may have too many hidden states returned."""
+    def hidden_states_of(self, spec: RequestSpec) -> int:
+        """Return the largest number of hidden states that a request has returned."""
+        sampling = spec.sampling
+        if not sampling.hidden_states:
+            return 0
+        of_prompt = max(spec.num_prompt - sampling.first_prompt_logprob, 0)
+        num_tokens = sampling.max_tokens - spec.num_generated
+        return num_tokens + (of_prompt if sampling.prompt_logprobs >= 0 else 0)
+
+    def _check_hidden_states(self, num_states: int) -> None:
+        """Raise InvalidRequest if so many hidden states may not be returned."""
         if not self.max_hidden_state_bytes:
             raise InvalidRequest(
                 "return_hidden_states: this server does not return hidden states. "
                 "engine.hidden_states.enabled of its nodes allows it"
             )
-        sampling, num_tokens = spec.sampling, spec.sampling.max_tokens - spec.num_generated
-        if sampling.prompt_logprobs >= 0:
-            num_tokens += max(spec.num_prompt - sampling.first_prompt_logprob, 0)
-        num_bytes = num_tokens * self.hidden_state_bytes
-        if num_bytes > self.max_hidden_state_bytes:
+        if num_states * self.hidden_state_bytes > self.max_hidden_state_bytes:
             raise InvalidRequest(
-                f"return_hidden_states: {num_tokens} hidden states of {self.hidden_state_bytes} "
+                f"return_hidden_states: {num_states} hidden states of {self.hidden_state_bytes} "
                 f"bytes, {self.max_hidden_state_bytes} bytes are allowed. Shorten the prompt or "
                 "reduce max_tokens"
             )

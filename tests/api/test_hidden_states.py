@@ -4,10 +4,11 @@ import asyncio
 from array import array
 
 import pytest
+from grpc import StatusCode
 
 from protos.decode_pb2 import FromNode, RowLogprobs, Step
 from protos.sampling_pb2 import Logprobs
-from tests.api.rig import CHAT, COMPLETIONS, HELLO, ask, failure, rest
+from tests.api.rig import CHAT, COMPLETIONS, HELLO, ask, fails, rest
 from tests.support.http_client import sse_events
 
 PROMPT = [5, 6, 7]
@@ -114,4 +115,4 @@ async def test_hidden_states_of_a_wrong_size_end_the_stream_of_the_node(client, 
     number = (await node.submitted()).number
     logprobs = Logprobs(logprob=[-1.0, -1.0], hidden_states=bytes(9))
     node.send(FromNode(step=Step(logprobs=[RowLogprobs(request=number, logprobs=logprobs)])))
-    assert await failure(call)
+    await fails(call, StatusCode.UNAVAILABLE)

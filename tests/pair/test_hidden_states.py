@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.config import HiddenStatesConfig
+from decode_node import admission as decode_admission
 from kvtransfer.pairs import codec
 from tests.pair.rig import PairRig, Size
 from tests.pair.test_speculation import _guessing
@@ -123,3 +124,17 @@ def test_a_first_token_without_hidden_states_costs_the_attempt_alone(known, monk
     with PairRig(known.loaded) as rig:
         check(known, rig.serve(range(40), 4, **WANTED))
         assert rig.decode[0].count("handoffs_failed") == 1
+
+
+def test_a_node_holds_the_hidden_states_of_few_requests_at_a_time(known, monkeypatch):
+    size = 4 * known.loaded.model.spec.hidden_size
+    monkeypatch.setattr(decode_admission, "MAX_HELD_HIDDEN_STATE_BYTES", 50 * size)
+    with PairRig(known.loaded) as rig:
+        one, other, third = (rig.ask(range(12), 10, **WANTED) for _ in range(3))
+        plain = rig.ask(range(12), 10)
+        rig.run()
+        assert f"of {50 * size} bytes of hidden states" in third.ended.error
+        assert not third.tokens
+        for each in (one, other, rig.serve(range(12), 10, **WANTED)):
+            check(known, each)
+        assert plain.tokens == known.greedy(range(12), 10)
