@@ -14,9 +14,9 @@ from common.requests.sampling import SamplingParams
 from engine.batch.image_tokens import text_of
 from engine.batch.request import Ints
 
-# Hidden states of all requests of a node together. They wait in memory for the server process, which
-# ends the node if too much waits.
-MAX_HELD_HIDDEN_STATE_BYTES = 32 << 20
+# Bytes of hidden states of all requests of a node together, twice as many with replays. They may all
+# wait for one peer, and a stream ends if more than 32 MiB wait (common/rpc/streams.py).
+MAX_HELD_HIDDEN_STATE_BYTES = 12 << 20
 
 
 @dataclass(frozen=True, slots=True)
