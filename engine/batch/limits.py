@@ -14,8 +14,8 @@ from common.requests.sampling import SamplingParams
 from engine.batch.image_tokens import text_of
 from engine.batch.request import Ints
 
-# Bytes of hidden states of all requests of a node together, twice as many with replays. They may all
-# wait for one peer, and a stream ends if more than 32 MiB wait (common/rpc/streams.py).
+# Bytes of hidden states of all requests of a node together, twice as many with replays. All of them
+# may wait for one peer, and a stream ends if more than 32 MiB wait (common/rpc/streams.py).
 MAX_HELD_HIDDEN_STATE_BYTES = 12 << 20
 
 

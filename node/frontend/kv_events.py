@@ -95,7 +95,7 @@ class ZmqPublisher:
                 case [reader, b"", first] if len(first) == 8:
                     await self._answer(reader, first)
                 case _:
-                    log.warning("a request for a replay of KV events is invalid")
+                    log.debug("a request for a replay of KV events is invalid")
 
     async def _answer(self, reader: bytes, first: bytes) -> None:
         replies = [reply for reply in self._buffer if reply[0] >= first]
@@ -103,6 +103,7 @@ class ZmqPublisher:
             async with asyncio.timeout(_REPLAY_S):
                 for reply in (*replies, (_END, b"")):
                     await self._reply((reader, b"", *reply))
+                    await asyncio.sleep(0)  # other work of this process
         except (TimeoutError, self._zmq.ZMQError):
             log.warning("a reader has not read its replay of KV events")
 
