@@ -180,7 +180,7 @@ class ResponseSink:
 def _options(
     job: TokenizedRequest, spell: Spell, *, returns_cached_tokens: bool
 ) -> ResponseOptions:
-    params = job.spec.sampling
+    params = job.asked
     report_token = report_prompt = None
     if params.logprobs >= 0:
         report_token = partial(token_report, num_top=params.logprobs, spell=spell)
@@ -200,4 +200,5 @@ def _options(
         report_prompt=report_prompt,
         silent=job.silent,
         predicts=bool(job.spec.prediction),
+        hidden_states=params.hidden_states,
     )

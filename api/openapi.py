@@ -72,6 +72,8 @@ FIELDS: Mapping[str, str] = {
     "top_logprobs": "Number of most likely tokens to return log-probabilities of, at most 20.",
     "return_token_ids": "Return `token_ids` of each choice, and `prompt_token_ids`. In a stream "
     "the first event has `prompt_token_ids`.",
+    "return_hidden_states": "Return hidden states of the model's last layer, as SGLang does. The "
+    "nodes must have `--engine.hidden-states.enabled`.",
     "echo": "Begin the response with the prompt, and with its log-probabilities if requested. "
     "`max_tokens` 0 returns only the prompt.",
     "prompt_logprobs_start": "With `echo` and `logprobs`: index of the first prompt token with a "

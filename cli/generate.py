@@ -61,6 +61,7 @@ _OTHERWISE = frozenset(
         "logprobs",
         "prompt_logprobs",
         "prompt_logprobs_start",
+        "hidden_states",
         "thought",
     }
 )

@@ -493,7 +493,11 @@ def _has_new_logprobs(request: Request, event: FirstTokenEvent) -> bool:
 
 
 def _as_asked(request: Request, event: FirstTokenEvent) -> bool:
-    """Return whether the event has as many log-probabilities as the request asks for."""
+    """Return whether the event has as many log-probabilities as the request asks for, with hidden
+    states if it asks for them."""
+    parts = [each for each in (event.logprobs, event.prompt_logprobs) if each]
+    if any(bool(each.hidden_states) != request.sampling.hidden_states for each in parts):
+        return False
     sent = [0 if each is None else len(each) for each in (event.logprobs, event.prompt_logprobs)]
     wanted = [
         int(request.sampling.logprobs >= 0),

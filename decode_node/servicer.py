@@ -206,7 +206,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         if stream is None:
             return
         rows = stream.held.take(message)
-        if not (rows.tokens or ended or message.begun):
+        if not (rows.tokens or ended or message.begun or rows.logprobs or message.prompt_logprobs):
             return
         step = decode_pb2.Step(
             **_columns(rows),

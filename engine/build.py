@@ -404,7 +404,7 @@ def make_core(
     return EngineCore.make(
         config,
         shape,
-        loaded.limits(shape),
+        loaded.limits(shape, config.hidden_states),
         backend.copier,
         store=store,
         speculator=Speculator.of(config.speculative, config.scheduler.num_slots),

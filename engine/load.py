@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from common.config import EngineConfig, ParallelConfig
+from common.config import EngineConfig, HiddenStatesConfig, ParallelConfig
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
@@ -77,7 +77,7 @@ class LoadedModel:
     followers: Followers | None = None
     share: Share = WHOLE
 
-    def limits(self, shape: EngineShape) -> RequestLimits:
+    def limits(self, shape: EngineShape, hidden_states: HiddenStatesConfig) -> RequestLimits:
         """Return the limits of an engine of these sizes."""
         spec = self.model.spec
         return RequestLimits(
@@ -89,6 +89,8 @@ class LoadedModel:
             num_labels=spec.num_labels,
             image_token_side=spec.image_token_side,
             eos_token_ids=spec.eos_token_ids,
+            hidden_state_bytes=4 * spec.hidden_size,
+            max_hidden_state_bytes=hidden_states.max_request_bytes if hidden_states.enabled else 0,
         )
 
     def fingerprint(self, shape: EngineShape) -> dict[str, str]:

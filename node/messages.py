@@ -368,6 +368,12 @@ class CacheEventBatch(msgspec.Struct, frozen=True, tag=True):
     removed: bytes
 
 
+class KvEvents(msgspec.Struct, frozen=True, tag=True):
+    """A batch of KV events, as its readers get it (engine/kv_cache/kv_events.py)."""
+
+    payload: bytes
+
+
 class GroupDrains(msgspec.Struct, frozen=True, tag=True):
     """Another node of the group drains, so this node has to."""
 
@@ -392,6 +398,7 @@ EngineMessage: TypeAlias = (
     | NodeCallResult
     | EngineStats
     | CacheEventBatch
+    | KvEvents
     | GroupDrains
     | Drained
     | EngineFailed

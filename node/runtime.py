@@ -12,9 +12,11 @@ import triton
 
 from common.config import EngineConfig, NodeConfig
 from common.process.ipc import FrameSocket, PeerGone
+from common.requests.namespace import NO_ADAPTER, SHARED, Namespace, made_with, within
 from engine.batch.batch import BatchRunner
 from engine.build import Engine
 from engine.kv_cache.cache_events import CacheEvents
+from engine.kv_cache.kv_events import KvEventLog
 from engine.loop.clock import Lateness, StepClock
 from engine.loop.grouped import GroupedRole, GroupedRunner
 from engine.loop.loop import EngineRole, EventLoop
@@ -43,6 +45,7 @@ from kvtransfer.transfer.node_paths import start_ranks
 from kvtransfer.transfer.rank_paths import TransferPaths
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
+from node.control.cache_reports import CacheReporter, CacheReports, KvEventReports
 from node.control.engine_control import EngineControl, FrontendChannel, RoleEnded
 from node.control.operations import EngineOperations
 from node.engine_process import EngineStart
@@ -188,7 +191,7 @@ class NodeRuntime:
                 *(PageMeter(engine.table), RankMeter(engine.loaded.followers)),
                 GroupMeter(engine.group),
             ),
-            cache=CacheEvents(engine.cache),
+            cache=_cache_reports(engine, start),
             adapters=engine.loader,
             operations=EngineOperations(
                 engine.weights,
@@ -264,6 +267,22 @@ class NodeRuntime:
         return grouped, GroupedRunner(
             engine.runner, forwards, model, group.exchange, group.lockstep
         )
+
+
+def _cache_reports(engine: Engine, start: EngineStart[C]) -> CacheReporter:
+    """Return the reports of the prefix cache that the configuration selects."""
+    post = start.channel.post
+    if start.config.kv_events.publisher == "null":
+        return CacheReports(CacheEvents(engine.cache), post)
+
+    def adapter_of(namespace: Namespace) -> str | None:
+        adapters = {"": NO_ADAPTER, **engine.loader.names()}
+        weights = engine.weights.id
+        shared = {made_with(within(SHARED, id_), weights): name for name, id_ in adapters.items()}
+        return shared.get(namespace)
+
+    events = KvEventLog(engine.cache, adapter_of, start.config.engine.parallel.dp_rank)
+    return KvEventReports(events, CacheReports(CacheEvents(events), post), post)
 
 
 def _make_transfer(

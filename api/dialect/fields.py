@@ -270,6 +270,7 @@ def samplings(
     logprobs: int = -1,
     prompt_logprobs: int = -1,
     prompt_logprobs_start: int = 0,
+    hidden_states: bool = False,
     thinking_budget: int = -1,
     best_of: int = 1,
 ) -> Sequence[SamplingParams]:
@@ -309,6 +310,7 @@ def samplings(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prompt_logprobs_start=prompt_logprobs_start,
+        hidden_states=hidden_states,
         guide=guide_of(fields),
         thinking_budget=thinking_budget,
     )

@@ -41,6 +41,8 @@ def response_to(request_id: str, piece: OutputChunk | FinalChunk) -> GenerateRes
         token_ids=piece.token_ids,
         logprobs=_logprobs(piece.tokens),
         prompt_logprobs=_logprobs(prompt),
+        prompt_hidden_states=b"".join(piece.prompt_hidden_states),
+        hidden_states=b"".join(piece.hidden_states),
         **end,
     )
 

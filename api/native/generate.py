@@ -1,6 +1,7 @@
 """SGLang's native API: /generate, and /tokenize and /detokenize, which are as vLLM's too."""
 
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
@@ -90,6 +91,7 @@ class NativeFields(msgspec.Struct, kw_only=True):
     user: str | None = None
     cache_salt: str | None = None
     priority: Int32 | None = None
+    return_hidden_states: bool | None = None
 
 
 class _CommonFields(GenerationFields, kw_only=True):
@@ -119,6 +121,9 @@ class MetaInfo(msgspec.Struct):
     weight_versions: list[WeightVersionSpan] | msgspec.UnsetType = msgspec.UNSET
     cached_tokens: int | msgspec.UnsetType = msgspec.UNSET
     e2e_latency: float | msgspec.UnsetType = msgspec.UNSET  # seconds
+    # A list of the states of the prompt's tokens, then the state of each generated token but the
+    # last.
+    hidden_states: list[Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class NativeResponse(msgspec.Struct, omit_defaults=True):
@@ -145,7 +150,9 @@ class NativeEndpoint:
         fields = self._reader.read(body, ignored)
         common = _common(fields)
         check_multiplied(common, body)
-        per_prompt = samplings(common, common.max_tokens)
+        per_prompt = samplings(
+            common, common.max_tokens, hidden_states=bool(fields.return_hidden_states)
+        )
         prompts, is_list = _prompts(fields)
         if len(prompts) * len(per_prompt) > MAX_CHOICES:
             sentence = f"these are more than {MAX_CHOICES} answers"
@@ -235,8 +242,12 @@ class _Answer:
         self._began = time.monotonic()
         self._end: FinalChunk | None = None
         self._version = UNKNOWN_VERSION
+        self._prompt_states: list[list[float]] = []
+        self._states: list[list[float]] = []
 
     def add(self, piece: OutputChunk | FinalChunk) -> None:
+        self._prompt_states += map(_floats, piece.prompt_hidden_states)
+        self._states += map(_floats, piece.hidden_states)
         self._version = piece.version
         self._texts.append(piece.text)
         self._token_ids += piece.token_ids
@@ -275,7 +286,12 @@ class _Answer:
             _weight_versions(self._end),
             msgspec.UNSET if cached is None else cached,
             time.monotonic() - self._began,
+            [self._prompt_states, *self._states] if self._prompt_states else msgspec.UNSET,
         )
+
+
+def _floats(state: bytes) -> list[float]:
+    return array("f", state).tolist()
 
 
 def _weight_versions(last: FinalChunk) -> list[WeightVersionSpan] | msgspec.UnsetType:

@@ -34,6 +34,8 @@ from api.openai.replies import (
     ChatLogprobs,
     ChoiceCollector,
     FingerprintSpans,
+    HiddenState,
+    LastHiddenState,
     StopReason,
     TokenIds,
     fingerprint_spans,
@@ -75,6 +77,7 @@ class ChatChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    hidden_states: HiddenState = msgspec.UNSET
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
@@ -106,6 +109,7 @@ class ChunkChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    hidden_states: HiddenState = msgspec.UNSET
 
 
 class ChatResponseWriter:
@@ -119,11 +123,13 @@ class ChatResponseWriter:
         self._index = index
         self._listener = listener
         self._returns_ids = returns_ids
+        self._states = LastHiddenState()
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> ChunkChoice | None:
         first, last = not self._listener.begun, isinstance(piece, FinalChunk)
         heard = self._listener.hear(piece.text, piece.marks, last=last)
         returned = piece.tokens or self._returns_ids
+        self._states.add(piece)
         if not (heard or first or last or returned):  # no text is decided yet
             return None
         chunk = ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
@@ -131,6 +137,7 @@ class ChatResponseWriter:
             chunk.finish_reason = _reason(self._listener, piece)
             chunk.stop_reason = stop_reason(piece)
             chunk.system_fingerprints = fingerprint_spans(piece)
+            chunk.hidden_states = self._states.value
         if self._returns_ids:
             chunk.token_ids = generated_ids([piece])
         return chunk
@@ -140,6 +147,7 @@ class ChatResponseWriter:
         for piece in pieces:
             marks += [len(text) + mark for mark in piece.marks]
             text += piece.text
+            self._states.add(piece)
         heard = self._listener.hear(text, marks, last=True)
         return ChatChoice(
             self._index,
@@ -149,6 +157,7 @@ class ChatResponseWriter:
             stop_reason(last),
             generated_ids(pieces) if self._returns_ids else msgspec.UNSET,
             fingerprint_spans(last),
+            self._states.value,
         )
 
 
@@ -213,6 +222,7 @@ class ChatFields(GenerationFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
+    return_hidden_states: bool | None = None
     prediction: PredictionFields | None = None
 
 
@@ -252,6 +262,7 @@ class ChatEndpoint:
             fields,
             max_tokens,
             logprobs=_logprobs(fields),
+            hidden_states=bool(fields.return_hidden_states),
             thinking_budget=_thinking_budget(fields),
         )
         per_prompt = guided(sampled, offer, self._speech, form_field(fields))

@@ -24,6 +24,8 @@ from api.dialect.problems import OPENAI, invalid
 from api.openai.replies import (
     ChoiceCollector,
     FingerprintSpans,
+    HiddenState,
+    LastHiddenState,
     StopReason,
     TextLogprobs,
     TextTokens,
@@ -46,6 +48,7 @@ class CompletionFields(GenerationFields, kw_only=True):
     echo: bool | None = None
     prompt_logprobs_start: Annotated[int, msgspec.Meta(ge=0)] | None = None
     return_token_ids: bool | None = None
+    return_hidden_states: bool | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
@@ -58,6 +61,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: TokenIds = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    hidden_states: HiddenState = msgspec.UNSET
 
 
 class CompletionResponseWriter:
@@ -76,14 +80,17 @@ class CompletionResponseWriter:
         self._returns_ids = returns_ids
         self._begun = False
         self._tokens = TextTokens()
+        self._states = LastHiddenState()
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> CompletionChoice | None:
         match piece:
             case FinalChunk():
                 return self._end([piece], piece)
             case OutputChunk(text="", tokens=[] | ()) if self._begun and not self._returns_ids:
+                self._states.add(piece)
                 return None  # an incomplete character
             case _:
+                self._states.add(piece)
                 self._begun = True
                 return self._choice([piece], None)
 
@@ -94,6 +101,9 @@ class CompletionResponseWriter:
         choice = self._choice(pieces, last.finish_reason)
         choice.stop_reason = stop_reason(last)
         choice.system_fingerprints = fingerprint_spans(last)
+        for piece in pieces:
+            self._states.add(piece)
+        choice.hidden_states = self._states.value
         return choice
 
     def _choice(self, pieces: Sequence[OutputChunk], finish_reason: str | None) -> CompletionChoice:
@@ -145,6 +155,7 @@ class CompletionsEndpoint:
             logprobs=max(logprobs, 0) if best_of > 1 else logprobs,
             prompt_logprobs=logprobs if echo else -1,
             prompt_logprobs_start=fields.prompt_logprobs_start or 0,
+            hidden_states=bool(fields.return_hidden_states),
             best_of=best_of,
         )
         prompts = prompts_of("prompt", fields.prompt)

@@ -1,6 +1,7 @@
 """Construction of responses and log-probabilities: pieces of choices in, OpenAI's JSON out."""
 
 import codecs
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
@@ -19,6 +20,7 @@ from common.request import NOT_PREDICTED, tokens_of
 from router.token_buffer import UNKNOWN_VERSION, ModelVersion
 
 StopReason: TypeAlias = str | int | msgspec.UnsetType
+HiddenState: TypeAlias = list[float] | msgspec.UnsetType
 TokenIds: TypeAlias = list[int] | msgspec.UnsetType
 _encode = msgspec.json.Encoder().encode
 
@@ -207,6 +209,24 @@ def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
     return [
         FingerprintSpan(span.first_token, span.version.system_fingerprint) for span in last.versions
     ]
+
+
+class LastHiddenState:
+    """The hidden state of a choice's last token but one, from which the last one was predicted."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._last = b""  # of generated tokens
+
+    def add(self, piece: OutputChunk) -> None:
+        self._requested = self._requested or bool(piece.prompt_hidden_states)
+        self._last = piece.hidden_states[-1] if piece.hidden_states else self._last
+
+    @property
+    def value(self) -> HiddenState:
+        """The state. Empty if only one token was generated, as in SGLang. Unset if it was not
+        requested."""
+        return array("f", self._last).tolist() if self._requested else msgspec.UNSET
 
 
 def prompt_ids(first: OutputChunk) -> list[int]:

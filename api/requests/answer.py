@@ -91,6 +91,10 @@ class _OutputPart(msgspec.Struct, frozen=True, kw_only=True):
     prompt: PromptReport | None = None  # in the first piece, if requested
     prompt_token_ids: bytes = b""  # in the first piece, little-endian int32
     version: ModelVersion = UNKNOWN_VERSION  # of the last token so far
+    # Hidden states, if requested, as float32 each. Those of the prompt come once, with the first
+    # token. After that, each token comes with the state of the generated token before it.
+    prompt_hidden_states: Sequence[bytes] = ()
+    hidden_states: Sequence[bytes] = ()
 
 
 class OutputChunk(_OutputPart, frozen=True):
@@ -134,6 +138,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     report_prompt: Callable[[Sequence[TokenLogprobs]], PromptReport] | None = None
     silent: bool = False
     predicts: bool = False
+    hidden_states: bool = False
 
 
 class ResponseBuilder:
@@ -158,6 +163,7 @@ class ResponseBuilder:
         self._options = options
         self._report_prompt = options.report_prompt  # None after it is returned
         self._prompt_token_ids = options.prompt_token_ids  # empty after they are returned
+        self._returns_prompt_states = options.hidden_states  # False after they are returned
         self._predicted = NOT_PREDICTED if options.predicts else None
         self._cached_tokens: int | None = None  # as reported by the first node
         self.token_ids: list[int] = []  # all tokens so far
@@ -193,10 +199,29 @@ class ResponseBuilder:
             tokens = [report(*each) for each in zip(piece.token_ids, each_logprobs, strict=False)]
         marks = self._take_marks(len(piece.text))
         prompt_ids, self._prompt_token_ids = self._prompt_token_ids, b""
+        if self._options.hidden_states:
+            piece = self._with_hidden_states(piece, output)
         if not (tokens or prompt or marks or prompt_ids):
             return piece
         return replace(
             piece, tokens=tokens, prompt=prompt, marks=marks, prompt_token_ids=prompt_ids
+        )
+
+    def _with_hidden_states(
+        self, piece: OutputChunk | FinalChunk, output: NodeOutput
+    ) -> OutputChunk | FinalChunk:
+        """Return the piece with the states that its tokens were predicted from.
+
+        The first token was predicted from the state of the last token of the prompt.
+        """
+        num_tokens = max(len(piece.token_ids), int(self._options.silent))
+        states = [each.hidden_state for each in output.logprobs[:num_tokens]]
+        if not (self._returns_prompt_states and states):
+            return replace(piece, hidden_states=states)
+        self._returns_prompt_states = False
+        of_prompt = [each.hidden_state for each in output.prompt_logprobs]
+        return replace(
+            piece, prompt_hidden_states=[*of_prompt, states[0]], hidden_states=states[1:]
         )
 
     def _take_marks(self, num_characters: int) -> Sequence[int]:

@@ -30,10 +30,12 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
         shown: special tokens that the text keeps.
         echo: text of the prompt, with which the response begins.
         silent: see Wanted.
+        asked: the client's parameters. Those in `spec` also have what hidden states need.
     """
 
     spec: RequestSpec
     stops: StopRules
+    asked: SamplingParams
     session_id: str = ""
     shown: frozenset[int] = frozenset()
     echo: str | None = None

@@ -31,6 +31,7 @@ from common.requests.sampling import SamplingParams
 
 MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORDS_CHARACTERS = 16 << 10  # of all words of a request: 10 ms, on another thread
+MAX_HIDDEN_STATE_ANSWERS = 8  # to one request
 MAX_PROMPT_LOGPROBS = 1 << 18  # 2 MiB on the way through the nodes
 # Tokens that nodes send at a time for a response that is not streamed, as in SGLang.
 WHOLE_INTERVAL = 50
@@ -81,6 +82,8 @@ def _interval(wanted: GenerateParams, default: int) -> int:
     If they are not streamed, fewer messages are better. But a node that sends each token is
     cancelled at a stop string at once.
     """
+    if wanted.sampling.hidden_states:
+        return 1  # they are much larger than the messages that are saved
     if not wanted.whole:
         return wanted.stream_interval or default
     return 1 if wanted.stop or wanted.stop_regex else WHOLE_INTERVAL
@@ -99,6 +102,11 @@ async def _terms(
     namespace = decide_namespace(wanted.cache_salt, client.namespaces_of)
     check_tokens(params, limits)
     check_thinking(params, prompts, wanted.prompt.prompt)
+    if params.hidden_states and wanted.together.num_answers > MAX_HIDDEN_STATE_ANSWERS:
+        raise InvalidRequest(
+            f"return_hidden_states: {wanted.together.num_answers} responses to one request, "
+            f"{MAX_HIDDEN_STATE_ANSWERS} allowed"
+        )
     if wanted.bad_words:
         words = await prompts.words(wanted.bad_words)
         params = replace(params, bad_word_ids=params.bad_word_ids + words)
@@ -122,8 +130,11 @@ async def _job(
         params = replace(params, guide=prompts.guide(wanted.prompt, params.guide))
     if wanted.prompt.images and params.prompt_logprobs >= 0:
         raise InvalidRequest("sampling.prompt_logprobs is not supported for prompts with images")
-    check_prompt_logprobs_start(params, len(token_ids))
+    if wanted.prompt.images and params.hidden_states:
+        raise InvalidRequest("return_hidden_states is not supported for prompts with images")
     params = fit_context(params, wanted.max_tokens_field, len(token_ids), limits.context_length)
+    asked, params = params, with_hidden_states(params)
+    check_prompt_logprobs_start(params, len(token_ids))
     predicted = await prompts.checked(wanted.prediction, client) if wanted.prediction else ()
     spec = RequestSpec(
         token_ids=as_bytes(token_ids),
@@ -138,6 +149,7 @@ async def _job(
     return TokenizedRequest(
         spec,
         terms.stops,
+        asked,
         session_id=wanted.session_id,
         shown=wanted.shown,
         echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,
@@ -186,6 +198,14 @@ def check_tokens(params: SamplingParams, limits: ModelLimits) -> None:
         check_vocabulary(tokens, limits, f"sampling.{field}")
     for word in params.bad_word_ids:
         check_vocabulary(word, limits, "sampling.bad_word_ids")
+
+
+def with_hidden_states(params: SamplingParams) -> SamplingParams:
+    """Return the parameters for nodes, where hidden states travel with log-probabilities."""
+    if not params.hidden_states:
+        return params
+    logprobs, prompt_logprobs = max(params.logprobs, 0), max(params.prompt_logprobs, 0)
+    return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
 def check_thinking(params: SamplingParams, prompts: PromptEncoder, prompt: Prompt) -> None:

@@ -430,6 +430,23 @@ def gpus_of(device: str) -> tuple[int, ...]:
     return tuple(n for first, last in ends for n in range(int(first), int(last or first) + 1))
 
 
+class HiddenStatesConfig(ConfigRecord):
+    """Hidden states of the last layer, returned to clients."""
+
+    enabled: bool = Field(
+        False,
+        description="Return hidden states to requests that ask for them. Set it on prefill and "
+        "decode nodes",
+    )
+    max_request_bytes: int = Field(
+        2 << 20,
+        ge=1,
+        le=8 << 20,
+        description="Maximum bytes of the hidden states of one request, as float32. The prompt "
+        "and max_tokens count",
+    )
+
+
 class EngineConfig(ConfigRecord):
     """The model and the device it runs on."""
 
@@ -488,6 +505,7 @@ class EngineConfig(ConfigRecord):
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoraConfig = LoraConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
+    hidden_states: HiddenStatesConfig = HiddenStatesConfig()
 
     @model_validator(mode="after")
     def _each_rank_has_a_gpu(self) -> Self:

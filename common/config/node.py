@@ -1,5 +1,6 @@
 """Prefill and decode nodes."""
 
+import re
 import socket
 from typing import Literal
 
@@ -84,6 +85,52 @@ class PrefixSharingConfig(ConfigRecord):
     )
 
 
+_ENDPOINT = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\*|[0-9]{1,5})|ipc://.+")
+
+
+class KvEventsConfig(ConfigRecord):
+    """KV events in vLLM's schema over ZMQ, for the routers of llm-d and Dynamo."""
+
+    publisher: Literal["null", "zmq"] = Field(
+        "null", description="Publisher of KV events. null: none. zmq: needs pyzmq"
+    )
+    endpoint: str = Field(
+        "tcp://127.0.0.1:5557",
+        description="ZMQ endpoint of the events: tcp://HOST:PORT or ipc://PATH. A * as host: all "
+        "addresses of this host. As port: any free port",
+    )
+    connect: bool = Field(
+        False, description="Connect to the endpoint, where a reader listens, instead of binding it"
+    )
+    replay_endpoint: str | None = Field(
+        None,
+        description="ZMQ endpoint at which readers request events that they missed. Default: none",
+    )
+    buffer_steps: Positive = Field(
+        10_000, description="Batches of events kept for the replay endpoint, up to 256 MiB"
+    )
+    hwm: Positive = Field(
+        10_000,
+        description="ZMQ high water mark: batches that wait for each slow reader. Further ones are "
+        "dropped for it. A batch has up to 80 KiB",
+    )
+    topic: str = Field(
+        "", description="Topic of the events. llm-d expects kv@POD@MODEL", max_length=256
+    )
+    insecure: bool = Field(
+        False,
+        description="Allow endpoints beyond this host. Their readers need no credentials, and get "
+        "the token ids of all prompts and responses",
+    )
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _address(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and _ENDPOINT.fullmatch(endpoint) is None:
+            raise ValueError("expected tcp://HOST:PORT or ipc://PATH")
+        return endpoint
+
+
 class NodeConfig(ConfigRecord):
     """One prefill or decode node."""
 
@@ -91,6 +138,7 @@ class NodeConfig(ConfigRecord):
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
     prefix_sharing: PrefixSharingConfig = PrefixSharingConfig()
+    kv_events: KvEventsConfig = KvEventsConfig()
     engine_heartbeat_timeout_s: Seconds = Field(
         3.0,
         description="Seconds without a heartbeat of the engine before the node is unhealthy. The "

@@ -1,5 +1,9 @@
-"""Log-probabilities of consecutive tokens, in the form sent from node to router."""
+"""Log-probabilities of consecutive tokens, in the form sent from node to router.
 
+Hidden states of the model's last layer travel with them, if a client requests them.
+"""
+
+import math
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -18,35 +22,58 @@ class Logprobs(msgspec.Struct, frozen=True):
     num_top: int  # most likely tokens per position, in descending order
     top_token: bytes  # [n, num_top]
     top_logprob: bytes  # [n, num_top]
+    hidden_states: bytes = b""  # [n, hidden size], from which each token was predicted, or nothing
 
     def __len__(self) -> int:
         return len(self.logprob) // 4
 
     def first(self, num_tokens: int) -> "Logprobs":
         """Return the first `num_tokens` tokens."""
-        width = 4 * self.num_top
-        return Logprobs(
-            self.logprob[: 4 * num_tokens],
-            self.num_top,
-            self.top_token[: num_tokens * width],
-            self.top_logprob[: num_tokens * width],
-        )
+        return self._part(0, num_tokens)
 
     def tokens(self) -> list["TokenLogprobs"]:
         """Return one record per token."""
         k = self.num_top
         logprobs, top = array("f", self.logprob), array("f", self.top_logprob).tolist()
         top_tokens = array("I", self.top_token).tolist()
+        states, size = self.hidden_states, self._state_bytes
         return [
-            TokenLogprobs(logprob, top_tokens[n * k : (n + 1) * k], top[n * k : (n + 1) * k])
+            TokenLogprobs(
+                logprob,
+                top_tokens[n * k : (n + 1) * k],
+                top[n * k : (n + 1) * k],
+                states[n * size : (n + 1) * size],
+            )
             for n, logprob in enumerate(logprobs)
         ]
+
+    @property
+    def num_bytes(self) -> int:
+        columns = self.logprob, self.top_token, self.top_logprob, self.hidden_states
+        return sum(map(len, columns))
+
+    @property
+    def _state_bytes(self) -> int:
+        """Size of one hidden state."""
+        return len(self.hidden_states) // max(len(self), 1)
+
+    def _part(self, start: int, end: int) -> "Logprobs":
+        """Return the tokens [start, end)."""
+        width, size = 4 * self.num_top, self._state_bytes
+        return Logprobs(
+            self.logprob[4 * start : 4 * end],
+            self.num_top,
+            self.top_token[start * width : end * width],
+            self.top_logprob[start * width : end * width],
+            self.hidden_states[start * size : end * size],
+        )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     logprob: float
     top_tokens: Sequence[int]
     top_logprobs: Sequence[float]
+    hidden_state: bytes = b""  # float32 [hidden size], if requested
 
 
 def join(parts: Sequence[Logprobs]) -> Logprobs:
@@ -56,21 +83,13 @@ def join(parts: Sequence[Logprobs]) -> Logprobs:
         parts[0].num_top,
         b"".join(part.top_token for part in parts),
         b"".join(part.top_logprob for part in parts),
+        b"".join(part.hidden_states for part in parts),
     )
 
 
 def split(logprobs: Logprobs) -> list[Logprobs]:
     """Return one record per token."""
-    width = 4 * logprobs.num_top
-    return [
-        Logprobs(
-            logprobs.logprob[4 * n : 4 * n + 4],
-            logprobs.num_top,
-            logprobs.top_token[n * width : (n + 1) * width],
-            logprobs.top_logprob[n * width : (n + 1) * width],
-        )
-        for n in range(len(logprobs))
-    ]
+    return [logprobs._part(n, n + 1) for n in range(len(logprobs))]
 
 
 def to_fields(logprobs: Logprobs | None) -> dict[str, Any] | None:
@@ -82,6 +101,7 @@ def to_fields(logprobs: Logprobs | None) -> dict[str, Any] | None:
         "num_top": logprobs.num_top,
         "top_token": array("I", logprobs.top_token),
         "top_logprob": array("f", logprobs.top_logprob),
+        "hidden_states": logprobs.hidden_states,
     }
 
 
@@ -92,9 +112,16 @@ def from_proto(proto: pb.Logprobs) -> Logprobs:
     lengths = {len(proto.top_token), len(proto.top_logprob), num_values}
     if num_top > MAX_LOGPROBS or len(lengths) != 1:
         raise ProtocolViolation("log-probabilities in columns of wrong lengths")
+    num_tokens = len(proto.logprob)
+    # Without tokens only no bytes are right.
+    if len(proto.hidden_states) % (4 * num_tokens or math.inf):
+        raise ProtocolViolation(
+            f"{len(proto.hidden_states)} bytes of hidden states for {num_tokens} tokens"
+        )
     return Logprobs(
         array("f", proto.logprob).tobytes(),
         num_top,
         array("I", proto.top_token).tobytes(),
         array("f", proto.top_logprob).tobytes(),
+        proto.hidden_states,
     )

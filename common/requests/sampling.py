@@ -178,6 +178,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int = -1  # most likely tokens returned per token; -1: no log-probabilities
     prompt_logprobs: int = -1
     prompt_logprobs_start: int = 0  # index of the first prompt token with one; 0: as 1
+    hidden_states: bool = False  # with each log-probability, the state that it was computed from
     guide: GuidedDecoding | None = None  # form of the response
     thinking_budget: int = -1  # tokens after which reasoning is ended; -1: no limit
     thought: ReasoningTokens | None = None  # reasoning delimiters, if a node needs to know them
@@ -254,6 +255,7 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
         logprobs=proto.logprobs if proto.HasField("logprobs") else -1,
         prompt_logprobs=proto.prompt_logprobs if proto.HasField("prompt_logprobs") else -1,
         prompt_logprobs_start=proto.prompt_logprobs_start,
+        hidden_states=proto.hidden_states,
         guide=guide_from_proto(proto.guide) if proto.HasField("guide") else None,
         thinking_budget=proto.thinking_budget if proto.HasField("thinking_budget") else -1,
         thought=reasoning_from_proto(proto.thought) if proto.HasField("thought") else None,

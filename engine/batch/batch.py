@@ -129,10 +129,11 @@ class RowLogprobRequest:
     chosen: NDArray[np.float32]  # [n]
     top_tokens: Ints  # [n, k], the most likely tokens at each position, in descending order
     top: NDArray[np.float32]  # [n, k]
+    hidden: NDArray[np.float32] | None = None  # [n, hidden size], if a row asks for them
 
-    def of(self, row: int, num_top: int) -> Logprobs:
+    def of(self, row: int, num_top: int, *, hidden: bool) -> Logprobs:
         """Return the logprobs of one row, with at most `num_top` of the most likely tokens per
-        position."""
+        position, and with hidden states if `hidden`."""
         mine = self.rows == row
         top_tokens, top = self.top_tokens[mine, :num_top], self.top[mine, :num_top]
         return Logprobs(
@@ -140,6 +141,7 @@ class RowLogprobRequest:
             top_tokens.shape[1],
             top_tokens.tobytes(),
             top.tobytes(),
+            self.hidden[mine].tobytes() if hidden and self.hidden is not None else b"",
         )
 
 

@@ -8,10 +8,12 @@ class TokenBudget:
 
     Args:
         most: limit for all requests together; a single request may exceed it.
+        unit: of the limit, for errors.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, unit: str = "tokens") -> None:
         self._most = most
+        self._unit = unit
         self._by_key: dict[int, int] = {}
         self._num_tokens = 0
 
@@ -19,7 +21,7 @@ class TokenBudget:
         """Count `num_tokens` for the request. Raise Overloaded if they exceed `times` the limit."""
         most = self._most * times
         if self._num_tokens and self._num_tokens + num_tokens > most:
-            raise Overloaded(f"the queue is full ({self._num_tokens} of {most} tokens)")
+            raise Overloaded(f"the queue is full ({self._num_tokens} of {most} {self._unit})")
         self._by_key[key] = num_tokens
         self._num_tokens += num_tokens
 

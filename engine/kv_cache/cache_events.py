@@ -9,8 +9,34 @@ prefix that it ends (common/requests/namespace.py). This module does not know th
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from common.requests.namespace import Namespace
+from engine.batch.batch import Ints
+
 # changes kept for one `take`; beyond this limit the next event lists all pages
 MAX_RECORDED = 1 << 16
+
+
+class StoredRun(NamedTuple):
+    """Pages that follow each other in the cache.
+
+    Attributes:
+        names: of the pages. The cache changes this list later.
+        tokens: [len(names) * page_size], their token ids.
+        parent: name of the page before them; None: they begin a prompt.
+    """
+
+    names: Sequence[int]
+    tokens: Ints
+    parent: int | None
+    namespace: Namespace
+
+
+class CacheRecorder(Protocol):
+    """The receiver of the changes of a cache, in order. Engine thread only."""
+
+    def stored(self, run: StoredRun) -> None: ...
+
+    def removed(self, pages: Iterable[int]) -> None: ...
 
 
 class CacheChange(NamedTuple):
@@ -29,8 +55,8 @@ class CacheJournal:
         self._is_stored: dict[int, bool] = {}
         self.overflowed = False  # changes are missing
 
-    def stored(self, pages: Iterable[int]) -> None:
-        self._note(dict.fromkeys(pages, True))
+    def stored(self, run: StoredRun) -> None:
+        self._note(dict.fromkeys(run.names, True))
 
     def removed(self, pages: Iterable[int]) -> None:
         self._note(dict.fromkeys(pages, False))
@@ -60,7 +86,7 @@ class RecordedChange(Protocol):
     @property
     def page_size(self) -> int: ...
 
-    def record_in(self, journal: CacheJournal | None) -> None:
+    def record_in(self, journal: CacheRecorder | None) -> None:
         """Record every change from now on in `journal`."""
         ...
 

@@ -25,7 +25,7 @@ from common.page_tables import PageTables
 from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, PrefixHasher
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
-from engine.kv_cache.cache_events import CacheJournal
+from engine.kv_cache.cache_events import CacheRecorder, StoredRun
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix_nodes import (
     NO_STATE,
@@ -84,7 +84,7 @@ class LowerTier(Protocol):
         """Return the names of all pages in the tier."""
         ...
 
-    def record_in(self, journal: CacheJournal | None) -> None:
+    def record_in(self, journal: CacheRecorder | None) -> None:
         """Record in `journal`, from now on, every page that no tier has any more."""
         ...
 
@@ -124,7 +124,7 @@ class PrefixCache:
         self._leaves: list[tuple[int, int, RadixNode]] = []  # heap by last use, as of the push
         self._clock = 0
         self._numbers = 0
-        self._journal: CacheJournal | None = None
+        self._journal: CacheRecorder | None = None
         self._below: LowerTier | None = None
 
     def keep_below(self, below: LowerTier) -> None:
@@ -295,19 +295,26 @@ class PrefixCache:
         self._states.clear()
         return self._pool.num_free - before
 
-    def record_in(self, journal: CacheJournal | None) -> None:
+    def record_in(self, journal: CacheRecorder | None) -> None:
         """Record every change from now on in `journal`. O(pages in the tree)."""
         self._journal = journal
         if self._below is not None:
             self._below.record_in(journal)
         if journal is None:
             return
-        page_bytes = self.page_size * BYTES_PER_TOKEN
-        nodes = [(n, PrefixHasher(n.key[:-page_bytes])) for n in self._root.children.values()]
+        nodes = [(n, PrefixHasher(self._namespace(n))) for n in self._root.children.values()]
         while nodes:
             node, hasher = nodes.pop()
             node.names = hasher.extend(node.tokens.tobytes(), self.page_size)
             nodes += [(child, hasher.copy()) for child in node.children.values()]
+
+    def runs(self) -> Iterator[StoredRun]:
+        """Yield the pages of every node, each after its parent's. Only valid with a journal."""
+        nodes = [(n, self._namespace(n)) for n in self._root.children.values()]
+        while nodes:
+            node, namespace = nodes.pop()
+            yield _run(node, namespace)
+            nodes += [(child, namespace) for child in node.children.values()]
 
     def page_names(self) -> list[int]:
         """Return the names of all pages in the tree or the lower tier. Only valid with a
@@ -361,6 +368,10 @@ class PrefixCache:
     def _key(self, tokens: Ints) -> bytes:
         return tokens[: self.page_size].tobytes()
 
+    def _namespace(self, first: RadixNode) -> Namespace:
+        """Return the namespace of a child of the root."""
+        return first.key[: -self.page_size * BYTES_PER_TOKEN]
+
     def _add_child(self, parent: RadixNode, key: bytes, tokens: Ints, pages: Ints) -> RadixNode:
         self._numbers += 1
         node = RadixNode(self._numbers, key, tokens, pages, parent)
@@ -380,7 +391,7 @@ class PrefixCache:
             hasher = PrefixHasher(namespace + above.tobytes())
             node.names = hasher.extend(node.tokens.tobytes(), self.page_size)
         if self._journal is not None:
-            self._journal.stored(node.names)
+            self._journal.stored(_run(node, namespace))
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
         """Move the first pages of `node` into a new node above it. Return the new node."""
@@ -489,6 +500,12 @@ class PrefixCache:
         """Remove a node and all below it from the tree."""
         for gone in reversed([node, *node.below()]):
             self._trim(gone, 0)
+
+
+def _run(node: RadixNode, namespace: Namespace) -> StoredRun:
+    assert node.parent is not None
+    above = node.parent.names[-1:]  # the root has none
+    return StoredRun(node.names, node.tokens, above[0] if above else None, namespace)
 
 
 def _note_resumed(path: list[tuple[RadixNode, int]], num_pages: int) -> None:

@@ -24,7 +24,7 @@ from common.page_tables import PageTables
 from common.requests.namespace import Namespace
 from engine.batch.batch import Ints, PageCopies
 from engine.batch.holding import PageHolding
-from engine.kv_cache.cache_events import CacheJournal
+from engine.kv_cache.cache_events import CacheRecorder
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.kv_cache.radix_nodes import PageKey, RadixNode
@@ -176,7 +176,7 @@ class CacheTiers:
     def names(self) -> Iterator[int]:
         return self.host.names()
 
-    def record_in(self, journal: CacheJournal | None) -> None:
+    def record_in(self, journal: CacheRecorder | None) -> None:
         self.host.journal = journal
 
     def forget(self, keys: Collection[PageKey]) -> None:

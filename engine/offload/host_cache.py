@@ -15,7 +15,7 @@ import numpy as np
 from common.errors import EngineFault
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
-from engine.kv_cache.cache_events import CacheJournal
+from engine.kv_cache.cache_events import CacheRecorder
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix_nodes import PageKey
 from engine.offload.file_cache import FileCache, FiledPages
@@ -62,7 +62,7 @@ class HostCache:
         self.pages = PageAllocator(num_pages)
         self.files = FileCache(0, 0) if files is None else files
         self.num_evicted = 0
-        self.journal: CacheJournal | None = None
+        self.journal: CacheRecorder | None = None
         self._kept: OrderedDict[PageKey, HostPages] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:

@@ -118,10 +118,13 @@ def _that_stand(
         logprobs.chosen[found],
         logprobs.top_tokens[found],
         logprobs.top[found],
+        None if logprobs.hidden is None else logprobs.hidden[found],
     )
 
 
 def _columns(logprobs: Mapping[str, Tensor]) -> RowLogprobRequest | None:
     if not logprobs:
         return None
-    return RowLogprobRequest(**{name: tensor.numpy() for name, tensor in logprobs.items()})
+    columns = {name: tensor.numpy() for name, tensor in logprobs.items() if name != "hidden"}
+    hidden = logprobs.get("hidden")  # numpy has no bfloat16
+    return RowLogprobRequest(**columns, hidden=None if hidden is None else hidden.float().numpy())

@@ -16,7 +16,7 @@ from engine.batch.table import SlotTable
 from engine.sampling.feature import FeatureInput, FeatureState, Samples, SamplingFeature
 from engine.sampling.heads import SAMPLES, HeadInputs, HiddenStates
 from engine.sampling.logit_edits import BadWordsFilter, LogitBias, Penalties
-from engine.sampling.logprobs import PromptLogprobs, PromptWork, SampledLogprobs
+from engine.sampling.logprobs import HIDDEN_OF, PromptLogprobs, PromptWork, SampledLogprobs
 from engine.sampling.pooling import (
     Pooled,
     PoolingFeature,
@@ -170,14 +170,16 @@ class SamplingInputs:
             sent: `tensors()`, on the device.
         """
         logits = states.logits()
-        logprobs: Mapping[str, Tensor] = {}
+        logprobs: dict[str, Tensor] = {}
         prompt: Mapping[str, Tensor] = {}
         if states.inputs.chosen:
             tokens, logprobs = self._choose(next(logits), sent, states.early)
+            if (places := logprobs.pop(HIDDEN_OF, None)) is not None:
+                logprobs["hidden"] = states.samples[places]
         else:
             tokens = nothing_sampled(states.samples)
         if self.prompt is not None:
-            prompt, sent = self.prompt.run(logits, sent[0]), sent[1:]
+            prompt, sent = self.prompt.run(logits, sent[0], states.of_prompts), sent[1:]
         pooled = () if self.pooling is None else self.pooling.run(states, logits, sent)
         return SampledTokens(tokens, logprobs, prompt, pooled)
 
@@ -198,7 +200,7 @@ class SamplingInputs:
 
     def _choose(
         self, logits: Tensor, sent: Sequence[Tensor], early: Tensor | None = None
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the rows' tokens, int32 [n], as `sample` gives them, and the features' outputs. On
         the forward stream.
 

@@ -73,6 +73,10 @@ class HiddenStates:
     def samples(self) -> Tensor:
         return self.hidden[: self.num_samples]
 
+    @property
+    def of_prompts(self) -> Tensor:
+        return self.hidden[self.num_samples :][: self.inputs.num_prompt]
+
     def logits(self) -> Iterator[Tensor]:
         """Apply the head to each of its inputs when it is requested: the samples, then slices of
         prompts, then slices of rows with token scores."""
@@ -80,8 +84,7 @@ class HiddenStates:
         if inputs.chosen:
             yield to_logits(self.samples)
         if inputs.num_prompt:
-            of_prompts = self.hidden[self.num_samples :][: inputs.num_prompt]
-            for some in torch.split(of_prompts, PROMPT_SLICE):
+            for some in torch.split(self.of_prompts, PROMPT_SLICE):
                 yield to_logits(some)
         if len(inputs.scored):
             for rows in torch.split(inputs.scored, SCORED_SLICE):

@@ -20,17 +20,21 @@ from engine.sampling.feature import FeatureState, Samples
 from engine.sampling.heads import PROMPT_SLICE
 from kernels.sampling.logprobs import logprobs
 
+HIDDEN_OF = "hidden_of"  # column of the places, on the device, of samples with a hidden state
+
 
 @dataclass(slots=True, eq=False)
 class _Work:
     """The rows with logprobs in one step.
 
     Attributes:
+        hidden: whether a row needs its hidden state, which `SamplingInputs.sample` adds.
         kept: the rows' logits, from `before` to `after`.
     """
 
     rows: Tensor  # int64 [m], places among the step's samples
     num_top: int
+    hidden: bool
     kept: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def tensors(self) -> Sequence[Tensor]:
@@ -43,7 +47,8 @@ class _Work:
     def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
         (rows,) = sent
         chosen, top_tokens, top = logprobs(self.kept, tokens[rows], self.num_top)
-        return {"rows": self.rows, "chosen": chosen, "top_tokens": top_tokens, "top": top}
+        columns = {"rows": self.rows, "chosen": chosen, "top_tokens": top_tokens, "top": top}
+        return columns | ({HIDDEN_OF: rows} if self.hidden else {})
 
 
 class SampledLogprobs:
@@ -51,18 +56,21 @@ class SampledLogprobs:
 
     def __init__(self, num_slots: int) -> None:
         self._num_top = np.zeros(num_slots, np.int32)
+        self._hidden = np.zeros(num_slots, np.bool_)
 
     def acquire(self, slot: int, request: Request) -> FeatureState:
         num_top = request.sampling.logprobs
         self._num_top[slot] = num_top
+        self._hidden[slot] = request.sampling.hidden_states
         return FeatureState.NONE if num_top < 0 else FeatureState.ALIKE
 
     def build(self, samples: Samples) -> _Work:
         num_top = int(self._num_top[samples.slots].max())
-        return _Work(torch.from_numpy(samples.rows.astype(np.int64)), num_top)
+        hidden = bool(self._hidden[samples.slots].any())
+        return _Work(torch.from_numpy(samples.rows.astype(np.int64)), num_top, hidden)
 
     def rehearsal(self, num_rows: int) -> _Work:
-        return _Work(torch.arange(num_rows), 1)
+        return _Work(torch.arange(num_rows), 1, hidden=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,26 +82,32 @@ class PromptWork:
             is needed.
         rows: int64 [n], rows of these tokens.
         targets: int32 [n], the next tokens.
+        hidden: whether a row needs the hidden states of these tokens.
     """
 
     places: Tensor
     rows: Tensor
     targets: Tensor
     num_top: int
+    hidden: bool = False
 
-    def run(self, logits: Iterator[Tensor], targets: Tensor) -> Mapping[str, Tensor]:
+    def run(
+        self, logits: Iterator[Tensor], targets: Tensor, hidden: Tensor
+    ) -> Mapping[str, Tensor]:
         """Compute the logprobs. On the forward stream.
 
         Args:
             logits: of the tokens at `places`, PROMPT_SLICE at a time.
             targets: on the device.
+            hidden: [n, hidden size], of the tokens at `places`.
         """
         parts = [
             logprobs(next(logits).float(), wanted, self.num_top)
             for wanted in torch.split(targets, PROMPT_SLICE)
         ]
         chosen, top_tokens, top = (torch.cat(column) for column in zip(*parts, strict=True))
-        return {"rows": self.rows, "chosen": chosen, "top_tokens": top_tokens, "top": top}
+        columns = {"rows": self.rows, "chosen": chosen, "top_tokens": top_tokens, "top": top}
+        return columns | ({"hidden": hidden} if self.hidden else {})
 
 
 class PromptLogprobs:
@@ -103,11 +117,13 @@ class PromptLogprobs:
         self._table = table
         self._num_top = np.full(table.num_slots, -1, np.int32)
         self._first = np.ones(table.num_slots, np.int32)  # index of the first token with one
+        self._hidden = np.zeros(table.num_slots, np.bool_)
 
     def acquire(self, slot: int, request: Request) -> bool:
         """Assign a slot to the request. Return whether it needs prompt logprobs."""
         self._first[slot] = request.sampling.first_prompt_logprob
         self._num_top[slot] = request.sampling.prompt_logprobs
+        self._hidden[slot] = request.sampling.hidden_states
         return request.sampling.prompt_logprobs >= 0
 
     def build(self, batch: ScheduleBatch) -> PromptWork | None:
@@ -130,6 +146,7 @@ class PromptLogprobs:
             torch.from_numpy(rows.astype(np.int64)),
             torch.from_numpy(targets),
             int(self._num_top[slots[counts > 0]].max()),
+            bool(self._hidden[slots[counts > 0]].any()),
         )
 
     def rehearsal(self, num_tokens: int) -> PromptWork:

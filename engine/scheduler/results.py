@@ -253,7 +253,8 @@ class StepResults:
             slot = int(batch.slots[row])
             request = self._residents.by_slot.get(slot)
             if request is not None and self._table.live[slot]:
-                wanted[slot] = found.of(row, request.sampling.logprobs)
+                sampling = request.sampling
+                wanted[slot] = found.of(row, sampling.logprobs, hidden=sampling.hidden_states)
         return wanted
 
     def _reported_logprobs(
@@ -338,23 +339,25 @@ def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -
     `token`: the token chosen after the chunk; None: none was.
     """
     request, prompt = row.request, result.prompt_logprobs
-    if row.start < request.sampling.first_prompt_logprob:
+    sampling, hidden = request.sampling, request.sampling.hidden_states
+    if row.start < sampling.first_prompt_logprob:
         request.prompt_logprobs.clear()
         request.pooled = None
-    if prompt is not None and request.sampling.prompt_logprobs >= 0:
-        request.prompt_logprobs.append(prompt.of(place, request.sampling.prompt_logprobs))
+    if prompt is not None and sampling.prompt_logprobs >= 0:
+        part_of_prompt = prompt.of(place, sampling.prompt_logprobs, hidden=hidden)
+        request.prompt_logprobs.append(part_of_prompt)
     if place in result.pooled:
         part = result.pooled[place]
         request.pooled = part if request.pooled is None else request.pooled + part
     if token is None:
         vector = request.pooled if row.last and not row.samples else None
         return ChunkDone(request, row.start, row.end, None, pooled=vector)
-    own = result.logprobs if request.sampling.logprobs >= 0 else None
+    own = result.logprobs if sampling.logprobs >= 0 else None
     return ChunkDone(
         request,
         row.start,
         row.end,
         token,
-        own.of(place, request.sampling.logprobs) if own else None,
+        own.of(place, sampling.logprobs, hidden=hidden) if own else None,
         join(request.prompt_logprobs) if request.prompt_logprobs else None,
     )

@@ -135,7 +135,7 @@ class SplitSelector:
         return self._rows.reserved_pages + growth
 
     def turns(self) -> Sequence[bool]:
-        """See RowSelector. A suspect request waits for a forward that is between its groups."""
+        """See RowSelector. A quarantined request waits for a forward that is between its groups."""
         return (False,) if self._state.forwards else self._rows.turns()
 
     def choose(self, alone: bool) -> SelectedRows | None:

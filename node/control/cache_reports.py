@@ -7,12 +7,41 @@ forwards changes only to watchers that have received that. Knows no streams.
 import time
 from array import array
 from collections.abc import Callable
+from typing import Protocol
 
 from engine.kv_cache.cache_events import CacheChange, CacheEvents
-from node.messages import CacheEventBatch, WatchCache
+from engine.kv_cache.kv_events import KvEventLog
+from node.messages import CacheEventBatch, KvEvents, WatchCache
 
 MAX_PAGES_PER_MESSAGE = 1 << 15
 BEGIN_INTERVAL_S = 0.25  # seconds between two snapshots for new watchers, since a snapshot is long
+
+
+class CacheReporter(Protocol):
+    """The reports about a cache to the frontend. Engine thread only."""
+
+    def watch(self, message: WatchCache) -> None: ...
+
+    def flush(self) -> None:
+        """Send what is new. To be called once per turn of the loop."""
+        ...
+
+
+class KvEventReports:
+    """Sends KV events, and the reports of `reports`."""
+
+    def __init__(
+        self, log: KvEventLog, reports: CacheReporter, post: Callable[[KvEvents], None]
+    ) -> None:
+        self._log = log
+        self._reports = reports
+        self._post = post
+        self.watch = reports.watch
+
+    def flush(self) -> None:
+        for payload in self._log.take():
+            self._post(KvEvents(payload))
+        self._reports.flush()
 
 
 class CacheReports:

@@ -16,9 +16,8 @@ from common.logs import kv
 from common.priority import CLASSES
 from common.requests.namespace import AdapterId, WeightsId
 from engine.adapters.library import AdapterLoader
-from engine.kv_cache.cache_events import CacheEvents
 from kvtransfer.ports import ProducerUp
-from node.control.cache_reports import CacheReports
+from node.control.cache_reports import CacheReporter
 from node.control.operations import EngineOperations
 from node.control.pauses import ControlledRole
 from node.messages import (
@@ -99,7 +98,7 @@ class EngineControl:
         *,
         pages_by_holder: Callable[[], dict[str, int]],
         steps_finished: Callable[[], int],
-        cache: CacheEvents,
+        cache: CacheReporter,
         adapters: AdapterLoader,
         operations: EngineOperations,
         meters: Sequence[MetricSource] = (),
@@ -113,7 +112,7 @@ class EngineControl:
         self._successor: StartRole | None = None  # the StartRole of the next role
         self._rested_s = 0.0
         self._num_self_checks = 0
-        self._cache = CacheReports(cache, channel.post)
+        self._cache = cache
         self._adapters = adapters
         self._loading: list[tuple[int, Future[tuple[AdapterId, bool]]]] = []  # numbers of questions
         self._operations = operations

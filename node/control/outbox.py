@@ -10,6 +10,8 @@ from common.requests.logprobs import Logprobs
 from node.control.engine_control import FrontendChannel
 from node.messages import RequestEnded, StepTokens
 
+MAX_LOGPROB_BYTES = 4 << 20  # of one message, or one request. gRPC and frames have higher limits
+
 
 class TokenOutbox:
     """The results of a step. Engine thread only.
@@ -93,6 +95,22 @@ class TokenOutbox:
     def _post(self, stream: int, requests: NDArray[np.uint64], tokens: NDArray[np.uint32]) -> None:
         columns = requests.tobytes(), tokens.tobytes()
         beside = (self._ended, self._begun, self._logprobs, self._prompts, self._predicted)
-        others = (tuple(each.pop(stream, ())) for each in beside)
         send = self._listeners.get(stream, self._channel.post)
+        self._post_early(stream, send)
+        others = (tuple(each.pop(stream, ())) for each in beside)
         send(StepTokens(stream, *columns, *others))  # type: ignore[arg-type]
+
+    def _post_early(self, stream: int, send: Callable[[StepTokens], None]) -> None:
+        """Send log probabilities before the tokens, as long as they are too much for one message:
+        those with hidden states.
+        """
+        prompts, tokens = self._prompts.get(stream, []), self._logprobs.get(stream, [])
+        num_bytes = sum(each.num_bytes for _, each in (*prompts, *tokens))
+        while num_bytes > MAX_LOGPROB_BYTES:
+            first = tuple((prompts or tokens)[:1])
+            if prompts:
+                send(StepTokens(stream, b"", b"", prompt_logprobs=first))
+            else:
+                send(StepTokens(stream, b"", b"", logprobs=first))
+            del (prompts or tokens)[0]
+            num_bytes -= first[0][1].num_bytes

@@ -40,6 +40,7 @@ from node.messages import (
     FrontMessage,
     GroupDrains,
     HandoffSpan,
+    KvEvents,
     NodeCall,
     NodeCallResult,
     PoolingDone,
@@ -63,6 +64,7 @@ Notice: TypeAlias = (
     | PoolingDone
     | EngineStats
     | CacheEventBatch
+    | KvEvents
     | GroupDrains
     | Drained
     | EngineFailed

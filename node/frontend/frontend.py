@@ -27,6 +27,7 @@ from common.process import resources
 from common.process.ipc import socket_pair
 from common.process.leash import leashed
 from node.frontend.engine_link import EngineLink, Notice, RoleProgram
+from node.frontend.kv_events import publishing
 from node.frontend.tenure import ExitVerdict, ProcessExit, RoleTenure, TenurePost
 from node.metrics import NodeMetrics
 
@@ -192,6 +193,7 @@ class _Node:
         self._engine_released = asyncio.Event()
         self._link = EngineLink(self._notice, lambda _: self._engine_released.set())
         self._tenure: RoleTenure
+        self._publish: Callable[[bytes], None]
         self._exit_code = 0
 
     async def run(self) -> int:
@@ -212,9 +214,12 @@ class _Node:
             metrics_port = stack.enter_context(
                 served(self._metrics.registry, server.host, server.metrics_port)
             )
+            kv_events = stack.enter_context(publishing(self._program.config.kv_events))
+            self._publish = kv_events.publish
             engine = EngineProcess(self._engine_module)
             stack.callback(engine.close)
-            async with self._ending.guarded((self._watch(engine), resources.keep_trimming())):
+            work = (self._watch(engine), resources.keep_trimming(), *kv_events.background())
+            async with self._ending.guarded(work):
                 while post is not None:
                     post = await self._serve(post, engine, metrics_port)
         return self._exit_code
@@ -231,6 +236,7 @@ class _Node:
             self._ending,
             engine_pid=engine.pid,
             program_of=self._program_of,
+            publish=self._publish,
         )
         async with tenure.serving(metrics_port):
             if post.ready is None:

@@ -45,6 +45,7 @@ from node.messages import (
     EngineStats,
     GroupDrains,
     HandoffSpan,
+    KvEvents,
     NodeCall,
     PoolingDone,
     QuarantineStarted,
@@ -229,6 +230,7 @@ class RoleTenure:
     Args:
         transfer_socket: to the engine's transfer thread, of this role.
         program_of: see RoleSwitch.
+        publish: sends a batch of KV events to its readers.
     """
 
     def __init__(
@@ -241,6 +243,7 @@ class RoleTenure:
         *,
         engine_pid: int,
         program_of: Callable[[str], RoleProgram],
+        publish: Callable[[bytes], None],
     ) -> None:
         config = post.program.config
         self._post = post
@@ -250,6 +253,7 @@ class RoleTenure:
         self._engine_pid = engine_pid
         self._metrics = metrics
         self._ending = ending
+        self._publish = publish
         self._supervision = EngineSupervisor(config.engine_heartbeat_timeout_s)
         metrics.begin(post.program.role)
         metrics.liveness_from(lambda: self._supervision.liveness(time.monotonic()))
@@ -347,6 +351,8 @@ class RoleTenure:
             case Drained():
                 self.switch.drained()
                 self._ending.drained()
+            case KvEvents():
+                self._publish(notice.payload)
             case EngineFailed(config=True):
                 self._ending.fault(notice.reason, 2)
             case EngineFailed():

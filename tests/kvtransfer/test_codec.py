@@ -75,6 +75,7 @@ samplings = st.builds(
     logprobs=st.integers(-1, 20),
     prompt_logprobs=st.integers(-1, 20),
     prompt_logprobs_start=st.integers(0, 2**31 - 1),
+    hidden_states=st.booleans(),
 )
 beats = st.builds(Heartbeat, u64, u32, st.booleans())
 hellos = st.builds(

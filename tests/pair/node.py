@@ -19,6 +19,7 @@ from common.config import (
     CacheConfig,
     DecodeConfig,
     EngineConfig,
+    HiddenStatesConfig,
     LoraConfig,
     OffloadConfig,
     PrefillConfig,
@@ -111,6 +112,9 @@ class Size:
     weights_dir: Path | None = None
     started_with: Path | None = None
     speculator: Speculator | None = None
+    hidden_states: HiddenStatesConfig = field(
+        default_factory=lambda: HiddenStatesConfig(enabled=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +363,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         ),
         lora=size.lora,
         weights_dir=size.weights_dir,
+        hidden_states=size.hidden_states,
     )
     loaded = _loaded(common, config, directory)
     shape = resolve_shape(config, loaded.model.spec, dtype=loaded.model.dtype, free=1 << 40)
@@ -372,7 +377,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     core = EngineCore.make(
         config,
         shape,
-        loaded.limits(shape),
+        loaded.limits(shape, config.hidden_states),
         backend.copier,
         store=store,
         speculator=size.speculator,

@@ -62,6 +62,7 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
     TransferPort,
 )
+from node.control.cache_reports import CacheReports
 from node.control.engine_control import EngineControl
 from node.control.operations import EngineOperations
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
@@ -297,7 +298,7 @@ def _desk(front: "_Front", core: EngineCore, weights: WeightSharing) -> EngineCo
         front,
         pages_by_holder=core.pages.by_holder,
         steps_finished=lambda: 0,
-        cache=CacheEvents(core.cache),
+        cache=CacheReports(CacheEvents(core.cache), front.post),
         adapters=AdapterLoader(no_shelf(), AdapterCache(0, 0)),
         operations=EngineOperations(
             cast(WeightUpdater, _Weights()),

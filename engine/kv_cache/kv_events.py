@@ -1,0 +1,172 @@
+"""KV events in vLLM's schema, which the routers of llm-d and Dynamo read.
+
+    PrefixCache --stored, removed--> KvEventLog --take--> payloads, once a step
+
+Source: `vllm/distributed/kv_events.py` of vLLM 0.20. Each struct is a msgpack array that begins
+with the name of its type. A block is a page, and its hash is the name of the page, a uint64. Pages
+that the tree evicts are reported only when no offload tier has them.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import msgspec
+
+from common.requests.namespace import SHARED, Namespace
+from engine.kv_cache.cache_events import CacheRecorder, RecordedChange, StoredRun
+
+# Limits a payload, so that the frames that wait for a slow reader have a bounded size.
+MAX_TOKENS_PER_BATCH = 1 << 14
+# Pages changed between two calls of `take`. Beyond this limit all pages are listed again.
+MAX_PAGES = 1 << 16
+MEDIUM = "GPU"  # vLLM's word for the pool that requests use, also on CPUs
+
+
+class BlockStored(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """Blocks that follow each other.
+
+    Attributes:
+        extra_keys: one for each block. The first one is a private namespace, as hexadecimal digits,
+            if these blocks begin a prompt in it. This is where vLLM has the cache salt.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, gc=False, tag=True):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """The end of all blocks that were stored before."""
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float  # seconds since the epoch
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class ListedChange(RecordedChange, Protocol):
+    """A prefix cache that lists its content with the token ids."""
+
+    def runs(self) -> Iterable[StoredRun]: ...
+
+
+class KvEventLog:
+    """The events of one cache since the last `take`. Engine thread only.
+
+    It is between the cache and the subscribers of CacheEvents, which see it as the cache.
+
+    Args:
+        adapter_of: returns the name of the LoRA adapter of a namespace that clients share, "" for
+            the base model, and None for a private namespace.
+        rank: of this node in its data-parallel group.
+    """
+
+    def __init__(
+        self,
+        cache: ListedChange,
+        adapter_of: Callable[[Namespace], str | None],
+        rank: int,
+        max_pages: int = MAX_PAGES,
+    ) -> None:
+        self.page_size = cache.page_size
+        self._cache = cache
+        self._adapter_of = adapter_of
+        self._rank = rank
+        self._max_pages = max_pages
+        self._next: CacheRecorder | None = None
+        self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        self._num_pages = 0
+        self._complete = False  # False: all pages are to be listed again
+        self._encoder = msgspec.msgpack.Encoder()
+        cache.record_in(self)
+
+    def stored(self, run: StoredRun) -> None:
+        if self._count(len(run.names)):
+            self._events += self._blocks(run)
+        if self._next is not None:
+            self._next.stored(run)
+
+    def removed(self, pages: Iterable[int]) -> None:
+        gone = list(pages)
+        if gone and self._count(len(gone)):
+            last = self._events[-1] if self._events else None
+            if isinstance(last, BlockRemoved):
+                last.block_hashes += gone
+            else:
+                self._events.append(BlockRemoved(gone, MEDIUM))
+        if self._next is not None:
+            self._next.removed(gone)
+
+    def record_in(self, journal: CacheRecorder | None) -> None:
+        """Record every change from now on in `journal`, too."""
+        self._next = journal
+
+    def page_names(self) -> list[int]:
+        """Return the names of all pages in the cache."""
+        return self._cache.page_names()
+
+    def take(self) -> Iterator[bytes]:
+        """Yield the events since the last call as payloads of KVEventBatch."""
+        if not self._complete:
+            self._complete = True
+            everything = (block for run in self._cache.runs() for block in self._blocks(run))
+            self._events = [AllBlocksCleared(), *everything]
+        events, self._events, self._num_pages = self._events, [], 0
+        now = time.time()
+        for batch in _batches(events):
+            yield self._encoder.encode(KVEventBatch(now, batch, self._rank))
+
+    def _count(self, num_pages: int) -> bool:
+        """Count changes. Return whether they are to be recorded."""
+        self._num_pages += num_pages
+        if self._num_pages > self._max_pages:
+            self._complete = False
+            self._events.clear()
+        return self._complete
+
+    def _blocks(self, run: StoredRun) -> Iterator[BlockStored]:
+        size, parent = self.page_size, run.parent
+        most = max(1, MAX_TOKENS_PER_BATCH // size)
+        adapter, salt = ("", None) if run.namespace == SHARED else self._known(run.namespace)
+        for start in range(0, len(run.names), most):
+            names = list(run.names[start : start + most])
+            tokens = run.tokens[start * size : (start + len(names)) * size].tolist()
+            block = BlockStored(names, parent, tokens, size, None, MEDIUM, adapter or None)
+            if salt is not None and parent is None:
+                block.extra_keys = [(salt,), *[None] * (len(names) - 1)]
+            yield block
+            parent = names[-1]
+
+    def _known(self, namespace: Namespace) -> tuple[str, str | None]:
+        """Return the adapter of a namespace, and its salt if it is private."""
+        adapter = self._adapter_of(namespace)
+        return ("", namespace.hex()) if adapter is None else (adapter, None)
+
+
+def _batches(
+    events: Iterable[BlockStored | BlockRemoved | AllBlocksCleared],
+) -> Iterator[list[BlockStored | BlockRemoved | AllBlocksCleared]]:
+    """Split events into batches of at most MAX_TOKENS_PER_BATCH tokens, or one event."""
+    batch: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+    num_tokens = 0
+    for event in events:
+        size = len(event.token_ids) if isinstance(event, BlockStored) else 0
+        if batch and num_tokens + size > MAX_TOKENS_PER_BATCH:
+            yield batch
+            batch, num_tokens = [], 0
+        batch.append(event)
+        num_tokens += size
+    if batch:
+        yield batch
