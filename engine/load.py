@@ -271,7 +271,7 @@ def check_group(config: EngineConfig, device: torch.device) -> None:
     for setting, used in {
         f"device: {device}": device.type != "cpu",
         f"parallel.collectives: {collectives}": collectives not in ("auto", "shm"),
-        f"speculative.method: {drafter.method}": drafter.has_layer,
+        f"speculative.method: {drafter.method}": drafter.has_layers,
         "weights_dir": config.weights_dir is not None,
     }.items():
         if used:

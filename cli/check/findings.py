@@ -151,6 +151,7 @@ def _drafter(config: SpeculativeConfig) -> Iterator[Finding]:
         "ngram": "earlier occurrences of the same tokens",
         "mtp": "a layer of the checkpoint",
         "eagle": f"an EAGLE head: {config.draft_model}",
+        "draft_model": f"a draft model: {config.draft_model}",
     }
     if config.method in whose:
         drafts = f"at most {config.num_speculative_tokens}, from {whose[config.method]}"

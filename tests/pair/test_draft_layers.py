@@ -17,7 +17,7 @@ from common.config import SpeculativeConfig
 from engine.models import load
 from engine.speculative import AllDrafts, HeadDrafter, Speculator
 from tests.pair.rig import Asked, Loaded, PairRig, Size
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.drafters import (
     make_eagle,
     make_eagle3,
@@ -55,6 +55,7 @@ def _prompts(vocabulary_size: int) -> list[list[int]]:
 @dataclass(frozen=True)
 class Followed:
     loaded: Loaded
+    knower: Loaded  # the same model with a drafter whose logits are the model's
     after: dict[int, int]  # the next token, by the newest
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
@@ -64,14 +65,55 @@ class Followed:
         return told[1:]
 
 
-@pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+@dataclass(frozen=True)
+class Itself:
+    """A model that is its own draft model."""
+
+    loaded: Loaded
+    reference: object
+
+    @property
+    def knower(self) -> Loaded:
+        return self.loaded
+
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        (tokens,) = greedy_tokens(self.reference, [prompt], count)
+        return tokens
+
+
+@pytest.fixture(scope="module", params=["eagle", "draft_model"])
+def followed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Followed | Itself:
     root = tmp_path_factory.mktemp("followed")
+    if request.param == "draft_model":
+        model = make_checkpoint(root / "model", "llama")
+        loaded = _loaded(model, method="draft_model", draft_model=str(model))
+        return Itself(loaded, reference_model(model))
     model = make_followed(root / "model")
-    loaded = _loaded(model, method="eagle", draft_model=str(make_follower(root / "head", model)))
+    loaded, knower = (
+        _loaded(model, method="eagle", draft_model=str(make(root / make.__name__, model)))
+        for make in (make_follower, make_knower)
+    )
     weight = loaded.model.logits(torch.eye(320))
     after = {token: int(row.argmax()) for token, row in enumerate(weight)}
-    return Followed(loaded, after)
+    return Followed(loaded, knower, after)
+
+
+@dataclass(frozen=True)
+class Itself:
+    """A model that is its own draft model."""
+
+    loaded: Loaded
+    reference: object
+
+    @property
+    def knower(self) -> Loaded:
+        return self.loaded
+
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        (tokens,) = greedy_tokens(self.reference, [prompt], count)
+        return tokens
 
 
 @pytest.fixture(scope="module", params=["eagle", "mtp", "eagle3", "hybrid"])
@@ -138,9 +180,10 @@ def test_a_prefix_on_both_nodes_leaves_it_right(followed: Followed) -> None:
         one = rig.ask(prompt, NUM_TOKENS)
         rig.run(one)
         again = rig.ask(prompt, NUM_TOKENS)
-        more = rig.serve([*prompt, *one.tokens, 5], NUM_TOKENS)
+        turn = [*prompt, *one.tokens, 5]
+        more = rig.serve(turn, NUM_TOKENS)
         assert again.tokens == one.tokens and again.cached_tokens
-        assert more.tokens == followed.answer([5], NUM_TOKENS)
+        assert more.tokens == followed.answer(turn, NUM_TOKENS)
         assert rig.decode[0].drafts()[1] == 0
 
 
@@ -166,8 +209,8 @@ def test_who_made_room_for_an_urgent_one_comes_back_to_it(followed: Followed) ->
         rig.until(lambda: len(low.tokens) > 3, "the first runs")
         high = rig.serve([4] * 60, 20, priority=50)
         assert rig.decode[0].count("preempted/normal") == 1
-        assert low.tokens == followed.answer([3], 40)
-        assert high.tokens == followed.answer([4], 20)
+        assert low.tokens == followed.answer(low.prompt, 40)
+        assert high.tokens == followed.answer(high.prompt, 20)
         accepted, rejected = rig.decode[0].drafts()
         assert rejected == 0 and accepted > 0
 
@@ -255,17 +298,13 @@ HOT = {"temperature": 8.0, "ignore_eos": True}  # hardly any token is the likeli
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=LONG)])
-def test_drafts_are_drawn_with_their_requests_own_noise(
-    tmp_path: Path, followed: Followed, overlap: bool
-) -> None:
+def test_drafts_are_drawn_with_their_requests_own_noise(followed: Followed, overlap: bool) -> None:
     """By a layer whose logits are the model's: whatever is drawn, and by whichever filters, all its
     drafts stand; also where it goes on behind drafts of a prediction that did not.
 
     Seen failing with drafts that are the likeliest tokens, and with another row's noise."""
-    head = make_knower(tmp_path / "head", followed.loaded.directory)
-    loaded = _loaded(followed.loaded.directory, method="eagle", draft_model=str(head))
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.06}, {"temperature": 0.0}]
-    with PairRig(loaded, decode=[_size()], overlap_schedule=overlap) as rig:
+    with PairRig(followed.knower, decode=[_size()], overlap_schedule=overlap) as rig:
         asked = [
             rig.ask(prompt, NUM_TOKENS + number, **(HOT | {"seed": number} | way))
             for number, prompt in enumerate(_prompts(256))
