@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from engine.models.blocks.protocol import ModelStep
 from engine.models.checkpoint import Checkpoint, content, stored_names
 from engine.models.decoder import Decoder
 from engine.models.drafters.eagle import DRAFT_FLAG
-from engine.models.drafting import drawn, view_of
+from engine.models.drafting import drawn, one_token, view_of
 from engine.models.drafting.protocol import Draw
 from engine.models.families import read_decoder
 from engine.models.heads import as_stored
@@ -113,6 +114,8 @@ class DraftModel:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
+        # Pools in whose next step all tokens but the last ones of rows have their KV already.
+        self._guessed: WeakSet[KVPool] = WeakSet()
 
     def follow(
         self,
@@ -122,7 +125,11 @@ class DraftModel:
         future_tokens: Tensor,
         pool: KVPool,
     ) -> None:
-        self._run(step.batch, future_tokens, pool)
+        batch = step.batch
+        if pool in self._guessed:
+            self._guessed.discard(pool)
+            batch = one_token(batch, batch.token_ids, batch.query_starts[1:].long() - 1)
+        self._run(batch, future_tokens, pool)
 
     def go_on_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
         """Do nothing: it continues from the KV of the accepted tokens."""
@@ -142,6 +149,7 @@ class DraftModel:
             hidden, _ = norm.forward(*self._run(one, future_tokens, pool))
             return self.decoder.logits(hidden)
 
+        self._guessed.add(pool)
         return drawn(batch, num_rows, draw, logits_of)
 
     def _run(

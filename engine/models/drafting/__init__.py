@@ -3,7 +3,7 @@ further tokens from a model's hidden states, and draft models."""
 
 from engine.models.drafting.block import DraftSpec, InnerNorms
 from engine.models.drafting.body import BodySpec
-from engine.models.drafting.drawing import drawn, view_of
+from engine.models.drafting.drawing import drawn, one_token, view_of
 from engine.models.drafting.eagle3 import Eagle3Spec
 from engine.models.drafting.head import DraftHead
 from engine.models.drafting.protocol import DeviceDrafter, DraftLayer, DraftLayerSpec
@@ -18,5 +18,6 @@ __all__ = [
     "Eagle3Spec",
     "InnerNorms",
     "drawn",
+    "one_token",
     "view_of",
 ]

@@ -28,7 +28,7 @@ def drawn(
     firsts, token_ids = batch.query_starts[:-1].long(), batch.token_ids.clone()
     for number, rows in enumerate(num_rows):
         places = firsts[:rows] + number
-        logits = logits_of(_one_token(batch, token_ids, places))
+        logits = logits_of(one_token(batch, token_ids, places))
         drafts = token_ids[places + 1]
         fresh = draw(logits, number).clamp_(min=0)
         token_ids[places + 1] = torch.where(drafts == TO_GUESS, fresh, drafts)
@@ -41,7 +41,7 @@ def view_of(pool: KVPool) -> DraftView:
     return pool.draft
 
 
-def _one_token(batch: ForwardBatch, token_ids: Tensor, places: Tensor) -> ForwardBatch:
+def one_token(batch: ForwardBatch, token_ids: Tensor, places: Tensor) -> ForwardBatch:
     """Return a decode step of the batch's first rows, each with the token at one of its places."""
     num_rows, positions = len(places), batch.positions[places]
     starts = torch.arange(num_rows + 1, device=places.device)
