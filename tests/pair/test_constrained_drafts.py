@@ -153,7 +153,10 @@ def test_every_feature_has_drafts(noise, plain, name):
     assert accepted > 0.4 * sum(len(one.tokens) for one in asked)
 
 
-@pytest.fixture(scope="module", params=["eagle", "mtp", "draft_model"])
+@pytest.fixture(
+    scope="module",
+    params=["eagle", "mtp", pytest.param("draft_model", marks=pytest.mark.long)],
+)
 def with_layer(request, tmp_path_factory, noise) -> Loaded:
     """A model with a random draft layer, or a random draft model."""
     root = tmp_path_factory.mktemp(request.param)

@@ -126,7 +126,16 @@ DRAFT_MODELS = {  # architectures of a model and of its draft model
 }
 
 
-@pytest.fixture(scope="module", params=["eagle", "mtp", "eagle3", "hybrid", *DRAFT_MODELS])
+QUICK = "windows in the draft model"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *("eagle", "mtp", "eagle3", "hybrid"),
+        *(pytest.param(each, marks=() if each == QUICK else LONG) for each in DRAFT_MODELS),
+    ],
+)
 def guessed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Loaded, Loaded]]:
