@@ -108,11 +108,11 @@ class Measured:
 
 def main() -> None:
     options = _options()
-    loads = _drafted_loads if options.draft_models else _loads
     with tempfile.TemporaryDirectory() as directory:
+        loads = _drafted_loads if options.draft_models else _loads
         rows = [
             row
-            for load in loads(Path(directory), options.requests)
+            for load in loads(Path(directory), options)
             for row in asyncio.run(_measured(load, options))
         ]
     table(rows, COLUMNS)
@@ -122,14 +122,15 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.guided", description=__doc__)
     parser.add_argument("--draft-models", action="store_true", help="measure draft models")
+    parser.add_argument("--noise", type=float, default=0.3, help="of a draft model (0.3)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=12, help="of each load in a round (12)")
     parser.add_argument("--streams", type=int, default=1, help="requests at a time (1)")
     return parser.parse_args()
 
 
-def _loads(directory: Path, count: int) -> Iterator[Load]:
-    random = Random(3)
+def _loads(directory: Path, options: argparse.Namespace) -> Iterator[Load]:
+    random, count = Random(3), options.requests
     sums = [(tasks.number(random), tasks.number(random)) for _ in range(count)]
     answer = {"type": "object", "properties": {"answer": {"type": "integer"}}}
     guide = Guide(json_schema=json.dumps({**answer, "required": ["answer"]}))
@@ -148,17 +149,17 @@ def _loads(directory: Path, count: int) -> Iterator[Load]:
     yield Load("random weights, schema", model, asked)
 
 
-def _drafted_loads(directory: Path, count: int) -> Iterator[Load]:
+def _drafted_loads(directory: Path, options: argparse.Namespace) -> Iterator[Load]:
     random = Random(3)
     asked = [
         GenerateRequest(
             text=structured.sum_as_json(tasks.number(random), tasks.number(random)).prompt,
             sampling=Sampling(max_tokens=100, temperature=n % 2, seed=n, ignore_eos=True),
         )
-        for n in range(count)
+        for n in range(options.requests)
     ]
     deep = _deep_model(directory / "deep")
-    noisy = _noisy_model(directory / "noisy")
+    noisy = _noisy_model(directory / "noisy", options.noise)
     yield Load("the model itself", DIRECTORY, asked, _draft_model(DIRECTORY))
     yield Load("1/8 of the model", deep, asked, _draft_model(DIRECTORY))
     yield Load("1/8 of the model, noisy", deep, asked, _draft_model(noisy))
@@ -186,12 +187,12 @@ def _deep_model(directory: Path) -> Path:
     return _written(directory, config, deep)
 
 
-def _noisy_model(directory: Path) -> Path:
-    """Write the demo model with noise of a twentieth of the weights."""
+def _noisy_model(directory: Path, noise: float) -> Path:
+    """Write the demo model with noise in its matrices, as a part of their standard deviation."""
     torch.manual_seed(0)
     config = json.loads((DIRECTORY / "config.json").read_text())
     tensors = {
-        name: tensor + 0.05 * tensor.std() * torch.randn_like(tensor)
+        name: tensor + noise * tensor.std() * torch.randn_like(tensor)
         if tensor.dim() > 1
         else tensor
         for name, tensor in load_file(DIRECTORY / _TENSORS).items()
