@@ -275,7 +275,7 @@ def check_group(config: EngineConfig, device: torch.device) -> None:
     for setting, used in {
         f"device: {device}": device.type != "cpu",
         f"parallel.collectives: {collectives}": collectives not in ("auto", "shm"),
-        f"speculative.method: {drafter.method}": drafter.has_layer,
+        f"speculative.method: {drafter.method}": drafter.has_layers,
         "weights_dir": config.weights_dir is not None,
     }.items():
         if used:
@@ -293,7 +293,7 @@ def check_split_prefill(config: EngineConfig, backend: str) -> None:
         f"parallel.tp: {parallel.tp}": parallel.tp > 1,
         f"parallel.pp: {parallel.pp}": parallel.pp > 1,
         f"parallel.dp: {parallel.dp}": parallel.dp > 1,
-        f"speculative.method: {drafter.method}": drafter.has_layer,
+        f"speculative.method: {drafter.method}": drafter.has_layers,
         "model_backend: transformers": backend == "transformers",
     }.items():
         if used:

@@ -1,7 +1,8 @@
 """Speculative decoding: drafters that propose tokens, and the number of drafts that pays off.
 
-A wrong draft costs time, but never changes the response. `HeadDrafter` is a layer after the model.
-The device computes its drafts at the beginning of the step that verifies them. `NgramDrafter`
+A wrong draft costs time, but never changes the response. `HeadDrafter` stands for a layer after the
+model, or for a draft model. The device computes its drafts at the beginning of the step that
+verifies them. `NgramDrafter`
 repeats (prompt lookup): it proposes the tokens that followed an earlier occurrence of the newest
 tokens, in the prompt or in the response. It needs no model and no state, so that a request may come
 from any node.
@@ -279,5 +280,5 @@ class Speculator:
             return None
         most = config.num_speculative_tokens
         policy = AdaptiveDrafts(num_slots, most) if config.adaptive else AllDrafts(most)
-        drafter = HeadDrafter() if config.has_layer else NgramDrafter(config.prompt_lookup_min)
+        drafter = HeadDrafter() if config.has_layers else NgramDrafter(config.prompt_lookup_min)
         return cls(drafter, policy, most, Predictions(config.prompt_lookup_min))

@@ -103,7 +103,7 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         servable.stored()
         yield Finding("model", "ok", f"{spec.architecture}, {len(spec.layers)} layers: {directory}")
         yield Finding("computed", "ok", servable.computed)
-        yield from _drafter(config.speculative)
+        yield from _drafter(config.speculative, spec)
         places = range(config.parallel.ranks_per_host)
         devices = [resolve_device(config.device, place) for place in places]
         device = devices[0]
@@ -145,15 +145,17 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
     yield _text(directory)
 
 
-def _drafter(config: SpeculativeConfig) -> Iterator[Finding]:
+def _drafter(config: SpeculativeConfig, spec: ModelSpec) -> Iterator[Finding]:
     """Report the source of draft tokens, if speculation is enabled."""
     whose = {
         "ngram": "earlier occurrences of the same tokens",
         "mtp": "a layer of the checkpoint",
         "eagle": f"an EAGLE head: {config.draft_model}",
+        "draft_model": f"a draft model: {config.draft_model}",
     }
     if config.method in whose:
-        drafts = f"at most {config.num_speculative_tokens}, from {whose[config.method]}"
+        kept = "" if spec.draft is None else f", whose KV has {spec.draft.words}"
+        drafts = f"at most {config.num_speculative_tokens}, from {whose[config.method]}{kept}"
         yield Finding("drafts", "ok", drafts)
 
 

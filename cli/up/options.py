@@ -35,6 +35,7 @@ def parser() -> settings.ConfigArgumentParser:
     settings.add_options(
         parser,
         ("--model", str, None, None, "directory or hub id of a model (demo model)"),
+        ("--draft-model", str, None, None, "directory or hub id of a draft model (none)"),
         ("--prefill", int, 1, "N", "number of prefill nodes, or of their groups (1)"),
         (
             "--decode",
@@ -122,6 +123,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             settings.wrong(PROGRAM, f"--{size.replace('_', '-')} must be 1 or more")
     if min(options.prefill, options.decode) < 0 or not options.prefill + options.decode:
         settings.wrong(PROGRAM, "--prefill and --decode must be 0 or more, and one of them 1")
+    if options.draft_model:
+        drafter = f"--engine.speculative.draft-model={options.draft_model}"
+        node_flags = ["--engine.speculative.method=draft_model", drafter, *node_flags]
     return options, node_flags
 
 
@@ -151,6 +155,8 @@ def wish(
     """
     _check_flags(options, node_flags)
     model = _have_model(options.model, screen)
+    if options.draft_model:
+        model_directory(options.draft_model, weights=True)
     wished = plan.RequestedSystem(
         model=model,
         prefill=options.prefill,

@@ -261,7 +261,7 @@ class LoraConfig(ConfigRecord):
 Quantize = Literal["none", "int8"]
 ModelBackend = Literal["auto", "native", "transformers"]
 CpuKernels = Literal["auto", "required", "off"]
-Drafter = Literal["none", "ngram", "mtp", "eagle"]
+Drafter = Literal["none", "ngram", "mtp", "eagle", "draft_model"]
 
 
 class SpeculativeConfig(ConfigRecord):
@@ -271,12 +271,10 @@ class SpeculativeConfig(ConfigRecord):
         "none",
         description="Speculative decoding method. ngram: continue an earlier occurrence of the "
         "last tokens. mtp: the checkpoint's MTP layer. eagle: the EAGLE head of "
-        "draft_model. Does not change responses. Prefill nodes need the same value "
-        "for mtp and eagle",
+        "draft_model. draft_model: a smaller model with the same vocabulary. Does not change "
+        "responses. Prefill nodes need the same value for all but ngram",
     )
-    draft_model: str = Field(
-        "", description="Directory or hub id of the EAGLE head, for the method eagle"
-    )
+    draft_model: str = Field("", description="Directory or hub id of the draft model or EAGLE head")
     num_speculative_tokens: int = Field(
         5, ge=1, le=15, description="Maximum draft tokens of a request in a step"
     )
@@ -288,17 +286,18 @@ class SpeculativeConfig(ConfigRecord):
     )
 
     @model_validator(mode="after")
-    def _eagle_has_a_checkpoint(self) -> Self:
-        if (self.method == "eagle") != bool(self.draft_model):
+    def _some_drafters_have_checkpoints(self) -> Self:
+        if (self.method in ("eagle", "draft_model")) != bool(self.draft_model):
             raise ValueError(
-                "the method eagle needs draft_model, and draft_model needs that method"
+                "the methods eagle and draft_model need draft_model, and draft_model needs one of "
+                "these methods"
             )
         return self
 
     @property
-    def has_layer(self) -> bool:
-        """True if the drafter is a layer behind the model, with KV like the model's layers."""
-        return self.method in ("mtp", "eagle")
+    def has_layers(self) -> bool:
+        """True if the drafter has layers behind the model, with KV like the model's layers."""
+        return self.method in ("mtp", "eagle", "draft_model")
 
 
 class ParallelConfig(ConfigRecord):

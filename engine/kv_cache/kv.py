@@ -44,8 +44,8 @@ def pin(memory: Tensor, owner: object) -> None:
 class KVPool:
     """The pages on the device: `tensor`, uint8 [num_pages, layout.page_bytes].
 
-    layers: keys and values of each layer, see KVLayout.view. cells: state cells of each layer, by
-    name. draft: the drafter's part, if there is a drafter.
+    layers: keys and values of each layer, see KVLayout.view. tables: the page table of each layer.
+    cells: state cells of each layer, by name. draft: the drafter's part, if there is a drafter.
 
     The pool is written by forwards and swaps on the forward stream, and by reads from other nodes.
 
@@ -68,6 +68,7 @@ class KVPool:
         self.layers: tuple[Tensor, ...] = tuple(
             layout.view(self.tensor, layer) for layer in range(len(layout.places))
         )
+        self.tables = tuple(place.table for place in layout.places)
         self.cells: tuple[Mapping[str, CellView], ...] = tuple(
             layout.cells(self.tensor, layer) for layer in range(len(layout.places))
         )

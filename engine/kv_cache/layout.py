@@ -5,8 +5,8 @@ layers each, and a page of a table contains the KV of these layers. Pages of all
 same size, so that there is one pool, one allocator and one transfer descriptor per page. The head
 is the outermost dimension in a page, so that a tensor-parallel slice is one descriptor too.
 
-A drafter's layer, whatever its shape, lies after the others in the pages of the first table. The
-drafter's vector, one per page, follows it.
+A drafter's layers, whatever their shapes, lie after the others in the pages of the first table,
+equal ones together with the head outermost. The drafter's vector, one per page, follows them.
 
 The state of a request, which layers keep for all its tokens together, is split into cells, one per
 head and layer. Cells are packed into pages of the same pool: the head is outermost again, and no
@@ -18,8 +18,9 @@ number of pages of a state, are therefore its own.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ TYPICAL_TOKENS = (2 << 10, 8 << 10, 32 << 10)
 ALIGNED = 64  # bytes
 
 NO_TABLE = -1  # for a layer that keeps no KV per token
+DRAFT_TABLE = 0  # the table whose pages have a drafter's layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +70,44 @@ class LayerPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftLayerPlace:
+    """The place of a drafter's layer in a page: layer `index` of `num_layers` of equal shape, which
+    begin at byte `offset`."""
+
+    offset: int
+    index: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """The offsets of a drafter's layer and its vector in a page, in bytes."""
+    """The places of a drafter's layers in a page, and the offset of its vector in bytes."""
 
     state: DraftState
-    layer: int
+    layers: tuple[DraftLayerPlace, ...]
     vector: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DraftView:
     """Views of a drafter's data.
 
-    tokens: as KVLayout.view, of one layer. vectors: [num_pages, 1, 2, 1, n / 2], shaped like the
+    layers: as KVLayout.view, of each layer. vectors: [num_pages, 1, 2, 1, n / 2], shaped like the
     key and the value of one token per page.
     """
 
-    tokens: Tensor
+    layers: tuple[Tensor, ...]
     vectors: Tensor
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """The page table of each layer."""
+        return (DRAFT_TABLE,) * len(self.layers)
+
+    @property
+    def cells(self) -> tuple[Mapping[str, CellView], ...]:
+        """The state cells of each layer: none."""
+        return ({},) * len(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +119,7 @@ class KVLayout:
         dtype: for everything kept per token.
         cell_dtype: for cells without a dtype of their own, and for a drafter's vector.
         state_pages: pages of one request's state.
-        draft: None: there is no drafter with a layer.
+        draft: None: there is no drafter with layers.
     """
 
     page_size: int
@@ -191,13 +213,16 @@ class KVLayout:
             return self
         if self.windows[0] is not None:
             raise ConfigError(
-                "a drafter with a layer is not supported for models with only sliding windows"
+                "a drafter with layers is not supported for models with only sliding windows"
             )
-        layer = _aligned(self.page_bytes)
-        of_tokens = _token_bytes(draft.layer, self.dtype) * self.page_size
-        vector = _aligned(layer + of_tokens)
-        page_bytes = _aligned(vector + draft.vector * self.cell_dtype.itemsize)
-        return replace(self, page_bytes=page_bytes, draft=DraftPlace(draft, layer, vector))
+        places, end = list[DraftLayerPlace](), _aligned(self.page_bytes)
+        for _, equal in groupby(draft.layers, lambda layer: layer.shape):
+            layers = list(equal)
+            count = len(layers)
+            places += (DraftLayerPlace(end, index, count) for index in range(count))
+            end = _aligned(end + count * _token_bytes(layers[0], self.dtype) * self.page_size)
+        page_bytes = _aligned(end + draft.vector * self.cell_dtype.itemsize)
+        return replace(self, page_bytes=page_bytes, draft=DraftPlace(draft, tuple(places), end))
 
     def _and_cells(self, paged: Callable[[int], "KVLayout"]) -> "KVLayout":
         """Pack the cells of the layers into pages.
@@ -307,13 +332,22 @@ class KVLayout:
                     atom = Atom(own.first_page + page, nth * size, size)
                     atoms[-1][AtomKey(name, layer, head)] = atom
         if self.draft is not None and part.draft is not None:
-            layer, size = len(layers), part._head_bytes(part.draft.state.layer)
-            for number, head in enumerate(self.draft.state.layer.own(place, tp)):
-                at = part.draft.layer + number * size
-                atoms[0][AtomKey("tokens", layer, head)] = Atom(0, at, size)
-            size = part.draft.state.vector * self.cell_dtype.itemsize
-            atoms[0][AtomKey("vector", layer, 0)] = Atom(0, part.draft.vector, size)
+            atoms[DRAFT_TABLE].update(self._draft_atoms(self.draft, part.draft, place, tp))
         return RankPages(part.page_bytes, part.state_pages, layers, tuple(atoms))
+
+    def _draft_atoms(
+        self, whole: DraftPlace, own: DraftPlace, place: int, tp: int
+    ) -> Iterator[tuple[AtomKey, Atom]]:
+        """Yield the parts of a drafter's data that one rank keeps. Its layers are numbered after
+        those of the model."""
+        states = zip(whole.state.layers, own.state.layers, own.layers, strict=True)
+        for layer, (state, part, its) in enumerate(states, len(self.places)):
+            size = self._head_bytes(part)
+            for number, head in enumerate(state.own(place, tp)):
+                at = its.offset + (number * its.num_layers + its.index) * size
+                yield AtomKey("tokens", layer, head), Atom(0, at, size)
+        if size := own.state.vector * self.cell_dtype.itemsize:
+            yield AtomKey("vector", len(self.places), 0), Atom(0, own.vector, size)
 
     def by_stage(self, shape: NodeShape) -> tuple["KVLayout", ...]:
         """Return the layout of one rank of each stage. Those of the other ranks of a stage are
@@ -365,7 +399,7 @@ class KVLayout:
         """Bytes per token over all layers."""
         layers = [place.state for place in self.places]
         if self.draft is not None:
-            layers.append(self.draft.state.layer)
+            layers.extend(self.draft.state.layers)
         return sum(_token_bytes(layer, self.dtype) for layer in layers)
 
     @property
@@ -414,9 +448,14 @@ class KVLayout:
         place = self.draft
         if place is None:
             return None
-        tokens = self._of_tokens(pages[:, place.layer :], place.state.layer, 0, 1)
+        layers = zip(place.layers, place.state.layers, strict=True)
+        tokens = (
+            self._of_tokens(pages[:, its.offset :], state, its.index, its.num_layers)
+            for its, state in layers
+        )
         vectors = pages[:, place.vector :].view(self.cell_dtype)[:, : place.state.vector]
-        return DraftView(tokens, vectors.view(len(pages), 1, 2, 1, place.state.vector // 2))
+        each = len(pages), 1, 2, 1, place.state.vector // 2
+        return DraftView(tuple(tokens), vectors.view(each))
 
     def _of_tokens(self, pages: Tensor, state: LayerState, index: int, num_layers: int) -> Tensor:
         """Return the view of layer `index` of `num_layers` layers that begin where `pages` do."""

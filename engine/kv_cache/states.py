@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -162,18 +163,20 @@ class PagedLatent:
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """The data that a drafter keeps: per token the data of a layer, and per page a vector of
-    `vector` numbers. `vector` is even."""
+    """The data that a drafter keeps: per token the data of its layers, and per page a vector of
+    `vector` numbers. `vector` is even. 0: there is none."""
 
-    layer: LayerState
-    vector: int
+    layers: tuple[LayerState, ...]
+    vector: int = 0
 
     @property
     def words(self) -> str:
-        return f"{self.layer.words} and a vector of {self.vector}"
+        kinds = groupby(layer.words for layer in self.layers)
+        layers = ", ".join(f"{len(list(same))} layers x {words}" for words, same in kinds)
+        return f"{layers} and a vector of {self.vector}" if self.vector else layers
 
     def share(self, place: int, tp: int) -> "DraftState":
-        return replace(self, layer=self.layer.share(place, tp))
+        return replace(self, layers=tuple(layer.share(place, tp) for layer in self.layers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.protocol import AdaptedLinear
-from engine.models.drafting import DraftHead
+from engine.models.drafting import DeviceDrafter
 from engine.models.families import FAMILIES
 from engine.models.fields import Fields
 from engine.models.linear import Product
@@ -43,9 +43,8 @@ class Model(Protocol):
         ...
 
     @property
-    def drafter(self) -> DraftHead | None:
-        """Draft head that predicts further tokens from the model's hidden states. None if there is
-        none."""
+    def drafter(self) -> DeviceDrafter | None:
+        """Drafter with layers on the device. None if there is none."""
         ...
 
     @property
@@ -77,8 +76,7 @@ class LoadableModel(Protocol):
     Attributes:
         backend: the backend, as paired nodes compare it.
         computed: the backend in words, with the reason.
-        drafter: the layer that drafts tokens from the model's hidden states, as paired nodes
-            compare it.
+        drafter: the drafter with layers of its own, as paired nodes compare it.
     """
 
     @property
@@ -153,7 +151,7 @@ def open_checkpoint(
     backend: ModelBackend = "auto",
     speculation: SpeculativeConfig = NO_DRAFTS,
 ) -> LoadableModel:
-    """Read a checkpoint's configuration, and that of the configured drafter if it has a layer.
+    """Read a checkpoint's configuration, and that of the configured drafter if it has layers.
 
     Raises:
         ConfigError: the configuration is wrong, or the model is not supported.
@@ -161,7 +159,7 @@ def open_checkpoint(
     kind = Fields.of(directory / "config.json").text("model_type")
     if backend == "native" or (backend == "auto" and kind in FAMILIES):
         return NativeCheckpoint(directory, speculation)
-    if speculation.has_layer:
+    if speculation.has_layers:
         raise ConfigError(
             f"engine.speculative.method: {speculation.method} needs a natively computed model, and "
             f"{kind} is computed by transformers"

@@ -14,7 +14,7 @@ from engine.models.blocks.layer import Layer, LayerSpec
 from engine.models.blocks.norm import Norm, RmsNorm
 from engine.models.blocks.protocol import AdaptedLinear, LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
-from engine.models.drafting import DraftHead, DraftLayer, DraftLayerSpec
+from engine.models.drafting import DeviceDrafter, DraftHead, DraftLayer, DraftLayerSpec
 from engine.models.linear import GatheredLinear, Linear, Product, kept, own_outputs
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme
@@ -148,7 +148,8 @@ class Decoder:
         products: of the layers.
 
     Attributes:
-        drafter: drafts tokens from the hidden states. None: no drafter.
+        drafter: drafts tokens. None: no drafter.
+        drained: the drafter's name while the memory of the weights is given back, else "".
         seeing: makes embeddings of images. None: this rank does not encode images.
         receiving: receives embeddings of images from the rank that encodes them. None: there is no
             such rank.
@@ -178,7 +179,8 @@ class Decoder:
         self.seeing: VisionTower | None = None
         self.receiving: ReceivingTower | None = None
         self._draft_layer = drafter  # only if it is the decoder's own
-        self.drafter = None if drafter is None else self.drafting(drafter)
+        self.drafter: DeviceDrafter | None = None if drafter is None else self.drafting(drafter)
+        self.drained = ""
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
         self._logit_soft_cap = spec.logit_soft_cap
 
@@ -190,7 +192,7 @@ class Decoder:
 
     def drafting(self, layer: DraftLayer) -> DraftHead:
         """Return a draft head with this layer behind this decoder."""
-        return DraftHead(layer, self._embedded, self.logits)
+        return DraftHead(layer, self.embedded, self.logits)
 
     def forward(
         self,
@@ -219,12 +221,12 @@ class Decoder:
             shape = batch.positions.shape[-1], self.spec.hidden_size
             x = stage.receive(torch.empty(shape, dtype=self.dtype, device=self.device))
         else:
-            x = self._embedded(batch.token_ids, future_tokens)
+            x = self.embedded(batch.token_ids, future_tokens)
             self._see(batch, x)
         drafter, norm = self.drafter, self.ends.norm
         tapped: Sequence[Tensor] = ()
-        if drafter is not None and drafter.layer.taps:
-            x, residual, tapped = tap(self.layers, drafter.layer.taps, x, step, pool)
+        if drafter is not None and drafter.taps:
+            x, residual, tapped = tap(self.layers, drafter.taps, x, step, pool)
         else:
             stack = self.stack if adapted is None else self._adaptable
             x, residual = stack.forward(x, step, pool)
@@ -250,7 +252,7 @@ class Decoder:
     ) -> "SplitForward":
         """Begin the same forward of prompts, whose layers are computed in groups. Only for one
         stage, and without a drafter."""
-        x = self._embedded(batch.token_ids, future_tokens)
+        x = self.embedded(batch.token_ids, future_tokens)
         self._see(batch, x)
         stack, norm = self.stack if adapted is None else self._adaptable, self.ends.norm
         assert norm is not None
@@ -269,7 +271,7 @@ class Decoder:
             assert images is not None
             images.embed(batch.seen, x)
 
-    def _embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:
+    def embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:
         """Return embeddings [num_tokens, hidden], owned by the caller."""
         assert self.ends.embedding is not None
         x = embed(token_ids, future_tokens, self.ends.embedding)

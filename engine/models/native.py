@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -13,8 +14,8 @@ from common.model_directory import model_directory
 from common.process.resources import trim
 from engine.models.checkpoint import Checkpoint, stored_names
 from engine.models.decoder import Decoder, DecoderSpec
+from engine.models.drafters import DRAFT_FLAG, DraftModelCheckpoint, EagleCheckpoint
 from engine.models.drafting import DraftLayerSpec
-from engine.models.eagle import EagleCheckpoint
 from engine.models.families import read_decoder
 from engine.models.heads import as_stored
 from engine.models.refill import drain
@@ -35,7 +36,7 @@ class NativeCheckpoint:
         """Read the configuration.
 
         Args:
-            speculation: its drafter becomes part of the model if it has a layer.
+            speculation: its drafter becomes part of the model if it has layers.
         Raises:
             ConfigError: the configuration is wrong or not supported.
         """
@@ -45,19 +46,19 @@ class NativeCheckpoint:
         decoder = as_stored(read_decoder(directory), names)
         side = 0 if self._sight is None else self._sight.files.token_side
         decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
-        if speculation.has_layer and self._sight is not None:
+        if speculation.has_layers and self._sight is not None:
             raise ConfigError(
                 f"engine.speculative.method: {speculation.method} is not supported for models with "
                 "images"
             )
-        self._eagle: EagleCheckpoint | None = None
-        if speculation.method == "eagle":
-            eagle = model_directory(speculation.draft_model, weights=True)
-            self._eagle = EagleCheckpoint(eagle, decoder.model)
-            draft = self._eagle.spec.keeps(decoder.model.hidden_size)
-            decoder = replace(decoder, model=replace(decoder.model, draft=draft))
-        elif speculation.method == "mtp":
+        self._beside: EagleCheckpoint | DraftModelCheckpoint | None = None
+        if speculation.method == "mtp":
             decoder = decoder.drafting(_offered(decoder, names, directory))
+        elif speculation.has_layers:
+            beside = model_directory(speculation.draft_model, weights=True)
+            drafter = EagleCheckpoint if speculation.method == "eagle" else DraftModelCheckpoint
+            self._beside = drafter(beside, decoder.model)
+            decoder = replace(decoder, model=self._beside.added_to(decoder.model))
         self._decoder = decoder
 
     @property
@@ -70,10 +71,10 @@ class NativeCheckpoint:
     def spec(self) -> ModelSpec:
         return self._decoder.model
 
-    @property
+    @cached_property
     def drafter(self) -> str:
-        if self._eagle is not None:
-            return f"eagle {self._eagle.hash()}"
+        if self._beside is not None:
+            return self._beside.name()
         return "none" if self._decoder.drafter is None else "mtp"
 
     def stored(self) -> Iterable[str]:
@@ -86,8 +87,8 @@ class NativeCheckpoint:
         beside = 0
         if self._sight is not None and share.node_rank == 0:
             beside += self._sight.weight_bytes(dtype)
-        if self._eagle is not None:
-            beside += self._eagle.weight_bytes(device, dtype, quantize, share)
+        if self._beside is not None:
+            beside += self._beside.weight_bytes(device, dtype, quantize, share)
         checkpoint = Checkpoint(self._directory)
         return beside + weight_bytes(checkpoint, self._decoder, device, dtype, quantize, share)
 
@@ -100,16 +101,23 @@ class NativeCheckpoint:
             model.seeing = self._sight.load(device, dtype, share.group)
         elif self._sight is not None and share.is_first_stage and share.group is not None:
             model.receiving = ReceivingTower(share.group)
-        if self._eagle is not None:
-            model.drafter = model.drafting(self._eagle.load(device, dtype, quantize, share))
+        if self._beside is not None:
+            model.drafter = self._beside.load(model, quantize, share)
         return model
 
     def refill(self, model: object, quantize: Quantize, share: Share = WHOLE) -> None:
         if not isinstance(model, Decoder):
             raise ConfigError(f"{self._directory}: the model that runs is not computed natively")
+        # A drafter of another checkpoint stays if the weights are updated.
+        drained = self._beside if model.drained else None
+        if drained is not None and drained.name() != model.drained:
+            raise ConfigError(f"{DRAFT_FLAG}: the files have changed since they were loaded")
         refill_weights(model, Checkpoint(self._directory), self._decoder, quantize, share)
         if self._sight is not None and model.seeing is not None:
             self._sight.refill(model.seeing)
+        if drained is not None:
+            drained.refill(model, quantize, share)
+        model.drained = ""
 
     def drain(self, model: object) -> None:
         assert isinstance(model, Decoder)
@@ -117,6 +125,9 @@ class NativeCheckpoint:
             drain(part)
         if model.seeing is not None:
             model.seeing.drain()
+        if self._beside is not None:
+            self._beside.drain(model)
+        model.drained = self.drafter
         trim()
 
     def config_hash(self) -> str:

@@ -3,7 +3,7 @@
 The structure of the layers decides, when the stack is made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Protocol
@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from engine.kv_cache.kv import KVPool
 from engine.models.blocks.attention import AttentionBlock
 from engine.models.blocks.dense import DenseBlock
 from engine.models.blocks.layer import Layer
@@ -29,6 +28,26 @@ from kernels.cpu.layers import (
     NormWeight,
     PanelMatrix,
 )
+from kernels.linear_attention.state_cells import CellView
+
+
+class PagedLayers(Protocol):
+    """The memory of a stack's layers in the pages of a pool.
+
+    Attributes:
+        layers: keys and values of each layer, see KVLayout.view.
+        tables: the page table of each layer.
+        cells: state cells of each layer, by name.
+    """
+
+    @property
+    def layers(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def tables(self) -> tuple[int, ...]: ...
+
+    @property
+    def cells(self) -> tuple[Mapping[str, CellView], ...]: ...
 
 
 class Stack(Protocol):
@@ -36,7 +55,7 @@ class Stack(Protocol):
         self,
         x: Tensor,
         step: ModelStep,
-        pool: KVPool,
+        pool: PagedLayers,
         *,
         residual: Tensor | None = None,
         group: tuple[int, int] | None = None,
@@ -74,29 +93,29 @@ class LayerByLayer:
         self,
         x: Tensor,
         step: ModelStep,
-        pool: KVPool,
+        pool: PagedLayers,
         *,
         residual: Tensor | None = None,
         group: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        layers = zip(self._layers, pool.layers, pool.layout.places, pool.cells, strict=True)
-        for layer, kv, place, cells in layers if group is None else islice(layers, *group):
-            x, residual = layer.forward(x, residual, step, KeptStates(kv, place.table, cells))
+        layers = zip(self._layers, pool.layers, pool.tables, pool.cells, strict=True)
+        for layer, kv, table, cells in layers if group is None else islice(layers, *group):
+            x, residual = layer.forward(x, residual, step, KeptStates(kv, table, cells))
         return x, residual
 
 
 def tap(
-    layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: ModelStep, pool: KVPool
+    layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: ModelStep, pool: PagedLayers
 ) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
     """Run all layers like `Stack.forward`, and also return the inputs of the layers in `taps`,
     [num_tokens, hidden] each."""
     residual: Tensor | None = None
     tapped: dict[int, Tensor] = {}
-    kept = zip(layers, pool.layers, pool.layout.places, pool.cells, strict=True)
-    for number, (layer, kv, place, cells) in enumerate(kept):
+    kept = zip(layers, pool.layers, pool.tables, pool.cells, strict=True)
+    for number, (layer, kv, table, cells) in enumerate(kept):
         if number in taps:
             tapped[number] = x.clone() if residual is None else x + residual
-        x, residual = layer.forward(x, residual, step, KeptStates(kv, place.table, cells))
+        x, residual = layer.forward(x, residual, step, KeptStates(kv, table, cells))
     return x, residual, [tapped[number] for number in taps]
 
 
@@ -114,18 +133,18 @@ class InOneCall:
         self._layers = layers
         self._one_by_one = one_by_one
         self._rotations = rotations
-        self._pools: WeakKeyDictionary[KVPool, CompiledPool] = WeakKeyDictionary()
+        self._pools: WeakKeyDictionary[PagedLayers, CompiledPool] = WeakKeyDictionary()
 
     def forward(
         self,
         x: Tensor,
         step: ModelStep,
-        pool: KVPool,
+        pool: PagedLayers,
         *,
         residual: Tensor | None = None,
         group: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        if pool.layout.dtype != x.dtype:
+        if pool.layers[0].dtype != x.dtype:
             return self._one_by_one.forward(x, step, pool, residual=residual, group=group)
         batch = step.batch
         compiled = CompiledStep(
@@ -143,12 +162,11 @@ class InOneCall:
         group = (0, len(pool.layers)) if group is None else group
         return self._layers.forward(x, residual, compiled, self._compiled_pool(pool), group)
 
-    def _compiled_pool(self, pool: KVPool) -> CompiledPool:
+    def _compiled_pool(self, pool: PagedLayers) -> CompiledPool:
         if pool not in self._pools:
             for view in pool.layers:
                 check_kv(view)
-            tables = [place.table for place in pool.layout.places]
-            self._pools[pool] = CompiledPool(pool.layers, tables)
+            self._pools[pool] = CompiledPool(pool.layers, pool.tables)
         return self._pools[pool]
 
 

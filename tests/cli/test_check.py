@@ -106,6 +106,21 @@ def test_what_the_machine_or_the_model_cannot_give_fails(check, model, flags, wo
     assert words in table
 
 
+def test_it_counts_the_memory_of_a_draft_model(check, model, tmp_path):
+    base = (f"--model={model}", "--device=cpu", "--port=0", "--json")
+    method = "--engine.speculative.method=draft_model"
+    told = []
+    for flags in ((), (method, f"--engine.speculative.draft-model={model}")):
+        code, text, _ = check(*base, *flags)
+        assert code == 0
+        told.append({finding["what"]: finding["remark"] for finding in json.loads(text)})
+    assert f"from a draft model: {model}, whose KV has 4 layers x 2 heads x 32" in told[1]["drafts"]
+    assert told[0]["memory"] != told[1]["memory"]
+    other = make_checkpoint(tmp_path / "other", "llama")
+    code, table, _ = check(*base[:3], method, f"--engine.speculative.draft-model={other}")
+    assert code == 1 and "320 tokens" in table
+
+
 def test_an_unsupported_architecture_names_the_supported_ones(check, model, tmp_path):
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.local import plan
+from cli.up import options
 from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from common.copy_map import NodeShape
 from common.errors import ConfigError
@@ -160,3 +161,17 @@ def test_nodes_of_a_group_share_a_directory_and_have_ranks_of_their_own(tmp_path
     assert configs["prefill-0"].engine.parallel.dp == 1
     router = configs["router"]
     assert len(router.prefill) == 1 and len(router.decode) == 4
+
+
+def test_all_nodes_have_the_draft_model():
+    """Flags of the user come last, so that they win."""
+    _, flags = options.parse(["--draft-model=D", "--engine.speculative.num-speculative-tokens=3"])
+    configs = _configs(dataclasses.replace(WISH, node_flags=tuple(flags)))
+    nodes = [config.engine.speculative for name, config in configs.items() if name != "router"]
+    assert len(nodes) == 3
+    for each in nodes:
+        assert (each.method, each.draft_model, each.num_speculative_tokens) == (
+            "draft_model",
+            "D",
+            3,
+        )

@@ -55,7 +55,7 @@ def is_served(layout: KVLayout, tp: int, pp: int) -> bool:
     """Return whether a node of tp x pp ranks can serve the model, by rules of this module."""
     states = [place.state for place in layout.places]
     if layout.draft is not None:
-        states.append(layout.draft.state.layer)
+        states.extend(layout.draft.state.layers)
     split = [state for state in states if state.token_numbers and state not in WHOLE_ON_RANKS]
     counts = [state.shape[0] for state in split]
     cells = [each.count for state in states for each in state.cells]
@@ -149,13 +149,14 @@ def _fill(
             own = values[:, heads_of(cells.count, place, tp)]
             view.write(torch.from_numpy(state)[None], own)
     if whole.draft is not None and (view := layout.draft_view(pages)) is not None:
-        heads, vectors, size = whole.draft.state.layer.shape
-        shape = (PAGES_PER_TABLE, heads, vectors, whole.page_size, size)
-        own = kept_heads(whole.draft.state.layer, place, tp)
-        values = make("draft", shape, whole.dtype)[:, own]
-        view.tokens[tables[0]] = values
+        for number, kept in enumerate(whole.draft.state.layers):
+            heads, vectors, size = kept.shape
+            shape = (PAGES_PER_TABLE, heads, vectors, whole.page_size, size)
+            values = make(("draft", number), shape, whole.dtype)[:, kept_heads(kept, place, tp)]
+            view.layers[number][tables[0]] = values
         shape = (PAGES_PER_TABLE, 1, 2, 1, whole.draft.state.vector // 2)
-        view.vectors[tables[0]] = make("vector", shape, whole.cell_dtype)
+        if whole.draft.state.vector:
+            view.vectors[tables[0]] = make("vector", shape, whole.cell_dtype)
 
 
 def check_read(consumer: Rank, producers: list[Rank]) -> tuple[tuple[Slice, ...], ...]:
@@ -207,9 +208,10 @@ MODELS: dict[str, tuple[list[LayerState], DraftState | None]] = {
     "delta nets": ([net(16, 8), net(16, 8), DENSE] * 2, None),
     "delta nets of two shapes": ([net(16, 16), net(32, 16), LATENT, WIDE], None),
     "delta nets and latents": ([net(16, 16), LATENT, net(16, 16), LATENT], None),
-    "drafter": ([DENSE] * 2, DraftState(PagedKV(4, 6), 10)),
-    "drafter with latents": ([LATENT, net(8, 8), LATENT], DraftState(LATENT, 10)),
-    "drafter with windows": ([PagedKV(2, 8), *[PagedKV(4, 4, 40)] * 3], DraftState(DENSE, 6)),
+    "drafter": ([DENSE] * 2, DraftState((PagedKV(4, 6),), 10)),
+    "drafter with latents": ([LATENT, net(8, 8), LATENT], DraftState((LATENT,), 10)),
+    "drafter with windows": ([PagedKV(2, 8), *[PagedKV(4, 4, 40)] * 3], DraftState((DENSE,), 6)),
+    "draft model": ([DENSE] * 2, DraftState((*[PagedKV(4, 6)] * 2, PagedKV(2, 8, 40)))),
 }
 NARROW = {"bf16": None, "fp8": torch.float8_e4m3fn}
 
@@ -276,7 +278,7 @@ KINDS = [DENSE, WINDOW, LATENT, PagedKV(2, 6), PagedKV(1, 10, 24), net(4, 2), ne
     st.lists(st.sampled_from(KINDS), min_size=1, max_size=6).filter(
         lambda layers: any(each.token_numbers for each in layers)
     ),
-    st.sampled_from([None, None, DraftState(PagedKV(2, 6), 6), DraftState(LATENT, 2)]),
+    st.sampled_from([None, DraftState((PagedKV(2, 6), DENSE)), DraftState((LATENT,), 2)]),
     st.sampled_from([4, 8, 16]),
     st.sampled_from(list(NARROW)),
     st.lists(st.tuples(st.integers(1, 8), st.integers(1, 2)), min_size=2, max_size=3, unique=True),

@@ -1,9 +1,9 @@
 """Layers that guess ahead of a model: they say what transformers' layer of their kind says of the
-same vectors, however the tokens before were computed."""
+same vectors, or what its draft model says, however the tokens before were computed."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from common.config import SpeculativeConfig
 from common.errors import ConfigError
@@ -22,11 +22,21 @@ from engine.batch.batch import TO_GUESS
 from engine.models import fingerprint, load, open_checkpoint
 from kernels.sampling.generator import gumbel_noise
 from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.drafters import TENSORS, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.drafters import (
+    TENSORS,
+    make_draft,
+    make_eagle,
+    make_eagle3,
+    make_hybrid_mtp,
+    make_mtp,
+)
 from tests.support.steps import Steps
+from tests.support.tiny_models import make_tiny
+from tests.support.vision import make_vision_checkpoint
 
 CPU = torch.device("cpu")
 NUM_DRAFTS = 3
+DRAFT_MODELS = ("qwen2", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3")
 GREEDY = SamplingParams(max_tokens=100, seed=0, temperature=0.0)
 
 Draw = Callable[[Tensor, int], int]  # of the logits of a token at an index
@@ -149,6 +159,22 @@ def _eagle3(root: Path) -> Guessing:
     return Guessing(model, SpeculativeConfig(method="eagle", draft_model=str(head)), behind)
 
 
+def _draft_model(root: Path, architecture: str = "qwen3") -> Guessing:
+    model = make_checkpoint(root / "model", "llama")
+    draft = make_checkpoint(root / "draft", architecture, seed=1)
+    reference = reference_model(draft)
+
+    @torch.no_grad()
+    def behind(text: list[int], draw: Draw) -> list[int]:
+        drafts: list[int] = []
+        for _ in range(NUM_DRAFTS):
+            logits = reference(torch.tensor([[*text, *drafts]])).logits[0, -1]
+            drafts.append(draw(logits, len(text) + len(drafts)))
+        return drafts
+
+    return Guessing(model, SpeculativeConfig(method="draft_model", draft_model=str(draft)), behind)
+
+
 def _layer(directory: Path, tensors: dict[str, Tensor], prefix: str) -> torch.nn.Module:
     """transformers' decoder layer, the last of its model, with these tensors of a checkpoint."""
     config = AutoConfig.from_pretrained(directory)
@@ -220,8 +246,13 @@ def _behind(
         _eagle3,
         partial(_hybrid, architecture="qwen3_next"),
         pytest.param(partial(_hybrid, architecture="qwen3_5_text"), marks=pytest.mark.long),
+        _draft_model,
+        *(
+            pytest.param(partial(_draft_model, architecture=each), marks=pytest.mark.long)
+            for each in DRAFT_MODELS
+        ),
     ],
-    ids=["eagle", "mtp", "eagle3", "qwen3_next", "qwen3_5"],
+    ids=["eagle", "mtp", "eagle3", "qwen3_next", "qwen3_5", "draft_model", *DRAFT_MODELS],
 )
 def guessing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Guessing:
     return request.param(tmp_path_factory.mktemp("guessing"))
@@ -311,6 +342,42 @@ def _with_head(head: Path) -> SpeculativeConfig:
     return SpeculativeConfig(method="eagle", draft_model=str(head))
 
 
+def _with_draft(draft: Path) -> SpeculativeConfig:
+    return SpeculativeConfig(method="draft_model", draft_model=str(draft))
+
+
+@pytest.mark.parametrize(
+    "made, words",
+    [
+        ({"vocab_size": 400}, ["400 tokens", "the model 320"]),
+        ({"architecture": "qwen3_next"}, ["qwen3_next", "recurrent states"]),
+        ({"made_by": AutoModel}, ["llama", "no head for tokens"]),
+    ],
+    ids=["vocabulary", "states", "no head"],
+)
+def test_a_draft_model_that_cannot_draft_for_this_model_is_refused_by_name(
+    tmp_path, llama, made, words
+):
+    draft = make_checkpoint(tmp_path / "draft", **{"architecture": "llama", **made})
+    with pytest.raises(ConfigError) as refused:
+        open_checkpoint(llama, speculation=_with_draft(draft))
+    assert all(word in str(refused.value) for word in (*words, str(draft))), refused.value
+
+
+def test_draft_models_of_transformers_and_with_images_are_refused_by_name(tmp_path, llama):
+    for make, words in (
+        (lambda root: make_tiny(root, "granite"), "granite.* is not supported; llama"),
+        (make_vision_checkpoint, "images are not supported"),
+    ):
+        draft = make(tmp_path / words[:7])
+        config = json.loads((draft / "config.json").read_text())
+        (draft / "config.json").write_text(json.dumps(config | {"vocab_size": 320}))
+        with pytest.raises(ConfigError, match=words):
+            open_checkpoint(llama, speculation=_with_draft(draft))
+    with pytest.raises(ConfigError, match="draft_model needs a natively computed model"):
+        open_checkpoint(llama, "transformers", _with_draft(llama))
+
+
 def test_models_that_have_no_layer_for_drafts_say_so(llama, tmp_path):
     mtp = SpeculativeConfig(method="mtp")
     with pytest.raises(ConfigError, match="mtp wants a layer"):
@@ -335,6 +402,10 @@ def test_who_has_another_layer_is_another_node_to_pair_with(llama, tmp_path):
     assert said[0] == said[1]
     assert {name for name in said[2] if said[2][name] != said[3][name]} == {"drafter"}
     assert {name for name in said[0] if said[0][name] != said[2][name]} == {"drafter", "config"}
+    drafts = [make_draft(tmp_path / f"draft {seed}", llama, seed=seed) for seed in range(2)]
+    said = [fingerprint(llama), *(fingerprint(llama, speculation=_with_draft(d)) for d in drafts)]
+    assert {name for name in said[1] if said[1][name] != said[2][name]} == {"drafter"}
+    assert {name for name in said[0] if said[0][name] != said[1][name]} == {"drafter", "config"}
 
 
 def test_a_layer_of_the_checkpoint_is_weighed_and_changed_with_it(tmp_path):
@@ -354,3 +425,47 @@ def test_a_layer_of_the_checkpoint_is_weighed_and_changed_with_it(tmp_path):
     for name in ("token_norm", "head_norm", "body.ffn_norm"):
         mine, its = (attrgetter(name)(each.drafter.layer) for each in (model, fresh))
         assert torch.equal(mine.weight, its.weight)
+
+
+@pytest.mark.parametrize(
+    "make, with_drafter", [(make_eagle, _with_head), (make_draft, _with_draft)]
+)
+def test_a_drafter_of_another_checkpoint_stays_in_updates_and_is_given_back_with_the_weights(
+    llama, tmp_path, make, with_drafter
+):
+    """Once they are given back, they come back as they were, or not at all."""
+    drafter, new = (
+        make(tmp_path / "drafter", llama),
+        make_checkpoint(tmp_path / "new", "llama", seed=4),
+    )
+    speculation = with_drafter(drafter)
+    plain, drafting = open_checkpoint(llama), open_checkpoint(llama, speculation=speculation)
+    weighed = [each.weight_bytes(CPU, torch.float32, "none") for each in (plain, drafting)]
+    assert weighed[1] > weighed[0]
+    assert set(drafting.stored()) == set(plain.stored())
+    model = drafting.load(CPU, torch.float32, "none")
+    assert len(model.products) == len(plain.load(CPU, torch.float32, "none").products)
+    before = _tensors_of(model.drafter)
+    open_checkpoint(new, speculation=speculation).refill(model, "none")
+    assert all(map(torch.equal, _tensors_of(model.drafter), before))
+    drafting.drain(model)
+    assert not all(map(torch.equal, _tensors_of(model.drafter), before))
+    drafting.refill(model, "none")
+    assert all(map(torch.equal, _tensors_of(model.drafter), before))
+    drafting.drain(model)
+    make(drafter, llama, seed=7)
+    with pytest.raises(ConfigError, match=r"draft_model: the files have changed"):
+        drafting.refill(model, "none")
+
+
+def _tensors_of(drafter: object) -> list[Tensor]:
+    """Return copies of the tensors of a drafter's layers."""
+    parts = list(drafter.decoder.parts) if hasattr(drafter, "decoder") else [drafter.layer]
+    found: list[Tensor] = []
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Tensor):
+            found.append(part.clone())
+        elif is_dataclass(part):
+            parts += [getattr(part, each.name) for each in fields(part)]
+    return found

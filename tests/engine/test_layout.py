@@ -189,33 +189,36 @@ def test_in_fewer_bits_pages_are_smaller_and_states_are_as_they_are():
     }
 
 
-def test_a_drafters_layer_lies_behind_the_others_in_the_pages_of_the_first_table():
-    """Place the drafter's layer there for any shape. It has its own KV cells, and a vector once a
-    page."""
+@pytest.mark.parametrize("vector", [10, 0])
+def test_a_drafters_layers_lie_behind_the_others_in_the_pages_of_the_first_table(vector):
+    """Place the drafter's layers there for any shape. Each has its own KV, and a drafter may have a
+    vector once a page."""
     layers = [KV, KV, PagedKV(2, 8, window=64)]
-    draft = DraftState(PagedKV(3, 4), 10)
+    draft = DraftState((PagedKV(3, 4), PagedKV(1, 6, window=8)), vector)
     plain, layout = (
         KVLayout.of(layers, 16, torch.float32),
         KVLayout.of(layers, 16, torch.float32, draft=draft),
     )
     assert layout.tables == plain.tables
-    assert layout.token_bytes == plain.token_bytes + 3 * 2 * 4 * 4
-    assert layout.describe() == f"{plain.describe()}; drafter: 3 heads x 4 and a vector of 10"
+    assert layout.token_bytes == plain.token_bytes + (3 * 2 * 4 + 2 * 6) * 4
+    kept = "1 layers x 3 heads x 4, 1 layers x 1 heads x 6"
+    beside = f" and a vector of {vector}" if vector else ""
+    assert layout.describe() == f"{plain.describe()}; drafter: {kept}{beside}"
     pages = torch.zeros(3, layout.page_bytes, dtype=torch.uint8)
     view = layout.draft_view(pages)
     assert plain.draft_view(pages[:, : plain.page_bytes]) is None
-    parts = [view.tokens, view.vectors, *(layout.view(pages, n) for n in range(2))]
+    parts = [*view.layers, view.vectors, *(layout.view(pages, n) for n in range(2))]
     for number, part in enumerate(parts, start=1):
         part.fill_(number)
     for number, part in enumerate(parts, start=1):
         assert (part == number).all()
-    assert view.tokens.shape == (3, 3, 2, 16, 4)
-    assert view.vectors.shape == (3, 1, 2, 1, 5)
+    assert [layer.shape for layer in view.layers] == [(3, 3, 2, 16, 4), (3, 1, 2, 16, 6)]
+    assert view.vectors.shape == (3, 1, 2, 1, vector // 2)
 
 
 def test_a_drafters_layer_wants_one_that_sees_all_tokens():
     with pytest.raises(ConfigError, match="only sliding windows"):
-        KVLayout.of([PagedKV(2, 8, window=64)], 16, BF16, draft=DraftState(KV, 16))
+        KVLayout.of([PagedKV(2, 8, window=64)], 16, BF16, draft=DraftState((KV,), 16))
 
 
 def test_nodes_differ_if_only_one_of_them_splits_heads_between_ranks() -> None:

@@ -39,7 +39,7 @@ from engine.runner.stream import WorkerStream
 from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.drafters import make_draft, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
 from tests.support.measuring_follower import FREE_BYTES
 from tests.support.specs import make_request
 from tests.support.tiny_models import make_tiny
@@ -235,6 +235,12 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
         serve_again,
     ),
     "eagle": (2, lambda root: drafting(root, "eagle", "llama", make_eagle), NUM_PAGES, serve_text),
+    "draft model": (
+        2,
+        lambda root: drafting(root, "draft_model", "llama", make_draft),
+        NUM_PAGES,
+        serve_text,
+    ),
     "eagle 3": (
         2,
         lambda root: drafting(root, "eagle", "llama", make_eagle3, num_hidden_layers=7),

@@ -40,7 +40,7 @@ from engine.sampling.composition import SampledTokens
 from engine.sampling.heads import HiddenStates
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.drafters import make_draft, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
 from tests.support.specs import make_request
 from tests.support.vision import make_vision_checkpoint, picture, with_images
 
@@ -421,9 +421,9 @@ def drafted(
     def made(root: Path) -> dict[str, Any]:
         model = make_checkpoint(root / "model", architecture, **fields)
         head = {}
-        if method == "eagle":
+        if method in ("eagle", "draft_model"):
             assert make is not None
-            head["draft_model"] = str(make(root / "head", model))
+            head["draft_model"] = str(make(root / "drafter", model))
         elif make is not None:
             make(model)
         speculative = SpeculativeConfig(
@@ -484,6 +484,7 @@ CASES = {
     "ngram": Case(drafted("ngram", "llama"), serve_text, {*DRAFTS, *COPIES}),
     "mtp": Case(drafted("mtp", "deepseek_v3", make_mtp), serve_text, GUESSED),
     "eagle": Case(drafted("eagle", "llama", make_eagle), serve_text, GUESSED),
+    "draft model": Case(drafted("draft_model", "llama", make_draft), serve_text, GUESSED),
     "eagle 3": Case(
         drafted("eagle", "llama", make_eagle3, num_hidden_layers=7), serve_text, GUESSED
     ),

@@ -21,7 +21,7 @@ from engine.ranks import WHOLE, Share
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.devices import CPU, CPU_AND_CUDA
-from tests.support.drafters import make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.drafters import make_draft, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
 from tests.support.quantised import FORMATS, INT8, in_mxfp4, requantised
 from tests.support.steps import Recorder, Steps
 from tests.support.thread_ranks import run_ranks
@@ -271,15 +271,18 @@ def test_models_that_ranks_cannot_split_are_refused_with_numbers(
 LAYERS: Mapping[str, Callable[[Path], tuple[Path, SpeculativeConfig]]] = {
     "eagle": lambda root: with_head(root, make_eagle),
     "eagle3": lambda root: with_head(root, make_eagle3),
+    "draft model": lambda root: with_head(root, make_draft, "draft_model"),
     "mtp": lambda root: with_layer(make_mtp(make_checkpoint(root, "deepseek_v3"))),
     "qwen3_next": lambda root: with_layer(make_hybrid_mtp(make_checkpoint(root, "qwen3_next"))),
 }
 
 
-def with_head(root: Path, make: Callable[[Path, Path], Path]) -> tuple[Path, SpeculativeConfig]:
+def with_head(
+    root: Path, make: Callable[[Path, Path], Path], method: Any = "eagle"
+) -> tuple[Path, SpeculativeConfig]:
     model = make_checkpoint(root / "model", "llama", num_hidden_layers=4)
     head = make(root / "head", model)
-    return model, SpeculativeConfig(method="eagle", draft_model=str(head))
+    return model, SpeculativeConfig(method=method, draft_model=str(head))
 
 
 def with_layer(model: Path) -> tuple[Path, SpeculativeConfig]:
@@ -301,7 +304,9 @@ def drafts(
     """Return the tokens of a request with drafts, and the drafter's logits."""
     servable = open_checkpoint(directory, speculation=speculation)
     model: Any = servable.load(CPU, torch.float32, "none", share)
-    layer = model.drafter.layer = NotingLayer(model.drafter.layer)
+    part = "decoder" if speculation.method == "draft_model" else "layer"
+    layer = NotingLayer(getattr(model.drafter, part))
+    setattr(model.drafter, part, layer)
     steps = Steps(model, overlap=False, share=share, **LARGE_PAGES)
     slot = steps.add([*range(40), 5, 6])
     steps.prefill(slot, chunk=30)
@@ -314,7 +319,7 @@ def drafts(
 
 
 class NotingLayer:
-    """A draft layer that keeps its logits."""
+    """A draft layer or draft model that keeps its logits."""
 
     def __init__(self, layer: Any) -> None:
         self.seen: list[Tensor] = []

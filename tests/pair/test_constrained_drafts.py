@@ -21,7 +21,7 @@ from engine.speculative import AllDrafts, HeadDrafter, NgramDrafter, Speculator
 from tests.pair.rig import Asked, Loaded, PairRig, Size
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint
-from tests.support.drafters import make_eagle, make_mtp, recall, speculator
+from tests.support.drafters import make_draft, make_eagle, make_mtp, recall, speculator
 
 NUM_TOKENS = 90
 NUM_DRAFTS = 4
@@ -153,17 +153,21 @@ def test_every_feature_has_drafts(noise, plain, name):
     assert accepted > 0.4 * sum(len(one.tokens) for one in asked)
 
 
-@pytest.fixture(scope="module", params=["eagle", "mtp"])
+@pytest.fixture(
+    scope="module",
+    params=["eagle", "mtp", pytest.param("draft_model", marks=pytest.mark.long)],
+)
 def with_layer(request, tmp_path_factory, noise) -> Loaded:
-    """A model with a random draft layer."""
+    """A model with a random draft layer, or a random draft model."""
     root = tmp_path_factory.mktemp(request.param)
     if request.param == "mtp":
         model = make_mtp(make_checkpoint(root / "model", "deepseek_v3"))
         speculation = SpeculativeConfig(method="mtp")
     else:
         model = noise[0].directory
-        head = make_eagle(root / "head", model)
-        speculation = SpeculativeConfig(method="eagle", draft_model=str(head))
+        make = make_eagle if request.param == "eagle" else make_draft
+        drafter = make(root / "drafter", model)
+        speculation = SpeculativeConfig(method=request.param, draft_model=str(drafter))
     loaded = load(model, torch.device("cpu"), torch.float32, speculation=speculation)
     return Loaded(model, loaded)
 
@@ -287,13 +291,15 @@ def test_a_grammar_proposes_the_text_that_it_forces(noise):
     assert rejected <= 2 * NUM_DRAFTS
 
 
-def test_such_requests_with_adapters_have_drafts(known, tmp_path):
+@pytest.mark.parametrize("kind", ["recalled", "draft_model"])
+def test_such_requests_with_adapters_have_drafts(known, tmp_path, kind):
+    """A draft model has no adapters, and drafts what the model says without them."""
     make_adapter(tmp_path / "a", known.reference, seed=1, rank=4)
     lora = LoraConfig(adapter_dir=tmp_path, preload=("a",), max_loras=2, max_rank=16)
     fields = {**FEATURES["words, penalised"], **HOT}
 
-    def answered(size: Size) -> tuple[list[Asked], tuple[int, int]]:
-        with PairRig(known.loaded, prefill=(), decode=[size]) as rig:
+    def answered(size: Size, loaded: Loaded) -> tuple[list[Asked], tuple[int, int]]:
+        with PairRig(loaded, prefill=(), decode=[size]) as rig:
             adapters = dict(rig.decode[0].engine.loader.names())["a"], b""
             asked = [
                 rig.ask([number, *range(30, 50)], NUM_TOKENS, adapter=adapter, **fields)
@@ -302,9 +308,18 @@ def test_such_requests_with_adapters_have_drafts(known, tmp_path):
             rig.run()
             return asked, rig.decode[0].drafts() if size.speculator else (0, 0)
 
-    plain, _ = answered(_size(lora=lora))
-    texts = [[*one.prompt, *one.tokens] for one in plain]
-    drafts = speculator("random", recall(texts), known.vocabulary_size, NUM_DRAFTS)
-    told, (accepted, _) = answered(_size(lora=lora, speculator=drafts))
+    plain, _ = answered(_size(lora=lora), known.loaded)
+    if kind == "draft_model":
+        itself = known.loaded.directory
+        speculation = SpeculativeConfig(method=kind, draft_model=str(itself))
+        cpu = torch.device("cpu")
+        loaded = Loaded(itself, load(itself, cpu, torch.float32, speculation=speculation))
+        drafts, least = Speculator(HeadDrafter(), AllDrafts(NUM_DRAFTS), NUM_DRAFTS), 0.0
+    else:
+        texts = [[*one.prompt, *one.tokens] for one in plain]
+        drafts = speculator("random", recall(texts), known.vocabulary_size, NUM_DRAFTS)
+        loaded, least = known.loaded, 0.3
+    told, (accepted, rejected) = answered(_size(lora=lora, speculator=drafts), loaded)
     _check_alike(told, plain)
-    assert accepted > 0.3 * sum(len(one.tokens) for one in told)
+    assert accepted > least * sum(len(one.tokens) for one in told)
+    assert rejected > 0

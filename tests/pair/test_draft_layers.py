@@ -1,7 +1,8 @@
-"""Drafts by a layer behind the model, over a pair: answers are those without, whatever the layer
-says; and wherever a request goes on, the layer goes on rightly.
+"""Drafts by layers behind the model, over a pair: answers are those without, whatever the layers
+say; and wherever a request goes on, the layers go on rightly.
 
-`followed` is a model for which one vector that is not the right one shows as a rejected draft.
+`followed` is a model for which one vector that is not the right one, or one key of a draft model,
+shows as a rejected draft.
 """
 
 import random
@@ -16,9 +17,10 @@ import torch
 from common.config import SpeculativeConfig
 from engine.models import load
 from engine.speculative import AllDrafts, HeadDrafter, Speculator
-from tests.pair.rig import Asked, Loaded, PairRig, Size
-from tests.support.checkpoints import make_checkpoint
+from tests.pair.rig import Asked, Loaded, PairRig, Size, prompt
+from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.drafters import (
+    make_draft,
     make_eagle,
     make_eagle3,
     make_followed,
@@ -55,6 +57,7 @@ def _prompts(vocabulary_size: int) -> list[list[int]]:
 @dataclass(frozen=True)
 class Followed:
     loaded: Loaded
+    knower: Loaded  # the same model with a drafter whose logits are the model's
     after: dict[int, int]  # the next token, by the newest
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
@@ -64,22 +67,86 @@ class Followed:
         return told[1:]
 
 
-@pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+@dataclass(frozen=True)
+class Itself:
+    """A model that is its own draft model."""
+
+    loaded: Loaded
+    reference: object
+
+    @property
+    def knower(self) -> Loaded:
+        return self.loaded
+
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        (tokens,) = greedy_tokens(self.reference, [prompt], count)
+        return tokens
+
+
+@pytest.fixture(scope="module", params=["eagle", "draft_model"])
+def followed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Followed | Itself:
     root = tmp_path_factory.mktemp("followed")
+    if request.param == "draft_model":
+        model = make_checkpoint(root / "model", "llama")
+        loaded = _loaded(model, method="draft_model", draft_model=str(model))
+        return Itself(loaded, reference_model(model))
     model = make_followed(root / "model")
-    loaded = _loaded(model, method="eagle", draft_model=str(make_follower(root / "head", model)))
+    loaded, knower = (
+        _loaded(model, method="eagle", draft_model=str(make(root / make.__name__, model)))
+        for make in (make_follower, make_knower)
+    )
     weight = loaded.model.logits(torch.eye(320))
     after = {token: int(row.argmax()) for token, row in enumerate(weight)}
-    return Followed(loaded, after)
+    return Followed(loaded, knower, after)
 
 
-@pytest.fixture(scope="module", params=["eagle", "mtp", "eagle3", "hybrid"])
+@dataclass(frozen=True)
+class Itself:
+    """A model that is its own draft model."""
+
+    loaded: Loaded
+    reference: object
+
+    @property
+    def knower(self) -> Loaded:
+        return self.loaded
+
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        (tokens,) = greedy_tokens(self.reference, [prompt], count)
+        return tokens
+
+
+DRAFT_MODELS = {  # architectures of a model and of its draft model
+    "draft model": ("llama", "llama"),
+    "windows in the draft model": ("qwen3", "gemma3_text"),
+    "windows in the model": ("gemma3_text", "llama"),
+    "draft model of a hybrid": ("qwen3_next", "llama"),
+}
+
+
+QUICK = "windows in the draft model"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *("eagle", "mtp", "eagle3", "hybrid"),
+        *(pytest.param(each, marks=() if each == QUICK else LONG) for each in DRAFT_MODELS),
+    ],
+)
 def guessed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Loaded, Loaded]]:
-    """A model without drafts, and with a random layer for them."""
-    root = tmp_path_factory.mktemp(request.param)
+    """A model without drafts, and with a random drafter."""
+    root = tmp_path_factory.mktemp("guessed")
+    if request.param in DRAFT_MODELS:
+        architecture, drafts = DRAFT_MODELS[request.param]
+        model = make_checkpoint(root / "model", architecture)
+        draft = make_draft(root / "draft", model, architecture=drafts)
+        yield _loaded(model), _loaded(model, method="draft_model", draft_model=str(draft))
+        return
     if request.param == "mtp":
         model = make_mtp(make_checkpoint(root / "model", "deepseek_v3"))
         yield _loaded(model), _loaded(model, method="mtp")
@@ -99,7 +166,7 @@ def guessed(
     [(4, True), *(pytest.param(*one, marks=LONG) for one in ((1, True), (4, False)))],
 )
 def test_a_layer_that_is_right_is_right_behind_every_token(
-    followed: Followed, max_drafts: int, overlap: bool
+    followed: Followed | Itself, max_drafts: int, overlap: bool
 ) -> None:
     """Behind the prompt, whose vectors another node has made; behind drafts that the layer has made
     from its own vectors; at every place in a page.
@@ -115,7 +182,9 @@ def test_a_layer_that_is_right_is_right_behind_every_token(
         assert accepted >= len(asked) * (NUM_TOKENS - 1) * max_drafts // (max_drafts + 1) - 5
 
 
-def test_prompts_in_chunks_and_prefixes_in_the_cache_leave_it_right(followed: Followed) -> None:
+def test_prompts_in_chunks_and_prefixes_in_the_cache_leave_it_right(
+    followed: Followed | Itself,
+) -> None:
     """On a node that computes prompts itself; later turns begin behind pages of earlier ones, which
     drafts have written."""
     with PairRig(followed.loaded, prefill=(), decode=[_size()], chunked_prefill_tokens=16) as rig:
@@ -131,21 +200,36 @@ def test_prompts_in_chunks_and_prefixes_in_the_cache_leave_it_right(followed: Fo
         assert rejected == 0 and accepted > 0
 
 
-def test_a_prefix_on_both_nodes_leaves_it_right(followed: Followed) -> None:
+def test_a_prefix_on_both_nodes_leaves_it_right(followed: Followed | Itself) -> None:
     """Pages that the decode node has are not moved, with what the layer keeps in them."""
     with PairRig(followed.loaded, decode=[_size()]) as rig:
         prompt = _prompts(256)[-1]
         one = rig.ask(prompt, NUM_TOKENS)
         rig.run(one)
         again = rig.ask(prompt, NUM_TOKENS)
-        more = rig.serve([*prompt, *one.tokens, 5], NUM_TOKENS)
+        turn = [*prompt, *one.tokens, 5]
+        more = rig.serve(turn, NUM_TOKENS)
         assert again.tokens == one.tokens and again.cached_tokens
-        assert more.tokens == followed.answer([5], NUM_TOKENS)
+        assert more.tokens == followed.answer(turn, NUM_TOKENS)
         assert rig.decode[0].drafts()[1] == 0
 
 
+def test_a_prefix_that_was_evicted_to_the_host_leaves_it_right(followed: Followed | Itself) -> None:
+    size = _size(num_pages=14, tier_pages=160)
+    with PairRig(followed.loaded, prefill=(), decode=[size]) as rig:
+        prompts = [prompt(130, seed) for seed in range(1, 4)]
+        for each in prompts * 2:
+            assert rig.serve(each, NUM_TOKENS).tokens == followed.answer(each, NUM_TOKENS)
+            rig.until_free()
+        assert rig.decode[0].engine.tiers.host_tokens > 0
+        accepted, rejected = rig.decode[0].drafts()
+        assert rejected == 0 and accepted > 0
+
+
 @pytest.mark.parametrize("swap_pages", [64, pytest.param(0, marks=LONG)])
-def test_who_was_off_the_device_comes_back_to_it(followed: Followed, swap_pages: int) -> None:
+def test_who_was_off_the_device_comes_back_to_it(
+    followed: Followed | Itself, swap_pages: int
+) -> None:
     prompts = [[first] * 12 for first in range(1, 9)]
     size = _size(num_pages=12, max_running_requests=40, swap_pages=swap_pages)
     with PairRig(followed.loaded, decode=[size], **BOLD) as rig:
@@ -158,7 +242,7 @@ def test_who_was_off_the_device_comes_back_to_it(followed: Followed, swap_pages:
 
 
 # Seen failing, both, with vectors of tokens that fill a page alone.
-def test_who_made_room_for_an_urgent_one_comes_back_to_it(followed: Followed) -> None:
+def test_who_made_room_for_an_urgent_one_comes_back_to_it(followed: Followed | Itself) -> None:
     size = _size(num_pages=7, prefix_cache=False)
     scheduler = {"preemption_threshold": 10, "new_token_ratio": 0.02, "min_new_token_ratio": 0.01}
     with PairRig(followed.loaded, decode=[size], **scheduler) as rig:
@@ -166,13 +250,13 @@ def test_who_made_room_for_an_urgent_one_comes_back_to_it(followed: Followed) ->
         rig.until(lambda: len(low.tokens) > 3, "the first runs")
         high = rig.serve([4] * 60, 20, priority=50)
         assert rig.decode[0].count("preempted/normal") == 1
-        assert low.tokens == followed.answer([3], 40)
-        assert high.tokens == followed.answer([4], 20)
+        assert low.tokens == followed.answer(low.prompt, 40)
+        assert high.tokens == followed.answer(high.prompt, 20)
         accepted, rejected = rig.decode[0].drafts()
         assert rejected == 0 and accepted > 0
 
 
-def test_who_is_replayed_elsewhere_finds_it_there(followed: Followed) -> None:
+def test_who_is_replayed_elsewhere_finds_it_there(followed: Followed | Itself) -> None:
     prompt = _prompts(256)[-1]
     answer = followed.answer(prompt, NUM_TOKENS)
     with PairRig(followed.loaded, prefill=[Size()] * 2, decode=[_size(), _size()]) as rig:
@@ -183,7 +267,7 @@ def test_who_is_replayed_elsewhere_finds_it_there(followed: Followed) -> None:
         assert rejected == 0 and accepted > 0
 
 
-def test_a_request_that_moves_takes_it_along(followed: Followed) -> None:
+def test_a_request_that_moves_takes_it_along(followed: Followed | Itself) -> None:
     prompt = _prompts(256)[-1]
     with PairRig(followed.loaded, decode=[_size(), _size()], migrates=True) as rig:
         asked = rig.ask(prompt, 50)
@@ -213,7 +297,7 @@ def test_a_layer_that_knows_nothing_changes_no_answer(guessed: tuple[Loaded, Loa
 
 @pytest.mark.parametrize(
     "guessed",
-    ["eagle3", *(pytest.param(each, marks=LONG) for each in ("eagle", "mtp"))],
+    ["eagle3", *(pytest.param(each, marks=LONG) for each in ("eagle", "mtp", "draft model"))],
     indirect=True,
 )
 def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(
@@ -256,16 +340,14 @@ HOT = {"temperature": 8.0, "ignore_eos": True}  # hardly any token is the likeli
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=LONG)])
 def test_drafts_are_drawn_with_their_requests_own_noise(
-    tmp_path: Path, followed: Followed, overlap: bool
+    followed: Followed | Itself, overlap: bool
 ) -> None:
     """By a layer whose logits are the model's: whatever is drawn, and by whichever filters, all its
     drafts stand; also where it goes on behind drafts of a prediction that did not.
 
     Seen failing with drafts that are the likeliest tokens, and with another row's noise."""
-    head = make_knower(tmp_path / "head", followed.loaded.directory)
-    loaded = _loaded(followed.loaded.directory, method="eagle", draft_model=str(head))
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.06}, {"temperature": 0.0}]
-    with PairRig(loaded, decode=[_size()], overlap_schedule=overlap) as rig:
+    with PairRig(followed.knower, decode=[_size()], overlap_schedule=overlap) as rig:
         asked = [
             rig.ask(prompt, NUM_TOKENS + number, **(HOT | {"seed": number} | way))
             for number, prompt in enumerate(_prompts(256))
@@ -282,7 +364,7 @@ def test_drafts_are_drawn_with_their_requests_own_noise(
         assert rig.decode[0].drafts()[1] == again.predicted.rejected
 
 
-def test_a_prediction_goes_before_what_the_layer_guesses(followed: Followed) -> None:
+def test_a_prediction_goes_before_what_the_layer_guesses(followed: Followed | Itself) -> None:
     prompt = _prompts(256)[-1]
     answer = followed.answer(prompt, NUM_TOKENS)
     with PairRig(followed.loaded, decode=[_size()]) as rig:

@@ -120,6 +120,15 @@ def make_eagle3(directory: Path, model: Path, *, seed: int = 0) -> Path:
     return directory
 
 
+def make_draft(directory: Path, model: Path, *, architecture: str = "llama", seed: int = 1) -> Path:
+    """Writes a random draft model for a model: another one with its vocabulary; returns
+    `directory`."""
+    vocabulary_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    layers = {} if architecture == "gemma3_text" else {"num_hidden_layers": 3}
+    fields = {"vocab_size": vocabulary_size, "hidden_size": 48, "head_dim": 12, **layers}
+    return make_checkpoint(directory, architecture, seed=seed, **fields)
+
+
 def make_mtp(model: Path, *, seed: int = 0) -> Path:
     """Gives a checkpoint of DeepSeek-V3 its layer for drafts, in place, as a random one of its last
     layer's kind; returns `model`."""

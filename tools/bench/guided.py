@@ -1,22 +1,27 @@
-"""Measure drafts for responses under a grammar: tokens of a step, and tokens/s over those without.
+"""Measure drafts for responses under a grammar, or those of draft models: tokens of a step, and
+tokens/s over those without.
 
-    python -m tools.bench.guided [--rounds 5] [--requests 12] [--streams 1]
+    python -m tools.bench.guided [--draft-models] [--rounds 5] [--requests 12] [--streams 1]
 
 Each load runs on systems that differ in their drafts only, as `baton up --prefill 0` starts them,
 in turns and with the same requests. Responses must be the same, so weights are float32. A step of a
 request streams one message, so the tokens of a message are those of a step. Loads: JSON and tool
-calls of the demo model, and objects of a schema that random weights are forced into.
+calls of the demo model, and objects of a schema that random weights are forced into. With
+`--draft-models`, the loads are free text, greedy and sampled in turns: the demo model drafts for
+itself, and for a model that costs eight times as much and says the same, also with noise in its
+weights.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -24,6 +29,7 @@ from typing import Any
 
 import grpc.aio
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cli.demo import DIRECTORY
@@ -37,10 +43,12 @@ from tools.demo import structured, tasks
 from tools.demo.tokenizer import CALL, CALL_END
 
 _NGRAM = ("--engine.speculative.method", "ngram")
+_ALL = "--no-engine.speculative.adaptive"
+_TENSORS = "model.safetensors"
 DRAFTS: dict[str, tuple[str, ...]] = {
     "none": (),
     "adaptive": _NGRAM,
-    "all": (*_NGRAM, "--no-engine.speculative.adaptive"),
+    "all": (*_NGRAM, _ALL),
 }
 RANDOM_SIZES = {  # 100 million parameters
     "vocab_size": 800,
@@ -88,6 +96,7 @@ class Load:
     name: str
     model: Path
     requests: Sequence[GenerateRequest]
+    drafts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DRAFTS)
 
 
 @dataclass
@@ -100,9 +109,10 @@ class Measured:
 def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory() as directory:
+        loads = _drafted_loads if options.draft_models else _loads
         rows = [
             row
-            for load in _loads(Path(directory), options.requests)
+            for load in loads(Path(directory), options)
             for row in asyncio.run(_measured(load, options))
         ]
     table(rows, COLUMNS)
@@ -111,14 +121,16 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.guided", description=__doc__)
+    parser.add_argument("--draft-models", action="store_true", help="measure draft models")
+    parser.add_argument("--noise", type=float, default=0.3, help="of a draft model (0.3)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=12, help="of each load in a round (12)")
     parser.add_argument("--streams", type=int, default=1, help="requests at a time (1)")
     return parser.parse_args()
 
 
-def _loads(directory: Path, count: int) -> Iterator[Load]:
-    random = Random(3)
+def _loads(directory: Path, options: argparse.Namespace) -> Iterator[Load]:
+    random, count = Random(3), options.requests
     sums = [(tasks.number(random), tasks.number(random)) for _ in range(count)]
     answer = {"type": "object", "properties": {"answer": {"type": "integer"}}}
     guide = Guide(json_schema=json.dumps({**answer, "required": ["answer"]}))
@@ -135,6 +147,64 @@ def _loads(directory: Path, count: int) -> Iterator[Load]:
     ]
     asked = [GenerateRequest(text=f"record {n}", sampling=each) for n, each in enumerate(sampling)]
     yield Load("random weights, schema", model, asked)
+
+
+def _drafted_loads(directory: Path, options: argparse.Namespace) -> Iterator[Load]:
+    random = Random(3)
+    asked = [
+        GenerateRequest(
+            text=structured.sum_as_json(tasks.number(random), tasks.number(random)).prompt,
+            sampling=Sampling(max_tokens=100, temperature=n % 2, seed=n, ignore_eos=True),
+        )
+        for n in range(options.requests)
+    ]
+    deep = _deep_model(directory / "deep")
+    noisy = _noisy_model(directory / "noisy", options.noise)
+    yield Load("the model itself", DIRECTORY, asked, _draft_model(DIRECTORY))
+    yield Load("1/8 of the model", deep, asked, _draft_model(DIRECTORY))
+    yield Load("1/8 of the model, noisy", deep, asked, _draft_model(noisy))
+
+
+def _draft_model(directory: Path) -> dict[str, tuple[str, ...]]:
+    method = "--engine.speculative.method", "draft_model"
+    adaptive = *method, "--engine.speculative.draft-model", str(directory)
+    return {"none": (), "adaptive": adaptive, "all": (*adaptive, _ALL)}
+
+
+def _deep_model(directory: Path) -> Path:
+    """Write the demo model with seven layers that add nothing after each of its own."""
+    config = json.loads((DIRECTORY / "config.json").read_text())
+    tensors, deep = load_file(DIRECTORY / _TENSORS), dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"(model\.layers\.)(\d+)(\..*)", name)
+        for number in range(8 if found else 1):
+            if found:
+                name = f"{found[1]}{8 * int(found[2]) + number}{found[3]}"
+            idle = number and name.endswith(("o_proj.weight", "down_proj.weight"))
+            deep[name] = torch.zeros_like(tensor) if idle else tensor.clone()
+    config["num_hidden_layers"] *= 8
+    config["layer_types"] *= 8
+    return _written(directory, config, deep)
+
+
+def _noisy_model(directory: Path, noise: float) -> Path:
+    """Write the demo model with noise in its matrices, as a part of their standard deviation."""
+    torch.manual_seed(0)
+    config = json.loads((DIRECTORY / "config.json").read_text())
+    tensors = {
+        name: tensor + noise * tensor.std() * torch.randn_like(tensor)
+        if tensor.dim() > 1
+        else tensor
+        for name, tensor in load_file(DIRECTORY / _TENSORS).items()
+    }
+    return _written(directory, config, tensors)
+
+
+def _written(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    shutil.copytree(DIRECTORY, directory, ignore=lambda *_: [_TENSORS])
+    save_file(tensors, directory / _TENSORS, {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def _random_model(directory: Path) -> Path:
@@ -169,17 +239,17 @@ def _call_form() -> dict[str, Any]:
 
 async def _measured(load: Load, options: argparse.Namespace) -> list[dict[str, Any]]:
     say(f"{load.name} ...")
-    found = {name: Measured() for name in DRAFTS}
+    found = {name: Measured() for name in load.drafts}
     async with contextlib.AsyncExitStack() as exits:
         targets = {}
-        for name, flags in DRAFTS.items():
+        for name, flags in load.drafts.items():
             flags = ("--engine.dtype", "float32", *flags)
             system = await exits.enter_async_context(as_up("colocated", load.model, flags))
             targets[name] = system.target
         for target in targets.values():  # compiles the grammar, and warms up
             await _round(target, load.requests, options.streams, Measured())
         for turn in range(options.rounds):
-            for name in [*DRAFTS][:: 1 if turn % 2 else -1]:
+            for name in [*load.drafts][:: 1 if turn % 2 else -1]:
                 await _round(targets[name], load.requests, options.streams, found[name])
     plain = found["none"]
     rows = []

@@ -1,18 +1,23 @@
-"""Draft layers, which predict further tokens from a model's hidden states: their parts, and how
-they run over the model's pages."""
+"""Drafters on the device, and how they run over the model's pages: draft layers, which predict
+further tokens from a model's hidden states, and draft models."""
 
 from engine.models.drafting.block import DraftSpec, InnerNorms
 from engine.models.drafting.body import BodySpec
+from engine.models.drafting.drawing import drawn, one_token, view_of
 from engine.models.drafting.eagle3 import Eagle3Spec
 from engine.models.drafting.head import DraftHead
-from engine.models.drafting.protocol import DraftLayer, DraftLayerSpec
+from engine.models.drafting.protocol import DeviceDrafter, DraftLayer, DraftLayerSpec
 
 __all__ = [
     "BodySpec",
+    "DeviceDrafter",
     "DraftHead",
     "DraftLayer",
     "DraftLayerSpec",
     "DraftSpec",
     "Eagle3Spec",
     "InnerNorms",
+    "drawn",
+    "one_token",
+    "view_of",
 ]

@@ -35,7 +35,7 @@ class BodySpec:
 
     def keeps(self, hidden_size: int) -> DraftState:
         """Return the state that the whole layer stores."""
-        return DraftState(self.mixer.keeps, hidden_size)
+        return DraftState((self.mixer.keeps,), hidden_size)
 
     def built_norm(self, site: LayerSite, name: str) -> RmsNorm:
         """Build a norm of the body or of the layer around it. All are of the same kind."""

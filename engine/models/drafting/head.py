@@ -7,30 +7,22 @@ that continues after a token, on this node or another one, has that page.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
-from engine.batch.batch import TO_GUESS
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
-from engine.kv_cache.layout import DraftView
+from engine.kv_cache.layout import DRAFT_TABLE, DraftView
 from engine.models.blocks.protocol import KeptStates, ModelStep
-from engine.models.drafting.protocol import DraftLayer
+from engine.models.drafting.drawing import drawn, view_of
+from engine.models.drafting.protocol import DraftLayer, Draw
 from kernels.pages.store_kv import store_kv
-
-# Draws int32 [n] draft tokens from logits [n, any] of the first n rows, given the number of the
-# draft. A draft is negative where logits are not finite.
-Draw: TypeAlias = Callable[[Tensor, int], Tensor]
-
-_TABLE = 0  # the page table that it uses
 
 
 class DraftHead:
-    """A draft layer behind a model. Forward stream only. Never waits for the device.
+    """A draft layer behind a model, see DeviceDrafter.
 
     Args:
         embed: token ids of a batch and the future map's tokens -> embeddings, as in the model.
@@ -49,6 +41,10 @@ class DraftHead:
         self._embed = embed
         self._logits = logits
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.layer.taps
+
     def follow(
         self,
         step: ModelStep,
@@ -57,29 +53,18 @@ class DraftHead:
         future_tokens: Tensor,
         pool: KVPool,
     ) -> None:
-        """Store the draft layer's KV of a step's tokens. Called after the model's forward.
-
-        Args:
-            hidden, tapped: as in DraftLayer.
-        """
-        batch, view = step.batch, _view(pool)
+        batch, view = step.batch, view_of(pool)
         own = self.layer.vectors(hidden, tapped, step)
         vectors = own.roll(1, 0)
         vectors[batch.query_starts[:-1]] = _vectors_before(batch, view, pool.layout.page_size)
         embeddings = self._embed(batch.token_ids, future_tokens)
-        self.layer.keep(vectors, embeddings, step, KeptStates(view.tokens, _TABLE, {}))
+        self.layer.keep(vectors, embeddings, step, _kept(view))
         _store(own, _newest_of_pages(batch, pool.layout.page_size), view)
         self._newest[pool] = own
 
     def continue_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
-        """Store the hidden states from which the rows continue. Called after `follow` of a step
-        with drafts and its verification.
-
-        Args:
-            places: int64 [num_rows], places of the rows' last accepted tokens in the step.
-        """
-        pages = batch.locations[_TABLE][places] // pool.layout.page_size
-        _store(self._newest[pool][places], pages, _view(pool))
+        pages = batch.locations[DRAFT_TABLE][places] // pool.layout.page_size
+        _store(self._newest[pool][places], pages, view_of(pool))
 
     def guess(
         self,
@@ -89,30 +74,21 @@ class DraftHead:
         pool: KVPool,
         draw: Draw,
     ) -> Tensor:
-        """Return the token ids of a step with drafts, with a drawn token in place of each TO_GUESS.
-        Called before the step.
-
-        Args:
-            num_rows: number of rows with at least one draft, at least two, and so on. Rows with
-                more drafts come first.
-        """
-        view, firsts = _view(pool), batch.query_starts[:-1].long()
-        kept, token_ids = KeptStates(view.tokens, _TABLE, {}), batch.token_ids.clone()
+        view = view_of(pool)
         vectors = _vectors_before(batch, view, pool.layout.page_size)
-        for number, rows in enumerate(num_rows):
-            places = firsts[:rows] + number
-            one = _one_token(batch, token_ids, places)
+
+        def logits_of(one: ForwardBatch) -> Tensor:
+            nonlocal vectors
             embeddings = self._embed(one.token_ids, future_tokens)
-            vectors = self.layer.forward(vectors[:rows], embeddings, ModelStep(one), kept)
-            drawn = draw(self.layer.logits(vectors, self._logits), number).clamp_(min=0)
-            drafts = token_ids[places + 1]
-            token_ids[places + 1] = torch.where(drafts == TO_GUESS, drawn, drafts)
-        return token_ids
+            step, before = ModelStep(one), vectors[: one.num_rows]
+            vectors = self.layer.forward(before, embeddings, step, _kept(view))
+            return self.layer.logits(vectors, self._logits)
+
+        return drawn(batch, num_rows, draw, logits_of)
 
 
-def _view(pool: KVPool) -> DraftView:
-    assert pool.draft is not None
-    return pool.draft
+def _kept(view: DraftView) -> KeptStates:
+    return KeptStates(view.layers[0], DRAFT_TABLE, {})
 
 
 def _vectors_before(batch: ForwardBatch, view: DraftView, page_size: int) -> Tensor:
@@ -121,14 +97,14 @@ def _vectors_before(batch: ForwardBatch, view: DraftView, page_size: int) -> Ten
     before = batch.positions[batch.query_starts[:-1]] - 1
     if not len(batch.page_ids):  # every row starts at position 0
         return view.vectors.new_zeros(len(before), view.vectors[0].numel())
-    places = batch.page_starts[_TABLE] + before.clamp(min=0) // page_size
+    places = batch.page_starts[DRAFT_TABLE] + before.clamp(min=0) // page_size
     return view.vectors[batch.page_ids[places].long()].flatten(1)
 
 
 def _newest_of_pages(batch: ForwardBatch, page_size: int) -> Tensor:
     """Return the page of each token that is the newest one in its page after the step, and -1 for
     other tokens."""
-    locations = batch.locations[_TABLE]
+    locations = batch.locations[DRAFT_TABLE]
     newest = (locations + 1) % page_size == 0
     newest.index_fill_(0, batch.query_starts[1:].long() - 1, True)
     return torch.where(newest, locations // page_size, -1)
@@ -137,25 +113,3 @@ def _newest_of_pages(batch: ForwardBatch, page_size: int) -> Tensor:
 def _store(vectors: Tensor, pages: Tensor, view: DraftView) -> None:
     key, value = vectors.view(len(vectors), 1, 2, -1).unbind(dim=2)
     store_kv(key, value, view.vectors, pages)
-
-
-def _one_token(batch: ForwardBatch, token_ids: Tensor, places: Tensor) -> ForwardBatch:
-    """Return a decode step of the batch's first rows, each with the token at one of its places."""
-    num_rows, positions = len(places), batch.positions[places]
-    starts = torch.arange(num_rows + 1, device=places.device)
-    return replace(
-        batch,
-        locations=tuple(each[places] for each in batch.locations),
-        page_starts=tuple(each[:num_rows] for each in batch.page_starts),
-        token_ids=token_ids[places],
-        positions=positions,
-        lengths=positions + 1,
-        query_starts=starts.int(),
-        sampled=starts[:-1],
-        state_reads=batch.state_reads[:num_rows],
-        state_writes=batch.state_writes[:num_rows],
-        state_marks=batch.state_marks[:num_rows],
-        state_kept=batch.state_kept[:num_rows],
-        slots=batch.slots[:num_rows],
-        num_decodes=num_rows,
-    )

@@ -1,12 +1,71 @@
-"""Protocol between a draft head and its layer."""
+"""Protocols between a model and its drafter, and between a draft head and its layer."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from engine.batch.forward import ForwardBatch
+from engine.kv_cache.kv import KVPool
 from engine.kv_cache.states import DraftState
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
+
+# Draws int32 [n] draft tokens from logits [n, any] of the first n rows, given the number of the
+# draft. A draft is negative where logits are not finite.
+Draw: TypeAlias = Callable[[Tensor, int], Tensor]
+
+
+class DeviceDrafter(Protocol):
+    """A drafter on the device, whose layers have KV in the pages of the model. Forward stream only.
+    Never waits for the device.
+
+    Attributes:
+        taps: layers of the model whose inputs it reads.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    def follow(
+        self,
+        step: ModelStep,
+        hidden: Tensor,
+        tapped: Sequence[Tensor],
+        future_tokens: Tensor,
+        pool: KVPool,
+    ) -> None:
+        """Store the drafter's KV of a step's tokens. Called after the model's forward.
+
+        Args:
+            hidden, tapped: as in DraftLayer.
+        """
+        ...
+
+    def continue_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
+        """Store what the rows need to continue. Called after `follow` of a step with drafts and its
+        verification.
+
+        Args:
+            places: int64 [num_rows], places of the rows' last accepted tokens in the step.
+        """
+        ...
+
+    def guess(
+        self,
+        batch: ForwardBatch,
+        num_rows: Sequence[int],
+        future_tokens: Tensor,
+        pool: KVPool,
+        draw: Draw,
+    ) -> Tensor:
+        """Return the token ids of a step with drafts, with a drawn token in place of each TO_GUESS.
+        Called before the step.
+
+        Args:
+            num_rows: number of rows with at least one draft, at least two, and so on. Rows with
+                more drafts come first.
+        """
+        ...
 
 
 class DraftLayer(Protocol):

@@ -12,7 +12,7 @@ from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.protocol import AdaptedLinear
-from engine.models.drafting import DraftHead
+from engine.models.drafting import DeviceDrafter
 from engine.models.linear import Product
 from engine.models.spec import ModelSpec
 from engine.models.transformers_backend.attention import CurrentStep
@@ -43,7 +43,7 @@ class TransformersModel:
         self.spec = spec
         self.products: tuple[Product, ...] = ()
         self.seeing: VisionTower | None = None
-        self.drafter: DraftHead | None = None
+        self.drafter: DeviceDrafter | None = None
         self.device = device
         self.dtype: torch.dtype = model.dtype
         self._step = step

@@ -12,8 +12,10 @@ from common.errors import ConfigError
 from engine.models.blocks.attention import Attention
 from engine.models.blocks.protocol import LayerSite
 from engine.models.checkpoint import Checkpoint, content
+from engine.models.decoder import Decoder
 from engine.models.drafting import (
     BodySpec,
+    DraftHead,
     DraftLayer,
     DraftLayerSpec,
     DraftSpec,
@@ -24,12 +26,13 @@ from engine.models.families import common
 from engine.models.fields import Fields
 from engine.models.linear import form_of
 from engine.models.quantized import scheme_of
+from engine.models.refill import drain, refill
 from engine.models.spec import ModelSpec
 from engine.models.weights.reader import TensorReader
 from engine.models.weights.survey import TensorInventory, TensorNeeds
 from engine.ranks import WHOLE, Share
 
-_FLAG = "engine.speculative.draft_model"
+DRAFT_FLAG = "engine.speculative.draft_model"
 _UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # copies of the model's own, or unused
 _JOIN = "fc"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -68,20 +71,37 @@ class EagleCheckpoint:
         incomplete."""
         return self._survey(device, dtype, quantize, share).num_bytes
 
-    def load(
-        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
-    ) -> DraftLayer:
-        """Load the layer. Raises ConfigError as `weight_bytes`."""
+    def load(self, model: Decoder, quantize: Quantize, share: Share = WHOLE) -> DraftHead:
+        """Load the layer for a model. Raises ConfigError as `weight_bytes`."""
+        return model.drafting(self._layer(model, quantize, share))
+
+    def refill(self, model: Decoder, quantize: Quantize, share: Share) -> None:
+        """Read the weights of the model's drafter again, after `drain`."""
+        assert isinstance(model.drafter, DraftHead)
+        refill(model.drafter.layer, self._layer(model, quantize, share))
+
+    def drain(self, model: Decoder) -> None:
+        """Return the memory of the weights of the model's drafter to the system."""
+        assert isinstance(model.drafter, DraftHead)
+        drain(model.drafter.layer)
+
+    def added_to(self, model: ModelSpec) -> ModelSpec:
+        """Return the properties of the target model with this drafter."""
+        return replace(model, draft=self.spec.keeps(model.hidden_size))
+
+    def name(self) -> str:
+        """Return a name with a hash of its configuration and of all bytes of its weights."""
+        needs = self._survey(torch.device("cpu"), torch.float32, "none", WHOLE)
+        stored = {name: self._checkpoint.tensors[name] for name in sorted(needs.stored)}
+        hashed = hashlib.sha256(repr(self.spec).encode() + content(stored))
+        return f"eagle {hashed.hexdigest()}"
+
+    def _layer(self, model: Decoder, quantize: Quantize, share: Share) -> DraftLayer:
+        device, dtype = model.device, model.dtype
         self._survey(device, dtype, quantize, share)
         form = form_of(device, dtype, quantize)
         reader = TensorReader(self._checkpoint, self._scheme, device, dtype, form, share)
         return self.spec.build(LayerSite(reader, self._hidden_size))
-
-    def hash(self) -> str:
-        """Return a hash of its configuration and of all bytes of its weights."""
-        needs = self._survey(torch.device("cpu"), torch.float32, "none", WHOLE)
-        stored = {name: self._checkpoint.tensors[name] for name in sorted(needs.stored)}
-        return hashlib.sha256(repr(self.spec).encode() + content(stored)).hexdigest()
 
     def _survey(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
@@ -96,9 +116,9 @@ class EagleCheckpoint:
 def _check(config: Fields, model: ModelSpec, directory: Path) -> None:
     kind, layers = config.text("model_type"), config.integer("num_hidden_layers")
     if kind != "llama":
+        found = ", ".join(_architectures(config)) or kind
         raise ConfigError(
-            f"{_FLAG}: {directory} is {', '.join(_architectures(config)) or kind}; EAGLE heads of "
-            "model_type llama are supported"
+            f"{DRAFT_FLAG}: {directory} is {found}; EAGLE heads of model_type llama are supported"
         )
     if layers != 1:
         raise config.wrong("num_hidden_layers", "1: an EAGLE head is one layer")

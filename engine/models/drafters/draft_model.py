@@ -1,0 +1,160 @@
+"""A draft model: a smaller decoder with the same vocabulary, which drafts from the tokens alone.
+
+The KV of its layers lies behind that of the model, in the same pages. A token's KV is therefore
+wherever the model's is: in the prefix cache, in lower tiers, and on the next node.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from common.config import Quantize
+from common.errors import ConfigError
+from engine.batch.forward import ForwardBatch
+from engine.kv_cache.kv import KVPool
+from engine.kv_cache.states import DraftState
+from engine.models.blocks.protocol import ModelStep
+from engine.models.checkpoint import Checkpoint, content, stored_names
+from engine.models.decoder import Decoder
+from engine.models.drafters.eagle import DRAFT_FLAG
+from engine.models.drafting import drawn, one_token, view_of
+from engine.models.drafting.protocol import Draw
+from engine.models.families import read_decoder
+from engine.models.heads import as_stored
+from engine.models.refill import drain
+from engine.models.spec import ModelSpec
+from engine.models.vision.encoder import VisionInput
+from engine.models.weights import load_weights, refill_weights, stored_tensors, weight_bytes
+from engine.ranks import Share
+
+
+class DraftModelCheckpoint:
+    """The checkpoint of a draft model, of a native family."""
+
+    def __init__(self, directory: Path, model: ModelSpec) -> None:
+        """Read the configuration.
+
+        Args:
+            model: the target model.
+        Raises:
+            ConfigError: the configuration is wrong or not supported, or belongs to another model.
+        """
+        self._directory = directory
+        self._spec = as_stored(read_decoder(directory), stored_names(directory))
+        own = self._spec.model
+        if own.vocabulary_size != model.vocabulary_size:
+            raise ConfigError(
+                f"{DRAFT_FLAG}: {directory} has {own.vocabulary_size} tokens in its vocabulary, "
+                f"and the model {model.vocabulary_size}: a draft model needs the same vocabulary"
+            )
+        for reason, refused in {
+            "it has no head for tokens": not own.generates,
+            "draft models with images are not supported": VisionInput.of(directory) is not None,
+            "draft models with recurrent states are not supported": any(
+                layer.cells for layer in own.layers
+            ),
+        }.items():
+            if refused:
+                raise ConfigError(f"{DRAFT_FLAG}: {directory} is {own.architecture}: {reason}")
+
+    def added_to(self, model: ModelSpec) -> ModelSpec:
+        """Return the properties of the target model with this drafter."""
+        own = self._spec.model
+        products = model.products_per_token + own.products_per_token
+        return replace(model, draft=DraftState(own.layers), products_per_token=products)
+
+    def name(self) -> str:
+        """Return a name with a hash of its configuration and of all bytes of its weights."""
+        checkpoint = Checkpoint(self._directory)
+        needed = sorted(stored_tensors(checkpoint, self._spec))
+        hashed = hashlib.sha256(repr(self._spec).encode())
+        hashed.update(content({name: checkpoint.tensors[name] for name in needed}))
+        return f"draft_model {hashed.hexdigest()}"
+
+    def weight_bytes(
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share
+    ) -> int:
+        """Return the bytes that `load` allocates. Raises ConfigError if the checkpoint is
+        incomplete."""
+        checkpoint = Checkpoint(self._directory)
+        return weight_bytes(checkpoint, self._spec, device, dtype, quantize, _part(share))
+
+    def load(self, model: Decoder, quantize: Quantize, share: Share) -> "DraftModel":
+        """Load it for a model. Raises ConfigError as `weight_bytes`."""
+        read = Checkpoint(self._directory), self._spec
+        return DraftModel(load_weights(*read, model.device, model.dtype, quantize, _part(share)))
+
+    def refill(self, model: Decoder, quantize: Quantize, share: Share) -> None:
+        """Read the weights of the model's drafter again, after `drain`."""
+        assert isinstance(model.drafter, DraftModel)
+        read = Checkpoint(self._directory), self._spec
+        refill_weights(model.drafter.decoder, *read, quantize, _part(share))
+
+    def drain(self, model: Decoder) -> None:
+        """Return the memory of the weights of the model's drafter to the system."""
+        assert isinstance(model.drafter, DraftModel)
+        for part in model.drafter.decoder.parts:
+            drain(part)
+
+
+def _part(share: Share) -> Share:
+    """Return the part of a draft model that a rank of the model has. Experts are always divided."""
+    return replace(share, whole_experts=False)
+
+
+class DraftModel:
+    """A draft model behind a model, see DeviceDrafter."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        # Pools in whose next step all tokens but the last ones of rows have their KV already.
+        self._guessed: WeakSet[KVPool] = WeakSet()
+
+    def follow(
+        self,
+        step: ModelStep,
+        hidden: Tensor,
+        tapped: Sequence[Tensor],
+        future_tokens: Tensor,
+        pool: KVPool,
+    ) -> None:
+        batch = step.batch
+        if pool in self._guessed:
+            self._guessed.discard(pool)
+            batch = one_token(batch, batch.token_ids, batch.query_starts[1:].long() - 1)
+        self._run(batch, future_tokens, pool)
+
+    def continue_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
+        """Do nothing: it continues from the KV of the accepted tokens."""
+
+    def guess(
+        self,
+        batch: ForwardBatch,
+        num_rows: Sequence[int],
+        future_tokens: Tensor,
+        pool: KVPool,
+        draw: Draw,
+    ) -> Tensor:
+        norm = self.decoder.ends.norm
+        assert norm is not None
+
+        def logits_of(one: ForwardBatch) -> Tensor:
+            hidden, _ = norm.forward(*self._run(one, future_tokens, pool))
+            return self.decoder.logits(hidden)
+
+        self._guessed.add(pool)
+        return drawn(batch, num_rows, draw, logits_of)
+
+    def _run(
+        self, batch: ForwardBatch, future_tokens: Tensor, pool: KVPool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Store the KV of a step's tokens. Return the output of the last layer, see Stack."""
+        x = self.decoder.embedded(batch.token_ids, future_tokens)
+        return self.decoder.stack.forward(x, ModelStep(batch), view_of(pool))
