@@ -15,13 +15,12 @@ from kernels import device, early_launch
 from kernels.attention.decode_plan import DecodePlan, first_key, tiles_per_program
 from kernels.attention.tiles import (
     LOG2_E,
-    SEARCH_BLOCK,
     attend_tiles,
     block,
-    last_at_most,
     score_scales,
     stages_that_fit,
 )
+from kernels.row_search import SEARCH_BLOCK, last_at_most
 
 COMBINE_NUMBERS = 8192  # numbers of partial results read at once: 64 per thread
 

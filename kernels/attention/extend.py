@@ -14,13 +14,12 @@ from kernels import device, early_launch
 from kernels.attention.decode_plan import LONGEST_HEAD
 from kernels.attention.tiles import (
     LOG2_E,
-    SEARCH_BLOCK,
     attend_tiles,
     block,
-    last_at_most,
     score_scales,
     stages_that_fit,
 )
+from kernels.row_search import SEARCH_BLOCK, last_at_most
 
 
 class AttentionTile(NamedTuple):

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
-from kernels.attention.tiles import SEARCH_BLOCK, last_at_most
 from kernels.linear_attention.state_cells import CellView, StateRows, token_by_token
+from kernels.row_search import SEARCH_BLOCK, last_at_most
 
 TILE_TOKENS = 64  # of a program
 BLOCK_TOKENS = 16  # of a tile at once
@@ -176,11 +176,12 @@ def _causal_conv_kernel(
     col = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
     own = col < CHANNELS
     start, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
-    first_token = 0
+    first_token, last_token = 0, end - start
     if SEARCHED:
         first_token = (tl.program_id(0) - start // TILE - row) * TILE
-        if (first_token > 0) & (first_token >= end - start):
+        if (first_token > 0) & (first_token >= last_token):
             return
+        last_token = tl.minimum(last_token, first_token + TILE)
     cell = first + head * STEP
     place = row * state_pages + first_page + cell // PER_PAGE
     cells_ptr += (cell % PER_PAGE) * place_stride + col * (WIDTH - 1)
@@ -192,7 +193,6 @@ def _causal_conv_kernel(
     weight_ptr += (head * CHANNELS + col) * WIDTH
     out_ptr += (start.to(tl.int64) * HEADS + head) * CHANNELS + col
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    last_token = tl.minimum(first_token + TILE, end - start)
     for done in range(first_token, last_token, BLOCK_TOKENS):
         token = done + tl.arange(0, BLOCK_TOKENS)[:, None]
         there = own & (token < end - start)

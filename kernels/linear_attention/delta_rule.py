@@ -176,13 +176,17 @@ def delta_rule_triton(x: Tensor, gates: Gates, cells: CellView, rows: StateRows)
     if num_tokens:
         block = min(BLOCK_V, triton.next_power_of_2(v_size))
         blocks = triton.cdiv(v_size, block)
-        in_chunks = x.dtype != torch.float32 and rows.has_long_rows(num_tokens)
         kernel: Any = _delta_rule_kernel[(rows.num_rows, cells.heads, blocks)]
-        options: dict[str, Any] = {"BLOCK": block}
-        if in_chunks:
+        options: dict[str, Any] = {"BLOCK": block, "num_warps": 4}
+        if x.dtype != torch.float32 and rows.has_long_rows(num_tokens):
             kernel = delta_chunks.delta_chunks_kernel[(blocks, cells.heads, rows.num_rows)]
-            options = {"BLOCK": max(16, block), "CHUNK": delta_chunks.CHUNK}
-            options |= {"UPCAST": device.INTERPRETED, "num_stages": delta_chunks.STAGES}
+            options = {
+                "BLOCK": max(16, block),
+                "CHUNK": delta_chunks.CHUNK,
+                "UPCAST": device.INTERPRETED,
+                "num_warps": delta_chunks.num_warps(device.architecture()),
+                "num_stages": delta_chunks.STAGES,
+            }
         kernel(
             x, *gates, cells.view, out,
             rows.starts, rows.reads, rows.writes, rows.marks, rows.kept,
@@ -192,7 +196,7 @@ def delta_rule_triton(x: Tensor, gates: Gates, cells: CellView, rows: StateRows)
             STEP=cells.step, PER_PAGE=cells.view.shape[1],
             KEY_HEADS=key_heads, GROUP=cells.heads // key_heads, K=k_size, V=v_size,
             BLOCK_K=max(16, triton.next_power_of_2(k_size)),
-            num_warps=4, enable_fp_fusion=True, **options,
+            enable_fp_fusion=True, **options,
         )  # fmt: skip
     return out
 
