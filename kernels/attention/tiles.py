@@ -51,6 +51,22 @@ def stages_that_fit(
 
 
 @triton.jit
+def as_operand(q, kv_ptr, HALF: tl.constexpr, UPCAST: tl.constexpr):
+    """Return queries in the dtype of their products.
+
+    With HALF, bfloat16 queries of keys in 8 bits become float16, because two 8-bit floats are
+    converted to it in one instruction. It has every such number exactly.
+    """
+    if UPCAST:
+        q = q.to(tl.float32)
+    elif HALF & (kv_ptr.dtype.element_ty.primitive_bitwidth == 8) & (q.dtype == tl.bfloat16):
+        most: tl.constexpr = 65504.0
+        wide = tl.clamp(q.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL)
+        q = wide.to(tl.float16)
+    return q
+
+
+@triton.jit
 def attend_tiles(
     q,
     q_rest,

@@ -100,8 +100,8 @@ def delta_chunks_kernel(
         begin = start + tl.where(part == 0, 0, mark)
         end = start + tl.where(part == 0, mark, count)
         for chunk in range(tl.cdiv(end - begin, CHUNK)):
-            # Positions from `part`'s start on: masks of them are not kept from chunk to chunk,
-            # which would spill registers.
+            # Positions in the part, not in the chunk: so the masks of pairs are computed again for
+            # each chunk. Masks that are kept in registers would spill others.
             token = chunk * CHUNK + lane
             live = begin + token < end
             at = (begin + token).to(tl.int64)
