@@ -59,8 +59,8 @@ does not grow with the context. It takes 77 MB for Qwen3-Next 80B, as much as th
   tokens.
 - On a GPU, a prompt passes through the delta rule in chunks of 16 tokens. Where a prompt is cut, by
   the prefix cache or between steps, can change the last bits of a result. With
-  `--engine.dtype float32` and in rows of at most 16 tokens, tokens are computed one after the other,
-  and the result does not depend on the cuts. The kernels are tested in Triton's interpreter and
+  `--engine.dtype float32`, and in rows of at most 16 tokens, tokens are computed one by one. Then
+  the result does not depend on the cuts. The kernels are tested in Triton's interpreter and
   compiled for six architectures without spills ([estimate](gpu.md#estimates)). They have not run on
   a GPU yet.
 
