@@ -57,9 +57,12 @@ does not grow with the context. It takes 77 MB for Qwen3-Next 80B, as much as th
   from the prefill node.
 - Hybrids support [speculative decoding](speculation.md#states): a state processes only accepted
   tokens.
-- On a GPU, the tokens of a prompt pass through the delta rule one after the other, in registers.
-  The result does not depend on the prefix cache. The kernels are tested in Triton's interpreter and
-  compiled for sm_80, sm_90a and sm_100 without spills. They have not run on a GPU yet.
+- On a GPU, a prompt passes through the delta rule in chunks of 16 tokens. Where a prompt is cut, by
+  the prefix cache or between steps, can change the last bits of a result. With
+  `--engine.dtype float32`, and in rows of at most 16 tokens, tokens are computed one by one. Then
+  the result does not depend on the cuts. The kernels are tested in Triton's interpreter and
+  compiled for six architectures without spills ([estimate](gpu.md#estimates)). They have not run on
+  a GPU yet.
 
 [Benchmark: prefix cache of hybrid models](benchmarks/hybrid-models.md) has the gain.
 

@@ -15,13 +15,13 @@ from kernels import device, early_launch
 from kernels.attention.decode_plan import DecodePlan, first_key, tiles_per_program
 from kernels.attention.tiles import (
     LOG2_E,
-    SEARCH_BLOCK,
+    as_operand,
     attend_tiles,
     block,
-    last_at_most,
     score_scales,
     stages_that_fit,
 )
+from kernels.row_search import SEARCH_BLOCK, last_at_most
 
 COMBINE_NUMBERS = 8192  # numbers of partial results read at once: 64 per thread
 
@@ -186,8 +186,7 @@ def _decode_kernel(
             others = tl.arange(0, BLOCK_REST)
             beside = (heads < GROUP)[:, None] & (others < REST)[None, :]
             q_rest = tl.load(q_ptr + HEAD_DIM + q_places + others[None, :], mask=beside, other=0.0)
-        if UPCAST:
-            q, q_rest = q.to(tl.float32), q_rest.to(tl.float32)
+        q, q_rest = as_operand(q, kv_ptr, True, UPCAST), as_operand(q_rest, kv_ptr, True, UPCAST)
         shift = first_key(length, WINDOW) // BLOCK_N - row_tile
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)

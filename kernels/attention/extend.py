@@ -14,13 +14,13 @@ from kernels import device, early_launch
 from kernels.attention.decode_plan import LONGEST_HEAD
 from kernels.attention.tiles import (
     LOG2_E,
-    SEARCH_BLOCK,
+    as_operand,
     attend_tiles,
     block,
-    last_at_most,
     score_scales,
     stages_that_fit,
 )
+from kernels.row_search import SEARCH_BLOCK, last_at_most
 
 
 class AttentionTile(NamedTuple):
@@ -211,8 +211,9 @@ def _extend_kernel(
         others = tl.arange(0, BLOCK_REST)
         rest_ptr = q_ptr + HEAD_DIM + q_places[:, None] + others[None, :]
         q_rest = tl.load(rest_ptr, mask=used[:, None] & (others < REST)[None, :], other=0.0)
-    if UPCAST:
-        q, q_rest = q.to(tl.float32), q_rest.to(tl.float32)
+    # Longer heads would spill registers on sm_90.
+    HALF: tl.constexpr = (REST > 0) | (HEAD_DIM <= 128)
+    q, q_rest = as_operand(q, kv_ptr, HALF, UPCAST), as_operand(q_rest, kv_ptr, HALF, UPCAST)
 
     newest = length - num_queries + queries
     oldest = length - num_queries + first_query  # of the tile's queries

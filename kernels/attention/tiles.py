@@ -1,5 +1,4 @@
-"""Common parts of the attention kernels: the search for a program's row, and the loop over tiles of
-keys.
+"""Common part of the attention kernels: the loop over tiles of keys.
 
 Scores are base-2 logarithms. Their scale includes log2(e), so that exp2 can be used.
 """
@@ -11,7 +10,6 @@ import triton.language as tl
 
 from kernels import device
 
-SEARCH_BLOCK = 256  # rows that `last_at_most` compares at once
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
@@ -53,26 +51,19 @@ def stages_that_fit(
 
 
 @triton.jit
-def last_at_most(
-    starts_ptr,
-    num_rows,
-    value,
-    DIVISOR: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return the last row r for which starts[r] // DIVISOR + BY_ROW * r is at most value. starts
-    ascends.
+def as_operand(q, kv_ptr, HALF: tl.constexpr, UPCAST: tl.constexpr):
+    """Return queries in the dtype of their products.
 
-    Counts all rows at once, because the steps of a binary search would wait for memory one by one.
+    With HALF, bfloat16 queries of keys in 8 bits become float16, because two 8-bit floats are
+    converted to it in one instruction. It has every such number exactly.
     """
-    count = 0
-    for first in range(0, num_rows, BLOCK):
-        rows = first + tl.arange(0, BLOCK)
-        starts = tl.load(starts_ptr + rows, mask=rows < num_rows, other=0)
-        reached = (starts // DIVISOR + BY_ROW * rows <= value) & (rows < num_rows)
-        count += tl.sum(reached.to(tl.int32))
-    return count - 1
+    if UPCAST:
+        q = q.to(tl.float32)
+    elif HALF & (kv_ptr.dtype.element_ty.primitive_bitwidth == 8) & (q.dtype == tl.bfloat16):
+        most: tl.constexpr = 65504.0
+        wide = tl.clamp(q.to(tl.float32), -most, most, propagate_nan=tl.PropagateNan.ALL)
+        q = wide.to(tl.float16)
+    return q
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.attention.tiles import last_at_most
+from kernels.row_search import last_at_most
 
 GROUP_BLOCK = 1024  # pairs that an expert's program reads at once
 SUM_BLOCK = 1024  # 16 bytes per thread in 16-bit, in 4 warps

@@ -13,7 +13,6 @@ import triton
 from torch import Tensor
 
 from kernels import device
-from kernels.attention.tiles import SEARCH_BLOCK
 from kernels.experts.grouped_kernels import (
     GROUP_BLOCK,
     SUM_BLOCK,
@@ -24,6 +23,7 @@ from kernels.experts.grouped_kernels import (
     tile_for,
 )
 from kernels.layers.act_and_mul import Activation, act_and_mul
+from kernels.row_search import SEARCH_BLOCK
 
 LIMIT, SLOPE = 7.0, 1.702  # of "clamped"
 

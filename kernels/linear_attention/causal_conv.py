@@ -11,8 +11,10 @@ from torch import Tensor
 
 from kernels import device
 from kernels.linear_attention.state_cells import CellView, StateRows, token_by_token
+from kernels.row_search import SEARCH_BLOCK, last_at_most
 
-BLOCK_TOKENS = 16
+TILE_TOKENS = 64  # of a program
+BLOCK_TOKENS = 16  # of a tile at once
 BLOCK_CHANNELS = 64
 
 
@@ -85,7 +87,10 @@ def causal_conv_triton(
     out = torch.empty(len(x), heads, channels, dtype=x.dtype, device=x.device)
     if len(x):
         block = min(BLOCK_CHANNELS, triton.next_power_of_2(channels))
-        _causal_conv_kernel[(rows.num_rows, heads, triton.cdiv(channels, block))](
+        searched = rows.num_decodes < rows.num_rows
+        # Each row's last tile may be partial.
+        num_tiles = rows.num_rows + (len(x) // TILE_TOKENS if searched else 0)
+        _causal_conv_kernel[(num_tiles, heads, triton.cdiv(channels, block))](
             x,
             columns,
             weight,
@@ -96,6 +101,7 @@ def causal_conv_triton(
             rows.writes,
             rows.marks,
             rows.kept,
+            rows.num_rows,
             x.stride(0),
             cells.view.stride(0),
             cells.view.stride(1),
@@ -107,6 +113,9 @@ def causal_conv_triton(
             HEADS=heads,
             CHANNELS=channels,
             WIDTH=width,
+            TILE=TILE_TOKENS,
+            SEARCHED=searched,
+            SEARCH_BLOCK=SEARCH_BLOCK,
             BLOCK_BEFORE=triton.next_power_of_2(width - 1),
             BLOCK_TOKENS=BLOCK_TOKENS,
             BLOCK=block,
@@ -119,7 +128,7 @@ def causal_conv_triton(
 @triton.jit(
     do_not_specialize=[
         *("starts_ptr", "reads_ptr", "writes_ptr", "marks_ptr", "kept_ptr"),
-        *("state_pages", "first_page", "first"),
+        *("num_rows", "state_pages", "first_page", "first"),
     ]
 )
 def _causal_conv_kernel(
@@ -133,6 +142,7 @@ def _causal_conv_kernel(
     writes_ptr,
     marks_ptr,
     kept_ptr,
+    num_rows,
     x_stride,
     page_stride,
     place_stride,
@@ -144,18 +154,34 @@ def _causal_conv_kernel(
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    SEARCHED: tl.constexpr,
+    SEARCH_BLOCK: tl.constexpr,
     BLOCK_BEFORE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Process one row, head and block of channels, some tokens at a time.
+    """Process a tile of a row's tokens, for one head and block of channels.
 
-    All reads of the state before come before any write of the state after.
+    Row r's tiles are numbered from starts[r] // TILE + r, which leaves space for one partial tile
+    per row. Surplus numbers have no tokens. Only a row's first tile reads the state before, and it
+    also writes the state after. All its reads come before any write.
+
+    Args:
+        SEARCHED: False if every row has one token.
     """
     row, head = tl.program_id(0), tl.program_id(1)
+    if SEARCHED:
+        row = last_at_most(starts_ptr, num_rows, row, TILE, 1, SEARCH_BLOCK)
     col = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
     own = col < CHANNELS
     start, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    first_token, last_token = 0, end - start
+    if SEARCHED:
+        first_token = (tl.program_id(0) - start // TILE - row) * TILE
+        if (first_token > 0) & (first_token >= last_token):
+            return
+        last_token = tl.minimum(last_token, first_token + TILE)
     cell = first + head * STEP
     place = row * state_pages + first_page + cell // PER_PAGE
     cells_ptr += (cell % PER_PAGE) * place_stride + col * (WIDTH - 1)
@@ -167,7 +193,7 @@ def _causal_conv_kernel(
     weight_ptr += (head * CHANNELS + col) * WIDTH
     out_ptr += (start.to(tl.int64) * HEADS + head) * CHANNELS + col
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    for done in range(0, end - start, BLOCK_TOKENS):
+    for done in range(first_token, last_token, BLOCK_TOKENS):
         token = done + tl.arange(0, BLOCK_TOKENS)[:, None]
         there = own & (token < end - start)
         total = tl.zeros([BLOCK_TOKENS, BLOCK], tl.float32)
@@ -178,6 +204,8 @@ def _causal_conv_kernel(
         total = total.to(dtype).to(tl.float32)
         y = total / (1.0 + tl.exp(-total))
         tl.store(out_ptr + token.to(tl.int64) * (HEADS * CHANNELS), y.to(dtype), mask=there)
+    if first_token > 0:
+        return
     tap = tl.arange(0, BLOCK_BEFORE)[:, None]
     mark = tl.load(marks_ptr + row)
     inner = own & (tap < WIDTH - 1)

@@ -7,7 +7,7 @@ Source: Gated Delta Networks, Yang et al. 2024. Keys and queries have length 1, 
 divided by the root of their size. In float32.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
+from kernels.linear_attention import delta_chunks
 from kernels.linear_attention.state_cells import CellView, StateRows, token_by_token
 
 CHUNK = 64  # tokens that the reference processes together
@@ -165,12 +166,28 @@ def _chunks(
 
 
 def delta_rule_triton(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Tensor:
+    """Launch one kernel for all rows: in chunks where rows are long, else token by token.
+
+    In float32 it is always token by token, so a prompt gives the same bits however it is cut.
+    """
     num_tokens, key_heads, _ = x.shape
     k_size, v_size = cells.view.shape[2:]
     out = torch.empty(num_tokens, cells.heads, v_size, dtype=x.dtype, device=x.device)
     if num_tokens:
         block = min(BLOCK_V, triton.next_power_of_2(v_size))
-        _delta_rule_kernel[(rows.num_rows, cells.heads, triton.cdiv(v_size, block))](
+        blocks = triton.cdiv(v_size, block)
+        kernel: Any = _delta_rule_kernel[(rows.num_rows, cells.heads, blocks)]
+        options: dict[str, Any] = {"BLOCK": block, "num_warps": 4}
+        if x.dtype != torch.float32 and rows.has_long_rows(num_tokens):
+            kernel = delta_chunks.delta_chunks_kernel[(blocks, cells.heads, rows.num_rows)]
+            options = {
+                "BLOCK": max(16, block),
+                "CHUNK": delta_chunks.CHUNK,
+                "UPCAST": device.INTERPRETED,
+                "num_warps": delta_chunks.num_warps(device.architecture()),
+                "num_stages": delta_chunks.STAGES,
+            }
+        kernel(
             x, *gates, cells.view, out,
             rows.starts, rows.reads, rows.writes, rows.marks, rows.kept,
             gates.a.stride(0), gates.a.stride(1), gates.b.stride(0), gates.b.stride(1),
@@ -178,8 +195,8 @@ def delta_rule_triton(x: Tensor, gates: Gates, cells: CellView, rows: StateRows)
             rows.reads.shape[1], cells.first_page, cells.first, k_size**-0.5, _EPS,
             STEP=cells.step, PER_PAGE=cells.view.shape[1],
             KEY_HEADS=key_heads, GROUP=cells.heads // key_heads, K=k_size, V=v_size,
-            BLOCK_K=triton.next_power_of_2(k_size), BLOCK=block,
-            num_warps=4, enable_fp_fusion=True,
+            BLOCK_K=max(16, triton.next_power_of_2(k_size)),
+            enable_fp_fusion=True, **options,
         )  # fmt: skip
     return out
 

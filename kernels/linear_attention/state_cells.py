@@ -85,6 +85,14 @@ class StateRows:
     def num_rows(self) -> int:
         return self.reads.shape[0]
 
+    def has_long_rows(self, num_tokens: int) -> bool:
+        """Return whether rows have more than FEW tokens on average, without reading `starts`.
+
+        Args:
+            num_tokens: of all rows.
+        """
+        return num_tokens - self.num_decodes > FEW * (self.num_rows - self.num_decodes)
+
     def check(self) -> None:
         """Raise ValueError unless the tensors fit each other."""
         num_rows, shape = self.num_rows, self.reads.shape

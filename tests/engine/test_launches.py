@@ -82,20 +82,26 @@ def batch_of(rows: list[tuple[int, int]], layout: KVLayout) -> ForwardBatch:
 
 
 def launched(
-    directory, architecture: str, num_layers: int, rows: list[tuple[int, int]]
+    directory,
+    architecture: str,
+    num_layers: int,
+    rows: list[tuple[int, int]],
+    dtype: torch.dtype = torch.float32,
 ) -> Counter[str]:
     """By kernel or operation, of one forward; nothing is computed by kernels."""
     counts: Counter[str] = Counter()
     where = directory / f"{architecture}-{num_layers}"
     checkpoint = make_checkpoint(where, architecture, num_hidden_layers=num_layers)
-    forward = forward_of(checkpoint, rows)
+    forward = forward_of(checkpoint, rows, dtype)
     with launching(counts), _Operations(counts):
         forward()
     return counts
 
 
-def forward_of(checkpoint, rows: list[tuple[int, int]]) -> Callable[[], Tensor]:
-    model = load(checkpoint, CPU, torch.float32)
+def forward_of(
+    checkpoint, rows: list[tuple[int, int]], dtype: torch.dtype = torch.float32
+) -> Callable[[], Tensor]:
+    model = load(checkpoint, CPU, dtype)
     layout = KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype)
     pool, batch = KVPool(layout, 1, CPU), batch_of(rows, layout)
     future = torch.zeros(batch.num_rows, dtype=torch.int32)
@@ -138,6 +144,19 @@ def test_a_layer_launches_what_its_budget_says(tmp_path, architecture, rows):
     if gemma:  # a plan with a window and one without, and the embedding's scale
         once += Counter(plan) + Counter({"mul_": 1})
     assert few - (many - few) == once
+
+
+def test_a_delta_net_launches_two_kernels_for_any_rows(tmp_path):
+    """Prompts are computed in chunks, and rows that verify drafts token by token."""
+    of_rows = {
+        "decode": (DECODE, "_delta_rule_kernel"),
+        "verify": ([(5, 40), (3, 30)], "_delta_rule_kernel"),
+        "mixed": ([(40, 40), *DECODE], "delta_chunks_kernel"),
+    }
+    for rows, kernel in of_rows.values():
+        counts = launched(tmp_path, "qwen3_5_text", 4, rows, torch.bfloat16)
+        delta = {name: n for name, n in counts.items() if "delta" in name or "conv" in name}
+        assert delta == {"_causal_conv_kernel": 3, kernel: 3}
 
 
 @pytest.mark.parametrize("architecture", NATIVE_ARCHITECTURES)

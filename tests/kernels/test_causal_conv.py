@@ -40,8 +40,8 @@ def inputs(num_tokens, dtype=torch.float32):
 def test_rows_of_all_lengths_see_the_inputs_before_them_and_keep_their_last(
     implementation, make, width, per_page
 ):
-    counts, reads, writes = [37, 2, 1, 1, 1], [NONE, 1, 2, 0, NONE], [3, 1, 5, 0, NONE]
-    marks, kept = [33, 2, 0, 0, 0], [7, 8, NONE, NONE, NONE]
+    counts, reads, writes = [137, 2, 1, 1, 1], [NONE, 1, 2, 0, NONE], [3, 1, 5, 0, NONE]
+    marks, kept = [133, 2, 0, 0, 0], [7, 8, NONE, NONE, NONE]
     rows = rows_of(counts, reads, writes, marks=marks, kept=kept)
     x, columns = inputs(sum(counts)), make()
     weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE)
@@ -69,6 +69,31 @@ def test_rows_of_all_lengths_see_the_inputs_before_them_and_keep_their_last(
         start += count
     assert torch.equal(get(cells, 2), before[2])
     assert int((~pool.isnan()).sum()) == 7 * KEY_HEADS * CHANNELS * (width - 1)
+
+
+@pytest.mark.parametrize("end", [63, 64, 65, 128])
+def test_tiles_of_a_row_see_the_tokens_before_them_and_one_of_them_writes_the_state(
+    implementation, end
+):
+    """Match one token after the other, in place, with rows whose ends lie around a tile's."""
+    x, width = inputs(2 * end), 4
+    weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE)
+    cells, apart = (cells_of(KEY_HEADS, (CHANNELS, width - 1))[0] for _ in range(2))
+    for state in (1, 2):
+        before = torch.randn(KEY_HEADS, CHANNELS, width - 1, device=DEVICE)
+        put(cells, state, before)
+        put(apart, state, before)
+    rows = rows_of([end, end], [1, 2], [1, 2], marks=[end - 1, 0], kept=[3, NONE])
+    y = causal_conv(x, by_head(), weight, cells, rows)
+    for state, start in ((1, 0), (2, end)):
+        for first, stop in ((0, 50), (50, end)):
+            part = x[start + first : start + stop]
+            found = causal_conv(
+                part, by_head(), weight, apart, rows_of([len(part)], [state], [state])
+            )
+            torch.testing.assert_close(y[start + first : start + stop], found, atol=1e-5, rtol=1e-5)
+        assert torch.equal(get(cells, state), get(apart, state))
+    assert torch.equal(get(cells, 3), x[:, by_head()][end - width : end - 1].permute(1, 2, 0))
 
 
 @pytest.mark.parametrize("mark", [1, 3, 9])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.linear_attention.delta_chunks import CHUNK
 from kernels.linear_attention.delta_rule import Gates, delta_rule
 from tests.kernels.conftest import DEVICE
 from tests.kernels.state_case import NONE, cells_of, get, put, rows_of
@@ -154,6 +155,83 @@ def test_half_precision_is_computed_in_float32(implementation, dtype, tolerance)
     assert out.dtype == dtype
     close(out, outputs, tolerance)
     close(get(cells, 0), states[-1])
+
+
+@pytest.mark.parametrize(
+    "longest, mark",
+    [
+        (41, 9),
+        pytest.param(48, 48, marks=pytest.mark.long),
+        pytest.param(97, 32, marks=pytest.mark.long),
+        pytest.param(150, 100, marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("group, v", [(GROUP, V), (1, 37)])
+def test_a_prompt_in_chunks_matches_its_tokens_one_by_one(monkeypatch, longest, mark, group, v):
+    """Beside a short row and a decode row. float16 is rounded in products, as bfloat16 would be."""
+    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: True)
+    counts, reads, writes = [longest, 3, 1], [1, NONE, 2], [1, 4, NONE]
+    rows = rows_of(counts, reads, writes, marks=[mark, 0, 0], kept=[3, NONE, NONE])
+    x, gates = inputs(sum(counts), torch.float16, group, v)
+    heads = KEY_HEADS * group
+    cells, pool = cells_of(heads, (K, v), per_page=3, first=1, step=2)
+    before = [torch.randn(heads, K, v, device=DEVICE) for _ in "12"]
+    put(cells, 1, before[0])
+    put(cells, 2, before[1])
+    out = delta_rule(x, gates, cells, rows)
+    firsts = (before[0], torch.zeros_like(before[0]), before[1])
+    start = 0
+    for row, (count, first) in enumerate(zip(counts, firsts, strict=True)):
+        outputs, states = one_row(
+            x[start : start + count], of_row(gates, start, start + count), first
+        )
+        close(out[start : start + count], outputs, 2e-3)
+        if writes[row] != NONE:
+            close(get(cells, writes[row]), states[-1], 1e-3)
+        if rows.marks[row]:
+            close(get(cells, 3), states[mark - 1], 1e-3)
+        start += count
+    close(get(cells, 2), before[1].double())
+    assert int((~pool.isnan()).sum()) == 4 * heads * K * v
+
+
+def test_equal_keys_that_are_not_forgotten_leave_a_prompt_in_chunks_exact(monkeypatch):
+    """The hardest triangular system: every token replaces the value of the one before."""
+    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: True)
+    x, gates = inputs(40, torch.float16)
+    x[:, :, K : 2 * K] = x[:1, :, K : 2 * K]
+    gates = gates._replace(b=torch.full_like(gates.b, 9.0), a_log=gates.a_log - 20)
+    cells, _ = cells_of(HEADS, (K, V))
+    out = delta_rule(x, gates, cells, rows_of([40], [NONE], [0]))
+    outputs, states = one_row(x, gates, torch.zeros(HEADS, K, V, device=DEVICE))
+    close(out, outputs, 3e-3)
+    close(get(cells, 0), states[-1], 3e-3)
+
+
+def test_a_prompt_in_chunks_that_is_cut_at_one_leaves_the_same_bits(monkeypatch):
+    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: True)
+    end = 3 * CHUNK + 5
+    x, gates = inputs(end, torch.float16)
+    whole, _ = cells_of(HEADS, (K, V))
+    expected = delta_rule(x, gates, whole, rows_of([end], [NONE], [0]))
+    cut, _ = cells_of(HEADS, (K, V))
+    at = 2 * CHUNK
+    first = delta_rule(x[:at], of_row(gates, 0, at), cut, rows_of([at], [NONE], [5]))
+    rest = delta_rule(x[at:], of_row(gates, at, end), cut, rows_of([end - at], [5], [0]))
+    assert torch.equal(torch.cat((first, rest)), expected)
+    assert torch.equal(get(cut, 0), get(whole, 0))
+
+
+def test_a_float32_prompt_leaves_the_same_bits_wherever_it_is_cut(monkeypatch):
+    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: True)
+    x, gates = inputs(40)
+    whole, _ = cells_of(HEADS, (K, V))
+    expected = delta_rule(x, gates, whole, rows_of([40], [NONE], [0]))
+    cut, _ = cells_of(HEADS, (K, V))
+    first = delta_rule(x[:21], of_row(gates, 0, 21), cut, rows_of([21], [NONE], [5]))
+    rest = delta_rule(x[21:], of_row(gates, 21, 40), cut, rows_of([19], [5], [0]))
+    assert torch.equal(torch.cat((first, rest)), expected)
+    assert torch.equal(get(cut, 0), get(whole, 0))
 
 
 def test_wrong_shapes_strides_and_dtypes_are_refused():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from kernels import device
 from kernels.layers.rope import rope_angles
 from kernels.narrow import NARROW, KVScales, narrowed
 from kernels.pages.rope_and_store import rope_and_store
@@ -120,6 +121,20 @@ def test_what_is_too_large_becomes_the_largest_and_nan_stays(implementation, kep
 def test_attention_to_8_bits_is_that_to_the_same_numbers(implementation, kept_in, value_dim):
     shape = {"heads": 6, "kv_heads": 2 if value_dim is None else 1, "head_dim": 32}
     Case(ROWS, **shape, value_dim=value_dim, kept_in=kept_in).check(window=None)
+
+
+@each_dtype
+def test_bfloat16_queries_are_multiplied_with_8_bits_in_float16(monkeypatch, kept_in):
+    """As on a GPU: the interpreter otherwise computes all products in float32. Numbers that float16
+    does not have become its largest ones."""
+    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+    monkeypatch.setattr(device, "architecture", lambda: 90)
+    monkeypatch.setattr(device, "shared_bytes", lambda: 232448)
+    monkeypatch.setattr(device, "INTERPRETED", False)
+    case = Case(ROWS, heads=6, kv_heads=2, head_dim=32, dtype=torch.bfloat16, kept_in=kept_in)
+    case.check(atol=2e-2, rtol=2e-2)
+    case.q[0] = 1e30
+    assert case.attend().isfinite().all()
 
 
 @each_dtype

@@ -30,6 +30,7 @@ ATTENTION = PagedKV(kv_heads=2, head_dim=256)
 ROTATED = 32  # rotated pairs of a head's numbers
 LAYERS = (NET.keeps, NET.keeps, NET.keeps, ATTENTION) * 12
 NUM_PAGES = 4
+PROMPT_TOKENS = 300
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,7 @@ class HybridModel:
 
     def states(self, n: int) -> None:
         """Run a delta net between its products, and store K that is rotated in part."""
-        rows = self._rows(n)
-        x = self.tensor(n, NET.heads * (NET.channels + NET.group * NET.value_dim) + 64)
-        z, b, a = NET.projection.split(NET, x)
-        columns = NET.projection.columns(NET)
-        weight = self.tensor(NET.heads, NET.channels, NET.width)
-        cells = self.pool.cells[1]
-        x = causal_conv(x, columns, weight, cells["conv"], rows)
-        each = torch.empty(NET.value_heads)
-        x = delta_rule(x, Gates(a, b, each, each), cells["delta"], rows)
+        x, z = self._delta_net(n, self._rows(n, n))
         gated_rms_norm(x, z, self.tensor(NET.value_dim), 1e-6)
         heads = 16 + 2 * ATTENTION.kv_heads
         norm = torch.empty(ATTENTION.head_dim)
@@ -71,7 +64,21 @@ class HybridModel:
             eps=1e-6,
         )
 
-    def _rows(self, n: int) -> StateRows:
+    def prompts(self, n: int) -> None:
+        """Run the recurrence of a delta net over prompts, beside decode rows."""
+        self._delta_net(PROMPT_TOKENS + n, self._rows(n + 1, n))
+
+    def _delta_net(self, num_tokens: int, rows: StateRows) -> tuple[Tensor, Tensor]:
+        """Return the outputs of the rule, and their gates."""
+        x = self.tensor(num_tokens, NET.heads * (NET.channels + NET.group * NET.value_dim) + 64)
+        z, b, a = NET.projection.split(NET, x)
+        weight = self.tensor(NET.heads, NET.channels, NET.width)
+        cells = self.pool.cells[1]
+        x = causal_conv(x, NET.projection.columns(NET), weight, cells["conv"], rows)
+        each = torch.empty(NET.value_heads)
+        return delta_rule(x, Gates(a, b, each, each), cells["delta"], rows), z
+
+    def _rows(self, n: int, num_decodes: int) -> StateRows:
         pages = torch.empty(n, self.pool.layout.state_pages, dtype=torch.int32)
         numbers = torch.empty(n + 1, dtype=torch.int32)
-        return StateRows(numbers, pages, pages, numbers[:-1], pages, n)
+        return StateRows(numbers, pages, pages, numbers[:-1], pages, num_decodes)

@@ -309,7 +309,7 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
         experts = [_experts(shape, dtype) for shape in WITH_EXPERTS for dtype in DTYPES]
         experts += [*_variants([(LLAMA3_70B_TP8, _BF16, 16)]), _experts(QWEN3_30B_TP2, _BF16)]
         experts += [_clamped(GPT_OSS, dtype) for dtype in DTYPES]
-        experts += [_states(dtype) for dtype in DTYPES]
+        experts += [each for dtype in DTYPES for each in _states(dtype)]
         experts += [_adapters(shape, dtype) for shape in ADAPTED for dtype in DTYPES]
         experts += [*_latents(torch.bfloat16), *_latents(torch.float16)]
         experts += _narrow() if arch >= FIRST_ARCHITECTURE else []
@@ -320,22 +320,22 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
         experts = [_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
         experts.append(_adapters(LLAMA3_8B, _BF16))
         narrow = _narrow() if arch >= FIRST_ARCHITECTURE else []
-        return [early, *few, *experts, _states(_BF16), *_latents(_BF16), *narrow]
+        return [early, *few, *experts, *_states(_BF16), *_latents(_BF16), *narrow]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
     page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
     shapes = (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED, LLAMA3_70B_TP8)
     others = [(shape, _BF16, 16) for shape in shapes]
     experts = [_experts(QWEN3_30B, _BF16), _experts(QWEN3_30B, torch.float32)]
     experts.append(_experts(QWEN3_30B_TP2, _BF16))
-    experts += [_clamped(GPT_OSS, _BF16), _states(_BF16), _states(torch.float32)]
+    experts += [_clamped(GPT_OSS, _BF16), *_states(_BF16), *_states(torch.float32)]
     experts += [_adapters(shape, _BF16) for shape in ADAPTED]
     experts += [*_latents(_BF16), *_narrow()]
     return [early, *_variants([*dtypes, *page_sizes, *others]), *experts]
 
 
-def _states(dtype: torch.dtype) -> Variant:
-    name = f"{QWEN3_NEXT} {str(dtype).removeprefix('torch.')} states"
-    return Variant(name, HybridModel(dtype).states)
+def _states(dtype: torch.dtype) -> list[Variant]:
+    name, model = f"{QWEN3_NEXT} {str(dtype).removeprefix('torch.')}", HybridModel(dtype)
+    return [Variant(f"{name} states", model.states), Variant(f"{name} prompts", model.prompts)]
 
 
 def _adapters(shape: Shape, dtype: torch.dtype) -> Variant:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from tools.bench.gpu.frame import Row, Tables
-from tools.bench.gpu.operations import elementwise, experts, linear, logits, pages
+from tools.bench.gpu.operations import elementwise, experts, linear, logits, pages, recurrent
 from tools.bench.gpu.ops import COLUMNS, Op
 from tools.bench.gpu.ops import measure as measure_ops
 from tools.bench.gpu.setting import Setting
@@ -15,13 +15,14 @@ OPS = {
     "linear": linear.ops,
     "experts": experts.ops,
     "pages": pages.ops,
+    "recurrent": recurrent.ops,
 }
 TABLES: Tables = dict.fromkeys(OPS, COLUMNS)
 
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
     """Yield calls that need the same kernels as `measure`."""
-    for name in ("logits", "elementwise", "experts", "pages"):
+    for name in ("logits", "elementwise", "experts", "pages", "recurrent"):
         for make in OPS[name](setting):
             yield partial(_call_once, make)
 
