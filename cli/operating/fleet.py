@@ -136,7 +136,8 @@ class Fleet:
             now = of_address(cluster, node.address)
             if now is None or (now.role, now.state) != (role, "ready"):
                 return False
-            if all(each.role == role for each in cluster.nodes):
+            alike = [each for each in cluster.nodes if each.served_model == node.served_model]
+            if all(each.role == role for each in alike):
                 return True
             is_paired = any(node.address in pair for pair in paired(cluster))
             return is_paired and _in_use(cluster, node.address)
