@@ -10,7 +10,7 @@ from api.generation import Dispatcher
 from api.pooling.pooler import Pooler
 from api.pooling.vectors import PoolingService, qwen3
 from api.program.nodes import ModelBase, ModelNodes, RouterBase, make_model, make_nodes
-from api.requests.idempotency import IdempotencyCache
+from api.requests.idempotency import MAX_BYTES, IdempotencyCache
 from api.requests.limiter import PriorityLimits, RequestLimiter
 from api.text.model_files import ModelFiles
 from common.config import RouterConfig
@@ -76,7 +76,11 @@ async def make_pool(
         reranker=qwen3(model.tokenizer) if config.reranker == "qwen3" else None,
         has_nodes=bool(config.prefill),
     )
-    answers = IdempotencyCache(generator, keep_s=config.idempotency_ttl_s)
+    answers = IdempotencyCache(
+        generator,
+        keep_s=config.idempotency_ttl_s,
+        max_bytes=MAX_BYTES // len(base.config.each_model),  # of all models together
+    )
     names = ModelNames(of_model.name, nodes.cluster.adapters.by_name)
     return ModelPool(nodes, answers, vectors, names)
 

@@ -233,7 +233,8 @@ async def _restart(
     if step.node is None:
         since = time.monotonic()
         await fleet.drain_router(step.address, in_turn=step.processes > 1)
-        await fleet.until_router_back(step.address, since, longest_s)
+        models = [each.name for each in cluster.router.models if each.state == "ready"]
+        await fleet.until_router_back(step.address, since, longest_s, models)
         return
     pairs = frozenset(pair for pair in paired(cluster) if step.address in pair)
     await fleet.drain_node(step.address)
