@@ -61,8 +61,8 @@ output of `make docs`, run `python -m docs.generate.rules --site https://HOST/PA
 
 ## Several models
 
-If a router serves [several models](multi-model.md), the series marked *by model* have the label `model` with the
-name that clients request. With one model they do not have it.
+If a router serves [several models](multi-model.md), the series marked *by model* have the label
+`model`, with the name that clients request. With one model they do not have it.
 
 ## Several router processes
 
