@@ -4,10 +4,9 @@ It runs the parts and stops them in an order that protects clients."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -179,7 +178,7 @@ class RunningRouter:
         """
         for task in self.readiness:
             task.cancel()
-        await self.grpc.health.tell(False)
+        await _tell_health(self.grpc, dict.fromkeys(self.pools, False))
         limiters = [pool.admission for pool in self.pools.values()]
         live = sum(each.num_live for each in limiters)
         log.info("draining %s", kv(live=live, longest_s=longest_s))
@@ -260,9 +259,12 @@ async def run_router(
         _log_start(base, pools, grpc, http_port, metrics_port)
         async with asyncio.TaskGroup() as tasks:
             following = [tasks.create_task(_followed(each)) for each in begun]
+
+            async def tell_health() -> None:
+                await _tell_health(grpc, {name: pool.nodes.ready for name, pool in pools.items()})
+
             readiness = [
-                tasks.create_task(pool.nodes.report_readiness(partial(_tell_health, grpc, pools)))
-                for pool in made
+                tasks.create_task(pool.nodes.report_readiness(tell_health)) for pool in made
             ]
             keys = tasks.create_task(base.clients.keep_up())
             trimming = tasks.create_task(keep_trimming())
@@ -292,12 +294,12 @@ async def _first_look(pools: Sequence[ModelPool]) -> None:
             await asyncio.gather(*(cluster.until_first_ready() for cluster in clusters))
 
 
-async def _tell_health(grpc: GrpcServer, pools: Pools) -> None:
+async def _tell_health(grpc: GrpcServer, ready: Mapping[str, bool]) -> None:
     """Report the router's readiness, and that of each of several models, to gRPC health checks."""
-    await grpc.health.tell(any(pool.nodes.ready for pool in pools.values()))
-    if len(pools) > 1:
-        for name, pool in pools.items():
-            await grpc.health.tell_of(f"{ROUTER_SERVICE}/{name}", pool.nodes.ready)
+    await grpc.health.tell(any(ready.values()))
+    if len(ready) > 1:
+        for name, is_ready in ready.items():
+            await grpc.health.tell_of(f"{ROUTER_SERVICE}/{name}", is_ready)
 
 
 async def _serve_health_and_metrics(
