@@ -13,8 +13,9 @@ from api import openapi
 from api.anthropic.messages import CountTokens, MessagesEndpoint
 from api.dialect import problems
 from api.dialect.events import ApiDialect
-from api.dialect.generation_endpoint import Begin, GenerationEndpoint, ModelNames, PromptEndpoint
-from api.dialect.problems import ApiError
+from api.dialect.generation_endpoint import Begin, GenerationEndpoint, PromptEndpoint
+from api.dialect.models import AllModelNames, EndpointByModel, ListedModel, ModelNames
+from api.dialect.problems import ANTHROPIC, OPENAI, ApiError
 from api.http.messages import Handler, HttpRequest, whole
 from api.http.shared import ErrorBody
 from api.native.generate import NativeEndpoint, TokenizeEndpoint
@@ -28,7 +29,7 @@ from api.requests.served_model import ServedModel
 from common import VERSION
 from router.metrics import RouterMetrics
 
-MODELS_PATH = "/v1/models"
+MODELS_PATH, MESSAGES_PATH = "/v1/models", "/v1/messages"
 
 
 class AdminOperations:
@@ -36,80 +37,94 @@ class AdminOperations:
 
     def __init__(
         self,
-        names: ModelNames,
-        context_length: int,
-        why_not_ready: Callable[[], str | None],
+        names: AllModelNames,
+        context_lengths: Mapping[str, int],
+        why_not_ready: Callable[[], Mapping[str, str | None]],
     ) -> None:
         """
         Args:
             names: model names that clients may use.
-            why_not_ready: returns a sentence, or None if a request could be placed now.
+            context_lengths: of the served models, by name.
+            why_not_ready: returns for each model a sentence, or None if a request could be placed
+                now.
         """
-        self._names, model_name = names, names.served
-        self._model: Mapping[str, Any] = {
-            "id": model_name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "baton",
-            # Fields of vLLM's server that its clients need.
-            "root": model_name,
-            "parent": None,
-            "max_model_len": context_length,
-            "permission": [],
-        }
+        self._names = names
+        self._context_lengths = context_lengths
+        self._created = int(time.time())
         self._version = {"version": VERSION}
-        # Fields of SGLang's server.
-        self._model_info = {
-            "model_path": model_name,
-            "tokenizer_path": model_name,
-            "is_generation": True,
-        }
-        self._server_info = {
-            **self._model_info,
-            **self._version,
-            "served_model_name": model_name,
-            "context_length": context_length,
-            "max_model_len": context_length,
-            "internal_states": [{}],
-        }
         self._why_not_ready = why_not_ready
         self._openapi = msgspec.json.encode(openapi.document(VERSION))
 
     async def models(self, request: HttpRequest) -> web.Response:
-        adapters = [self._adapter(name) for name in self._names.adapters]
-        content = {"object": "list", "data": [self._model, *adapters]}
+        content = {"object": "list", "data": list(map(self._entry, self._names.listed()))}
         return whole(200, msgspec.json.encode(content))
 
     async def model(self, request: HttpRequest) -> web.Response:
         name = unquote(request.route.removeprefix(f"{MODELS_PATH}/"))
         try:
-            adapter = self._names.adapter(name)
+            served = self._names.served_by(name)
         except ApiError as refusal:
             return refusal.response()
-        found = self._adapter(adapter) if adapter else self._model
-        return whole(200, msgspec.json.encode(found))
+        found = ListedModel(name, served, "" if name == served else name)
+        return whole(200, msgspec.json.encode(self._entry(found)))
 
-    def _adapter(self, name: str) -> Mapping[str, Any]:
-        return {**self._model, "id": name, "root": name, "parent": self._names.served}
+    def _entry(self, listed: ListedModel) -> Mapping[str, Any]:
+        return {
+            "id": listed.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            # Fields of vLLM's server that its clients need.
+            "root": listed.name,
+            "parent": listed.served if listed.adapter else None,
+            "max_model_len": self._context_lengths[listed.served],
+            "permission": [],
+        }
 
     async def version(self, request: HttpRequest) -> web.Response:
         return whole(200, msgspec.json.encode(self._version))
 
     async def model_info(self, request: HttpRequest) -> web.Response:
-        return whole(200, msgspec.json.encode(self._model_info))
+        """Return the fields of SGLang's server."""
+        return self._info(request, lambda served: {})
 
     async def server_info(self, request: HttpRequest) -> web.Response:
-        return whole(200, msgspec.json.encode(self._server_info))
+        """Return the fields of SGLang's server."""
+
+        def more(served: str) -> Mapping[str, Any]:
+            length = self._context_lengths[served]
+            lengths = {"context_length": length, "max_model_len": length}
+            return {
+                **self._version,
+                "served_model_name": served,
+                **lengths,
+                "internal_states": [{}],
+            }
+
+        return self._info(request, more)
+
+    def _info(self, request: HttpRequest, more: Callable[[str], Mapping[str, Any]]) -> web.Response:
+        try:
+            served = self._names.served_by(request.query.get("model"))
+        except ApiError as refusal:
+            return refusal.response()
+        info = {"model_path": served, "tokenizer_path": served, "is_generation": True}
+        return whole(200, msgspec.json.encode({**info, **more(served)}))
 
     async def health(self, request: HttpRequest) -> web.Response:
         """Return 200, for liveness probes."""
         return whole(200, b'{"status":"alive"}')
 
     async def ready(self, request: HttpRequest) -> web.Response:
-        reason = self._why_not_ready()
-        if reason is None:
-            return whole(200, b'{"status":"ready"}')
-        return whole(503, msgspec.json.encode({"status": "not ready", "reason": reason}))
+        """Return 200 if any model is ready. Of several models, each is listed."""
+        reasons = self._why_not_ready()
+        ready = None in reasons.values()
+        content: dict[str, Any] = {"status": "ready" if ready else "not ready"}
+        if not ready:
+            content["reason"] = next(filter(None, reasons.values()))
+        if len(reasons) > 1:
+            content["models"] = {name: why or "ready" for name, why in reasons.items()}
+        return whole(200 if ready else 503, msgspec.json.encode(content))
 
     async def openapi(self, request: HttpRequest) -> web.Response:
         return whole(200, self._openapi)
@@ -120,10 +135,10 @@ MethodsByPath: TypeAlias = Mapping[str, Mapping[str, Handler]]
 
 @dataclass(frozen=True, slots=True)
 class EndpointParts:
-    """The parts that endpoints share.
+    """The parts of one served model that endpoints share.
 
     Attributes:
-        names: model names that clients may use.
+        names: of the model and its adapters.
         begin: see GenerationEndpoint.
         budget_s: total time limit of a request, in seconds.
         ignore_unknown: whether to ignore unknown fields of requests.
@@ -135,6 +150,8 @@ class EndpointParts:
     begin: Begin
     budget_s: float
     ignore_unknown: bool
+    answers: IdempotencyCache
+    vectors: PoolingService
 
 
 class HttpRoutes:
@@ -185,10 +202,9 @@ class HttpRoutes:
 
 
 def routes(
-    parts: EndpointParts,
-    answers: IdempotencyCache,
-    vectors: PoolingService,
-    why_not_ready: Callable[[], str | None],
+    models: Sequence[EndpointParts],
+    metrics: RouterMetrics,
+    why_not_ready: Callable[[], Mapping[str, str | None]],
     *,
     others: MethodsByPath,
     others_below: MethodsByPath,
@@ -196,41 +212,66 @@ def routes(
     """Return the routes of the HTTP port.
 
     Args:
-        why_not_ready: returns a sentence, or None if a request could be placed now.
+        metrics: counts requests without a known model.
+        why_not_ready: see AdminOperations.
         others: handlers beside OpenAI's API, by path and method.
         others_below: the same for every path that begins with this one.
     """
-    operations = AdminOperations(parts.names, parts.model.limits.context_length, why_not_ready)
-    names, ignore_unknown = parts.names, parts.ignore_unknown
+    names = AllModelNames([each.names for each in models])
+    context_lengths = {each.names.served: each.model.limits.context_length for each in models}
+    operations = AdminOperations(names, context_lengths, why_not_ready)
     return HttpRoutes(
-        {
-            **_generation(parts, answers),
-            **_prompts(parts),
-            **pooling_routes(
-                vectors, parts.metrics, parts.begin, names=names, ignore_unknown=ignore_unknown
-            ),
-            **_operations(operations),
-            **others,
-        },
+        {**_of_models(models, names, metrics), **_operations(operations), **others},
         {f"{MODELS_PATH}/": {"GET": operations.model}, **others_below},
         problems.error_body,
     )
 
 
-def _generation(parts: EndpointParts, answers: IdempotencyCache) -> MethodsByPath:
+def _of_models(
+    models: Sequence[EndpointParts], names: AllModelNames, metrics: RouterMetrics
+) -> MethodsByPath:
+    """Return the routes of requests to a model. Of several models, each has its own endpoints."""
+    of_each = {each.names.served: _of_model(each) for each in models}
+    if len(models) == 1:
+        return next(iter(of_each.values()))
+
+    def by_model(path: str, method: str) -> Handler:
+        endpoints = {served: each[path][method] for served, each in of_each.items()}
+        words = ANTHROPIC if path.startswith(MESSAGES_PATH) else OPENAI
+        return EndpointByModel(names, endpoints, metrics, words)
+
+    paths = next(iter(of_each.values()))
+    return {path: {method: by_model(path, method) for method in paths[path]} for path in paths}
+
+
+def _of_model(parts: EndpointParts) -> MethodsByPath:
+    return {
+        **_generation(parts),
+        **_prompts(parts),
+        **pooling_routes(
+            parts.vectors,
+            parts.metrics,
+            parts.begin,
+            names=parts.names,
+            ignore_unknown=parts.ignore_unknown,
+        ),
+    }
+
+
+def _generation(parts: EndpointParts) -> MethodsByPath:
     ignore_unknown = parts.ignore_unknown
     model = parts.model.speech, parts.model.shown
     dialects: Mapping[str, ApiDialect] = {
         "/v1/completions": CompletionsEndpoint(ignore_unknown=ignore_unknown),
         "/v1/chat/completions": ChatEndpoint(*model, ignore_unknown=ignore_unknown),
         "/v1/responses": ResponsesEndpoint(*model, ignore_unknown=ignore_unknown),
-        "/v1/messages": MessagesEndpoint(*model, ignore_unknown=ignore_unknown),
+        MESSAGES_PATH: MessagesEndpoint(*model, ignore_unknown=ignore_unknown),
         "/generate": NativeEndpoint(ignore_unknown=ignore_unknown),
     }
     return {
         path: {
             "POST": GenerationEndpoint(
-                dialect, answers, parts.metrics, parts.begin, names=parts.names
+                dialect, parts.answers, parts.metrics, parts.begin, names=parts.names
             )
         }
         for path, dialect in dialects.items()
@@ -242,7 +283,7 @@ def _prompts(parts: EndpointParts) -> MethodsByPath:
     tokens = TokenizeEndpoint(parts.model, prompts, ignore_unknown=parts.ignore_unknown)
     count_tokens = CountTokens(parts.model, prompts, ignore_unknown=parts.ignore_unknown)
     return {
-        "/v1/messages/count_tokens": {"POST": count_tokens},
+        f"{MESSAGES_PATH}/count_tokens": {"POST": count_tokens},
         "/tokenize": {"POST": tokens.tokenize},
         "/detokenize": {"POST": tokens.detokenize},
     }

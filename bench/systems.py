@@ -90,9 +90,13 @@ class Machine:
         try:
             programs = plan.programs(
                 plan.RequestedSystem(
-                    model=str(self.model),
-                    prefill=system.prefill,
-                    decode=system.decode,
+                    models=(
+                        plan.RequestedModel(
+                            str(self.model),
+                            plan.RequestedNodes(system.prefill),
+                            plan.RequestedNodes(system.decode),
+                        ),
+                    ),
                     host=plan.HOST,
                     port=first,
                     http_port=first + 1,

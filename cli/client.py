@@ -52,6 +52,15 @@ def add_router_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="name of the served model. Required if the router has several (the only one)",
+    )
+
+
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 

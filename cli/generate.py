@@ -77,8 +77,8 @@ def request_from(arguments: argparse.Namespace) -> GenerateRequest:
     text = sys.stdin.read() if arguments.text == "-" else arguments.text
     if arguments.chat:
         messages = ChatMessages(messages=[ChatMessage(role="user", content=text)])
-        return GenerateRequest(messages=messages, sampling=sampling)
-    return GenerateRequest(text=text, sampling=sampling)
+        return GenerateRequest(messages=messages, sampling=sampling, model=arguments.model)
+    return GenerateRequest(text=text, sampling=sampling, model=arguments.model)
 
 
 def parser() -> settings.ConfigArgumentParser:
@@ -89,6 +89,7 @@ def parser() -> settings.ConfigArgumentParser:
     )
     parser.add_argument("text", metavar="TEXT", help="prompt. - reads standard input")
     client.add_router_flag(parser)
+    client.add_model_flag(parser)
     parser.add_argument("--chat", action="store_true", help="send TEXT as a user's message")
     parser.add_argument(
         "--stats", action="store_true", help="print token counts and times to standard error"

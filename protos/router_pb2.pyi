@@ -66,7 +66,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "messages", "token_ids", "sampling", "timeout_s", "session_id", "cache_salt", "priority", "adapter", "prediction", "stream_interval")
+    __slots__ = ("request_id", "text", "messages", "token_ids", "sampling", "timeout_s", "session_id", "cache_salt", "priority", "adapter", "prediction", "stream_interval", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     messages: ChatMessages
@@ -91,7 +92,8 @@ class GenerateRequest(_message.Message):
     adapter: str
     prediction: str
     stream_interval: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., prediction: _Optional[str] = ..., stream_interval: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., prediction: _Optional[str] = ..., stream_interval: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
@@ -170,18 +172,20 @@ class Input(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("request_id", "inputs", "dimensions", "timeout_s", "cache_salt")
+    __slots__ = ("request_id", "inputs", "dimensions", "timeout_s", "cache_salt", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     inputs: _containers.RepeatedCompositeFieldContainer[Input]
     dimensions: int
     timeout_s: float
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., dimensions: _Optional[int] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., dimensions: _Optional[int] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
     __slots__ = ("request_id", "vectors", "usage")
@@ -194,20 +198,22 @@ class EmbedResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., vectors: _Optional[_Iterable[bytes]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("request_id", "queries", "documents", "timeout_s", "cache_salt", "instruct")
+    __slots__ = ("request_id", "queries", "documents", "timeout_s", "cache_salt", "instruct", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     INSTRUCT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     queries: _containers.RepeatedScalarFieldContainer[str]
     documents: _containers.RepeatedScalarFieldContainer[str]
     timeout_s: float
     cache_salt: str
     instruct: str
-    def __init__(self, request_id: _Optional[str] = ..., queries: _Optional[_Iterable[str]] = ..., documents: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., instruct: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., queries: _Optional[_Iterable[str]] = ..., documents: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., instruct: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("request_id", "scores", "usage")
@@ -220,20 +226,22 @@ class ScoreResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., scores: _Optional[_Iterable[float]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class ScoreTokensRequest(_message.Message):
-    __slots__ = ("request_id", "prompts", "label_token_ids", "apply_softmax", "timeout_s", "cache_salt")
+    __slots__ = ("request_id", "prompts", "label_token_ids", "apply_softmax", "timeout_s", "cache_salt", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     LABEL_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     APPLY_SOFTMAX_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompts: _containers.RepeatedCompositeFieldContainer[Input]
     label_token_ids: _containers.RepeatedScalarFieldContainer[int]
     apply_softmax: bool
     timeout_s: float
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., label_token_ids: _Optional[_Iterable[int]] = ..., apply_softmax: _Optional[bool] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., prompts: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., label_token_ids: _Optional[_Iterable[int]] = ..., apply_softmax: _Optional[bool] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ScoreTokensResponse(_message.Message):
     __slots__ = ("request_id", "scores", "usage")
@@ -252,12 +260,14 @@ class TokenScores(_message.Message):
     def __init__(self, scores: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("text", "messages")
+    __slots__ = ("text", "messages", "model")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     text: str
     messages: ChatMessages
-    def __init__(self, text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ...) -> None: ...
+    model: str
+    def __init__(self, text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids",)
@@ -266,10 +276,12 @@ class TokenizeResponse(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DetokenizeRequest(_message.Message):
-    __slots__ = ("token_ids",)
+    __slots__ = ("token_ids", "model")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    model: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class DetokenizeResponse(_message.Message):
     __slots__ = ("text",)
@@ -278,8 +290,10 @@ class DetokenizeResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
     __slots__ = ("name", "context_length", "vocabulary_size", "eos_token_ids", "has_chat_template")
@@ -300,17 +314,19 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("nodes", "router", "plan")
+    __slots__ = ("nodes", "router", "plan", "plans")
     NODES_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    PLANS_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[ClusterNode]
     router: RouterState
     plan: Plan
-    def __init__(self, nodes: _Optional[_Iterable[_Union[ClusterNode, _Mapping]]] = ..., router: _Optional[_Union[RouterState, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
+    plans: _containers.RepeatedCompositeFieldContainer[Plan]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[ClusterNode, _Mapping]]] = ..., router: _Optional[_Union[RouterState, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., plans: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("acts", "pressures", "events", "ago_s")
+    __slots__ = ("acts", "pressures", "events", "ago_s", "model")
     class PressuresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -322,11 +338,13 @@ class Plan(_message.Message):
     PRESSURES_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     AGO_S_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     acts: bool
     pressures: _containers.ScalarMap[str, float]
     events: _containers.RepeatedCompositeFieldContainer[PlanEvent]
     ago_s: float
-    def __init__(self, acts: _Optional[bool] = ..., pressures: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[_Union[PlanEvent, _Mapping]]] = ..., ago_s: _Optional[float] = ...) -> None: ...
+    model: str
+    def __init__(self, acts: _Optional[bool] = ..., pressures: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[_Union[PlanEvent, _Mapping]]] = ..., ago_s: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PlanEvent(_message.Message):
     __slots__ = ("what", "because", "ago_s")
@@ -349,7 +367,7 @@ class ReportPlanResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RouterState(_message.Message):
-    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template", "processes", "silent_processes", "oldest_process_s", "in_use", "rejected_requests", "failed_requests", "recent")
+    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template", "processes", "silent_processes", "oldest_process_s", "in_use", "rejected_requests", "failed_requests", "recent", "models")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -366,6 +384,7 @@ class RouterState(_message.Message):
     REJECTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     version: str
@@ -382,7 +401,26 @@ class RouterState(_message.Message):
     rejected_requests: int
     failed_requests: int
     recent: RecentRequests
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., processes: _Optional[int] = ..., silent_processes: _Optional[int] = ..., oldest_process_s: _Optional[float] = ..., in_use: _Optional[_Iterable[str]] = ..., rejected_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., recent: _Optional[_Union[RecentRequests, _Mapping]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ModelState]
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., processes: _Optional[int] = ..., silent_processes: _Optional[int] = ..., oldest_process_s: _Optional[float] = ..., in_use: _Optional[_Iterable[str]] = ..., rejected_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., recent: _Optional[_Union[RecentRequests, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelState, _Mapping]]] = ...) -> None: ...
+
+class ModelState(_message.Message):
+    __slots__ = ("name", "state", "reason", "context_length", "has_chat_template", "live_requests", "max_requests")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: str
+    reason: str
+    context_length: int
+    has_chat_template: bool
+    live_requests: int
+    max_requests: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ...) -> None: ...
 
 class RecentRequests(_message.Message):
     __slots__ = ("window_s", "rejected_requests", "failed_requests", "ttft", "itl")
@@ -455,12 +493,14 @@ class MoveResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., source: _Optional[str] = ..., target: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "path")
+    __slots__ = ("name", "path", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ("id", "fresh")
@@ -471,10 +511,12 @@ class LoadAdapterResponse(_message.Message):
     def __init__(self, id: _Optional[bytes] = ..., fresh: _Optional[bool] = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class UnloadAdapterResponse(_message.Message):
     __slots__ = ("known",)
@@ -483,8 +525,10 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self, known: _Optional[bool] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class FlushCacheResponse(_message.Message):
     __slots__ = ("pages_freed",)
@@ -493,10 +537,12 @@ class FlushCacheResponse(_message.Message):
     def __init__(self, pages_freed: _Optional[int] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
-    __slots__ = ("mode",)
+    __slots__ = ("mode", "model")
     MODE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     mode: str
-    def __init__(self, mode: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, mode: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PauseResponse(_message.Message):
     __slots__ = ("fresh", "aborted")
@@ -507,8 +553,10 @@ class PauseResponse(_message.Message):
     def __init__(self, fresh: _Optional[bool] = ..., aborted: _Optional[int] = ...) -> None: ...
 
 class ContinueRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ContinueResponse(_message.Message):
     __slots__ = ("was_paused",)
@@ -517,14 +565,16 @@ class ContinueResponse(_message.Message):
     def __init__(self, was_paused: _Optional[bool] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("path", "abort", "from_node")
+    __slots__ = ("path", "abort", "from_node", "model")
     PATH_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FROM_NODE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     path: str
     abort: bool
     from_node: str
-    def __init__(self, path: _Optional[str] = ..., abort: _Optional[bool] = ..., from_node: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, path: _Optional[str] = ..., abort: _Optional[bool] = ..., from_node: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
     __slots__ = ("id", "aborted")
@@ -535,34 +585,42 @@ class UpdateWeightsResponse(_message.Message):
     def __init__(self, id: _Optional[bytes] = ..., aborted: _Optional[int] = ...) -> None: ...
 
 class ReleaseMemoryRequest(_message.Message):
-    __slots__ = ("tags",)
+    __slots__ = ("tags", "model")
     TAGS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     tags: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
+    model: str
+    def __init__(self, tags: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ReleaseMemoryResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ResumeMemoryRequest(_message.Message):
-    __slots__ = ("tags",)
+    __slots__ = ("tags", "model")
     TAGS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     tags: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
+    model: str
+    def __init__(self, tags: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ResumeMemoryResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StartProfileRequest(_message.Message):
-    __slots__ = ("num_steps",)
+    __slots__ = ("num_steps", "model")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
-    def __init__(self, num_steps: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, num_steps: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class StopProfileRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ProfilesResponse(_message.Message):
     __slots__ = ("profiles",)
@@ -581,7 +639,7 @@ class Profile(_message.Message):
     def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class ClusterNode(_message.Message):
-    __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "weights", "seen_s", "prompts", "ranks", "group", "group_rank")
+    __slots__ = ("role", "address", "instance_id", "pids", "state", "pages", "links", "queues", "counters", "steps", "model", "mode", "context_length", "weights", "seen_s", "prompts", "ranks", "group", "group_rank", "served_model")
     class PagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -622,6 +680,7 @@ class ClusterNode(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODEL_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     instance_id: int
@@ -641,7 +700,8 @@ class ClusterNode(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[RankState]
     group: str
     group_rank: int
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., queues: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., steps: _Optional[int] = ..., model: _Optional[str] = ..., mode: _Optional[str] = ..., context_length: _Optional[int] = ..., weights: _Optional[bytes] = ..., seen_s: _Optional[float] = ..., prompts: _Optional[_Union[Backlog, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankState, _Mapping]]] = ..., group: _Optional[str] = ..., group_rank: _Optional[int] = ...) -> None: ...
+    served_model: str
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., instance_id: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., state: _Optional[str] = ..., pages: _Optional[_Mapping[str, int]] = ..., links: _Optional[_Iterable[_Union[LinkState, _Mapping]]] = ..., queues: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., steps: _Optional[int] = ..., model: _Optional[str] = ..., mode: _Optional[str] = ..., context_length: _Optional[int] = ..., weights: _Optional[bytes] = ..., seen_s: _Optional[float] = ..., prompts: _Optional[_Union[Backlog, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankState, _Mapping]]] = ..., group: _Optional[str] = ..., group_rank: _Optional[int] = ..., served_model: _Optional[str] = ...) -> None: ...
 
 class Backlog(_message.Message):
     __slots__ = ("queued_s", "token_s")

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
+from prometheus_client.samples import Sample
 
 from common.distribution import HistogramCounts, LiveHistogram
 from common.metrics.declared import MetricValues, counter, gauge, histogram
@@ -215,6 +217,26 @@ DECLARED = (
     *PROCESS,
 )
 
+# Metrics of requests and nodes. Their series have the label `model` if there are several models.
+OF_MODELS = (
+    REQUESTS,
+    REJECTED,
+    WAITING,
+    LIVE,
+    PROMPT_TOKENS,
+    TOKENS,
+    FIRST_TOKEN,
+    TTFT_PHASE,
+    NEXT_TOKEN,
+    REQUEST_SECONDS,
+    READY,
+    NODES,
+    STREAMS_LOST,
+    REPLAYS,
+    MOVES,
+    QUARANTINED,
+)
+
 
 class ApiKeyMetrics(NamedTuple):
     """Counts of one API key."""
@@ -251,9 +273,9 @@ class RouterMetrics:
         self._http_connections = values.numbers(HTTP_CONNECTIONS)
         self._http_answers = values.numbers(HTTP_ANSWERS)
         self.trust = TrustMetrics()
-        self.registry = registry_of(lambda: "router", self._families)
+        self.registry = registry_of(lambda: "router", self.families)
 
-    def _families(self) -> Iterable[Metric]:
+    def families(self) -> Iterable[Metric]:
         yield from self._values.families()
         yield FIRST_TOKEN.family({(): self._first_token.counted().coarser(_TTFT_S)})
         yield NEXT_TOKEN.family({(): self._next_token.counted().coarser(_ITL_S)})
@@ -366,3 +388,33 @@ class RouterMetrics:
     def http_answered(self, status: int) -> None:
         series = (str(status),)
         self._http_answers[series if series in self._http_answers else (_OTHER,)] += 1
+
+
+def registry_of_models(
+    shared: RouterMetrics, models: Mapping[str, RouterMetrics]
+) -> CollectorRegistry:
+    """Return the registry of a router with several models.
+
+    Args:
+        shared: everything but requests and nodes. Requests that were rejected before their model
+            was known are counted here, and have an empty label.
+        models: requests and nodes of each model, by its name.
+    """
+    names = {each.name for each in OF_MODELS}
+
+    def families() -> Iterable[Metric]:
+        merged = {family.name: family for family in shared.families()}
+        for name in names:
+            before = merged[name].samples if name == REJECTED.name else []
+            merged[name].samples = _labelled(before, "")
+        for model, metrics in models.items():
+            for family in metrics.families():
+                if family.name in names:
+                    merged[family.name].samples += _labelled(family.samples, model)
+        return merged.values()
+
+    return registry_of(lambda: "router", families)
+
+
+def _labelled(samples: Iterable[Sample], model: str) -> list[Sample]:
+    return [each._replace(labels={"model": model, **each.labels}) for each in samples]

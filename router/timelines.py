@@ -7,7 +7,8 @@ has sent its timeline. The timeline is still accepted then.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -71,6 +72,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
     arrived_unix: float
     arrived: float
     on_late_timeline: "Callable[[RequestTimeline], None]"  # called if it comes after the end
+    model: str  # name of the served model
     tokenized: float = 0.0
     first_token: float = 0.0  # written to the client
     last_token: float = 0.0
@@ -151,10 +153,15 @@ class RequestTimeline(msgspec.Struct, eq=False):
 
 
 class TimelineRecorder:
-    """Timelines of all requests of a router. For one event loop."""
+    """Timelines of all requests to one model. For one event loop.
 
-    def __init__(self, metrics: RouterMetrics, tracer: Tracer | None) -> None:
+    Args:
+        model: its name.
+    """
+
+    def __init__(self, metrics: RouterMetrics, tracer: Tracer | None, model: str = "") -> None:
         self._metrics = metrics
+        self._model = model
         self._tracer = tracer
         self._live: dict[str, RequestTimeline] = {}
         self._ended: deque[RequestTimeline] = deque()
@@ -190,7 +197,8 @@ class TimelineRecorder:
             trace = self._tracer.enter(parent, root=True)
         elif parent:
             trace = TraceContext(parent)
-        return RequestTimeline(request_id, label, trace, time.time(), time.monotonic(), self._count)
+        now = time.monotonic()
+        return RequestTimeline(request_id, label, trace, time.time(), now, self._count, self._model)
 
     def accept(self, timeline: RequestTimeline) -> None:
         """List the request as active."""
@@ -232,6 +240,7 @@ class TimelineRecorder:
                 "baton.request_id": timeline.request_id[:MAX_TEXT],
                 "baton.label": timeline.label[:MAX_TEXT],
                 "baton.outcome": timeline.outcome,
+                "gen_ai.request.model": timeline.model[:MAX_TEXT],
                 "baton.replays": timeline.num_replays,
                 "baton.moves": timeline.num_moves,
                 "baton.time_to_first_token_s": (
@@ -242,3 +251,19 @@ class TimelineRecorder:
             },
             error=timeline.error if timeline.outcome == "error" else "",
         )
+
+
+class AllTimelines:
+    """Timelines of all requests of a router. For one event loop."""
+
+    def __init__(self, recorders: Sequence[TimelineRecorder]) -> None:
+        self._recorders = recorders
+
+    def __iter__(self) -> Iterator[RequestTimeline]:
+        """Iterate over the models, each in the order of its TimelineRecorder."""
+        return chain.from_iterable(self._recorders)
+
+    def find(self, name: str) -> RequestTimeline | None:
+        """Return the request with that id, or else the newest one with that label."""
+        found = [one for each in self._recorders if (one := each.find(name)) is not None]
+        return max(found, key=lambda one: (one.request_id == name, one.arrived), default=None)

@@ -16,6 +16,7 @@ from api.dialect.bodies import BodyReader, take_json
 from api.dialect.ignored_fields import IgnoredFields, only
 from api.dialect.problems import ApiError
 from api.http.messages import Handler, HttpRequest, whole
+from api.requests.by_model import ByModel
 from common.errors import FailedPrecondition, ServingError
 from protos import router_pb2
 from router.cluster.engine_calls import AdapterCalls, EngineCalls
@@ -72,30 +73,32 @@ RELEASE_PATH, RESUME_PATH = "/release_memory_occupation", "/resume_memory_occupa
 PROFILE_PATH, END_PROFILE_PATH = "/start_profile", "/stop_profile"
 
 
-class PauseFields(msgspec.Struct, kw_only=True):
+class ModelFields(msgspec.Struct, kw_only=True):
+    """The field of every command: the served model. Absent: the only one."""
+
+    model: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+
+
+class PauseFields(ModelFields, kw_only=True):
     mode: str = ""
 
 
-class UpdateFields(msgspec.Struct, kw_only=True):
+class UpdateFields(ModelFields, kw_only=True):
     model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
     abort_all_requests: bool = False
 
 
-class PullWeightsFields(msgspec.Struct, kw_only=True):
+class PullWeightsFields(ModelFields, kw_only=True):
     node: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
     abort_all_requests: bool = False
 
 
-class MemoryFields(msgspec.Struct, kw_only=True):
+class MemoryFields(ModelFields, kw_only=True):
     tags: Annotated[list[str], msgspec.Meta(max_length=8)] | None = None
 
 
-class ProfileFields(msgspec.Struct, kw_only=True):
+class ProfileFields(ModelFields, kw_only=True):
     num_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
-
-
-class NoFields(msgspec.Struct, kw_only=True):
-    pass
 
 
 _OF_ALL: Mapping[str, IgnoredFields] = {
@@ -123,70 +126,77 @@ _OF_PROFILES: Mapping[str, IgnoredFields] = {
 }
 # Summary and request fields of each path.
 COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
-    PAUSE_PATH: ("Pause inference on all nodes.", PauseFields),
-    CONTINUE_PATH: ("Resume inference on all nodes.", NoFields),
+    PAUSE_PATH: ("Pause inference on all nodes of the model.", PauseFields),
+    CONTINUE_PATH: ("Resume inference on all nodes of the model.", ModelFields),
     UPDATE_PATH: ("Load other weights of the model on all nodes, from a directory.", UpdateFields),
-    TAKE_PATH: ("Copy the weights of one node to all other nodes.", PullWeightsFields),
-    RELEASE_PATH: ("Release the memory of all nodes.", MemoryFields),
-    RESUME_PATH: ("Allocate the released memory again on all nodes.", MemoryFields),
-    PROFILE_PATH: ("Profile the next steps of all nodes with torch's profiler.", ProfileFields),
-    END_PROFILE_PATH: ("End the profile, and wait until the traces are written.", NoFields),
-    FLUSH_PATH: ("Clear the prefix caches of all nodes.", NoFields),
+    TAKE_PATH: ("Copy the weights of one node to all other nodes of the model.", PullWeightsFields),
+    RELEASE_PATH: ("Release the memory of all nodes of the model.", MemoryFields),
+    RESUME_PATH: ("Allocate the released memory again on all nodes of the model.", MemoryFields),
+    PROFILE_PATH: (
+        "Profile the next steps of all nodes of the model with torch's profiler.",
+        ProfileFields,
+    ),
+    END_PROFILE_PATH: ("End the profile, and wait until the traces are written.", ModelFields),
+    FLUSH_PATH: ("Clear the prefix caches of all nodes of the model.", ModelFields),
 }
 
 
 class EnginesEndpoint:
     """HTTP handlers of the engine commands."""
 
-    def __init__(self, calls: EngineCalls) -> None:
+    def __init__(self, calls: ByModel[EngineCalls]) -> None:
         self._calls = calls
 
     def routes(self) -> dict[str, dict[str, Handler]]:
         """Return the handlers by path and HTTP method."""
         return {
             PAUSE_PATH: {"POST": OperatorCommand(PauseFields, self._pause, _OF_ALL)},
-            CONTINUE_PATH: {"POST": OperatorCommand(NoFields, self._continue, _OF_ALL)},
+            CONTINUE_PATH: {"POST": OperatorCommand(ModelFields, self._continue, _OF_ALL)},
             UPDATE_PATH: {"POST": OperatorCommand(UpdateFields, self._update, _OF_UPDATES)},
             TAKE_PATH: {"POST": OperatorCommand(PullWeightsFields, self._take, _OF_ALL)},
             RELEASE_PATH: {"POST": OperatorCommand(MemoryFields, self._release, _OF_ALL)},
             RESUME_PATH: {"POST": OperatorCommand(MemoryFields, self._resume, _OF_ALL)},
             PROFILE_PATH: {"POST": OperatorCommand(ProfileFields, self._profile, _OF_PROFILES)},
-            END_PROFILE_PATH: {"POST": OperatorCommand(NoFields, self._end_profile, _OF_ALL)},
-            FLUSH_PATH: {"POST": OperatorCommand(NoFields, self._flush, _OF_ALL)},
+            END_PROFILE_PATH: {"POST": OperatorCommand(ModelFields, self._end_profile, _OF_ALL)},
+            FLUSH_PATH: {"POST": OperatorCommand(ModelFields, self._flush, _OF_ALL)},
         }
 
     async def _pause(self, fields: PauseFields) -> Mapping[str, Any]:
-        paused = await self._calls.pause(fields.mode)
+        paused = await self._calls.of(fields.model).pause(fields.mode)
         return {"status": "paused", "aborted": paused.aborted}
 
-    async def _continue(self, fields: NoFields) -> Mapping[str, Any]:
-        await self._calls.resume()
+    async def _continue(self, fields: ModelFields) -> Mapping[str, Any]:
+        await self._calls.of(fields.model).resume()
         return {"status": "continued"}
 
     async def _update(self, fields: UpdateFields) -> Mapping[str, Any]:
         abort = fields.abort_all_requests
-        return _updated(await self._calls.update_weights(fields.model_path, abort=abort))
+        return _updated(
+            await self._calls.of(fields.model).update_weights(fields.model_path, abort=abort)
+        )
 
     async def _take(self, fields: PullWeightsFields) -> Mapping[str, Any]:
         abort = fields.abort_all_requests
-        return _updated(await self._calls.take_weights(fields.node, abort=abort))
+        return _updated(await self._calls.of(fields.model).take_weights(fields.node, abort=abort))
 
     async def _release(self, fields: MemoryFields) -> Mapping[str, Any]:
-        await self._calls.release_memory(fields.tags or ())
+        await self._calls.of(fields.model).release_memory(fields.tags or ())
         return {"status": "released"}
 
     async def _resume(self, fields: MemoryFields) -> Mapping[str, Any]:
-        await self._calls.resume_memory(fields.tags or ())
+        await self._calls.of(fields.model).resume_memory(fields.tags or ())
         return {"status": "resumed"}
 
     async def _profile(self, fields: ProfileFields) -> Mapping[str, Any]:
-        return _traces("profiling", await self._calls.start_profile(fields.num_steps or 0))
+        return _traces(
+            "profiling", await self._calls.of(fields.model).start_profile(fields.num_steps or 0)
+        )
 
-    async def _end_profile(self, fields: NoFields) -> Mapping[str, Any]:
-        return _traces("written", await self._calls.stop_profile())
+    async def _end_profile(self, fields: ModelFields) -> Mapping[str, Any]:
+        return _traces("written", await self._calls.of(fields.model).stop_profile())
 
-    async def _flush(self, fields: NoFields) -> Mapping[str, Any]:
-        flushed = await self._calls.flush_caches()
+    async def _flush(self, fields: ModelFields) -> Mapping[str, Any]:
+        flushed = await self._calls.of(fields.model).flush_caches()
         return {"status": "flushed", "pages_freed": flushed.pages_freed}
 
 
@@ -209,19 +219,19 @@ _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 _UNSUPPORTED: dict[str, IgnoredFields] = {"load_inplace": only(False), "lora_int_id": only()}
 
 
-class LoadFields(msgspec.Struct, kw_only=True):
+class LoadFields(ModelFields, kw_only=True):
     lora_name: _Text
     lora_path: _Text
 
 
-class UnloadFields(msgspec.Struct, kw_only=True):
+class UnloadFields(ModelFields, kw_only=True):
     lora_name: _Text
 
 
 class AdaptersEndpoint:
     """HTTP handlers that load and unload LoRA adapters."""
 
-    def __init__(self, calls: AdapterCalls) -> None:
+    def __init__(self, calls: ByModel[AdapterCalls]) -> None:
         self._calls = calls
 
     def routes(self) -> dict[str, dict[str, Handler]]:
@@ -232,9 +242,9 @@ class AdaptersEndpoint:
         }
 
     async def _load(self, fields: LoadFields) -> str:
-        await self._calls.load(fields.lora_name, fields.lora_path)
+        await self._calls.of(fields.model).load(fields.lora_name, fields.lora_path)
         return f"Success: LoRA adapter '{fields.lora_name}' added successfully."
 
     async def _unload(self, fields: UnloadFields) -> str:
-        await self._calls.unload(fields.lora_name)
+        await self._calls.of(fields.model).unload(fields.lora_name)
         return f"Success: LoRA adapter '{fields.lora_name}' removed successfully."

@@ -4,15 +4,16 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import msgspec
 
 from common.errors import FailedPrecondition, InvalidRequest, NodeUnavailable, NotFound
 from protos.router_pb2 import MoveResponse, Plan, PlanEvent
 from router.cluster.cluster import Cluster
+from router.cluster.node_ends import MigratableRequest
 from router.workers import LONGEST_S, OtherProcesses, ProcessQuery, as_json, as_message
 
 _MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes
@@ -31,8 +32,12 @@ class MigrationResult(msgspec.Struct, frozen=True):
 class MigrationService:
     """Migrations of requests of all processes of this router. For one event loop."""
 
-    def __init__(self, cluster: Cluster, other_processes: OtherProcesses) -> None:
-        self._cluster = cluster
+    def __init__(self, clusters: Sequence[Cluster], other_processes: OtherProcesses) -> None:
+        """
+        Args:
+            clusters: the nodes of each model. A request stays among those of its model.
+        """
+        self._clusters = clusters
         self._movables: ProcessQuery[list[str]] = ProcessQuery(
             other_processes, _MOVABLE, self._movable, as_json(list[str])
         )
@@ -80,14 +85,17 @@ class MigrationService:
         sentence = f"no request that could be moved runs at {source[:256]!r}"
         raise _unknown(sentence, others.num_silent)
 
+    def _migratable(self) -> Iterator[MigratableRequest]:
+        return chain.from_iterable(each.migratable() for each in self._clusters)
+
     def _movable(self, source: str) -> list[str]:
         """Return ids of requests of this process at a node that can migrate, up to a limit."""
-        here = (each for each in self._cluster.migratable() if each.address == source)
+        here = (each for each in self._migratable() if each.address == source)
         return [each.request_id for each in here if each.movable][:_MOST_NAMED]
 
     async def _move(self, request_id: str, target: str) -> MigrationResult | None:
         """Migrate a request, within MOVE_S. Return None if no such request runs in this process."""
-        for running in self._cluster.migratable():
+        for running in self._migratable():
             if running.request_id == request_id:
                 break
         else:
@@ -136,16 +144,23 @@ class _Event:
 
 
 class Plans:
-    """Planner reports of all processes of this router. For one event loop."""
+    """Planner reports about one model, of all processes of this router. For one event loop.
+
+    Args:
+        number: of the model among those of this router.
+    """
 
     def __init__(
-        self, other_processes: OtherProcesses, clock: Callable[[], float] = time.monotonic
+        self,
+        other_processes: OtherProcesses,
+        clock: Callable[[], float] = time.monotonic,
+        number: int = 0,
     ) -> None:
         self._clock = clock
         self._last = Plan()  # without events
         self._at = 0.0
         self._events: deque[_Event] = deque(maxlen=NUM_KEPT)
-        self._query = ProcessQuery(other_processes, _PLAN, self.own, as_message(Plan))
+        self._query = ProcessQuery(other_processes, f"{_PLAN}/{number}", self.own, as_message(Plan))
 
     def take(self, plan: Plan) -> None:
         """Store a planner's report. Raise InvalidRequest if it is malformed."""

@@ -22,7 +22,7 @@ from common.errors import InvalidRequest, NodeUnavailable, NotFound
 from common.requests.timeline import HandoffSummary, Interval, TtftPhase, event_to_proto
 from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
 from router.cluster.cluster_state import DescribeResult, NodeDescriber
-from router.timelines import AttemptTimings, RequestTimeline, TimelineRecorder
+from router.timelines import AllTimelines, AttemptTimings, RequestTimeline
 from router.workers import OtherProcesses, ProcessQuery, as_json
 
 
@@ -36,6 +36,7 @@ def summary(timeline: RequestTimeline) -> dict[str, Any]:
     return {
         "id": timeline.request_id,
         "label": timeline.label or None,
+        "model": timeline.model,
         "outcome": timeline.outcome,
         "arrived": timeline.arrived_unix,
         "seconds": (timeline.ended or time.monotonic()) - timeline.arrived,
@@ -143,7 +144,7 @@ class Explainer:
     """Collector of request histories from all processes and nodes. For one event loop."""
 
     def __init__(
-        self, timelines: TimelineRecorder, other_processes: OtherProcesses, nodes: NodeDescriber
+        self, timelines: AllTimelines, other_processes: OtherProcesses, nodes: NodeDescriber
     ) -> None:
         self._timelines = timelines
         self._nodes = nodes
@@ -249,7 +250,7 @@ class RequestsEndpoint:
     """HTTP handlers of the request timelines. For one event loop."""
 
     def __init__(
-        self, timelines: TimelineRecorder, other_processes: OtherProcesses, explainer: Explainer
+        self, timelines: AllTimelines, other_processes: OtherProcesses, explainer: Explainer
     ) -> None:
         self._timelines = timelines
         self._explainer = explainer

@@ -4,7 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -17,9 +18,10 @@ from api.admin.moves import Plans
 from api.dialect.problems import ApiError
 from api.http.messages import HttpRequest, whole
 from api.requests.limiter import RequestLimiter
+from common import VERSION
 from common.distribution import HistogramCounts
 from protos import router_pb2
-from protos.router_pb2 import LatencySummary, RouterState, WorkerState
+from protos.router_pb2 import LatencySummary, ModelState, RouterState, WorkerState
 from protos.router_pb2 import RecentRequests as RecentRequestsReport
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.metrics import LATENCY_S, RecentRequests, RequestCounts
@@ -27,6 +29,32 @@ from router.workers import OtherProcesses, ProcessHandler, ProcessQuery, as_mess
 
 STATE = "/worker-state"  # path between worker processes
 _BY_WEIGHT = ("ready", "not ready", "draining")
+
+
+class ModelReport(NamedTuple):
+    """One served model in the state of a router.
+
+    Attributes:
+        constant: fields that never change.
+        why_not_ready: returns a sentence, or None if a request could be placed now.
+        in_use: returns addresses of nodes that requests are sent to.
+    """
+
+    constant: ModelState
+    admission: RequestLimiter
+    why_not_ready: Callable[[], str | None]
+    in_use: Callable[[], Iterable[str]]
+
+    def state(self) -> ModelState:
+        reason = self.why_not_ready()
+        state = ModelState(
+            state=_state(reason, self.admission.leaving),
+            reason=reason or "",
+            live_requests=self.admission.num_live,
+            max_requests=self.admission.max_requests,
+        )
+        state.MergeFrom(self.constant)
+        return state
 
 
 class MergedState:
@@ -38,30 +66,21 @@ class MergedState:
 
     def __init__(
         self,
-        admission: RequestLimiter,
-        constant: RouterState,
-        why_not_ready: Callable[[], str | None],
-        in_use: Callable[[], Iterable[str]],
+        models: Sequence[ModelReport],
         counts: Callable[[], RequestCounts],
         other_processes: OtherProcesses,
         began: float,
     ) -> None:
         """
         Args:
-            constant: fields that never change.
-            why_not_ready: returns a sentence, or None if a request could be placed now.
-            in_use: returns addresses of nodes that requests are sent to.
-            counts: returns the counts of requests since the process started.
+            counts: returns the counts of all requests since the process started.
             began: start time of the router, by time.monotonic().
         """
         self.began = began
         self.recent = RecentRequests(counts)
-        self._admission = admission
-        self._process_began = time.monotonic()
-        self._constant = constant
-        self._why_not_ready = why_not_ready
-        self._in_use = in_use
+        self._models = models
         self._counts = counts
+        self._process_began = time.monotonic()
         self._query = ProcessQuery(other_processes, STATE, self.own, as_message(WorkerState))
 
     async def now(self) -> RouterState:
@@ -74,19 +93,20 @@ class MergedState:
 
     def own(self) -> WorkerState:
         """Return the state of this process."""
-        reason = self._why_not_ready()
         total = self._counts()
+        models = [each.state() for each in self._models]
         state = RouterState(
-            state=_state(reason, self._admission.leaving),
-            reason=reason or "",
-            live_requests=self._admission.num_live,
-            max_requests=self._admission.max_requests,
+            version=VERSION,
+            model=", ".join(each.name for each in models),
+            models=models,
+            context_length=max(each.context_length for each in models),
+            has_chat_template=any(each.has_chat_template for each in models),
             oldest_process_s=time.monotonic() - self._process_began,
-            in_use=self._in_use(),
+            in_use=chain.from_iterable(each.in_use() for each in self._models),
             rejected_requests=total.rejected,
             failed_requests=total.failed,
         )
-        state.MergeFrom(self._constant)
+        _sum_up(state)
         window_s, recent = self.recent.now()
         return WorkerState(
             state=state,
@@ -98,26 +118,45 @@ class MergedState:
         )
 
 
+def _sum_up(router: RouterState) -> None:
+    """Set the fields of a router that follow from its models."""
+    best = min(router.models, key=lambda one: _BY_WEIGHT.index(one.state))
+    router.state, router.reason = best.state, best.reason
+    router.live_requests = sum(each.live_requests for each in router.models)
+    router.max_requests = sum(each.max_requests for each in router.models)
+
+
 def together(workers: Sequence[WorkerState]) -> RouterState:
     """Merge the states of the processes.
 
-    The router is as ready as its least ready process, because any process may get a request. It
-    uses the nodes that all processes use.
+    A model is as ready as at its least ready process, because any process may get a request. The
+    router uses the nodes that all processes use.
     """
     states = [worker.state for worker in workers]
-    worst = max(states, key=lambda one: _BY_WEIGHT.index(one.state))
-    alike = sum(one.state == worst.state for one in states)
     whole = RouterState()
-    whole.CopyFrom(worst)
-    if worst.reason and alike < len(states):
-        whole.reason = f"{alike} of {len(states)} processes: {worst.reason}"
-    whole.live_requests = sum(one.live_requests for one in states)
-    whole.max_requests = sum(one.max_requests for one in states)
+    whole.CopyFrom(states[0])
+    of_each_model = zip(*(state.models for state in states), strict=True)
+    whole.ClearField("models")
+    whole.models.extend(map(_model, of_each_model))
+    _sum_up(whole)
     whole.oldest_process_s = max(one.oldest_process_s for one in states)
     whole.in_use[:] = sorted(frozenset.intersection(*(frozenset(one.in_use) for one in states)))
     whole.rejected_requests = sum(one.rejected_requests for one in states)
     whole.failed_requests = sum(one.failed_requests for one in states)
     whole.recent.CopyFrom(_recent(workers))
+    return whole
+
+
+def _model(states: Sequence[ModelState]) -> ModelState:
+    """Merge the states of one model at each process."""
+    worst = max(states, key=lambda one: _BY_WEIGHT.index(one.state))
+    alike = sum(one.state == worst.state for one in states)
+    whole = ModelState()
+    whole.CopyFrom(worst)
+    if worst.reason and alike < len(states):
+        whole.reason = f"{alike} of {len(states)} processes: {worst.reason}"
+    whole.live_requests = sum(one.live_requests for one in states)
+    whole.max_requests = sum(one.max_requests for one in states)
     return whole
 
 
@@ -161,23 +200,38 @@ REUSE_S = 0.25
 # It has this router, each node's description of itself and the planner's view of the nodes. The
 # protobuf message is the single definition. The JSON is derived from it, field by field.
 class ClusterReport:
-    """Builder of the cluster report. For one event loop."""
+    """Builder of the cluster report. For one event loop.
 
-    def __init__(self, state: ClusterState, router: MergedState, plans: Plans) -> None:
-        self._state = state
+    Args:
+        models: nodes and planner reports of each model, by its name.
+    """
+
+    def __init__(
+        self, models: Mapping[str, tuple[ClusterState, Plans]], router: MergedState
+    ) -> None:
+        self._models = models
         self._router = router
-        self._plans = plans
 
     async def make(self) -> router_pb2.GetClusterResponse:
         """Query all nodes and the other processes of this router, within 2 s."""
-        reports, router, plan = await asyncio.gather(
-            self._state.look(), self._router.now(), self._plans.now()
+        states, plans = zip(*self._models.values(), strict=True)
+        reports, plans, router = await asyncio.gather(
+            asyncio.gather(*(state.look() for state in states)),
+            asyncio.gather(*(each.now() for each in plans)),
+            self._router.now(),
         )
         began = self._router.began
+        for name, plan in zip(self._models, plans, strict=True):
+            plan.model = name
         return router_pb2.GetClusterResponse(
-            nodes=[_node(report, report.at - began) for report in reports],
+            nodes=[
+                _node(name, report, report.at - began)
+                for name, of_model in zip(self._models, reports, strict=True)
+                for report in of_model
+            ],
             router=router,
-            plan=plan,
+            plan=plans[0],
+            plans=[plan for plan in plans if plan.pressures] if len(plans) > 1 else (),
         )
 
 
@@ -232,9 +286,13 @@ def plain(message: Message) -> dict[str, Any]:
     return fields
 
 
-def _node(report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:
+def _node(served: str, report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:
     node = router_pb2.ClusterNode(
-        role=report.role, address=report.address, state=report.state, seen_s=seen_s
+        role=report.role,
+        address=report.address,
+        state=report.state,
+        seen_s=seen_s,
+        served_model=served,
     )
     if report.description is None:
         return node

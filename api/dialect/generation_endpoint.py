@@ -1,8 +1,8 @@
-"""HTTP requests with a prompt, from the body to the end of the response, and their model names."""
+"""HTTP requests with a prompt, from the body to the end of the response."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +14,8 @@ from api.auth.client import Client
 from api.dialect import problems
 from api.dialect.bodies import BodyReader, name_ignored, take_json
 from api.dialect.events import ApiDialect, EndpointCall, EndpointReply, RequestOrigin
-from api.dialect.problems import OPENAI, ApiError, Words, invalid
+from api.dialect.models import ModelNames
+from api.dialect.problems import OPENAI, ApiError, Words
 from api.http.messages import HttpRequest, whole
 from api.requests.generate_params import GenerateParams
 from api.requests.idempotency import IdempotencyCache, IdempotentRetry
@@ -22,60 +23,6 @@ from api.requests.limiter import DeadlineScope, new_request_id
 from common.errors import ServingError
 from common.logs import Throttle, ThrottledLog
 from router.metrics import RouterMetrics
-
-_MOST_NAMED = 8  # in an error
-
-
-class ModelNames:
-    """Names of the served model and its adapters.
-
-    Attributes:
-        served: name of the model itself.
-
-    Args:
-        adapters: returns the adapters that requests may use now, by name.
-    """
-
-    def __init__(self, served: str, adapters: Callable[[], Mapping[str, object]]) -> None:
-        self.served = served
-        self._adapters = adapters
-
-    @property
-    def adapters(self) -> list[str]:
-        """Return the adapter names, without one that equals the model's name."""
-        return sorted(name for name in self._adapters() if name != self.served)
-
-    def adapter(self, model: str | None, lora_path: str | None = None) -> str:
-        """Return the adapter of a request with these fields, "" for none.
-
-        Raises:
-            ApiError: there is no such model or adapter, or the fields name two adapters.
-        """
-        adapter = "" if model in (None, self.served) else self._known(model or "", "model")
-        if not lora_path:
-            return adapter
-        if adapter not in ("", lora_path):
-            raise invalid("lora_path", f"{lora_path!r} and model {model!r} are two adapters")
-        return self._known(lora_path, "lora_path")
-
-    def check_served(self, model: str | None) -> None:
-        """Raise ApiError if `model` is an adapter or does not exist."""
-        if self.adapter(model):
-            raise invalid("model", f"{model!r} is a LoRA adapter, and of text alone")
-
-    def _known(self, name: str, param: str) -> str:
-        known = self.adapters
-        if name in known:
-            return name
-        others = [repr(each) for each in (self.served, *known[:_MOST_NAMED])]
-        are = "are" if known else "is"
-        raise ApiError(
-            404,
-            f"there is no model {name!r} here; {', '.join(others)} {are} served",
-            param=param,
-            code="model_not_found",
-        )
-
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from api.auth.client import Client
 from api.auth.guard import ApiKeyGuard
 from api.grpc.inference import InferenceService
 from api.http_checks import METHODS
+from api.requests.by_model import ByModel
 from common import rpc
 from common.errors import InvalidRequest
 from protos import router_pb2 as pb
@@ -36,10 +37,10 @@ class AdminService:
         self,
         report: ClusterReport,
         explainer: Explainer,
-        adapters: AdapterCalls,
-        engines: EngineCalls,
+        adapters: ByModel[AdapterCalls],
+        engines: ByModel[EngineCalls],
         migrations: MigrationService,
-        plans: Plans,
+        plans: ByModel[Plans],
         ends: OperatorEnds,
     ) -> None:
         self._engines = engines
@@ -48,16 +49,20 @@ class AdminService:
         self.methods: Mapping[str, Method] = {
             "GetCluster": lambda _: report.make(),
             "Explain": lambda request: explainer.explain(request.name),
-            "LoadAdapter": lambda request: adapters.load(request.name, request.path),
-            "UnloadAdapter": lambda request: adapters.unload(request.name),
-            "Pause": lambda request: engines.pause(request.mode),
-            "Continue": lambda _: engines.resume(),
+            "LoadAdapter": lambda request: adapters.of(request.model).load(
+                request.name, request.path
+            ),
+            "UnloadAdapter": lambda request: adapters.of(request.model).unload(request.name),
+            "Pause": lambda request: engines.of(request.model).pause(request.mode),
+            "Continue": lambda request: engines.of(request.model).resume(),
             "UpdateWeights": self._update_weights,
-            "ReleaseMemory": lambda request: engines.release_memory(request.tags),
-            "ResumeMemory": lambda request: engines.resume_memory(request.tags),
-            "StartProfile": lambda request: engines.start_profile(request.num_steps),
-            "StopProfile": lambda _: engines.stop_profile(),
-            "FlushCache": lambda _: engines.flush_caches(),
+            "ReleaseMemory": lambda request: engines.of(request.model).release_memory(request.tags),
+            "ResumeMemory": lambda request: engines.of(request.model).resume_memory(request.tags),
+            "StartProfile": lambda request: engines.of(request.model).start_profile(
+                request.num_steps
+            ),
+            "StopProfile": lambda request: engines.of(request.model).stop_profile(),
+            "FlushCache": lambda request: engines.of(request.model).flush_caches(),
             "Drain": self._drain,
             "Move": lambda request: migrations.move(
                 request.request_id, request.source, request.target
@@ -66,27 +71,31 @@ class AdminService:
         }
 
     async def _update_weights(self, request: pb.UpdateWeightsRequest) -> pb.UpdateWeightsResponse:
+        engines = self._engines.of(request.model)
         if not request.from_node:
-            return await self._engines.update_weights(request.path, abort=request.abort)
+            return await engines.update_weights(request.path, abort=request.abort)
         if request.path:
             raise InvalidRequest("from_node: cannot be combined with a path")
-        return await self._engines.take_weights(request.from_node, abort=request.abort)
+        return await engines.take_weights(request.from_node, abort=request.abort)
 
     async def _drain(self, request: pb.DrainRouterRequest) -> pb.DrainRouterResponse:
         await self._ends.drain(in_turn=request.in_turn)
         return pb.DrainRouterResponse()
 
     async def _take_plan(self, request: pb.ReportPlanRequest) -> pb.ReportPlanResponse:
-        self._plans.take(request.plan)
+        self._plans.of(request.plan.model).take(request.plan)
         return pb.ReportPlanResponse()
 
 
+ROUTER_SERVICE = "baton.v1.Router"
 _HEADER = "authorization"
+# Methods for clients, of the service of the model that the request names.
+_OF_MODELS = ("Generate", "Embed", "Score", "ScoreTokens", "Tokenize", "Detokenize", "GetModel")
 
 
 def add_router_service(
     server: grpc.aio.Server,
-    inference: InferenceService,
+    inference: ByModel[InferenceService],
     admin: AdminService,
     callers: rpc.RpcGuard,
     *,
@@ -95,13 +104,7 @@ def add_router_service(
     """Register the service. For Args and Returns see `rpc.add_service`."""
     servicer = SimpleNamespace(
         **{name: partial(_called, method) for name, method in admin.methods.items()},
-        Generate=inference.Generate,
-        Embed=inference.Embed,
-        Score=inference.Score,
-        ScoreTokens=inference.ScoreTokens,
-        Tokenize=inference.Tokenize,
-        Detokenize=inference.Detokenize,
-        GetModel=inference.GetModel,
+        **{name: partial(_called_of, inference, name) for name in _OF_MODELS},
     )
     add = router_pb2_grpc.add_RouterServicer_to_server
     return rpc.add_service(server, add, servicer, callers, max_fields=max_fields)
@@ -109,6 +112,12 @@ def add_router_service(
 
 async def _called(method: Method, request: Any, context: Any) -> Any:
     return await method(request)
+
+
+async def _called_of(
+    inference: ByModel[InferenceService], name: str, request: Any, context: Any
+) -> Any:
+    return await getattr(inference.of(request.model), name)(request, context)
 
 
 class CallerResolver:

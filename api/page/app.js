@@ -8,7 +8,7 @@ import { age } from "./format.js";
 import { KeyForm, wantsKey } from "./key.js";
 import { Links } from "./links.js";
 import { legend, Nodes } from "./nodes.js";
-import { showPlan } from "./planner.js";
+import { showPlans } from "./planner.js";
 import { Rates } from "./rates.js";
 import { Requests } from "./requests.js";
 import { Timeline } from "./timeline.js";
@@ -46,9 +46,10 @@ function show(cluster) {
   totals.show(cluster, rates);
   for (const side of sides) side.show(cluster, rates);
   links.show(cluster, rates);
-  showPlan(cluster.plan);
+  const several = router.models.length > 1;
+  showPlans(several ? cluster.plans : [cluster.plan], several);
   ask.know(router);
-  say(byId("model"), router.model);
+  say(byId("model"), several ? router.models.map(modelState).join(", ") : router.model);
   const state = router.state === "ready" ? "ready" : `${router.state}: ${router.reason}`;
   say(byId("router-state"), [state, silentWorkers(router)].filter(Boolean).join("; "));
   mark(byId("router-state"), "data-state", router.state);
@@ -56,6 +57,8 @@ function show(cluster) {
   document.body.classList.toggle("no-prefill", !cluster.nodes.some((node) => node.role === "prefill"));
   if (answers++ % REQUESTS_EVERY === 0) requests.refresh();
 }
+
+const modelState = ({ name, state }) => (state === "ready" ? name : `${name} (${state})`);
 
 function lose(error) {
   if (wantsKey(error)) {

@@ -17,6 +17,8 @@ export class Ask {
     this.stopping = undefined; // aborts the running request
     this.id = ""; // id of the last request
     this.facts = new Map(); // of its response: text by name
+    this.models = []; // of the router
+    byId("ask-model").addEventListener("change", () => this.offer());
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       if (!this.stopping) this.send();
@@ -30,10 +32,20 @@ export class Ask {
     byId("stop").addEventListener("click", () => this.stopping?.abort());
   }
 
-  /** Offers chat if the model has a chat template, and example prompts for known models. */
+  /** Offers the models if there are several. */
   know(router) {
-    byId("kind").hidden = !router.has_chat_template;
-    const prompts = EXAMPLES[router.model] ?? [];
+    this.models = router.models;
+    byId("model-choice").hidden = this.models.length < 2;
+    const make = ({ name }) => element("option", { value: name }, name);
+    keep(byId("ask-model"), this.models, ({ name }) => name, make, () => {});
+    this.offer();
+  }
+
+  /** Offers chat if the model has a chat template, and example prompts for known models. */
+  offer() {
+    const chosen = this.models.find(({ name }) => name === byId("ask-model").value);
+    byId("kind").hidden = !chosen?.has_chat_template;
+    const prompts = EXAMPLES[chosen?.name] ?? [];
     byId("examples").hidden = !prompts.length;
     keep(byId("examples"), prompts, (prompt) => prompt, (prompt) => this.example(prompt), () => {});
   }
@@ -84,6 +96,7 @@ export class Ask {
     const text = this.prompt.value;
     const chat = !byId("kind").hidden && this.form.elements.kind.value === "chat";
     const body = {
+      ...(this.models.length > 1 ? { model: byId("ask-model").value } : {}),
       ...(chat ? { messages: [{ role: "user", content: text }] } : { prompt: text }),
       max_tokens: byId("max-tokens").valueAsNumber,
       temperature: byId("temperature").valueAsNumber,

@@ -71,7 +71,8 @@ export class Nodes {
     const nodes = cluster.nodes.filter((node) => node.role === this.role);
     this.list.classList.toggle("many", nodes.length > MOST_TALL);
     const open = nodes.length <= MOST_OPEN;
-    const make = (node) => card(node, open);
+    const several = cluster.router.models.length > 1;
+    const make = (node) => card(node, open, several ? `${node.served_model} ` : "");
     keep(this.list, nodes, (node) => node.address, make, (child, node) => fill(child, node, rates));
     say(this.counter, nodes.length ? `${nodes.length}` : "none");
   }
@@ -83,7 +84,7 @@ export function legend(list) {
   }
 }
 
-function card(node, open) {
+function card(node, open, model) {
   return element(
     "li",
     { class: "node", "data-role": node.role, "data-address": node.address },
@@ -94,7 +95,7 @@ function card(node, open) {
         "summary",
         {},
         element("span", { class: "node-head" },
-          element("span", { class: "address mono" }, node.address),
+          element("span", { class: "address mono" }, model + node.address),
           element("span", { class: "speed" }),
           element("span", { class: "state" }),
         ),

@@ -5,18 +5,28 @@ import { age, count } from "./format.js";
 
 const SILENT_S = 30; // a planner reports every few seconds
 
-/** Shows `plan`, or hides the panel if no planner has reported. */
-export function showPlan(plan) {
+/** Shows the plans, or hides the panel if no planner has reported. `several`: models are named. */
+export function showPlans(plans, several) {
+  const told = plans.filter((plan) => Object.keys(plan.pressures).length);
+  byId("planner").hidden = !told.length;
+  if (!told.length) return;
+  const named = (plan, words) => (several ? `${plan.model}: ${words}` : words);
+  say(byId("planner-note"), told.map((plan) => named(plan, note(plan))).join(". "));
+  const events = told.flatMap((plan) =>
+    plan.events.map((event) => ({ ...event, what: named(plan, event.what) })),
+  );
+  byId("planner-frame").hidden = !events.length;
+  events.sort((a, b) => a.ago_s - b.ago_s);
+  const occurred = events.map((event, i) => ({ ...event, key: `${i}` }));
+  keep(byId("planner-rows"), occurred, (event) => event.key, make, fill);
+}
+
+function note(plan) {
   const pressures = Object.entries(plan.pressures).sort().reverse(); // prefill before decode
-  byId("planner").hidden = !pressures.length;
-  if (!pressures.length) return;
   const numbers = pressures.map(([role, pressure]) => `${role} ${count(pressure)}`);
   const manner = plan.acts ? "applies its decisions" : "dry run";
   const silent = plan.ago_s > SILENT_S ? `. No report for ${age(plan.ago_s)}` : "";
-  say(byId("planner-note"), `Mode: ${manner}. Pressure: ${numbers.join(", ")}${silent}`);
-  byId("planner-frame").hidden = !plan.events.length;
-  const occurred = plan.events.map((event, i) => ({ ...event, key: `${i}` }));
-  keep(byId("planner-rows"), occurred, (event) => event.key, make, fill);
+  return `Mode: ${manner}. Pressure: ${numbers.join(", ")}${silent}`;
 }
 
 const make = () =>

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from api.dialect.bodies import BodyReader
-from api.dialect.generation_endpoint import Begin, ModelNames
+from api.dialect.generation_endpoint import Begin
 from api.dialect.ignored_fields import IgnoredFields, only
+from api.dialect.models import ModelNames
 from api.http.messages import Handler
 from api.pooling.endpoint import EmbeddingFields, F, PoolingAnswer, PoolingEndpoint, embeddings
 from api.pooling.scores import RerankFields, ScoreFields, rerank, score

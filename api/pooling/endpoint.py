@@ -12,7 +12,8 @@ from api.dialect import problems
 from api.dialect.bodies import BodyReader, Ignored, name_ignored, take_json
 from api.dialect.events import RequestOrigin
 from api.dialect.fields import ModelName, TextOrTokens, prompts_of
-from api.dialect.generation_endpoint import Begin, ModelNames, id_headers
+from api.dialect.generation_endpoint import Begin, id_headers
+from api.dialect.models import ModelNames
 from api.dialect.problems import ApiError, invalid
 from api.http.messages import HttpRequest, whole
 from api.pooling.vectors import PoolingCaller, PoolingService

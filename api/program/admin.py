@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+
+from prometheus_client import CollectorRegistry
 
 from api.admin import requests_endpoint
 from api.admin.engines import AdaptersEndpoint, EnginesEndpoint
@@ -14,17 +17,19 @@ from api.admin.router_state import (
     MergedMetricsEndpoint,
     MergedState,
     MetricsEndpoint,
+    ModelReport,
     metrics_handlers,
 )
-from api.dialect.generation_endpoint import ModelNames
 from api.grpc.service import AdminService
 from api.http.messages import Handler
-from api.program.nodes import RouterNodes
-from common import VERSION
-from protos import router_pb2
+from api.program.nodes import RouterBase
+from api.program.pool import ModelPool, Pools
+from api.requests.by_model import ByModel
+from protos.router_pb2 import ModelState
 from router.cluster.cluster_state import NodeDescriber
 from router.cluster.engine_calls import AdapterCalls, EngineCalls
-from router.metrics import RecentRequests
+from router.metrics import RecentRequests, RequestCounts
+from router.timelines import AllTimelines
 from router.workers import LocalEnd, OtherProcesses, ProcessSlot, SharedEnd
 
 
@@ -46,8 +51,9 @@ class AdminParts:
 
 
 def make_admin(
-    nodes: RouterNodes,
-    names: ModelNames,
+    base: RouterBase,
+    pools: Pools,
+    registry: CollectorRegistry,
     place: ProcessSlot,
     others: OtherProcesses,
     keeper: OtherProcesses,
@@ -56,26 +62,33 @@ def make_admin(
     """Make these parts. `others.handlers` then has the answers for the other processes.
 
     Args:
+        registry: of the router's metrics.
         others, keeper: the other processes of this router.
         on_drain: called when an operator drains a router with one process.
     """
-    base, cluster = nodes.base, nodes.cluster
-    registry, shared = base.metrics.registry, place.is_shared
+    shared = place.is_shared
+    states = [pool.nodes.state for pool in pools.values()]
+    of_requests = {base.metrics, *(pool.base.metrics for pool in pools.values())}
     state = MergedState(
-        base.admission,
-        _constants(nodes),
-        nodes.why_not_ready,
-        lambda: cluster.in_use,
-        base.metrics.request_counts,
+        list(map(_report, pools.values())),
+        lambda: reduce(RequestCounts.plus, (each.request_counts() for each in of_requests)),
         others,
         place.began,
     )
-    plans = Plans(others)
-    report = ClusterReport(nodes.state, state, plans)
-    explainer = Explainer(base.timelines, others, NodeDescriber(nodes.state))
-    listed = RequestsEndpoint(base.timelines, others, explainer)
-    adapters = AdapterCalls(nodes.state, cluster, names.served)
-    engines = EngineCalls(nodes.state)
+    plans = {name: Plans(others, number=number) for number, name in enumerate(pools)}
+    report = ClusterReport(
+        {name: (pool.nodes.state, plans[name]) for name, pool in pools.items()}, state
+    )
+    timelines = AllTimelines([pool.base.timelines for pool in pools.values()])
+    explainer = Explainer(timelines, others, NodeDescriber(states))
+    listed = RequestsEndpoint(timelines, others, explainer)
+    adapters = ByModel(
+        {
+            name: AdapterCalls(pool.nodes.state, pool.nodes.cluster, frozenset(pools))
+            for name, pool in pools.items()
+        }
+    )
+    engines = ByModel({name: EngineCalls(pool.nodes.state) for name, pool in pools.items()})
     metrics = MergedMetricsEndpoint(keeper) if shared else MetricsEndpoint(registry)
     others.handlers.update(metrics_handlers(registry))
     return AdminParts(
@@ -84,8 +97,8 @@ def make_admin(
             explainer,
             adapters,
             engines,
-            MigrationService(cluster, others),
-            plans,
+            MigrationService([pool.nodes.cluster for pool in pools.values()], others),
+            ByModel(plans),
             SharedEnd(keeper) if shared else LocalEnd(on_drain),
         ),
         {
@@ -100,12 +113,17 @@ def make_admin(
     )
 
 
-def _constants(nodes: RouterNodes) -> router_pb2.RouterState:
-    """Return the constant part of a router's state."""
-    files = nodes.base.model.files
-    return router_pb2.RouterState(
-        version=VERSION,
-        model=nodes.base.config.served_model_name or files.name,
+def _report(pool: ModelPool) -> ModelReport:
+    base, cluster = pool.base, pool.nodes.cluster
+    files = base.model.files
+    constant = ModelState(
+        name=base.name,
         context_length=files.context_length,
         has_chat_template=files.chat_template is not None,
+    )
+    return ModelReport(
+        constant,
+        base.admission,
+        pool.nodes.why_not_ready,
+        lambda: cluster.in_use,
     )

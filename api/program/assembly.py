@@ -4,29 +4,32 @@ It runs the parts and stops them in an order that protects clients."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from api import paths
 from api.dialect import problems
-from api.dialect.generation_endpoint import ModelNames
-from api.generation import Dispatcher
 from api.grpc.inference import InferenceService
-from api.grpc.service import AdminService, CallerResolver, add_router_service
+from api.grpc.service import (
+    ROUTER_SERVICE,
+    AdminService,
+    CallerResolver,
+    add_router_service,
+)
 from api.http.service import HttpServer, HttpService
 from api.http.shared import HttpContext, HttpLimits
 from api.http_checks import HttpChecks, check_paths
 from api.page import files as page
-from api.pooling.pooler import Pooler
-from api.pooling.vectors import PoolingService, qwen3
 from api.program.admin import AdminParts, make_admin
-from api.program.nodes import RouterBase, RouterNodes, make_base, make_nodes
-from api.requests.idempotency import IdempotencyCache
-from api.requests.limiter import PriorityLimits, RequestLimiter
+from api.program.nodes import RouterBase, make_base
+from api.program.pool import ModelPool, Pools, make_pool
+from api.requests.by_model import ByModel
+from api.requests.limiter import RequestLimiter
 from api.text.limits import MAX_FIELDS
 from api.text.model_files import ModelFiles
 from common import rpc, tls
@@ -35,60 +38,8 @@ from common.logs import kv
 from common.metrics.serving import served as served_metrics
 from common.process.resources import keep_trimming
 from router.cluster.cluster import Cluster
-from router.metrics import RouterMetrics
-from router.record import RequestRecords
+from router.metrics import RouterMetrics, registry_of_models
 from router.workers import ProcessSlot, alone, other_processes, serving_handlers
-
-
-@dataclass(frozen=True, slots=True)
-class RequestParts:
-    """The parts of a router that serve requests.
-
-    Attributes:
-        names: model names that clients may use.
-    """
-
-    answers: IdempotencyCache
-    vectors: PoolingService
-    names: ModelNames
-
-
-def make_requests(nodes: RouterNodes) -> RequestParts:
-    """Make these parts.
-
-    Raises:
-        ConfigError: the model cannot make the configured vectors or scores.
-    """
-    base = nodes.base
-    config, model = base.config, base.model
-    records = RequestRecords(base.metrics, base.timelines)
-    limits = {"budget_s": config.request_timeout_s, "queue_share": config.max_queue_fraction}
-    generator = Dispatcher(
-        model,
-        nodes.cluster,
-        base.admission,
-        records,
-        **limits,
-        priorities=PriorityLimits(
-            config.clients.priority,
-            low_values_first=config.clients.low_priority_values_first,
-        ),
-        returns_cached_tokens=not config.hide_cached_tokens,
-        stream_interval=config.stream_interval,
-    )
-    vectors = PoolingService(
-        Pooler(model, nodes.pooling, base.admission, records, **limits),
-        model.files.pooling,
-        way=config.pooling_type,
-        reranker=qwen3(model.tokenizer) if config.reranker == "qwen3" else None,
-        has_nodes=bool(config.prefill),
-    )
-    name = config.served_model_name or model.files.name
-    names = ModelNames(name, nodes.cluster.adapters.by_name)
-    return RequestParts(
-        IdempotencyCache(generator, keep_s=config.idempotency_ttl_s), vectors, names
-    )
-
 
 # Idle HTTP connections and probes. Each live request has one more.
 _SPARE_CONNECTIONS = 1024
@@ -109,20 +60,24 @@ class GrpcServer:
 
 
 def make_grpc(
-    base: RouterBase, requests: RequestParts, admin: AdminService, *, shares_port: bool
+    base: RouterBase, pools: Pools, admin: AdminService, *, shares_port: bool
 ) -> GrpcServer:
     """Make the gRPC server.
 
     Raises:
         ConfigError: the port is taken.
     """
-    config, model, guard = base.config, base.model, base.clients.guard
+    config, guard = base.config, base.clients.guard
     callers = CallerResolver(guard)
-    server = rpc.make_server(shares_port=shares_port, max_message_bytes=model.limits.message_bytes)
-    inference = InferenceService(
-        guard, requests.answers, requests.vectors, model, budget_s=config.request_timeout_s
-    )
-    names = add_router_service(server, inference, admin, callers, max_fields=MAX_FIELDS)
+    message_bytes = max(pool.base.model.limits.message_bytes for pool in pools.values())
+    server = rpc.make_server(shares_port=shares_port, max_message_bytes=message_bytes)
+    inference = {
+        name: InferenceService(
+            guard, pool.answers, pool.vectors, pool.base.model, budget_s=config.request_timeout_s
+        )
+        for name, pool in pools.items()
+    }
+    names = add_router_service(server, ByModel(inference), admin, callers, max_fields=MAX_FIELDS)
     health = rpc.add_health_and_reflection(server, names, callers)
     port = rpc.bind(
         server, config.server.host, config.server.port, base.certificates, shares_port=shares_port
@@ -130,35 +85,39 @@ def make_grpc(
     return GrpcServer(server, health, port, shares_port)
 
 
-def make_http(nodes: RouterNodes, requests: RequestParts, admin: AdminParts) -> HttpServer:
+def make_http(base: RouterBase, pools: Pools, admin: AdminParts) -> HttpServer:
     """Make the HTTP server.
 
     Raises:
         KeyError: a path has no access rule.
     """
-    base = nodes.base
     config, clients, metrics = base.config, base.clients, base.metrics
     checks = HttpChecks(clients.guard, clients.hosts, clients.cors, metrics)
-    parts = paths.EndpointParts(
-        base.model,
-        requests.names,
-        metrics,
-        checks.begin,
-        budget_s=config.request_timeout_s,
-        ignore_unknown=config.ignore_unknown_fields,
-    )
+    models = [
+        paths.EndpointParts(
+            pool.base.model,
+            pool.names,
+            pool.base.metrics,
+            checks.begin,
+            budget_s=config.request_timeout_s,
+            ignore_unknown=config.ignore_unknown_fields,
+            answers=pool.answers,
+            vectors=pool.vectors,
+        )
+        for pool in pools.values()
+    ]
     routes = paths.routes(
-        parts,
-        requests.answers,
-        requests.vectors,
-        nodes.why_not_ready,
+        models,
+        metrics,
+        lambda: {name: pool.nodes.why_not_ready() for name, pool in pools.items()},
         others={**page.routes(), **admin.paths},
         others_below=admin.paths_below,
     )
     check_paths(routes.paths)
+    max_requests = sum(pool.admission.max_requests for pool in pools.values())
     limits = HttpLimits(
-        max_connections=config.max_concurrent_requests + _SPARE_CONNECTIONS,
-        max_body_bytes=base.model.limits.body_bytes,
+        max_connections=max_requests + _SPARE_CONNECTIONS,
+        max_body_bytes=max(each.model.limits.body_bytes for each in models),
         unread_s=config.slow_client_timeout_s,
     )
     contexts = (
@@ -179,16 +138,17 @@ class RunningRouter:
     """A running router.
 
     Attributes:
-        following: keeps the streams of the nodes. Requests end with it.
-        readiness: reports the readiness to health checks.
+        following: keep the streams of the nodes. Requests end with them.
+        readiness: report the readiness to health checks.
     """
 
-    nodes: RouterNodes
+    base: RouterBase
+    pools: Pools
     grpc: GrpcServer
     http: HttpServer
     http_port: int
-    following: asyncio.Task[None]
-    readiness: asyncio.Task[None]
+    following: Sequence[asyncio.Task[None]]
+    readiness: Sequence[asyncio.Task[None]]
 
     @property
     def port(self) -> int:
@@ -196,15 +156,17 @@ class RunningRouter:
 
     @property
     def cluster(self) -> Cluster:
-        return self.nodes.cluster
-
-    @property
-    def metrics(self) -> RouterMetrics:
-        return self.nodes.base.metrics
+        """Nodes of the first model."""
+        return next(iter(self.pools.values())).nodes.cluster
 
     @property
     def admission(self) -> RequestLimiter:
-        return self.nodes.base.admission
+        """Requests of the first model."""
+        return next(iter(self.pools.values())).admission
+
+    @property
+    def metrics(self) -> RouterMetrics:
+        return self.base.metrics
 
     async def drain(self, longest_s: float, hurry: asyncio.Event) -> None:
         """Drain the router: accept no new requests and let live ones finish.
@@ -214,41 +176,52 @@ class RunningRouter:
         requests on existing connections of this process are served. Otherwise new requests are
         rejected.
         """
-        self.readiness.cancel()
-        await self.grpc.health.set_serving(False)
-        log.info("draining %s", kv(live=self.admission.num_live, longest_s=longest_s))
+        for task in self.readiness:
+            task.cancel()
+        await _report_health(self.grpc, dict.fromkeys(self.pools, False))
+        limiters = [pool.admission for pool in self.pools.values()]
+        live = sum(each.num_live for each in limiters)
+        log.info("draining %s", kv(live=live, longest_s=longest_s))
         if self.grpc.shares_port:
-            self.admission.leave()
+            for each in limiters:
+                each.leave()
             self.http.stop_listening()
             stopping = asyncio.create_task(rpc.stop(self.grpc.server, longest_s))
             await _first_of(self._all_is_served(), hurry.wait(), longest_s)
             stopping.cancel()
-        self.admission.close()
+        for each in limiters:
+            each.close()
         self.http.drain()
-        await _first_of(self.admission.wait_until_none_live(), hurry.wait(), longest_s)
-        self.following.cancel()  # a request ends with the stream of its node
-        await _first_of(self.admission.wait_until_none_live(), hurry.wait(), _LAST_WORDS_S)
+        await _first_of(self._none_live(), hurry.wait(), longest_s)
+        for task in self.following:
+            task.cancel()  # a request ends with the stream of its node
+        await _first_of(self._none_live(), hurry.wait(), _LAST_WORDS_S)
 
     async def _all_is_served(self) -> None:
         """Wait for connections, too: a request that is still being received is not live yet."""
         self.http.drain()
-        await self.admission.wait_until_none_live()
+        await self._none_live()
         await self.http.wait_until_all_gone(_LAST_WORDS_S)
-        await self.admission.wait_until_none_live()
+        await self._none_live()
+
+    async def _none_live(self) -> None:
+        for pool in self.pools.values():
+            await pool.admission.wait_until_none_live()
 
 
 @asynccontextmanager
 async def run_router(
     config: RouterConfig,
-    model: ModelFiles,
+    files: Sequence[ModelFiles],
     place: ProcessSlot | None = None,
     on_drain: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RunningRouter]:
     """Run a router in this context.
 
-    It listens immediately, and is healthy once it can place a request.
+    It listens immediately, and is healthy once it can place a request of any model.
 
     Args:
+        files: of the models, in the order of `config.each_model`.
         place: this process among the worker processes that share the router's ports, see
             api/program/processes.py. None: it is the whole router.
         on_drain: called when an operator drains the router, if this process is the whole router.
@@ -259,51 +232,82 @@ async def run_router(
     """
     place = place or alone()
     async with AsyncExitStack() as opened:
-        base = make_base(config, model, opened.enter_context(ExitStack()))
-        nodes = await make_nodes(base)
-        requests = make_requests(nodes)
+        resources = opened.enter_context(ExitStack())
+        base = make_base(config, resources)
+        made = [
+            await make_pool(base, each, files_of_one, resources)
+            for each, files_of_one in zip(config.each_model, files, strict=True)
+        ]
+        pools = {pool.base.name: pool for pool in made}
         others = await opened.enter_async_context(other_processes(place.others))
         keeper = await opened.enter_async_context(other_processes(place.keeper))
-        admin = make_admin(nodes, requests.names, place, others, keeper, on_drain)
-        grpc = make_grpc(base, requests, admin.service, shares_port=place.is_shared)
-        metrics_port = await _serve_health_and_metrics(base, grpc, opened)
-        http = make_http(nodes, requests, admin)
+        registry = _registry(base, pools)
+        admin = make_admin(base, pools, registry, place, others, keeper, on_drain)
+        grpc = make_grpc(base, pools, admin.service, shares_port=place.is_shared)
+        metrics_port = await _serve_health_and_metrics(base, registry, grpc, opened)
+        http = make_http(base, pools, admin)
         await opened.enter_async_context(serving_handlers(place, others.handlers))
-        begun = asyncio.create_task(nodes.membership.run())
+        begun = [asyncio.create_task(pool.nodes.membership.run()) for pool in made]
         opened.push_async_callback(_end, begun)
-        if place.again and nodes.generates:
-            # Other processes listen as well. Until then, a client here would find no node.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FIRST_LOOK_S):
-                    await nodes.cluster.until_first_ready()
+        if place.again:
+            await _first_look(made)
         http_port = await http.start(
             config.server.host, config.http_port, shares_port=place.is_shared
         )
         opened.push_async_callback(http.stop, _LAST_WORDS_S)
         await grpc.server.start()
-        _log_start(base, grpc, http_port, metrics_port)
+        _log_start(base, pools, grpc, http_port, metrics_port)
         async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(_followed(begun))
-            readiness = tasks.create_task(nodes.report_readiness(grpc.health))
+            following = [tasks.create_task(_followed(each)) for each in begun]
+
+            async def update_health() -> None:
+                await _report_health(grpc, {name: pool.nodes.ready for name, pool in pools.items()})
+
+            readiness = [
+                tasks.create_task(pool.nodes.report_readiness(update_health)) for pool in made
+            ]
             keys = tasks.create_task(base.clients.keep_up())
             trimming = tasks.create_task(keep_trimming())
             sampling = tasks.create_task(admin.recent.run())
             try:
-                yield RunningRouter(nodes, grpc, http, http_port, following, readiness)
+                yield RunningRouter(base, pools, grpc, http, http_port, following, readiness)
             finally:
-                for task in (readiness, following, keys, trimming, sampling):
+                for task in (*readiness, *following, keys, trimming, sampling):
                     task.cancel()
                 await rpc.stop(grpc.server, _LAST_WORDS_S)
 
 
+def _registry(base: RouterBase, pools: Pools) -> CollectorRegistry:
+    """Return the metrics of a router."""
+    if not base.config.models:
+        return base.metrics.registry
+    return registry_of_models(
+        base.metrics, {name: pool.base.metrics for name, pool in pools.items()}
+    )
+
+
+async def _first_look(pools: Sequence[ModelPool]) -> None:
+    """Wait for the nodes of a replacement process, while other processes listen."""
+    clusters = [pool.nodes.cluster for pool in pools if pool.nodes.generates]
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_LOOK_S):
+            await asyncio.gather(*(cluster.until_first_ready() for cluster in clusters))
+
+
+async def _report_health(grpc: GrpcServer, ready: Mapping[str, bool]) -> None:
+    """Report the router's readiness, and that of each of several models, to gRPC health checks."""
+    await grpc.health.set_serving(any(ready.values()))
+    if len(ready) > 1:
+        for name, is_ready in ready.items():
+            await grpc.health.set_service(f"{ROUTER_SERVICE}/{name}", is_ready)
+
+
 async def _serve_health_and_metrics(
-    base: RouterBase, grpc: GrpcServer, opened: AsyncExitStack
+    base: RouterBase, registry: CollectorRegistry, grpc: GrpcServer, opened: AsyncExitStack
 ) -> int | None:
     """Open the ports for metrics and health checks. Return the port for metrics, None: none."""
     server = base.config.server
-    metrics_port = opened.enter_context(
-        served_metrics(base.metrics.registry, server.host, server.metrics_port)
-    )
+    metrics_port = opened.enter_context(served_metrics(registry, server.host, server.metrics_port))
     await grpc.health.set_serving(False)
     await opened.enter_async_context(
         rpc.serving_health(
@@ -314,7 +318,11 @@ async def _serve_health_and_metrics(
 
 
 def _log_start(
-    base: RouterBase, grpc: GrpcServer, http_port: int, metrics_port: int | None
+    base: RouterBase,
+    pools: Pools,
+    grpc: GrpcServer,
+    http_port: int,
+    metrics_port: int | None,
 ) -> None:
     host = base.config.server.host
     log.info(
@@ -326,7 +334,7 @@ def _log_start(
             secret="on" if base.clients.has_secret else "off",
             metrics_port=metrics_port,
             policy=base.config.policy,
-            model=base.model.files.name,
+            model=",".join(pool.base.model.files.name for pool in pools.values()),
         ),
     )
 
@@ -336,9 +344,10 @@ async def _followed(task: asyncio.Task[None]) -> None:
     await task
 
 
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
+async def _end(begun: Sequence[asyncio.Task[None]]) -> None:
+    for task in begun:
+        task.cancel()
+    await asyncio.wait(begun)
 
 
 async def _first_of(

@@ -1,11 +1,11 @@
-"""Construction of a router's metrics, model files and nodes, and its readiness."""
+"""Construction of a router's base, and of the limits, nodes and readiness of each of its models."""
 
 import asyncio
 import logging
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from common.identity.program import identity_of
 from common.logs import kv
 from common.metrics.program import TrustMetrics
 from common.tracing import context
+from common.tracing.context import Tracer
 from router.cluster.cluster import NOT_READY, SHUTTING_DOWN, Cluster
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.cluster.membership import CacheWatch, Membership
@@ -38,40 +39,31 @@ from router.timelines import TimelineRecorder
 
 @dataclass(frozen=True, slots=True)
 class RouterBase:
-    """The parts of a router that know no nodes.
+    """The parts of a router that know no model and no nodes.
 
     Attributes:
         certificates: of the ports for clients. None: no TLS.
+        tracer: None: requests are not traced.
         make_channel: opens a channel to the node at an address.
     """
 
     config: RouterConfig
-    model: ServedModel
     metrics: RouterMetrics
-    timelines: TimelineRecorder
     clients: Clients
-    admission: RequestLimiter
     certificates: tls.Certificates | None
+    tracer: Tracer | None
     make_channel: Callable[[str], grpc.aio.Channel]
 
 
-def make_base(config: RouterConfig, files: ModelFiles, resources: ExitStack) -> RouterBase:
+def make_base(config: RouterConfig, resources: ExitStack) -> RouterBase:
     """Make these parts.
 
     Args:
         resources: closes them.
     Raises:
-        ConfigError: the tokenizer, chat template, secret, keys or certificates cannot be used.
+        ConfigError: the secret, keys or certificates cannot be used.
     """
     metrics = RouterMetrics()
-    model = served_model(
-        files,
-        config.reasoning_parser,
-        config.tool_parser,
-        config.images,
-        config.tool_arguments,
-    )
-    resources.callback(model.prompts.close)
     certificates = tls.certificates(config.server.tls, "--server.tls")
     for_nodes = tls.certificates(config.tls_to_nodes, "--node-tls")
     _report_expiry(metrics.trust, certificates, for_nodes)
@@ -80,23 +72,11 @@ def make_base(config: RouterConfig, files: ModelFiles, resources: ExitStack) -> 
     asked = identity is not None or config.server.tls.mutual or config.tls_to_nodes.mutual
     program.check_exposure(config.server.host, asked=asked, insecure=config.server.insecure)
     clients = make_clients(config, metrics)
-    admission = RequestLimiter(
-        config.max_concurrent_requests, longest_wait_s=config.clients.max_queue_wait_s
-    )
-    metrics.waiting_from(lambda: admission.num_waiting)
     tracer = context.start(config.server, "baton-router", ratio=config.trace_sample_ratio)
     if tracer is not None:
         resources.callback(tracer.close)
-    return RouterBase(
-        config,
-        model,
-        metrics,
-        TimelineRecorder(metrics, tracer),
-        clients,
-        admission,
-        certificates,
-        partial(rpc.make_channel, certificates=for_nodes, identity=identity),
-    )
+    make_channel = partial(rpc.make_channel, certificates=for_nodes, identity=identity)
+    return RouterBase(config, metrics, clients, certificates, tracer, make_channel)
 
 
 def _report_expiry(
@@ -115,16 +95,67 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RouterNodes:
-    """The parts of a router that know its nodes.
+class ModelBase:
+    """The parts of one served model that know no nodes.
+
+    Attributes:
+        name: by which clients request it.
+        config: the router's, with the values of this model.
+        metrics: of its requests and nodes. Those of the router if it has no other model.
+        admission: limit of its requests, so that one model never takes the slots of another.
+        is_only: whether the router has no other model.
+    """
+
+    name: str
+    config: RouterConfig
+    model: ServedModel
+    metrics: RouterMetrics
+    timelines: TimelineRecorder
+    admission: RequestLimiter
+    is_only: bool
+
+
+def make_model(
+    base: RouterBase, config: RouterConfig, files: ModelFiles, resources: ExitStack
+) -> ModelBase:
+    """Make these parts.
+
+    Args:
+        config: see ModelBase.
+        resources: closes them.
+    Raises:
+        ConfigError: the tokenizer or chat template cannot be used.
+    """
+    model = served_model(
+        files,
+        config.reasoning_parser,
+        config.tool_parser,
+        config.images,
+        config.tool_arguments,
+    )
+    resources.callback(model.prompts.close)
+    name = config.served_model_name or files.name
+    is_only = not base.config.models
+    metrics = base.metrics if is_only else RouterMetrics()
+    admission = RequestLimiter(
+        config.max_concurrent_requests, longest_wait_s=config.clients.max_queue_wait_s
+    )
+    metrics.waiting_from(lambda: admission.num_waiting)
+    timelines = TimelineRecorder(metrics, base.tracer, name)
+    return ModelBase(name, config, model, metrics, timelines, admission, is_only)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNodes:
+    """The parts of one served model that know its nodes.
 
     Attributes:
         changed: set when `ready` may have changed.
-        generates: False: there are no decode nodes, and the router serves only embeddings and
+        generates: False: there are no decode nodes, and the model serves only embeddings and
             scores.
     """
 
-    base: RouterBase
+    base: ModelBase
     cluster: Cluster
     state: ClusterState
     pooling: PoolingNodes
@@ -143,33 +174,34 @@ class RouterNodes:
             return SHUTTING_DOWN
         return None if self.ready else self._unready
 
-    async def report_readiness(self, health: rpc.Health) -> None:
-        """Report every change to the log, the metrics and `health`, until cancelled."""
+    async def report_readiness(self, on_change: Callable[[], Awaitable[None]]) -> None:
+        """Report every change to the log, the metrics and `on_change`, until cancelled."""
+        name = self.base.name
         was_ready = False
         while True:
             await self.changed.wait()
             self.changed.clear()
             ready = self.ready
             if ready and not was_ready:
-                log.info("ready")
+                log.info("ready %s", kv(model=name))
             elif was_ready and not ready:
-                log.warning("not ready %s", kv(reason=self._unready))
+                log.warning("not ready %s", kv(model=name, reason=self._unready))
             was_ready = ready
             self.base.metrics.ready(ready)
-            await health.set_serving(ready)
+            await on_change()
 
     @property
     def _unready(self) -> str:
         return NOT_READY if self.generates else NO_PREFILL_NODE
 
 
-async def make_nodes(base: RouterBase) -> RouterNodes:
+async def make_nodes(base: RouterBase, model: ModelBase) -> ModelNodes:
     """Make these parts.
 
     Raises:
-        ConfigError: an entry of --prefill or --decode is invalid.
+        ConfigError: an entry of the model's prefill or decode nodes is invalid.
     """
-    config, metrics = base.config, base.metrics
+    config, metrics = model.config, model.metrics
     discovery = Discovery(config.prefill, config.decode)
     await discovery.start()
     changed = asyncio.Event()
@@ -181,15 +213,20 @@ async def make_nodes(base: RouterBase) -> RouterNodes:
         cluster.described(reports)
 
     state = ClusterState(
-        tokenizer_hash=base.model.tokenizer.hash,
+        tokenizer_hash=model.model.tokenizer.hash,
+        other_models={each.model for each in base.config.models} - {config.model},
         on_change=lambda: cluster.refresh(),
         on_reports=reported,
         on_role=lambda address, role: membership.has_role(address, role),
         on_stream_lost=metrics.stream_lost,
     )
     policy = make_policy(config.policy, load, backlogs, prefixes)
-    cluster = Cluster(state, policy, load, backlogs, PrefixHints(prefixes), on_change=changed.set)
-    pooling = PoolingNodes(base.make_channel, state.fit, state.paused, policy, load, backlogs)
+    served = "" if model.is_only else model.name
+    hints = PrefixHints(prefixes)
+    cluster = Cluster(state, policy, load, backlogs, hints, changed.set, served)
+    pooling = PoolingNodes(
+        base.make_channel, state.fit, state.paused, policy, load, backlogs, served
+    )
     membership = Membership(
         discovery,
         state,
@@ -200,4 +237,4 @@ async def make_nodes(base: RouterBase) -> RouterNodes:
         budget_s=config.request_timeout_s,
         patience=LivenessLimits(config.suspect_after_s, config.dead_after_s),
     )
-    return RouterNodes(base, cluster, state, pooling, membership, changed, bool(config.decode))
+    return ModelNodes(model, cluster, state, pooling, membership, changed, bool(config.decode))

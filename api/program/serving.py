@@ -44,8 +44,8 @@ async def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    model = await asyncio.to_thread(model_files.load, config.model)
-    async with run_router(config, model, place, on_drain=stop.set) as router:
+    files = [await asyncio.to_thread(model_files.load, each.model) for each in config.each_model]
+    async with run_router(config, files, place, on_drain=stop.set) as router:
         resources.stay()
         gc.set_threshold(_COLLECT_EVERY)
         on_up()

@@ -76,14 +76,15 @@ def node_findings(config: NodeConfig) -> Iterator[Finding]:
 
 def router_findings(config: RouterConfig) -> Iterator[Finding]:
     """Check the configuration of a router, which needs neither weights nor devices."""
-    try:
-        directory = model_directory(config.model, weights=False)
-    except ConfigError as error:
-        yield Finding("model", "fails", str(error))
-    else:
-        yield Finding("model", "ok", str(directory))
-        yield _text(directory)
-    yield Finding("nodes", *_named(config))
+    for each in config.each_model:
+        try:
+            directory = model_directory(each.model, weights=False)
+        except ConfigError as error:
+            yield Finding("model", "fails", str(error))
+        else:
+            yield Finding("model", "ok", str(directory))
+            yield _text(directory)
+        yield Finding("nodes", *_named(each))
     yield from _front(config.server)
     yield _port("HTTP port", config.server.host, config.http_port, "--http-port")
     mutual = config.server.tls.mutual or config.tls_to_nodes.mutual

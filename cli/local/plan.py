@@ -1,11 +1,13 @@
 """Plan the processes and flags of a whole system on one machine. Starts nothing."""
 
 import ctypes
+import json
 import math
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +24,7 @@ _PORT_FLAGS = {
 }
 # An idle thread sleeps at once, so that another engine can use its core.
 _PASSIVE_WAITS = (("OMP_WAIT_POLICY", "passive"),)
+NODE_SERVICE, ROUTER_SERVICE = "baton.v1.Node", "baton.v1.Router"
 HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8000, 50050, 50100, 50200
 
 
@@ -34,6 +37,7 @@ class Program:
     address: str  # host:port of its gRPC server
     flags: tuple[str, ...]
     variables: tuple[tuple[str, str], ...] = ()  # for its environment, where ours lacks them
+    services: tuple[str, ...] = (NODE_SERVICE,)  # gRPC services whose health checks say it is ready
 
     @property
     def environment(self) -> dict[str, str]:
@@ -43,19 +47,39 @@ class Program:
     def command(self) -> list[str]:
         return [sys.executable, "-P", "-m", self.module, *self.flags]
 
+
+@dataclass(frozen=True, slots=True)
+class RequestedNodes:
+    """The nodes of one role and one model."""
+
+    count: int  # of nodes, or of their groups
+    ranks: NodeShape = ONE_RANK
+    dp: int = 1  # nodes of each group, which share experts
+
     @property
-    def service(self) -> str:
-        """Return the gRPC service whose health check reports that the process is ready."""
-        return "baton.v1.Router" if self.module == "router" else "baton.v1.Node"
+    def total(self) -> int:
+        return self.count * self.dp
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedModel:
+    """One model and its nodes."""
+
+    model: str
+    prefill: RequestedNodes
+    decode: RequestedNodes
+    served_model_name: str = ""  # "": the name in `model`
+
+    @property
+    def name(self) -> str:
+        return self.served_model_name or self.model
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedSystem:
     """The system that the user of `baton up` requested."""
 
-    model: str
-    prefill: int
-    decode: int
+    models: tuple[RequestedModel, ...]
     host: str
     port: int  # the router's
     http_port: int  # the router's
@@ -68,20 +92,22 @@ class RequestedSystem:
     # cert, key and ca for every process, or nothing
     tls: TlsConfig = field(default_factory=TlsConfig)
     secret_file: Path | None = None  # for every process; None: they have the variable
-    prefill_ranks: NodeShape = ONE_RANK
-    decode_ranks: NodeShape = ONE_RANK
-    prefill_dp: int = 1  # nodes of each group, which share experts
-    decode_dp: int = 1
     groups: Path = Path("groups")  # directory of the groups
-    served_model_name: str = ""  # "": the name in `model`
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedNode:
+    """A node before its flags are known."""
+
+    model: RequestedModel
+    role: str  # "prefill" | "decode"
+    number: int  # among all nodes of this role
+    group: int  # among all groups of this role
+    group_rank: int
 
     @property
-    def num_prefill(self) -> int:
-        return self.prefill * self.prefill_dp
-
-    @property
-    def num_decode(self) -> int:
-        return self.decode * self.decode_dp
+    def nodes(self) -> RequestedNodes:
+        return self.model.prefill if self.role == "prefill" else self.model.decode
 
 
 _DATA_PORT = "--transfer.listen-port"
@@ -90,54 +116,105 @@ _DATA_PORT = "--transfer.listen-port"
 def programs(wish: RequestedSystem) -> list[Program]:
     """Return the router first, then prefill nodes, then decode nodes.
 
-    Without prefill nodes the decode nodes are colocated. CUDA devices are assigned to the ranks of
-    all nodes in turn, and nodes on one device share its memory. On a CPU the ranks of a role share
-    its cores. The two roles overlap on the same cores, because they rarely compute at the same
-    time.
+    The decode nodes of a model without prefill nodes are colocated. CUDA devices are assigned to
+    the ranks of all nodes in turn, and nodes on one device share its memory. On a CPU the ranks of
+    a role share its cores. The two roles overlap on the same cores, because they rarely compute at
+    the same time.
 
     Raises:
         ConfigError: CUDA is requested but not available, or a node has more ranks than there are
             devices.
     """
-    prefill = [
-        (f"prefill-{i}", "prefill_node", wish.prefill_port + i, wish.prefill_dp)
-        for i in range(wish.num_prefill)
-    ]
-    decode = [
-        (f"decode-{i}", "decode_node", wish.decode_port + i, wish.decode_dp)
-        for i in range(wish.num_decode)
-    ]
+    planned = [*_planned(wish, "prefill"), *_planned(wish, "decode")]
     nodes = [
-        Program(
-            name,
-            module,
-            f"{wish.host}:{port}",
-            (
-                *_flags(wish, port, number),
-                *_tls_flags("server.tls", wish.tls, "cert", "key", "ca", "server_name"),
-                *device_flags,
-                *_group_flags(wish, name, dp),
-                *(["--mode=colocated"] if not prefill else []),
-                *wish.node_flags,
-                *_own_data_port(module, wish.node_flags),
-            ),
-            _PASSIVE_WAITS if prefill else (),
-        )
-        for number, ((name, module, port, dp), device_flags) in enumerate(
-            zip(prefill + decode, _device_flags(wish), strict=True), start=1
+        _node(wish, each, number, flags)
+        for number, (each, flags) in enumerate(
+            zip(planned, _device_flags(wish, planned), strict=True), start=1
         )
     ]
+    by_model = {
+        model.name: {
+            role: [
+                node.address
+                for each, node in zip(planned, nodes, strict=True)
+                if each.model is model and each.role == role
+            ]
+            for role in ("prefill", "decode")
+        }
+        for model in wish.models
+    }
     router = (
         *_flags(wish, wish.port, 0),
         *_tls_flags("server.tls", wish.tls, "cert", "key"),  # clients need no certificate
         *_tls_flags("node-tls", wish.tls, "ca", "server_name"),
         f"--http-port={wish.http_port}",
-        *([f"--served-model-name={wish.served_model_name}"] if wish.served_model_name else []),
-        *(f"--prefill={node.address}" for node in nodes[: wish.num_prefill]),
-        *(f"--decode={node.address}" for node in nodes[wish.num_prefill :]),
+        *_model_flags(wish.models, by_model),
         *wish.router_flags,
     )
-    return [Program("router", "router", f"{wish.host}:{wish.port}", router), *nodes]
+    services = [f"{ROUTER_SERVICE}/{name}" for name in by_model] if len(by_model) > 1 else []
+    address = f"{wish.host}:{wish.port}"
+    first = Program("router", "router", address, router, services=(ROUTER_SERVICE, *services))
+    return [first, *nodes]
+
+
+def _planned(wish: RequestedSystem, role: str) -> Iterator[_PlannedNode]:
+    number = first_group = 0
+    for model in wish.models:
+        nodes = model.prefill if role == "prefill" else model.decode
+        for index in range(nodes.total):
+            group, rank = divmod(index, nodes.dp)
+            yield _PlannedNode(model, role, number, first_group + group, rank)
+            number += 1
+        first_group += nodes.count
+
+
+def _node(
+    wish: RequestedSystem, node: _PlannedNode, number: int, device_flags: Sequence[str]
+) -> Program:
+    """Return the process of a node. `number`: among all processes."""
+    module = f"{node.role}_node"
+    port = (wish.prefill_port if node.role == "prefill" else wish.decode_port) + node.number
+    has_prefill = bool(node.model.prefill.total)
+    flags = (
+        f"--model={node.model.model}",
+        *_flags(wish, port, number),
+        *_tls_flags("server.tls", wish.tls, "cert", "key", "ca", "server_name"),
+        *device_flags,
+        *group_flags(node.nodes.dp, node.group_rank, wish.groups / f"{node.role}-{node.group}"),
+        *([] if has_prefill else ["--mode=colocated"]),
+        *wish.node_flags,
+        *_own_data_port(module, wish.node_flags),
+    )
+    shares_cores = has_prefill or len(wish.models) > 1
+    return Program(
+        f"{node.role}-{node.number}",
+        module,
+        f"{wish.host}:{port}",
+        flags,
+        _PASSIVE_WAITS if shares_cores else (),
+    )
+
+
+def _model_flags(
+    models: Sequence[RequestedModel], nodes: Mapping[str, Mapping[str, Sequence[str]]]
+) -> list[str]:
+    """Return the flags of the router for its models.
+
+    Args:
+        nodes: addresses by model and role.
+    """
+    if len(models) == 1:
+        (model,) = models
+        name = model.served_model_name
+        return [
+            f"--model={model.model}",
+            *([f"--served-model-name={name}"] if name else []),
+            *(f"--{role}={node}" for role, of in nodes[model.name].items() for node in of),
+        ]
+    entries = (
+        {"model": each.model, "served_model_name": each.name, **nodes[each.name]} for each in models
+    )
+    return [f"--models={json.dumps(each)}" for each in entries]
 
 
 def refuse_busy_ports(plan: Sequence[Program]) -> None:
@@ -188,7 +265,7 @@ def cuda_devices() -> int:
 
 
 def _flags(wish: RequestedSystem, port: int, number: int) -> list[str]:
-    flags = [f"--model={wish.model}", f"--host={wish.host}", f"--port={port}"]
+    flags = [f"--host={wish.host}", f"--port={port}"]
     if wish.secret_file is not None:
         flags.append(f"--secret-file={wish.secret_file}")
     if wish.metrics_port is not None:
@@ -209,13 +286,6 @@ def _tls_flags(setting: str, config: TlsConfig, *names: str) -> list[str]:
     return [f"--{setting}.{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
-def _group_flags(wish: RequestedSystem, name: str, dp: int) -> list[str]:
-    """Return the flags of a node in a group of `dp` nodes. Consecutive nodes are in one group."""
-    role, _, number = name.rpartition("-")
-    group, rank = divmod(int(number), dp)
-    return group_flags(dp, rank, wish.groups / f"{role}-{group}")
-
-
 def group_flags(dp: int, rank: int, directory: Path) -> list[str]:
     """Return the flags of a node in a group of `dp` nodes. A node alone has none."""
     if dp == 1:
@@ -224,18 +294,17 @@ def group_flags(dp: int, rank: int, directory: Path) -> list[str]:
     return [f"{flag}={dp}", f"{flag}-rank={rank}", f"{flag}-group={directory}"]
 
 
-def _device_flags(wish: RequestedSystem) -> list[list[str]]:
-    nodes = [wish.prefill_ranks] * wish.num_prefill + [wish.decode_ranks] * wish.num_decode
+def _device_flags(wish: RequestedSystem, planned: Sequence[_PlannedNode]) -> list[list[str]]:
+    nodes = [each.nodes.ranks for each in planned]
     num_devices = 0 if wish.device == "cpu" else cuda_devices()
     if num_devices:
         return _gpu_flags(nodes, num_devices)
     if wish.device == "cuda":
         raise ConfigError("--device cuda: this machine has no CUDA device that can be used")
-    num_ranks = max(
-        wish.num_prefill * math.prod(wish.prefill_ranks),
-        wish.num_decode * math.prod(wish.decode_ranks),
-    )
-    threads = max(1, threads_at_hand(os.environ) // num_ranks)
+    num_ranks = Counter[str]()
+    for each in planned:
+        num_ranks[each.role] += math.prod(each.nodes.ranks)
+    threads = max(1, threads_at_hand(os.environ) // max(num_ranks.values()))
     flags = ["--device=cpu", f"--engine.threads={threads}"]
     return [[*flags, *rank_flags(ranks)] for ranks in nodes]
 

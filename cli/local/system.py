@@ -110,7 +110,8 @@ class LocalSystem:
         )
 
     async def _until_serving(self, program: plan.Program) -> None:
-        await client.until_serving(program.address, program.service, self._certificates)
+        for service in program.services:
+            await client.until_serving(program.address, service, self._certificates)
 
 
 @dataclass(frozen=True, slots=True)

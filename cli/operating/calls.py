@@ -160,10 +160,10 @@ def _unloaded(answer: pb.UnloadAdapterResponse) -> str:
 
 
 async def _profile(options: Namespace, fleet: Fleet) -> Result:
-    begin = pb.StartProfileRequest(num_steps=options.steps)
+    begin = pb.StartProfileRequest(num_steps=options.steps, model=options.model)
     await command.call(options, fleet, "StartProfile", begin, _PROFILE_S)
     await asyncio.sleep(options.seconds)
-    end = pb.StopProfileRequest()
+    end = pb.StopProfileRequest(model=options.model)
     written = await command.call(options, fleet, "StopProfile", end, _PROFILE_S)
     return Result(_traces(written), written)
 
@@ -178,7 +178,7 @@ CALLS = {
     "nodes pause": _call(
         "Pause",
         150.0,
-        lambda options: pb.PauseRequest(mode=options.mode),
+        lambda options: pb.PauseRequest(mode=options.mode, model=options.model),
         _paused,
         *(_mode, command.add_one_or_all),
         details="New requests are queued until `baton nodes resume`. Their deadlines apply.",
@@ -187,7 +187,7 @@ CALLS = {
     "nodes resume": _call(
         "Continue",
         30.0,
-        lambda _: pb.ContinueRequest(),
+        lambda options: pb.ContinueRequest(model=options.model),
         _resumed,
         command.add_one_or_all,
         undone="a node does not respond",
@@ -195,7 +195,7 @@ CALLS = {
     "nodes sleep": _call(
         "ReleaseMemory",
         _MEMORY_S,
-        lambda options: pb.ReleaseMemoryRequest(tags=options.tags),
+        lambda options: pb.ReleaseMemoryRequest(tags=options.tags, model=options.model),
         lambda _: "memory released",
         *(_tags, command.add_one_or_all),
         details="The memory of KV pages and weights is released until `baton nodes wake`. The "
@@ -205,7 +205,7 @@ CALLS = {
     "nodes wake": _call(
         "ResumeMemory",
         _MEMORY_S,
-        lambda options: pb.ResumeMemoryRequest(tags=options.tags),
+        lambda options: pb.ResumeMemoryRequest(tags=options.tags, model=options.model),
         lambda _: "memory allocated",
         *(_tags, command.add_one_or_all),
         details="Nodes that an operator paused need `baton nodes resume` afterwards.",
@@ -215,10 +215,10 @@ CALLS = {
         "UpdateWeights",
         _MEMORY_S,
         lambda options: pb.UpdateWeightsRequest(
-            path=options.path, from_node=options.node, abort=options.abort
+            path=options.path, from_node=options.node, abort=options.abort, model=options.model
         ),
         _updated,
-        *(_weights, client.add_router_flag),
+        *(_weights, command.add_router_and_model),
         details="The nodes read and check the files while they serve. They are paused only while "
         "the weights are overwritten.",
         undone="not all nodes use the new weights. The error names them",
@@ -243,17 +243,19 @@ CALLS = {
     "adapters load": _call(
         "LoadAdapter",
         _MEMORY_S,
-        lambda options: pb.LoadAdapterRequest(name=options.name, path=options.path),
+        lambda options: pb.LoadAdapterRequest(
+            name=options.name, path=options.path, model=options.model
+        ),
         _loaded,
-        *(_adapter, _adapter_path, client.add_router_flag),
+        *(_adapter, _adapter_path, command.add_router_and_model),
         undone="a node rejects the adapter. Then no node has loaded it",
     ),
     "adapters unload": _call(
         "UnloadAdapter",
         30.0,
-        lambda options: pb.UnloadAdapterRequest(name=options.name),
+        lambda options: pb.UnloadAdapterRequest(name=options.name, model=options.model),
         _unloaded,
-        *(_adapter, client.add_router_flag),
+        *(_adapter, command.add_router_and_model),
         details="Running requests that use it continue.",
         undone="the adapter is not loaded",
     ),

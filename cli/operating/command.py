@@ -92,17 +92,29 @@ def add_one_or_all(parser: settings.ConfigArgumentParser) -> None:
         nargs="?",
         type=client.address,
         metavar="ADDRESS",
-        help="HOST:PORT of one node (all nodes of the router)",
+        help="HOST:PORT of one node (all nodes of the model)",
     )
+    add_router_and_model(parser)
+
+
+def add_router_and_model(parser: settings.ConfigArgumentParser) -> None:
+    """Add the flags of commands for one model of a router."""
     client.add_router_flag(parser)
+    client.add_model_flag(parser)
 
 
 async def call(
     options: argparse.Namespace, fleet: Fleet, method: str, request: Any, longest_s: float
 ) -> Any:
     """Call `method` of the node that the options name, or else of the router, and return the
-    response. Raises UnfinishedRestart."""
+    response. Raises UnfinishedRestart.
+
+    Raises:
+        ConfigError: the options name a node and a model.
+    """
     if getattr(options, "address", None) is not None:
+        if options.model:
+            raise ConfigError("--model cannot be combined with ADDRESS: a node has one model")
         return await fleet.call_node(options.address, method, request, longest_s)
     return await fleet.call_router(options.router, method, request, longest_s)
 

@@ -30,6 +30,11 @@ class RestartStep:
     processes: int = 1  # worker processes of a router, which end one after the other
 
     @property
+    def model(self) -> str:
+        """Name of the served model. Empty: it is a router."""
+        return self.node.served_model if self.node is not None else ""
+
+    @property
     def reachable(self) -> bool:
         return self.node is None or self.node.state != "unreachable"
 
@@ -68,8 +73,8 @@ def find_objections(
         state = turn.node.state if turn.node is not None else routers[turn.address].state
         if state != "ready":
             yield f"{turn.role} {turn.address} is {state or 'silent'}"
-    for role in dict.fromkeys(turn.role for turn in wanted):
-        alike = [turn for turn in all_turns if turn.role == role]
+    for role, model in dict.fromkeys((turn.role, turn.model) for turn in wanted):
+        alike = [turn for turn in all_turns if (turn.role, turn.model) == (role, model)]
         if len(alike) == 1 and alike[0].processes == 1:
             yield f"{role} {alike[0].address} is the only one: requests fail while it is away"
 
@@ -89,7 +94,9 @@ def _of_node(node: ClusterNode, cluster: GetClusterResponse) -> str:
     others = [
         each
         for each in cluster.nodes
-        if each.role == node.role and each.state == "ready" and each.address != node.address
+        if (each.role, each.served_model) == (node.role, node.served_model)
+        and each.state == "ready"
+        and each.address != node.address
     ]
     if node.role == "prefill" or not others:
         return f"{requests} to finish here"
@@ -103,6 +110,13 @@ def _of_node(node: ClusterNode, cluster: GetClusterResponse) -> str:
 def _of_router(state: RouterState) -> str:
     count = state.live_requests
     return f"{count} request{'' if count == 1 else 's'} to finish here"
+
+
+def _beside(step: RestartStep, steps: Sequence[RestartStep]) -> list[RestartStep]:
+    """Return the routers, and the nodes of the step's model. A router serves all models."""
+    if step.node is None:
+        return list(steps)
+    return [each for each in steps if each.node is None or each.model == step.model]
 
 
 def _add_drain(parser: ConfigArgumentParser) -> None:
@@ -146,7 +160,7 @@ async def _drain(options: argparse.Namespace, fleet: Fleet) -> Result:
     every = [replace(step, processes=1) for step in turns(look, routers)]
     step = _at(options.address, every)
     report(options, step.sentence)
-    objections = find_objections(every, [step], routers)
+    objections = find_objections(_beside(step, every), [step], routers)
     found = command.check_objections(objections, options)
     if options.dry_run:
         return _planned([step], found)
@@ -170,7 +184,7 @@ async def _set_role(options: argparse.Namespace, fleet: Fleet) -> Result:
     if step.role == options.role:
         raise UnfinishedRestart(f"{step.address} already is a {step.role} node")
     report(options, step.sentence)
-    objections = objections_to_switch(nodes, step)
+    objections = objections_to_switch(_beside(step, nodes), step)
     found = command.check_objections(objections, options, "the role is not changed")
     if options.dry_run:
         return _planned([step], found)
@@ -219,7 +233,8 @@ async def _restart(
     if step.node is None:
         since = time.monotonic()
         await fleet.drain_router(step.address, in_turn=step.processes > 1)
-        await fleet.until_router_back(step.address, since, longest_s)
+        models = [each.name for each in cluster.router.models if each.state == "ready"]
+        await fleet.until_router_back(step.address, since, longest_s, models)
         return
     pairs = frozenset(pair for pair in paired(cluster) if step.address in pair)
     await fleet.drain_node(step.address)

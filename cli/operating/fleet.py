@@ -7,7 +7,7 @@ import json
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +136,8 @@ class Fleet:
             now = of_address(cluster, node.address)
             if now is None or (now.role, now.state) != (role, "ready"):
                 return False
-            if all(each.role == role for each in cluster.nodes):
+            alike = [each for each in cluster.nodes if each.served_model == node.served_model]
+            if all(each.role == role for each in alike):
                 return True
             is_paired = any(node.address in pair for pair in paired(cluster))
             return is_paired and _in_use(cluster, node.address)
@@ -205,16 +206,23 @@ class Fleet:
             "its log has the reason",
         )
 
-    async def until_router_back(self, address: str, since: float, longest_s: float) -> None:
+    async def until_router_back(
+        self, address: str, since: float, longest_s: float, models: Collection[str] = ()
+    ) -> None:
         """Wait until all of its processes were started after `since` and the router is ready.
 
-        Raises UnfinishedRestart as `until_router_ended`.
+        Args:
+            models: names of models that must be ready, too.
+
+        Raises:
+            UnfinishedRestart: as `until_router_ended`.
         """
 
         async def back() -> bool:
             now = (await self.look(address)).router
             young = now.oldest_process_s < _passed(since) and not now.silent_processes
-            return young and now.state == "ready"
+            ready = {each.name for each in now.models if each.state == "ready"}
+            return young and now.state == "ready" and ready.issuperset(models)
 
         await until(back, longest_s, f"router {address} has ended, and is not ready again")
 

@@ -4,14 +4,20 @@ adapters and weights."""
 import argparse
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from cli import client
 from cli.operating.command import EXIT_UNDONE, Operation, Result, safe, size, table
 from cli.operating.fleet import Fleet, add_url_flag
 from common.settings import ConfigArgumentParser
-from protos.router_pb2 import ClusterNode, ExplainRequest, ExplainResponse, GetClusterResponse
+from protos.router_pb2 import (
+    ClusterNode,
+    ExplainRequest,
+    ExplainResponse,
+    GetClusterResponse,
+    RouterState,
+)
 
 _NOT_READY = "the router does not respond or is not ready, or a node is not ready"
 
@@ -29,7 +35,10 @@ def _status_lines(address: str, cluster: GetClusterResponse) -> Iterator[str]:
     router = cluster.router
     reason = f": {router.reason}" if router.reason else ""
     yield f"router    {address} {router.state}{reason}, version {router.version}"
-    yield f"model     {router.model}, context length {router.context_length}"
+    for model in router.models:
+        state = "" if len(router.models) == 1 else f", {model.state}"
+        why = f": {model.reason}" if state and model.reason else ""
+        yield f"model     {model.name}, context length {model.context_length}{state}{why}"
     processes = f"{router.processes}"
     if router.silent_processes:
         processes += f", {router.silent_processes} do not respond"
@@ -48,7 +57,15 @@ def _status_lines(address: str, cluster: GetClusterResponse) -> Iterator[str]:
         )
     if unready := [node for node in cluster.nodes if node.state != "ready"]:
         yield ""
-        yield table(_NODE_HEADER, map(_node_row, unready))
+        yield _node_table(unready, router)
+
+
+def _node_table(nodes: Iterable[ClusterNode], router: RouterState) -> str:
+    """Return a table of nodes. Their models are a column if the router has several."""
+    if len(router.models) < 2:
+        return table(_NODE_HEADER, map(_node_row, nodes))
+    rows = ((node.served_model, *_node_row(node)) for node in nodes)
+    return table(("MODEL", *_NODE_HEADER), rows)
 
 
 _NODE_HEADER = ("ROLE", "ADDRESS", "STATE", "REQUESTS", "PAGES USED", "STEPS")
@@ -68,8 +85,9 @@ def _node_row(node: ClusterNode) -> tuple[str, ...]:
 
 
 async def _nodes(options: argparse.Namespace, fleet: Fleet) -> Result:
-    nodes = (await fleet.look(options.router)).nodes
-    tables = [table(_NODE_HEADER, map(_node_row, nodes))]
+    cluster = await fleet.look(options.router)
+    nodes = cluster.nodes
+    tables = [_node_table(nodes, cluster.router)]
     if ranks := [row for node in nodes for row in _rank_rows(node)]:
         tables.append(table(_RANK_HEADER, ranks))
     if grouped := [node for node in nodes if node.group]:

@@ -34,9 +34,10 @@ from cli.planner.decide import (
 )
 from cli.planner.metrics import Decided, PlannerMetrics
 from common import logs, settings
+from common.errors import ConfigError
 from common.logs import kv
 from common.metrics.serving import served
-from protos.router_pb2 import MoveRequest
+from protos.router_pb2 import GetClusterResponse, MoveRequest
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ def parser() -> settings.ConfigArgumentParser:
         "baton_planner_target_nodes.",
     )
     client.add_router_flag(parser)
+    client.add_model_flag(parser)
     parser.add_argument(
         "--act",
         action="store_true",
@@ -131,6 +133,7 @@ class Planner:
     Args:
         router: router whose view of the cluster counts.
         act: whether to change roles of nodes and migrate requests.
+        model: name of the served model whose nodes are planned. Empty: the only one.
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class Planner:
         *,
         router: str,
         act: bool,
+        model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -148,14 +152,17 @@ class Planner:
         self._rules = rules
         self._router = router
         self._act = act
-        self._account = DecisionLog(fleet, router, acts=act)
+        self._model = model
+        self._account = DecisionLog(fleet, router, acts=act, model=model)
         self._clock = clock
         self._history: deque[ClusterSnapshot] = deque()
         self._logged = ""
 
     async def look(self) -> Decision:
         """Look at the cluster once and carry out the decision, if any."""
-        seen = look_of(await self._fleet.look(self._router), self._clock())
+        cluster = await self._fleet.look(self._router)
+        check_model(self._model, cluster)
+        seen = look_of(cluster, self._clock(), self._model)
         self._history.append(seen)
         oldest = seen.at - self._rules.idle_s - self._rules.sustained_s
         while self._history[0].at < oldest:
@@ -218,6 +225,14 @@ class Planner:
         self._logged = ""
 
 
+def check_model(model: str, cluster: GetClusterResponse) -> None:
+    """Raise ConfigError if the model is unknown, or missing although the router has several."""
+    names = [each.name for each in cluster.router.models]
+    if model not in names and (model or len(names) > 1):
+        given = f"there is no {model!r}" if model else "required"
+        raise ConfigError(f"--model: {given}. The router serves {', '.join(map(repr, names))}")
+
+
 def _what(decision: Decision) -> str:
     match decision:
         case SwitchRoleAction(address, role):
@@ -259,7 +274,9 @@ def _wanted(look: ClusterSnapshot, decision: Decision) -> dict[str, int]:
 async def plan(options: argparse.Namespace, metrics: PlannerMetrics, fleet: Fleet) -> None:
     """Run the planner until SIGTERM or SIGINT. A running change of role completes without it."""
     rules = rules_of(options)
-    planner = Planner(fleet, metrics, rules, router=options.router, act=options.act)
+    planner = Planner(
+        fleet, metrics, rules, router=options.router, act=options.act, model=options.model
+    )
     log.info("watching %s", kv(router=options.router, acts=options.act))
     watching = asyncio.ensure_future(_watch(planner, options.every_s))
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -23,6 +23,7 @@ class DecisionLog:
 
     Args:
         acts: whether the planner carries out its decisions.
+        model: name of the served model. Empty: the only one.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class DecisionLog:
         router: str,
         *,
         acts: bool,
+        model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._router = router
         self._acts = acts
+        self._model = model
         self._clock = clock
         self._unreported: deque[tuple[float, str, str]] = deque(maxlen=_MOST_EVENTS)
         self._refusal = ""
@@ -56,7 +59,7 @@ class DecisionLog:
             PlanEvent(what=what, because=because, ago_s=now - at)
             for at, what, because in reversed(self._unreported)
         ]
-        plan = Plan(acts=self._acts, pressures=pressures, events=events)
+        plan = Plan(acts=self._acts, pressures=pressures, events=events, model=self._model)
         try:
             await self._fleet.call_router(self._router, "ReportPlan", ReportPlanRequest(plan=plan))
         except UnfinishedRestart as undone:

@@ -71,9 +71,14 @@ class ClusterSnapshot:
         return [node for node in self.nodes if node.role == role and node.state == "ready"]
 
 
-def look_of(cluster: GetClusterResponse, at: float) -> ClusterSnapshot:
-    """Return a look from a router's description of its cluster."""
-    nodes = sorted(cluster.nodes, key=lambda node: node.address)
+def look_of(cluster: GetClusterResponse, at: float, model: str = "") -> ClusterSnapshot:
+    """Return a look from a router's description of its cluster.
+
+    Args:
+        model: only its nodes count. Empty: the router has no other.
+    """
+    own = [node for node in cluster.nodes if model in ("", node.served_model)]
+    nodes = sorted(own, key=lambda node: node.address)
     return ClusterSnapshot(at, tuple(_figures(node) for node in nodes))
 
 

@@ -4,6 +4,7 @@ functions."""
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -147,6 +148,7 @@ def frame(
     nodes = list(cluster.nodes)
     parts: list[RenderableType] = [
         _headline(address, cluster.router, width),
+        *_model_lines(cluster.router, width),
         _totals(nodes, cluster.router, rates),
         _requests(cluster.router, width),
         Text(),
@@ -191,6 +193,19 @@ def _headline(address: str, router: RouterState, width: int) -> Text:
     )
     line.truncate(width, overflow="ellipsis")
     return line
+
+
+def _model_lines(router: RouterState, width: int) -> Iterator[Text]:
+    """Yield the state of each of several models."""
+    for model in router.models if len(router.models) > 1 else ():
+        state = f"{model.state}: {model.reason}" if model.reason else model.state
+        line = Text.assemble(
+            (f"{safe(model.name)} ", "bold"),
+            (safe(state), _STATES.get(model.state, "red")),
+            (f"  in-flight {model.live_requests}/{model.max_requests}", "bright_black"),
+        )
+        line.truncate(width, overflow="ellipsis")
+        yield line
 
 
 def _totals(nodes: Sequence[ClusterNode], router: RouterState, rates: Rates) -> Text:
@@ -243,10 +258,13 @@ def _node_lines(nodes: Sequence[ClusterNode], rates: Rates, width: int) -> Itera
     title = _line([*map(Text, titles), *beside], [*widths, queues_width])
     title.stylize("bright_black")
     yield title
-    for role in ("prefill", "decode"):
-        of_role = [node for node in nodes if node.role == role]
+    models = list(dict.fromkeys(node.served_model for node in nodes))
+    for model, role in product(models, ("prefill", "decode")):
+        of_role = [node for node in nodes if (node.served_model, node.role) == (model, role)]
         if of_role:
-            yield Text(role, "bold")
+            head = Text(role if len(models) == 1 else f"{safe(model)} {role}", "bold")
+            head.truncate(width, overflow="ellipsis")
+            yield head
         for node in of_role:
             cells = [
                 Text(safe(node.address)),

@@ -49,12 +49,22 @@ async def serve(
     scheme = "http" if certificates is None else "https"
     http = f"{scheme}://{join_address(options.host, options.http_port)}"
     prompt = PROMPT if options.model else DEMO_PROMPT
-    make_sample = Sample if options.decode else VectorSample
-    sample = make_sample(prompt, programs[0].address, http, certificates, key)
+    several = len(options.models) > 1
+    samples = [
+        (Sample if model.decode.total else VectorSample)(
+            prompt,
+            programs[0].address,
+            http,
+            certificates,
+            key,
+            model=model.name if several else "",
+        )
+        for model in options.models
+    ]
     logs = options.var / "log"
     system = LocalSystem(programs, logs, certificates)
     screen.say(f"starting {len(programs)} processes, with logs in {logs}/")
-    work = asyncio.ensure_future(_run(system, sample, options, screen))
+    work = asyncio.ensure_future(_run(system, samples, options, screen))
     stop = asyncio.ensure_future(interrupted.wait())
     tasks: tuple[asyncio.Future[Any], ...] = (work, stop)
     failure = None
@@ -79,14 +89,14 @@ async def serve(
 
 
 async def _run(
-    system: LocalSystem, sample: Sample, options: argparse.Namespace, screen: Screen
+    system: LocalSystem, samples: Sequence[Sample], options: argparse.Namespace, screen: Screen
 ) -> None:
     """Start the system and keep it running. Never returns.
 
     Raises:
         StartFailed: as `_start`, or a process has died.
     """
-    start = _start(system, sample, options.start_timeout, screen)
+    start = _start(system, samples, options.start_timeout, screen)
     starting, exited = asyncio.ensure_future(start), asyncio.ensure_future(system.first_exit())
     tasks: tuple[asyncio.Future[Any], ...] = (starting, exited)
     try:
@@ -102,25 +112,28 @@ async def _run(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _start(system: LocalSystem, sample: Sample, start_s: float, screen: Screen) -> None:
-    """Start the system. Raises StartFailed if it is not ready in time or the sample request
-    fails."""
+async def _start(
+    system: LocalSystem, samples: Sequence[Sample], start_s: float, screen: Screen
+) -> None:
+    """Start the system. Raises StartFailed if it is not ready in time or a sample request fails."""
     try:
         with screen.waiting_for(system.names) as report:
             async with asyncio.timeout(start_s):
                 await system.until_ready(report)
     except TimeoutError:
         raise StartFailed(f"not all processes were ready within {start_s:.0f} s") from None
-    screen.say(f"\n> {sample.prompt}", style="bold")
-    try:
-        await sample.ask()
-    except grpc.aio.AioRpcError as error:
-        raise StartFailed(
-            f"the sample request failed: {error.code().name} {error.details()}"
-        ) from None
-    ready = f"\nReady. Open {sample.http}/ or try these commands. Ctrl-C stops all processes.\n"
+    for sample in samples:
+        to = f"{sample.model} " if sample.model else ""
+        screen.say(f"\n{to}> {sample.prompt}", style="bold")
+        try:
+            await sample.ask()
+        except grpc.aio.AioRpcError as error:
+            raise StartFailed(
+                f"the sample request failed: {error.code().name} {error.details()}"
+            ) from None
+    ready = f"\nReady. Open {samples[0].http}/ or try these commands. Ctrl-C stops all processes.\n"
     screen.say(ready, style="bold")
-    for command in sample.commands():
+    for command in samples[0].commands():
         screen.say(f"  {command}")
     screen.say("")
 

@@ -1,6 +1,7 @@
 """The sample prompt that shows that a system responds: sent once, and printed as commands to
 try."""
 
+import json
 import shlex
 import shutil
 import sys
@@ -41,6 +42,7 @@ class Key:
 NO_KEY = Key()
 
 
+_JSON = "-H 'Content-Type: application/json'"
 _BESIDE_PYTHON = Path(sys.executable).with_name("baton")  # where shells do not search
 
 
@@ -57,6 +59,7 @@ class Sample:
         router: its address for gRPC.
         http: URL of its HTTP port.
         certificates, key: credentials for the call.
+        model: name of the served model. Empty: the only one.
     """
 
     prompt: str
@@ -64,24 +67,28 @@ class Sample:
     http: str
     certificates: tls.Certificates | None
     key: Key = NO_KEY
+    model: str = ""
 
     async def ask(self) -> None:
         """Print the response. Raises grpc.aio.AioRpcError if there is none."""
-        request = GenerateRequest(text=self.prompt, sampling=Sampling(max_tokens=32, temperature=0))
+        sampling = Sampling(max_tokens=32, temperature=0)
+        request = GenerateRequest(text=self.prompt, sampling=sampling, model=self.model)
         await generate.print_answer(self.router, request, self.certificates, self.key.metadata)
 
     def commands(self) -> list[str]:
         """Return commands to paste."""
         ca = "" if self.certificates is None else self.certificates.config.ca
-        ask = f'{{"text":"{self.prompt}","sampling":{{"max_tokens":8}}}}'
-        body = f'{{"prompt":"{self.prompt}","max_tokens":8}}'
-        json, header = "-H 'Content-Type: application/json'", self.key.header
+        model = f'"model":{json.dumps(self.model)},' if self.model else ""
+        ask = f'{{{model}"text":"{self.prompt}","sampling":{{"max_tokens":8}}}}'
+        body = f'{{{model}"prompt":"{self.prompt}","max_tokens":8}}'
+        header = f"{self.key.header}{_JSON}"
+        flag = f" --model {shlex.quote(self.model)}" if self.model else ""
         return [
-            f"grpcurl {f'-cacert {ca}' if ca else '-plaintext'} {header}-d '{ask}' {self.router} "
-            "baton.v1.Router/Generate",
+            f"grpcurl {f'-cacert {ca}' if ca else '-plaintext'} {self.key.header}-d '{ask}' "
+            f"{self.router} baton.v1.Router/Generate",
             f'{self.key.variable}{baton()} generate "{self.prompt}" --max-tokens 8 '
-            f"--router {self.router}" + (f" --tls-ca {ca}" if ca else ""),
-            f"curl {f'--cacert {ca} ' if ca else ''}{self.http}/v1/completions {header}{json} "
+            f"--router {self.router}{flag}" + (f" --tls-ca {ca}" if ca else ""),
+            f"curl {f'--cacert {ca} ' if ca else ''}{self.http}/v1/completions {header} "
             f"-d '{body}'",
         ]
 
@@ -96,7 +103,7 @@ class VectorSample(Sample):
 
     async def ask(self) -> None:
         """Print the score of the prompt with itself. Raises grpc.aio.AioRpcError."""
-        request = ScoreRequest(queries=[self.prompt], documents=[self.prompt])
+        request = ScoreRequest(queries=[self.prompt], documents=[self.prompt], model=self.model)
         async with make_channel(self.router, certificates=self.certificates) as channel:
             stub = RouterStub(channel)  # type: ignore[no-untyped-call]
             answer = await stub.Score(request, timeout=_ASK_S, metadata=self.key.metadata)
@@ -105,9 +112,10 @@ class VectorSample(Sample):
     def commands(self) -> list[str]:
         ca = "" if self.certificates is None else self.certificates.config.ca
         curl = f"curl {f'--cacert {ca} ' if ca else ''}{self.http}"
-        json = "-H 'Content-Type: application/json'"
-        rerank = f'{{"query":"{self.prompt}","documents":["a time","a place"]}}'
+        model = f'"model":{json.dumps(self.model)},' if self.model else ""
+        rerank = f'{{{model}"query":"{self.prompt}","documents":["a time","a place"]}}'
         return [
-            f'{curl}/v1/embeddings {self.key.header}{json} -d \'{{"input":"{self.prompt}"}}\'',
-            f"{curl}/v1/rerank {self.key.header}{json} -d '{rerank}'",
+            f"{curl}/v1/embeddings {self.key.header}{_JSON} "
+            f'-d \'{{{model}"input":"{self.prompt}"}}\'',
+            f"{curl}/v1/rerank {self.key.header}{_JSON} -d '{rerank}'",
         ]

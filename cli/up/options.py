@@ -3,8 +3,10 @@
 import argparse
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from api.text import model_files
 from cli import client, demo
@@ -12,7 +14,7 @@ from cli.local import plan
 from cli.up.first_answer import Key, baton
 from cli.up.screen import Screen
 from common import settings
-from common.config import ConfigRecord, DecodeConfig, PrefillConfig, RouterConfig
+from common.config import MAX_MODELS, ConfigRecord, DecodeConfig, PrefillConfig, RouterConfig
 from common.copy_map import NodeShape
 from common.errors import ConfigError
 from common.identity.program import identity_of
@@ -22,33 +24,44 @@ from common.model_directory import model_directory
 PROGRAM = "baton up"
 DEMO_NAME = "baton-demo"
 _ROUTER_FLAGS = "--router-flags"
+_SIZES = "prefill_tp", "decode_tp", "prefill_pp", "prefill_dp", "decode_dp"
+# Flag, type, name of the value, and help.
+_OF_EACH_MODEL: Sequence[tuple[str, type, str, str]] = (
+    ("--served-model-name", str, "NAME", "name of the model for clients (the value of --model)"),
+    ("--prefill", int, "N", "number of prefill nodes, or of their groups (1)"),
+    (
+        "--decode",
+        int,
+        "N",
+        "number of decode nodes, or of their groups. 0: only embeddings and scores (1)",
+    ),
+    ("--prefill-tp", int, "N", "tensor-parallel ranks of each prefill node (1)"),
+    ("--decode-tp", int, "N", "tensor-parallel ranks of each decode node (1)"),
+    ("--prefill-pp", int, "N", "stages of each prefill node, 1 or 2 (1)"),
+    ("--prefill-dp", int, "N", "nodes of each prefill group, which share experts (1)"),
+    ("--decode-dp", int, "N", "nodes of each decode group, which share experts (1)"),
+)
+T = TypeVar("T")
 
 
 def parser() -> settings.ConfigArgumentParser:
     parser = settings.ConfigArgumentParser(
         prog=PROGRAM,
         description="Start a router and nodes on this machine, wait until all are ready, and serve "
-        "until Ctrl-C. A process that ends later is restarted.",
+        "until Ctrl-C. A process that ends later is restarted. With several --model, one router "
+        "serves them all. Then options of a model are given once for all models, or once for each "
+        "in the order of --model.",
         epilog="Other flags are passed to every node, such as --engine.cache.page-size 32. "
         "`baton serve prefill --help-all` lists them.",
     )
+    for flag, kind, metavar, text in (
+        ("--model", str, None, "directory or hub id of a model. Can be repeated (demo model)"),
+        *_OF_EACH_MODEL,
+    ):
+        parser.add_argument(flag, type=kind, action="append", metavar=metavar, help=text)
     settings.add_options(
         parser,
-        ("--model", str, None, None, "directory or hub id of a model (demo model)"),
         ("--draft-model", str, None, None, "directory or hub id of a draft model (none)"),
-        ("--prefill", int, 1, "N", "number of prefill nodes, or of their groups (1)"),
-        (
-            "--decode",
-            int,
-            1,
-            "N",
-            "number of decode nodes, or of their groups. 0: only embeddings and scores (1)",
-        ),
-        ("--prefill-tp", int, 1, "N", "tensor-parallel ranks of each prefill node (1)"),
-        ("--decode-tp", int, 1, "N", "tensor-parallel ranks of each decode node (1)"),
-        ("--prefill-pp", int, 1, "N", "stages of each prefill node, 1 or 2 (1)"),
-        ("--prefill-dp", int, 1, "N", "nodes of each prefill group, which share experts (1)"),
-        ("--decode-dp", int, 1, "N", "nodes of each decode group, which share experts (1)"),
         ("--host", str, plan.HOST, None, "address of all processes (%(default)s)"),
         ("--port", _port, plan.ROUTER_PORT, None, "gRPC port of the router (%(default)s)"),
         ("--http-port", _port, plan.HTTP_PORT, "PORT", "HTTP port of the router (%(default)s)"),
@@ -117,16 +130,64 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     reads = parser()
     options, node_flags = reads.parse_known_args(_with_router_flags(arguments))
     reads.reject_unknown_flags(node_flags, PrefillConfig, DecodeConfig)
-    sizes = "prefill_tp", "decode_tp", "prefill_pp", "prefill_dp", "decode_dp"
-    for size in sizes:
-        if getattr(options, size) < 1:
-            settings.wrong(PROGRAM, f"--{size.replace('_', '-')} must be 1 or more")
-    if min(options.prefill, options.decode) < 0 or not options.prefill + options.decode:
-        settings.wrong(PROGRAM, "--prefill and --decode must be 0 or more, and one of them 1")
+    options.models = _models(options)
     if options.draft_model:
+        if len(options.models) > 1:
+            settings.wrong(PROGRAM, "--draft-model needs a single --model")
         drafter = f"--engine.speculative.draft-model={options.draft_model}"
         node_flags = ["--engine.speculative.method=draft_model", drafter, *node_flags]
     return options, node_flags
+
+
+def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
+    """Return the requested models. Exits if an option is wrong."""
+    models = options.model or [str(demo.DIRECTORY)]
+    if len(models) > MAX_MODELS:
+        settings.wrong(PROGRAM, f"{len(models)} times --model: at most {MAX_MODELS} are allowed")
+    given = vars(options)
+    counts = {
+        name: _of_each(name, given[name] or [1], len(models))
+        for name in ("prefill", "decode", *_SIZES)
+    }
+    default_names = [DEMO_NAME] if not options.model else [""]
+    names = _of_each("served_model_name", options.served_model_name or default_names, len(models))
+    for name in _SIZES:
+        if min(counts[name]) < 1:
+            settings.wrong(PROGRAM, f"--{name.replace('_', '-')} must be 1 or more")
+    if any(
+        min(pair) < 0 or not sum(pair)
+        for pair in zip(counts["prefill"], counts["decode"], strict=True)
+    ):
+        settings.wrong(PROGRAM, "--prefill and --decode must be 0 or more, and one of them 1")
+    requested = tuple(
+        plan.RequestedModel(
+            model,
+            plan.RequestedNodes(
+                of["prefill"], NodeShape(of["prefill_tp"], of["prefill_pp"]), of["prefill_dp"]
+            ),
+            plan.RequestedNodes(of["decode"], NodeShape(of["decode_tp"]), of["decode_dp"]),
+            name,
+        )
+        for number, (model, name) in enumerate(zip(models, names, strict=True))
+        for of in [{each: values[number] for each, values in counts.items()}]
+    )
+    for name, count in Counter(each.name for each in requested).items():
+        if count > 1:
+            settings.wrong(PROGRAM, f"{count} models are called {name!r}: set --served-model-name")
+    return requested
+
+
+def _of_each(name: str, given: Sequence[T], num_models: int) -> Sequence[T]:
+    """Return the value of an option for each model. Exits if there are too few or too many."""
+    if len(given) == 1:
+        return [*given] * num_models
+    if len(given) != num_models:
+        flag = name.replace("_", "-")
+        sentence = (
+            f"--{flag}: {len(given)} values for {num_models} models: give one, or one for each"
+        )
+        settings.wrong(PROGRAM, sentence)
+    return given
 
 
 def _with_router_flags(arguments: Sequence[str]) -> list[str]:
@@ -153,14 +214,14 @@ def wish(
     Raises:
         ConfigError: the model or the secret is not available.
     """
-    _check_flags(options, node_flags)
-    model = _have_model(options.model, screen)
+    for model in options.models:
+        _check_flags(options, model, node_flags)
+    for name in options.model or ():
+        _have_model(name, screen)
     if options.draft_model:
         model_directory(options.draft_model, weights=True)
     wished = plan.RequestedSystem(
-        model=model,
-        prefill=options.prefill,
-        decode=options.decode,
+        models=options.models,
         host=options.host,
         port=options.port,
         http_port=options.http_port,
@@ -168,16 +229,11 @@ def wish(
         decode_port=options.decode_port,
         metrics_port=options.metrics_port,
         device=options.device,
-        prefill_ranks=NodeShape(options.prefill_tp, options.prefill_pp),
-        decode_ranks=NodeShape(options.decode_tp),
-        prefill_dp=options.prefill_dp,
-        decode_dp=options.decode_dp,
         groups=options.var.absolute() / "groups",
         node_flags=tuple(node_flags),
         router_flags=tuple(options.router_flags),
         tls=client.tls_config(options),
         secret_file=options.secret_file or _new_secret_file(options.var),
-        served_model_name="" if options.model else DEMO_NAME,
     )
     if wished.tls.ca and not wished.tls.cert:
         raise ConfigError("--tls-ca, --tls-cert and --tls-key must be given together")
@@ -213,37 +269,36 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _check_flags(options: argparse.Namespace, node_flags: list[str]) -> None:
-    """Exit if a process that is to be started would reject its flags."""
-    colocated = [] if options.prefill else ["--mode=colocated"]
+def _check_flags(
+    options: argparse.Namespace, model: plan.RequestedModel, node_flags: list[str]
+) -> None:
+    """Exit if a process that is to be started for a model would reject its flags."""
+    colocated = [] if model.prefill.total else ["--mode=colocated"]
+    roles: Sequence[tuple[type[ConfigRecord], plan.RequestedNodes, list[str]]] = (
+        (PrefillConfig, model.prefill, []),
+        (DecodeConfig, model.decode, colocated),
+    )
     records: list[tuple[type[ConfigRecord], list[str]]] = [(RouterConfig, options.router_flags)]
-    if options.prefill:
-        ranks = NodeShape(options.prefill_tp, options.prefill_pp)
-        group = plan.group_flags(options.prefill_dp, 0, options.var)
-        records.append((PrefillConfig, [*plan.rank_flags(ranks), *group, *node_flags]))
-    if options.decode:
-        flags = plan.rank_flags(NodeShape(options.decode_tp))
-        flags += plan.group_flags(options.decode_dp, 0, options.var)
-        records.append((DecodeConfig, [*flags, *colocated, *node_flags]))
+    for record, nodes, own in roles:
+        if nodes.total:
+            flags = plan.rank_flags(nodes.ranks) + plan.group_flags(nodes.dp, 0, options.var)
+            records.append((record, [*flags, *own, *node_flags]))
     for record, flags in records:
-        settings.read(record, PROGRAM, [f"--model={options.model or 'demo'}", *flags])
+        settings.read(record, PROGRAM, [f"--model={model.model}", *flags])
 
 
-def _have_model(model: str | None, screen: Screen) -> str:
-    """Return the model to serve. Fetches it if it is not on this machine yet.
+def _have_model(model: str, screen: Screen) -> None:
+    """Fetch a model if it is not on this machine yet.
 
     Raises:
         ConfigError: it is neither a directory nor available from the hub, or no such checkpoint.
     """
-    if model is None:
-        return str(demo.DIRECTORY)
     if not Path(model).is_dir():
         screen.say(f"fetching {model}, unless it is here already")
     directory = model_directory(model, weights=True)
     model_files.load(str(directory))
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(f"model: there are no weights (*.safetensors) in {directory}")
-    return model
 
 
 def _new_secret_file(var: Path) -> Path | None:

@@ -27,10 +27,18 @@ from common.config.node import (
     TransferConfig,
 )
 from common.config.record import ConfigRecord, Positive
-from common.config.router import ClientsConfig, ImagesConfig, Priority, RouterConfig
+from common.config.router import (
+    MAX_MODELS,
+    ClientsConfig,
+    ImagesConfig,
+    ModelConfig,
+    Priority,
+    RouterConfig,
+)
 from common.config.server import ServerConfig, TlsConfig
 
 __all__ = [
+    "MAX_MODELS",
     "CacheConfig",
     "ClientsConfig",
     "ConfigRecord",
@@ -41,6 +49,7 @@ __all__ = [
     "ImagesConfig",
     "LoraConfig",
     "ModelBackend",
+    "ModelConfig",
     "NodeConfig",
     "OffloadConfig",
     "ParallelConfig",

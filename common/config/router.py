@@ -1,10 +1,12 @@
 """The router, its clients, and what they may send."""
 
 import re
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from common.config.record import ConfigRecord, Port, Positive, Seconds
 from common.config.server import NAME_WITHOUT_CA, ServerConfig, TlsConfig
@@ -88,14 +90,78 @@ class ImagesConfig(ConfigRecord):
     fetch_timeout_s: Seconds = Field(10.0, description="Seconds for fetching one image")
 
 
+Policy = Literal[
+    "round_robin",
+    "random",
+    "power_of_two",
+    "least_tokens",
+    "least_requests",
+    "shortest_queue",
+    "prefix_aware",
+    "session_affinity",
+    "consistent_hash",
+]
+ReasoningParser = Literal["auto", "none", "deepseek-r1", "qwen3", "harmony"]
+ToolParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "llama3",
+    "mistral",
+    "deepseek",
+    "qwen3-coder",
+    "glm45",
+    "harmony",
+]
+ToolArguments = Literal["free", "json", "schema"]
+Reranker = Literal["none", "qwen3"]
+PoolingType = Literal["auto", "last", "mean", "cls"]
+
+MAX_MODELS = 16  # of a router: each has a tokenizer in memory and its own series of metrics
+
+
+class ModelConfig(ConfigRecord):
+    """One of several models of a router. Unset fields have the values of the router."""
+
+    model: str = Field(min_length=1)
+    served_model_name: str | None = Field(None, min_length=1)
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    policy: Policy | None = None
+    max_concurrent_requests: Positive | None = None
+    reasoning_parser: ReasoningParser | None = None
+    tool_parser: ToolParser | None = None
+    tool_arguments: ToolArguments | None = None
+    reranker: Reranker | None = None
+    pooling_type: PoolingType | None = None
+
+    @property
+    def name(self) -> str:
+        return self.served_model_name or self.model
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Entries of both roles, which belong to this model alone."""
+        return frozenset((*self.prefill, *self.decode))
+
+
 class RouterConfig(ConfigRecord):
-    """The router. It loads the tokenizer and the chat template of `model`, but no weights."""
+    """The router. It loads the tokenizers and the chat templates of its models, but no weights."""
 
     server: ServerConfig = ServerConfig(port=50050)
     http_port: Port = Field(
         8000, description="Port of the OpenAI-compatible HTTP API, on the same host"
     )
-    model: str = Field(description="Directory or hub id of a Hugging Face checkpoint")
+    models: tuple[ModelConfig, ...] = Field(
+        (),
+        description="Several models instead of --model, as a list in the file, or as one JSON "
+        "object for each flag, see docs/multi-model.md. At most 16",
+    )
+    model: str = Field(
+        "",
+        validate_default=True,
+        description="Directory or hub id of a Hugging Face checkpoint. Required without --models",
+    )
     served_model_name: str | None = Field(
         None, description="Model name for HTTP clients. Default: the value of --model"
     )
@@ -105,17 +171,7 @@ class RouterConfig(ConfigRecord):
     decode: tuple[str, ...] = Field(
         (), description="Decode nodes: host:port, dns:NAME:PORT or file:PATH"
     )
-    policy: Literal[
-        "round_robin",
-        "random",
-        "power_of_two",
-        "least_tokens",
-        "least_requests",
-        "shortest_queue",
-        "prefix_aware",
-        "session_affinity",
-        "consistent_hash",
-    ] = Field("prefix_aware", description="Routing policy, see docs/routing.md")
+    policy: Policy = Field("prefix_aware", description="Routing policy, see docs/routing.md")
     processes: Positive = Field(
         1,
         description="Router processes that share the ports. Each has its own "
@@ -124,7 +180,8 @@ class RouterConfig(ConfigRecord):
     clients: ClientsConfig = ClientsConfig()
     images: ImagesConfig = ImagesConfig()
     max_concurrent_requests: Positive = Field(
-        1024, description="Concurrent requests. One client can use at most 7/8 of them"
+        1024,
+        description="Concurrent requests of each model. One client can use at most 7/8 of them",
     )
     request_timeout_s: Seconds = Field(
         600.0,
@@ -169,35 +226,27 @@ class RouterConfig(ConfigRecord):
         description="Ignore unknown or unsupported fields of HTTP requests, even if they would "
         "affect the response. The response header baton-ignored-fields names them",
     )
-    reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "harmony"] = Field(
+    reasoning_parser: ReasoningParser = Field(
         "auto", description="Parser of the model's reasoning. auto: by its chat template"
     )
-    reranker: Literal["none", "qwen3"] = Field(
+    reranker: Reranker = Field(
         "none",
         description="Prompt format for reranking with a generative model. qwen3: yes or no in the "
         "format of Qwen3-Reranker; none: compare embeddings",
     )
-    pooling_type: Literal["auto", "last", "mean", "cls"] = Field(
+    pooling_type: PoolingType = Field(
         "auto",
         description="Pooling of hidden states into an embedding. auto: by the checkpoint's "
         "1_Pooling/config.json, otherwise the last token",
     )
-    tool_arguments: Literal["free", "json", "schema"] = Field(
+    tool_arguments: ToolArguments = Field(
         "json",
         description="Grammar for arguments of tool calls that the model chooses. json: any JSON "
         "object; schema: the tool's schema (always for strict tools); free: none",
     )
-    tool_parser: Literal[
-        "auto",
-        "none",
-        "hermes",
-        "llama3",
-        "mistral",
-        "deepseek",
-        "qwen3-coder",
-        "glm45",
-        "harmony",
-    ] = Field("auto", description="Parser of the model's tool calls. auto: by its chat template")
+    tool_parser: ToolParser = Field(
+        "auto", description="Parser of the model's tool calls. auto: by its chat template"
+    )
     slow_client_timeout_s: Seconds = Field(
         60.0,
         description="Seconds for which an HTTP client may leave response data unread before it is "
@@ -213,6 +262,36 @@ class RouterConfig(ConfigRecord):
         TlsConfig(),
         description="TLS for calls to nodes. Unset fields have the values of server.tls",
     )
+
+    @field_validator("models")
+    @classmethod
+    def _distinct(cls, models: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
+        if len(models) > MAX_MODELS:
+            raise ValueError(f"has {len(models)} models, at most {MAX_MODELS} are allowed")
+        for name, count in Counter(each.name for each in models).items():
+            if count > 1:
+                raise ValueError(f"{count} models are called {name!r}: set served_model_name")
+        for entry, count in Counter(entry for each in models for entry in each.nodes).items():
+            if count > 1:
+                raise ValueError(f"{entry} is an entry of {count} models, and a node has only one")
+        return models
+
+    @field_validator("model")
+    @classmethod
+    def _one_or_several(cls, model: str, info: ValidationInfo) -> str:
+        models = info.data.get("models")
+        if models and model:
+            raise ValueError("cannot be combined with --models")
+        if not model and models == ():
+            raise PydanticCustomError("missing", "required")
+        return model
+
+    @field_validator("served_model_name", "prefill", "decode")
+    @classmethod
+    def _of_one_model(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("models"):
+            raise ValueError("belongs into each entry of --models")
+        return value
 
     @field_validator("dead_after_s")
     @classmethod
@@ -231,6 +310,14 @@ class RouterConfig(ConfigRecord):
             if tls.server_name:
                 raise ValueError(NAME_WITHOUT_CA)
         return tls
+
+    @property
+    def each_model(self) -> "tuple[RouterConfig, ...]":
+        """The configuration of each model, as if the router served it alone."""
+        if not self.models:
+            return (self,)
+        given = [each.model_dump(exclude_none=True) for each in self.models]
+        return tuple(self.model_copy(update={"models": (), **fields}) for fields in given)
 
     @property
     def tls_to_nodes(self) -> TlsConfig:

@@ -195,10 +195,14 @@ class Health:
         if serving == self._serving:
             return
         self._serving = serving
+        for name in self._names:
+            await self.set_service(name, serving)
+
+    async def set_service(self, service: str, serving: bool) -> None:
+        """Send the status of one service alone."""
         response = health_pb2.HealthCheckResponse
         now = response.SERVING if serving else response.NOT_SERVING
-        for name in self._names:
-            await self.servicer.set(name, now)
+        await self.servicer.set(service, now)
 
 
 @asynccontextmanager

@@ -91,6 +91,8 @@ def _type(schema: Mapping[str, Any]) -> str:
             return ", ".join(f"`{value}`" for value in values)
         case {"type": "array", "items": items}:
             return f"list of {_type(items)}"
+        case {"$ref": _}:
+            return "objects"
         case {"format": "path"}:
             return "path"
         case {"type": kind}:

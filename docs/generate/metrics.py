@@ -59,6 +59,11 @@ output of `make docs`, run `python -m docs.generate.rules --site https://HOST/PA
 - A node's engine reports to its server process twice a second, between two steps. A value is
   therefore at most as old as that, or as the running step is long.
 
+## Several models
+
+If a router serves [several models](multi-model.md), the series marked *by model* have the label
+`model`, with the name that clients request. With one model they do not have it.
+
 ## Several router processes
 
 A router with several `--processes` is one scrape target. Either port returns the metrics of all
@@ -102,6 +107,7 @@ def _table(title: str, declared: Sequence[MetricDeclaration]) -> Iterator[str]:
     for each in declared:
         name = each.name + ("_total" if each.kind == "counter" else "")
         about = each.help + (" *Sparse.*" if each.sparse else "")
+        about += " *By model.*" if each in router.OF_MODELS else ""
         yield f"| `{name}` | {each.kind} | {_labels(each)} | {_escaped(about)} |\n"
 
 

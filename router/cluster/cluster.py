@@ -91,6 +91,13 @@ class KnownAdapters:
 SHUTTING_DOWN = "the router is shutting down"
 NOT_READY = "no decode node with a usable prefill node is ready"
 NO_ADAPTER_THERE = "no decode node that is ready has the adapter"
+
+
+def of_model(sentence: str, served: str) -> str:
+    """Return a reason against new requests, with the model's name unless it is empty."""
+    return f"model {served!r}: {sentence}" if served else sentence
+
+
 # Counted from the loss of the last usable node, or of the hope that it comes back. Longer than a
 # reconnect takes, shorter than a client's patience.
 GRACE_S = 2.0
@@ -121,13 +128,17 @@ class Cluster:
         backlogs: NodeBacklogs,
         hints: PrefixHints,
         on_change: Callable[[], None],
+        served: str = "",
     ) -> None:
         """Create a cluster without members.
 
         Args:
             hints: finds other nodes that hold a prefix of a prompt.
             on_change: called when `ready` may have changed.
+            served: names the model in errors. Empty: the router has no other.
         """
+        self._not_ready = of_model(NOT_READY, served)
+        self._no_adapter = of_model(NO_ADAPTER_THERE, served)
         self._state = state
         self._policy = policy
         self._load = load
@@ -250,7 +261,7 @@ class Cluster:
                 async with asyncio.timeout(until):
                     await self._news.wait()
             except TimeoutError:
-                raise NodeUnavailable(NOT_READY) from None
+                raise NodeUnavailable(self._not_ready) from None
         if self._closed:
             raise NodeUnavailable(SHUTTING_DOWN)
 
@@ -271,7 +282,7 @@ class Cluster:
         """
         choices = _having(key.adapter, self._awake) or _having(key.adapter, self._choices)
         if not choices:
-            raise NodeUnavailable(NO_ADAPTER_THERE if key.adapter else NOT_READY)
+            raise NodeUnavailable(self._no_adapter if key.adapter else self._not_ready)
         choices = self.backlogs.in_time(choices, len(key.token_ids), due)
         if avoid:
             choices = [choice for choice in choices if choice.address not in avoid] or choices

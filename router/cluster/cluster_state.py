@@ -8,8 +8,9 @@ its address was listed. NodeDescriber asks the same nodes about one request.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import methodcaller
 from typing import Any, Protocol, get_args
 
@@ -137,6 +138,7 @@ class ClusterState:
         self,
         *,
         tokenizer_hash: str,
+        other_models: Collection[str] = (),
         on_change: Callable[[], None],
         on_reports: Callable[[Sequence[NodeReport]], None] = lambda _: None,
         on_role: Callable[[str, Role], None] = lambda address, role: None,
@@ -145,7 +147,9 @@ class ClusterState:
         """Create a state without members.
 
         Args:
-            tokenizer_hash: hash of the router's tokenizer.
+            tokenizer_hash: hash of the tokenizer of these nodes' model.
+            other_models: the other models of the router, by their nodes' names. A node of one gets
+                no requests here, even if it has the same tokenizer.
             on_change: called when `fit` of a node may have changed.
             on_reports: called with the reports of all nodes after each survey.
             on_role: called with the address of a node that reports another role than it joined
@@ -156,6 +160,7 @@ class ClusterState:
         self._on_role = on_role
         self._on_stream_lost = on_stream_lost
         self._tokenizer_hash = tokenizer_hash
+        self._other_models = frozenset(other_models)
         self._on_change = on_change
         self._known: dict[str, _Known] = {}
         self._looking: asyncio.Task[list[NodeReport]] | None = None
@@ -301,6 +306,8 @@ class ClusterState:
         """Return why a healthy node gets no requests, or "" if it may."""
         if description.tokenizer_hash not in ("", self._tokenizer_hash):
             return "a node has another tokenizer"
+        if description.model in self._other_models:
+            return "a node is listed under a model, and has another model of this router"
         if description.state not in _STATES:
             return "a node is in no state that there is"
         if description.role not in get_args(Role):
@@ -326,14 +333,19 @@ class DescribeResult:
 
 
 class NodeDescriber:
-    """Queries about requests. For one event loop."""
+    """Queries about requests. For one event loop.
 
-    def __init__(self, state: ClusterState) -> None:
-        self._state = state
+    Args:
+        states: of the nodes of each model.
+    """
+
+    def __init__(self, states: Sequence[ClusterState]) -> None:
+        self._states = states
 
     async def ask(self, request_id: str) -> list[DescribeResult]:
         """Return the responses of all nodes, prefill nodes first, within 2 s. Raises nothing."""
-        members = sorted(self._state.members, key=lambda member: member.role != "prefill")
+        known = chain.from_iterable(state.members for state in self._states)
+        members = sorted(known, key=lambda member: member.role != "prefill")
         return list(await asyncio.gather(*(_history(member, request_id) for member in members)))
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -271,10 +271,10 @@ class AdapterCalls:
     """Adapter calls. For one event loop.
 
     Args:
-        served: name of the served model.
+        served: names of all served models, which adapters must not have.
     """
 
-    def __init__(self, state: ClusterState, cluster: Cluster, served: str) -> None:
+    def __init__(self, state: ClusterState, cluster: Cluster, served: Collection[str]) -> None:
         self._state = state
         self._cluster = cluster
         self._served = served
@@ -329,5 +329,5 @@ class AdapterCalls:
             check_adapter_name(name)
         except ValueError as error:
             raise InvalidRequest(f"lora_name: {error}") from None
-        if name == self._served:
-            raise InvalidRequest(f"lora_name: the model itself is called {name!r}")
+        if name in self._served:
+            raise InvalidRequest(f"lora_name: a model itself is called {name!r}")

@@ -27,6 +27,7 @@ from common.errors import (
     cut,
 )
 from protos import pooling_pb2, pooling_pb2_grpc
+from router.cluster.cluster import of_model
 from router.cluster.sources import Role
 from router.policy import DecodeChoice, PlacementKey, PrefillChoice, RoutingPolicy
 from router.policy.load import LoadReservation, NodeBacklogs, NodeLoad, RequestDue
@@ -118,10 +119,12 @@ class PoolingNodes:
         policy: RoutingPolicy,
         load: NodeLoad,
         backlogs: NodeBacklogs,
+        served: str = "",
     ) -> None:
         """Create a list without members.
 
         Args:
+            served: see Cluster.
             fit: returns whether the node at an address has a role and may get requests now.
             paused: returns whether requests would wait there.
         """
@@ -131,6 +134,7 @@ class PoolingNodes:
         self._policy = policy
         self._load = load
         self._backlogs = backlogs
+        self._served = served
         self._nodes: dict[str, PoolingNode] = {}
 
     @asynccontextmanager
@@ -165,7 +169,7 @@ class PoolingNodes:
         """
         nodes = [each for each in self._nodes if each not in avoid and self._fit(each)]
         if not nodes:
-            raise NodeUnavailable(NO_PREFILL_NODE)
+            raise NodeUnavailable(of_model(NO_PREFILL_NODE, self._served))
         awake = [each for each in nodes if not self._paused(each)]
         anywhere = DecodeChoice(_NO_NODE, tuple(map(PrefillChoice, awake or nodes)))
         choices = self._backlogs.in_time([anywhere], len(key.token_ids), due)

@@ -148,7 +148,7 @@ async def router_for(
         prefill=tuple(prefill),
         **knobs,
     )
-    async with run_router(config, model_files.load(config.model)) as router:
+    async with run_router(config, [model_files.load(config.model)]) as router:
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
             yield Client(channel), router
 

@@ -92,6 +92,17 @@ async def test_the_cluster_as_json_says_what_get_cluster_says(model):
         "model": str(model),
         "context_length": 64,
         "has_chat_template": True,
+        "models": [
+            {
+                "name": str(model),
+                "state": "ready",
+                "reason": "",
+                "context_length": 64,
+                "has_chat_template": True,
+                "live_requests": 0,
+                "max_requests": 17,
+            }
+        ],
         "processes": 1,
         "silent_processes": 0,
         "rejected_requests": 0,

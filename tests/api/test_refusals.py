@@ -11,6 +11,7 @@ from api.grpc.inference import InferenceService
 from api.grpc.service import AdminService, CallerResolver, add_router_service
 from api.parsers.model_format import ModelFormat
 from api.pooling.vectors import PoolingService
+from api.requests.by_model import ByModel
 from api.requests.generate_params import Prompt
 from api.requests.idempotency import IdempotencyCache
 from api.requests.prompts import PromptEncoder
@@ -137,7 +138,9 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back():
     admin = AdminService(*[cast(Any, None)] * 7)
     server = rpc.make_server()
     port = rpc.bind(server, "127.0.0.1", 0)
-    add_router_service(server, inference, admin, CallerResolver(guard), max_fields=9)
+    add_router_service(
+        server, ByModel({"m": inference}), admin, CallerResolver(guard), max_fields=9
+    )
     await server.start()
     async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
         client = Client(channel)

@@ -53,7 +53,7 @@ def test_bash_completes_commands_flags_and_choices(script):
     assert found == [
         {"nodes"},
         {"sleep", "set-role"},
-        {"--mode"},
+        {"--mode", "--model"},
         {"abort", "retract", "in_place"},
         {"--engine.cache.page-size"},
         {"power_of_two", "prefix_aware"},

@@ -59,7 +59,7 @@ def test_nothing_is_guessed_where_nothing_is_near(capsys, parse, arguments):
 def test_flags_of_nodes_are_left_for_them():
     flags = ["--engine.cache.page-size", "32", "--config=nodes.yaml", "--log-level=warning"]
     options, left = up.parse(["--decode=2", *flags])
-    assert (options.decode, left) == (2, flags)
+    assert (options.models[0].decode.count, left) == (2, flags)
 
 
 def test_a_word_that_is_no_flag_is_refused_by_a_command_that_starts_no_node(capsys):

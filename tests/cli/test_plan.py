@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 
 from cli.local import plan
-from cli.up import options
+from cli.up import options as up_options
 from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from common.copy_map import NodeShape
 from common.errors import ConfigError
 from common.settings import read
 
 WISH = plan.RequestedSystem(
-    model="m",
-    prefill=2,
-    decode=1,
+    models=(plan.RequestedModel("m", plan.RequestedNodes(2), plan.RequestedNodes(1)),),
     host="127.0.0.1",
     port=50050,
     http_port=8000,
@@ -28,6 +26,17 @@ WISH = plan.RequestedSystem(
     router_flags=("--policy=random",),
 )
 RECORDS = {"router": RouterConfig, "prefill_node": PrefillConfig, "decode_node": DecodeConfig}
+
+
+def _of(prefill=2, decode=1, *, prefill_ranks=plan.ONE_RANK, decode_ranks=plan.ONE_RANK, **own):
+    """Return WISH with such nodes and fields."""
+    dp = own.pop("decode_dp", 1)
+    model = plan.RequestedModel(
+        "m",
+        plan.RequestedNodes(prefill, prefill_ranks),
+        plan.RequestedNodes(decode, decode_ranks, dp),
+    )
+    return dataclasses.replace(WISH, models=(model,), **own)
 
 
 def _configs(wish):
@@ -57,7 +66,7 @@ def test_the_router_knows_all_nodes():
 
 
 def test_without_prefill_nodes_decode_nodes_are_colocated():
-    configs = _configs(dataclasses.replace(WISH, prefill=0))
+    configs = _configs(_of(prefill=0))
     assert list(configs) == ["router", "decode-0"]
     assert configs["decode-0"].mode == "colocated"
 
@@ -68,7 +77,7 @@ def test_on_a_cpu_the_cores_are_divided_among_the_nodes_of_a_kind(
 ):
     # Seen failing with the cores divided among all nodes, and with every node having all of them.
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    configs = _configs(dataclasses.replace(WISH, prefill=prefill, decode=decode))
+    configs = _configs(_of(prefill, decode))
     del configs["router"]
     assert {config.engine.threads for config in configs.values()} == {threads}
 
@@ -80,7 +89,7 @@ def test_threads_of_engines_that_lend_each_other_cores_sleep_at_once(monkeypatch
     if own:
         monkeypatch.setenv("OMP_WAIT_POLICY", own)
     for prefill, expected in ((1, own or "passive"), (0, own)):
-        _, *nodes = plan.programs(dataclasses.replace(WISH, prefill=prefill))
+        _, *nodes = plan.programs(_of(prefill))
         for node in nodes:
             assert node.environment.get("OMP_WAIT_POLICY") == expected
 
@@ -110,8 +119,8 @@ def test_each_rank_has_a_cuda_device(
     monkeypatch, prefill_tp, decode_tp, devices, expected, fraction
 ):
     monkeypatch.setattr(plan, "cuda_devices", lambda: devices)
-    wish = dataclasses.replace(
-        WISH, device="auto", prefill_ranks=NodeShape(prefill_tp), decode_ranks=NodeShape(decode_tp)
+    wish = _of(
+        device="auto", prefill_ranks=NodeShape(prefill_tp), decode_ranks=NodeShape(decode_tp)
     )
     configs = _configs(wish)
     engines = [configs[name].engine for name in ("prefill-0", "prefill-1", "decode-0")]
@@ -122,7 +131,7 @@ def test_each_rank_has_a_cuda_device(
 def test_a_node_with_more_ranks_than_cuda_devices_is_refused(monkeypatch):
     monkeypatch.setattr(plan, "cuda_devices", lambda: 3)
     with pytest.raises(ConfigError, match=r"of 4 ranks needs as many CUDA devices.* has 3"):
-        plan.programs(dataclasses.replace(WISH, device="auto", decode_ranks=NodeShape(4)))
+        plan.programs(_of(device="auto", decode_ranks=NodeShape(4)))
 
 
 def test_cuda_without_a_device_is_refused(monkeypatch):
@@ -150,7 +159,7 @@ def test_tls_is_everywhere_and_asks_no_certificate_of_clients():
 
 
 def test_nodes_of_a_group_share_a_directory_and_have_ranks_of_their_own(tmp_path):
-    wish = dataclasses.replace(WISH, prefill=1, decode=2, decode_dp=2, groups=tmp_path)
+    wish = _of(1, 2, decode_dp=2, groups=tmp_path)
     configs = _configs(wish)
     nodes = [configs[f"decode-{number}"].engine.parallel for number in range(4)]
     assert [node.dp for node in nodes] == [2] * 4
@@ -165,7 +174,9 @@ def test_nodes_of_a_group_share_a_directory_and_have_ranks_of_their_own(tmp_path
 
 def test_all_nodes_have_the_draft_model():
     """Flags of the user come last, so that they win."""
-    _, flags = options.parse(["--draft-model=D", "--engine.speculative.num-speculative-tokens=3"])
+    _, flags = up_options.parse(
+        ["--draft-model=D", "--engine.speculative.num-speculative-tokens=3"]
+    )
     configs = _configs(dataclasses.replace(WISH, node_flags=tuple(flags)))
     nodes = [config.engine.speculative for name, config in configs.items() if name != "router"]
     assert len(nodes) == 3
@@ -175,3 +186,57 @@ def test_all_nodes_have_the_draft_model():
             "D",
             3,
         )
+
+
+def test_several_models_have_nodes_of_their_own_and_one_router(tmp_path):
+    models = (
+        plan.RequestedModel("m", plan.RequestedNodes(1), plan.RequestedNodes(2, dp=2), "big"),
+        plan.RequestedModel("n", plan.RequestedNodes(0), plan.RequestedNodes(1)),
+    )
+    configs = _configs(dataclasses.replace(WISH, models=models, groups=tmp_path))
+    big, small = configs["router"].models
+    assert (big.name, big.model, big.prefill) == ("big", "m", ("127.0.0.1:50100",))
+    assert big.decode == tuple(f"127.0.0.1:{port}" for port in range(50200, 50204))
+    assert (small.name, small.prefill, small.decode) == ("n", (), ("127.0.0.1:50204",))
+    assert [config.engine.model for name, config in configs.items() if name != "router"] == [
+        *["m"] * 5,
+        "n",
+    ]
+    groups = [configs[f"decode-{number}"].engine.parallel.dp_group for number in range(4)]
+    assert groups == [tmp_path / f"decode-{group}" for group in (0, 0, 1, 1)]
+    assert configs["decode-4"].mode == "colocated"
+    assert configs["decode-0"].mode == "disaggregated"
+    router = plan.programs(dataclasses.replace(WISH, models=models))[0]
+    assert router.services == ("baton.v1.Router", "baton.v1.Router/big", "baton.v1.Router/n")
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--model=a"], [("a", 1, 1)]),
+        (["--model=a", "--model=b"], [("a", 1, 1), ("b", 1, 1)]),
+        (
+            ["--model=a", "--model=b", "--decode=2", "--decode=1", "--prefill=0"],
+            [("a", 0, 2), ("b", 0, 1)],
+        ),
+    ],
+)
+def test_counts_of_up_are_for_all_models_or_in_their_order(flags, expected):
+    options, _ = up_options.parse(flags)
+    found = [(each.name, each.prefill.count, each.decode.count) for each in options.models]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--model=a", "--model=a"], "2 models are called 'a'"),
+        (["--model=a", "--model=b", *["--decode=1"] * 3], "--decode: 3 values for 2 models"),
+        ([f"--model={number}" for number in range(17)], "17 times --model: at most 16"),
+        (["--model=a", "--model=b", "--prefill=0", "--decode=0", "--decode=1"], "one of them 1"),
+    ],
+)
+def test_wrong_models_of_up_are_refused(flags, words, capsys):
+    with pytest.raises(SystemExit):
+        up_options.parse(flags)
+    assert words in capsys.readouterr().err

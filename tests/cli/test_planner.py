@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cli.client import UnfinishedRestart
-from cli.planner.__main__ import Planner, parse, rules_of
+from cli.planner.__main__ import Planner, check_model, parse, rules_of
 from cli.planner.decide import (
     AddNodeAction,
     ClusterSnapshot,
@@ -28,13 +28,16 @@ from cli.planner.decide import (
     look_of,
 )
 from cli.planner.metrics import PlannerMetrics
+from common.errors import ConfigError
 from protos.router_pb2 import (
     Backlog,
     ClusterNode,
     GetClusterResponse,
+    ModelState,
     MoveResponse,
     Plan,
     ReportPlanResponse,
+    RouterState,
 )
 
 RULES = PlannerRules(sustained_s=10.0, settle_s=30.0, idle_s=60.0)
@@ -364,6 +367,17 @@ async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags):
     assert value("baton_planner_decisions_total", {"decision": "move"}) == 1
     for outcome in ("done", "undone"):
         assert value("baton_planner_rebalances_total", {"outcome": outcome}) == len(flags)
+
+
+def test_a_planner_sees_only_the_nodes_of_its_model_and_must_name_it():
+    models = [ModelState(name="a"), ModelState(name="b")]
+    nodes = [ClusterNode(role="decode", address=f"{name}:1", served_model=name) for name in "ab"]
+    cluster = GetClusterResponse(router=RouterState(models=models), nodes=nodes)
+    assert [each.address for each in look_of(cluster, 0.0, "b").nodes] == ["b:1"]
+    check_model("b", cluster)
+    for wrong in ("", "c"):
+        with pytest.raises(ConfigError, match="serves 'a', 'b'"):
+            check_model(wrong, cluster)
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])

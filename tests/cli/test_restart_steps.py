@@ -91,3 +91,16 @@ def test_pairs_are_of_decode_nodes_with_prefill_nodes():
     prefill = node("prefill", 100), node("prefill", 101, reads=[100, 200])
     look = cluster(*prefill, node("decode", 200, reads=[100, 201]), node("decode", 201))
     assert paired(look) == {("127.0.0.1:200", "127.0.0.1:100")}
+
+
+def test_only_nodes_of_the_same_model_can_take_over():
+    nodes = [
+        node("decode", 200, served_model="a", queues={"on_device": 1}),
+        node("decode", 201, served_model="a"),
+        node("decode", 210, served_model="b", queues={"on_device": 1}),
+    ]
+    of_a, _, of_b = turns(cluster(*nodes), {})
+    assert of_a.remark == "1 request to continue elsewhere"
+    assert of_b.remark == "1 request to finish here"
+    (objection,) = against(cluster(*nodes), {})
+    assert objection.startswith("decode 127.0.0.1:210 is the only one")

@@ -24,6 +24,7 @@ from protos.router_pb2 import (
     LatencySummary,
     LinkMember,
     LinkState,
+    ModelState,
     RankState,
     RecentRequests,
     RouterState,
@@ -398,3 +399,17 @@ def test_where_there_is_no_terminal_it_prints_frame_after_frame(router):
         program.stdout.close()  # as `head` does
         program.wait(WAIT_S)
         assert program.stderr.read() == ""
+
+
+def test_several_models_have_a_line_and_nodes_of_their_own():
+    models = [
+        ModelState(name="large", state="ready", live_requests=1, max_requests=8),
+        ModelState(name="small", state="not ready", reason="no decode node", max_requests=8),
+    ]
+    told = cluster(1.0, router={"models": models})
+    for each in told.nodes:
+        each.served_model = "large" if each.role == "decode" else "small"
+    text = "\n".join(lines(120, answers=(1.0,), make=lambda _: told))
+    assert "small not ready: no decode node  in-flight 0/8" in text
+    assert text.index("large decode") < text.index(DECODE)
+    assert text.index("small prefill") < text.index(PREFILL)

@@ -13,7 +13,13 @@ from cli.operating.command import Result, json_text, with_fleet
 from common import rpc
 from common.errors import NodeUnavailable
 from protos import router_pb2_grpc
-from protos.router_pb2 import ClusterNode, GetClusterResponse, RankState, RouterState
+from protos.router_pb2 import (
+    ClusterNode,
+    GetClusterResponse,
+    ModelState,
+    RankState,
+    RouterState,
+)
 
 PREFILL = ClusterNode(role="prefill", address="a:1", state="ready", queues={"waiting": 2})
 DECODE = ClusterNode(
@@ -24,7 +30,14 @@ DECODE = ClusterNode(
     weights=b"\x0a\x0b",
 )
 PAUSED = ClusterNode(role="decode", address="c\x1b:3", state="paused")
-READY = RouterState(state="ready", model="m", live_requests=3, max_requests=8, processes=1)
+READY = RouterState(
+    state="ready",
+    model="m",
+    live_requests=3,
+    max_requests=8,
+    processes=1,
+    models=[ModelState(name="m", state="ready", context_length=64)],
+)
 MODEL = {"id": "m", "parent": None, "max_model_len": 64}
 HTTP = {
     "/v1/models": {"data": [MODEL, {"id": "sql", "parent": "m", "max_model_len": 64}]},
@@ -104,8 +117,32 @@ async def test_status_exits_with_1_unless_all_are_ready(router, nodes, code):
     assert result.code == code
     assert f"router    {flag.removeprefix('--router=')} {router.state}" in result.text
     assert ("no decode node" in result.text) == bool(router.reason)
+    assert ("model     m, context length 64\n" in result.text) == bool(router.models)
     assert ("paused" in result.text) == (PAUSED in nodes)
     assert json.loads(json_text(result.data))["router"]["state"] == router.state
+
+
+async def test_nodes_are_listed_with_their_models_if_there_are_several():
+    router = RouterState(
+        state="ready",
+        models=[
+            ModelState(name="a", state="ready", context_length=64),
+            ModelState(name="b", state="not ready", reason="no decode node", context_length=32),
+        ],
+    )
+    nodes = [
+        ClusterNode(role="decode", address="a:1", state="ready", served_model="a"),
+        ClusterNode(role="decode", address="b:1", state="draining", served_model="b"),
+    ]
+    async with _grpc(GetClusterResponse(router=router, nodes=nodes)) as flag:
+        listed, status = await _run("nodes list", flag), await _run("status", flag)
+    assert [line.split()[:3] for line in listed.text.splitlines()] == [
+        ["MODEL", "ROLE", "ADDRESS"],
+        ["a", "decode", "a:1"],
+        ["b", "decode", "b:1"],
+    ]
+    assert "model     a, context length 64, ready\n" in status.text
+    assert "model     b, context length 32, not ready: no decode node\n" in status.text
 
 
 async def test_lists_of_nodes_are_aligned_and_safe_for_terminals():

@@ -70,9 +70,12 @@ class Program:
         return role_of(self.container)
 
     @property
-    def model(self) -> str:
-        config = self.config
-        return config.model if isinstance(config, RouterConfig) else config.engine.model
+    def models(self) -> list[str]:
+        match self.config:
+            case RouterConfig(each_model=models):
+                return [each.model for each in models]
+            case config:
+                return [config.engine.model]
 
     def volume_at(self, directory: Path) -> Object:
         """Return the volume that is mounted at this directory."""

@@ -56,7 +56,7 @@ def test_nodes_on_cpus_do_not_start_without_compiled_operations(programs_of):
 def test_the_demo_model_is_written_where_every_program_looks(programs_of):
     for program in programs_of("dev-cpu"):
         (writer,) = program.workload.spec["initContainers"]
-        assert writer["args"] == ["demo-model", program.model]
+        assert writer["args"] == ["demo-model", *program.models]
         volume = program.volume("model")
         assert "emptyDir" in volume and not volume.get("persistentVolumeClaim")
         assert {"name": "model", "mountPath": "/model"} in writer["volumeMounts"]
@@ -344,3 +344,14 @@ def test_a_variable_that_a_program_does_not_know_fails_a_test(render):
     wrong = container | {"env": [{"name": "BATON_FRONTT__PORT", "value": "1"}]}
     with pytest.raises(AssertionError, match="knows no BATON_FRONTT__PORT"):
         settings("decode", [], environment(render("base"), wrong))
+
+
+def test_each_of_two_models_has_nodes_of_its_own(programs_of, render):
+    name = "two-models"
+    (router,) = [program for program in programs_of(name) if program.role == "router"]
+    for model in router.config.each_model:
+        for role in NODES:
+            ((_, service, _),) = [entry.split(":") for entry in getattr(model, role)]
+            selector = named(render(name), "Service", service)["spec"]["selector"]
+            found = [p for p in programs_of(name) if selects(selector, p.workload.labels)]
+            assert [(program.role, *program.models) for program in found] == [(role, model.model)]

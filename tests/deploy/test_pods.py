@@ -4,6 +4,7 @@ Held against overlays, and against every component by itself on the base.
 """
 
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -83,14 +84,15 @@ def test_a_node_computes_with_the_cores_that_its_pod_requests(programs):
 
 def test_every_program_finds_its_model_in_a_volume(programs):
     for program in programs:
-        assert program.volume_at(Path("/", program.model.split("/")[1]))
+        for model in program.models:
+            assert program.volume_at(Path("/", model.split("/")[1]))
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_router_finds_every_node_by_the_name_of_its_headless_service(objects, programs, role):
     (router,) = [program for program in programs if program.role == "router"]
     found = []
-    for entry in getattr(router.config, role):
+    for entry in chain.from_iterable(getattr(each, role) for each in router.config.each_model):
         kind, name, port = entry.split(":")
         assert kind == "dns"
         service = named(objects, "Service", name)["spec"]

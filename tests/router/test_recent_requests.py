@@ -2,8 +2,8 @@
 
 import pytest
 
-from api.admin.router_state import MergedState, together
-from protos.router_pb2 import RouterState
+from api.admin.router_state import MergedState, ModelReport, together
+from protos.router_pb2 import ModelState
 from router import record
 from router.metrics import LATENCY_S, SAMPLE_S, WINDOW_S, RecentRequests, RouterMetrics
 from router.record import RequestRecords
@@ -22,8 +22,8 @@ class Worker:
     def __init__(self):
         self.metrics = RouterMetrics()
         admission = self.Admission()
-        counts, alone = self.metrics.request_counts, OtherProcesses({})
-        self._state = MergedState(admission, RouterState(), lambda: None, list, counts, alone, 0.0)
+        model = ModelReport(ModelState(name="m"), admission, lambda: None, list)
+        self._state = MergedState([model], self.metrics.request_counts, OtherProcesses({}), 0.0)
 
     def now(self):
         return self._state.own()

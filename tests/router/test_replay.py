@@ -172,7 +172,7 @@ async def test_a_router_that_ends_looks_for_no_other_node(model, monkeypatch):
     async with two_nodes(model) as (client, running, d0, d1):
         call = ask(client)
         await d0.submitted()
-        running.following.cancel()
+        running.following[0].cancel()
         await fails(call, StatusCode.UNAVAILABLE, "shutting down")
         assert not any(message.submits for message in d1.received)
 

@@ -152,7 +152,7 @@ class _NoRequests:
 
 async def test_a_request_of_another_process_is_found_there():
     others = _Others()
-    mover = MigrationService(cast(Cluster, _NoRequests()), cast(OtherProcesses, others))
+    mover = MigrationService([cast(Cluster, _NoRequests())], cast(OtherProcesses, others))
     moved = MoveResponse(request_id="theirs", source="a:1", target="b:2")
     assert await mover.move("theirs", "", "b:2") == moved
     assert await mover.move("", "a:1", "b:2") == moved
@@ -162,6 +162,6 @@ async def test_a_request_of_another_process_is_found_there():
 
 
 async def test_of_two_requests_with_one_name_the_one_that_migrated_is_reported():
-    mover = MigrationService(cast(Cluster, _NoRequests()), cast(OtherProcesses, _Others()))
+    mover = MigrationService([cast(Cluster, _NoRequests())], cast(OtherProcesses, _Others()))
     moved = MoveResponse(request_id="twice", source="a:1", target="b:2")
     assert await mover.move("twice", "", "b:2") == moved

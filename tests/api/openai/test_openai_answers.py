@@ -472,8 +472,9 @@ async def test_ready_goes_with_the_node(model, caplog):
         assert (await api.get("/ready")).json == {"status": "ready"}
         api.node.change_status(state="draining")
         await eventually(lambda: not api.router.cluster.ready)
-        await eventually(lambda: 'not ready reason="no decode node' in caplog.text)
-        assert [each.getMessage() for each in caplog.records].count("ready") == 1
+        await eventually(lambda: f'not ready model={model} reason="no decode node' in caplog.text)
+        told = [each.getMessage() for each in caplog.records]
+        assert told.count(f"ready model={model}") == 1
         assert (await api.get("/ready")).status == 503
         assert (await api.get("/health")).status == 200
 

@@ -9,7 +9,8 @@ import pytest
 
 from api.auth.client import Client, by_address
 from api.dialect.events import EndpointReply, RequestOrigin
-from api.dialect.generation_endpoint import GenerationEndpoint, ModelNames
+from api.dialect.generation_endpoint import GenerationEndpoint
+from api.dialect.models import ModelNames
 from api.generation import Dispatcher, Write
 from api.openai.completions import CompletionsEndpoint
 from api.openai.replies import TextTokens

@@ -183,12 +183,12 @@ async def test_it_listens_once_a_request_could_be_placed(model, tmp_path, monkey
     monkeypatch.setattr(assembly, "FIRST_LOOK_S", 120.0)
     async with StubDecodeNode() as node, asyncio.timeout(110.0):
         config = _config(model, node.address)
-        async with run_router(config, model_files.load(config.model), _place(tmp_path)) as router:
+        async with run_router(config, [model_files.load(config.model)], _place(tmp_path)) as router:
             assert router.cluster.usable()
 
 
 async def test_it_listens_all_the_same_where_no_node_answers(model, tmp_path, monkeypatch):
     monkeypatch.setattr(assembly, "FIRST_LOOK_S", 0.05)
     config = _config(model, "127.0.0.1:1")
-    async with run_router(config, model_files.load(config.model), _place(tmp_path)) as router:
+    async with run_router(config, [model_files.load(config.model)], _place(tmp_path)) as router:
         assert router.port and not router.cluster.usable()

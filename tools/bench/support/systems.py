@@ -87,9 +87,13 @@ async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> Asyn
     """
     router, prefill, decode = (int(end.rpartition(":")[2]) for end in _free_addresses(3))
     wish = plan.RequestedSystem(
-        model=str(model),
-        prefill=1 if mode == "disaggregated" else 0,
-        decode=1,
+        models=(
+            plan.RequestedModel(
+                str(model),
+                plan.RequestedNodes(1 if mode == "disaggregated" else 0),
+                plan.RequestedNodes(1),
+            ),
+        ),
         host=plan.HOST,
         port=router,
         http_port=0,
@@ -138,7 +142,8 @@ async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[list[Child
 async def _until_ready(programs: Sequence[plan.Program], children: Sequence[ChildProcess]) -> None:
     async def ready() -> None:
         for program in programs:
-            await until_serving(program.address, program.service)
+            for service in program.services:
+                await until_serving(program.address, service)
 
     async def exited(child: ChildProcess) -> None:
         await child.ended()

@@ -1,0 +1,127 @@
+"""Two models behind one router, as `baton up` runs them: real processes, tokenizers and engines."""
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.demo_model import write
+from tests.support import noise_model
+from tests.support.cluster import free_ports, free_row
+from tests.support.programs import Program
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+WAIT_S = 180.0
+PROMPTS = ("add 27 15 =", "Once upon a time", "größer")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models with different tokenizers and weights."""
+    directories = {name: tmp_path_factory.mktemp(name) / "model" for name in ("demo", "noise")}
+    write(directories["demo"])
+    noise_model.write(directories["noise"])
+    return directories
+
+
+class Router:
+    """The HTTP port of a router."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self._url + path, timeout=WAIT_S) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, **fields: Any) -> bytes:
+        header = {"content-type": "application/json"}
+        asked = urllib.request.Request(self._url + path, json.dumps(fields).encode(), header)
+        with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
+            return bytes(answer.read())
+
+    def streamed(self, model: str, prompt: str) -> str:
+        """Return the text of a streamed, greedy completion."""
+        how = {"max_tokens": 24, "temperature": 0, "stream": True}
+        body = self.post("/v1/completions", model=model, prompt=prompt, **how)
+        events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        return "".join(each["choices"][0]["text"] for each in map(json.loads, events))
+
+
+@contextmanager
+def running(var: Path, *flags: str) -> Iterator[tuple[Router, Program]]:
+    router, http, prefill = free_ports(3)
+    up = Program(
+        "cli.up",
+        f"--var={var}",
+        f"--port={router}",
+        f"--http-port={http}",
+        f"--prefill-port={prefill}",
+        f"--decode-port={free_row(2)[0]}",
+        "--device=cpu",
+        "--engine.cache.num-pages=64",
+        *flags,
+    )
+    try:
+        up.line_with("Ready.", WAIT_S)
+        yield Router(http), up
+    finally:
+        up.send(signal.SIGCONT)
+        up.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "still not so"
+        time.sleep(0.05)
+
+
+def test_two_models_answer_side_by_side_and_one_survives_the_other(models, tmp_path):
+    flags = [f"--model={path}" for path in models.values()]
+    flags += [f"--served-model-name={name}" for name in models]
+    flags += ["--prefill=1", "--prefill=0"]  # the nodes of `noise` are colocated
+    asked = [(name, prompt) for prompt in PROMPTS for name in models]
+    with running(tmp_path / "both", *flags) as (router, up):
+        with ThreadPoolExecutor(len(asked)) as pool:
+            together = dict(
+                zip(asked, pool.map(lambda one: router.streamed(*one), asked), strict=True)
+            )
+        assert [each["id"] for each in router.get("/v1/models")["data"]] == [*models]
+        nodes = router.get("/cluster")["nodes"]
+        counts = [(node["served_model"], node["role"]) for node in nodes]
+        assert counts == [("demo", "prefill"), ("demo", "decode"), ("noise", "decode")]
+
+        up.send(signal.SIGSTOP)  # it restarts no process meanwhile
+        for node in nodes:
+            if node["served_model"] == "demo":
+                os.kill(node["pids"][0], signal.SIGKILL)
+        until(lambda: router.get("/ready")["models"]["demo"] != "ready")
+        with pytest.raises(urllib.error.HTTPError) as lost:
+            router.streamed("demo", PROMPTS[0])
+        with lost.value:
+            assert (lost.value.code, lost.value.headers["retry-after"]) == (503, "1")
+        assert router.get("/ready")["models"]["noise"] == "ready"
+        assert router.streamed("noise", PROMPTS[0]) == together["noise", PROMPTS[0]]
+        up.send(signal.SIGCONT)
+        until(lambda: router.get("/ready")["models"]["demo"] == "ready")
+        assert router.streamed("demo", PROMPTS[0]) == together["demo", PROMPTS[0]]
+        up.send(signal.SIGINT)
+        assert up.exit_code() == 0, up.output
+
+    for name, path in models.items():
+        with running(tmp_path / name, f"--model={path}") as (router, _):
+            alone = {prompt: router.streamed(str(path), prompt) for prompt in PROMPTS}
+        assert alone == {prompt: together[name, prompt] for prompt in PROMPTS}
+        assert len(set(alone.values())) == len(PROMPTS)
