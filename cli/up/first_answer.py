@@ -79,15 +79,16 @@ class Sample:
         """Return commands to paste."""
         ca = "" if self.certificates is None else self.certificates.config.ca
         model = f'"model":{json.dumps(self.model)},' if self.model else ""
-        ask = f'{{{model}"text":"{self.prompt}","sampling":{{"max_tokens":8}}}}'
-        body = f'{{{model}"prompt":"{self.prompt}","max_tokens":8}}'
+        sampling = '"max_tokens":8,"temperature":0'
+        ask = f'{{{model}"text":"{self.prompt}","sampling":{{{sampling}}}}}'
+        body = f'{{{model}"prompt":"{self.prompt}",{sampling}}}'
         header = f"{self.key.header}{_JSON}"
         flag = f" --model {shlex.quote(self.model)}" if self.model else ""
         return [
             f"grpcurl {f'-cacert {ca}' if ca else '-plaintext'} {self.key.header}-d '{ask}' "
             f"{self.router} baton.v1.Router/Generate",
             f'{self.key.variable}{baton()} generate "{self.prompt}" --max-tokens 8 '
-            f"--router {self.router}{flag}" + (f" --tls-ca {ca}" if ca else ""),
+            f"--temperature 0 --router {self.router}{flag}" + (f" --tls-ca {ca}" if ca else ""),
             f"curl {f'--cacert {ca} ' if ca else ''}{self.http}/v1/completions {header} "
             f"-d '{body}'",
         ]
