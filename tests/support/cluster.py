@@ -630,7 +630,8 @@ class Cluster:
         async def ready() -> None:
             async with asyncio.timeout(START_S):
                 for program in self._programs[0 if self._must_pair else 1 :]:
-                    await client.until_serving(program.address, program.service, self._certificates)
+                    for service in program.services:
+                        await client.until_serving(program.address, service, self._certificates)
                 if self._must_pair:
                     await self.wait_until(self._paired, "all nodes are paired", START_S)
 
