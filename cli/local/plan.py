@@ -37,7 +37,14 @@ class Program:
     address: str  # host:port of its gRPC server
     flags: tuple[str, ...]
     variables: tuple[tuple[str, str], ...] = ()  # for its environment, where ours lacks them
-    services: tuple[str, ...] = (NODE_SERVICE,)  # gRPC services whose health checks say it is ready
+    models: tuple[str, ...] = ()  # that a router serves, if there are several
+
+    @property
+    def services(self) -> Sequence[str]:
+        """Return the gRPC services whose health checks say that the process is ready."""
+        if self.module != "router":
+            return [NODE_SERVICE]
+        return [ROUTER_SERVICE, *(f"{ROUTER_SERVICE}/{name}" for name in self.models)]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -151,9 +158,9 @@ def programs(wish: RequestedSystem) -> list[Program]:
         *_model_flags(wish.models, by_model),
         *wish.router_flags,
     )
-    services = [f"{ROUTER_SERVICE}/{name}" for name in by_model] if len(by_model) > 1 else []
     address = f"{wish.host}:{wish.port}"
-    first = Program("router", "router", address, router, services=(ROUTER_SERVICE, *services))
+    models = tuple(by_model) if len(by_model) > 1 else ()
+    first = Program("router", "router", address, router, models=models)
     return [first, *nodes]
 
 

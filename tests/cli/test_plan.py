@@ -207,7 +207,7 @@ def test_several_models_have_nodes_of_their_own_and_one_router(tmp_path):
     assert configs["decode-4"].mode == "colocated"
     assert configs["decode-0"].mode == "disaggregated"
     router = plan.programs(dataclasses.replace(WISH, models=models))[0]
-    assert router.services == ("baton.v1.Router", "baton.v1.Router/big", "baton.v1.Router/n")
+    assert router.services == ["baton.v1.Router", "baton.v1.Router/big", "baton.v1.Router/n"]
 
 
 @pytest.mark.parametrize(
