@@ -14,7 +14,7 @@ from common.model_directory import model_directory
 from common.process.resources import trim
 from engine.models.checkpoint import Checkpoint, stored_names
 from engine.models.decoder import Decoder, DecoderSpec
-from engine.models.drafters import DRAFT_FLAG, DraftModelCheckpoint, EagleCheckpoint
+from engine.models.draft_checkpoints import DRAFT_FLAG, DraftModelCheckpoint, EagleCheckpoint
 from engine.models.drafting import DraftLayerSpec
 from engine.models.families import read_decoder
 from engine.models.heads import as_stored

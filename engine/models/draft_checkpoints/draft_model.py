@@ -21,7 +21,7 @@ from engine.kv_cache.states import DraftState
 from engine.models.blocks.protocol import ModelStep
 from engine.models.checkpoint import Checkpoint, content, stored_names
 from engine.models.decoder import Decoder
-from engine.models.drafters.eagle import DRAFT_FLAG
+from engine.models.draft_checkpoints.eagle import DRAFT_FLAG
 from engine.models.drafting import drawn, one_token, view_of
 from engine.models.drafting.protocol import Draw
 from engine.models.families import read_decoder
