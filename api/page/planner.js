@@ -7,12 +7,12 @@ const SILENT_S = 30; // a planner reports every few seconds
 
 /** Shows the plans, or hides the panel if no planner has reported. `several`: models are named. */
 export function showPlans(plans, several) {
-  const told = plans.filter((plan) => Object.keys(plan.pressures).length);
-  byId("planner").hidden = !told.length;
-  if (!told.length) return;
+  const reported = plans.filter((plan) => Object.keys(plan.pressures).length);
+  byId("planner").hidden = !reported.length;
+  if (!reported.length) return;
   const named = (plan, words) => (several ? `${plan.model}: ${words}` : words);
-  say(byId("planner-note"), told.map((plan) => named(plan, note(plan))).join(". "));
-  const events = told.flatMap((plan) =>
+  say(byId("planner-note"), reported.map((plan) => named(plan, note(plan))).join(". "));
+  const events = reported.flatMap((plan) =>
     plan.events.map((event) => ({ ...event, what: named(plan, event.what) })),
   );
   byId("planner-frame").hidden = !events.length;
