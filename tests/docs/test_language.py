@@ -36,7 +36,7 @@ CODE = sorted(
     path
     for path in ROOT.glob("[a-z]*/**/*")
     if path.suffix in (".py", ".js", ".proto")
-    and "tests" not in path.parts
+    and path.relative_to(ROOT).parts[0] not in ("tests", "build", "var")
     and "_pb2" not in path.name
     and path.name != "renamed.py"  # the table of old names
 )
