@@ -309,6 +309,7 @@ FAKE = """
   const cluster = () => ({
     router: { state: evil, reason: evil, version: evil, model: evil, uptime_s: 1,
               live_requests: 1, max_requests: 2, has_chat_template: true,
+              models: [{ name: evil, state: evil, has_chat_template: true }],
               rejected_requests: 7, failed_requests: 5, recent: {
                 window_s: 60, rejected_requests: 3, failed_requests: 2,
                 ttft: { count: 9, p50_s: 0.039, p99_s: 1.14 },

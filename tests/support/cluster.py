@@ -376,7 +376,7 @@ class Cluster:
         """A new process on the killed router's addresses. Returns once it is ready."""
         self._router = self._child(self._programs[0])
         async with asyncio.timeout(START_S):
-            await client.until_serving(self.address, self._programs[0].service)
+            await self._until_serving(self._programs[0])
 
     @asynccontextmanager
     async def second_router(self) -> AsyncIterator[tuple[str, ChildProcess]]:
@@ -386,7 +386,7 @@ class Cluster:
         child = self._child(program)
         try:
             async with asyncio.timeout(START_S):
-                await client.until_serving(program.address, program.service, self._certificates)
+                await self._until_serving(program)
             yield program.address, child
         finally:
             child.send(signal.SIGKILL)
@@ -397,7 +397,7 @@ class Cluster:
         nodes = self.prefill if role == "prefill" else self.decode
         program = self._node_program(role, len(nodes), next(free_ports(1)))
         nodes.append(node := self._node(program))
-        await client.until_serving(program.address, program.service, self._certificates)
+        await self._until_serving(program)
         self._named[role].append(program.address)
         self._write_roster()
         return node
@@ -626,12 +626,15 @@ class Cluster:
         stub = NodeStub(channel)  # type: ignore[no-untyped-call]
         return Node(program, self._child(program), stub, channel)
 
+    async def _until_serving(self, program: Program) -> None:
+        for service in program.services:
+            await client.until_serving(program.address, service, self._certificates)
+
     async def _until_ready(self, children: Sequence[ChildProcess]) -> None:
         async def ready() -> None:
             async with asyncio.timeout(START_S):
                 for program in self._programs[0 if self._must_pair else 1 :]:
-                    for service in program.services:
-                        await client.until_serving(program.address, service, self._certificates)
+                    await self._until_serving(program)
                 if self._must_pair:
                     await self.wait_until(self._paired, "all nodes are paired", START_S)
 
