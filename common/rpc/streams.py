@@ -35,6 +35,10 @@ class StreamStatus(Exception):
         self.sentence = sentence
 
 
+# The last message of a server that ends a stream without an error.
+ORDERLY_END = last_words_pb2.LastWords(code=grpc.StatusCode.OK.value[0])
+
+
 def said(error: ServingError) -> last_words_pb2.LastWords:
     return last_words_pb2.LastWords(code=error.status.value[0], sentence=str(error))
 
@@ -62,8 +66,9 @@ async def heard(call: Any) -> AsyncIterator[Any]:
             elif end is None:
                 yield message
     except grpc.aio.AioRpcError as error:
-        raise end or _stream_status(error) from error
-    if end is not None:
+        if end is None:
+            raise _stream_status(error) from error
+    if end is not None and end.code is not grpc.StatusCode.OK:
         raise end
 
 

@@ -40,7 +40,7 @@ from common.identity.guard import node_name, uncounted
 from common.identity.program import guard_of, identity_of
 from common.logs import kv
 from common.process.network import own_address
-from common.rpc.streams import said
+from common.rpc.streams import ORDERLY_END, said
 from engine.ranks.meeting import NETWORK
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -114,6 +114,8 @@ class Relay(ranks_pb2_grpc.RanksServicer):
         """Run the ranks of one host until either side ends the stream, which ends the node."""
         try:
             await self._serve(messages, context)
+            with contextlib.suppress(grpc.aio.BaseError):  # the host may be gone
+                await context.write(ranks_pb2.LeaderMessage(last_words=ORDERLY_END))
         except ServingError as error:
             with contextlib.suppress(grpc.aio.BaseError):  # the host may be gone
                 await context.write(ranks_pb2.LeaderMessage(last_words=said(error)))
