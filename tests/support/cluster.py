@@ -426,9 +426,22 @@ class Cluster:
             assert await node.child.ended() == 0
 
     async def migrate(self, source: Node, target: Node) -> None:
-        """Have a response of one decode node go on at another. For clusters without a secret."""
+        """Have a response of one decode node go on at another. For clusters without a secret.
+
+        Asks again while the response is not running, as it has just come to its node.
+        """
         move = MoveRequest(source=source.address, target=target.address)
-        await self._stub.Move(move, timeout=RPC_S)
+
+        async def moved() -> bool:
+            try:
+                await self._stub.Move(move, timeout=RPC_S)
+            except grpc.aio.AioRpcError as error:
+                if "is not running" in (error.details() or ""):
+                    return False
+                raise
+            return True
+
+        await self.wait_until(moved, f"a response has moved to {target.address}")
 
     async def switch(self, node: Node, role: str) -> None:
         """It takes the role; returns when the router knows it in that, and nodes have paired."""
