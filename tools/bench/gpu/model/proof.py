@@ -42,6 +42,7 @@ class _FirstLayers:
     """The interface of a pool that a forward needs."""
 
     layers: Sequence[Tensor]
+    tables: Sequence[int]
     cells: Sequence[Mapping[str, CellView]]
     layout: KVLayout
     num_pages: int
@@ -79,7 +80,9 @@ def _logits(setting: Setting, name: str, model: Decoder) -> list[Tensor]:
     first = replace(layout, places=layout.places[:LAYERS])
     whole = KVPool(layout, num_pages, model.device)
     whole.tensor.fill_(0xFF)  # NaN
-    some = _FirstLayers(whole.layers[:LAYERS], whole.cells[:LAYERS], first, num_pages)
+    some = _FirstLayers(
+        whole.layers[:LAYERS], whole.tables[:LAYERS], whole.cells[:LAYERS], first, num_pages
+    )
     forwards = Forwards(model, some, lengths)
     return [forwards.logits(forwards.batch(*edges)) for edges in pairwise(cuts)]
 
