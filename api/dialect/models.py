@@ -173,7 +173,7 @@ class EndpointByModel:
     async def __call__(self, request: HttpRequest) -> web.StreamResponse:
         try:
             named = _NAMED.decode(request.body).model
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (ValueError, RecursionError):
             # The endpoint of any model reports what is wrong with the body.
             return await next(iter(self._endpoints.values()))(request)
         try:

@@ -70,14 +70,14 @@ class Two:
 
 
 @asynccontextmanager
-async def two_models(checkpoints: dict[str, Path], **knobs: Any) -> AsyncIterator[Two]:
+async def two_models(checkpoints: dict[str, Path], **settings: Any) -> AsyncIterator[Two]:
     async with StubDecodeNode() as a, StubDecodeNode() as b:
         nodes = {"a": a, "b": b}
         for name, node in nodes.items():
             node.description.model = str(checkpoints[name])
         models = tuple(
             ModelConfig(
-                model=str(path), served_model_name=name, decode=(nodes[name].address,), **knobs
+                model=str(path), served_model_name=name, decode=(nodes[name].address,), **settings
             )
             for name, path in checkpoints.items()
         )
@@ -128,7 +128,8 @@ async def test_an_unknown_or_missing_model_is_refused_with_the_list(checkpoints)
         assert "'a', 'b'" in answer.error["message"]
         assert (await two.get("/v1/models/c")).status == 404
         assert (await two.post(COMPLETIONS, model=7, prompt="x")).status == 400
-        assert (await post(two.router.http_port, COMPLETIONS, b"{")).status == 400
+        for body in (b"{", b"\xff", b'{"prompt":' + b"[" * 10_000):
+            assert (await post(two.router.http_port, COMPLETIONS, body)).status == 400
         await fails(two.client.generate("x", model="c"), StatusCode.NOT_FOUND, "'a', 'b'")
         await fails(two.client.generate("x"), StatusCode.INVALID_ARGUMENT, "'a', 'b'")
         rejected = 'baton_requests_rejected_total{model="",reason="invalid"}'
