@@ -189,34 +189,6 @@ HTTP_ANSWERS = counter(
     "baton_http_responses", "Total completed HTTP responses.", status=(*_STATUSES, _OTHER)
 )
 
-DECLARED = (
-    REQUESTS,
-    REJECTED,
-    WAITING,
-    AUTH_REJECTED,
-    KEY_REQUESTS,
-    KEY_TOKENS,
-    LIVE,
-    PROMPT_TOKENS,
-    TOKENS,
-    FIRST_TOKEN,
-    TTFT_PHASE,
-    NEXT_TOKEN,
-    REQUEST_SECONDS,
-    READY,
-    PROCESSES,
-    NODES,
-    STREAMS_LOST,
-    REPLAYS,
-    MOVES,
-    QUARANTINED,
-    HTTP_CONNECTIONS,
-    HTTP_ANSWERS,
-    *TRUST,
-    INFO,
-    *PROCESS,
-)
-
 # Metrics of requests and nodes. Their series have the label `model` if there are several models.
 OF_MODELS = (
     REQUESTS,
@@ -235,6 +207,19 @@ OF_MODELS = (
     REPLAYS,
     MOVES,
     QUARANTINED,
+)
+
+DECLARED = (
+    *OF_MODELS,
+    AUTH_REJECTED,
+    KEY_REQUESTS,
+    KEY_TOKENS,
+    PROCESSES,
+    HTTP_CONNECTIONS,
+    HTTP_ANSWERS,
+    *TRUST,
+    INFO,
+    *PROCESS,
 )
 
 

@@ -163,8 +163,11 @@ class PagedLatent:
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """The data that a drafter keeps: per token the data of its layers, and per page a vector of
-    `vector` numbers. `vector` is even. 0: there is none."""
+    """The data that a drafter keeps: per token the data of its layers, and per page one vector.
+
+    Attributes:
+        vector: size of the vector, even. 0: the drafter keeps no vector.
+    """
 
     layers: tuple[LayerState, ...]
     vector: int = 0

@@ -44,7 +44,7 @@ class Model(Protocol):
 
     @property
     def drafter(self) -> DeviceDrafter | None:
-        """Drafter with layers on the device. None if there is none."""
+        """Drafter with layers on the device, or None."""
         ...
 
     @property

@@ -70,7 +70,7 @@ void weigh(
 // Adds a segment to the row's sums. A segment without a visible key changes nothing.
 void merge(Softmax& row, Lanes* sums, const Softmax& segment, const Lanes* added, int64_t num_lanes);
 
-// Writes `size` numbers. sink: score of a key without a value; -infinity: there is none.
+// Writes `size` numbers. sink: score of a key without a value, -infinity without a sink.
 template <class T>
 void finish(const Softmax& row, const Lanes* sums, float sink, int64_t size, T* out);
 

@@ -109,7 +109,7 @@ class ZmqPublisher:
 
     async def _reply(self, parts: tuple[bytes, ...]) -> None:
         # An asyncio socket would spin while this reader has no room and another one has.
-        for _ in range(int(_REPLAY_S / _RETRY_S)):
+        while True:
             try:
                 self._replay.send_multipart(parts, self._zmq.NOBLOCK)
                 return

@@ -125,8 +125,8 @@ def test_attention_to_8_bits_is_that_to_the_same_numbers(implementation, kept_in
 
 @each_dtype
 def test_bfloat16_queries_are_multiplied_with_8_bits_in_float16(monkeypatch, kept_in):
-    """As on a GPU: the interpreter otherwise computes all products in float32. Numbers that float16
-    does not have become its largest ones."""
+    """The interpreter multiplies as a GPU does, instead of in float32. Numbers beyond the range of
+    float16 become its largest ones."""
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
     monkeypatch.setattr(device, "architecture", lambda: 90)
     monkeypatch.setattr(device, "shared_bytes", lambda: 232448)

@@ -79,7 +79,7 @@ def act_and_mul(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
 
 
 def attention(operators: Operators, x: Tensor, rows: Tensor, *, decode: bool) -> Tensor:
-    """Of one query a row. All rows share their first keys."""
+    """Return the output for one query a row. All rows share their first keys."""
     kv = numbers(40, 2, 2, 16, 48, dtype=x.dtype)
     out = torch.empty_like(x)
     q, pages = x.view(-1, 4, 48), torch.arange(40, dtype=torch.int32)
@@ -148,7 +148,7 @@ def int8_product(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
 
 
 def rope_angles(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
-    """Of heads whose pairs are no multiple of a vector."""
+    """Return the angles of heads whose pairs are no multiple of a vector."""
     return rope.rope_angles(rows.int() * 37, numbers(12).abs(), 1.0).transpose(0, 1).flatten(1)
 
 

@@ -102,22 +102,6 @@ def followed(
     return Followed(loaded, knower, after)
 
 
-@dataclass(frozen=True)
-class Itself:
-    """A model that is its own draft model."""
-
-    loaded: Loaded
-    reference: object
-
-    @property
-    def knower(self) -> Loaded:
-        return self.loaded
-
-    def answer(self, prompt: list[int], count: int) -> list[int]:
-        (tokens,) = greedy_tokens(self.reference, [prompt], count)
-        return tokens
-
-
 DRAFT_MODELS = {  # architectures of a model and of its draft model
     "draft model": ("llama", "llama"),
     "windows in the draft model": ("qwen3", "gemma3_text"),
