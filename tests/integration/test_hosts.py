@@ -193,10 +193,7 @@ async def test_a_host_that_ends_costs_no_answer(
                 begun.set()
             return tuple(tokens)
 
-        async def all_ready() -> bool:
-            return {each.state for each in (await cluster.describe()).nodes} == {"ready"}
-
-        await cluster.wait_until(all_ready, "the router knows both nodes")
+        await cluster.until_all_have_had_requests()
         asked = prompts(VOCABULARY, [20, 30, 40, 50])
         answers = [asyncio.create_task(answer(each)) for each in asked]
         await begun.wait()

@@ -64,6 +64,7 @@ async def test_the_end_of_a_node_ends_its_group_and_costs_no_answer(
 ) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3_moe")
     async with beside_a_group(model, tmp_path, collective_s=3) as cluster:
+        await cluster.until_all_have_had_requests()
         described = (await cluster.describe()).nodes
         assert [(node.group, node.group_rank) for node in described] == [
             ("group", 0),
@@ -90,6 +91,7 @@ async def test_the_end_of_a_node_ends_its_group_and_costs_no_answer(
 async def test_a_drain_of_one_node_drains_its_group(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3_moe")
     async with beside_a_group(model, tmp_path) as cluster:
+        await cluster.until_all_have_had_requests()
         begun = asyncio.Event()
         asked = asyncio.create_task(answers(cluster, begun, 6))
         await begun.wait()
@@ -118,7 +120,6 @@ async def test_groups_of_both_roles_hand_off(tmp_path: Path) -> None:
         flags_of=of_nodes,
         router_flags=("--policy=round_robin",),
     ) as cluster:
+        await cluster.until_all_have_had_requests()
         for number, tokens in enumerate(await answers(cluster, asyncio.Event(), 6)):
             assert tokens == oracle(model).tokens(prompt(number), NUM_TOKENS)
-        for node in (*cluster.prefill, *cluster.decode):
-            assert sum((await node.describe()).counters.values())

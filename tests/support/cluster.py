@@ -528,7 +528,9 @@ class Cluster:
         async def all_have() -> bool:
             await self.generate([1, 2, next(asked) % 256], max_tokens=2, ignore_eos=True)
             counters = [(await node.describe()).counters for node in self.nodes]
-            return all(counted["handoffs_completed"] for counted in counters)
+            return all(
+                counted["handoffs_completed"] or counted["generated_tokens"] for counted in counters
+            )
 
         await self.wait_until(all_have, "every node has requests")
 
