@@ -14,7 +14,7 @@ from common import settings
 from common.config import DecodeConfig, NodeConfig, PrefillConfig
 from common.errors import ConfigError, FailedPrecondition
 from node.frontend.engine_link import RoleProgram
-from node.frontend.frontend import run_node
+from node.frontend.frontend import EngineProcess, run_node
 from node.metrics import Role
 
 CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
@@ -25,7 +25,8 @@ def main(role: Role) -> int:
     about = f"Run a {role} node."
     config = settings.read(CONFIGS[role], f"baton serve {role}", sys.argv[1:], about=about)
     program = program_of(role, config)
-    return run_node(program, engine_module="node.engine_main", other=partial(other, program))
+    spawn = partial(EngineProcess, "node.engine_main")
+    return run_node(program, spawn=spawn, other=partial(other, program))
 
 
 def program_of(role: str, config: NodeConfig) -> RoleProgram:
