@@ -7,11 +7,12 @@ import msgspec
 from simulation.cost.gpus import GPUS
 from simulation.cost.kernels import BYTES, TP_SIZES
 from simulation.cost.modelled import ModelledTimes
-from simulation.cost.models import MODELS
+from simulation.cost.models import model_shape
 from simulation.cost.step_shape import StepShape
 
 _MEMORY_SHARE = 0.9  # of a GPU, for weights and KV
 _OTHER_BYTES = 3 << 30  # of a GPU, for activations, graphs and communication
+_EXPERTS_BAND = 0.3  # of models with experts: the tables of frameworks differ
 _SET_UP_S = 0.2e-3  # of a transfer
 # Bytes/s of a node's port, and the share that transfers reach.
 _PATHS = {
@@ -58,17 +59,15 @@ class StepCost(msgspec.Struct, frozen=True):
         """
         if gpu not in GPUS:
             raise ValueError(f"gpu {gpu!r} is not supported: expected one of {', '.join(GPUS)}")
-        if model not in MODELS:
-            raise ValueError(
-                f"model {model!r} is not supported: expected one of {', '.join(MODELS)}"
-            )
         if tp not in TP_SIZES:
             raise ValueError(f"tp {tp} is not supported: expected one of {TP_SIZES}")
-        device, shape = GPUS[gpu], MODELS[model]
+        device, shape = GPUS[gpu], model_shape(model)
+        if shape.heads % tp:
+            raise ValueError(f"tp {tp} does not divide the {shape.heads} heads of {model!r}")
         kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES
         weights = shape.parameters * BYTES
         copies = max(1, tp // shape.kv_heads)  # of each KV head
-        free = tp * (int(_MEMORY_SHARE * device.memory_bytes) - _OTHER_BYTES) - weights
+        free = tp * (int(_MEMORY_SHARE * device.sheet.memory_bytes) - _OTHER_BYTES) - weights
         if free < kv * copies:
             raise ValueError(
                 f"model {model!r} does not fit on {tp} GPUs {gpu!r}: {weights / 2**30:.1f} GiB of "
@@ -81,7 +80,7 @@ class StepCost(msgspec.Struct, frozen=True):
             kv_capacity_tokens=free // (kv * copies),
             vocabulary=shape.vocabulary,
             context_length=shape.context_length,
-            band=0.2,
+            band=max(device.band, _EXPERTS_BAND if shape.experts else 0.0),
         )
 
     def step_s(self, shape: StepShape) -> float:
