@@ -204,7 +204,15 @@ def run_loop(run: Callable[[], Coroutine[Any, Any, int]]) -> int:
     return uvloop.run(run())
 
 
-async def run_nodes(nodes: "Sequence[Node]") -> int:
+class RunningNode(Protocol):
+    """A node of this process. Node documents the methods."""
+
+    def signalled(self, name: str) -> None: ...
+
+    async def run(self) -> int: ...
+
+
+async def run_nodes(nodes: Sequence[RunningNode]) -> int:
     """Run nodes until all have ended, and return the highest of their exit codes. Signals to this
     process are for all of them.
     """
@@ -219,7 +227,7 @@ async def run_nodes(nodes: "Sequence[Node]") -> int:
         trimming.cancel()
 
 
-def _signal_all(nodes: "Sequence[Node]", name: str) -> None:
+def _signal_all(nodes: Sequence[RunningNode], name: str) -> None:
     for node in nodes:
         node.signalled(name)
 

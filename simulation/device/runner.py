@@ -122,18 +122,22 @@ class SimStep:
 class SimRunner:
     """Launches the steps of an engine on a simulated device, one after the other.
 
-    Args:
-        cost: of its steps.
+    A step begins at the node's own time, which is that of the event which the engine handles. So
+    the delays of a busy host do not add up, and a node that is behind catches up.
+
+    Attributes:
+        now: the node's own time, on the clock of time.monotonic(). Set by the driver of the loop.
     """
 
     def __init__(self, device: SimDevice, cost: StepCost) -> None:
         self._device = device
         self._cost = cost
-        self._free_at = 0.0  # time.monotonic() of the end of the last launched step
+        self._free_at = 0.0  # end of the last launched step
+        self.now = time.monotonic()
 
     def launch(self, batch: ScheduleBatch) -> SimStep:
         rows = self._device.rows_of(batch)
-        begin = max(self._free_at, time.monotonic())
+        begin = max(self._free_at, self.now)
         self._free_at = begin + (self._cost.step_s(_shape(batch)) if len(batch.slots) else 0.0)
         return SimStep(batch, self._free_at, lambda: self._device.compute(batch, rows))
 

@@ -173,9 +173,11 @@ class SimEngine:
         for awaited in runtime.loop(role, parts).turns():
             if awaited is None:
                 await self._channel.sleep()
+                parts.runner.now = time.monotonic()
             else:
                 assert isinstance(awaited, SimStep)
                 await _until(awaited.done_at)
+                parts.runner.now = awaited.done_at
 
 
 async def _until(end: float) -> None:

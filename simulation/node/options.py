@@ -1,11 +1,11 @@
-"""The options of nodes that simulated nodes do not support."""
+"""The costs that a simulated node's options select, and the options that it does not support."""
 
 from functools import reduce
 from typing import Any
 
-from common.config import DecodeConfig, NodeConfig, PrefillConfig
+from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
 from common.errors import ConfigError
-from simulation.node.parts import cost_of
+from simulation.cost import StepCost
 
 _UNSUPPORTED = (
     "engine.dtype",
@@ -49,6 +49,14 @@ def check_config(config: NodeConfig) -> None:
         options = ", ".join(changed)
         raise ConfigError(f"simulated nodes do not support {options}: leave the default")
     cost_of(config.engine)
+
+
+def cost_of(config: EngineConfig) -> StepCost:
+    """Return the costs of a node. Raises ConfigError if they are not known."""
+    try:
+        return StepCost.of(config.simulated_gpu, config.model, config.parallel.tp)
+    except ValueError as error:
+        raise ConfigError(f"engine.device: {config.device}: {error}") from error
 
 
 def _value(config: NodeConfig, name: str) -> Any:

@@ -12,7 +12,6 @@ import numpy as np
 from common.config import EngineConfig
 from common.errors import (
     AdapterNotLoaded,
-    ConfigError,
     EngineFault,
     FailedPrecondition,
     InvalidRequest,
@@ -37,6 +36,7 @@ from node.control.pauses import ControlledRole, Pauses
 from node.messages import Command, ContinueGeneration, NodeCallResult, PauseGeneration
 from simulation.cost import StepCost
 from simulation.device.runner import SimDevice, SimRunner
+from simulation.node.options import cost_of
 from simulation.node.pools import SharedPool, pool_directory
 
 _CHUNK_TOKENS = 2048  # of nodes that choose no other size
@@ -231,14 +231,6 @@ class SimParts:
     def close(self) -> None:
         self.core.tiers.close()
         self.pool.close()
-
-
-def cost_of(config: EngineConfig) -> StepCost:
-    """Return the costs of a node. Raises ConfigError if they are not known."""
-    try:
-        return StepCost.of(config.simulated_gpu, config.model, config.parallel.tp)
-    except ValueError as error:
-        raise ConfigError(f"engine.device: {config.device}: {error}") from error
 
 
 def _chunk_tokens(config: EngineConfig) -> int | None:

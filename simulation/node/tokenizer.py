@@ -1,17 +1,56 @@
-"""The tokenizer of simulated models: each byte of a text is a token.
+"""The model files that routers of simulated nodes read. Each byte of a text is a token.
 
-Routers of simulated nodes serve this directory. A file cannot give every vocabulary, and the text
-of a simulated response means nothing.
+`python -m simulation.node.tokenizer MODEL DIRECTORY` writes them.
 """
 
 import hashlib
+import json
+import sys
 from functools import cache
 from pathlib import Path
 
-DIRECTORY = Path(__file__).parent.parent / "tokenizer"
+from common.errors import ConfigError
+from simulation.cost.models import MODELS
+
+_SHIPPED = Path(__file__).parent.parent / "tokenizer"
 
 
 @cache
 def tokenizer_hash() -> str:
     """Return the hash by which a router recognises nodes with its tokenizer."""
-    return hashlib.sha256((DIRECTORY / "tokenizer.json").read_bytes()).hexdigest()
+    return hashlib.sha256((_SHIPPED / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def write_model_files(model: str, directory: Path) -> None:
+    """Write the files of a simulated model. The directory is created if it is missing.
+
+    Raises:
+        ConfigError: the model is unknown, or the files cannot be written.
+    """
+    if model not in MODELS:
+        raise ConfigError(f"model {model!r} is not simulated: expected one of {', '.join(MODELS)}")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in _SHIPPED.iterdir():
+            (directory / file.name).write_bytes(file.read_bytes())
+        config = json.loads((_SHIPPED / "config.json").read_bytes())
+        config["max_position_embeddings"] = MODELS[model].context_length
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{directory}: {error.strerror}") from error
+
+
+def main() -> int:
+    if len(sys.argv) != 3:
+        print("usage: python -m simulation.node.tokenizer MODEL DIRECTORY", file=sys.stderr)
+        return 2
+    try:
+        write_model_files(sys.argv[1], Path(sys.argv[2]))
+    except ConfigError as error:
+        print(f"simulation: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
