@@ -231,7 +231,7 @@ def _model_flags(
     """
     if len(models) == 1:
         (model,) = models
-        name = model.name if model.router_model else model.served_model_name
+        name = model.served_model_name
         return [
             f"--model={model.router_model or model.model}",
             *([f"--served-model-name={name}"] if name else []),

@@ -156,7 +156,8 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
     models = options.model or [str(demo.DIRECTORY)]
     if len(models) > MAX_MODELS:
         settings.wrong(PROGRAM, f"{len(models)} times --model: at most {MAX_MODELS} are allowed")
-    if options.device.startswith(_SIMULATED):
+    simulated = options.device.startswith(_SIMULATED)
+    if simulated:
         if not options.model:
             settings.wrong(PROGRAM, f"--device {options.device} needs --model, such as llama-3-8b")
         if 0 in (options.decode or ()):
@@ -167,6 +168,8 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
         for name in ("prefill", "decode", *_SIZES)
     }
     default_names = [DEMO_NAME] if not options.model else [""]
+    if simulated:
+        default_names = [f"simulated/{model}" for model in models]
     names = _of_each("served_model_name", options.served_model_name or default_names, len(models))
     for name in _SIZES:
         if min(counts[name]) < 1:
@@ -184,7 +187,7 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
             ),
             plan.RequestedNodes(of["decode"], NodeShape(of["decode_tp"]), of["decode_dp"]),
             name,
-            _simulated_files(options, model) if options.device.startswith(_SIMULATED) else "",
+            _files_of(options, model) if simulated else "",
         )
         for number, (model, name) in enumerate(zip(models, names, strict=True))
         for of in [{each: values[number] for each, values in counts.items()}]
@@ -195,7 +198,7 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
     return requested
 
 
-def _simulated_files(options: argparse.Namespace, model: str) -> str:
+def _files_of(options: argparse.Namespace, model: str) -> str:
     """Return the directory for the files of a simulated model that the router reads."""
     return str(options.var.absolute() / "simulated" / model)
 

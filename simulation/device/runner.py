@@ -1,18 +1,23 @@
 """Launches of steps that take the modelled time and write witnesses in place of KV."""
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from common.distribution import HistogramCounts
+from common.logs import Throttle, ThrottledLog
 from engine.batch.batch import NOT_SAMPLED, BatchResult, Ints, ScheduleBatch
 from engine.batch.table import SlotTable
 from simulation.cost import StepCost, StepShape
 from simulation.device.witness import Words, place_weights, token_weights, tokens_of
 
+_LONG_LAG_S = 0.1
+_log = ThrottledLog(logging.getLogger(__name__), Throttle())
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 
@@ -133,7 +138,24 @@ class SimRunner:
         self._device = device
         self._cost = cost
         self._free_at = 0.0  # end of the last launched step
+        self._lag_s = 0.0  # the longest since the last report
         self.now = time.monotonic()
+
+    def reached(self, step: SimStep) -> None:
+        """Record that the driver has waited for a step."""
+        self.now = step.done_at
+        lag_s = time.monotonic() - step.done_at
+        self._lag_s = max(self._lag_s, lag_s)
+        if lag_s > _LONG_LAG_S:
+            _log.warning("simulated node is late because this host is busy", seconds=lag_s)
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the metrics of a simulated device, see MetricSource."""
+        lag_s, self._lag_s = self._lag_s, 0.0
+        return {"simulated": 1.0, "simulation_lag": lag_s}
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
 
     def launch(self, batch: ScheduleBatch) -> SimStep:
         rows = self._device.rows_of(batch)

@@ -177,7 +177,7 @@ class SimEngine:
             else:
                 assert isinstance(awaited, SimStep)
                 await _until(awaited.done_at)
-                parts.runner.now = awaited.done_at
+                parts.runner.reached(awaited)
 
 
 async def _until(end: float) -> None:

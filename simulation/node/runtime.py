@@ -135,7 +135,7 @@ class SimRuntime:
             channel,
             pages_by_holder=parts.pages.by_holder,
             steps_finished=lambda: clock.reading.finished,
-            meters=(clock.meter, reads),
+            meters=(clock.meter, reads, parts.runner),
             cache=CacheReports(CacheEvents(parts.cache), channel.post),
             adapters=parts.adapters,
             operations=SimOperations(),
