@@ -64,7 +64,7 @@ def parser() -> ConfigArgumentParser:
         metavar="NxGPU",
         help=f"number and kind of GPUs: {kinds}, or a file of `baton bench steps`",
     )
-    limits = parser.add_argument_group("limits", "Limits for 90 %% of the requests.")
+    limits = parser.add_argument_group("limits", "Limits for 90 % of the requests.")
     for name, what in (("ttft", "time to first token"), ("tpot", "time per output token")):
         limits.add_argument(
             f"--{name}",

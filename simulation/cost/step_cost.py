@@ -1,11 +1,13 @@
 """The costs of a node: the duration of its steps and transfers, and the sizes of its model."""
 
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from simulation.cost.gpus import GPUS
 from simulation.cost.kernels import BYTES, TP_SIZES
+from simulation.cost.measured import BAND, MeasuredTimes, StepTable
 from simulation.cost.modelled import ModelledTimes
 from simulation.cost.models import model_shape
 from simulation.cost.step_shape import StepShape
@@ -54,33 +56,18 @@ class StepCost(msgspec.Struct, frozen=True):
     def of(gpu: str, model: str, tp: int = 1) -> "StepCost":
         """Return the costs of a model on `tp` GPUs of one kind.
 
+        Args:
+            gpu: name of a GPU, or a file of `baton bench steps`.
         Raises:
             ValueError: the GPU, the model or this number of ranks is not supported.
         """
-        if gpu not in GPUS:
-            raise ValueError(f"gpu {gpu!r} is not supported: expected one of {', '.join(GPUS)}")
-        if tp not in TP_SIZES:
-            raise ValueError(f"tp {tp} is not supported: expected one of {TP_SIZES}")
-        device, shape = GPUS[gpu], model_shape(model)
-        if shape.heads % tp:
-            raise ValueError(f"tp {tp} does not divide the {shape.heads} heads of {model!r}")
-        kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES
-        weights = shape.parameters * BYTES
-        copies = max(1, tp // shape.kv_heads)  # of each KV head
-        free = tp * (int(_MEMORY_SHARE * device.sheet.memory_bytes) - _OTHER_BYTES) - weights
-        if free < kv * copies:
-            raise ValueError(
-                f"model {model!r} does not fit on {tp} GPUs {gpu!r}: {weights / 2**30:.1f} GiB of "
-                f"weights, {(free + weights) / 2**30:.1f} GiB of memory for them and KV"
-            )
-        return StepCost(
-            times=ModelledTimes(device, shape, tp),
-            kv_bytes_per_token=kv,
-            weight_bytes=weights,
-            kv_capacity_tokens=free // (kv * copies),
-            vocabulary=shape.vocabulary,
-            context_length=shape.context_length,
-            band=max(device.band, _EXPERTS_BAND if shape.experts else 0.0),
+        if gpu in GPUS:
+            return _modelled(gpu, model, tp)
+        if Path(gpu).is_file():
+            return _measured(Path(gpu), model, tp)
+        raise ValueError(
+            f"gpu {gpu!r} is not supported: expected a file of `baton bench steps`, or one of "
+            f"{', '.join(GPUS)}"
         )
 
     def step_s(self, shape: StepShape) -> float:
@@ -96,3 +83,46 @@ class StepCost(msgspec.Struct, frozen=True):
         if path not in _PATHS:
             raise ValueError(f"path {path!r} is not supported: expected one of {', '.join(PATHS)}")
         return _SET_UP_S + num_bytes / _PATHS[path]
+
+
+def _modelled(gpu: str, model: str, tp: int) -> StepCost:
+    if tp not in TP_SIZES:
+        raise ValueError(f"tp {tp} is not supported: expected one of {TP_SIZES}")
+    device, shape = GPUS[gpu], model_shape(model)
+    if shape.heads % tp:
+        raise ValueError(f"tp {tp} does not divide the {shape.heads} heads of {model!r}")
+    kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES
+    weights = shape.parameters * BYTES
+    copies = max(1, tp // shape.kv_heads)  # of each KV head
+    free = tp * (int(_MEMORY_SHARE * device.sheet.memory_bytes) - _OTHER_BYTES) - weights
+    if free < kv * copies:
+        raise ValueError(
+            f"model {model!r} does not fit on {tp} GPUs {gpu!r}: {weights / 2**30:.1f} GiB of "
+            f"weights, {(free + weights) / 2**30:.1f} GiB of memory for them and KV"
+        )
+    return StepCost(
+        times=ModelledTimes(device, shape, tp),
+        kv_bytes_per_token=kv,
+        weight_bytes=weights,
+        kv_capacity_tokens=free // (kv * copies),
+        vocabulary=shape.vocabulary,
+        context_length=shape.context_length,
+        band=max(device.band, _EXPERTS_BAND if shape.experts else 0.0),
+    )
+
+
+def _measured(file: Path, model: str, tp: int) -> StepCost:
+    table = StepTable.read(file)
+    if Path(model).name != table.model:
+        raise ValueError(f"{file} has step times of model {table.model!r}, not of {model!r}")
+    if tp != 1:
+        raise ValueError(f"tp {tp} is not supported: {file} has step times of one rank")
+    return StepCost(
+        times=MeasuredTimes(table),
+        kv_bytes_per_token=table.kv_bytes_per_token,
+        weight_bytes=table.weight_bytes,
+        kv_capacity_tokens=table.kv_capacity_tokens,
+        vocabulary=table.vocabulary,
+        context_length=table.context_length,
+        band=BAND,
+    )
