@@ -28,7 +28,7 @@ from common.identity.program import identity_of
 from common.identity.secret import VARIABLE, new_secret, operator_keys
 from common.model_directory import model_directory
 from simulation.node.options import check_config
-from simulation.node.tokenizer import write_model_files
+from simulation.node.tokenizer import has_model_files, write_model_files
 
 PROGRAM = "baton up"
 DEMO_NAME = "baton-demo"
@@ -81,8 +81,8 @@ def parser() -> settings.ConfigArgumentParser:
         type=_device,
         default="auto",
         metavar="{auto,cpu,cuda,sim:GPU}",
-        help="device of nodes. auto: CUDA devices if there are any. sim:h100 or sim:h200: "
-        "simulated nodes, see docs/simulation.md (%(default)s)",
+        help="device of nodes. auto: CUDA devices if there are any. sim:h100: simulated "
+        "nodes, see docs/simulation.md (%(default)s)",
     )
     _add_process_options(parser)
     client.add_credential_flags(parser, secret=False)
@@ -169,7 +169,7 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
     }
     default_names = [DEMO_NAME] if not options.model else [""]
     if simulated:
-        default_names = [f"simulated/{model}" for model in models]
+        default_names = [f"simulated/{Path(model).name}" for model in models]
     names = _of_each("served_model_name", options.served_model_name or default_names, len(models))
     for name in _SIZES:
         if min(counts[name]) < 1:
@@ -199,8 +199,10 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
 
 
 def _files_of(options: argparse.Namespace, model: str) -> str:
-    """Return the directory for the files of a simulated model that the router reads."""
-    return str(options.var.absolute() / "simulated" / model)
+    """Return the directory with the files of a simulated model that the router reads."""
+    if has_model_files(model):
+        return model
+    return str(options.var.absolute() / "simulated" / Path(model).name)
 
 
 def _of_each(name: str, given: Sequence[T], num_models: int) -> Sequence[T]:
@@ -245,7 +247,8 @@ def wish(
     if options.device.startswith(_SIMULATED):
         screen.say("simulated nodes: all times are those of a model, not measurements")
         for model in options.models:
-            write_model_files(model.model, Path(model.router_model))
+            if not has_model_files(model.model):
+                write_model_files(model.model, Path(model.router_model))
     else:
         for name in options.model or ():
             _have_model(name, screen)

@@ -470,7 +470,7 @@ class EngineConfig(ConfigRecord):
     device: str = Field(
         "auto",
         description="Device: auto, cpu or cuda:N. With several ranks, a GPU for each: cuda:0-3 or "
-        "cuda:0,2. sim:h100 or sim:h200: a simulated GPU, see docs/simulation.md",
+        "cuda:0,2. sim:h100: a simulated GPU, see docs/simulation.md",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",

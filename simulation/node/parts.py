@@ -190,7 +190,7 @@ class SimParts:
         device = SimDevice(core.table, pool.pages, np.zeros(swap_pages, np.uint64))
         fingerprint = {
             "architecture": "simulated",
-            "config": config.model,
+            "config": Path(config.model).name,
             "page_size": str(page_size),
             "weights": UNNAMED.hex(),
         }

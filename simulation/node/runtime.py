@@ -161,7 +161,7 @@ class SimRuntime:
             EngineReady(
                 model=engine.model,
                 fingerprint=dict(parts.fingerprint),
-                tokenizer_hash=tokenizer_hash(),
+                tokenizer_hash=tokenizer_hash(engine.model),
                 context_length=parts.limits.context_length,
                 num_pages=parts.limits.num_pages,
                 page_size=parts.tables.page_size,

@@ -10,15 +10,22 @@ from functools import cache
 from pathlib import Path
 
 from common.errors import ConfigError
-from simulation.cost.models import MODELS
+from simulation.cost.models import model_shape
 
 _SHIPPED = Path(__file__).parent.parent / "tokenizer"
+_TOKENIZER = "tokenizer.json"
+
+
+def has_model_files(model: str) -> bool:
+    """Return whether the model is a checkpoint directory whose own files routers can read."""
+    return (Path(model) / _TOKENIZER).is_file()
 
 
 @cache
-def tokenizer_hash() -> str:
+def tokenizer_hash(model: str) -> str:
     """Return the hash by which a router recognises nodes with its tokenizer."""
-    return hashlib.sha256((_SHIPPED / "tokenizer.json").read_bytes()).hexdigest()
+    directory = Path(model) if has_model_files(model) else _SHIPPED
+    return hashlib.sha256((directory / _TOKENIZER).read_bytes()).hexdigest()
 
 
 def write_model_files(model: str, directory: Path) -> None:
@@ -27,17 +34,18 @@ def write_model_files(model: str, directory: Path) -> None:
     Raises:
         ConfigError: the model is unknown, or the files cannot be written.
     """
-    if model not in MODELS:
-        raise ConfigError(f"model {model!r} is not simulated: expected one of {', '.join(MODELS)}")
     try:
+        shape = model_shape(model)
         directory.mkdir(parents=True, exist_ok=True)
         for file in _SHIPPED.iterdir():
             (directory / file.name).write_bytes(file.read_bytes())
         config = json.loads((_SHIPPED / "config.json").read_bytes())
-        config["max_position_embeddings"] = MODELS[model].context_length
+        config["max_position_embeddings"] = shape.context_length
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def main() -> int:
