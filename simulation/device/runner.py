@@ -16,7 +16,9 @@ from engine.batch.table import SlotTable
 from simulation.cost import StepCost, StepShape
 from simulation.device.witness import Words, place_weights, token_weights, tokens_of
 
-_LONG_LAG_S = 0.1
+_LONG_LAG_S = 0.1  # is logged
+_MOST_LAG_S = 1.0
+_CATCHING_UP = 0.96  # shortest duration of a step of a node that is late, as a share
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 
@@ -110,11 +112,13 @@ class SimStep:
     """A launched step.
 
     Attributes:
-        done_at: time.monotonic() of its end. `result` may be called from then on.
+        done_at: end by the node's own time.
+        seconds: duration by the cost model.
     """
 
     batch: ScheduleBatch
     done_at: float
+    seconds: float
     finish: Callable[[], Ints]
 
     def sample(self) -> None:
@@ -128,7 +132,8 @@ class SimRunner:
     """Launches the steps of an engine on a simulated device, one after the other.
 
     A step begins at the node's own time, which is that of the event which the engine handles. So
-    the delays of a busy host do not add up, and a node that is behind catches up.
+    the delays of a busy host do not add up. A node that is late makes its steps a little shorter
+    until it has caught up. Time beyond a lag of a second is lost.
 
     Attributes:
         now: the node's own time, on the clock of time.monotonic(). Set by the driver of the loop.
@@ -139,12 +144,18 @@ class SimRunner:
         self._cost = cost
         self._free_at = 0.0  # end of the last launched step
         self._lag_s = 0.0  # the longest since the last report
+        self._reached_at = 0.0  # time.monotonic() when the last step was reached
         self.now = time.monotonic()
+
+    def due(self, step: SimStep) -> float:
+        """Return the time.monotonic() until which the driver waits for a step."""
+        return max(step.done_at, self._reached_at + _CATCHING_UP * step.seconds)
 
     def reached(self, step: SimStep) -> None:
         """Record that the driver has waited for a step."""
-        self.now = step.done_at
-        lag_s = time.monotonic() - step.done_at
+        now = self._reached_at = time.monotonic()
+        self.now = max(step.done_at, now - _MOST_LAG_S)
+        lag_s = now - step.done_at
         self._lag_s = max(self._lag_s, lag_s)
         if lag_s > _LONG_LAG_S:
             _log.warning("simulated node is late because this host is busy", seconds=lag_s)
@@ -159,9 +170,9 @@ class SimRunner:
 
     def launch(self, batch: ScheduleBatch) -> SimStep:
         rows = self._device.rows_of(batch)
-        begin = max(self._free_at, self.now)
-        self._free_at = begin + (self._cost.step_s(_shape(batch)) if len(batch.slots) else 0.0)
-        return SimStep(batch, self._free_at, lambda: self._device.compute(batch, rows))
+        seconds = self._cost.step_s(_shape(batch)) if len(batch.slots) else 0.0
+        self._free_at = max(self._free_at, self.now) + seconds
+        return SimStep(batch, self._free_at, seconds, lambda: self._device.compute(batch, rows))
 
 
 def _shape(batch: ScheduleBatch) -> StepShape:

@@ -176,7 +176,7 @@ class SimEngine:
                 parts.runner.now = time.monotonic()
             else:
                 assert isinstance(awaited, SimStep)
-                await _until(awaited.done_at)
+                await _until(parts.runner.due(awaited))
                 parts.runner.reached(awaited)
 
 

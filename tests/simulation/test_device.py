@@ -6,7 +6,8 @@ import pytest
 from engine.batch.batch import ForwardMode, PageCopies, ScheduleBatch
 from engine.batch.holding import PageHolding
 from engine.batch.table import SlotTable
-from simulation.device.runner import SimDevice
+from simulation.cost import StepCost
+from simulation.device.runner import SimDevice, SimRunner
 from simulation.device.witness import expected_tokens
 from tests.support.specs import make_request
 
@@ -83,3 +84,23 @@ def test_a_wrong_page_gives_wrong_tokens(fault):
     wrong = [rig.compute(end + index, end + index + 1) for index in range(10)]
     assert right == expected_tokens(PROMPT, 11, PAGE)
     assert wrong != expected_tokens(PROMPT, 21, PAGE)[11:]
+
+
+def test_a_late_node_catches_up_slowly_and_loses_what_is_beyond_a_second(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("simulation.device.runner.time.monotonic", lambda: clock[0])
+    rig = Rig()
+    runner = SimRunner(rig.device, StepCost.of("h100", "llama-3-8b"))
+    rig.prefill()
+    steps = [runner.launch(rig.batch(50 + index, 51 + index, samples=True)) for index in range(3)]
+    seconds = steps[0].seconds
+    assert [step.done_at for step in steps] == pytest.approx(
+        [100.0 + (1 + index) * seconds for index in range(3)]
+    )
+    clock[0] = steps[0].done_at + 0.5  # the host was busy
+    runner.reached(steps[0])
+    assert runner.due(steps[1]) == pytest.approx(clock[0] + 0.96 * seconds)
+    assert runner.gauges()["simulation_lag"] == pytest.approx(0.5)
+    clock[0] = steps[1].done_at + 5.0
+    runner.reached(steps[1])
+    assert runner.launch(rig.batch(53, 54, samples=True)).done_at >= clock[0] - 1.0
