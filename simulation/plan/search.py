@@ -14,7 +14,7 @@ from simulation.plan.queues import highest
 from simulation.plan.steps import NodeSteps
 from simulation.plan.traffic import Traffic
 
-MAX_GPUS = 1024
+MAX_GPUS = 512
 _LEAST_RATE = 1e-6  # requests/s: a load without queues
 _BEYOND = 1.02  # the rate at which the bottleneck is determined, as a multiple of the capacity
 
