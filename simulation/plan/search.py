@@ -181,7 +181,7 @@ def _candidate(
 
     capacity = 0.0
     if not bottleneck(_LEAST_RATE):
-        limit = traffic.rate
+        limit = 1.0
         while not bottleneck(limit):
             limit *= 2
         capacity = highest(lambda rate: not bottleneck(rate), _LEAST_RATE, limit)
