@@ -70,6 +70,14 @@ def test_colocated_nodes_are_as_fast_as_their_steps(rate):
     assert forecast.tpot == pytest.approx(p90(tpots), rel=0.1)
 
 
+def test_waiting_prompts_share_steps():
+    traffic = Traffic.uniform(200.0, 100, 10)
+    steps = NodeSteps(COST, traffic)
+    assert 1 / steps.prompts[0] < traffic.rate  # one prompt at a time would be too slow
+    forecast = disaggregated(traffic, steps, steps, (1, 1), "rdma400")
+    assert not forecast.exhausted and forecast.ttft < 10 * steps.prompts[0]
+
+
 @pytest.mark.parametrize("rate", [8.0, 16.0])
 def test_a_prefill_and_a_decode_node_are_as_fast_as_their_steps(rate):
     traffic = Traffic.uniform(rate, INPUT, OUTPUT)
