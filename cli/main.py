@@ -111,6 +111,9 @@ COMMANDS: Mapping[str, CliCommand | CliGroup] = {
     ),
     "planner": CliCommand("Recommend or change the roles and number of nodes", "cli.planner"),
     "plan": CliCommand("Predict the best layout of GPUs for a load, without a GPU", "cli.plan"),
+    "sim": CliCommand(
+        "Run a simulated cluster in virtual time, without a GPU", "cli.sim", needs=("numpy",)
+    ),
     "top": CliCommand("Watch a cluster: nodes, pages, queues, links, rates", "cli.top"),
     "generate": CliCommand("Send a prompt to a router and stream the response", "cli.generate"),
     "bench": CliCommand(

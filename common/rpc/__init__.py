@@ -4,6 +4,7 @@ channels.py  client channels: options, TLS and identity
 servers.py   servers and their ports, health for probes, reflection for clients
 services.py  services: errors, tolerant decoding, authorization
 streams.py   both directions of one stream, and the reason of its end
+network.py   replacement of gRPC's own connections, for simulations
 probe.py     healthcheck command for containers
 """
 
@@ -14,6 +15,7 @@ from common.rpc.channels import (
     make_channel,
     raise_if_cancelled,
 )
+from common.rpc.network import Network, use
 from common.rpc.servers import (
     HEALTH_PORT,
     MAX_HEALTH_WATCHERS,
@@ -35,6 +37,7 @@ __all__ = [
     "Admit",
     "AdmittedCall",
     "Health",
+    "Network",
     "RpcGuard",
     "add_health_and_reflection",
     "add_service",
@@ -47,4 +50,5 @@ __all__ = [
     "reserved",
     "serving_health",
     "stop",
+    "use",
 ]

@@ -21,6 +21,7 @@ import grpc.aio
 from common import tls
 from common.identity.guard import MAY_CALL, AuthRejection
 from common.identity.tokens import BEARER, PROOF, SHOWN, Identity, Token
+from common.rpc.network import current
 
 # A prompt of a million tokens has 3 to 5 MB, and a Step of 10,000 requests 0.1 MB.
 MAX_MESSAGE_BYTES = 12 << 20
@@ -304,7 +305,9 @@ def make_channel(
         identity: shown to nodes, which must prove theirs.
     """
     channel: grpc.aio.Channel
-    if certificates is None or certificates.config.ca is None:
+    if (network := current()) is not None:
+        channel = network.channel(address)
+    elif certificates is None or certificates.config.ca is None:
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     else:
         channel = TlsGrpcChannel(address, certificates, CHANNEL_OPTIONS)

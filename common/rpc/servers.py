@@ -20,6 +20,7 @@ from common import tls
 from common.addresses import join_address
 from common.errors import ConfigError, Overloaded
 from common.rpc.channels import MAX_MESSAGE_BYTES, NODE_SERVER_OPTIONS, SERVER_OPTIONS
+from common.rpc.network import current
 from common.rpc.services import RpcGuard, add_service
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ def make_server(
         shares_port: as for `bind`.
         max_message_bytes: larger messages are rejected before they are received.
     """
+    if (network := current()) is not None:
+        return network.server()
     options = {
         **dict(SERVER_OPTIONS),
         **dict(more),
@@ -71,7 +74,7 @@ def bind(
         ConfigError: for example, the port is taken.
     """
     address = join_address(host, port)
-    if not shares_port:
+    if not shares_port and current() is None:
         _check_free(host, port, f"{flag}: cannot listen on {address}")
     try:
         if certificates is None:
@@ -103,6 +106,9 @@ def reserved(host: str, port: int, *, flag: str = PORT) -> Iterator[int]:
     Raises:
         ConfigError: the port is taken, perhaps by other processes that share it.
     """
+    if current() is not None:
+        yield port
+        return
     with _holder(host, port, flag) as holder:
         yield int(holder.getsockname()[1])
 

@@ -137,6 +137,7 @@ class SimRunner:
 
     Attributes:
         now: the node's own time, on the clock of time.monotonic(). Set by the driver of the loop.
+        busy_s: duration of all launched steps.
     """
 
     def __init__(self, device: SimDevice, cost: StepCost) -> None:
@@ -146,6 +147,7 @@ class SimRunner:
         self._lag_s = 0.0  # the longest since the last report
         self._reached_at = 0.0  # time.monotonic() when the last step was reached
         self.now = time.monotonic()
+        self.busy_s = 0.0
 
     def due(self, step: SimStep) -> float:
         """Return the time.monotonic() until which the driver waits for a step."""
@@ -172,6 +174,7 @@ class SimRunner:
         rows = self._device.rows_of(batch)
         seconds = self._cost.step_s(_shape(batch)) if len(batch.slots) else 0.0
         self._free_at = max(self._free_at, self.now) + seconds
+        self.busy_s += seconds
         return SimStep(batch, self._free_at, seconds, lambda: self._device.compute(batch, rows))
 
 

@@ -14,7 +14,7 @@ from common.process.ipc import FrameSocket, PeerGone, socket_pair
 from node.control.engine_control import RoleEnded
 from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
 from node.role_parts import CONFIGS, DrivenRole, load_roles
-from simulation.device.runner import SimStep
+from simulation.device.runner import SimRunner, SimStep
 from simulation.node.options import check_config
 from simulation.node.parts import SimParts
 from simulation.node.runtime import SimRuntime
@@ -68,7 +68,10 @@ class SimChannel:
 
 
 class SimEngine:
-    """The frontend's view of a simulated engine. EngineProcess documents the members.
+    """The frontend's view of a simulated engine. EngineProcess documents the other members.
+
+    Attributes:
+        runner: None until the engine has started.
 
     Made on the event loop, on which the engine runs from then on.
     """
@@ -77,6 +80,7 @@ class SimEngine:
         self.engine_socket, engine_end = socket_pair()
         self._channel = SimChannel(engine_end)
         self._handed_over: list[socket.socket] = []
+        self.runner: SimRunner | None = None
         self.renew_transfer_socket()
         self._task = asyncio.ensure_future(self._run())
 
@@ -141,6 +145,7 @@ class SimEngine:
         config = CONFIGS[start.role].model_validate_json(start.config)
         check_config(config)
         parts = SimParts.of(roles[start.role].wants(config.engine))
+        self.runner = parts.runner
         log.info(
             "simulated engine %s",
             kv(

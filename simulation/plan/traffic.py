@@ -19,7 +19,7 @@ class Lengths(msgspec.Struct, frozen=True):
     output: int
 
 
-class _TraceLine(msgspec.Struct, frozen=True):
+class TraceLine(msgspec.Struct, frozen=True):
     """A line of a file in the format of Mooncake's traces."""
 
     input_length: int
@@ -56,9 +56,9 @@ class Traffic(msgspec.Struct, frozen=True):
         Raises:
             ValueError: names the file and the line.
         """
-        rng, chosen, count = random.Random(_SEED), list[_TraceLine](), 0
+        rng, chosen, count = random.Random(_SEED), list[TraceLine](), 0
         first, last = math.inf, -math.inf
-        for count, line in enumerate(_lines(file), start=1):
+        for count, line in enumerate(trace_lines(file), start=1):
             first, last = min(first, line.timestamp), max(last, line.timestamp)
             if count <= _SAMPLE:
                 chosen.append(line)
@@ -96,8 +96,9 @@ class Traffic(msgspec.Struct, frozen=True):
         return weighted / sum(each.output for each in self.requests)
 
 
-def _lines(file: Path) -> Iterator[_TraceLine]:
-    decoder = msgspec.json.Decoder(_TraceLine)
+def trace_lines(file: Path) -> Iterator[TraceLine]:
+    """Yield the lines of a trace. Raises ValueError, which names the file and the line."""
+    decoder = msgspec.json.Decoder(TraceLine)
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{file} is larger than {_MAX_BYTES >> 20} MiB")
@@ -109,7 +110,7 @@ def _lines(file: Path) -> Iterator[_TraceLine]:
         raise ValueError(f"{file}: {error}") from None
 
 
-def _line(decoder: msgspec.json.Decoder[_TraceLine], text: bytes, where: str) -> _TraceLine:
+def _line(decoder: msgspec.json.Decoder[TraceLine], text: bytes, where: str) -> TraceLine:
     try:
         line = decoder.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -49,7 +49,7 @@ CALLERS = {
     "generate": ("hello",),
 }
 LOCAL = (
-    *("up", "serve", "rank-host", "bench", "check", "config", "plan"),
+    *("up", "serve", "rank-host", "bench", "check", "config", "plan", "sim"),
     *("api-key", "cluster-secret", "demo-model"),
 )
 

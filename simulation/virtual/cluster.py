@@ -1,0 +1,212 @@
+"""A cluster in virtual time: the shipped router without HTTP and ports, and simulated nodes."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from api.program.nodes import ModelNodes, make_base, make_model, make_nodes
+from api.text import model_files
+from common import rpc
+from common.config import RouterConfig
+from common.errors import ConfigError, ServingError
+from common.request import RequestSpec
+from common.requests.namespace import as_bytes
+from common.requests.sampling import SamplingParams
+from node.frontend.engine_link import RoleProgram
+from node.frontend.frontend import Node
+from node.role_parts import CONFIGS
+from node.roles import other, program_of
+from router.generation import Generation
+from router.policy.load import RequestDue
+from router.record import RequestRecords
+from router.token_buffer import NodeOutput
+from simulation.node.engine import SimEngine
+from simulation.node.options import check_config
+from simulation.node.tokenizer import has_model_files, write_model_files
+from simulation.virtual.network import MemoryHost, MemoryServer
+from simulation.virtual.scenario import Arrival, Scenario
+
+_FIRST_PORT = 50100
+_READY_S = 60.0
+_SETTLE_S = 10.0  # after the first node is ready, until all have paired and reported
+
+
+@dataclass(eq=False)
+class Response:
+    """The response to a request: the TokenSink of its Generation.
+
+    Attributes:
+        times: time.monotonic() of each token.
+        error: why the request failed. "": it did not.
+    """
+
+    arrival: Arrival
+    sent_at: float
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    ended: bool = False
+    error: str = ""
+
+    def note_cached_tokens(self, cached_tokens: int | None) -> None:
+        """Do nothing: reports do not have the number."""
+
+    def add(self, output: NodeOutput) -> bool:
+        self.token_ids += output.token_ids
+        self.times += [time.monotonic()] * len(output.token_ids)
+        self.ended = output.end is not None
+        return True
+
+    async def flush(self) -> None:
+        """Do nothing: this client reads at once."""
+
+
+class VirtualNode:
+    """A node with its own place on the network."""
+
+    def __init__(self, program: RoleProgram, host: MemoryHost) -> None:
+        self._host = host
+        self._engines: list[SimEngine] = []
+        with rpc.use(host):
+            node = Node(program, self._spawn, partial(other, program))
+            self._task = asyncio.ensure_future(node.run())
+
+    @property
+    def busy_s(self) -> float:
+        """Return the duration of all steps of its device."""
+        return sum(each.runner.busy_s for each in self._engines if each.runner is not None)
+
+    async def kill(self) -> None:
+        """End the node at once, as `kill -9` does: its peers see only that connections end."""
+        self._host.kill()
+        for each in self._engines:
+            each.close()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _spawn(self) -> SimEngine:
+        engine = SimEngine()
+        self._engines.append(engine)
+        return engine
+
+
+class VirtualCluster:
+    """A running cluster. Made by `running`.
+
+    Attributes:
+        nodes: by the names of Scenario.nodes.
+    """
+
+    def __init__(self, nodes: Mapping[str, VirtualNode], router: ModelNodes) -> None:
+        self.nodes = nodes
+        self._router = router
+        self._records = RequestRecords(router.base.metrics, router.base.timelines)
+
+    async def answer(self, arrival: Arrival, name: str) -> Response:
+        """Send a request, and return its complete response or its error."""
+        now = time.monotonic()
+        response = Response(arrival, now)
+        budget_s = self._router.base.config.request_timeout_s
+        due = RequestDue(
+            now + budget_s * self._router.base.config.max_queue_fraction, now + budget_s
+        )
+        sampling = SamplingParams(max_tokens=arrival.output, seed=1, ignore_eos=True)
+        spec = RequestSpec(token_ids=as_bytes(arrival.prompt), sampling=sampling, request_id=name)
+        cluster = self._router.cluster
+        try:
+            with self._records.begin(name, "", "", "") as record:
+                async with asyncio.timeout(budget_s):
+                    cluster.check_in_time(due)
+                    await Generation(spec, due, response, record, cluster).run()
+                record.finish("length", 0)
+        except ServingError as error:
+            response.error = type(error).__name__
+        except TimeoutError:
+            response.error = "TimeoutError"
+        return response
+
+    async def until_ready(self) -> None:
+        """Wait until all nodes serve.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        try:
+            async with asyncio.timeout(_READY_S):
+                await self._router.cluster.until_first_ready()
+        except TimeoutError:
+            raise ConfigError(f"the nodes are not ready after {_READY_S:g} s") from None
+        await asyncio.sleep(_SETTLE_S)
+
+
+@asynccontextmanager
+async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualCluster]:
+    """Run the cluster of a scenario inside the context.
+
+    Args:
+        directory: empty, for pools and the router's files.
+    Raises:
+        ConfigError: the nodes do not support the scenario.
+    """
+    servers: dict[str, MemoryServer] = {}
+    programs = _programs(scenario, directory / "pools")
+    addresses = {name: _address(program) for name, program in programs.items()}
+    nodes = {
+        name: VirtualNode(program, MemoryHost(addresses[name].rpartition(":")[0], servers))
+        for name, program in programs.items()
+    }
+    config = RouterConfig(
+        model=str(_files(scenario.cluster.model, directory)),
+        prefill=tuple(a for name, a in addresses.items() if name.startswith("prefill")),
+        decode=tuple(a for name, a in addresses.items() if not name.startswith("prefill")),
+        policy=scenario.policy,
+    )
+    with ExitStack() as resources, rpc.use(MemoryHost("router", servers)):
+        base = make_base(config, resources)
+        model = make_model(base, config, model_files.load(config.model), resources)
+        router = await make_nodes(base, model)
+        following = asyncio.ensure_future(router.membership.run())
+        try:
+            yield VirtualCluster(nodes, router)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            for node in nodes.values():
+                await node.kill()
+
+
+def _programs(scenario: Scenario, pools: Path) -> dict[str, RoleProgram]:
+    cluster, programs = scenario.cluster, {}
+    for port, name in enumerate(scenario.nodes, start=_FIRST_PORT):
+        kind = name.partition("/")[0]
+        role = "prefill" if kind == "prefill" else "decode"
+        fields: dict[str, Any] = {
+            "server": {"port": port},
+            "engine": {
+                "model": cluster.model,
+                "device": f"sim:{cluster.gpu}",
+                "sim": {"link": cluster.path, "pool_dir": pools},
+            },
+        }
+        if kind == "colocated":
+            fields["mode"] = "colocated"
+        config = CONFIGS[role].model_validate(fields)
+        check_config(config)
+        programs[name] = program_of(role, config)
+    return programs
+
+
+def _address(program: RoleProgram) -> str:
+    return rpc.join_address(program.config.announced_host, program.config.server.port)
+
+
+def _files(model: str, directory: Path) -> Path:
+    """Return the directory of the files that the router reads."""
+    if has_model_files(model):
+        return Path(model)
+    write_model_files(model, directory / "model")
+    return directory / "model"

@@ -1,0 +1,405 @@
+"""gRPC in memory: channels and servers that behave like those of grpc.aio.
+
+Each direction of a call is a queue. One timer after another delivers its entries, because asyncio
+runs timers with equal deadlines in no defined order. Servers have only handlers for streams both
+ways, which common/rpc/services.py makes of all methods.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from common.rpc.channels import CallingChannel
+
+LATENCY_S = 100e-6  # of a message
+_WINDOW = 64  # messages on the way or unread, after which writes wait
+_NO_METADATA = grpc.aio.Metadata()
+
+
+@dataclass(frozen=True, slots=True)
+class _Status:
+    code: grpc.StatusCode
+    details: str = ""
+
+
+_OK = _Status(grpc.StatusCode.OK)
+_UNREACHABLE = _Status(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses")
+_RESET = _Status(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+_STOPPED = _Status(grpc.StatusCode.UNAVAILABLE, "the server has stopped")
+_LATE = _Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+
+class _Direction:
+    """One direction of a call. Messages arrive in order, each after the latency."""
+
+    def __init__(self, on_end: Callable[[_Status], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_end = on_end
+        self._under_way: deque[bytes | _Status] = deque()
+        self._arrived: deque[bytes] = deque()
+        self._changed = asyncio.Event()  # for the reader
+        self._room = asyncio.Event()
+        self._room.set()
+        self.ended = False  # at the reader
+
+    def put(self, item: bytes | _Status) -> None:
+        """Send a message, or the end, which arrives after all messages."""
+        self._under_way.append(item)
+        self._update_room()
+        self._loop.call_later(LATENCY_S, self._deliver)
+
+    async def room(self) -> None:
+        """Wait until the reader has read enough."""
+        await self._room.wait()
+
+    def cut(self) -> None:
+        """End the direction at once. Messages that have not arrived are lost."""
+        self._under_way.clear()
+        self.ended = True
+        self._changed.set()
+        self._room.set()
+
+    async def next(self) -> bytes | None:
+        """Return the next message, or None at the end."""
+        while not self._arrived:
+            if self.ended:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        message = self._arrived.popleft()
+        self._update_room()
+        return message
+
+    def _deliver(self) -> None:
+        if self.ended or not self._under_way:
+            return
+        item = self._under_way.popleft()
+        if isinstance(item, bytes):
+            self._arrived.append(item)
+        else:
+            self.ended = True
+            self._on_end(item)
+        self._changed.set()
+
+    def _update_room(self) -> None:
+        if self.ended or len(self._under_way) + len(self._arrived) < _WINDOW:
+            self._room.set()
+        else:
+            self._room.clear()
+
+
+class _Connection:
+    """One call between a client and a server."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.status: asyncio.Future[_Status] = asyncio.get_running_loop().create_future()
+        self.to_server = _Direction(lambda _: None)
+        self.to_client = _Direction(self.end)
+        self.handler: asyncio.Task[None] | None = None
+        self.metadata = asyncio.Event()  # the server has sent its initial metadata
+
+    def end(self, status: _Status) -> None:
+        """Record the status as the client sees it. Only the first one counts."""
+        if not self.status.done():
+            self.status.set_result(status)
+        self.metadata.set()
+
+    def cut(self, status: _Status) -> None:
+        """End both directions at once."""
+        self.end(status)
+        self.to_server.cut()
+        self.to_client.cut()
+        if self.handler is not None:
+            self.handler.cancel()
+
+
+class _Context:
+    """The server's view of a call."""
+
+    def __init__(self, connection: _Connection, serialize: Callable[[Any], bytes]) -> None:
+        self._connection = connection
+        self._serialize = serialize
+
+    def peer(self) -> str:
+        return f"{self._connection.peer}:0"
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        """Do nothing: no reader of the simulation needs it."""
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        self._connection.metadata.set()
+
+    async def write(self, message: Any) -> None:
+        connection = self._connection
+        connection.metadata.set()
+        await connection.to_client.room()
+        if connection.status.done():
+            raise asyncio.InvalidStateError("RPC already finished.")
+        connection.to_client.put(self._serialize(message))
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", _more: Any = ()) -> NoReturn:
+        self._connection.to_client.put(_Status(code, details))
+        raise grpc.aio.AbortError("Locally aborted.")
+
+
+class MemoryServer:
+    """A server. See grpc.aio.Server."""
+
+    def __init__(self, servers: "dict[str, MemoryServer]") -> None:
+        self._servers = servers
+        self._handlers: list[Any] = []
+        self._address = ""
+        self._connections: set[_Connection] = set()
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        self._handlers += handlers
+
+    def add_insecure_port(self, address: str) -> int:
+        self._address = address
+        return int(address.rpartition(":")[2])
+
+    async def start(self) -> None:
+        self._servers[self._address] = self
+
+    async def stop(self, grace: float | None = None) -> None:
+        self._forget()
+        running = {each.handler for each in self._connections if each.handler is not None}
+        if running and grace:
+            await asyncio.wait(running, timeout=grace)
+        self.cut(_STOPPED)
+
+    def cut(self, status: _Status = _RESET) -> None:
+        """End all calls at once, as the death of the process would."""
+        self._forget()
+        for each in list(self._connections):
+            each.cut(status)
+
+    def _forget(self) -> None:
+        if self._servers.get(self._address) is self:
+            del self._servers[self._address]
+
+    def accept(self, connection: _Connection, method: str) -> None:
+        """Begin a call whose request has arrived."""
+        details = _Details(method)
+        handler = next(filter(None, (each.service(details) for each in self._handlers)), None)
+        if handler is None:
+            connection.to_client.put(_Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
+            return
+        self._connections.add(connection)
+        connection.handler = asyncio.ensure_future(self._serve(connection, handler))
+        connection.handler.add_done_callback(lambda _: self._connections.discard(connection))
+
+    async def _serve(self, connection: _Connection, handler: Any) -> None:
+        context = _Context(connection, handler.response_serializer)
+        try:
+            await handler.stream_stream(_incoming(connection.to_server), context)
+        except (grpc.aio.AbortError, asyncio.InvalidStateError):
+            return  # the client has the reason, or has gone
+        connection.to_client.put(_OK)
+
+
+@dataclass(frozen=True, slots=True)
+class _Details:
+    method: str
+    invocation_metadata: tuple[()] = ()
+
+
+async def _incoming(direction: _Direction) -> AsyncIterator[bytes]:
+    while (message := await direction.next()) is not None:
+        yield message
+
+
+class MemoryCall:
+    """The client's view of a call. See grpc.aio's calls."""
+
+    def __init__(self, connection: _Connection, how: dict[str, Any]) -> None:
+        self._connection = connection
+        self._serialize = how["request_serializer"]
+        self._parse = how["response_deserializer"]
+        self._cancelled = False
+        self._half_closed = False
+
+    def done(self) -> bool:
+        return self._connection.status.done()
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def cancel(self) -> bool:
+        if self.done():
+            return False
+        self._cancelled = True
+        self._connection.cut(_Status(grpc.StatusCode.CANCELLED, "Locally cancelled"))
+        return True
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._connection.status.add_done_callback(lambda _: callback(self))
+
+    async def initial_metadata(self) -> grpc.aio.Metadata:
+        await self._connection.metadata.wait()
+        return _NO_METADATA
+
+    async def trailing_metadata(self) -> grpc.aio.Metadata:
+        await asyncio.shield(self._connection.status)
+        return _NO_METADATA
+
+    async def code(self) -> grpc.StatusCode:
+        return (await asyncio.shield(self._connection.status)).code
+
+    async def details(self) -> str:
+        return (await asyncio.shield(self._connection.status)).details
+
+    async def write(self, message: Any) -> None:
+        if self.done():
+            raise asyncio.InvalidStateError("RPC already finished.")
+        if self._half_closed:
+            raise asyncio.InvalidStateError("RPC is half closed after calling done_writing.")
+        with _Cancelling(self):
+            await self._connection.to_server.room()
+        if self.done():
+            await self._raise_for_status()
+        self._connection.to_server.put(self._serialize(message))
+
+    async def done_writing(self) -> None:
+        if not (self.done() or self._half_closed):
+            self._half_closed = True
+            self._connection.to_server.put(_OK)
+
+    async def read(self) -> Any:
+        if self._cancelled:
+            raise asyncio.CancelledError
+        with _Cancelling(self):
+            data = await self._connection.to_client.next()
+        if data is None:
+            await self._raise_for_status()
+            return grpc.aio.EOF
+        return self._parse(data)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not grpc.aio.EOF:
+            yield message
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        answer = await self.read()
+        await self.read()
+        return answer
+
+    async def _raise_for_status(self) -> None:
+        if self._cancelled:
+            raise asyncio.CancelledError
+        status = await asyncio.shield(self._connection.status)
+        if status is not _OK:
+            raise grpc.aio.AioRpcError(
+                status.code, _NO_METADATA, _NO_METADATA, details=status.details
+            )
+
+
+class _Cancelling:
+    """A context that cancels the call if its task is cancelled inside, as grpc.aio does."""
+
+    def __init__(self, call: MemoryCall) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is asyncio.CancelledError:
+            self._call.cancel()
+
+
+class MemoryChannel(CallingChannel):
+    """A channel to one address. See grpc.aio.Channel."""
+
+    def __init__(self, host: "MemoryHost", address: str) -> None:
+        self._host = host
+        self._address = address
+        self._connections: set[_Connection] = set()
+
+    def current(self) -> grpc.aio.Channel:
+        return self
+
+    async def close(self, grace: float | None = None) -> None:
+        self.cut(_Status(grpc.StatusCode.CANCELLED, "Channel closed!"))
+
+    def cut(self, status: _Status = _RESET) -> None:
+        """End all calls at once, as the death of the process would."""
+        for each in list(self._connections):
+            each.cut(status)
+        self._host.channels.discard(self)
+
+    def calling(self, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> Any:
+        def call(request: Any = None, timeout: float | None = None, **_settings: Any) -> MemoryCall:
+            connection = self._connect(method[0], timeout)
+            if kind.startswith("unary"):
+                connection.to_server.put(how["request_serializer"](request))
+                connection.to_server.put(_OK)
+            return MemoryCall(connection, how)
+
+        return call
+
+    def _connect(self, method: str, timeout: float | None) -> _Connection:
+        connection = _Connection(self._host.name)
+        self._connections.add(connection)
+        connection.status.add_done_callback(lambda _: self._connections.discard(connection))
+        loop = asyncio.get_running_loop()
+        loop.call_later(LATENCY_S, self._arrive, connection, method)
+        if timeout is not None:
+            late = loop.call_later(timeout, connection.cut, _LATE)
+            connection.status.add_done_callback(lambda _: late.cancel())
+        return connection
+
+    def _arrive(self, connection: _Connection, method: str) -> None:
+        if connection.status.done():
+            return
+        server = self._host.servers.get(self._address)
+        if server is None:
+            connection.cut(_UNREACHABLE)
+        else:
+            server.accept(connection, method)
+
+
+class MemoryHost:
+    """One process on the network. See common.rpc.Network.
+
+    Attributes:
+        servers: of all hosts, by address.
+    """
+
+    def __init__(self, name: str, servers: dict[str, MemoryServer]) -> None:
+        self.name = name
+        self.servers = servers
+        self.channels: set[MemoryChannel] = set()
+        self._own: list[MemoryServer] = []
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        channel = MemoryChannel(self, address)
+        self.channels.add(channel)
+        return channel
+
+    def server(self) -> Any:
+        server = MemoryServer(self.servers)
+        self._own.append(server)
+        return server
+
+    def kill(self) -> None:
+        """End all calls from and to this process at once."""
+        for server in self._own:
+            server.cut()
+        for channel in list(self.channels):
+            channel.cut()

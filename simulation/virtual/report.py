@@ -1,0 +1,139 @@
+"""The figures of a run in virtual time."""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from simulation.cost import StepCost
+from simulation.device.witness import expected_tokens
+from simulation.virtual.cluster import Response
+
+TTFT_BAND = 0.3
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Seconds, or None without values."""
+
+    p50: float | None
+    p99: float | None
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A run. All times are simulated.
+
+    Attributes:
+        band, ttft_band: relative errors to expect of ITL and TTFT.
+        seconds: from the begin of the load to the last token.
+        right, wrong: complete responses that are equal to the oracle's, and the others.
+        errors: failed requests by error.
+        tokens_per_s: output tokens of complete responses.
+        utilization: share of the time in which the device of a node computes, by node.
+        hash: of the times and tokens of all responses.
+    """
+
+    simulated: bool = True
+    band: float
+    ttft_band: float
+    requests: int
+    right: int
+    wrong: int
+    errors: dict[str, int]
+    seconds: float
+    ttft: Percentiles
+    itl: Percentiles
+    requests_per_s: float
+    tokens_per_s: float
+    utilization: dict[str, float]
+    hash: str
+
+
+def make_report(
+    responses: Sequence[Response],
+    begin: float,
+    busy_s: Mapping[str, float],
+    cost: StepCost,
+    page_size: int,
+) -> RunReport:
+    """Return the report of a run.
+
+    Args:
+        begin: time.monotonic() of the begin of the load.
+        busy_s: seconds of the steps of each node since then.
+        page_size: tokens per page of the nodes.
+    """
+    complete = [each for each in responses if not each.error]
+    right = sum(_is_right(each, page_size) for each in complete)
+    last = max((time for each in responses for time in each.times), default=begin)
+    seconds = max(last - begin, 1e-9)
+    return RunReport(
+        band=cost.band,
+        ttft_band=max(TTFT_BAND, cost.band),
+        requests=len(responses),
+        right=right,
+        wrong=len(complete) - right,
+        errors=dict(sorted(Counter(each.error for each in responses if each.error).items())),
+        seconds=seconds,
+        ttft=_percentiles(each.times[0] - each.sent_at for each in complete),
+        itl=_percentiles(b - a for each in complete for a, b in pairwise(each.times)),
+        requests_per_s=len(complete) / seconds,
+        tokens_per_s=sum(len(each.times) for each in complete) / seconds,
+        utilization={name: busy / seconds for name, busy in busy_s.items()},
+        hash=_hash(responses, begin),
+    )
+
+
+def _is_right(response: Response, page_size: int) -> bool:
+    arrival = response.arrival
+    return response.token_ids == expected_tokens(arrival.prompt, arrival.output, page_size)
+
+
+def _percentiles(values: Iterable[float]) -> Percentiles:
+    """Return nearest-rank percentiles."""
+    ordered = sorted(values)
+    if not ordered:
+        return Percentiles(None, None)
+    p50, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99))
+    return Percentiles(p50, p99)
+
+
+def _hash(responses: Sequence[Response], begin: float) -> str:
+    digest = hashlib.sha256()
+    for each in responses:
+        times = [time - begin for time in (each.sent_at, *each.times)]
+        digest.update(msgspec.json.encode((times, each.token_ids, each.error)))
+    return digest.hexdigest()[:16]
+
+
+def lines(report: RunReport) -> Iterable[str]:
+    """Yield the lines of a report for a terminal."""
+    band, ttft_band = f"{report.band:.0%}", f"{report.ttft_band:.0%}"
+    complete = report.right + report.wrong
+    yield "Simulated by a cost model in virtual time. Not measured."
+    yield (
+        f"requests     {report.requests}: {report.right} right, {report.wrong} wrong, "
+        f"{report.requests - complete} failed{_errors(report)}"
+    )
+    yield f"TTFT         {_times(report.ttft)} (simulated, +-{ttft_band} without queues)"
+    yield f"ITL          {_times(report.itl)} (simulated, +-{band})"
+    yield (
+        f"throughput   {report.requests_per_s:.3g} requests/s, {report.tokens_per_s:.4g} output "
+        f"tokens/s in {report.seconds:.1f} s (simulated, +-{band})"
+    )
+    for name, share in report.utilization.items():
+        yield f"utilization  {name} {share:.1%} (simulated, +-{band})"
+    yield f"hash         {report.hash}"
+
+
+def _errors(report: RunReport) -> str:
+    named = ", ".join(f"{count} {name}" for name, count in report.errors.items())
+    return f" ({named})" if named else ""
+
+
+def _times(values: Percentiles) -> str:
+    if values.p50 is None or values.p99 is None:
+        return "none"
+    return f"p50 {1e3 * values.p50:.4g} ms, p99 {1e3 * values.p99:.4g} ms"

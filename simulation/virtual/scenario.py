@@ -1,0 +1,161 @@
+"""The file that `baton sim` reads: a cluster, its load, faults and the routing policy."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from common.config.router import Policy
+from simulation.plan.traffic import trace_lines
+
+_MAX_BYTES = 1 << 20
+_LETTERS = range(ord("a"), ord("z") + 1)
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Nodes = Annotated[int, Meta(ge=0, le=256)]
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mapping of the file. Unknown keys are refused by name."""
+
+
+class ClusterSpec(_Record, frozen=True):
+    """The nodes: `prefill` and `decode`, or `colocated`.
+
+    Attributes:
+        gpu: name of a GPU, or a file of `baton bench steps`.
+        model: see `simulation.cost.models`.
+        path: the network of each node.
+    """
+
+    gpu: str
+    model: str
+    prefill: Nodes = 0
+    decode: Nodes = 0
+    colocated: Nodes = 0
+    path: Literal["nvlink", "rdma400", "tcp100", "tcp25"] = "rdma400"
+
+
+class LoadSpec(_Record, frozen=True):
+    """The requests.
+
+    Attributes:
+        rate: requests/s with Poisson arrivals, of `input` and `output` tokens.
+        trace: file of JSON lines with timestamp (ms), input_length and output_length, in place of
+            `rate`, `input` and `output`.
+        requests: their number. With a trace, its first ones. 0: all.
+    """
+
+    rate: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    input: Count | None = None
+    output: Count | None = None
+    trace: str | None = None
+    requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+
+
+class Kill(_Record, frozen=True):
+    """The death of a node.
+
+    Attributes:
+        kill: "prefill/0", "decode/1" or "colocated/0".
+        at: seconds after the begin of the load.
+    """
+
+    kill: str
+    at: Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A request.
+
+    Attributes:
+        at: seconds after the begin of the load.
+        prompt: its tokens.
+        output: tokens of the response.
+    """
+
+    at: float
+    prompt: tuple[int, ...]
+    output: int
+
+
+class Scenario(_Record, frozen=True):
+    """A run. The same file always gives the same times."""
+
+    cluster: ClusterSpec
+    load: LoadSpec
+    policy: Policy = "prefix_aware"
+    faults: tuple[Kill, ...] = ()
+    seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 1
+
+    @property
+    def nodes(self) -> list[str]:
+        """Return the names of all nodes."""
+        numbers = (
+            ("prefill", self.cluster.prefill),
+            ("decode", self.cluster.decode),
+            ("colocated", self.cluster.colocated),
+        )
+        return [f"{kind}/{index}" for kind, number in numbers for index in range(number)]
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Yield all requests in order of arrival. Raises ValueError if the trace is invalid."""
+        rng = random.Random(self.seed)
+        for at, num_input, num_output in self._lengths(rng):
+            yield Arrival(at, tuple(rng.choices(_LETTERS, k=num_input)), num_output)
+
+    def _lengths(self, rng: random.Random) -> Iterator[tuple[float, int, int]]:
+        load = self.load
+        if load.trace is not None:
+            begin = None
+            for index, line in enumerate(trace_lines(Path(load.trace))):
+                if load.requests and index >= load.requests:
+                    return
+                begin = line.timestamp if begin is None else begin
+                at = (line.timestamp - begin) / 1e3
+                yield max(at, 0.0), line.input_length, line.output_length
+            return
+        assert load.rate is not None and load.input is not None and load.output is not None
+        at = 0.0
+        for _ in range(load.requests):
+            at += rng.expovariate(load.rate)
+            yield at, load.input, load.output
+
+
+def read(file: Path) -> Scenario:
+    """Read a file.
+
+    Raises:
+        ValueError: it cannot be read, or a key or value is not supported. The error names it.
+    """
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"{file} is larger than {_MAX_BYTES >> 20} MiB")
+        content: Any = yaml.safe_load(file.read_text())
+        scenario = msgspec.convert(content, Scenario)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except (msgspec.ValidationError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    for problem in _problems(scenario):
+        raise ValueError(f"{file}: {problem}")
+    return scenario
+
+
+def _problems(scenario: Scenario) -> Iterator[str]:
+    cluster, load = scenario.cluster, scenario.load
+    if cluster.colocated and (cluster.prefill or cluster.decode):
+        yield "cluster.colocated excludes cluster.prefill and cluster.decode"
+    if not cluster.colocated and not (cluster.prefill and cluster.decode):
+        yield "cluster: expected prefill and decode, or colocated, each at least 1"
+    given = [name for name in ("rate", "input", "output") if getattr(load, name) is not None]
+    if load.trace is not None and given:
+        yield f"load.trace excludes {', '.join(f'load.{name}' for name in given)}"
+    if load.trace is None and (len(given) < 3 or not load.requests):
+        yield "load: expected trace, or rate, input, output and requests"
+    for fault in scenario.faults:
+        if fault.kill not in scenario.nodes:
+            yield f"faults: no node is called {fault.kill!r}: expected one of {scenario.nodes}"
