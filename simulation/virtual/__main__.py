@@ -20,6 +20,7 @@ def main() -> int:
         import_module(f"simulation.virtual.{name}") for name in ("scenario", "run", "report")
     )
     config_error = import_module("common.errors").ConfigError
+    deadlock = import_module("simulation.virtual.loop").Deadlock
     try:
         scenario = scenarios.read(Path(sys.argv[1]))
         seed_all(scenario.seed)
@@ -27,6 +28,9 @@ def main() -> int:
     except (ValueError, config_error) as error:
         print(f"baton sim: {error}", file=sys.stderr)
         return 2
+    except deadlock as error:
+        print(f"baton sim: this is a bug: {error}", file=sys.stderr)
+        return 1
     if sys.argv[2] == "json":
         print(json.dumps(import_module("msgspec").to_builtins(report), indent=2))
     else:

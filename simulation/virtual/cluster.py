@@ -115,7 +115,9 @@ class VirtualCluster:
             now + budget_s * self._router.base.config.max_queue_fraction, now + budget_s
         )
         sampling = SamplingParams(max_tokens=arrival.output, seed=1, ignore_eos=True)
-        spec = RequestSpec(token_ids=as_bytes(arrival.prompt), sampling=sampling, request_id=name)
+        spec = RequestSpec(
+            token_ids=as_bytes(list(arrival.prompt)), sampling=sampling, request_id=name
+        )
         cluster = self._router.cluster
         try:
             with self._records.begin(name, "", "", "") as record:

@@ -28,6 +28,7 @@ class JumpingSelector(selectors.DefaultSelector):
             self._turns_since, self._turns = self._clock.now, 0
         self._turns += 1
         if self._turns > _MOST_TURNS:
+            self._turns = 0  # the tasks are cancelled next
             raise Deadlock(_sentence("work repeats at one instant", ready))
         if not ready:
             if timeout is None:
@@ -55,8 +56,11 @@ def _sentence(what: str, ready: list[tuple[selectors.SelectorKey, int]]) -> str:
 
 
 def _waiters(tasks: set[asyncio.Task[Any]]) -> Iterator[str]:
+    """Yield where each task waits, in its innermost coroutine."""
     for task in tasks:
-        frames = task.get_stack(limit=1)
-        if frames:
-            frame = frames[-1]
-            yield f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        waiting: Any = task.get_coro()
+        while hasattr(inner := waiting.cr_await, "cr_await"):
+            waiting = inner
+        code, frame = waiting.cr_code, waiting.cr_frame
+        line = code.co_firstlineno if frame is None else frame.f_lineno
+        yield f"waits: {code.co_qualname} in {code.co_filename}, line {line}"

@@ -88,7 +88,8 @@ def make_report(
 
 def _is_right(response: Response, page_size: int) -> bool:
     arrival = response.arrival
-    return response.token_ids == expected_tokens(arrival.prompt, arrival.output, page_size)
+    expected = expected_tokens(list(arrival.prompt), arrival.output, page_size)
+    return response.token_ids == expected
 
 
 def _percentiles(values: Iterable[float]) -> Percentiles:

@@ -14,7 +14,8 @@ from simulation.plan.traffic import trace_lines
 
 _MAX_BYTES = 1 << 20
 _LETTERS = range(ord("a"), ord("z") + 1)
-Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+_MOST_TOKENS = 1 << 20
+Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
 Nodes = Annotated[int, Meta(ge=0, le=256)]
 
 
@@ -73,12 +74,12 @@ class Arrival(msgspec.Struct, frozen=True):
 
     Attributes:
         at: seconds after the begin of the load.
-        prompt: its tokens.
+        prompt: its tokens, a byte each.
         output: tokens of the response.
     """
 
     at: float
-    prompt: tuple[int, ...]
+    prompt: bytes
     output: int
 
 
@@ -105,7 +106,7 @@ class Scenario(_Record, frozen=True):
         """Yield all requests in order of arrival. Raises ValueError if the trace is invalid."""
         rng = random.Random(self.seed)
         for at, num_input, num_output in self._lengths(rng):
-            yield Arrival(at, tuple(rng.choices(_LETTERS, k=num_input)), num_output)
+            yield Arrival(at, bytes(rng.choices(_LETTERS, k=num_input)), num_output)
 
     def _lengths(self, rng: random.Random) -> Iterator[tuple[float, int, int]]:
         load = self.load
@@ -114,6 +115,8 @@ class Scenario(_Record, frozen=True):
             for index, line in enumerate(trace_lines(Path(load.trace))):
                 if load.requests and index >= load.requests:
                     return
+                if max(line.input_length, line.output_length) > _MOST_TOKENS:
+                    raise ValueError(f"{load.trace}: request {index} exceeds {_MOST_TOKENS} tokens")
                 begin = line.timestamp if begin is None else begin
                 at = (line.timestamp - begin) / 1e3
                 yield max(at, 0.0), line.input_length, line.output_length

@@ -1,17 +1,26 @@
 """`baton sim`: clusters in virtual time, from outside."""
 
+import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+from simulation.cost import StepCost
+from simulation.cost.step_shape import StepShape
+from simulation.virtual.clock import VirtualClock
+from simulation.virtual.loop import Deadlock, VirtualLoop
 from simulation.virtual.scenario import read
 from tests.support.isolation import ROOT
 
+T = TypeVar("T")
 EXAMPLE = ROOT / "docs" / "assets" / "sim.yaml"
 SMALL = """
 cluster: {gpu: h100, model: llama-3-8b, prefill: 1, decode: 1}
@@ -69,6 +78,85 @@ def test_another_seed_gives_other_times(tmp_path: Path) -> None:
     first = report(written(tmp_path, SMALL))
     second = report(written(tmp_path, f"{SMALL}seed: 2"))
     assert second["right"] == 6 and second["hash"] != first["hash"]
+
+
+@pytest.mark.long
+def test_a_token_takes_the_time_of_the_cost_model(tmp_path: Path) -> None:
+    load = "load: {rate: 1, input: 1000, output: 50, requests: 1}"
+    found = report(written(tmp_path, f"{SMALL}{load}"))
+    cost = StepCost.of("h100", "llama-3-8b")
+    assert found["itl"]["p50"] == pytest.approx(cost.step_s(StepShape((1,), (1025,))), rel=0.01)
+    prompt = cost.step_s(StepShape((1000,), (1000,)))
+    assert prompt < found["ttft"]["p50"] < 1.5 * prompt
+
+
+@pytest.fixture
+def clock() -> Iterator[VirtualClock]:
+    """Virtual time in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("monotonic", "perf_counter", "monotonic_ns", "time"):
+            patch.setattr(time, name, getattr(time, name))  # restored at the end
+        clock = VirtualClock()
+        clock.install()
+        yield clock
+
+
+def in_virtual_time(clock: VirtualClock, waiting: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner:
+        return runner.run(waiting)
+
+
+def test_time_jumps_to_the_next_timer(clock: VirtualClock) -> None:
+    ends = []
+
+    async def sleeper(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        ends.append(time.monotonic())
+
+    async def all_sleep() -> float:
+        begin = time.monotonic()
+        await asyncio.gather(sleeper(7200), sleeper(3600), sleeper(0.001))
+        return begin
+
+    begin = in_virtual_time(clock, all_sleep())
+    assert [end - begin for end in ends] == pytest.approx([0.001, 3600, 7200])
+
+
+def test_sockets_come_before_timers(clock: VirtualClock) -> None:
+    async def received() -> tuple[bytes, float]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.send(b"x")
+            async with asyncio.timeout(0.001):
+                data = await asyncio.get_running_loop().sock_recv(ours, 1)
+            return data, time.monotonic()
+
+    before = clock.now
+    assert in_virtual_time(clock, received()) == (b"x", before)
+
+
+def test_a_deadlock_lists_the_waiters(clock: VirtualClock) -> None:
+    async def waits_for_ever() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock, match=r"no timer is set(.|\n)*waits: Event\.wait"):
+        in_virtual_time(clock, waits_for_ever())
+
+
+def test_work_without_progress_is_a_deadlock(clock: VirtualClock) -> None:
+    async def spins() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.send(b"never read")
+            asyncio.get_running_loop().add_reader(ours, lambda: None)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                asyncio.get_running_loop().remove_reader(ours)
+
+    with pytest.raises(Deadlock, match="repeats at one instant"):
+        in_virtual_time(clock, spins())
 
 
 @pytest.mark.parametrize(
