@@ -42,13 +42,18 @@ class StepTimer:
         """
         if config.parallel.num_ranks > 1 or config.parallel.dp > 1:
             raise ConfigError("engine.parallel: steps of one rank can be timed, not of several")
+        if config.speculative.method != "none":
+            raise ConfigError("engine.speculative.method: steps with drafts cannot be timed")
         cache: CacheConfig = config.cache.model_copy(update={"prefix_cache": False})
         config = config.model_copy(update={"cache": cache})
         self.engine: Engine = build(config)
         tables = self.engine.core.shape.tables
-        if tables.num_tables > 1 or tables.state_pages:
+        if tables.num_tables > 1 or tables.state_pages or not self.engine.limits.generates:
             self.engine.close()
-            raise ConfigError("model: steps of models with windows or states cannot be timed")
+            raise ConfigError(
+                "model: steps of models with windows or states, or without a head for text, cannot "
+                "be timed"
+            )
         self._page_size = tables.page_size
         self._role = _TimedRole(self.engine.scheduler(config, lambda request, holding: None))
         runner, overlap = self.engine.runner, config.scheduler.overlap_schedule

@@ -89,8 +89,11 @@ def _modelled(gpu: str, model: str, tp: int) -> StepCost:
     if tp not in TP_SIZES:
         raise ValueError(f"tp {tp} is not supported: expected one of {TP_SIZES}")
     device, shape = GPUS[gpu], model_shape(model)
-    if shape.heads % tp:
-        raise ValueError(f"tp {tp} does not divide the {shape.heads} heads of {model!r}")
+    if shape.heads % tp or max(shape.kv_heads, tp) % min(shape.kv_heads, tp):
+        raise ValueError(
+            f"tp {tp} does not divide the {shape.heads} heads and {shape.kv_heads} KV heads of "
+            f"{model!r}"
+        )
     kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES
     weights = shape.parameters * BYTES
     copies = max(1, tp // shape.kv_heads)  # of each KV head

@@ -1,8 +1,11 @@
 """The layouts of a number of GPUs: splits into prefill and decode nodes, and colocated nodes."""
 
+import shlex
 from collections.abc import Collection, Iterator
 
 import msgspec
+
+from simulation.cost.models import MODELS
 
 _CHUNKS = (512, 1024, 2048)
 _DEFAULT_ROWS = 256  # of --engine.scheduler.max-running-requests
@@ -38,10 +41,12 @@ class Layout(msgspec.Struct, frozen=True):
         """Return the command that starts this layout.
 
         Args:
+            model: directory. The name of a model in the table of the cost model becomes DIR.
             rows: running requests of a node for which there must be slots.
         """
-        words = ["baton up", f"--model {model}", f"--prefill {self.prefill}"]
-        words.append(f"--decode {self.decode}")
+        directory = "DIR" if model in MODELS else shlex.quote(model)
+        words = ["baton up", f"--model {directory}"]
+        words += [f"--prefill {self.prefill}", f"--decode {self.decode}"]
         if self.prefill and self.prefill_tp > 1:
             words.append(f"--prefill-tp {self.prefill_tp}")
         if self.decode_tp > 1:

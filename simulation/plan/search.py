@@ -14,7 +14,7 @@ from simulation.plan.queues import highest
 from simulation.plan.steps import NodeSteps
 from simulation.plan.traffic import Traffic
 
-MAX_GPUS = 1024
+MAX_GPUS = 512
 _LEAST_RATE = 1e-6  # requests/s: a load without queues
 _BEYOND = 1.02  # the rate at which the bottleneck is determined, as a multiple of the capacity
 
@@ -181,7 +181,7 @@ def _candidate(
 
     capacity = 0.0
     if not bottleneck(_LEAST_RATE):
-        limit = traffic.rate
+        limit = 1.0
         while not bottleneck(limit):
             limit *= 2
         capacity = highest(lambda rate: not bottleneck(rate), _LEAST_RATE, limit)

@@ -80,6 +80,16 @@ def test_a_file_that_cannot_be_right_is_refused_with_its_name(cost_of):
         cost_of(table(), tp=2)
 
 
+def test_bench_steps_refuses_what_it_cannot_time(tmp_path, monkeypatch, capsys):
+    for flags, sentence in (
+        (("--engine.parallel.tp=2",), "engine.parallel: steps of one rank"),
+        (("--engine.speculative.method=ngram",), "engine.speculative.method: steps with drafts"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["bench", "steps", f"--model={tmp_path}", *flags])
+        assert main() == 2
+        assert sentence in capsys.readouterr().err
+
+
 def test_bench_steps_writes_a_file_for_plans(tmp_path, monkeypatch, capsys):
     model, file = tmp_path / "demo", tmp_path / "steps.json"
     write(model)

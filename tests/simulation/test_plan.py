@@ -69,7 +69,7 @@ def test_the_command_prints_a_table_a_verdict_and_flags_for_baton_up(monkeypatch
     text = capsys.readouterr().out
     assert "simulated max requests/s +-20%" in text and "colocated, chunks of" in text
     assert "Disaggregated nodes are better" in text
-    assert "baton up --model llama-3-8b --prefill " in text
+    assert "baton up --model DIR --prefill " in text
     assert baton_plan(monkeypatch, *FLAGS, "8xH100", *load, "--json", "--top=2") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["simulated"] and found["band"]["requests"] == 0.2
@@ -99,7 +99,7 @@ def test_wrong_flags_end_with_one_sentence(tmp_path, monkeypatch, capsys):
         (("16xH100",), "the load is missing"),
         (("16xH900", *load), "gpu 'H900' is not supported"),
         (("H100", *load), "expected a form like 16xH100"),
-        (("2000xH100", *load), "2000 GPUs: expected 1 to 1024"),
+        (("2000xH100", *load), "2000 GPUs: expected 1 to 512"),
         (("4xH100", "--rate=1", "--input=9000", "--output=10"), "exceeds the context of 8192"),
         (("4xH100", f"--load={bad}"), "bad.jsonl, line 1: input_length"),
         (("4xH100", f"--load={bad}", "--input=1"), "--load has the lengths"),
