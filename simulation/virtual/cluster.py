@@ -80,6 +80,10 @@ class VirtualNode:
         """Return the duration of all steps of its device."""
         return sum(each.runner.busy_s for each in self._engines if each.runner is not None)
 
+    async def ended(self) -> None:
+        """Wait until the node ends by itself."""
+        await asyncio.wait({self._task})
+
     async def kill(self) -> None:
         """End the node at once, as `kill -9` does: its peers see only that connections end."""
         self._host.kill()
@@ -137,11 +141,17 @@ class VirtualCluster:
         Raises:
             ConfigError: they do not.
         """
+        ready = asyncio.ensure_future(self._router.cluster.until_first_ready())
+        ended = [asyncio.ensure_future(node.ended()) for node in self.nodes.values()]
         try:
-            async with asyncio.timeout(_READY_S):
-                await self._router.cluster.until_first_ready()
-        except TimeoutError:
-            raise ConfigError(f"the nodes are not ready after {_READY_S:g} s") from None
+            done, _ = await asyncio.wait(
+                {ready, *ended}, timeout=_READY_S, return_when="FIRST_COMPLETED"
+            )
+            if done != {ready}:
+                raise ConfigError("the nodes cannot start")
+        finally:
+            for waiting in (ready, *ended):
+                waiting.cancel()
         await asyncio.sleep(_SETTLE_S)
 
 
