@@ -35,7 +35,7 @@ def main() -> int:
         print(json.dumps(import_module("msgspec").to_builtins(report), indent=2))
     else:
         print("\n".join(reports.lines(report)))
-    return 0
+    return int(report.wrong > 0)
 
 
 if __name__ == "__main__":

@@ -201,6 +201,7 @@ def _programs(scenario: Scenario, pools: Path) -> dict[str, RoleProgram]:
             "engine": {
                 "model": cluster.model,
                 "device": f"sim:{cluster.gpu}",
+                "parallel": {"tp": getattr(cluster, f"{role}_tp")},
                 "sim": {"link": cluster.path, "pool_dir": pools},
             },
         }

@@ -29,7 +29,8 @@ def run(scenario: Scenario, clock: VirtualClock) -> RunReport:
         ValueError: the trace or the GPU is invalid.
     """
     logs.setup(NAME, "error", "text")
-    cost = StepCost.of(scenario.cluster.gpu, scenario.cluster.model)
+    cluster = scenario.cluster
+    cost = StepCost.of(cluster.gpu, cluster.model, cluster.decode_tp)
     arrivals = list(scenario.arrivals())
     with (
         tempfile.TemporaryDirectory(prefix="baton-sim-") as directory,

@@ -16,6 +16,7 @@ _MAX_BYTES = 1 << 20
 _LETTERS = range(ord("a"), ord("z") + 1)
 _MOST_TOKENS = 1 << 20
 Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
+Ranks = Literal[1, 2, 4, 8]
 Nodes = Annotated[int, Meta(ge=0, le=256)]
 
 
@@ -29,6 +30,7 @@ class ClusterSpec(_Record, frozen=True):
     Attributes:
         gpu: name of a GPU, or a file of `baton bench steps`.
         model: see `simulation.cost.models`.
+        prefill_tp, decode_tp: GPUs of each node.
         path: the network of each node.
     """
 
@@ -37,6 +39,8 @@ class ClusterSpec(_Record, frozen=True):
     prefill: Nodes = 0
     decode: Nodes = 0
     colocated: Nodes = 0
+    prefill_tp: Ranks = 1
+    decode_tp: Ranks = 1
     path: Literal["nvlink", "rdma400", "tcp100", "tcp25"] = "rdma400"
 
 
@@ -154,6 +158,8 @@ def _problems(scenario: Scenario) -> Iterator[str]:
         yield "cluster.colocated excludes cluster.prefill and cluster.decode"
     if not cluster.colocated and not (cluster.prefill and cluster.decode):
         yield "cluster: expected prefill and decode, or colocated, each at least 1"
+    if cluster.prefill_tp > 1 and not cluster.prefill:
+        yield "cluster.prefill_tp is not used without cluster.prefill"
     given = [name for name in ("rate", "input", "output") if getattr(load, name) is not None]
     if load.trace is not None and given:
         yield f"load.trace excludes {', '.join(f'load.{name}' for name in given)}"
