@@ -72,6 +72,7 @@ class SimEngine:
 
     Attributes:
         runner: None until the engine has started.
+        moves: not set while the engine is frozen, for tests of failures.
 
     Made on the event loop, on which the engine runs from then on.
     """
@@ -81,6 +82,8 @@ class SimEngine:
         self._channel = SimChannel(engine_end)
         self._handed_over: list[socket.socket] = []
         self.runner: SimRunner | None = None
+        self.moves = asyncio.Event()
+        self.moves.set()
         self.renew_transfer_socket()
         self._task = asyncio.ensure_future(self._run())
 
@@ -180,10 +183,12 @@ class SimEngine:
         for awaited in runtime.loop(role, parts).turns():
             if awaited is None:
                 await self._channel.sleep()
+                await self.moves.wait()
                 parts.runner.now = time.monotonic()
             else:
                 assert isinstance(awaited, SimStep)
                 await _until(parts.runner.due(awaited))
+                await self.moves.wait()
                 parts.runner.reached(awaited)
 
 

@@ -84,6 +84,14 @@ class VirtualNode:
         """Wait until the node ends by itself."""
         await asyncio.wait({self._task})
 
+    async def freeze(self, seconds: float) -> None:
+        """Stop the engine for a time, as a stuck device does."""
+        for each in self._engines:
+            each.moves.clear()
+        await asyncio.sleep(seconds)
+        for each in self._engines:
+            each.moves.set()
+
     async def kill(self) -> None:
         """End the node at once, as `kill -9` does: its peers see only that connections end."""
         self._host.kill()

@@ -20,6 +20,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
     p50: float | None
     p99: float | None
+    max: float | None
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,9 +97,9 @@ def _percentiles(values: Iterable[float]) -> Percentiles:
     """Return nearest-rank percentiles."""
     ordered = sorted(values)
     if not ordered:
-        return Percentiles(None, None)
+        return Percentiles(None, None, None)
     p50, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99))
-    return Percentiles(p50, p99)
+    return Percentiles(p50, p99, ordered[-1])
 
 
 def _hash(responses: Sequence[Response], begin: float) -> str:
@@ -135,6 +136,5 @@ def _errors(report: RunReport) -> str:
 
 
 def _times(values: Percentiles) -> str:
-    if values.p50 is None or values.p99 is None:
-        return "none"
-    return f"p50 {1e3 * values.p50:.4g} ms, p99 {1e3 * values.p99:.4g} ms"
+    found = msgspec.structs.asdict(values).items()
+    return ", ".join(f"{name} {1e3 * value:.4g} ms" for name, value in found if value is not None)

@@ -13,7 +13,7 @@ from simulation.virtual.clock import VirtualClock
 from simulation.virtual.cluster import Response, VirtualCluster, running
 from simulation.virtual.loop import VirtualLoop
 from simulation.virtual.report import RunReport, make_report
-from simulation.virtual.scenario import Arrival, Kill, Scenario
+from simulation.virtual.scenario import Arrival, Fault, Scenario
 
 NAME = "sim"
 _PAGE_SIZE = DecodeConfig.model_validate({"engine": {"model": ""}}).engine.cache.page_size
@@ -47,11 +47,11 @@ async def _run(
         gc.freeze()
         begin = time.monotonic()
         before = {name: node.busy_s for name, node in cluster.nodes.items()}
-        kills = [asyncio.ensure_future(_kill(cluster, each, begin)) for each in scenario.faults]
+        faults = [asyncio.ensure_future(_fail(cluster, each, begin)) for each in scenario.faults]
         try:
             responses = await _responses(cluster, arrivals, begin)
         finally:
-            for each in kills:
+            for each in faults:
                 each.cancel()
         busy_s = {name: node.busy_s - before[name] for name, node in cluster.nodes.items()}
         return make_report(responses, begin, busy_s, cost, _PAGE_SIZE)
@@ -67,9 +67,12 @@ async def _responses(
     return await asyncio.gather(*asked)
 
 
-async def _kill(cluster: VirtualCluster, fault: Kill, begin: float) -> None:
+async def _fail(cluster: VirtualCluster, fault: Fault, begin: float) -> None:
     await _until(begin + fault.at)
-    await cluster.nodes[fault.kill].kill()
+    if fault.kill is not None:
+        await cluster.nodes[fault.kill].kill()
+    elif fault.freeze is not None and fault.seconds is not None:
+        await cluster.nodes[fault.freeze].freeze(fault.seconds)
 
 
 async def _until(at: float) -> None:

@@ -61,16 +61,20 @@ class LoadSpec(_Record, frozen=True):
     requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
 
 
-class Kill(_Record, frozen=True):
-    """The death of a node.
+class Fault(_Record, frozen=True):
+    """The failure of a node, named "prefill/0", "decode/1" or "colocated/0".
 
     Attributes:
-        kill: "prefill/0", "decode/1" or "colocated/0".
         at: seconds after the begin of the load.
+        kill: node that ends, as if killed.
+        freeze: node whose engine stops for a time. Its frontend continues.
+        seconds: of the freeze.
     """
 
-    kill: str
     at: Annotated[float, Meta(ge=0, le=1e6)]
+    kill: str | None = None
+    freeze: str | None = None
+    seconds: Annotated[float, Meta(gt=0, le=1e6)] | None = None
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -93,7 +97,7 @@ class Scenario(_Record, frozen=True):
     cluster: ClusterSpec
     load: LoadSpec
     policy: Policy = "prefix_aware"
-    faults: tuple[Kill, ...] = ()
+    faults: tuple[Fault, ...] = ()
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 1
 
     @property
@@ -166,5 +170,9 @@ def _problems(scenario: Scenario) -> Iterator[str]:
     if load.trace is None and (len(given) < 3 or not load.requests):
         yield "load: expected trace, or rate, input, output and requests"
     for fault in scenario.faults:
-        if fault.kill not in scenario.nodes:
-            yield f"faults: no node is called {fault.kill!r}: expected one of {scenario.nodes}"
+        if (fault.kill is None) == (fault.freeze is None):
+            yield "faults: expected kill or freeze"
+        if (fault.freeze is None) != (fault.seconds is None):
+            yield "faults: freeze needs seconds, and only freeze has them"
+        if (name := fault.kill or fault.freeze) not in scenario.nodes:
+            yield f"faults: no node is called {name!r}: expected one of {scenario.nodes}"

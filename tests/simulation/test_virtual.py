@@ -64,6 +64,17 @@ def test_a_killed_decode_node_loses_no_request() -> None:
 
 
 @pytest.mark.long
+def test_a_frozen_engine_is_replaced(tmp_path: Path) -> None:
+    cluster = "cluster: {gpu: h100, model: llama-3-8b, prefill: 1, decode: 2}"
+    load = "load: {rate: 4, input: 200, output: 60, requests: 40}"
+    faults = "faults: [{freeze: decode/0, at: 2, seconds: 60}]"
+    found = report(written(tmp_path, "\n".join((cluster, load, faults))))
+    assert (found["right"], found["wrong"], found["errors"]) == (40, 0, {})
+    # Requests on the frozen node continue elsewhere after router.dead_after_s, not after the freeze.
+    assert 5 < max(found["itl"]["max"], found["ttft"]["max"]) < 20
+
+
+@pytest.mark.long
 def test_colocated_nodes_and_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = ({"timestamp": 50 * i, "input_length": 40 + i, "output_length": 4} for i in range(9))
@@ -165,7 +176,10 @@ def test_work_without_progress_is_a_deadlock(clock: VirtualClock) -> None:
         ("planner: true", "planner"),
         ("policy: best", "best"),
         ("faults: [{kill: decode/7, at: 1}]", "decode/7"),
-        ("faults: [{freeze: decode/0, at: 1}]", "freeze"),
+        ("faults: [{freeze: decode/0, at: 1}]", "seconds"),
+        ("faults: [{kill: decode/0, at: 1, seconds: 1}]", "seconds"),
+        ("faults: [{at: 1}]", "kill or freeze"),
+        ("faults: [{cut: decode/0, at: 1}]", "cut"),
         ("cluster: {gpu: h100, model: llama-3-8b, decode: 1}", "prefill"),
         ("cluster: {gpu: h100, model: llama-3-8b, colocated: 1, tp: 2}", "tp"),
         ("load: {rate: 1, input: 5, output: 5}", "requests"),
