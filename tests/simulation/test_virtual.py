@@ -70,7 +70,7 @@ def test_a_frozen_engine_is_replaced(tmp_path: Path) -> None:
     faults = "faults: [{freeze: decode/0, at: 2, seconds: 60}]"
     found = report(written(tmp_path, "\n".join((cluster, load, faults))))
     assert (found["right"], found["wrong"], found["errors"]) == (40, 0, {})
-    # Requests on the frozen node continue elsewhere after router.dead_after_s, not after the freeze.
+    # Its requests continue elsewhere after router.dead_after_s, not after the freeze.
     assert 5 < max(found["itl"]["max"], found["ttft"]["max"]) < 20
 
 
