@@ -59,8 +59,8 @@ def _waiters(tasks: set[asyncio.Task[Any]]) -> Iterator[str]:
     """Yield where each task waits, in its innermost coroutine."""
     for task in tasks:
         waiting: Any = task.get_coro()
-        while hasattr(inner := waiting.cr_await, "cr_await"):
+        while hasattr(inner := getattr(waiting, "cr_await", None), "cr_await"):
             waiting = inner
-        code, frame = waiting.cr_code, waiting.cr_frame
-        line = code.co_firstlineno if frame is None else frame.f_lineno
-        yield f"waits: {code.co_qualname} in {code.co_filename}, line {line}"
+        if (frame := getattr(waiting, "cr_frame", None)) is not None:
+            code = frame.f_code
+            yield f"waits: {code.co_qualname} in {code.co_filename}, line {frame.f_lineno}"

@@ -8,6 +8,7 @@ ways, which common/rpc/services.py makes of all methods.
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -160,8 +161,9 @@ class MemoryServer:
     def __init__(self, servers: "dict[str, MemoryServer]") -> None:
         self._servers = servers
         self._handlers: list[Any] = []
+        self._context = copy_context()  # of the server's process, not of its callers
         self._address = ""
-        self._connections: set[_Connection] = set()
+        self._connections: dict[_Connection, None] = {}  # in order, unlike a set
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
         self._handlers += handlers
@@ -197,9 +199,11 @@ class MemoryServer:
         if handler is None:
             connection.to_client.put(_Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"))
             return
-        self._connections.add(connection)
-        connection.handler = asyncio.ensure_future(self._serve(connection, handler))
-        connection.handler.add_done_callback(lambda _: self._connections.discard(connection))
+        self._connections[connection] = None
+        connection.handler = asyncio.get_running_loop().create_task(
+            self._serve(connection, handler), context=self._context.copy()
+        )
+        connection.handler.add_done_callback(lambda _: self._connections.pop(connection, None))
 
     async def _serve(self, connection: _Connection, handler: Any) -> None:
         context = _Context(connection, handler.response_serializer)
@@ -329,7 +333,7 @@ class MemoryChannel(CallingChannel):
     def __init__(self, host: "MemoryHost", address: str) -> None:
         self._host = host
         self._address = address
-        self._connections: set[_Connection] = set()
+        self._connections: dict[_Connection, None] = {}  # in order, unlike a set
 
     def current(self) -> grpc.aio.Channel:
         return self
@@ -341,7 +345,7 @@ class MemoryChannel(CallingChannel):
         """End all calls at once, as the death of the process would."""
         for each in list(self._connections):
             each.cut(status)
-        self._host.channels.discard(self)
+        self._host.channels.pop(self, None)
 
     def calling(self, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> Any:
         def call(request: Any = None, timeout: float | None = None, **_settings: Any) -> MemoryCall:
@@ -355,8 +359,8 @@ class MemoryChannel(CallingChannel):
 
     def _connect(self, method: str, timeout: float | None) -> _Connection:
         connection = _Connection(self._host.name)
-        self._connections.add(connection)
-        connection.status.add_done_callback(lambda _: self._connections.discard(connection))
+        self._connections[connection] = None
+        connection.status.add_done_callback(lambda _: self._connections.pop(connection, None))
         loop = asyncio.get_running_loop()
         loop.call_later(LATENCY_S, self._arrive, connection, method)
         if timeout is not None:
@@ -384,12 +388,12 @@ class MemoryHost:
     def __init__(self, name: str, servers: dict[str, MemoryServer]) -> None:
         self.name = name
         self.servers = servers
-        self.channels: set[MemoryChannel] = set()
+        self.channels: dict[MemoryChannel, None] = {}
         self._own: list[MemoryServer] = []
 
     def channel(self, address: str) -> grpc.aio.Channel:
         channel = MemoryChannel(self, address)
-        self.channels.add(channel)
+        self.channels[channel] = None
         return channel
 
     def server(self) -> Any:
