@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Iterator
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,11 +12,12 @@ import yaml
 from msgspec import Meta
 
 from common.config.router import Policy
-from simulation.plan.traffic import trace_lines
+from simulation.plan.traffic import TraceLine, trace_lines
 
 _MAX_BYTES = 1 << 20
 _LETTERS = range(ord("a"), ord("z") + 1)
 _MOST_TOKENS = 1 << 20
+_BLOCK_TOKENS = 512  # of a trace
 Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
 Ranks = Literal[1, 2, 4, 8]
 Nodes = Annotated[int, Meta(ge=0, le=256)]
@@ -49,8 +52,8 @@ class LoadSpec(_Record, frozen=True):
 
     Attributes:
         rate: requests/s with Poisson arrivals, of `input` and `output` tokens.
-        trace: file of JSON lines with timestamp (ms), input_length and output_length, in place of
-            `rate`, `input` and `output`.
+        trace: file of JSON lines with timestamp (ms), input_length, output_length and hash_ids, in
+            place of `rate`, `input` and `output`.
         requests: their number. With a trace, its first ones. 0: all.
     """
 
@@ -113,27 +116,36 @@ class Scenario(_Record, frozen=True):
     def arrivals(self) -> Iterator[Arrival]:
         """Yield all requests in order of arrival. Raises ValueError if the trace is invalid."""
         rng = random.Random(self.seed)
-        for at, num_input, num_output in self._lengths(rng):
-            yield Arrival(at, bytes(rng.choices(_LETTERS, k=num_input)), num_output)
+        lines = self._drawn(rng) if self.load.trace is None else self._traced(Path(self.load.trace))
+        for line in lines:
+            num_blocks = -(-line.input_length // _BLOCK_TOKENS)
+            shared = b"".join(_block(self.seed, block) for block in line.hash_ids[:num_blocks])
+            rest = bytes(rng.choices(_LETTERS, k=max(0, line.input_length - len(shared))))
+            prompt = (shared + rest)[: line.input_length]
+            yield Arrival(line.timestamp / 1e3, prompt, line.output_length)
 
-    def _lengths(self, rng: random.Random) -> Iterator[tuple[float, int, int]]:
+    def _traced(self, file: Path) -> Iterator[TraceLine]:
+        lines = islice(trace_lines(file), self.load.requests or None)
+        in_order = sorted(lines, key=lambda line: line.timestamp)
+        for line in in_order:
+            if max(line.input_length, line.output_length) > _MOST_TOKENS:
+                raise ValueError(f"{file} has a request of more than {_MOST_TOKENS} tokens")
+            begin = in_order[0].timestamp
+            yield msgspec.structs.replace(line, timestamp=line.timestamp - begin)
+
+    def _drawn(self, rng: random.Random) -> Iterator[TraceLine]:
         load = self.load
-        if load.trace is not None:
-            begin = None
-            for index, line in enumerate(trace_lines(Path(load.trace))):
-                if load.requests and index >= load.requests:
-                    return
-                if max(line.input_length, line.output_length) > _MOST_TOKENS:
-                    raise ValueError(f"{load.trace}: request {index} exceeds {_MOST_TOKENS} tokens")
-                begin = line.timestamp if begin is None else begin
-                at = (line.timestamp - begin) / 1e3
-                yield max(at, 0.0), line.input_length, line.output_length
-            return
         assert load.rate is not None and load.input is not None and load.output is not None
         at = 0.0
         for _ in range(load.requests):
             at += rng.expovariate(load.rate)
-            yield at, load.input, load.output
+            yield TraceLine(load.input, load.output, 1e3 * at)
+
+
+@lru_cache(maxsize=4096)
+def _block(seed: int, block: int) -> bytes:
+    """Return the tokens of a block of a trace. Equal blocks have equal tokens."""
+    return bytes(random.Random(f"{seed}/{block}").choices(_LETTERS, k=_BLOCK_TOKENS))
 
 
 def read(file: Path) -> Scenario:

@@ -170,6 +170,23 @@ def test_work_without_progress_is_a_deadlock(clock: VirtualClock) -> None:
         in_virtual_time(clock, spins())
 
 
+def test_a_trace_is_sorted_and_shares_prefixes(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = (
+        {"timestamp": 3000, "input_length": 600, "output_length": 2, "hash_ids": [7, 8]},
+        {"timestamp": 1000, "input_length": 700, "output_length": 3, "hash_ids": [7, 9]},
+    )
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    cluster = "cluster: {gpu: h100, model: llama-3-8b, colocated: 1}"
+    found = list(read(written(tmp_path, f"{cluster}\nload: {{trace: {trace}}}")).arrivals())
+    assert [(each.at, len(each.prompt), each.output) for each in found] == [
+        (0, 700, 3),
+        (2, 600, 2),
+    ]
+    first, second = (each.prompt for each in found)
+    assert first[:512] == second[:512] and first[512:600] != second[512:600]
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
