@@ -181,6 +181,8 @@ def _problems(scenario: Scenario) -> Iterator[str]:
         yield f"load.trace excludes {', '.join(f'load.{name}' for name in given)}"
     if load.trace is None and (len(given) < 3 or not load.requests):
         yield "load: expected trace, or rate, input, output and requests"
+    if scenario.policy == "session_affinity":
+        yield "policy: session_affinity is not supported: the requests of a load have no sessions"
     for fault in scenario.faults:
         if (fault.kill is None) == (fault.freeze is None):
             yield "faults: expected kill or freeze"

@@ -192,6 +192,7 @@ def test_a_trace_is_sorted_and_shares_prefixes(tmp_path: Path) -> None:
     [
         ("planner: true", "planner"),
         ("policy: best", "best"),
+        ("policy: session_affinity", "session_affinity"),
         ("faults: [{kill: decode/7, at: 1}]", "decode/7"),
         ("faults: [{freeze: decode/0, at: 1}]", "seconds"),
         ("faults: [{kill: decode/0, at: 1, seconds: 1}]", "seconds"),
