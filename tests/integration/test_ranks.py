@@ -10,7 +10,7 @@ import pytest
 from engine.ranks.ring import BLOCKS
 from protos.router_pb2 import GetClusterResponse
 from tests.integration.oracle import oracle
-from tests.support.cluster import POLL_S, WAIT_S, Cluster, held
+from tests.support.cluster import POLL_S, WAIT_S, Cluster, held, slowed
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +44,7 @@ async def test_a_rank_that_ends_costs_no_answer(
         num_decode=2,
         decode_flags=(*FLAGS, "--engine.parallel.collective-s=5"),
         patient=end is signal.SIGKILL,
+        environment=slowed(0.01),  # or all answers could end before the rank does
     ) as cluster:
         for node in (await _reported(cluster)).nodes:
             assert [rank.pid for rank in node.ranks] == list(node.pids[1:])
