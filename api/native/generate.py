@@ -33,6 +33,7 @@ from api.dialect.generation_endpoint import PromptEndpoint
 from api.dialect.ignored_fields import OF_DETOKENIZE, OF_NATIVE, OF_TOKENIZE
 from api.dialect.messages import MessageList, ToolList, conversation, shown
 from api.dialect.problems import OPENAI, ApiError, invalid
+from api.dialect.routed_experts import CollectedExperts, RoutedExperts
 from api.http.messages import Headers, HttpRequest
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import GenerateParams, Prompt, TextPrompt, TokenIdsPrompt
@@ -92,6 +93,7 @@ class NativeFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: Int32 | None = None
     return_hidden_states: bool | None = None
+    return_routed_experts: bool | None = None
 
 
 class _CommonFields(GenerationFields, kw_only=True):
@@ -124,6 +126,7 @@ class MetaInfo(msgspec.Struct):
     # A list of the states of the prompt's tokens, then the state of each generated token but the
     # last.
     hidden_states: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: RoutedExperts = msgspec.UNSET
 
 
 class NativeResponse(msgspec.Struct, omit_defaults=True):
@@ -151,7 +154,10 @@ class NativeEndpoint:
         common = _common(fields)
         check_multiplied(common, body)
         per_prompt = samplings(
-            common, common.max_tokens, hidden_states=bool(fields.return_hidden_states)
+            common,
+            common.max_tokens,
+            hidden_states=bool(fields.return_hidden_states),
+            routed_experts=bool(fields.return_routed_experts),
         )
         prompts, is_list = _prompts(fields)
         if len(prompts) * len(per_prompt) > MAX_CHOICES:
@@ -244,10 +250,12 @@ class _Answer:
         self._version = UNKNOWN_VERSION
         self._prompt_states: list[list[float]] = []
         self._states: list[list[float]] = []
+        self._experts = CollectedExperts()
 
     def add(self, piece: OutputChunk | FinalChunk) -> None:
         self._prompt_states += map(_floats, piece.prompt_hidden_states)
         self._states += map(_floats, piece.hidden_states)
+        self._experts.add(piece)
         self._version = piece.version
         self._texts.append(piece.text)
         self._token_ids += piece.token_ids
@@ -287,6 +295,7 @@ class _Answer:
             msgspec.UNSET if cached is None else cached,
             time.monotonic() - self._began,
             [self._prompt_states, *self._states] if self._prompt_states else msgspec.UNSET,
+            self._experts.encoded,
         )
 
 

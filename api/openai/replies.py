@@ -14,6 +14,7 @@ from api.dialect.events import (
     StreamedReply,
     WholeReply,
 )
+from api.dialect.routed_experts import CollectedExperts, RoutedExperts
 from api.http.messages import Headers, HttpRequest
 from api.requests.answer import FinalChunk, LikelyTokenText, OutputChunk, PromptReport, TokenReport
 from common.request import NOT_PREDICTED, tokens_of
@@ -211,19 +212,26 @@ def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
     ]
 
 
-class LastHiddenState:
-    """The hidden state of a choice's last token but one, from which the last one was predicted."""
+class ReturnedStates:
+    """The hidden state of a choice's last token but one, from which the last one was predicted, and
+    the routed experts of all its tokens."""
 
     def __init__(self) -> None:
         self._requested = False
         self._last = b""  # of generated tokens
+        self._experts = CollectedExperts()
 
     def add(self, piece: OutputChunk) -> None:
+        self._experts.add(piece)
         self._requested = self._requested or bool(piece.prompt_hidden_states)
         self._last = piece.hidden_states[-1] if piece.hidden_states else self._last
 
     @property
-    def value(self) -> HiddenState:
+    def routed_experts(self) -> RoutedExperts:
+        return self._experts.encoded
+
+    @property
+    def hidden_state(self) -> HiddenState:
         """The state. Empty if only one token was generated, as in SGLang. Unset if it was not
         requested."""
         return array("f", self._last).tolist() if self._requested else msgspec.UNSET

@@ -446,6 +446,23 @@ class HiddenStatesConfig(ConfigRecord):
     )
 
 
+class RoutedExpertsConfig(ConfigRecord):
+    """Experts of each token in each layer, returned to clients."""
+
+    enabled: bool = Field(
+        False,
+        description="Return routed experts to requests that ask for them. Set it on prefill and "
+        "decode nodes of a model with experts",
+    )
+    max_request_bytes: int = Field(
+        2 << 20,
+        ge=1,
+        le=8 << 20,
+        description="Maximum bytes of the routed experts of one request, as int16. The prompt "
+        "and max_tokens count",
+    )
+
+
 class EngineConfig(ConfigRecord):
     """The model and the device it runs on."""
 
@@ -505,6 +522,7 @@ class EngineConfig(ConfigRecord):
     lora: LoraConfig = LoraConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     hidden_states: HiddenStatesConfig = HiddenStatesConfig()
+    routed_experts: RoutedExpertsConfig = RoutedExpertsConfig()
 
     @model_validator(mode="after")
     def _each_rank_has_a_gpu(self) -> Self:

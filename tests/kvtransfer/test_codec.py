@@ -76,6 +76,7 @@ samplings = st.builds(
     prompt_logprobs=st.integers(-1, 20),
     prompt_logprobs_start=st.integers(0, 2**31 - 1),
     hidden_states=st.booleans(),
+    routed_experts=st.booleans(),
 )
 beats = st.builds(Heartbeat, u64, u32, st.booleans())
 hellos = st.builds(

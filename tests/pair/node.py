@@ -24,6 +24,7 @@ from common.config import (
     OffloadConfig,
     PrefillConfig,
     PrefixSharingConfig,
+    RoutedExpertsConfig,
     SchedulerConfig,
     TransferConfig,
 )
@@ -37,7 +38,7 @@ from engine.adapters.adapters import bank_of
 from engine.backend import TorchBackend
 from engine.batch.batch import LaunchedBatch
 from engine.batch.request import FinishReason
-from engine.build import Engine, assemble
+from engine.build import Engine, assemble, record_experts
 from engine.core import EngineCore
 from engine.grammar.compilers import prepared
 from engine.grammar.grammar_verifier import GrammarWorker
@@ -115,6 +116,7 @@ class Size:
     hidden_states: HiddenStatesConfig = field(
         default_factory=lambda: HiddenStatesConfig(enabled=True)
     )
+    routed_experts: RoutedExpertsConfig = field(default_factory=RoutedExpertsConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,10 +366,13 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         lora=size.lora,
         weights_dir=size.weights_dir,
         hidden_states=size.hidden_states,
+        routed_experts=size.routed_experts,
     )
     loaded = _loaded(common, config, directory)
     shape = resolve_shape(config, loaded.model.spec, dtype=loaded.model.dtype, free=1 << 40)
     shape = replace(shape, tier_pages=size.tier_pages)
+    if config.routed_experts.enabled:
+        record_experts(config, loaded.model, shape)
     backend = TorchBackend.open(shape, common.make_stream())
     backend.pool.tensor.fill_(0xFF)  # NaN: reads of pages that were never written fail
     store = None
@@ -377,7 +382,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     core = EngineCore.make(
         config,
         shape,
-        loaded.limits(shape, config.hidden_states),
+        loaded.limits(shape, config),
         backend.copier,
         store=store,
         speculator=size.speculator,
