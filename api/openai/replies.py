@@ -3,7 +3,7 @@
 import codecs
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -210,6 +210,13 @@ def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
     return [
         FingerprintSpan(span.first_token, span.version.system_fingerprint) for span in last.versions
     ]
+
+
+def fingerprint_fields(last: FinalChunk) -> dict[str, Any]:
+    """Return the fingerprint of the last token, and those of all parts if there are several."""
+    fields: dict[str, Any] = {"system_fingerprint": last.version.system_fingerprint}
+    spans = fingerprint_spans(last)
+    return fields if spans is msgspec.UNSET else {**fields, "system_fingerprints": spans}
 
 
 class ReturnedStates:
