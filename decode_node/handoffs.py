@@ -466,6 +466,7 @@ def _source(
         num_generated=len(attempt.token_ids) - request.num_prompt,
         engine_crashes=request.engine_crashes,
         images=() if ticket else request.spec.images,
+        input_embeddings=None if ticket else request.spec.input_embeddings,
         prediction=b"",
         traceparent=state.timings.trace.passed_on,
     )

@@ -95,6 +95,7 @@ class LoadedModel:
             image_token_side=spec.image_token_side,
             eos_token_ids=spec.eos_token_ids,
             hidden_states=_state_limit("hidden_states", 4 * spec.hidden_size, config.hidden_states),
+            embedding_size=spec.hidden_size if config.input_embeddings.enabled else 0,
             routed_experts=_state_limit(
                 "routed_experts", routed.token_bytes if routed else 0, config.routed_experts
             ),
@@ -126,6 +127,8 @@ def load(
         check_split_prefill(config, opened.servable.backend)
     if config.routed_experts.enabled:
         check_routed_experts(config, opened.servable.backend)
+    if config.input_embeddings.enabled:
+        check_input_embeddings(config, opened.servable.backend)
     if exchange is not None:
         check_group(config, opened.device)
     if config.parallel.num_ranks == 1:
@@ -326,6 +329,24 @@ def check_routed_experts(config: EngineConfig, backend: str) -> None:
     }.items():
         if used:
             raise ConfigError(f"engine.{setting} is not supported with engine.routed_experts")
+
+
+def check_input_embeddings(config: EngineConfig, backend: str) -> None:
+    """Raise ConfigError if a feature does not support input embeddings.
+
+    Args:
+        backend: of the model.
+    """
+    drafter, parallel = config.speculative, config.parallel
+    for setting, used in {
+        f"parallel.tp: {parallel.tp}": parallel.tp > 1,
+        f"parallel.pp: {parallel.pp}": parallel.pp > 1,
+        # A drafter with layers reads the ids of the prompt's tokens.
+        f"speculative.method: {drafter.method}": drafter.has_layers,
+        "model_backend: transformers": backend == "transformers",
+    }.items():
+        if used:
+            raise ConfigError(f"engine.{setting} is not supported with engine.input_embeddings")
 
 
 def _state_limit(

@@ -24,6 +24,7 @@ class Claim(Enum):
 
     TOKENS = "tokens"  # part of the token budget
     STATES = "states"  # part of the budget of hidden states and routed experts
+    EMBEDDINGS = "embeddings"  # part of the budget of input embeddings
     BACKLOG = "backlog"  # an entry of the prompt backlog
     ADAPTER = "adapter"  # its adapter in host memory, and perhaps a slot
     TICKET = "ticket"  # the name under which another node may continue it

@@ -144,7 +144,7 @@ OF_COUNTED: Mapping[str, IgnoredFields] = {
 OF_NATIVE: Mapping[str, IgnoredFields] = {
     **_fields(
         "audio_data bootstrap_host bootstrap_port bootstrap_room custom_logit_processor "
-        "image_data input_embeds token_ids_logprob video_data",
+        "image_data token_ids_logprob video_data",
         _NEVER,
     ),
     **_fields("require_reasoning return_logprob", _OFF),

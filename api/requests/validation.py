@@ -128,10 +128,8 @@ async def _job(
         params = replace(params, thought=prompts.thought(wanted.prompt))
     if params.guide is not None:
         params = replace(params, guide=prompts.guide(wanted.prompt, params.guide))
-    if wanted.prompt.images and params.prompt_logprobs >= 0:
-        raise InvalidRequest("sampling.prompt_logprobs is not supported for prompts with images")
-    if wanted.prompt.images and params.returns_states:
-        raise InvalidRequest(f"{_states_field(params)} is not supported for prompts with images")
+    if wanted.prompt.images or wanted.prompt.embeddings is not None:
+        _check_ids_unused(params, "images" if wanted.prompt.images else "input_embeddings")
     params = fit_context(params, wanted.max_tokens_field, len(token_ids), limits.context_length)
     asked, params = params, with_states(params)
     check_prompt_logprobs_start(params, len(token_ids))
@@ -145,6 +143,7 @@ async def _job(
         client_weight=client.weight,
         prediction=as_bytes(predicted),
         images=tuple(wanted.prompt.images),
+        input_embeddings=wanted.prompt.embeddings,
     )
     return TokenizedRequest(
         spec,
@@ -198,6 +197,18 @@ def check_tokens(params: SamplingParams, limits: ModelLimits) -> None:
         check_vocabulary(tokens, limits, f"sampling.{field}")
     for word in params.bad_word_ids:
         check_vocabulary(word, limits, "sampling.bad_word_ids")
+
+
+def _check_ids_unused(params: SamplingParams, inputs: str) -> None:
+    """Raise InvalidRequest for parameters that need ids of all tokens of the prompt.
+
+    Args:
+        inputs: the inputs without ids.
+    """
+    if params.prompt_logprobs >= 0:
+        raise InvalidRequest(f"sampling.prompt_logprobs is not supported for prompts with {inputs}")
+    if params.returns_states:
+        raise InvalidRequest(f"{_states_field(params)} is not supported for prompts with {inputs}")
 
 
 def _states_field(params: SamplingParams) -> str:

@@ -463,6 +463,16 @@ class RoutedExpertsConfig(ConfigRecord):
     )
 
 
+class InputEmbeddingsConfig(ConfigRecord):
+    """Prompts as embeddings, accepted from clients."""
+
+    enabled: bool = Field(
+        False,
+        description="Accept input embeddings in place of token ids. Set it on prefill and decode "
+        "nodes",
+    )
+
+
 class EngineConfig(ConfigRecord):
     """The model and the device it runs on."""
 
@@ -523,6 +533,7 @@ class EngineConfig(ConfigRecord):
     speculative: SpeculativeConfig = SpeculativeConfig()
     hidden_states: HiddenStatesConfig = HiddenStatesConfig()
     routed_experts: RoutedExpertsConfig = RoutedExpertsConfig()
+    input_embeddings: InputEmbeddingsConfig = InputEmbeddingsConfig()
 
     @model_validator(mode="after")
     def _each_rank_has_a_gpu(self) -> Self:

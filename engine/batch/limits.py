@@ -8,6 +8,7 @@ import numpy as np
 from common.errors import InvalidRequest
 from common.page_tables import PageTables
 from common.request import RequestSpec
+from common.requests.embeddings import LARGEST, NOT_ACCEPTED, NUMBER_BYTES, InputEmbeddings
 from common.requests.images import Image
 from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import SamplingParams
@@ -18,6 +19,7 @@ from engine.batch.request import Ints
 # replays. All of them may wait for one peer, and a stream ends if more than 32 MiB wait
 # (common/rpc/streams.py).
 MAX_HELD_STATE_BYTES = 12 << 20
+MAX_HELD_EMBEDDING_BYTES = 256 << 20  # of input embeddings of all requests of a node together
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ class RequestLimits:
 
     context_length counts prompt and output. num_pages is the whole pool. generates, num_labels: the
     heads that the model has. image_token_side: pixels per side of an image token; 0: no image
-    input. eos_token_ids: tokens that end a response.
+    input. eos_token_ids: tokens that end a response. embedding_size: numbers of an input embedding;
+    0: none are accepted.
     """
 
     context_length: int
@@ -65,11 +68,16 @@ class RequestLimits:
     eos_token_ids: tuple[int, ...] = ()
     hidden_states: StateLimit = StateLimit("hidden_states")
     routed_experts: StateLimit = StateLimit("routed_experts")
+    embedding_size: int = 0
 
     def check_request(self, spec: RequestSpec) -> None:
         """Raise InvalidRequest, with an error that names the field, for a request that can never be
         served."""
-        self.check(np.frombuffer(spec.token_ids, np.int32), spec.images)
+        num_given = 0
+        if spec.input_embeddings is not None:
+            num_given = spec.input_embeddings.num_tokens
+            self._check_embeddings(spec.input_embeddings, spec)
+        self.check(np.frombuffer(spec.token_ids, np.int32), spec.images, num_given)
         self.check_sampling(spec.sampling, spec.images)
         for limit in self._returned(spec.sampling):
             limit.check(_num_states(spec))
@@ -134,12 +142,31 @@ class RequestLimits:
                 f"prediction: {len(token_ids)} tokens in a context of {self.context_length}"
             )
 
-    def check(self, token_ids: Ints, images: Sequence[Image] = ()) -> None:
+    def _check_embeddings(self, given: InputEmbeddings, spec: RequestSpec) -> None:
+        """Raise InvalidRequest unless the model accepts these embeddings."""
+        if not self.embedding_size:
+            raise InvalidRequest(NOT_ACCEPTED)
+        size, odd = divmod(len(given.values), NUMBER_BYTES * given.num_tokens)
+        if odd or size != self.embedding_size:
+            raise InvalidRequest(
+                f"input_embeddings: rows of {size} numbers, the model's hidden size is "
+                f"{self.embedding_size}"
+            )
+        if not (np.abs(np.frombuffer(given.values, np.float32)) <= LARGEST).all():  # refuses NaN
+            raise InvalidRequest(
+                f"input_embeddings: a number is not in [-{LARGEST:g}, {LARGEST:g}]"
+            )
+        if spec.images or spec.sampling.prompt_logprobs >= 0:
+            field = "images" if spec.images else "sampling.prompt_logprobs"
+            raise InvalidRequest(f"{field}: not supported with input_embeddings")
+
+    def check(self, token_ids: Ints, images: Sequence[Image] = (), num_given: int = 0) -> None:
         """Raise InvalidRequest if the tokens can never be served with at least one more token. The
         error names the field.
 
         Args:
             token_ids: the prompt, then the tokens generated earlier.
+            num_given: the first of them, which have embeddings in place of ids.
         """
         num_tokens = len(token_ids)
         if not num_tokens:
@@ -157,7 +184,8 @@ class RequestLimits:
                     else f"images[{number}]: a token of it is no square of "
                     f"{self.image_token_side} pixels a side"
                 )
-        self._check_known("token_ids", text_of(token_ids, images) if images else token_ids)
+        known = token_ids[num_given:]
+        self._check_known("token_ids", text_of(known, images) if images else known)
         needed = self.tables.pages_to_compute(num_tokens + 1)
         if needed > self.num_pages:
             raise InvalidRequest(

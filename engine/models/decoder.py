@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.batch.forward import ForwardBatch
+from engine.batch.images import VisibleImage
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.experts import ExpertsBlock, RecordedExperts, RoutedExperts
 from engine.models.blocks.late_states import LateStates
@@ -294,11 +295,19 @@ class Decoder:
             layer.ffn.take_part(x)
 
     def _see(self, batch: ForwardBatch, x: Tensor) -> None:
-        """Write the embeddings of visible images into those of the step."""
-        if batch.seen:
+        """Write input embeddings and the embeddings of visible images into those of the step."""
+        if not batch.seen:
+            return
+        seen = []
+        for part in batch.seen:
+            if isinstance(part, VisibleImage):
+                seen.append(part)
+            else:
+                x[part.place : part.place + len(part.values)].copy_(part.values)
+        if seen:
             images = self.receiving if self.seeing is None else self.seeing
             assert images is not None
-            images.embed(batch.seen, x)
+            images.embed(seen, x)
 
     def embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:
         """Return embeddings [num_tokens, hidden], owned by the caller."""

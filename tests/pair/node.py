@@ -20,6 +20,7 @@ from common.config import (
     DecodeConfig,
     EngineConfig,
     HiddenStatesConfig,
+    InputEmbeddingsConfig,
     LoraConfig,
     OffloadConfig,
     PrefillConfig,
@@ -29,6 +30,7 @@ from common.config import (
     TransferConfig,
 )
 from common.request import NOT_PREDICTED, PredictionUsage
+from common.requests.embeddings import InputEmbeddings
 from common.requests.images import Image
 from common.requests.logprobs import TokenLogprobs
 from common.requests.namespace import UNNAMED
@@ -117,6 +119,7 @@ class Size:
         default_factory=lambda: HiddenStatesConfig(enabled=True)
     )
     routed_experts: RoutedExpertsConfig = field(default_factory=RoutedExpertsConfig)
+    input_embeddings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,7 @@ class Asked:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     adapter: bytes = b""
     images: tuple[Image, ...] = ()
+    embeddings: InputEmbeddings | None = None
     ticket: int = 0
     migrates: bool = False  # from another node
     predicted: PredictionUsage = NOT_PREDICTED
@@ -367,6 +371,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         weights_dir=size.weights_dir,
         hidden_states=size.hidden_states,
         routed_experts=size.routed_experts,
+        input_embeddings=InputEmbeddingsConfig(enabled=size.input_embeddings),
     )
     loaded = _loaded(common, config, directory)
     shape = resolve_shape(config, loaded.model.spec, dtype=loaded.model.dtype, free=1 << 40)
