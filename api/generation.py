@@ -200,5 +200,5 @@ def _options(
         report_prompt=report_prompt,
         silent=job.silent,
         predicts=bool(job.spec.prediction),
-        hidden_states=params.hidden_states,
+        returns_states=params.returns_states,
     )

@@ -301,16 +301,19 @@ def pages_of(
 
 
 def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
-    """Determine the sizes of an engine on this machine.
+    """Determine the sizes of an engine on this machine. Memory for routed experts is allocated
+    before the rest is measured.
 
     Raises:
-        ConfigError: the model does not fit.
+        ConfigError: the model does not fit, or has no experts although they are to be returned.
     """
     model, share, followers = loaded.model, loaded.share, loaded.followers
     free = usable_bytes(model.device, config)
     if followers is not None and (model.device.type == "cuda" or config.parallel.hosts > 1):
         free = min(free, followers.free_bytes)
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free, share=share)
+    if config.routed_experts.enabled:
+        record_experts(config, model, shape)
     if model.device.type == "cpu":
         return shape
     if followers is not None:
@@ -323,6 +326,15 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
     )
     config = config.model_copy(update={"scheduler": measured})
     return resolve_shape(config, model.spec, dtype=model.dtype, free=room, share=share)
+
+
+def record_experts(config: EngineConfig, model: Model, shape: EngineShape) -> None:
+    """Have the model record the experts of the tokens of each forward. Raise ConfigError if it has
+    no experts."""
+    num_slots = config.scheduler.num_slots
+    num_drafts = num_slots * config.speculative.num_speculative_tokens
+    assert isinstance(model, Decoder)
+    model.record_experts(largest_forward(shape, num_slots) + num_drafts)
 
 
 def measured_room(
@@ -404,7 +416,7 @@ def make_core(
     return EngineCore.make(
         config,
         shape,
-        loaded.limits(shape, config.hidden_states),
+        loaded.limits(shape, config),
         backend.copier,
         store=store,
         speculator=Speculator.of(config.speculative, config.scheduler.num_slots),

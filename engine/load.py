@@ -10,13 +10,18 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from common.config import EngineConfig, HiddenStatesConfig, ParallelConfig
+from common.config import (
+    EngineConfig,
+    HiddenStatesConfig,
+    ParallelConfig,
+    RoutedExpertsConfig,
+)
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
 from common.requests.namespace import WeightsId
 from engine.adapters.adapters import AdapterBank, bank_of
-from engine.batch.limits import RequestLimits
+from engine.batch.limits import RequestLimits, StateLimit
 from engine.kv_cache.layout import KVLayout
 from engine.models import (
     LoadableModel,
@@ -77,9 +82,9 @@ class LoadedModel:
     followers: Followers | None = None
     share: Share = WHOLE
 
-    def limits(self, shape: EngineShape, hidden_states: HiddenStatesConfig) -> RequestLimits:
+    def limits(self, shape: EngineShape, config: EngineConfig) -> RequestLimits:
         """Return the limits of an engine of these sizes."""
-        spec = self.model.spec
+        spec, routed = self.model.spec, self.model.routed
         return RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=spec.vocabulary_size,
@@ -89,8 +94,11 @@ class LoadedModel:
             num_labels=spec.num_labels,
             image_token_side=spec.image_token_side,
             eos_token_ids=spec.eos_token_ids,
-            hidden_state_bytes=4 * spec.hidden_size,
-            max_hidden_state_bytes=hidden_states.max_request_bytes if hidden_states.enabled else 0,
+            hidden_states=_state_limit("hidden_states", 4 * spec.hidden_size, config.hidden_states),
+            embedding_size=spec.hidden_size if config.input_embeddings.enabled else 0,
+            routed_experts=_state_limit(
+                "routed_experts", routed.token_bytes if routed else 0, config.routed_experts
+            ),
         )
 
     def fingerprint(self, shape: EngineShape) -> dict[str, str]:
@@ -117,6 +125,10 @@ def load(
     weights_id = named_weights(opened)
     if config.scheduler.split_prefill_ms:
         check_split_prefill(config, opened.servable.backend)
+    if config.routed_experts.enabled:
+        check_routed_experts(config, opened.servable.backend)
+    if config.input_embeddings.enabled:
+        check_input_embeddings(config, opened.servable.backend)
     if exchange is not None:
         check_group(config, opened.device)
     if config.parallel.num_ranks == 1:
@@ -300,6 +312,47 @@ def check_split_prefill(config: EngineConfig, backend: str) -> None:
             raise ConfigError(
                 f"engine.{setting} is not supported with engine.scheduler.split_prefill_ms"
             )
+
+
+def check_routed_experts(config: EngineConfig, backend: str) -> None:
+    """Raise ConfigError if a feature does not support routed experts.
+
+    Args:
+        backend: of the model.
+    """
+    parallel, split_ms = config.parallel, config.scheduler.split_prefill_ms
+    for setting, used in {
+        f"parallel.pp: {parallel.pp}": parallel.pp > 1,
+        # Decode steps between two groups of layers would overwrite the experts of the prompt.
+        f"scheduler.split_prefill_ms: {split_ms:g}": split_ms > 0,
+        "model_backend: transformers": backend == "transformers",
+    }.items():
+        if used:
+            raise ConfigError(f"engine.{setting} is not supported with engine.routed_experts")
+
+
+def check_input_embeddings(config: EngineConfig, backend: str) -> None:
+    """Raise ConfigError if a feature does not support input embeddings.
+
+    Args:
+        backend: of the model.
+    """
+    drafter, parallel = config.speculative, config.parallel
+    for setting, used in {
+        f"parallel.tp: {parallel.tp}": parallel.tp > 1,
+        f"parallel.pp: {parallel.pp}": parallel.pp > 1,
+        # A drafter with layers reads the ids of the prompt's tokens.
+        f"speculative.method: {drafter.method}": drafter.has_layers,
+        "model_backend: transformers": backend == "transformers",
+    }.items():
+        if used:
+            raise ConfigError(f"engine.{setting} is not supported with engine.input_embeddings")
+
+
+def _state_limit(
+    name: str, token_bytes: int, config: HiddenStatesConfig | RoutedExpertsConfig
+) -> StateLimit:
+    return StateLimit(name, token_bytes, config.max_request_bytes if config.enabled else 0)
 
 
 def _check_stages(config: EngineConfig) -> None:

@@ -21,11 +21,12 @@ from api.dialect.fields import (
 )
 from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.dialect.problems import OPENAI, invalid
+from api.dialect.routed_experts import RoutedExperts
 from api.openai.replies import (
     ChoiceCollector,
     FingerprintSpans,
     HiddenState,
-    LastHiddenState,
+    ReturnedStates,
     StopReason,
     TextLogprobs,
     TextTokens,
@@ -49,6 +50,7 @@ class CompletionFields(GenerationFields, kw_only=True):
     prompt_logprobs_start: Annotated[int, msgspec.Meta(ge=0)] | None = None
     return_token_ids: bool | None = None
     return_hidden_states: bool | None = None
+    return_routed_experts: bool | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
@@ -62,6 +64,7 @@ class CompletionChoice(msgspec.Struct):
     prompt_token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
     hidden_states: HiddenState = msgspec.UNSET
+    routed_experts: RoutedExperts = msgspec.UNSET
 
 
 class CompletionResponseWriter:
@@ -80,7 +83,7 @@ class CompletionResponseWriter:
         self._returns_ids = returns_ids
         self._begun = False
         self._tokens = TextTokens()
-        self._states = LastHiddenState()
+        self._states = ReturnedStates()
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> CompletionChoice | None:
         match piece:
@@ -103,7 +106,8 @@ class CompletionResponseWriter:
         choice.system_fingerprints = fingerprint_spans(last)
         for piece in pieces:
             self._states.add(piece)
-        choice.hidden_states = self._states.value
+        choice.hidden_states = self._states.hidden_state
+        choice.routed_experts = self._states.routed_experts
         return choice
 
     def _choice(self, pieces: Sequence[OutputChunk], finish_reason: str | None) -> CompletionChoice:
@@ -156,6 +160,7 @@ class CompletionsEndpoint:
             prompt_logprobs=logprobs if echo else -1,
             prompt_logprobs_start=fields.prompt_logprobs_start or 0,
             hidden_states=bool(fields.return_hidden_states),
+            routed_experts=bool(fields.return_routed_experts),
             best_of=best_of,
         )
         prompts = prompts_of("prompt", fields.prompt)

@@ -446,6 +446,33 @@ class HiddenStatesConfig(ConfigRecord):
     )
 
 
+class RoutedExpertsConfig(ConfigRecord):
+    """Experts of each token in each layer, returned to clients."""
+
+    enabled: bool = Field(
+        False,
+        description="Return routed experts to requests that ask for them. Set it on prefill and "
+        "decode nodes of a model with experts",
+    )
+    max_request_bytes: int = Field(
+        2 << 20,
+        ge=1,
+        le=8 << 20,
+        description="Maximum bytes of the routed experts of one request, as int16. The prompt "
+        "and max_tokens count",
+    )
+
+
+class InputEmbeddingsConfig(ConfigRecord):
+    """Prompts as embeddings, accepted from clients."""
+
+    enabled: bool = Field(
+        False,
+        description="Accept input embeddings in place of token ids. Set it on prefill and decode "
+        "nodes",
+    )
+
+
 class EngineConfig(ConfigRecord):
     """The model and the device it runs on."""
 
@@ -505,6 +532,8 @@ class EngineConfig(ConfigRecord):
     lora: LoraConfig = LoraConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     hidden_states: HiddenStatesConfig = HiddenStatesConfig()
+    routed_experts: RoutedExpertsConfig = RoutedExpertsConfig()
+    input_embeddings: InputEmbeddingsConfig = InputEmbeddingsConfig()
 
     @model_validator(mode="after")
     def _each_rank_has_a_gpu(self) -> Self:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.holding import NO_PAGE
-from engine.batch.images import RowImages, VisibleImage
+from engine.batch.images import RowImages, VisibleEmbeddings, VisibleImage
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes, upload
 from kernels.linear_attention.state_cells import StateRows
@@ -38,7 +38,8 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
 
     positions: the rotary position of each token. It equals the token's index except in requests
     with images. If the step has image tokens, there is one entry for time, row and column: [3,
-    num_tokens]. Image tokens have id 0 here, and `seen` maps them to their images.
+    num_tokens]. Image tokens and tokens with input embeddings have id 0 here, and `seen` has
+    their images or embeddings.
     """
 
     # int64 [num_tokens], page * page_size + offset: where KV is written
@@ -58,7 +59,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     page_ids: Tensor  # int32 [any]
     slots: Tensor  # int64 [num_rows without padding]
     num_decodes: int  # number of rows at the end that have one token each
-    seen: tuple[VisibleImage, ...]
+    seen: tuple[VisibleImage | VisibleEmbeddings, ...]
 
     @property
     def num_rows(self) -> int:
@@ -142,7 +143,10 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(
-        cls, tensors: Sequence[Tensor], num_decodes: int, seen: tuple[VisibleImage, ...]
+        cls,
+        tensors: Sequence[Tensor],
+        num_decodes: int,
+        seen: tuple[VisibleImage | VisibleEmbeddings, ...],
     ) -> "ForwardBatch":
         """Return the batch with these `tensors`, which may be copies of those of another batch."""
         tables = (len(tensors) - len(_TENSORS)) // 2

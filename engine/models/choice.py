@@ -11,6 +11,7 @@ from common.config import ModelBackend, Quantize, SpeculativeConfig
 from common.errors import ConfigError
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
+from engine.models.blocks.experts import RoutedExperts
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.protocol import AdaptedLinear
 from engine.models.drafting import DeviceDrafter
@@ -45,6 +46,11 @@ class Model(Protocol):
     @property
     def drafter(self) -> DeviceDrafter | None:
         """Drafter with layers on the device, or None."""
+        ...
+
+    @property
+    def routed(self) -> RoutedExperts | None:
+        """The experts of the tokens of the newest forward, or None if they are not recorded."""
         ...
 
     @property

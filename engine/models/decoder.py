@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.batch.forward import ForwardBatch
+from engine.batch.images import VisibleImage
 from engine.kv_cache.kv import KVPool
+from engine.models.blocks.experts import ExpertsBlock, RecordedExperts, RoutedExperts
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.layer import Layer, LayerSpec
 from engine.models.blocks.norm import Norm, RmsNorm
@@ -153,6 +156,7 @@ class Decoder:
         seeing: makes embeddings of images. None: this rank does not encode images.
         receiving: receives embeddings of images from the rank that encodes them. None: there is no
             such rank.
+        routed: the experts of the tokens of the newest forward. None: they are not recorded.
     """
 
     def __init__(
@@ -175,9 +179,11 @@ class Decoder:
         self.stack = stack_of(layers)
         self.products = tuple(products)
         self._adaptable = LayerByLayer(layers)
+        self._run_layers = layers
         self._stage = stage
         self.seeing: VisionTower | None = None
         self.receiving: ReceivingTower | None = None
+        self.routed: RoutedExperts | None = None
         self._draft_layer = drafter  # only if it is the decoder's own
         self.drafter: DeviceDrafter | None = None if drafter is None else self.drafting(drafter)
         self.drained = ""
@@ -193,6 +199,30 @@ class Decoder:
     def drafting(self, layer: DraftLayer) -> DraftHead:
         """Return a draft head with this layer behind this decoder."""
         return DraftHead(layer, self.embedded, self.logits)
+
+    def record_experts(self, num_tokens: int) -> None:
+        """Record the experts of the tokens of each forward from now on.
+
+        Args:
+            num_tokens: of the largest forward.
+        Raises:
+            ConfigError: the model has no experts.
+        """
+        blocks = {
+            number: layer.ffn
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer.ffn, ExpertsBlock)
+        }
+        if not blocks:
+            raise ConfigError("engine.routed_experts.enabled: the model has no experts")
+        k = max(block.routing.k for block in blocks.values())
+        self.routed = routed = RoutedExperts(num_tokens, len(self.layers), k, self.device)
+        layers = list(self.layers)
+        for number, block in blocks.items():
+            recorded = RecordedExperts(block.experts, number, routed)
+            layers[number] = replace(layers[number], ffn=replace(block, experts=recorded))
+        self._run_layers = tuple(layers)
+        self.stack = self._adaptable = LayerByLayer(self._run_layers)
 
     def forward(
         self,
@@ -226,7 +256,7 @@ class Decoder:
         drafter, norm = self.drafter, self.ends.norm
         tapped: Sequence[Tensor] = ()
         if drafter is not None and drafter.taps:
-            x, residual, tapped = tap(self.layers, drafter.taps, x, step, pool)
+            x, residual, tapped = tap(self._run_layers, drafter.taps, x, step, pool)
         else:
             stack = self.stack if adapted is None else self._adaptable
             x, residual = stack.forward(x, step, pool)
@@ -265,11 +295,19 @@ class Decoder:
             layer.ffn.take_part(x)
 
     def _see(self, batch: ForwardBatch, x: Tensor) -> None:
-        """Write the embeddings of visible images into those of the step."""
-        if batch.seen:
+        """Write input embeddings and the embeddings of visible images into those of the step."""
+        if not batch.seen:
+            return
+        seen = []
+        for part in batch.seen:
+            if isinstance(part, VisibleImage):
+                seen.append(part)
+            else:
+                x[part.place : part.place + len(part.values)].copy_(part.values)
+        if seen:
             images = self.receiving if self.seeing is None else self.seeing
             assert images is not None
-            images.embed(batch.seen, x)
+            images.embed(seen, x)
 
     def embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:
         """Return embeddings [num_tokens, hidden], owned by the caller."""

@@ -123,6 +123,51 @@ class SharedExperts:
         return self.exchange.own_sum(self.own.apply(*self.exchange.gather(x, weights, ids)))
 
 
+class RoutedExperts:
+    """The experts of the tokens of the newest forward. Forward stream only.
+
+    All forwards write to the same addresses, so graphs can contain the copies.
+
+    Args:
+        num_tokens: of the largest forward.
+        num_layers: all layers of the model.
+        k: most experts per token of any layer.
+
+    Attributes:
+        token_bytes: size of the experts of one token.
+    """
+
+    def __init__(self, num_tokens: int, num_layers: int, k: int, device: torch.device) -> None:
+        self._ids = torch.zeros(num_tokens, num_layers, k, dtype=torch.int16, device=device)
+        self.token_bytes = self._ids.element_size() * num_layers * k
+
+    def write(self, layer: int, ids: Tensor) -> None:
+        """Copy the experts of a layer, int32 [n, k], for the forward's tokens."""
+        self._ids[: len(ids), layer, : ids.shape[1]] = ids
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Return the experts of some tokens of the forward, int16 [n, layers, k]. Layers without
+        experts have zeros."""
+        return self._ids[tokens]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedExperts:
+    """The experts of a layer, which also writes down the experts of each token."""
+
+    net: ExpertNet
+    layer: int
+    routed: RoutedExperts
+
+    @property
+    def nbytes(self) -> int:
+        return self.net.nbytes
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        self.routed.write(self.layer, ids)
+        return self.net.apply(x, weights, ids)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsBlock:
     routing: Routing

@@ -1,6 +1,7 @@
 """Responses of the OpenAI API, from a decode node with scripted output."""
 
 import asyncio
+import json
 import logging
 from typing import Any
 
@@ -125,6 +126,40 @@ async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_
     assert [each["system_fingerprint"] for each in events] == ["fp_old", "fp_new"]
     told = [each["choices"][0].get("system_fingerprints") for each in events]
     assert told == [None, spans]
+
+
+@pytest.mark.parametrize(
+    "endpoint, asked, of_stream",
+    [
+        ("/v1/responses", {"input": "x"}, lambda events: events[-1]["response"]),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 9}, lambda events: events[-2]["delta"]),
+    ],
+)
+@pytest.mark.parametrize("updated", [False, True])
+async def test_responses_and_messages_name_them_too(api, wire, endpoint, asked, of_stream, updated):
+    named = {"system_fingerprint": "fp_old"}
+    if updated:
+        new = {"system_fingerprint": "fp_new"}
+        spans = [{"first_token": 0, **named}, {"first_token": len(ids(" one")), **new}]
+        named = {**new, "system_fingerprints": spans}
+
+    async def answered(stream):
+        api.node.change_status(fingerprint="old")
+        await wire.post(endpoint, {**asked, "stream": stream})
+        number = (await api.node.submitted()).number
+        api.node.say({number: ids(" one")})
+        if updated:
+            api.node.change_status(fingerprint="new")
+        api.node.finish(number, ids(" two"))
+        return await wire.response()
+
+    def fingerprints(answer):
+        return {name: each for name, each in answer.items() if "fingerprint" in name}
+
+    assert fingerprints((await answered(False)).json) == named
+    lines = (await answered(True)).body.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+    assert fingerprints(of_stream(events)) == named
 
 
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
