@@ -32,6 +32,7 @@ from engine.batch.batch import PageCopies
 from engine.build import Engine, build
 from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
+from engine.loop.rebalancing import RebalancingRole
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, packed, unpacked
 from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
 from engine.ranks.processes import Followers, JobFailed, PingTimer
@@ -78,7 +79,9 @@ class Serving:
     def _drive(self, engine: Engine, config: EngineConfig) -> None:
         self.engine = engine
         self.scheduler = engine.scheduler(config, lambda request, holding: None)
-        self._loop = EventLoop(self, engine.runner)
+        balancer = engine.balancer
+        role = self if balancer is None else RebalancingRole(self, balancer)
+        self._loop = EventLoop(role, engine.runner)
 
     def equip(self, config: EngineConfig) -> None:
         """Take the parts of another role."""
@@ -644,6 +647,21 @@ def test_every_rank_takes_other_weights_and_gives_memory_back(
         assert answer(serving) == expected[0]
     finally:
         serving.close()
+
+
+REBALANCED = {"experts": "ep", "redundant_experts": 4, "rebalance_steps": 5}
+
+
+def test_experts_move_between_ranks_under_load(tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path, "qwen2_moe"))
+
+    def serve(serving: Serving) -> None:
+        serve_two(serving)
+        if (balancer := serving.engine.balancer) is not None:
+            assert balancer.num_moved > 0 and balancer.seconds > 0
+
+    one = answers(config_of(1, model=model), serve_two)
+    assert answers(config_of(2, model=model, parallel=REBALANCED), serve) == one
 
 
 LONG_PROMPT = prompt(64)  # four pages
