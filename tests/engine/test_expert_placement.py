@@ -1,11 +1,16 @@
 """The experts of ranks: balanced loads, replicas on different ranks, and few moves."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from common.config import ParallelConfig
 from common.errors import ConfigError
+from engine.models.blocks.placed_experts import PlacedExperts
 from engine.ranks.expert_placement import (
     ExpertPlacement,
     LayerSlots,
@@ -103,6 +108,27 @@ def test_one_rank_computes_each_pair(count: int, redundant: int, size: int) -> N
             assert slots[owners[0]][tables[owners[0]][row][expert]] == expert
             loads[owners[0]] += 2**expert / size
     assert loads == pytest.approx(rank_loads([2**n for n in range(count)], slots))
+
+
+def test_tokens_of_each_expert_are_counted() -> None:
+    """Also those whose expert is computed by another rank."""
+    slots, seen = ((0, 1), (2, 0)), []
+
+    def apply(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        seen.append((weights, ids))
+        return x
+
+    net: Any = SimpleNamespace(apply=apply)
+    table = torch.tensor(slot_table(slots, 0, 3), dtype=torch.int32)
+    shape: Any = None
+    experts = PlacedExperts("", shape, net, 2, table, torch.zeros(3, dtype=torch.int64))
+    ids = torch.tensor([[0, 1], [0, 2], [1, 2]], dtype=torch.int32)
+    for _ in range(2):
+        experts.apply(torch.zeros(3, 4), torch.full((3, 2), 0.5), ids)
+    assert experts.counts is not None and experts.counts.tolist() == [4, 4, 4]
+    weights, places = seen[0]
+    assert places.dtype == torch.int32 and places.tolist() == [[0, 1], [2, 2], [1, 2]]
+    assert weights.tolist() == [[0.5, 0.5], [0, 0], [0.5, 0]]
 
 
 def test_replicas_share_single_tokens_of_decode_steps() -> None:

@@ -14,6 +14,7 @@ from engine.runner.stream import WorkerStream
 
 EVERY = 3
 TOKENS = torch.tensor([80, 40, 2, 1])
+EVEN = torch.tensor([10, 10, 10, 10])
 
 
 class Weights:
@@ -49,18 +50,21 @@ class Role:
 
 class Rebalanced:
     def __init__(self) -> None:
-        self.counts = torch.full((4,), 1000)  # of the warm-up, all of which are forgotten
-        layer: Any = SimpleNamespace(
-            layer="layer.", shape=SimpleNamespace(count=4), counts=self.counts
-        )
+        self.counts = torch.full((4,), 1000)  # of the warm-up, which are forgotten
+        self.even = torch.zeros(4, dtype=torch.int64)
+        layers: list[Any] = [
+            SimpleNamespace(layer=name, shape=SimpleNamespace(count=4), counts=counts)
+            for name, counts in {"even.": self.even, "layer.": self.counts}.items()
+        ]
         self.stream, self.weights, self.inner = WorkerStream(), Weights(), Role()
         placement = ExpertPlacement(2, 0, counts_tokens=True)
-        self.balancer = ExpertBalancer([layer], placement, self.weights, self.stream, EVERY)
+        self.balancer = ExpertBalancer(layers, placement, self.weights, self.stream, EVERY)
         self.role = RebalancingRole(self.inner, self.balancer)
 
     def step(self) -> Any:
         """Launch a step and finish it."""
         self.counts += TOKENS
+        self.even += EVEN
         batch = self.role.next_batch()
         if batch is not None:
             self.role.finish(batch, None)  # type: ignore[arg-type]
@@ -97,7 +101,7 @@ def test_no_step_begins_while_experts_move(rebalanced: Any) -> None:
     rebalanced.role.idle()
     assert rebalanced.inner.rests == 1
     assert rebalanced.balancer.num_moved == 2 and rebalanced.balancer.seconds > 0
-    assert rebalanced.balancer.imbalance == pytest.approx(120 / 61.5)
+    assert rebalanced.balancer.imbalance == pytest.approx((120 + 20) / (61.5 + 20))
 
 
 def test_the_error_of_a_rank_is_raised(rebalanced: Any) -> None:

@@ -30,6 +30,7 @@ from tests.support.thread_ranks import run_ranks
 from tests.support.vision import make_vision_checkpoint, picture
 
 VOCABULARY = 259  # of 2 ranks: 130 and 129; of 4 ranks: 65, 65, 65 and 64
+NUM_TOKENS = 69 + 5 + 2 * 2  # of `compute`
 LARGE_PAGES = {"page_size": 256, "context_length": 256, "num_slots": 2}  # with room for a cell
 
 # Architecture, ranks, and what differs from the checkpoint's and the pool's usual sizes.
@@ -194,6 +195,7 @@ def rebalance(directory: Path, model: Any, share: Share) -> Mapping[str, LayerSl
         if share.rank == 0:
             assert experts.counts is not None
             counts = experts.counts
+            assert counts.sum() == NUM_TOKENS * model.layers[-1].ffn.routing.k
         counts = share.group.broadcast(counts)
         before = share.placement.slots(experts.layer, experts.shape.count)
         # Few tokens are hardly out of balance.
