@@ -325,8 +325,8 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "expert_imbalance": gauge(
         "baton_expert_load_imbalance",
-        "Tokens of the rank with the most tokens of experts, divided by the mean of the ranks, "
-        "before experts were last moved. 1: equal. 0: experts are not moved.",
+        "Tokens of the rank whose experts got the most, divided by the mean of the ranks, over the "
+        "last period of engine.parallel.rebalance_steps. 1: equal. 0: experts are not moved.",
     ),
     "total_expert_moves": counter(
         "baton_expert_moves", "Total slots of ranks that got another expert."
