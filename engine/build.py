@@ -27,11 +27,13 @@ from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.load import LoadedModel, load, usable_bytes
 from engine.loop.clock import StepClock
+from engine.loop.rebalancing import ExpertBalancer
 from engine.loop.watchdog import end_process
 from engine.models import (
     Model,
 )
 from engine.models.decoder import Decoder
+from engine.models.weights import placed_experts
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import version_of
 from engine.offload.file_tier import PageStore
@@ -85,6 +87,7 @@ class Engine:
     guides: GrammarCache
     weights: WeightUpdater
     group: NodeGroup | None = None  # with which this node shares experts
+    balancer: ExpertBalancer | None = None  # moves experts between the ranks of this node
 
     @property
     def shape(self) -> EngineShape:
@@ -451,6 +454,7 @@ def assemble(
     load_all(config.lora, shelf, library)
     _prepare_runner(runner, config, backend.shape)
     _report(backend, adapters)
+    weights = _updater(config, loaded)
     return Engine(
         core,
         loaded,
@@ -459,7 +463,8 @@ def assemble(
         adapters,
         AdapterLoader(shelf, library),
         GrammarCache(*of_tokens, verifier or SubprocessVerifier(*of_tokens)),
-        _updater(config, loaded),
+        weights,
+        balancer=_balancer(config, loaded, weights, backend.stream),
     )
 
 
@@ -467,6 +472,18 @@ def _updater(config: EngineConfig, loaded: LoadedModel) -> WeightUpdater:
     others = None if loaded.followers is None else WeightsOfRanks(loaded.followers)
     served, weights_id = loaded.servable, loaded.weights_id.result()
     return WeightUpdater(config, loaded.directory, served, loaded.model, weights_id, others)
+
+
+def _balancer(
+    config: EngineConfig, loaded: LoadedModel, weights: WeightUpdater, stream: DeviceStream
+) -> ExpertBalancer | None:
+    """Return what moves the experts of the layers, which have counted only the warm-up so far."""
+    placement, model = loaded.share.placement, loaded.model
+    if placement is None or not config.parallel.rebalance_steps:
+        return None
+    assert isinstance(model, Decoder)
+    layers = placed_experts(model)
+    return ExpertBalancer(layers, placement, weights, stream, config.parallel.rebalance_steps)
 
 
 def _leading(

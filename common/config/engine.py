@@ -322,6 +322,19 @@ class ParallelConfig(ConfigRecord):
         description="Split of mixtures of experts between ranks. tp: a part of every expert; "
         "ep: whole experts",
     )
+    redundant_experts: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Replicas of experts in each layer, in addition to its experts, with experts "
+        "ep. The experts with the most tokens get them when experts are rebalanced",
+    )
+    rebalance_steps: int = Field(
+        0,
+        ge=0,
+        description="Steps after which experts are moved between ranks, so that the ranks compute "
+        "similar numbers of tokens, with experts ep. 0: never",
+    )
     collectives: Literal["auto", "shm", "gloo", "nccl"] = Field(
         "auto",
         description="Exchange of tensors between ranks. auto: nccl on GPUs, shm on a CPU, gloo on "
@@ -401,6 +414,17 @@ class ParallelConfig(ConfigRecord):
             raise ValueError("dp_group and a dp of 2 or more must be set together")
         if self.dp > 1 and self.num_ranks > 1:
             raise ValueError("dp is not supported together with tp or pp")
+        return self
+
+    @model_validator(mode="after")
+    def _placed_experts_are_whole(self) -> Self:
+        for name in ("redundant_experts", "rebalance_steps"):
+            if not getattr(self, name):
+                continue
+            if self.dp > 1 or self.pp > 1:
+                raise ValueError(f"{name} is not supported together with dp or pp")
+            if self.tp == 1 or self.experts != "ep":
+                raise ValueError(f"{name} needs experts ep and a tp of 2 or more")
         return self
 
     @property

@@ -1,7 +1,7 @@
 """A checkpoint of a native family, before it is loaded."""
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,15 @@ from engine.models.refill import drain
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
 from engine.models.vision.seeing import ReceivingTower
-from engine.models.weights import load_weights, refill_weights, stored_tensors, weight_bytes
+from engine.models.weights import (
+    load_weights,
+    move_experts,
+    refill_weights,
+    stored_tensors,
+    weight_bytes,
+)
 from engine.ranks import WHOLE, Share
+from engine.ranks.expert_placement import LayerSlots
 
 
 class NativeCheckpoint:
@@ -118,6 +125,12 @@ class NativeCheckpoint:
         if drained is not None:
             drained.refill(model, quantize, share)
         model.drained = ""
+
+    def move_experts(
+        self, model: object, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
+    ) -> None:
+        assert isinstance(model, Decoder)
+        move_experts(model, Checkpoint(self._directory), self._decoder, moves, quantize, share)
 
     def drain(self, model: object) -> None:
         assert isinstance(model, Decoder)

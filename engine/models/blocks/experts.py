@@ -3,6 +3,7 @@
 One shared expert for all tokens is optional.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.blocks.dense import DenseBlock, DenseMlp
+from engine.models.blocks.placed_experts import PlacedExperts
 from engine.models.blocks.protocol import LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
 from engine.models.linear import ExpertNet
@@ -76,7 +78,9 @@ class Experts:
 
 
 def _part_of(source: BlockWeights, shape: ExpertShape) -> ExpertNet:
-    exchange = source.share.exchange
+    exchange, placement = source.share.exchange, source.share.placement
+    if placement is not None:
+        return PlacedExperts.of(source, shape, placement)
     part = source.share.expert_part(shape.count, shape.inner)
     net = source.experts(shape, part)
     own = net if len(part.experts) == shape.count else OwnExperts(net, part.experts)
@@ -90,20 +94,21 @@ class OwnExperts:
 
     Attributes:
         net: of these experts alone.
-        numbers: of these experts.
+        numbers: of these experts, which are consecutive.
     """
 
     net: ExpertNet
-    numbers: range
+    numbers: Sequence[int]
 
     @property
     def nbytes(self) -> int:
         return self.net.nbytes
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        own = (ids >= self.numbers.start) & (ids < self.numbers.stop)
-        none = len(self.numbers)  # for a pair of another rank, see grouped_mlp
-        places = torch.where(own, ids - self.numbers.start, none)
+        first, none = self.numbers[0], len(self.numbers)
+        own = (ids >= first) & (ids < first + none)
+        # The number `none` is for a pair of another rank, see grouped_mlp.
+        places = torch.where(own, ids - first, none)
         return self.net.apply(x, weights * own, places)
 
 

@@ -104,7 +104,7 @@ class DraftModelCheckpoint:
 
 def _part(share: Share) -> Share:
     """Return the part of a draft model that a rank of the model has. Experts are always divided."""
-    return replace(share, whole_experts=False)
+    return replace(share, whole_experts=False, placement=None)
 
 
 class DraftModel:
