@@ -36,11 +36,13 @@ from api.openai.replies import (
     FingerprintSpans,
     HiddenState,
     LastHiddenState,
+    Seed,
     StopReason,
     TokenIds,
     fingerprint_spans,
     generated_ids,
     of_chat,
+    seed_of,
     stop_reason,
 )
 from api.parsers.events import CallPart, ParsedText, StreamParser
@@ -77,6 +79,7 @@ class ChatChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    seed: Seed = msgspec.UNSET
     hidden_states: HiddenState = msgspec.UNSET
 
 
@@ -109,6 +112,7 @@ class ChunkChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    seed: Seed = msgspec.UNSET
     hidden_states: HiddenState = msgspec.UNSET
 
 
@@ -137,6 +141,7 @@ class ChatResponseWriter:
             chunk.finish_reason = _reason(self._listener, piece)
             chunk.stop_reason = stop_reason(piece)
             chunk.system_fingerprints = fingerprint_spans(piece)
+            chunk.seed = seed_of(piece)
             chunk.hidden_states = self._states.value
         if self._returns_ids:
             chunk.token_ids = generated_ids([piece])
@@ -157,6 +162,7 @@ class ChatResponseWriter:
             stop_reason(last),
             generated_ids(pieces) if self._returns_ids else msgspec.UNSET,
             fingerprint_spans(last),
+            seed_of(last),
             self._states.value,
         )
 

@@ -30,6 +30,7 @@ from common.config.record import ConfigRecord, Positive
 from common.config.router import (
     MAX_MODELS,
     ClientsConfig,
+    FingerprintChange,
     ImagesConfig,
     ModelConfig,
     Priority,
@@ -45,6 +46,7 @@ __all__ = [
     "CpuKernels",
     "DecodeConfig",
     "EngineConfig",
+    "FingerprintChange",
     "HiddenStatesConfig",
     "ImagesConfig",
     "LoraConfig",
