@@ -33,6 +33,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.bits")
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, printed")
+    parser.add_argument(
+        "--first", action="store_true", help="end with the first pair that differs, without search"
+    )
     options = parser.parse_args()
     seed = secrets.randbits(32) if options.seed is None else options.seed
     record.say(f"seed {seed}")
@@ -41,7 +44,9 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="baton-bits-") as directory,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(run(Path(directory), Random(seed), options.pairs, tally))
+        runner.run(
+            run(Path(directory), Random(seed), options.pairs, tally, explains=not options.first)
+        )
     record.say(f"{len(tally.pairs)} pairs, {len(tally.differing)} differ")
     rows = [{"event": name, "count": count} for name, count in sorted(tally.events.items())]
     record.table(rows, {"event": "{event}", "count": "{count}"})
@@ -55,9 +60,15 @@ async def run(
     draw: Random,
     num_pairs: int,
     tally: Tally,
-    models: Sequence[tuple[str, ...]] = MODELS,
+    models: Sequence[tuple[str, str, str]] = MODELS,
+    *,
+    explains: bool = True,
 ) -> None:
-    """Compare pairs until there are `num_pairs`, and report each system."""
+    """Compare pairs until there are `num_pairs`, and report each system.
+
+    Args:
+        explains: search for the circumstances that suffice for a difference. False: end with it.
+    """
     start = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         laboratories = [
@@ -77,12 +88,14 @@ async def run(
                 f"{len(tally.differing)} differ, {laboratory.family}, {system.differing}"
             )
             for pair in tally.differing[known : known + 1]:
+                record.say(f"DIFFERS: {pair.difference}: {pair.around.differing}")
+                if not explains:
+                    return
                 await _explain(laboratory, pair)
 
 
 async def _explain(laboratory: Laboratory, pair: Pair) -> None:
     """Print a difference with the circumstances that suffice for it."""
-    record.say(f"DIFFERS: {pair.difference}: {pair.around.differing}")
     around = pair.around
     for name in around.differing:
         simpler = around.without(name)

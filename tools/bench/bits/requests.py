@@ -9,6 +9,7 @@ from typing import Any
 from protos.sampling_pb2 import Guide, Logprobs
 from tests.support.cluster import Cluster
 
+ADAPTER = "adapter"
 _TOKENS = range(1, 250)  # bytes that are no marks of the tests' models
 _NUM_TOKENS = 32
 _SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 40}
@@ -27,14 +28,16 @@ _WAYS: Sequence[dict[str, Any]] = (
 class Request:
     prompt: tuple[int, ...]
     sampling: dict[str, Any]
+    adapter: str = ""
 
     @classmethod
     def of(cls, draw: Random) -> "Request":
+        """Draw a request."""
         length = draw.choice((5, 40, 90, 200, 530))
         sampling = {**draw.choice(_WAYS), "seed": draw.getrandbits(53), "ignore_eos": True}
         sampling |= {"logprobs": draw.choice((0, 3)), "max_tokens": _NUM_TOKENS}
         prompt = tuple(draw.choices(_TOKENS, k=length + draw.randrange(20)))
-        return cls(prompt, sampling)
+        return cls(prompt, sampling, draw.choice(("", "", ADAPTER)))
 
     def begun(self) -> "Request":
         """Return a request with the first half of the prompt, for the prefix cache."""
@@ -78,7 +81,8 @@ async def respond(
     """
     tokens: list[int] = []
     prompt, generated = bytearray(), [bytearray() for _ in range(3)]
-    async for message in cluster.stream(request.prompt, **request.sampling):
+    messages = cluster.stream(request.prompt, adapter=request.adapter, **request.sampling)
+    async for message in messages:
         tokens += message.token_ids
         prompt += b"".join(_bits(message.prompt_logprobs))
         for column, bits in zip(generated, _bits(message.logprobs), strict=True):

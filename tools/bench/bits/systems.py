@@ -11,12 +11,14 @@ from random import Random
 from typing import Any
 
 import grpc.aio
+from transformers import AutoModelForCausalLM
 
+from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, Node, slowed
 from tests.support.drafters import make_eagle
 from tools.bench.bits.circumstances import Circumstances
-from tools.bench.bits.requests import Request, Response, respond
+from tools.bench.bits.requests import ADAPTER, Request, Response, respond
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -33,12 +35,13 @@ _DISK_BYTES = 1 << 26
 # Counters of nodes that show what took place, by the name of the event.
 _COUNTERS = {
     "retraction": "retractions",
-    "recomputed retraction": "retraction_recomputes",
+    "recomputed retraction": "recomputed",
     "live migration": "moves/here",
     "hand-off": "handoffs_completed",
     "failed hand-off": "handoffs_failed",
     "local prefill": "local_prefills",
-    "accepted draft": "drafts_accepted",
+    "accepted draft": "draft_tokens/accepted",
+    "rejected draft": "draft_tokens/rejected",
     "prefix of another node": "prefix_loans/completed",
 }
 
@@ -79,10 +82,18 @@ class Laboratory:
         self.family = family
         self._directory = directory
         self._model = make_checkpoint(directory / "model", family, **_SIZES)
+        made = AutoModelForCausalLM.from_pretrained(self._model)
+        make_adapter(directory / "adapters" / ADAPTER, made)
         self._eagle = directory / "eagle"
         if family == "llama":
             make_eagle(self._eagle, self._model)
-        self._precision = (f"--dtype={dtype}", f"--quantize={quantize}")
+        self._always = (
+            f"--dtype={dtype}",
+            f"--quantize={quantize}",
+            "--engine.batch-invariant",
+            f"--engine.lora.adapter-dir={directory / 'adapters'}",
+            f"--engine.lora.preload={ADAPTER}",
+        )
         self._number = 0
         self._known: dict[tuple[object, ...], Response] = {}
         self._reference: Cluster
@@ -159,9 +170,11 @@ class Laboratory:
             return f"it failed: {response}"
         if not response.invariant:
             return "it has no batch-invariant fingerprint"
+        if request.adapter:
+            tally.events["adapter"] += 1
         if response.cached_tokens:
             tally.events[f"cache hit, {around.cache}, tier {around.tier}"] += 1
-        key = request.prompt, str(sorted(request.sampling.items(), key=str))
+        key = request.adapter, request.prompt, str(sorted(request.sampling.items(), key=str))
         async with self._alone:
             if key not in self._known:
                 self._known[key] = await respond(self._reference, request)
@@ -189,12 +202,7 @@ class Laboratory:
             path=around.path,
             num_prefill=0 if colocated else 1,
             num_decode=num_decode,
-            node_flags=(
-                *self._precision,
-                "--engine.batch-invariant",
-                *around.flags(self._eagle),
-                *more,
-            ),
+            node_flags=(*self._always, *around.flags(self._eagle), *more),
             decode_flags=tuple(around.decode_flags()),
             flags_of=files,
             router_flags=("--policy=random",),
