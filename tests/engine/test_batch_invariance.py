@@ -172,3 +172,4 @@ def test_nodes_that_compute_otherwise_do_not_pair(checkpoint, monkeypatch):
             compare(ours, other)
         own = repr(ours.fingerprint["arithmetic"])
         assert f"arithmetic is {own} here and {value} there." in str(error.value)
+        assert ("--engine.batch-invariant" in str(error.value)) == (value == "unset")

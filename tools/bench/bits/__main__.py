@@ -5,7 +5,8 @@
 Each pair is a request in a system with `engine.batch_invariant`: with other requests, cached
 prefixes, retraction, migration, killed nodes, drafts, threads. Its tokens and log-probabilities
 must equal those of a lone, cold request on a colocated node. If they differ, circumstances are
-removed one by one while the difference stays. The run fails if a pair differs.
+removed one by one while the difference stays. The run fails if a pair differs, or if a kind of
+event did not take place in 300 pairs.
 """
 
 import argparse
@@ -15,18 +16,18 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import uvloop
 
 from tools.bench.bits.circumstances import MODELS, Circumstances
-from tools.bench.bits.systems import Laboratory, Pair, Tally
+from tools.bench.bits.systems import EVENTS, ComparedModel, Pair, Tally
 from tools.bench.support import record
 
 _ROUNDS = 6  # of a system
 _IN_A_ROUND = 4  # pairs
+_COMPLETE = 300  # from so many pairs on, each kind of event must have taken place
 
 
 def main() -> int:
@@ -52,17 +53,14 @@ def main() -> int:
     record.table(rows, {"event": "{event}", "count": "{count}"})
     differing = len(tally.differing)
     record.emit("bits", {"pairs": options.pairs, "seed": seed}, rows, differing=differing)
-    return 1 if tally.differing else 0
+    missing = [event for event in EVENTS if not tally.events[event]]
+    if options.pairs >= _COMPLETE and missing:
+        record.say(f"these did not take place: {', '.join(missing)}")
+    return 1 if tally.differing or (options.pairs >= _COMPLETE and missing) else 0
 
 
 async def run(
-    directory: Path,
-    draw: Random,
-    num_pairs: int,
-    tally: Tally,
-    models: Sequence[tuple[str, str, str]] = MODELS,
-    *,
-    explains: bool = True,
+    directory: Path, draw: Random, num_pairs: int, tally: Tally, *, explains: bool = True
 ) -> None:
     """Compare pairs until there are `num_pairs`, and report each system.
 
@@ -71,35 +69,34 @@ async def run(
     """
     start = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        laboratories = [
-            await stack.enter_async_context(Laboratory(directory / f"{number}", *model).opened())
-            for number, model in enumerate(models)
+        models = [
+            await stack.enter_async_context(ComparedModel(directory / f"{number}", *each).opened())
+            for number, each in enumerate(MODELS)
         ]
         while len(tally.pairs) < num_pairs:
-            laboratory = laboratories[len(tally.pairs) // (_ROUNDS * _IN_A_ROUND) % len(models)]
-            system = Circumstances.of_a_system(draw, laboratory.family)
+            model = models[len(tally.pairs) // (_ROUNDS * _IN_A_ROUND) % len(models)]
+            system = Circumstances.of_a_system(draw, model.family)
             rounds = min(_ROUNDS, -(-(num_pairs - len(tally.pairs)) // _IN_A_ROUND))
             known = len(tally.differing)
-            await laboratory.compare(
-                system, [system.with_a_round(draw) for _ in range(rounds)], draw, tally
-            )
+            around = [system.with_a_round(draw) for _ in range(rounds)]
+            await model.compare(system, around, draw, tally)
             record.say(
                 f"{time.monotonic() - start:5.0f} s: {len(tally.pairs)} pairs, "
-                f"{len(tally.differing)} differ, {laboratory.family}, {system.differing}"
+                f"{len(tally.differing)} differ, {model.family}, {system.differing}"
             )
             for pair in tally.differing[known : known + 1]:
                 record.say(f"DIFFERS: {pair.difference}: {pair.around.differing}")
                 if not explains:
                     return
-                await _explain(laboratory, pair)
+                await _explain(model, pair)
 
 
-async def _explain(laboratory: Laboratory, pair: Pair) -> None:
-    """Print a difference with the circumstances that suffice for it."""
+async def _explain(model: ComparedModel, pair: Pair) -> None:
+    """Print the circumstances that suffice for a difference."""
     around = pair.around
     for name in around.differing:
         simpler = around.without(name)
-        if await laboratory.differs(pair, simpler):
+        if await model.differs(pair, simpler):
             around = simpler
     record.say(f"these suffice: {around.differing}")
 

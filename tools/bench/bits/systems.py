@@ -44,6 +44,7 @@ _COUNTERS = {
     "rejected draft": "draft_tokens/rejected",
     "prefix of another node": "prefix_loans/completed",
 }
+EVENTS = (*_COUNTERS, "replay", "adapter", "kill decode", "kill prefill", "move", "switch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Tally:
         return [pair for pair in self.pairs if pair.difference]
 
 
-class Laboratory:
+class ComparedModel:
     """A model and its reference: a colocated node, which gets one request at a time.
 
     Args:
@@ -100,7 +101,7 @@ class Laboratory:
         self._alone = asyncio.Lock()
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator["Laboratory"]:
+    async def opened(self) -> AsyncIterator["ComparedModel"]:
         """Run the reference."""
         cold = ("--no-engine.cache.prefix-cache",)
         async with self._system(Circumstances(), 1, cold, slow=False) as self._reference:
