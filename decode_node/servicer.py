@@ -407,6 +407,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             weights=moving.weights if moving else b"",
             paused=moving is not None and moving.state == "paused",
             fingerprint=self._supervision.fingerprint,
+            batch_invariant=self._supervision.batch_invariant,
         )
 
 

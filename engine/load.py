@@ -20,6 +20,7 @@ from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
 from common.requests.namespace import WeightsId
+from engine import batch_invariance
 from engine.adapters.adapters import AdapterBank, bank_of
 from engine.batch.limits import RequestLimits, StateLimit
 from engine.kv_cache.layout import KVLayout
@@ -122,6 +123,8 @@ def load(
         ConfigError: the model is not supported, or its weights do not fit.
     """
     opened = open_model(config)
+    if config.batch_invariant:
+        batch_invariance.check(config, opened.device, opened.precision.dtype, opened.servable)
     weights_id = named_weights(opened)
     if config.scheduler.split_prefill_ms:
         check_split_prefill(config, opened.servable.backend)
@@ -132,7 +135,10 @@ def load(
     if exchange is not None:
         check_group(config, opened.device)
     if config.parallel.num_ranks == 1:
-        return _loaded(config, opened, weights_id, None, Share(exchange=exchange))
+        loaded = _loaded(config, opened, weights_id, None, Share(exchange=exchange))
+        if config.batch_invariant:
+            batch_invariance.check_loaded(loaded.model)
+        return loaded
     parallel = with_collectives(config, opened.device)
     with_parallel = config.model_copy(update={"parallel": parallel})
     followers = Followers(with_parallel, follower_program, relay)
@@ -228,7 +234,10 @@ def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
         int8_stored=opened.servable.spec.int8_stored,
         ranks=config.parallel.tp,
     )
-    return {**constants(opened.servable), "dtype": str(opened.precision), "quantize": rounding}
+    # Nodes without the promise may compute on each other's KV whatever their arithmetic.
+    promised = {"arithmetic": batch_invariance.arithmetic()} if config.batch_invariant else {}
+    fields = {"dtype": str(opened.precision), "quantize": rounding}
+    return {**constants(opened.servable), **fields, **promised}
 
 
 def fingerprint_of(config: EngineConfig, opened: OpenedModel, weights: WeightsId) -> dict[str, str]:

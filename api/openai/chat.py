@@ -37,11 +37,13 @@ from api.openai.replies import (
     FingerprintSpans,
     HiddenState,
     ReturnedStates,
+    Seed,
     StopReason,
     TokenIds,
     fingerprint_spans,
     generated_ids,
     of_chat,
+    seed_of,
     stop_reason,
 )
 from api.parsers.events import CallPart, ParsedText, StreamParser
@@ -78,6 +80,7 @@ class ChatChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    seed: Seed = msgspec.UNSET
     hidden_states: HiddenState = msgspec.UNSET
     routed_experts: RoutedExperts = msgspec.UNSET
 
@@ -111,6 +114,7 @@ class ChunkChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    seed: Seed = msgspec.UNSET
     hidden_states: HiddenState = msgspec.UNSET
     routed_experts: RoutedExperts = msgspec.UNSET
 
@@ -140,6 +144,7 @@ class ChatResponseWriter:
             chunk.finish_reason = _reason(self._listener, piece)
             chunk.stop_reason = stop_reason(piece)
             chunk.system_fingerprints = fingerprint_spans(piece)
+            chunk.seed = seed_of(piece)
             chunk.hidden_states = self._states.hidden_state
             chunk.routed_experts = self._states.routed_experts
         if self._returns_ids:
@@ -161,6 +166,7 @@ class ChatResponseWriter:
             stop_reason(last),
             generated_ids(pieces) if self._returns_ids else msgspec.UNSET,
             fingerprint_spans(last),
+            seed_of(last),
             self._states.hidden_state,
             self._states.routed_experts,
         )

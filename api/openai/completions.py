@@ -27,6 +27,7 @@ from api.openai.replies import (
     FingerprintSpans,
     HiddenState,
     ReturnedStates,
+    Seed,
     StopReason,
     TextLogprobs,
     TextTokens,
@@ -34,6 +35,7 @@ from api.openai.replies import (
     fingerprint_spans,
     generated_ids,
     prompt_ids,
+    seed_of,
     stop_reason,
 )
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
@@ -63,6 +65,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: TokenIds = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    seed: Seed = msgspec.UNSET
     hidden_states: HiddenState = msgspec.UNSET
     routed_experts: RoutedExperts = msgspec.UNSET
 
@@ -104,6 +107,7 @@ class CompletionResponseWriter:
         choice = self._choice(pieces, last.finish_reason)
         choice.stop_reason = stop_reason(last)
         choice.system_fingerprints = fingerprint_spans(last)
+        choice.seed = seed_of(last)
         for piece in pieces:
             self._states.add(piece)
         choice.hidden_states = self._states.hidden_state

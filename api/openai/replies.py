@@ -44,6 +44,7 @@ class FingerprintSpan(msgspec.Struct):
     system_fingerprint: str | None
 
 
+Seed: TypeAlias = int | msgspec.UnsetType
 FingerprintSpans: TypeAlias = list[FingerprintSpan] | msgspec.UnsetType
 
 
@@ -201,6 +202,11 @@ class _Chunks:
 def stop_reason(last: FinalChunk) -> StopReason:
     """Return the stop string or the id of the stop token that ended a choice, unset if none did."""
     return msgspec.UNSET if last.stop_reason is None else last.stop_reason
+
+
+def seed_of(last: FinalChunk) -> Seed:
+    """Return the seed that reproduces a batch-invariant choice as the only one of a request."""
+    return msgspec.UNSET if last.seed is None else last.seed
 
 
 def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:

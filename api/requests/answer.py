@@ -117,6 +117,7 @@ class FinalChunk(OutputChunk, frozen=True):
     usage: TokenUsage
     cached_tokens: int  # prompt tokens, for the router's own metrics
     versions: Sequence[VersionSpan] = ()  # of all tokens, at least one
+    seed: int | None = None  # of sampling, if all tokens are batch-invariant
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +135,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_prompt_tokens: int
+    seed: int
     prompt_token_ids: bytes = b""
     min_tokens: int = 0
     stop_token_ids: Collection[int] = ()
@@ -173,6 +175,11 @@ class ResponseBuilder:
         self.token_ids: list[int] = []  # all tokens so far
         self._versions: list[VersionSpan] = []
         self._length = 0  # of the text so far
+
+    @property
+    def version(self) -> ModelVersion:
+        """Version of the last token so far."""
+        return self._versions[-1].version if self.token_ids else UNKNOWN_VERSION
 
     def note_cached_tokens(self, cached_tokens: int | None) -> None:
         """Keep the first report. A replay finds the KV that the first attempt computed.
@@ -300,8 +307,10 @@ class ResponseBuilder:
         cached_tokens = min(self._cached_tokens or 0, num_prompt_tokens)
         reported = cached_tokens if self._options.returns_cached_tokens else None
         usage = TokenUsage(num_prompt_tokens, len(self.token_ids), reported, self._in_answer())
+        promised = all(span.version.batch_invariant for span in self._versions)
         return FinalChunk(
             *(text, token_ids, finish_reason, stop_reason, usage, cached_tokens, self._versions),
+            seed=self._options.seed if promised else None,
             version=self._versions[-1].version,
         )
 

@@ -265,9 +265,9 @@ class GenerateParams(msgspec.Struct, frozen=True, kw_only=True):
 def any_seed() -> int:
     """Return a random seed for a request without one.
 
-    A continuation must sample with the same seed.
+    A continuation must sample with the same seed. It has 53 bits, which every reader of JSON keeps.
     """
-    return random.getrandbits(64)
+    return random.getrandbits(53)
 
 
 MAX_PROMPTS = 2048

@@ -32,6 +32,7 @@ from common.config.record import ConfigRecord, Positive
 from common.config.router import (
     MAX_MODELS,
     ClientsConfig,
+    FingerprintChange,
     ImagesConfig,
     ModelConfig,
     Priority,
@@ -47,6 +48,7 @@ __all__ = [
     "CpuKernels",
     "DecodeConfig",
     "EngineConfig",
+    "FingerprintChange",
     "HiddenStatesConfig",
     "ImagesConfig",
     "InputEmbeddingsConfig",

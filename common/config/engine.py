@@ -544,6 +544,12 @@ class EngineConfig(ConfigRecord):
         description="Kernels compiled for this CPU, in the image or at first start. auto: fall "
         "back to torch; required: no start without them; off: torch only",
     )
+    batch_invariant: bool = Field(
+        False,
+        description="Batch-invariant responses: tokens and logprobs of a request have the same "
+        "bits whatever runs beside it. Only for dense models on a CPU. Paired nodes must have the "
+        "same value, see docs/batch-invariance.md",
+    )
     cuda_graphs: bool = Field(
         True,
         description="CUDA graphs for decode steps of decode nodes, captured at start. off: for "

@@ -100,6 +100,23 @@ async def test_a_streamed_completion_is_exactly_these_bytes(api, wire):
 
 
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
+async def test_a_batch_invariant_response_has_its_seed_and_says_so(api, wire, endpoint):
+    asked = {"prompt": "x"} if endpoint == COMPLETIONS else {"messages": HELLO}
+    api.node.change_status(fingerprint="one", batch_invariant=True)
+    for stream in (False, True):
+        for given in (None, 5):
+            seed = {} if given is None else {"seed": given}
+            await wire.post(endpoint, {**asked, **seed, "stream": stream})
+            submit = await api.node.submitted()
+            api.node.finish(submit.number, ids(" one"))
+            response = await wire.response()
+            last = response.events[-1] if stream else response.json
+            assert last["system_fingerprint"] == "fp_invariant_one"
+            assert last["choices"][0]["seed"] == submit.sampling.seed
+            assert given is None or submit.sampling.seed == given
+
+
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
 async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_from(
     api, wire, endpoint
 ):
