@@ -1,23 +1,32 @@
-"""baton bench: load on a server, disaggregated against colocated, and from where that pays."""
+"""baton bench: load on a server, disaggregated against colocated, and times of engine steps."""
 
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import uvloop
 
-from bench.commands import break_even, compare, load
+from bench.commands import break_even, compare, load, steps
 from bench.commands.command import BenchCommand, run
 from bench.errors import InvalidInput
 from common import settings
-from common.config import DecodeConfig, PrefillConfig
+from common.config import DecodeConfig, NodeConfig, PrefillConfig
 
 PROGRAM = "baton bench"
 COMMANDS = {
     "load": (load, "measure latency and throughput of a running server"),
     "compare": (compare, "compare colocated and disaggregated nodes, started here"),
+    "steps": (steps, "time single engine steps, for `baton plan` and simulated nodes"),
     "break-even": (break_even, "find the prompt length from which disaggregation pays"),
+}
+
+# The nodes whose flags a command accepts.
+_NODES: Mapping[str, Sequence[type[NodeConfig]]] = {
+    "compare": (PrefillConfig, DecodeConfig),
+    "break-even": (PrefillConfig, DecodeConfig),
+    "steps": (DecodeConfig,),
 }
 
 
@@ -41,26 +50,40 @@ def _parsers() -> tuple[settings.ConfigArgumentParser, dict[str, settings.Config
 
 
 def parse(arguments: Sequence[str]) -> tuple[BenchCommand, argparse.Namespace]:
-    """Parse the command line. Exits if a flag is wrong."""
+    """Parse the command line of a command with a report. Exits if a flag is wrong."""
+    options = _options(arguments)
+    return _command(options), options
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of any command. Exits if a flag is wrong."""
     parser, parsers = _parsers()
     options, rest = parser.parse_known_args(arguments)
     options.node_flags = rest
-    records = () if options.command == "load" else (PrefillConfig, DecodeConfig)
+    records = _NODES.get(options.command, ())
     parsers[options.command].reject_unknown_flags(rest, *records)
+    return cast(argparse.Namespace, options)
+
+
+def _command(options: argparse.Namespace) -> BenchCommand:
+    rest = options.node_flags
     try:
         match options.command:
             case "compare":
-                return compare.CompareCommand(options, rest), options
+                return compare.CompareCommand(options, rest)
             case "break-even":
-                return break_even.BreakEvenCommand(options, rest), options
+                return break_even.BreakEvenCommand(options, rest)
             case _:
-                return load.LoadCommand(options), options
+                return load.LoadCommand(options)
     except InvalidInput as error:
         settings.wrong(f"{PROGRAM} {options.command}", str(error))
 
 
 def main() -> int:
-    command, options = parse(sys.argv[1:])
+    options = _options(sys.argv[1:])
+    if options.command == "steps":
+        return steps.run(options, options.node_flags)
+    command = _command(options)
     gc.freeze()  # avoids pauses of the client during measurements
     return uvloop.run(run(command, options))
 

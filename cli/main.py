@@ -110,6 +110,7 @@ COMMANDS: Mapping[str, CliCommand | CliGroup] = {
         "weights", "List the weights of nodes", list="List the weights that each node uses"
     ),
     "planner": CliCommand("Recommend or change the roles and number of nodes", "cli.planner"),
+    "plan": CliCommand("Predict the best layout of GPUs for a load, without a GPU", "cli.plan"),
     "top": CliCommand("Watch a cluster: nodes, pages, queues, links, rates", "cli.top"),
     "generate": CliCommand("Send a prompt to a router and stream the response", "cli.generate"),
     "bench": CliCommand(

@@ -90,7 +90,8 @@ def numbers(kind: type[int] | type[float], below: float = 1e6) -> Callable[[str]
     return read
 
 
-def _output_file(text: str) -> Path:
+def output_file(text: str) -> Path:
+    """Parse the name of a file to write, for argparse."""
     file = Path(text)
     if not file.parent.is_dir() or file.is_dir():
         raise InvalidInput(f"{file} cannot be written: no such directory, or it is one")
@@ -101,8 +102,8 @@ def add_common_options(parser: argparse.ArgumentParser, command: str) -> None:
     html, limits = f"baton-bench-{command}.html", "in seconds, such as ttft=0.5,itl=0.05"
     add_options(
         parser.add_argument_group("results"),
-        ("--html", _output_file, Path(html), "FILE", f"HTML file of the report ({html})"),
-        ("--json", _output_file, None, "FILE", "JSON file of all raw numbers (none)"),
+        ("--html", output_file, Path(html), "FILE", f"HTML file of the report ({html})"),
+        ("--json", output_file, None, "FILE", "JSON file of all raw numbers (none)"),
         ("--goodput", Objectives.parse, None, "LIMITS", f"limits of ttft, itl, tpot, e2e {limits}"),
     )
     add_options(

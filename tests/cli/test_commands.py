@@ -49,7 +49,7 @@ CALLERS = {
     "generate": ("hello",),
 }
 LOCAL = (
-    *("up", "serve", "rank-host", "bench", "check", "config"),
+    *("up", "serve", "rank-host", "bench", "check", "config", "plan"),
     *("api-key", "cluster-secret", "demo-model"),
 )
 

@@ -39,6 +39,7 @@ PASSED_ON = {
     "up": NODES,
     "bench compare": NODES,
     "bench break-even": NODES,
+    "bench steps": ("serve decode",),
     "check": PROCESSES,
     "config show": PROCESSES,
     "config validate": PROCESSES,
@@ -56,7 +57,7 @@ OTHERS = {  # flags of programs of others that a document names outside a comman
     "deploy/compose.yaml": "--profile",
     "deploy/Dockerfile": "--build-arg",
 }
-BENCHES = ("load", "compare", "break-even")
+BENCHES = ("load", "compare", "steps", "break-even")
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w.-]*\w")
 METRIC = re.compile(r"\bbaton_[a-z0-9_]+\*?")
 MODULE = re.compile(

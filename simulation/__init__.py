@@ -1,0 +1,1 @@
+"""Simulated nodes, which compute nothing, and capacity planning."""

@@ -1,0 +1,115 @@
+"""The duration of kernels in seconds, in bfloat16. Each kind has its own few constants, which are
+fitted to public tables by `python -m tools.calibrate`."""
+
+import msgspec
+
+BYTES = 2  # of a bfloat16 number
+
+# Of an all-reduce over NVLink: seconds to start, and bytes/s, by the number of ranks.
+_ALL_REDUCE = {2: (2.5e-6, 156e9), 4: (6e-6, 110e9), 8: (6.4e-6, 74e9)}
+TP_SIZES = (1, *_ALL_REDUCE)
+
+
+class DataSheet(msgspec.Struct, frozen=True):
+    """The figures of a GPU's manufacturer.
+
+    Attributes:
+        bandwidth: of its memory, bytes/s.
+        flops: dense bfloat16 operations/s.
+        memory_bytes: as the driver reports it.
+    """
+
+    bandwidth: float
+    flops: float
+    memory_bytes: int
+
+
+class MatrixProduct(msgspec.Struct, frozen=True):
+    """Constants of matrix products.
+
+    Attributes:
+        sharpness: exponent that joins memory time and compute time. They overlap completely if it
+            is large.
+    """
+
+    bandwidth_share: float
+    flops_share: float
+    sharpness: float
+    start_us: float
+
+    def seconds(self, sheet: DataSheet, m: int, n: int, k: int) -> float:
+        """Return the time of an (m, k) matrix times a (k, n) one."""
+        memory = BYTES * (n * k + m * k + m * n) / (self.bandwidth_share * sheet.bandwidth)
+        compute = 2 * m * n * k / (self.flops_share * sheet.flops)
+        longer, shorter = max(memory, compute), min(memory, compute)
+        joined = longer * (1 + (shorter / longer) ** self.sharpness) ** (1 / self.sharpness)
+        return float(joined) + self.start_us * 1e-6
+
+
+class DecodeAttention(msgspec.Struct, frozen=True):
+    """Constants of attention for one new token of each row.
+
+    Attributes:
+        tile_ns: for each KV head of each row.
+    """
+
+    bandwidth_share: float
+    start_us: float
+    tile_ns: float
+
+    def seconds(self, sheet: DataSheet, kv_bytes: int, tiles: int) -> float:
+        """Return the time for KV of `kv_bytes`, in `tiles` pairs of a row and a KV head."""
+        reading = kv_bytes / (self.bandwidth_share * sheet.bandwidth)
+        return reading + self.start_us * 1e-6 + tiles * self.tile_ns * 1e-9
+
+
+class PrefillAttention(msgspec.Struct, frozen=True):
+    """Constants of causal attention for many new tokens of a row.
+
+    Attributes:
+        half_tokens: new tokens of a row with which the kernel reaches half its speed.
+    """
+
+    flops_share: float
+    half_tokens: float
+    start_us: float
+
+    def row_seconds(self, sheet: DataSheet, begin: int, end: int, width: int) -> float:
+        """Return the time for the tokens from `begin` to `end` of one row, without the start.
+
+        Args:
+            width: query heads times their size.
+        """
+        new = end - begin
+        speed = self.flops_share * sheet.flops * new / (new + self.half_tokens)
+        return 2 * (end * end - begin * begin) * width / speed
+
+
+class Experts(msgspec.Struct, frozen=True):
+    """Constants of the experts of a layer."""
+
+    bandwidth_share: float
+    flops_share: float
+    start_us: float
+
+    def seconds(
+        self, sheet: DataSheet, tokens: int, hidden: int, inner: int, per_token: int, experts: int
+    ) -> float:
+        """Return the time of `tokens` tokens, each of which uses `per_token` of `experts` experts.
+
+        Tokens choose independently. Hence a batch uses some experts more than once.
+        """
+        bandwidth = self.bandwidth_share * sheet.bandwidth
+        used = experts * (1 - (1 - per_token / experts) ** tokens)
+        weights = used * 3 * hidden * inner * BYTES / bandwidth
+        compute = tokens * per_token * 6 * hidden * inner / (self.flops_share * sheet.flops)
+        activations = tokens * per_token * 6 * (hidden + inner) * BYTES / bandwidth
+        return float(max(weights, compute) + activations) + self.start_us * 1e-6
+
+
+def all_reduce_s(tp: int, num_bytes: int) -> float:
+    """Return the time of an all-reduce between `tp` ranks, one of TP_SIZES."""
+    if tp == 1:
+        return 0.0
+    start, speed = _ALL_REDUCE[tp]
+    return start + num_bytes / speed

@@ -1,0 +1,201 @@
+"""The search for the layouts with the highest rate within the objectives."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from simulation.cost import StepCost
+from simulation.cost.kernels import TP_SIZES
+from simulation.plan.forecasts import colocated, disaggregated, most_rows
+from simulation.plan.layouts import Layout, layouts
+from simulation.plan.objectives import Forecast, Objectives
+from simulation.plan.queues import highest
+from simulation.plan.steps import NodeSteps
+from simulation.plan.traffic import Traffic
+
+MAX_GPUS = 512
+_LEAST_RATE = 1e-6  # requests/s: a load without queues
+_BEYOND = 1.02  # the rate at which the bottleneck is determined, as a multiple of the capacity
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """The hardware of a plan.
+
+    Attributes:
+        gpu: kind of GPU, or a file of measured step times.
+        path: of hand-offs between nodes.
+    """
+
+    gpus: int
+    gpu: str
+    model: str
+    path: str
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A layout with its predicted capacity.
+
+    Attributes:
+        capacity: highest rate within the objectives, requests/s. 0: no rate is.
+        bottleneck: the resource or objective that limits the capacity.
+        forecast: at the rate of the load.
+        slots: running requests of a node that decodes, at the capacity.
+        tie: whether the lead of the best layout is within the band of the cost model.
+    """
+
+    layout: Layout
+    capacity: float
+    bottleneck: str
+    forecast: Forecast
+    slots: float
+    tie: bool = False
+
+
+class NodeFigures(msgspec.Struct, frozen=True):
+    """Figures of a node of `tp` GPUs.
+
+    Attributes:
+        prefill_s: seconds of a mean prompt on an idle node.
+        hand_off_s: seconds of the transfer of its KV over an idle link.
+    """
+
+    tp: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_capacity_tokens: int
+    prefill_s: float
+    hand_off_s: float
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """All layouts, best first.
+
+    Attributes:
+        nodes: by their number of GPUs.
+        band: relative error to expect of step times, TPOT and capacities.
+    """
+
+    candidates: tuple[Candidate, ...]
+    nodes: tuple[NodeFigures, ...]
+    band: float
+
+    @property
+    def ttft_band(self) -> float:
+        """Return the relative error to expect of TTFT, which also has that of the queues."""
+        return 1.5 * self.band
+
+    def best(self, *, disaggregated: bool) -> Candidate | None:
+        """Return the best candidate of one kind. None: there is none."""
+        kind = [each for each in self.candidates if bool(each.layout.prefill) is disaggregated]
+        return kind[0] if kind else None
+
+    @property
+    def verdict(self) -> str:
+        """Return a sentence on whether disaggregation pays."""
+        split, whole = self.best(disaggregated=True), self.best(disaggregated=False)
+        if not self.candidates[0].capacity:
+            return "No layout meets the objectives at any rate."
+        if split is None or whole is None:
+            return "There is only one kind of layout for these GPUs."
+        name, better, other = "Disaggregated", split.capacity, whole.capacity
+        if whole.capacity > split.capacity:
+            name, better, other = "Colocated", whole.capacity, split.capacity
+        if not other:
+            return f"{name} nodes are better: only they meet the objectives."
+        if better <= other * (1 + self.band):
+            return (
+                "Disaggregated and colocated nodes tie: their difference of "
+                f"{better / other - 1:.0%} is within the band of {self.band:.0%}."
+            )
+        return f"{name} nodes are better: they serve {better / other - 1:.0%} more requests/s."
+
+
+def make_plan(cluster: Cluster, traffic: Traffic, objectives: Objectives) -> Plan:
+    """Return the predicted capacity of every layout, by closed forms.
+
+    Raises:
+        ValueError: the cost model lacks the GPU or the model, or the model fits on no node, or a
+            request is longer than the model's context.
+    """
+    steps = _node_sizes(cluster, traffic)
+    found = [
+        _candidate(layout, steps, traffic, objectives, cluster.path)
+        for layout in layouts(cluster.gpus, steps.keys())
+    ]
+    found.sort(key=lambda each: (-each.capacity, each.forecast.ttft))
+    band = max(each.cost.band for each in steps.values())
+    nodes = tuple(_figures(tp, each, traffic, cluster.path) for tp, each in steps.items())
+    return Plan(_with_ties(found, band), nodes, band)
+
+
+def _figures(tp: int, steps: NodeSteps, traffic: Traffic, path: str) -> NodeFigures:
+    cost = steps.cost
+    kv_bytes = round(traffic.input * cost.kv_bytes_per_token)
+    return NodeFigures(
+        tp=tp,
+        weight_bytes=cost.weight_bytes,
+        kv_bytes_per_token=cost.kv_bytes_per_token,
+        kv_capacity_tokens=cost.kv_capacity_tokens,
+        prefill_s=sum(steps.prompts) / len(steps.prompts),
+        hand_off_s=cost.transfer_s(kv_bytes, path),
+    )
+
+
+def _node_sizes(cluster: Cluster, traffic: Traffic) -> Mapping[int, NodeSteps]:
+    """Return the step times by the GPUs of a node. Sizes on which the model cannot run are left
+    out."""
+    if not 1 <= cluster.gpus <= MAX_GPUS:
+        raise ValueError(f"{cluster.gpus} GPUs: expected 1 to {MAX_GPUS}")
+    costs, reason = {}, ""
+    for tp in (tp for tp in TP_SIZES if tp <= cluster.gpus):
+        try:
+            costs[tp] = StepCost.of(cluster.gpu, cluster.model, tp)
+        except ValueError as error:
+            reason = str(error)
+    if not costs:
+        raise ValueError(reason)
+    limit = next(iter(costs.values())).context_length
+    if traffic.longest > limit:
+        raise ValueError(f"a request of {traffic.longest} tokens exceeds the context of {limit}")
+    return {tp: NodeSteps(cost, traffic) for tp, cost in costs.items()}
+
+
+def _candidate(
+    layout: Layout,
+    steps: Mapping[int, NodeSteps],
+    traffic: Traffic,
+    objectives: Objectives,
+    path: str,
+) -> Candidate:
+    decode, prefill = steps[layout.decode_tp], steps[layout.prefill_tp]
+
+    def forecast(rate: float) -> Forecast:
+        load = msgspec.structs.replace(traffic, rate=rate)
+        if layout.chunk:
+            return colocated(load, decode, layout.decode, layout.chunk)
+        return disaggregated(load, prefill, decode, (layout.prefill, layout.decode), path)
+
+    def bottleneck(rate: float) -> str:
+        return forecast(rate).bottleneck(objectives)
+
+    capacity = 0.0
+    if not bottleneck(_LEAST_RATE):
+        limit = 1.0
+        while not bottleneck(limit):
+            limit *= 2
+        capacity = highest(lambda rate: not bottleneck(rate), _LEAST_RATE, limit)
+    limited_by = bottleneck(max(capacity * _BEYOND, _LEAST_RATE))
+    slots = most_rows(forecast(capacity).rows)
+    return Candidate(layout, capacity, limited_by, forecast(traffic.rate), slots)
+
+
+def _with_ties(ranked: Sequence[Candidate], band: float) -> tuple[Candidate, ...]:
+    """Mark the candidates whose capacity is within the band of the best one's."""
+    least = ranked[0].capacity / (1 + band) if ranked else math.inf
+    close = [0 < least <= each.capacity for each in ranked]
+    ties = sum(close) > 1
+    return tuple(
+        msgspec.structs.replace(each, tie=ties and near)
+        for each, near in zip(ranked, close, strict=True)
+    )

@@ -1,0 +1,110 @@
+"""`baton plan`: closed forms against theory, and the command as a user calls it."""
+
+import json
+import sys
+
+import pytest
+
+from cli import plan as command
+from simulation.plan import Cluster, Objectives, Traffic, make_plan
+from simulation.plan.queues import percentile, waiting
+
+LOAD = Traffic.uniform(30.0, 2000, 250)
+CLUSTER = Cluster(8, "h100", "llama-3-8b", "rdma400")
+FLAGS = ("--model=llama-3-8b", "--ttft=0.5", "--tpot=0.012", "--gpus")
+
+
+def baton_plan(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["baton plan", *flags])
+    return command.main()
+
+
+def test_waits_are_those_of_theory():
+    one = waiting(1, rate=0.8, service=1.0, variation=1.0)  # M/M/1
+    assert (one.probability, one.mean) == (pytest.approx(0.8), pytest.approx(5.0))
+    assert waiting(2, rate=1.5, service=1.0, variation=1.0).probability == pytest.approx(9 / 14)
+    fixed = waiting(1, rate=0.8, service=1.0, variation=0.0)  # M/D/1
+    assert fixed.probability * fixed.mean == pytest.approx(2.0)
+    assert percentile(0.9, one, [1.0]) == pytest.approx(1 + 5 * 2.0794, rel=1e-3)  # ln 8
+
+
+def test_strict_tpot_favours_disaggregation_and_lenient_limits_do_not():
+    strict = make_plan(CLUSTER, LOAD, Objectives(0.5, 0.012))
+    assert strict.candidates[0].layout.prefill
+    assert strict.verdict.startswith("Disaggregated nodes are better")
+    lenient = make_plan(CLUSTER, LOAD, Objectives(0.5, 0.05))
+    assert "tie" in lenient.verdict or lenient.verdict.startswith("Colocated")
+    assert lenient.candidates[0].tie
+    for plan in (strict, lenient):
+        for each in plan.candidates:
+            assert each.layout.gpus <= 8
+            assert bool(each.layout.prefill) != bool(each.layout.chunk)
+
+
+def test_running_requests_obey_littles_law():
+    for each in make_plan(CLUSTER, LOAD, Objectives(0.5, 0.05)).candidates:
+        rows, layout = each.forecast.rows, each.layout
+        if 1 < rows < 200 and layout.prefill:
+            in_node_s = rows * layout.decode / LOAD.rate
+            assert in_node_s / LOAD.output == pytest.approx(each.forecast.tpot, rel=0.3)
+            assert in_node_s / LOAD.output < each.forecast.tpot  # which is a 90th percentile
+
+
+def test_the_first_bottleneck_is_named():
+    slow_link = Cluster(8, "h100", "llama-3-8b", "tcp25")
+    for cluster, objectives, expected in (
+        (slow_link, Objectives(0.5, 0.05), "link"),
+        (CLUSTER, Objectives(0.5, 0.007), "TPOT"),
+        (CLUSTER, Objectives(0.045, 0.05), "TTFT"),
+    ):
+        best = make_plan(cluster, LOAD, objectives).best(disaggregated=True)
+        assert best.bottleneck == expected
+    nothing = make_plan(CLUSTER, LOAD, Objectives(0.001, 0.05))
+    assert nothing.verdict == "No layout meets the objectives at any rate."
+
+
+def test_the_command_prints_a_table_a_verdict_and_flags_for_baton_up(monkeypatch, capsys):
+    load = ("--rate=30", "--input=2000", "--output=250")
+    assert baton_plan(monkeypatch, *FLAGS, "8xH100", *load) == 0
+    text = capsys.readouterr().out
+    assert "simulated max requests/s +-20%" in text and "colocated, chunks of" in text
+    assert "Disaggregated nodes are better" in text
+    assert "baton up --model DIR --prefill " in text
+    assert baton_plan(monkeypatch, *FLAGS, "8xH100", *load, "--json", "--top=2") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated"] and found["band"]["requests"] == 0.2
+    assert found["layouts"][0]["capacity"] >= found["layouts"][1]["capacity"] > 30
+    assert found["layouts"][-1]["layout"]["chunk"] > 0  # the best colocated one in any case
+
+
+def test_a_trace_gives_lengths_and_rate(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "load.jsonl"
+    lines = [
+        {"timestamp": 100 * i, "input_length": 1000 + i, "output_length": 100, "hash_ids": [i]}
+        for i in range(1000)
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    traffic = Traffic.read(file)
+    assert traffic.rate == pytest.approx(10.0)
+    assert traffic.input == pytest.approx(1500, rel=0.1) and traffic.output == 100
+    assert baton_plan(monkeypatch, *FLAGS, "2xh200", f"--load={file}") == 0
+    assert "Shared prefixes" in capsys.readouterr().out
+
+
+def test_wrong_flags_end_with_one_sentence(tmp_path, monkeypatch, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"input_length": 0, "output_length": 1}\n')
+    load = ("--rate=1", "--input=100", "--output=10")
+    for flags, sentence in (
+        (("16xH100",), "the load is missing"),
+        (("16xH900", *load), "gpu 'H900' is not supported"),
+        (("H100", *load), "expected a form like 16xH100"),
+        (("2000xH100", *load), "2000 GPUs: expected 1 to 512"),
+        (("4xH100", "--rate=1", "--input=9000", "--output=10"), "exceeds the context of 8192"),
+        (("4xH100", f"--load={bad}"), "bad.jsonl, line 1: input_length"),
+        (("4xH100", f"--load={bad}", "--input=1"), "--load has the lengths"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            baton_plan(monkeypatch, *FLAGS, *flags)
+        assert ended.value.code == 2
+        assert sentence in capsys.readouterr().err
