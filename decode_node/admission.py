@@ -15,7 +15,6 @@ from common.queueing import may_wait_s
 from decode_node.active_requests import ActiveRequests
 from decode_node.queues import DecodeQueues
 from decode_node.state import DecodeState
-from engine.adapters.adapters import AdapterManager
 from engine.batch.limits import MAX_HELD_EMBEDDING_BYTES, MAX_HELD_STATE_BYTES, RequestLimits
 from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
@@ -23,6 +22,7 @@ from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
 from node.control.engine_control import EngineControl
 from node.messages import Placement, SubmitRequest
+from node.queues import RequestAdapters
 from node.request_state import Claim
 from node.timings import RequestTimings
 
@@ -107,7 +107,7 @@ class RequestAdmission:
         limits: RequestLimits,
         control: EngineControl,
         active: ActiveRequests,
-        adapters: AdapterManager,
+        adapters: RequestAdapters,
         locations: PrefixLocations,
         queues: DecodeQueues,
     ) -> None:

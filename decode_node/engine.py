@@ -1,7 +1,5 @@
 """Engine process of a decode node."""
 
-from collections.abc import Callable
-
 from common.config import DecodeConfig, EngineConfig
 from common.errors import ConfigError
 from decode_node.active_requests import ActiveRequests, DecodeCounters
@@ -16,12 +14,10 @@ from decode_node.state import DecodeState, PageReservations
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
-from engine.build import Engine
 from node.control.outbox import TokenOutbox
-from node.engine_process import EngineStart
 from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
 from node.request_state import Claim
-from node.runtime import NodeRuntime
+from node.role_parts import RoleEngine, RoleRuntime
 from node.sharing.prefixes import PrefixSharing
 from node.timings import RequestHistory, RequestTimings
 
@@ -31,23 +27,13 @@ def wants(config: EngineConfig) -> EngineConfig:
     return config
 
 
-def check(engine: Engine) -> None:
+def check(engine: RoleEngine) -> None:
     """Raise ConfigError if a decode node cannot serve the engine's model."""
-    if not engine.model.spec.generates:
+    if not engine.limits.generates:
         raise ConfigError("the model has no language model head: only prefill nodes can serve it")
 
 
-def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[str], None]) -> None:
-    """Serve until the node process disconnects (PeerGone) or changes the role (RoleEnded).
-
-    Args:
-        prepare: see EngineControl.
-    """
-    runtime = NodeRuntime.of(engine, start, prepare)
-    runtime.run(make_role(engine, runtime, start.config), engine, start)
-
-
-def make_role(engine: Engine, runtime: NodeRuntime, config: DecodeConfig) -> DecodeRole:
+def make_role(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) -> DecodeRole:
     """Assemble the role from an engine and the parts that do not depend on the role."""
     control, sharing = runtime.control, runtime.sharing
     active = _make_active(engine, runtime, config)
@@ -57,8 +43,8 @@ def make_role(engine: Engine, runtime: NodeRuntime, config: DecodeConfig) -> Dec
     migrations = OutgoingMigrations(
         scheduler=scheduled.scheduler,
         pages=engine.pages,
-        tables=engine.shape.layout.tables,
-        page_bytes=engine.pool.page_bytes,
+        tables=engine.tables,
+        page_bytes=engine.page_bytes,
         port=runtime.port,
         active=active,
     )
@@ -101,9 +87,9 @@ def make_role(engine: Engine, runtime: NodeRuntime, config: DecodeConfig) -> Dec
     )
 
 
-def _make_active(engine: Engine, runtime: NodeRuntime, config: DecodeConfig) -> ActiveRequests:
+def _make_active(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) -> ActiveRequests:
     # Limit for all requests: the tokens that fit into the pool and those that may wait.
-    max_tokens = engine.shape.layout.tables.max_tokens(engine.pages.num_pages)
+    max_tokens = engine.tables.max_tokens(engine.pages.num_pages)
     return ActiveRequests(
         TokenOutbox(runtime.channel),
         TokenBudget(config.engine.scheduler.max_queued_tokens + max_tokens),
@@ -113,7 +99,7 @@ def _make_active(engine: Engine, runtime: NodeRuntime, config: DecodeConfig) -> 
 
 
 def _make_scheduled(
-    engine: Engine, runtime: NodeRuntime, config: DecodeConfig, active: ActiveRequests
+    engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig, active: ActiveRequests
 ) -> SchedulerQueue[DecodeState]:
     sharing = runtime.sharing
 
@@ -127,8 +113,8 @@ def _make_scheduled(
 
 
 def _make_handoffs(
-    engine: Engine,
-    runtime: NodeRuntime,
+    engine: RoleEngine,
+    runtime: RoleRuntime,
     config: DecodeConfig,
     active: ActiveRequests,
     scheduled: SchedulerQueue[DecodeState],
@@ -140,9 +126,9 @@ def _make_handoffs(
             scheduler=scheduled.scheduler,
             pages=engine.pages,
             cache=engine.cache,
-            tables=engine.shape.layout.tables,
+            tables=engine.tables,
             tiers=engine.tiers,
-            page_bytes=engine.pool.page_bytes,
+            page_bytes=engine.page_bytes,
         ),
         active=active,
         limits=HandoffLimits(
@@ -154,7 +140,7 @@ def _make_handoffs(
 
 
 def _make_queues(
-    engine: Engine,
+    engine: RoleEngine,
     sharing: PrefixSharing,
     config: DecodeConfig,
     scheduled: SchedulerQueue[DecodeState],

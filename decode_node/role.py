@@ -57,7 +57,7 @@ from node.messages import (
     SubmitRequest,
 )
 from node.request_state import RequestStage
-from node.runtime import NodeRuntime
+from node.role_parts import RoleRuntime
 
 _HANDOFF_STAGES = (RequestStage.UNPAIRED, RequestStage.PREALLOC, RequestStage.TRANSFER)
 
@@ -67,7 +67,7 @@ class DecodeRole:
 
     def __init__(
         self,
-        runtime: NodeRuntime,
+        runtime: RoleRuntime,
         *,
         queues: DecodeQueues,
         active: ActiveRequests,

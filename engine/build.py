@@ -11,6 +11,7 @@ import torch
 from common.config import EngineConfig, SchedulerConfig
 from common.errors import ConfigError
 from common.logs import kv
+from common.page_tables import PageTables
 from engine.adapters.adapters import AdapterBank, AdapterManager, load_all, shelf_of
 from engine.adapters.library import AdapterCache, AdapterLoader, AdapterSource
 from engine.backend import TorchBackend
@@ -104,6 +105,14 @@ class Engine:
     @property
     def pool(self) -> KVPool:
         return self.backend.pool
+
+    @property
+    def tables(self) -> PageTables:
+        return self.shape.layout.tables
+
+    @property
+    def page_bytes(self) -> int:
+        return self.pool.page_bytes
 
     @property
     def host_pool(self) -> HostPool:

@@ -5,42 +5,17 @@ before it starts, while the previous role is idle. They are dropped when the rol
 pool and prefix cache stay.
 """
 
-from collections.abc import Callable, Mapping
-from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any
 
-from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
+from common.config import EngineConfig
 from common.process.ipc import PeerGone
 from engine.build import Engine, build
 from engine.ranks.node_group import NodeGroup, join_group
 from node.control.engine_control import RoleEnded
 from node.engine_process import Begin, EngineStart, run_engine
 from node.messages import StartRole
-
-CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
-
-
-class SwitchableEngine(Protocol):
-    """The module `engine` of a role's package."""
-
-    def wants(self, config: EngineConfig) -> EngineConfig:
-        """Return the engine configuration that the role uses."""
-        ...
-
-    def check(self, engine: Engine) -> None:
-        """Raise ConfigError if the engine cannot have the role."""
-        ...
-
-    def serve(
-        self, engine: Engine, start: EngineStart[Any], prepare: Callable[[str], None]
-    ) -> None:
-        """Serve until RoleEnded or PeerGone."""
-        ...
-
-
-def load_roles() -> Mapping[str, SwitchableEngine]:
-    """Import both roles by name, because their packages depend on this one."""
-    return {name: cast(SwitchableEngine, import_module(f"{name}_node.engine")) for name in CONFIGS}
+from node.role_parts import CONFIGS, load_roles
+from node.runtime import NodeRuntime
 
 
 def body(begin: Begin, first: StartRole) -> None:
@@ -68,7 +43,9 @@ def body(begin: Begin, first: StartRole) -> None:
             group.meet()
         while True:
             try:
-                roles[start.role].serve(engine, start, prepare)
+                runtime = NodeRuntime.of(engine, start, prepare)
+                made = roles[start.role].make_role(engine, runtime, start.config)
+                runtime.run(made, engine, start)
             except RoleEnded as over:
                 successor = over.successor
             start, engine = begin(successor), prepared.pop(successor.role)

@@ -95,6 +95,16 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         kind=("full", "window", "state"),
         sparse=True,
     ),
+    "simulated": gauge(
+        "baton_simulated",
+        "1 if the device of this node is simulated: its times are modelled, not measured.",
+        sparse=True,
+    ),
+    "simulation_lag": gauge(
+        "baton_simulation_lag_seconds",
+        "Longest delay of a simulated step since the last report, because this host is busy.",
+        sparse=True,
+    ),
     "swap_pages": gauge("baton_swap_pages", "Current host pages used by retracted requests."),
     "queue_": gauge(
         "baton_queue_requests",

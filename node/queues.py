@@ -8,11 +8,10 @@ from typing import Any, ClassVar, Generic, Protocol
 
 from common.errors import InvalidRequest, ServingError
 from common.queueing import QueueEstimator
-from engine.adapters.adapters import AdapterManager
+from common.requests.sampling import GuidedDecoding
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
-from engine.grammar.guides import GrammarCache
-from engine.grammar.matching import CompiledGuide
+from engine.grammar.matching import CompiledGuide, Match
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.tier_matches import TierMatch
 from engine.scheduler.arrivals import PriorityQueue, is_overdue
@@ -232,6 +231,19 @@ def _late(request: Request, now: float, backlog: QueueEstimator) -> RequestEnd |
     return waited_too_long(backlog.queued_s) if request.start_by < now else None
 
 
+class RequestAdapters(Protocol):
+    """The adapters of requests. AdapterManager documents the members."""
+
+    @property
+    def num_changes(self) -> int: ...
+
+    def hold(self, request: Request) -> None: ...
+
+    def take_slot(self, request: Request) -> bool: ...
+
+    def release(self, key: int) -> None: ...
+
+
 # Requests whose adapter has no slot on the device yet. They hold nothing else. Only requests of
 # adapters without a slot wait for them.
 #
@@ -242,7 +254,7 @@ class AdapterQueue:
 
     name = "adapter"
 
-    def __init__(self, adapters: AdapterManager) -> None:
+    def __init__(self, adapters: RequestAdapters) -> None:
         self._adapters = adapters
         self._waiting: PriorityQueue[int, Request] = PriorityQueue()
         self._tried = (-1, -1)
@@ -276,6 +288,14 @@ class AdapterQueue:
         return self._waiting.num_changes, self._adapters.num_changes
 
 
+class Grammars(Protocol):
+    """The grammars of a model. GrammarCache documents the methods."""
+
+    def compiled(self, guide: GuidedDecoding) -> Future[CompiledGuide]: ...
+
+    def match(self, compiled: CompiledGuide, request: Request) -> Match: ...
+
+
 # Requests whose guide is being compiled or whose first mask is being made. They hold nothing, and
 # no other request waits for them.
 class GrammarQueue:
@@ -283,7 +303,7 @@ class GrammarQueue:
 
     name = "grammar"
 
-    def __init__(self, guides: GrammarCache) -> None:
+    def __init__(self, guides: Grammars) -> None:
         self._guides = guides
         self._waiting: dict[int, tuple[Request, Future[CompiledGuide]]] = {}  # by key
 

@@ -4,7 +4,7 @@ A node has the flags of its first role. Settings that only the other role has ke
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 
@@ -14,7 +14,7 @@ from common import settings
 from common.config import DecodeConfig, NodeConfig, PrefillConfig
 from common.errors import ConfigError, FailedPrecondition
 from node.frontend.engine_link import RoleProgram
-from node.frontend.frontend import run_node
+from node.frontend.frontend import EngineHandle, EngineProcess, run_node
 from node.metrics import Role
 
 CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
@@ -25,7 +25,22 @@ def main(role: Role) -> int:
     about = f"Run a {role} node."
     config = settings.read(CONFIGS[role], f"baton serve {role}", sys.argv[1:], about=about)
     program = program_of(role, config)
-    return run_node(program, engine_module="node.engine_main", other=partial(other, program))
+    return run_node(program, spawn=engine_of(config), other=partial(other, program))
+
+
+def engine_of(config: NodeConfig) -> Callable[[], EngineHandle]:
+    """Return a function that starts the engine of a node, see run_node. Simulated engines are
+    imported by name, because their package depends on this one.
+
+    Raises:
+        ConfigError: a simulated engine does not support the configuration.
+    """
+    if not config.engine.simulated_gpu:
+        return partial(EngineProcess, "node.engine_main")
+    simulated = import_module("simulation.node.engine")
+    simulated.check_config(config)
+    spawn: Callable[[], EngineHandle] = simulated.SimEngine
+    return spawn
 
 
 def program_of(role: str, config: NodeConfig) -> RoleProgram:

@@ -6,7 +6,8 @@ They are a transfer thread to other nodes, a control interface for the frontend,
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import triton
 
@@ -21,7 +22,7 @@ from engine.loop.clock import Lateness, StepClock
 from engine.loop.grouped import GroupedRole, GroupedRunner
 from engine.loop.loop import EngineRole, EventLoop
 from engine.loop.rebalancing import RebalancingRole
-from engine.loop.watchdog import StalledEngine, Watchdog, end_process, report_stall
+from engine.loop.watchdog import Watchdog, end_process, report_stall
 from engine.memory_release import MemoryOccupation
 from engine.meters import (
     AdapterMeter,
@@ -36,15 +37,16 @@ from engine.models.decoder import Decoder
 from engine.profiler import Profiler
 from engine.ranks.lockstep import Stage
 from engine.runner.forwards import Forwards
-from engine.scheduler.scheduler import Scheduler
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool, TransferBackend
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello, PoolRegion, region_of
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
 from kvtransfer.transfer.consumer import ReadMetrics
+from kvtransfer.transfer.device_page_bytes import page_bytes_of
 from kvtransfer.transfer.node_paths import start_ranks
-from kvtransfer.transfer.rank_paths import TransferPaths
+from kvtransfer.transfer.paths import TransferPaths
+from kvtransfer.transfer.rank_paths import paths_of_rank
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
 from node.control.cache_reports import CacheReporter, CacheReports, KvEventReports
@@ -52,18 +54,9 @@ from node.control.engine_control import EngineControl, FrontendChannel, RoleEnde
 from node.control.operations import EngineOperations
 from node.engine_process import EngineStart
 from node.messages import EngineReady, GroupDrains
+from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.weights import WeightSharing
-
-
-class DrivenRole(EngineRole, StalledEngine, Protocol):
-    """A role, as the event loop, the stall report and a group of nodes need it."""
-
-    @property
-    def scheduler(self) -> Scheduler: ...
-
-    @property
-    def busy(self) -> bool: ...
 
 
 def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) -> None:
@@ -314,7 +307,7 @@ def _make_transfer(
             start.config.transfer,
             shape.layout.tables,
             hello,
-            pool,
+            partial(page_bytes_of, pool),
             paths,
             reads,
             max_unconsumed_tokens=steps.max_queued_tokens,
@@ -333,7 +326,7 @@ def _serve_pages(
 ) -> tuple[TransferPaths, tuple[PoolRegion, ...]]:
     """Serve the pages of all ranks. Return the paths of this node, and its pages by rank."""
     config, share, region = start.config.transfer, engine.loaded.share, region_of(pool)
-    own = TransferPaths.of_rank(
+    own = paths_of_rank(
         share.node_rank,
         share.node,
         pool,

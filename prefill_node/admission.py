@@ -20,7 +20,6 @@ from common.errors import (
 )
 from common.queueing import QueueEntry, QueueEstimator, may_wait_s
 from common.request import Remaining, RequestSpec
-from engine.adapters.adapters import AdapterManager
 from engine.batch.holding import PageHolding
 from engine.batch.limits import MAX_HELD_EMBEDDING_BYTES, MAX_HELD_STATE_BYTES, RequestLimits
 from engine.batch.request import Request
@@ -29,7 +28,13 @@ from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import Prompt
 from kvtransfer.ports import OpenedEvent
 from node.control.engine_control import EngineControl
-from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
+from node.queues import (
+    KeyedQueue,
+    PreparationStages,
+    RequestAdapters,
+    RequestQueues,
+    SchedulerQueue,
+)
 from node.request_state import Claim, RequestStage, RequestState
 from node.timings import ProducerTimings
 
@@ -144,7 +149,7 @@ class HandoffAdmission:
         limits: RequestLimits,
         scheduler: Scheduler,
         control: EngineControl,
-        adapters: AdapterManager,
+        adapters: RequestAdapters,
         backlog: QueueEstimator,
         tokens: TokenBudget,
     ) -> None:

@@ -18,10 +18,10 @@ from functools import partial
 from msgspec.structs import replace
 
 from common.errors import ServingError
-from engine.adapters.adapters import AdapterManager
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.scheduler import ChunkDone
+from node.queues import RequestAdapters
 from node.request_state import Claim, Ending, RequestStage, RequestState
 from node.sharing.fetches import PrefixFetches
 from prefill_node.admission import PrefillQueues, PrefillState
@@ -52,7 +52,7 @@ class PrefillAhead:
         queues: PrefillQueues,
         *,
         cache: PrefixCache,
-        adapters: AdapterManager,
+        adapters: RequestAdapters,
         fetches: PrefixFetches,
         keys: Iterator[int],
         max_tokens: int,

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from common.config import EngineConfig, PrefillConfig
 from common.distribution import HistogramCounts
@@ -14,7 +14,6 @@ from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
-from engine.build import Engine
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.ports import (
     ClosedEvent,
@@ -28,11 +27,10 @@ from kvtransfer.ports import (
 )
 from node.control.engine_control import EngineControl
 from node.control.pauses import PAUSED
-from node.engine_process import EngineStart
 from node.messages import CancelPooling, FrontMessage, SubmitPooling
 from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
 from node.request_state import RequestStage, RequestState
-from node.runtime import NodeRuntime
+from node.role_parts import RoleEngine, RoleRuntime
 from node.sharing.fetches import PrefixFetchQueue
 from node.sharing.prefixes import PrefixSharing
 from prefill_node.admission import HandoffAdmission, PrefillQueues
@@ -219,25 +217,11 @@ def wants(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update={"cache": cache, "scheduler": scheduler, "cuda_graphs": False})
 
 
-def check(engine: Engine) -> None:
+def check(engine: RoleEngine) -> None:
     """Accept every engine."""
 
 
-def serve(
-    engine: Engine, start: EngineStart[PrefillConfig], prepare: Callable[[str], None]
-) -> None:
-    """Serve until the node process disconnects (PeerGone) or changes the role (RoleEnded).
-
-    Args:
-        engine: built with the configuration that `wants` returned, or prepared with it for a change
-            of role.
-        prepare: see EngineControl.
-    """
-    runtime = NodeRuntime.of(engine, start, prepare)
-    runtime.run(make_role(engine, runtime, start.config), engine, start)
-
-
-def make_role(engine: Engine, runtime: NodeRuntime, config: PrefillConfig) -> PrefillRole:
+def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -> PrefillRole:
     """Assemble the role from an engine and the parts that do not depend on the role."""
     control, sharing, steps = runtime.control, runtime.sharing, config.engine.scheduler
 
@@ -275,7 +259,7 @@ def make_role(engine: Engine, runtime: NodeRuntime, config: PrefillConfig) -> Pr
         queues=queues,
         history=HandoffHistory(control.notify),
         pages=engine.pages,
-        tables=engine.shape.layout.tables,
+        tables=engine.tables,
         port=runtime.port,
         sharing=sharing,
     )
@@ -306,9 +290,9 @@ def make_role(engine: Engine, runtime: NodeRuntime, config: PrefillConfig) -> Pr
     )
 
 
-def _max_tokens_ahead(engine: Engine, config: PrefillConfig) -> int:
+def _max_tokens_ahead(engine: RoleEngine, config: PrefillConfig) -> int:
     """Return the tokens of half the pool. The other half keeps the prefixes of other requests."""
     if not (config.compute_ahead and config.engine.cache.prefix_cache):
         return 0
-    tables = engine.shape.layout.tables
-    return engine.shape.num_pages // tables.num_tables * tables.page_size // 2
+    tables = engine.tables
+    return engine.pages.num_pages // tables.num_tables * tables.page_size // 2

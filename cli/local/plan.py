@@ -38,6 +38,12 @@ class Program:
     flags: tuple[str, ...]
     variables: tuple[tuple[str, str], ...] = ()  # for its environment, where ours lacks them
     models: tuple[str, ...] = ()  # that a router serves, if there are several
+    nodes: "tuple[Program, ...]" = ()  # that the process consists of, in a fleet
+
+    @property
+    def servers(self) -> "Sequence[Program]":
+        """Return the programs whose gRPC servers this process has."""
+        return self.nodes or (self,)
 
     @property
     def services(self) -> Sequence[str]:
@@ -76,6 +82,7 @@ class RequestedModel:
     prefill: RequestedNodes
     decode: RequestedNodes
     served_model_name: str = ""  # "": the name in `model`
+    router_model: str = ""  # of which the router reads the files. "": `model`
 
     @property
     def name(self) -> str:
@@ -93,7 +100,7 @@ class RequestedSystem:
     prefill_port: int  # of the first prefill node; the others use the next ones
     decode_port: int
     metrics_port: int | None  # of the router; the nodes use the next ones
-    device: str  # auto | cpu | cuda
+    device: str  # auto | cpu | cuda | sim:GPU
     node_flags: tuple[str, ...] = ()  # for every node
     router_flags: tuple[str, ...] = ()
     # cert, key and ca for every process, or nothing
@@ -161,7 +168,19 @@ def programs(wish: RequestedSystem) -> list[Program]:
     address = f"{wish.host}:{wish.port}"
     models = tuple(by_model) if len(by_model) > 1 else ()
     first = Program("router", "router", address, router, models=models)
-    return [first, *nodes]
+    return [first, _fleet(nodes)] if _is_simulated(wish) else [first, *nodes]
+
+
+def _is_simulated(wish: RequestedSystem) -> bool:
+    return wish.device.startswith("sim:")
+
+
+def _fleet(nodes: Sequence[Program]) -> Program:
+    """Return one process for all of these simulated nodes."""
+    listed = [(node.module.removesuffix("_node"), node.flags) for node in nodes]
+    return Program(
+        "fleet", "simulation.fleet", nodes[0].address, (json.dumps(listed),), nodes=tuple(nodes)
+    )
 
 
 def _planned(wish: RequestedSystem, role: str) -> Iterator[_PlannedNode]:
@@ -214,12 +233,17 @@ def _model_flags(
         (model,) = models
         name = model.served_model_name
         return [
-            f"--model={model.model}",
+            f"--model={model.router_model or model.model}",
             *([f"--served-model-name={name}"] if name else []),
             *(f"--{role}={node}" for role, of in nodes[model.name].items() for node in of),
         ]
     entries = (
-        {"model": each.model, "served_model_name": each.name, **nodes[each.name]} for each in models
+        {
+            "model": each.router_model or each.model,
+            "served_model_name": each.name,
+            **nodes[each.name],
+        }
+        for each in models
     )
     return [f"--models={json.dumps(each)}" for each in entries]
 
@@ -230,7 +254,7 @@ def refuse_busy_ports(plan: Sequence[Program]) -> None:
     Raises:
         ConfigError: a port of the plan is in use. Names the flag of `baton up` that changes it.
     """
-    for program in plan:
+    for program in (server for process in plan for server in process.servers):
         host, _, port = program.address.rpartition(":")
         refuse_busy_port(host, int(port), program.name, _PORT_FLAGS[program.module])
 
@@ -303,6 +327,8 @@ def group_flags(dp: int, rank: int, directory: Path) -> list[str]:
 
 def _device_flags(wish: RequestedSystem, planned: Sequence[_PlannedNode]) -> list[list[str]]:
     nodes = [each.nodes.ranks for each in planned]
+    if _is_simulated(wish):
+        return [[f"--device={wish.device}", *rank_flags(ranks)] for ranks in nodes]
     num_devices = 0 if wish.device == "cpu" else cuda_devices()
     if num_devices:
         return _gpu_flags(nodes, num_devices)

@@ -16,7 +16,7 @@ from common.process.children import ChildProcess
 from node.frontend.frontend import exit_sentence
 
 # Callers stop before the processes that they call, so that no call waits for a stopped node.
-STOP_ORDER = ("router", "decode_node", "prefill_node")
+STOP_ORDER = ("router", "simulation.fleet", "decode_node", "prefill_node")
 
 
 class LocalSystem:
@@ -50,7 +50,8 @@ class LocalSystem:
 
         async def wait(program: plan.Program) -> None:
             await self._until_serving(program)
-            report(program.name, program.address)
+            several = f"{len(program.nodes)} nodes" if program.nodes else ""
+            report(program.name, several or program.address)
 
         await asyncio.gather(*(wait(program) for program in self._programs))
 
@@ -110,8 +111,9 @@ class LocalSystem:
         )
 
     async def _until_serving(self, program: plan.Program) -> None:
-        for service in program.services:
-            await client.until_serving(program.address, service, self._certificates)
+        for server in program.servers:
+            for service in server.services:
+                await client.until_serving(server.address, service, self._certificates)
 
 
 @dataclass(frozen=True, slots=True)

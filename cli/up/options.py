@@ -14,12 +14,21 @@ from cli.local import plan
 from cli.up.first_answer import Key, baton
 from cli.up.screen import Screen
 from common import settings
-from common.config import MAX_MODELS, ConfigRecord, DecodeConfig, PrefillConfig, RouterConfig
+from common.config import (
+    MAX_MODELS,
+    ConfigRecord,
+    DecodeConfig,
+    NodeConfig,
+    PrefillConfig,
+    RouterConfig,
+)
 from common.copy_map import NodeShape
 from common.errors import ConfigError
 from common.identity.program import identity_of
 from common.identity.secret import VARIABLE, new_secret, operator_keys
 from common.model_directory import model_directory
+from simulation.node.options import check_config
+from simulation.node.tokenizer import has_model_files, write_model_files
 
 PROGRAM = "baton up"
 DEMO_NAME = "baton-demo"
@@ -41,6 +50,7 @@ _OF_EACH_MODEL: Sequence[tuple[str, type, str, str]] = (
     ("--prefill-dp", int, "N", "nodes of each prefill group, which share experts (1)"),
     ("--decode-dp", int, "N", "nodes of each decode group, which share experts (1)"),
 )
+_SIMULATED = "sim:"
 T = TypeVar("T")
 
 
@@ -68,9 +78,11 @@ def parser() -> settings.ConfigArgumentParser:
     )
     parser.add_argument(
         "--device",
-        choices=("auto", "cpu", "cuda"),
+        type=_device,
         default="auto",
-        help="device of nodes. auto: CUDA devices if there are any (%(default)s)",
+        metavar="{auto,cpu,cuda,sim:GPU}",
+        help="device of nodes. auto: CUDA devices if there are any. sim:h100: simulated "
+        "nodes, see docs/simulation.md (%(default)s)",
     )
     _add_process_options(parser)
     client.add_credential_flags(parser, secret=False)
@@ -144,12 +156,20 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
     models = options.model or [str(demo.DIRECTORY)]
     if len(models) > MAX_MODELS:
         settings.wrong(PROGRAM, f"{len(models)} times --model: at most {MAX_MODELS} are allowed")
+    simulated = options.device.startswith(_SIMULATED)
+    if simulated:
+        if not options.model:
+            settings.wrong(PROGRAM, f"--device {options.device} needs --model, such as llama-3-8b")
+        if 0 in (options.decode or ()):
+            settings.wrong(PROGRAM, "--decode 0 is for embeddings, which are not simulated")
     given = vars(options)
     counts = {
         name: _of_each(name, given[name] or [1], len(models))
         for name in ("prefill", "decode", *_SIZES)
     }
     default_names = [DEMO_NAME] if not options.model else [""]
+    if simulated:
+        default_names = [f"simulated/{Path(model).name}" for model in models]
     names = _of_each("served_model_name", options.served_model_name or default_names, len(models))
     for name in _SIZES:
         if min(counts[name]) < 1:
@@ -167,6 +187,7 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
             ),
             plan.RequestedNodes(of["decode"], NodeShape(of["decode_tp"]), of["decode_dp"]),
             name,
+            _files_of(options, model) if simulated else "",
         )
         for number, (model, name) in enumerate(zip(models, names, strict=True))
         for of in [{each: values[number] for each, values in counts.items()}]
@@ -175,6 +196,13 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
         if count > 1:
             settings.wrong(PROGRAM, f"{count} models are called {name!r}: set --served-model-name")
     return requested
+
+
+def _files_of(options: argparse.Namespace, model: str) -> str:
+    """Return the directory with the files of a simulated model that the router reads."""
+    if has_model_files(model):
+        return model
+    return str(options.var.absolute() / "simulated" / Path(model).name)
 
 
 def _of_each(name: str, given: Sequence[T], num_models: int) -> Sequence[T]:
@@ -216,8 +244,14 @@ def wish(
     """
     for model in options.models:
         _check_flags(options, model, node_flags)
-    for name in options.model or ():
-        _have_model(name, screen)
+    if options.device.startswith(_SIMULATED):
+        screen.say("simulated nodes: all times are those of a model, not measurements")
+        for model in options.models:
+            if not has_model_files(model.model):
+                write_model_files(model.model, Path(model.router_model))
+    else:
+        for name in options.model or ():
+            _have_model(name, screen)
     if options.draft_model:
         model_directory(options.draft_model, weights=True)
     wished = plan.RequestedSystem(
@@ -263,6 +297,12 @@ def key(options: argparse.Namespace, secret_file: Path | None) -> Key:
     return Key(metadata, shell if config.clients.api_keys is not None else "")
 
 
+def _device(text: str) -> str:
+    if text not in ("auto", "cpu", "cuda") and not text.startswith(_SIMULATED):
+        raise argparse.ArgumentTypeError(f"expected auto, cpu, cuda or sim:GPU, got {text!r}")
+    return text
+
+
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
         raise argparse.ArgumentTypeError(f"a port is from 1 to 65535, got {text!r}")
@@ -282,9 +322,11 @@ def _check_flags(
     for record, nodes, own in roles:
         if nodes.total:
             flags = plan.rank_flags(nodes.ranks) + plan.group_flags(nodes.dp, 0, options.var)
-            records.append((record, [*flags, *own, *node_flags]))
+            records.append((record, [f"--device={options.device}", *flags, *own, *node_flags]))
     for record, flags in records:
-        settings.read(record, PROGRAM, [f"--model={model.model}", *flags])
+        config = settings.read(record, PROGRAM, [f"--model={model.model}", *flags])
+        if isinstance(config, NodeConfig) and config.engine.simulated_gpu:
+            check_config(config)
 
 
 def _have_model(model: str, screen: Screen) -> None:

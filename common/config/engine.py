@@ -497,6 +497,23 @@ class InputEmbeddingsConfig(ConfigRecord):
     )
 
 
+class SimConfig(ConfigRecord):
+    """Simulated nodes, see docs/simulation.md."""
+
+    link: Literal["nvlink", "rdma400", "tcp100", "tcp25"] = Field(
+        "rdma400",
+        description="Simulated network of the node: nvlink, rdma400 (400 Gbit/s), tcp100 or tcp25",
+    )
+    pool_dir: Path | None = Field(
+        None,
+        description="Directory of files with simulated pages, which nodes of a host share. "
+        "Default: /dev/shm/baton-sim-UID",
+    )
+
+
+_SIMULATED = "sim:"
+
+
 class EngineConfig(ConfigRecord):
     """The model and the device it runs on."""
 
@@ -504,7 +521,7 @@ class EngineConfig(ConfigRecord):
     device: str = Field(
         "auto",
         description="Device: auto, cpu or cuda:N. With several ranks, a GPU for each: cuda:0-3 or "
-        "cuda:0,2",
+        "cuda:0,2. sim:h100: a simulated GPU, see docs/simulation.md",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -564,6 +581,20 @@ class EngineConfig(ConfigRecord):
     hidden_states: HiddenStatesConfig = HiddenStatesConfig()
     routed_experts: RoutedExpertsConfig = RoutedExpertsConfig()
     input_embeddings: InputEmbeddingsConfig = InputEmbeddingsConfig()
+    sim: SimConfig = SimConfig()
+
+    @property
+    def simulated_gpu(self) -> str:
+        """The GPU that is simulated. Empty: the device is real."""
+        return self.device.removeprefix(_SIMULATED) if self.device.startswith(_SIMULATED) else ""
+
+    @model_validator(mode="after")
+    def _sim_needs_a_simulated_device(self) -> Self:
+        if self.device == _SIMULATED:
+            raise ValueError("device sim: needs a GPU, as in sim:h100")
+        if not self.simulated_gpu and self.sim != SimConfig():
+            raise ValueError("sim.* needs a simulated device, such as device=sim:h100")
+        return self
 
     @model_validator(mode="after")
     def _each_rank_has_a_gpu(self) -> Self:

@@ -6,12 +6,15 @@ step deep. Only the role knows the kind of node.
 
 import threading
 import time
-from typing import Protocol
+from collections.abc import Generator, Iterator
+from typing import Protocol, TypeAlias
 
 from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
 from engine.loop.clock import StepClock
 
 _PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
+# Yields what the loop waits for, and returns the launch in flight.
+_Turn: TypeAlias = Generator[LaunchedBatch | None, None, LaunchedBatch | None]
 
 
 class EngineRole(Protocol):
@@ -65,11 +68,17 @@ class EventLoop:
     def run(self) -> None:
         """Run steps until stopped, then finish the step in flight. Raises the error of any part,
         because a failed engine must not run another step."""
+        for _ in self.turns():
+            pass
+
+    def turns(self) -> Iterator[LaunchedBatch | None]:
+        """Run as `run` does. Yield before each wait: the step whose result is needed, or None
+        after the role was idle. A caller that waits itself makes the loop wait for nothing."""
         in_flight: LaunchedBatch | None = None
         while not self._stopped.is_set():
-            in_flight = self.step(in_flight)
+            in_flight = yield from self._turn(in_flight)
         if in_flight is not None:
-            self._finish(in_flight)
+            yield from self._finish(in_flight)
 
     def stop(self) -> None:
         """Stop the loop. May be called from any thread. The caller must wake the role if it
@@ -78,35 +87,46 @@ class EventLoop:
 
     def step(self, in_flight: LaunchedBatch | None) -> LaunchedBatch | None:
         """Run one turn. Takes the launch in flight and returns the one in flight afterwards."""
+        turn = self._turn(in_flight)
+        try:
+            while True:
+                next(turn)
+        except StopIteration as ended:
+            after: LaunchedBatch | None = ended.value
+            return after
+
+    def _turn(self, in_flight: LaunchedBatch | None) -> _Turn:
         self.clock.turned()
         self._role.poll()
         batch = self._role.next_batch()
         if batch is None:
             if in_flight is None:
                 self._role.idle()
+                yield None
                 self.clock.rested()
             else:
-                self._finish(in_flight)
+                yield from self._finish(in_flight)
             return None
         if in_flight is not None and not self._may_overlap(in_flight.batch, batch):
-            self._finish(in_flight)
+            yield from self._finish(in_flight)
             in_flight = None
         self.clock.launching(batch)
         launched = self._runner.launch(batch)
         self.clock.launched(batch)
         if in_flight is not None:
-            self._finish(in_flight)
+            yield from self._finish(in_flight)
         launched.sample()
         if self._overlap:
             return launched
-        self._finish(launched)
+        yield from self._finish(launched)
         return None
 
     def _may_overlap(self, before: ScheduleBatch, batch: ScheduleBatch) -> bool:
         return self._overlap_prefills or not (before.mode in _PROMPTS and batch.mode in _PROMPTS)
 
-    def _finish(self, launched: LaunchedBatch) -> None:
+    def _finish(self, launched: LaunchedBatch) -> Iterator[LaunchedBatch]:
         asked = time.monotonic()
+        yield launched
         result = launched.result()
         self.clock.meter.waited_s += time.monotonic() - asked
         self.clock.finished()

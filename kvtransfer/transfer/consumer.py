@@ -45,7 +45,7 @@ from kvtransfer.transfer.link import (
     ReadEnded,
 )
 from kvtransfer.transfer.page_bytes import PageChecksums
-from kvtransfer.transfer.rank_paths import LinkOpener
+from kvtransfer.transfer.paths import LinkOpener
 from kvtransfer.transfer.thread import EventOutlet
 
 PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")

@@ -50,7 +50,8 @@ from kvtransfer.transfer.link import (
     RateMeasured,
     ReadEnded,
 )
-from kvtransfer.transfer.rank_paths import PagesByRank, PathOffers, TransferPaths
+from kvtransfer.transfer.paths import PagesByRank, PathOffers, TransferPaths
+from kvtransfer.transfer.rank_paths import paths_of_rank
 
 _LOOK_S = 1.0  # between two looks for late reads
 _LINK_END_S = 2.0
@@ -190,7 +191,7 @@ class FollowerTransfer:
             config = config.model_copy(update={"listen_host": self._listen_host})
         if config.listen_port:  # each rank has a port of its own
             config = config.model_copy(update={"listen_port": config.listen_port + self._rank})
-        self._paths = TransferPaths.of_rank(
+        self._paths = paths_of_rank(
             self._rank,
             self._node,
             self._pool,

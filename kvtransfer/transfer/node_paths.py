@@ -48,7 +48,7 @@ from kvtransfer.transfer.link import (
     ReadEnded,
 )
 from kvtransfer.transfer.link_group import LinkGroup
-from kvtransfer.transfer.rank_paths import LinkOpener, PathOffers, TransferPaths
+from kvtransfer.transfer.paths import LinkOpener, PathOffers, TransferPaths
 
 Replies: TypeAlias = "Future[Sequence[bytes]]"
 

@@ -40,7 +40,7 @@ from kvtransfer.protocol.actions import (
 from kvtransfer.protocol.liveness import earliest
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.page_bytes import PageChecksums
-from kvtransfer.transfer.rank_paths import PathOffers
+from kvtransfer.transfer.paths import PathOffers
 from kvtransfer.transfer.thread import EventOutlet
 
 WAIT_S = 10.0  # longest wait; a consumer waits longer

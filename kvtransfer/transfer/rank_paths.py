@@ -6,15 +6,14 @@ joins them.
 """
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 from common.config import TransferConfig
-from common.copy_map import NodeShape, RankPages, Slice, copy_map
+from common.copy_map import NodeShape, Slice
 from common.errors import LayoutMismatch, TransferError
 from common.logs import Throttle, ThrottledLog
 from kernels.cpu import memory
@@ -30,41 +29,18 @@ from kvtransfer.backends.base import (
     check_pool,
 )
 from kvtransfer.pairing import DataPath, PairHello
-from kvtransfer.ports import PIECES, STATE, LinkMember
+from kvtransfer.ports import LinkMember
 from kvtransfer.transfer.link import Link, LinkBytes, LinkEvent, LinkUp, Notify, PageLink
 from kvtransfer.transfer.link_group import LinkGroup
-
-# Returns the pages of all ranks of a node. Raises LayoutMismatch if there is no such node.
-PagesByRank: TypeAlias = Callable[[NodeShape], Sequence[RankPages]]
-Cuts: TypeAlias = tuple[tuple[int, int], ...]  # of a page: begin and size
-
-_MOST_KNOWN = 8  # shapes of producers
+from kvtransfer.transfer.paths import (
+    MOST_KNOWN,
+    ComparedBytes,
+    PagesByRank,
+    TransferPaths,
+    map_of,
+)
 
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
-
-
-class PathOffers(Protocol):
-    """The data paths over which consumers read the pages of a node, or of one rank. Transfer thread
-    only. See PageProducer.
-    """
-
-    def prepare(self, consumer: int) -> Sequence[Future[Any]]: ...
-
-    def admit(self, consumer: int) -> tuple[DataPath, ...]:
-        """Return the paths of a consumer, in the order in which it should try them."""
-        ...
-
-    def dismiss(self, consumer: int) -> None: ...
-
-    def publish(self, consumer: int, pages: Ints) -> Sequence[Future[Any]]:
-        """Let a consumer read pages. It may when all futures are done."""
-        ...
-
-    def withdraw(self, consumer: int, pages: Ints) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class RankOffers:
@@ -112,19 +88,6 @@ class RankOffers:
             producer.close()
 
 
-class LinkOpener(Protocol):
-    """Opens links to producers, for a node or for one rank."""
-
-    def check(self, hello: PairHello) -> None:
-        """Raise LayoutMismatch if the pages of a producer cannot be read."""
-        ...
-
-    def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
-        """Open a link to a producer over one backend. If it offers none, the link closes at
-        once."""
-        ...
-
-
 class RankLinks:
     """The links of one rank.
 
@@ -149,8 +112,8 @@ class RankLinks:
         self._backends = backends
         self._config = config
         # A producer that connects again and again costs the computation of its map once.
-        self._pages_by_rank = lru_cache(_MOST_KNOWN)(pages_by_rank)
-        self._moves = lru_cache(_MOST_KNOWN)(self._computed_moves)
+        self._pages_by_rank = lru_cache(MOST_KNOWN)(pages_by_rank)
+        self._moves = lru_cache(MOST_KNOWN)(self._computed_moves)
 
     def check(self, hello: PairHello) -> None:
         for region in hello.regions:
@@ -184,7 +147,7 @@ class RankLinks:
         if producer == self._node:
             return {self._rank: None}
         mine = self._pages_by_rank(self._node)[self._rank]
-        whole = _map_of(self._rank, mine, self._pages_by_rank(producer))
+        whole = map_of(self._rank, mine, self._pages_by_rank(producer))
         moves: dict[int, tuple[list[Slice], ...]] = {}
         for table, slices in enumerate(whole):
             for each in slices:
@@ -228,90 +191,23 @@ class RankLinks:
             memory.take(self._pool.base + page * self._pool.page_bytes, self._pool.page_bytes)
 
 
-class ComparedBytes:
-    """The bytes of pages that two nodes with different numbers of ranks compare by checksums. They
-    are those that rank 0 of the consumer reads from rank 0 of the producer, in the order of its
-    map.
+def paths_of_rank(
+    rank: int,
+    node: NodeShape,
+    pool: PagePool,
+    config: TransferConfig,
+    backends: Mapping[str, TransferBackend],
+    pages_by_rank: PagesByRank,
+    instance: int,
+) -> TransferPaths:
+    """Serve the pages of one rank.
 
-    Args:
-        node: the ranks of this node.
+    Raises:
+        ConfigError: this machine supports none of the backends.
     """
-
-    def __init__(self, node: NodeShape, pages_by_rank: PagesByRank) -> None:
-        self._node = node
-        self._pages_by_rank = pages_by_rank
-        self._slices = lru_cache(_MOST_KNOWN)(self._computed)
-
-    def served(self, consumer: NodeShape | None, table: int) -> Cuts | None:
-        """Return the compared bytes of a page of a table, which another node reads. None: the whole
-        page. There are none of the state.
-        """
-        if consumer is None or consumer == self._node:
-            return None
-        return tuple((each.source, each.size) for each in self._slices(consumer, self._node)[table])
-
-    def read(self, producer: NodeShape | None, table: int) -> Cuts | None:
-        """Return the same of a page that this node has read."""
-        if producer is None or producer == self._node:
-            return None
-        return tuple((each.at, each.size) for each in self._slices(self._node, producer)[table])
-
-    def _computed(
-        self, consumer: NodeShape, producer: NodeShape
-    ) -> Mapping[int, tuple[Slice, ...]]:
-        try:
-            mine, producers = self._pages_by_rank(consumer)[0], self._pages_by_rank(producer)
-            *tables, _ = _map_of(0, mine, producers)
-        except LayoutMismatch:  # the consumer ends such a pair
-            return defaultdict(tuple)
-        *of_tables, pieces = [
-            tuple(each for each in table if each.producer_rank == 0) for table in tables
-        ]
-        return {**dict(enumerate(of_tables)), PIECES: pieces, STATE: ()}
-
-
-def _map_of(
-    rank: int, mine: RankPages, producers: Sequence[RankPages]
-) -> tuple[tuple[Slice, ...], ...]:
-    """Return what a rank reads: by table, of pieces of weights, of the state."""
-    piece = Slice(0, 0, 0, 0, 0, min(mine.page_bytes, producers[0].page_bytes))
-    *tables, state = copy_map(rank, mine, producers)
-    return (*tables, () if rank else (piece,), state)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferPaths:
-    """All data paths of a node, or of one rank.
-
-    Attributes:
-        backends: names of those over which it may read.
-        compared: the bytes that checksums cover.
-    """
-
-    opener: LinkOpener
-    offers: PathOffers
-    backends: Collection[str]
-    compared: ComparedBytes
-
-    @classmethod
-    def of_rank(
-        cls,
-        rank: int,
-        node: NodeShape,
-        pool: PagePool,
-        config: TransferConfig,
-        backends: Mapping[str, TransferBackend],
-        pages_by_rank: PagesByRank,
-        instance: int,
-    ) -> "TransferPaths":
-        """Serve the pages of one rank.
-
-        Raises:
-            ConfigError: this machine supports none of the backends.
-        """
-        return cls(
-            RankLinks(rank, node, pool, backends, config, pages_by_rank),
-            RankOffers(rank, data_paths.serve(backends, pool, instance)),
-            tuple(backends),
-            ComparedBytes(node, pages_by_rank),
-        )
+    return TransferPaths(
+        RankLinks(rank, node, pool, backends, config, pages_by_rank),
+        RankOffers(rank, data_paths.serve(backends, pool, instance)),
+        tuple(backends),
+        ComparedBytes(node, pages_by_rank),
+    )

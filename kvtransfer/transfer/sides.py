@@ -9,7 +9,6 @@ from typing import cast
 
 from common.config import TransferConfig
 from common.page_tables import PageTables
-from kvtransfer.backends.base import PagePool
 from kvtransfer.frontend_messages import PairOpened
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import PairHello
@@ -28,9 +27,9 @@ from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.liveness import earliest
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
-from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
+from kvtransfer.transfer.page_bytes import PageBytes, PageChecksums
+from kvtransfer.transfer.paths import TransferPaths
 from kvtransfer.transfer.producer import ProducerSide
-from kvtransfer.transfer.rank_paths import TransferPaths
 from kvtransfer.transfer.thread import EventOutlet
 
 
@@ -83,7 +82,7 @@ def both_sides(
     config: TransferConfig,
     tables: PageTables,
     hello: PairHello,
-    pool: PagePool,
+    contents: Callable[[], PageBytes],
     paths: TransferPaths,
     reads: ReadMetrics,
     *,
@@ -92,7 +91,7 @@ def both_sides(
     """Return a function that makes both sides for a TransferThread.
 
     Args:
-        pool: of this process, whose pages are sampled and compared.
+        contents: makes access to the pages of this process, which are sampled and compared.
         reads: counts every read.
         max_unconsumed_tokens: see ProducerSide.
     """
@@ -106,7 +105,7 @@ def both_sides(
             cast(EventOutlet[ConsumerEvent], outlet),  # the outlet takes the events of both
             wake,
             reads,
-            PageChecksums(page_bytes_of(pool), 0, paths.compared),
+            PageChecksums(contents(), 0, paths.compared),
         )
         publisher = ProducerSide(
             ProducerEnd(config, tables),
@@ -114,7 +113,7 @@ def both_sides(
             paths.offers,
             cast(EventOutlet[ProducerEvent], outlet),
             wake,
-            PageChecksums(page_bytes_of(pool), config.checksum_interval, paths.compared),
+            PageChecksums(contents(), config.checksum_interval, paths.compared),
             max_unconsumed_tokens=max_unconsumed_tokens,
         )
         return TransferSides(consumer, publisher)

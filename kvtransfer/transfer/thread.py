@@ -123,13 +123,15 @@ class WakeUp:
             os.eventfd_read(self._fd)
 
 
-class TransferThread(Generic[Command, Event]):
-    """The thread, and the engine thread's port to it.
+class Transfer(Generic[Command, Event]):
+    """The work of the transfer thread, and the engine thread's port to it. It never sleeps: a
+    driver calls `turn` when `fileno` is readable, after each `wake`, and when `due_in_s` is over.
 
     Args:
         frames: to the frontend's pair streams. This object owns it.
-        side: made by `make_side` from the outlet and a callable that wakes this thread.
-        engine_late_s: returns the seconds by which the engine is late. Called on this thread.
+        make_side: makes the side from the outlet and `wake`.
+        wake: ends the driver's sleep. Called by any thread.
+        engine_late_s: returns the seconds by which the engine is late. Called by `turn`.
         stall_s: heartbeats stop once the engine is later than this.
         wake_engine: ends the engine thread's sleep.
     """
@@ -139,37 +141,27 @@ class TransferThread(Generic[Command, Event]):
         frames: FrameSocket[PairInput],
         make_side: Callable[[EventOutlet[Event], Callable[[], None]], TransferSide[Command]],
         *,
+        wake: Callable[[], None],
         engine_late_s: Callable[[], float],
         stall_s: float = HEARTBEAT_S,
         wake_engine: Callable[[], None],
     ) -> None:
         self._frames = frames
         self._outlet: EventOutlet[Event] = EventOutlet(frames)
-        self._wake_up = WakeUp()
-        self._side = make_side(self._outlet, self._wake_up.wake)
+        self._side = make_side(self._outlet, wake)
+        self._wake = wake
         self._engine_late_s = engine_late_s
         self._stall_s = stall_s
         self._wake_engine = wake_engine
         self._commands: deque[Command] = deque()
         self._heartbeat_at = 0.0
-        self._stopped = False
         self._fault: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> None:
-        """End the thread, every stream and every link."""
-        self._stopped = True
-        self._wake_up.wake()
-        self._thread.join(timeout_s)
 
     # The engine thread's port -------------------------------------------------------------------
 
     def post(self, command: Command) -> None:
         self._commands.append(command)
-        self._wake_up.wake()
+        self._wake()
 
     def take(self) -> list[Event]:
         """Return the events not consumed yet. Raises the fault that has ended the transfer thread,
@@ -179,25 +171,22 @@ class TransferThread(Generic[Command, Event]):
             raise self._fault
         return self._outlet.take()
 
-    # On the transfer thread ---------------------------------------------------------------------
+    # For the driver -----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._side.start()
-            while not self._stopped:
-                self._turn()
-        except PeerGone:
-            pass  # the engine thread's own socket reports the same
-        except BaseException as fault:
-            log.exception("the transfer thread failed")
-            self._fault = fault
-            self._wake_engine()
-        finally:
-            self._side.close()
-            self._frames.close()
+    def fileno(self) -> int:
+        return self._frames.fileno()
 
-    def _turn(self) -> None:
-        self._sleep()
+    @property
+    def wants_write(self) -> bool:
+        """Return whether `turn` is also needed once the socket is writable."""
+        return self._frames.wants_write
+
+    def open(self) -> None:
+        """Begin. Called once, before the first `turn`."""
+        self._side.start()
+
+    def turn(self) -> None:
+        """Handle all input and do what is due. Raises PeerGone if the frontend is gone."""
         now = time.monotonic()
         for message in self._frames.receive():
             match message:
@@ -219,14 +208,79 @@ class TransferThread(Generic[Command, Event]):
         if self._outlet.has_events:
             self._wake_engine()
 
-    def _sleep(self) -> None:
+    def due_in_s(self) -> float:
+        """Return the seconds until the next `turn`, at most LONGEST_SLEEP_S."""
         deadline = self._side.next_deadline()
         due = self._heartbeat_at if deadline is None else min(deadline, self._heartbeat_at)
-        left_s = due - time.monotonic()
+        return min(max(due - time.monotonic(), 0.0), LONGEST_SLEEP_S)
+
+    def fail(self, fault: BaseException) -> None:
+        """Report the fault that ends the driver to the engine thread."""
+        self._fault = fault
+        self._wake_engine()
+
+    def close(self) -> None:
+        """End every stream and every link."""
+        self._side.close()
+        self._frames.close()
+
+
+class TransferThread(Generic[Command, Event]):
+    """The thread that drives a Transfer, and the engine thread's port to it.
+
+    Args:
+        frames, make_side, engine_late_s, stall_s, wake_engine: see Transfer.
+    """
+
+    def __init__(
+        self,
+        frames: FrameSocket[PairInput],
+        make_side: Callable[[EventOutlet[Event], Callable[[], None]], TransferSide[Command]],
+        *,
+        engine_late_s: Callable[[], float],
+        stall_s: float = HEARTBEAT_S,
+        wake_engine: Callable[[], None],
+    ) -> None:
+        self._wake_up = WakeUp()
+        self._transfer: Transfer[Command, Event] = Transfer(
+            frames,
+            make_side,
+            wake=self._wake_up.wake,
+            engine_late_s=engine_late_s,
+            stall_s=stall_s,
+            wake_engine=wake_engine,
+        )
+        self.post, self.take = self._transfer.post, self._transfer.take
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread, every stream and every link."""
+        self._stopped = True
+        self._wake_up.wake()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._transfer.open()
+            while not self._stopped:
+                self._sleep()
+                self._transfer.turn()
+        except PeerGone:
+            pass  # the engine thread's own socket reports the same
+        except BaseException as fault:
+            log.exception("the transfer thread failed")
+            self._transfer.fail(fault)
+        finally:
+            self._transfer.close()
+
+    def _sleep(self) -> None:
         poll = select.poll()
         poll.register(self._wake_up, select.POLLIN)
-        poll.register(
-            self._frames, select.POLLIN | (select.POLLOUT if self._frames.wants_write else 0)
-        )
-        poll.poll(min(max(left_s, 0.0), LONGEST_SLEEP_S) * 1000.0)
+        events = select.POLLIN | (select.POLLOUT if self._transfer.wants_write else 0)
+        poll.register(self._transfer, events)
+        poll.poll(self._transfer.due_in_s() * 1000.0)
         self._wake_up.clear()

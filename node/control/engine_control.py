@@ -15,10 +15,8 @@ from common.errors import FailedPrecondition, ServingError
 from common.logs import kv
 from common.priority import CLASSES
 from common.requests.namespace import AdapterId, WeightsId
-from engine.adapters.library import AdapterLoader
 from kvtransfer.ports import ProducerUp
 from node.control.cache_reports import CacheReporter
-from node.control.operations import EngineOperations
 from node.control.pauses import ControlledRole
 from node.messages import (
     AbortRequests,
@@ -76,6 +74,35 @@ class MetricSource(Protocol):
     def distributions(self) -> Mapping[str, HistogramCounts]: ...
 
 
+class NamedAdapters(Protocol):
+    """The adapters that requests may name. AdapterLoader documents the methods."""
+
+    def names(self) -> Mapping[str, AdapterId]: ...
+
+    def load(self, name: str, path: str) -> Future[tuple[AdapterId, bool]]: ...
+
+    def unload(self, name: str) -> bool: ...
+
+    def poll(self) -> None: ...
+
+
+class Operations(Protocol):
+    """Operators' commands. EngineOperations documents the members."""
+
+    @property
+    def weights(self) -> WeightsId: ...
+
+    def counters(self) -> Mapping[str, int]: ...
+
+    def gauges(self) -> Mapping[str, float]: ...
+
+    def begin(
+        self, number: int, command: Command, role: ControlledRole
+    ) -> Iterator[NodeCallResult]: ...
+
+    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]: ...
+
+
 def _prepares_nothing(role: str) -> None:
     raise FailedPrecondition("this engine has one role")
 
@@ -99,8 +126,8 @@ class EngineControl:
         pages_by_holder: Callable[[], dict[str, int]],
         steps_finished: Callable[[], int],
         cache: CacheReporter,
-        adapters: AdapterLoader,
-        operations: EngineOperations,
+        adapters: NamedAdapters,
+        operations: Operations,
         meters: Sequence[MetricSource] = (),
         prepare: Callable[[str], None] = _prepares_nothing,
     ) -> None:

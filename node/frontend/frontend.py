@@ -13,9 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 import uvloop
 
@@ -36,6 +38,26 @@ from node.metrics import NodeMetrics
 # loaded. It would override a policy that the user has chosen.
 _OPENMP = {"GOMP_SPINCOUNT": "20000"}
 _POLICY = "OMP_WAIT_POLICY"
+
+
+class EngineHandle(Protocol):
+    """An engine, as the frontend sees it. EngineProcess documents the members."""
+
+    transfer_socket: socket.socket
+
+    @property
+    def engine_socket(self) -> socket.socket: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    def renew_transfer_socket(self) -> None: ...
+
+    async def ended(self, timeout_s: float | None = None) -> int | None: ...
+
+    async def end(self, grace_s: float) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class EngineProcess:
@@ -149,7 +171,7 @@ def _no_other(role: str) -> RoleProgram:
 def run_node(
     program: RoleProgram,
     *,
-    engine_module: str,
+    spawn: Callable[[], EngineHandle],
     other: Callable[[str], RoleProgram] = _no_other,
 ) -> int:
     """Run a node to its end and return the exit code of its process.
@@ -159,35 +181,92 @@ def run_node(
 
     Args:
         program: of the node's first role.
-        engine_module: started as `python -m engine_module`. See engine_process.run_engine.
+        spawn: starts the engine. Called once, on the event loop.
         other: of a role by its name. Raises ServingError if the node cannot have that role.
     """
-    resources.allow_many()
-    resources.hold_little()
 
     async def run() -> int:
-        return await _Node(program, engine_module, other).run()
+        node = Node(program, spawn, other, on_role=_set_up_log, on_end=_end_in_time)
+        return await run_nodes([node])
 
     _set_up_log(program)
     try:
-        return uvloop.run(run())
+        return run_loop(run)
     except ConfigError as error:
         print(f"baton serve {program.role}: {error}", file=sys.stderr)
         return 2
+
+
+def run_loop(run: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run the event loop of a process of nodes."""
+    resources.allow_many()
+    resources.hold_little()
+    return uvloop.run(run())
+
+
+class RunningNode(Protocol):
+    """A node of this process. Node documents the methods."""
+
+    def signalled(self, name: str) -> None: ...
+
+    async def run(self) -> int: ...
+
+
+async def run_nodes(nodes: Sequence[RunningNode]) -> int:
+    """Run nodes until all have ended, and return the highest of their exit codes. Signals to this
+    process are for all of them.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        for_all = partial(_signal_all, nodes, number.name)
+        loop.add_signal_handler(number, for_all)
+    trimming = asyncio.ensure_future(resources.keep_trimming())
+    try:
+        return max(await asyncio.gather(*(node.run() for node in nodes)))
+    finally:
+        trimming.cancel()
+
+
+def _signal_all(nodes: Sequence[RunningNode], name: str) -> None:
+    for node in nodes:
+        node.signalled(name)
 
 
 def _set_up_log(program: RoleProgram) -> None:
     logs.setup(program.role, program.config.server.log_level, program.config.server.log_format)
 
 
-class _Node:
+def _end_in_time() -> None:
+    """Limit the end of the process. Every known wait has a deadline of its own. If something else
+    blocks this process, such as a library's thread, all stacks are dumped and the exit code is 1.
+    """
+    faulthandler.dump_traceback_later(_END_S, exit=True)
+
+
+class Node:
+    """A node. Made and used on the event loop.
+
+    Args:
+        program, spawn, other: see run_node.
+        on_role: called with the program of each following role when the node enters it.
+        on_end: called when the node has begun to end.
+    """
+
     def __init__(
-        self, program: RoleProgram, engine_module: str, other: Callable[[str], RoleProgram]
+        self,
+        program: RoleProgram,
+        spawn: Callable[[], EngineHandle],
+        other: Callable[[str], RoleProgram] = _no_other,
+        *,
+        on_role: Callable[[RoleProgram], None] = lambda program: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._program = program
         self._config = program.config.server
-        self._engine_module = engine_module
+        self._spawn = spawn
         self._other = other
+        self._on_role = on_role
+        self._on_end = on_end
         self._metrics = NodeMetrics(program.role)
         self._ending = ProcessExit()
         self._engine_released = asyncio.Event()
@@ -196,10 +275,12 @@ class _Node:
         self._publish: Callable[[bytes], None]
         self._exit_code = 0
 
+    def signalled(self, name: str) -> None:
+        """Handle a signal, see ProcessExit."""
+        self._ending.signalled(name)
+
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._ending.signalled, number.name)
+        """Serve until the node has ended. Returns its exit code, see run_node."""
         server = self._config
         with ExitStack() as stack:
             # Between two roles no process listens on the port, and no other process may.
@@ -216,16 +297,16 @@ class _Node:
             )
             kv_events = stack.enter_context(publishing(self._program.config.kv_events))
             self._publish = kv_events.publish
-            engine = EngineProcess(self._engine_module)
+            engine = self._spawn()
             stack.callback(engine.close)
-            work = (self._watch(engine), resources.keep_trimming(), *kv_events.background())
+            work = (self._watch(engine), *kv_events.background())
             async with self._ending.guarded(work):
                 while post is not None:
                     post = await self._serve(post, engine, metrics_port)
         return self._exit_code
 
     async def _serve(
-        self, post: TenurePost, engine: EngineProcess, metrics_port: int | None
+        self, post: TenurePost, engine: EngineHandle, metrics_port: int | None
     ) -> TenurePost | None:
         """Serve in one role. Returns the next role's post, or None if the node has ended."""
         tenure = self._tenure = RoleTenure(
@@ -252,7 +333,7 @@ class _Node:
                 restarted = asyncio.ensure_future(self._link.restart(following.start))
                 verdict = await self._ending.before(restarted, _RESTART_S)
                 if verdict is None:
-                    _set_up_log(successor)
+                    self._on_role(successor)
                     return replace(following, ready=restarted.result())
             self._exit_code = await self._end(verdict, tenure, engine)
             return None
@@ -266,7 +347,7 @@ class _Node:
             raise FailedPrecondition("this node is draining")
         return self._other(role)
 
-    async def _watch(self, engine: EngineProcess) -> None:
+    async def _watch(self, engine: EngineHandle) -> None:
         """Watch two signs of the engine's end: its process, and its socket. Either one ends the
         node.
         """
@@ -285,10 +366,8 @@ class _Node:
     def _notice(self, notice: Notice) -> None:
         self._tenure.notice(notice)
 
-    async def _end(self, verdict: ExitVerdict, tenure: RoleTenure, engine: EngineProcess) -> int:
-        # Every known wait has a deadline of its own. If something else blocks this process, such as
-        # a library's thread, all stacks are dumped and the exit code is 1.
-        faulthandler.dump_traceback_later(_END_S, exit=True)
+    async def _end(self, verdict: ExitVerdict, tenure: RoleTenure, engine: EngineHandle) -> int:
+        self._on_end()
         if verdict.exit_code == 2:
             print(f"baton serve {tenure.role}: {verdict.reason}", file=sys.stderr)
         else:

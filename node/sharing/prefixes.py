@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Protocol
 
 from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig
@@ -22,10 +23,11 @@ from kvtransfer.ports import (
     InvalidateEvent,
     NodeEvent,
     ProducerRate,
+    TransferPort,
 )
+from node.sharing.dispatch import take
 from node.sharing.exports import PrefixExports
 from node.sharing.fetches import PrefixFetches
-from node.sharing.weights import WeightSharing, take
 
 MOST = 32
 EVERY_S = 1.0
@@ -119,6 +121,17 @@ class PrefixSources:
         self._computing.leave(key)
 
 
+class SharedPort(TransferPort, Protocol):
+    """The port to the transfer thread, shared with weights. WeightSharing documents the members."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def exported(self) -> Iterator[Ints]: ...
+
+    def reads(self) -> Iterator[Ints]: ...
+
+
 class PrefixSharing:
     """The prefix sharing of a node. Engine thread only. Prompts by the keys of their requests.
 
@@ -136,7 +149,7 @@ class PrefixSharing:
         pages: PageAllocator,
         tiers: CacheTiers,
         tables: PageTables,
-        weights: WeightSharing,
+        weights: SharedPort,
     ) -> None:
         self._tiers = tiers
         self._weights = weights

@@ -16,7 +16,8 @@ from kvtransfer.frontend_messages import PairEnd, PairInput, PairOpened, PairOut
 from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.pairs.dialer import DialTimes
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
+from kvtransfer.transfer.device_page_bytes import page_bytes_of
+from kvtransfer.transfer.page_bytes import PageChecksums
 from kvtransfer.transfer.producer import WAIT_S, ProducerSide
 from kvtransfer.transfer.rank_paths import RankOffers
 from kvtransfer.transfer.thread import EventOutlet

@@ -26,7 +26,8 @@ from kvtransfer.messages import (
 from kvtransfer.pairing import DataPath, PairHello, PoolRegion
 from kvtransfer.ports import FailCommand, ProducerEvent, PublishCommand, QueuedCommand
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
+from kvtransfer.transfer.device_page_bytes import page_bytes_of
+from kvtransfer.transfer.page_bytes import PageChecksums
 from kvtransfer.transfer.producer import HeldMessages, ProducerSide
 from kvtransfer.transfer.thread import EventOutlet
 from tests.support.specs import make_spec

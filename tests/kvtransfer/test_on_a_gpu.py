@@ -14,7 +14,8 @@ from common.errors import TransferError
 from kvtransfer.backends.base import BackendConnection, PagePool
 from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.protocol.actions import PageSum
-from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
+from kvtransfer.transfer.device_page_bytes import page_bytes_of
+from kvtransfer.transfer.page_bytes import PageChecksums
 from tests.support.data_children import CANARY, CUDA, CudaMemory, make_backend, scattered
 from tests.support.data_ends import closing, wait_for
 

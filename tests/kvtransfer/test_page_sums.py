@@ -4,8 +4,9 @@ import pytest
 
 from common.errors import TransferError
 from kvtransfer.protocol.actions import PageSum
-from kvtransfer.transfer import page_bytes
-from kvtransfer.transfer.page_bytes import DevicePageBytes, PageChecksums, page_bytes_of
+from kvtransfer.transfer import device_page_bytes
+from kvtransfer.transfer.device_page_bytes import DevicePageBytes, page_bytes_of
+from kvtransfer.transfer.page_bytes import PageChecksums
 from tests.support.data_children import Memory, content
 from tests.support.device_twin import DeviceTwin
 
@@ -60,7 +61,7 @@ def test_pages_of_a_device_are_compared_as_well(memory):
 
 def test_the_pages_of_a_device_are_enqueued_together_and_waited_for_once(memory, monkeypatch):
     """Enqueue together as many pages as a bounded buffer holds: here five."""
-    monkeypatch.setattr(page_bytes, "_MOST_PAGES", 5)
+    monkeypatch.setattr(device_page_bytes, "_MOST_PAGES", 5)
     device = DeviceTwin()
     queue, added = device.queue("to host"), []
     wait = queue.wait_until_done

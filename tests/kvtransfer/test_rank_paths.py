@@ -46,6 +46,7 @@ from kvtransfer.rank_messages import (
 from kvtransfer.rank_messages import encode as encoded
 from kvtransfer.transfer import node_paths
 from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
+from kvtransfer.transfer.device_page_bytes import page_bytes_of
 from kvtransfer.transfer.follower import FollowerTransfer
 from kvtransfer.transfer.link import (
     LinkBytes,
@@ -57,8 +58,8 @@ from kvtransfer.transfer.link import (
     ReadEnded,
 )
 from kvtransfer.transfer.node_paths import Replies, start_ranks
-from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
-from kvtransfer.transfer.rank_paths import RankLinks, TransferPaths
+from kvtransfer.transfer.page_bytes import PageChecksums
+from kvtransfer.transfer.rank_paths import RankLinks, paths_of_rank
 from tests.support.data_children import CANARY, Memory, content
 from tests.support.data_ends import wait_for
 from tests.support.loopback import LoopbackBackend, LoopbackFaults, LoopbackProducer
@@ -181,7 +182,7 @@ class Node:
         ]
         exits.callback(self.jobs.close)
         pool = self.memory[0].pool
-        self.own = self.paths = TransferPaths.of_rank(
+        self.own = self.paths = paths_of_rank(
             0, NodeShape(tp), pool, config, backends, whole.pages_by_rank, instance
         )
         regions = [region_of(pool)]

@@ -16,7 +16,8 @@ from kvtransfer.messages import CancelHandoff, HandoffFailed, HandoffId, OpenHan
 from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.ports import ClosedEvent, OpenedEvent, ProducerEvent
 from kvtransfer.protocol.producer import ProducerEnd
-from kvtransfer.transfer.page_bytes import PageChecksums, page_bytes_of
+from kvtransfer.transfer.device_page_bytes import page_bytes_of
+from kvtransfer.transfer.page_bytes import PageChecksums
 from kvtransfer.transfer.producer import ProducerSide
 from kvtransfer.transfer.rank_paths import RankOffers
 from kvtransfer.transfer.thread import EventOutlet

@@ -270,7 +270,9 @@ class Node:
         self.clock = runtime.clock
         self._loop = EventLoop(*steps, overlap=overlap, clock=self.clock)
         self._turns = TurnCounter()
-        self.transfer._engine_late_s = self._turns.turn  # never late: the test gives its turns
+        self.transfer._transfer._engine_late_s = (
+            self._turns.turn
+        )  # never late: the test gives its turns
 
     def step(self) -> bool:
         """Run one turn. Return False if there was nothing to compute."""

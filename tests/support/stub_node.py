@@ -4,12 +4,13 @@ prefill node it has no services but those of every node.
 
 import sys
 import time
+from functools import partial
 
 from common.config import DecodeConfig
 from decode_node.servicer import DecodeAbilities, DecodeService
 from kvtransfer.pairs.streams import PairStreams
 from node.frontend.engine_link import NodeFrontend, RoleProgram, RoleServices
-from node.frontend.frontend import run_node
+from node.frontend.frontend import EngineProcess, run_node
 
 
 def parts(front: NodeFrontend) -> RoleServices:
@@ -55,7 +56,7 @@ if __name__ == "__main__":
     sys.exit(
         run_node(
             RoleProgram("decode", config, parts, "colocated"),
-            engine_module="tests.support.stub_engine",
+            spawn=partial(EngineProcess, "tests.support.stub_engine"),
             other=other,
         )
     )

@@ -29,7 +29,7 @@ from kvtransfer.ports import (
     PublishCommand,
     ReadsEndedEvent,
 )
-from node.sharing.exports import WeightExports
+from node.sharing.weight_exports import WeightExports
 from node.sharing.weight_reads import WeightReads
 from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE

@@ -42,7 +42,7 @@ from kvtransfer.rank_messages import (
 from kvtransfer.transfer.follower import FollowerTransfer
 from kvtransfer.transfer.link import LinkEvent, LinkUp, PageLink, PagesToRead, ReadEnded
 from kvtransfer.transfer.node_paths import start_ranks
-from kvtransfer.transfer.rank_paths import TransferPaths
+from kvtransfer.transfer.rank_paths import paths_of_rank
 from tools.bench.support.record import ROOT
 
 ONE = (1, 1)
@@ -204,7 +204,7 @@ class _Consumer:
         pool, self._memory = _part(0, tp, max(plan.counts))
         backends = data_paths.backends(config, tls=False)
         beside = config, backends, _layout().pages_by_rank, 20 + tp
-        self._paths = TransferPaths.of_rank(0, NodeShape(tp), pool, *beside)
+        self._paths = paths_of_rank(0, NodeShape(tp), pool, *beside)
         if tp > 1:
             ask = followers.ask
             self._paths, _ = start_ranks(self._paths, config, ask, tls=False, instance=20 + tp)

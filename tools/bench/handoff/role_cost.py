@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -36,7 +35,6 @@ from engine.adapters.library import AdapterCache, AdapterLoader, no_shelf
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Ints, Request
-from engine.build import Engine
 from engine.core import CoreShape, EngineCore
 from engine.grammar.grammar_verifier import SubprocessVerifier
 from engine.grammar.guides import GrammarCache
@@ -66,7 +64,6 @@ from node.control.cache_reports import CacheReports
 from node.control.engine_control import EngineControl
 from node.control.operations import EngineOperations
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
-from node.runtime import NodeRuntime
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.weights import WeightSharing
 from prefill_node import engine as prefill_engine
@@ -186,7 +183,7 @@ def producer(load: Load) -> dict[str, Any]:
     weights = _weights(core, port)
     runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), weights)
     config = PrefillConfig.model_validate({"engine": {"model": "none"}})
-    role = prefill_engine.make_role(cast(Engine, _Engine(core)), cast(NodeRuntime, runtime), config)
+    role = prefill_engine.make_role(_Engine(core), runtime, config)
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
     for number, prompt in enumerate(load.prompts(), start=1):
@@ -209,21 +206,18 @@ def producer(load: Load) -> dict[str, Any]:
 
 
 class _Engine:
-    """The parts of an engine that a role needs."""
+    """See RoleEngine."""
 
     def __init__(self, core: EngineCore) -> None:
         self.pages, self.cache, self.tiers = core.pages, core.cache, core.tiers
         self.limits, self.guides, self.adapters = core.limits, _GUIDES, no_adapters(core.table)
-        self.shape = SimpleNamespace(
-            layout=SimpleNamespace(tables=core.shape.tables), num_pages=core.shape.num_pages
-        )
-        self.pool = SimpleNamespace(page_bytes=PAGE_SIZE)
+        self.tables, self.page_bytes = core.shape.tables, PAGE_SIZE
         self.scheduler = lambda config, on_admit: _scheduler(core, on_admit)
 
 
 @dataclass(frozen=True, slots=True)
 class _Runtime:
-    """See NodeRuntime."""
+    """See RoleRuntime."""
 
     channel: _Front
     control: EngineControl
@@ -332,7 +326,7 @@ def consumer(load: Load) -> dict[str, Any]:
     config = DecodeConfig.model_validate(
         {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
     )
-    role = decode_engine.make_role(cast(Engine, _Engine(core)), cast(NodeRuntime, runtime), config)
+    role = decode_engine.make_role(_Engine(core), runtime, config)
     port.waiting = [ProducerUp(PRODUCER, ADDRESS, "cma", 5.0, PAGE_SIZE)]
     role.poll()
     # Two tokens: the hand-off's, and one of a decode step, which ends the request.

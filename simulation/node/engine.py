@@ -1,0 +1,186 @@
+"""A simulated engine on the event loop of its frontend, in place of an engine process."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+from common.errors import ConfigError
+from common.logs import kv
+from common.process.ipc import FrameSocket, PeerGone, socket_pair
+from node.control.engine_control import RoleEnded
+from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
+from node.role_parts import CONFIGS, DrivenRole, load_roles
+from simulation.device.runner import SimStep
+from simulation.node.options import check_config
+from simulation.node.parts import SimParts
+from simulation.node.runtime import SimRuntime
+
+log = logging.getLogger(__name__)
+
+_FLUSH_S = 0.01  # between two attempts to send to a frontend that does not read
+_KILLED = -9  # exit code of an engine that the frontend has ended
+
+
+class SimChannel:
+    """The engine's socket to its frontend. `wait` only notes the time: see `sleep`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._frames: FrameSocket[FrontMessage] = FrameSocket(sock, FrontMessage)
+        self._woken = asyncio.Event()
+        self._wait_s = 0.0
+
+    def take(self) -> Sequence[FrontMessage]:
+        return self._frames.receive()
+
+    def post(self, message: EngineMessage) -> None:
+        self._frames.send(message)
+
+    def wait(self, timeout_s: float) -> None:
+        self._wait_s = timeout_s
+
+    def wake(self) -> None:
+        """End the next `sleep`, or the current one."""
+        self._woken.set()
+
+    async def sleep(self) -> None:
+        """Sleep as the last `wait` asked: until its time expires, the frontend has sent something,
+        or `wake` is called. The socket is watched only meanwhile, because a busy engine does not
+        read it.
+        """
+        loop = asyncio.get_running_loop()
+        self._frames.flush()
+        wait_s = min(self._wait_s, _FLUSH_S) if self._frames.wants_write else self._wait_s
+        loop.add_reader(self._frames.fileno(), self._woken.set)
+        timer = loop.call_later(max(wait_s, 0.0), self._woken.set)
+        try:
+            await self._woken.wait()
+        finally:
+            timer.cancel()
+            loop.remove_reader(self._frames.fileno())
+            self._woken.clear()
+
+    def close(self) -> None:
+        self._frames.close()
+
+
+class SimEngine:
+    """The frontend's view of a simulated engine. EngineProcess documents the members.
+
+    Made on the event loop, on which the engine runs from then on.
+    """
+
+    def __init__(self) -> None:
+        self.engine_socket, engine_end = socket_pair()
+        self._channel = SimChannel(engine_end)
+        self._handed_over: list[socket.socket] = []
+        self.renew_transfer_socket()
+        self._task = asyncio.ensure_future(self._run())
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    def renew_transfer_socket(self) -> None:
+        self.transfer_socket, theirs = socket_pair()
+        self._handed_over.append(theirs)
+
+    async def ended(self, timeout_s: float | None = None) -> int | None:
+        await asyncio.wait({self._task}, timeout=timeout_s)
+        if not self._task.done():
+            return None
+        return _KILLED if self._task.cancelled() else self._task.result()
+
+    async def end(self, grace_s: float) -> int:
+        code = await self.ended(grace_s)
+        if code is None:
+            self._task.cancel()
+            code = await self.ended()
+        assert code is not None
+        return code
+
+    def close(self) -> None:
+        self._task.cancel()
+        self.engine_socket.close()
+        for unused in self._handed_over:
+            unused.close()
+
+    async def _run(self) -> int:
+        """Serve in one role after another, as the frontend requests. Returns the exit code."""
+        channel = self._channel
+        try:
+            await self._serve(await self._first_start())
+        except PeerGone:
+            log.info("engine stopped by the frontend")
+            return 0
+        except ConfigError as error:
+            channel.post(EngineFailed(str(error), config=True))
+            return 2
+        except Exception as error:
+            log.exception("the simulated engine failed")
+            with contextlib.suppress(Exception):  # the frontend may be what failed
+                channel.post(EngineFailed(f"{type(error).__name__}: {error}"[:2000]))
+            return 1
+        finally:
+            channel.close()
+        return 0
+
+    async def _first_start(self) -> StartRole:
+        while True:
+            self._channel.wait(3600.0)
+            await self._channel.sleep()
+            for message in self._channel.take():
+                assert isinstance(message, StartRole), "a frontend begins with StartRole"
+                return message
+
+    async def _serve(self, start: StartRole) -> None:
+        roles = load_roles()
+        config = CONFIGS[start.role].model_validate_json(start.config)
+        check_config(config)
+        parts = SimParts.of(roles[start.role].wants(config.engine))
+        log.info(
+            "simulated engine %s",
+            kv(
+                device=config.engine.device,
+                model=config.engine.model,
+                link=config.engine.sim.link,
+                band=parts.cost.band,
+                note="all times are simulated, not measured",
+            ),
+        )
+        try:
+            while True:
+                config = CONFIGS[start.role].model_validate_json(start.config)
+                roles[start.role].check(parts)
+                transfer_socket = self._handed_over.pop(0)
+                runtime = SimRuntime.of(parts, start, config, self._channel, transfer_socket)
+                role = roles[start.role].make_role(parts, runtime, config)
+                try:
+                    await self._drive(role, runtime, parts)
+                except RoleEnded as over:
+                    start = over.successor
+                finally:
+                    runtime.close()
+        finally:
+            parts.close()
+
+    async def _drive(self, role: DrivenRole, runtime: SimRuntime, parts: SimParts) -> None:
+        """Run the loop until PeerGone or RoleEnded. Its waits are those of this coroutine."""
+        runtime.begin(parts)
+        for awaited in runtime.loop(role, parts).turns():
+            if awaited is None:
+                await self._channel.sleep()
+                parts.runner.now = time.monotonic()
+            else:
+                assert isinstance(awaited, SimStep)
+                await _until(parts.runner.due(awaited))
+                parts.runner.reached(awaited)
+
+
+async def _until(end: float) -> None:
+    """Wait until `time.monotonic()` is `end`, to the millisecond. Lets other work run in any
+    case."""
+    await asyncio.sleep(max(end - time.monotonic(), 0.0))

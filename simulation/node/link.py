@@ -1,0 +1,220 @@
+"""Reads of other nodes' pages that take the modelled time. All on the event loop, without threads.
+
+Each node has one port, through which its reads pass one after the other. A page is torn if it
+changes while it is read: the copy then equals neither state.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import LayoutMismatch, Overloaded, TransferError
+from kvtransfer.backends.base import Ints
+from kvtransfer.messages import HandoffId
+from kvtransfer.pairing import DataPath, PairHello
+from kvtransfer.ports import LinkMember
+from kvtransfer.transfer.link import (
+    LinkClosed,
+    LinkUp,
+    Notify,
+    PageLink,
+    PagesToRead,
+    ReadEnded,
+)
+from simulation.cost import StepCost
+from simulation.device.witness import Words
+from simulation.node.pools import open_pool
+
+BACKEND = "simulated"
+GIB = 1 << 30
+_MAX_JOBS = 4096  # of one link
+_METRIC_PATHS = {"nvlink": "nvlink", "rdma400": "rdma", "tcp100": "tcp", "tcp25": "tcp"}
+
+
+class SharedPages:
+    """Access to the bytes of this node's pages, for checksums."""
+
+    def __init__(self, pool: Words) -> None:
+        self._pool = pool
+
+    def each(self, pages: Sequence[int]) -> Iterator[memoryview]:
+        return (memoryview(self._pool[page : page + 1].tobytes()) for page in pages)
+
+
+class SimOffers:
+    """Offers the pages of this node to all consumers on this host."""
+
+    def __init__(self, pool_name: bytes) -> None:
+        self._paths = (DataPath(BACKEND, pool_name),)
+
+    def prepare(self, consumer: int) -> Sequence[Future[Any]]:
+        return ()
+
+    def admit(self, consumer: int) -> tuple[DataPath, ...]:
+        return self._paths
+
+    def dismiss(self, consumer: int) -> None:
+        """Do nothing: a consumer that has mapped the file keeps it."""
+
+    def publish(self, consumer: int, pages: Ints) -> Sequence[Future[Any]]:
+        return ()
+
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        """Do nothing: a read of withdrawn pages shows in the tokens."""
+
+    def poll(self) -> None:
+        """Do nothing: no connection needs it."""
+
+    def close(self) -> None:
+        """Do nothing: the engine owns the pool."""
+
+
+@dataclass(slots=True, eq=False)
+class ReadPort:
+    """The network port of a node.
+
+    Attributes:
+        page_bytes: of a real page, which determine the time of a read.
+        path: see StepCost.transfer_s.
+        pool: pages of this node.
+        pool_directory: of the pools of all nodes.
+        free_at: time.monotonic() of the end of the last read.
+    """
+
+    cost: StepCost
+    page_bytes: int
+    path: str
+    pool: Words
+    pool_directory: Path
+    free_at: float = 0.0
+
+    @property
+    def gib_per_s(self) -> float:
+        return 1.0 / self.cost.transfer_s(GIB, self.path)
+
+    def take(self, num_pages: int) -> tuple[float, float]:
+        """Reserve the port for a read. Returns its begin and its end."""
+        begin = max(self.free_at, time.monotonic())
+        self.free_at = begin + self.cost.transfer_s(num_pages * self.page_bytes, self.path)
+        return begin, self.free_at
+
+
+class SimLinks:
+    """Opens links to producers on this host."""
+
+    def __init__(self, port: ReadPort) -> None:
+        self._port = port
+
+    def check(self, hello: PairHello) -> None:
+        if len(hello.regions) != 1:
+            raise LayoutMismatch(f"{hello.peer} cannot pair: it has several ranks")
+
+    def open(self, hello: PairHello, backend: str, notify: Notify) -> PageLink:
+        return SimLink(self._port, hello, backend, notify)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    handoff: HandoffId
+    pages: PagesToRead
+    begin: float
+    end: float
+    before: Words | None = None  # the source pages when the read began
+
+
+@dataclass(slots=True)
+class _Jobs:
+    waiting: deque[_Job] = field(default_factory=deque)  # the first may be under way
+    timer: asyncio.TimerHandle | None = None
+
+
+class SimLink:
+    """Reads pages of one producer, see Link."""
+
+    def __init__(self, port: ReadPort, hello: PairHello, backend: str, notify: Notify) -> None:
+        self.producer = hello.instance
+        self._port = port
+        self._notify = notify
+        self._loop = asyncio.get_running_loop()
+        self._source: Words | None = None  # None: not connected
+        self._jobs = _Jobs()
+        self._closed = False
+        self._loop.call_soon(self._connect, hello, backend)
+
+    @property
+    def deadline(self) -> float | None:
+        """Return None: reads are never late."""
+        return None
+
+    def post(self, handoff: HandoffId, pages: PagesToRead) -> None:
+        if self._closed:
+            raise TransferError("the link is closed")
+        if len(self._jobs.waiting) >= _MAX_JOBS:
+            raise Overloaded(f"{_MAX_JOBS} reads are queued on this link")
+        self._jobs.waiting.append(_Job(handoff, pages, *self._port.take(len(pages.source))))
+        self._set_timer()
+
+    def expect(self, destination_pages: Ints) -> None:
+        """Do nothing: the memory is there."""
+
+    def expire(self, now: float) -> None:
+        """Do nothing: reads are never late."""
+
+    def join(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self, reason: str) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._jobs.timer is not None:
+            self._jobs.timer.cancel()
+        unfinished = tuple(job.handoff for job in self._jobs.waiting)
+        self._loop.call_soon(self._notify, LinkClosed(self, reason, unfinished))
+
+    def _connect(self, hello: PairHello, backend: str) -> None:
+        if self._closed:
+            return
+        described = {path.backend: path.description for path in hello.paths}
+        try:
+            if backend not in described:
+                raise TransferError("the producer is no simulated node")
+            num_pages = hello.regions[0].num_pages
+            directory = self._port.pool_directory
+            self._source = open_pool(directory, described[backend], num_pages)
+        except TransferError as error:
+            self.close(str(error))
+            return
+        path, rate = _METRIC_PATHS[self._port.path], self._port.gib_per_s
+        self._notify(LinkUp(self, path, rate, (LinkMember(0, 0, path, rate),)))
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Call `_advance` when the first read begins or ends."""
+        jobs = self._jobs
+        if jobs.timer is None and jobs.waiting and self._source is not None:
+            job = jobs.waiting[0]
+            at = job.begin if job.before is None else job.end
+            jobs.timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._advance)
+
+    def _advance(self) -> None:
+        self._jobs.timer = None
+        job = self._jobs.waiting[0]
+        assert self._source is not None
+        now_there = self._source[job.pages.source]
+        if job.before is None:
+            job.before = now_there
+        else:
+            torn = job.before != now_there
+            now_there[torn] = ~(now_there[torn] ^ job.before[torn])
+            self._port.pool[job.pages.destination] = now_there
+            self._jobs.waiting.popleft()
+            num_pages = len(job.pages.source)
+            num_bytes, seconds = num_pages * self._port.page_bytes, job.end - job.begin
+            self._notify(ReadEnded(self, job.handoff, num_bytes, num_pages, seconds, ""))
+        self._set_timer()

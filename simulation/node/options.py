@@ -1,0 +1,69 @@
+"""The costs that a simulated node's options select, and the options that it does not support."""
+
+from functools import reduce
+from typing import Any
+
+from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
+from common.errors import ConfigError
+from simulation.cost import StepCost
+
+_UNSUPPORTED = (
+    "engine.dtype",
+    "engine.quantize",
+    "engine.model_backend",
+    "engine.weights_dir",
+    "engine.profile_dir",
+    "engine.threads",
+    "engine.cpu_kernels",
+    "engine.cuda_graphs",
+    "engine.parallel.pp",
+    "engine.parallel.experts",
+    "engine.parallel.collectives",
+    "engine.parallel.hosts",
+    "engine.parallel.dp",
+    "engine.cache.memory_fraction",
+    "engine.cache.dtype",
+    "engine.offload",
+    "engine.scheduler.split_prefill_ms",
+    "engine.scheduler.prefill_delayer",
+    "engine.lora",
+    "engine.speculative",
+    "engine.hidden_states",
+    "transfer.backend",
+    "transfer.listen_port",
+    "transfer.encrypt",
+    "transfer.min_link_gib_per_s",
+    "kv_events",
+)
+
+
+def check_config(config: NodeConfig) -> None:
+    """Check that a simulated node supports the configuration.
+
+    Raises:
+        ConfigError: it does not. The error names all options that it does not support.
+    """
+    standard = _STANDARD[type(config)]
+    changed = [name for name in _UNSUPPORTED if _value(config, name) != _value(standard, name)]
+    if changed:
+        options = ", ".join(changed)
+        raise ConfigError(f"simulated nodes do not support {options}: leave the default")
+    cost_of(config.engine)
+
+
+def cost_of(config: EngineConfig) -> StepCost:
+    """Return the costs of a node. Raises ConfigError if they are not known."""
+    try:
+        return StepCost.of(config.simulated_gpu, config.model, config.parallel.tp)
+    except ValueError as error:
+        raise ConfigError(f"engine.device: {config.device}: {error}") from error
+
+
+def _value(config: NodeConfig, name: str) -> Any:
+    return reduce(getattr, name.split("."), config)
+
+
+_STANDARD: dict[type[NodeConfig], NodeConfig] = {
+    record: record.model_validate({"engine": {"model": ""}})
+    for record in (PrefillConfig, DecodeConfig)
+}

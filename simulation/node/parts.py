@@ -1,0 +1,242 @@
+"""The parts of a simulated engine: the shipped core over witnesses, and refusals of the features
+that are not simulated.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common.config import EngineConfig
+from common.errors import (
+    AdapterNotLoaded,
+    EngineFault,
+    FailedPrecondition,
+    InvalidRequest,
+)
+from common.page_tables import PageTables
+from common.requests.images import Image
+from common.requests.namespace import UNNAMED, AdapterId, WeightsId
+from common.requests.pooling import PoolingParams
+from common.requests.sampling import GuidedDecoding, SamplingParams
+from engine.batch.batch import Ints
+from engine.batch.holding import PageHolding
+from engine.batch.limits import RequestLimits
+from engine.batch.request import Request
+from engine.core import CoreShape, EngineCore
+from engine.grammar.matching import CompiledGuide, Match
+from engine.kv_cache.pages import PageAllocator
+from engine.kv_cache.radix import PrefixCache
+from engine.offload.cache_tiers import CacheTiers
+from engine.scheduler.scheduler import Scheduler
+from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
+from node.control.pauses import ControlledRole, Pauses
+from node.messages import Command, ContinueGeneration, NodeCallResult, PauseGeneration
+from simulation.cost import StepCost
+from simulation.device.runner import SimDevice, SimRunner
+from simulation.node.options import cost_of
+from simulation.node.pools import SharedPool, pool_directory
+
+_CHUNK_TOKENS = 2048  # of nodes that choose no other size
+_NOT_SIMULATED = "is not supported by simulated nodes"
+
+
+class SimLimits(RequestLimits):
+    """The limits of a model without the features that are not simulated."""
+
+    def check_sampling(self, sampling: SamplingParams, images: Sequence[Image] = ()) -> None:
+        asked = {
+            "logprobs": sampling.logprobs >= 0,
+            "prompt_logprobs": sampling.prompt_logprobs >= 0,
+            "guide": sampling.guide is not None,
+            "hidden_states": sampling.hidden_states,
+        }
+        for field, is_asked in asked.items():
+            if is_asked:
+                raise InvalidRequest(f"sampling.{field} {_NOT_SIMULATED}")
+        super().check_sampling(sampling, images)
+
+    def check_pooling(self, pooling: PoolingParams) -> None:
+        raise InvalidRequest(f"pooling {_NOT_SIMULATED}")
+
+
+class NoAdapters:
+    """The adapters of simulated nodes: there are none."""
+
+    num_changes = 0
+
+    def hold(self, request: Request) -> None:
+        if request.spec.adapter:
+            raise AdapterNotLoaded(f"a LoRA adapter {_NOT_SIMULATED}")
+
+    def take_slot(self, request: Request) -> bool:
+        return True
+
+    def release(self, key: int) -> None:
+        """Do nothing: no request holds an adapter."""
+
+    def names(self) -> Mapping[str, AdapterId]:
+        return {}
+
+    def load(self, name: str, path: str) -> Future[tuple[AdapterId, bool]]:
+        raise FailedPrecondition(f"loading a LoRA adapter {_NOT_SIMULATED}")
+
+    def unload(self, name: str) -> bool:
+        return False
+
+    def poll(self) -> None:
+        """Do nothing: no adapter is being loaded."""
+
+
+class NoGrammars:
+    """The grammars of simulated nodes. SimLimits rejects requests with one."""
+
+    def compiled(self, guide: GuidedDecoding) -> Future[CompiledGuide]:
+        raise InvalidRequest(f"sampling.guide {_NOT_SIMULATED}")
+
+    def match(self, compiled: CompiledGuide, request: Request) -> Match:
+        raise EngineFault("a grammar was compiled by a simulated node")
+
+
+class SimOperations:
+    """Operators' commands that simulated nodes support: pauses."""
+
+    def __init__(self) -> None:
+        self._pauses = Pauses()
+
+    @property
+    def weights(self) -> WeightsId:
+        return UNNAMED
+
+    def counters(self) -> Mapping[str, int]:
+        return self._pauses.counters()
+
+    def gauges(self) -> Mapping[str, float]:
+        return {}
+
+    def begin(
+        self, number: int, command: Command, role: ControlledRole
+    ) -> Iterator[NodeCallResult]:
+        match command:
+            case PauseGeneration(mode):
+                self._pauses.begin(number, mode, role)
+            case ContinueGeneration():
+                yield from self._pauses.resume(number, role)
+            case _:
+                raise FailedPrecondition(f"{type(command).__name__} {_NOT_SIMULATED}")
+
+    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
+        return self._pauses.reached(role)
+
+
+class UnsharedPort:
+    """The port to the transfer, without the weights that real nodes share over it."""
+
+    busy = False
+
+    def __init__(self, port: TransferPort) -> None:
+        self._port = port
+
+    def post(self, command: NodeCommand) -> None:
+        self._port.post(command)
+
+    def take(self) -> list[NodeEvent]:
+        return self._port.take()
+
+    def exported(self) -> Iterator[Ints]:
+        return iter(())
+
+    def reads(self) -> Iterator[Ints]:
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimParts:
+    """The parts of a simulated engine that stay when its role changes. See RoleEngine.
+
+    Attributes:
+        fingerprint: equal on nodes that may pair.
+    """
+
+    core: EngineCore
+    cost: StepCost
+    runner: SimRunner
+    pool: SharedPool
+    pool_directory: Path
+    fingerprint: Mapping[str, str]
+    adapters: NoAdapters
+    guides: NoGrammars
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "SimParts":
+        """Make the parts of a node with this configuration.
+
+        Raises:
+            ConfigError: the model or the GPU is unknown, or the model does not fit.
+        """
+        cost = cost_of(config)
+        page_size = config.cache.page_size
+        num_pages = config.cache.num_pages or cost.kv_capacity_tokens // page_size
+        swap_pages = num_pages if config.cache.swap_pages < 0 else config.cache.swap_pages
+        tables = PageTables(page_size)
+        context = min(config.context_length or cost.context_length, cost.context_length)
+        shape = CoreShape(tables, context, num_pages, swap_pages, 0, _chunk_tokens(config))
+        limits = SimLimits(context, cost.vocabulary, tables, num_pages)
+        core = EngineCore.make(config, shape, limits)
+        directory = pool_directory(config.sim.pool_dir)
+        pool = SharedPool(directory, num_pages)
+        device = SimDevice(core.table, pool.pages, np.zeros(swap_pages, np.uint64))
+        fingerprint = {
+            "architecture": "simulated",
+            "config": Path(config.model).name,
+            "page_size": str(page_size),
+            "weights": UNNAMED.hex(),
+        }
+        runner = SimRunner(device, cost)
+        made = cls(core, cost, runner, pool, directory, fingerprint, NoAdapters(), NoGrammars())
+        return made
+
+    @property
+    def pages(self) -> PageAllocator:
+        return self.core.pages
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self.core.cache
+
+    @property
+    def tiers(self) -> CacheTiers:
+        return self.core.tiers
+
+    @property
+    def limits(self) -> RequestLimits:
+        return self.core.limits
+
+    @property
+    def tables(self) -> PageTables:
+        return self.core.shape.tables
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of the simulated model."""
+        return self.cost.kv_bytes_per_token * self.tables.page_size
+
+    def scheduler(
+        self, config: EngineConfig, on_admit: Callable[[Request, PageHolding], None]
+    ) -> Scheduler:
+        return Scheduler(config.scheduler, self.core, on_admit)
+
+    def close(self) -> None:
+        self.core.tiers.close()
+        self.pool.close()
+
+
+def _chunk_tokens(config: EngineConfig) -> int | None:
+    steps = config.scheduler
+    if steps.chunked_prefill_tokens < 0:
+        return None
+    size = config.cache.page_size
+    wanted = steps.chunked_prefill_tokens or steps.auto_chunk_tokens or _CHUNK_TOKENS
+    return max(size, wanted // size * size)

@@ -1,0 +1,215 @@
+"""The parts of a simulated engine for one role, as NodeRuntime has them for a real one."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.config import NodeConfig
+from common.copy_map import ONE_RANK
+from common.process.ipc import FrameSocket, PeerGone
+from engine.kv_cache.cache_events import CacheEvents
+from engine.loop.clock import Lateness, StepClock
+from engine.loop.loop import EventLoop
+from kvtransfer.frontend_messages import PairInput
+from kvtransfer.pairing import PairHello, PoolRegion
+from kvtransfer.ports import NodeCommand, NodeEvent
+from kvtransfer.transfer.consumer import ReadMetrics
+from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
+from kvtransfer.transfer.sides import TransferSides, both_sides
+from kvtransfer.transfer.thread import LONGEST_SLEEP_S, EventOutlet, Transfer
+from node.control.cache_reports import CacheReports
+from node.control.engine_control import EngineControl, FrontendChannel
+from node.messages import EngineReady, StartRole
+from node.role_parts import DrivenRole
+from node.sharing.prefixes import PrefixSharing
+from simulation.node.link import BACKEND, ReadPort, SharedPages, SimLinks, SimOffers
+from simulation.node.parts import SimOperations, SimParts, UnsharedPort
+from simulation.node.tokenizer import tokenizer_hash
+
+log = logging.getLogger(__name__)
+
+_FLUSH_S = 0.01  # between two attempts to send to a frontend that does not read
+
+
+class WakingChannel(FrontendChannel, Protocol):
+    """The channel of a simulated engine."""
+
+    def wake(self) -> None: ...
+
+
+class TransferDriver:
+    """Runs a Transfer on the event loop, in place of a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transfer: Transfer[NodeCommand, NodeEvent]
+        self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._is_next = False  # a turn follows as soon as the loop is free
+        self._ended = False
+
+    def start(self, transfer: Transfer[NodeCommand, NodeEvent]) -> None:
+        self._transfer = transfer
+        transfer.open()
+        self._loop.add_reader(transfer.fileno(), self.wake)
+        self.wake()
+
+    def wake(self) -> None:
+        """Run a turn soon."""
+        if not (self._is_next or self._ended):
+            self._is_next = True
+            self._loop.call_soon(self._turn)
+
+    def stop(self) -> None:
+        """End every stream and every link. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop.remove_reader(self._transfer.fileno())
+        self._transfer.close()
+
+    def _turn(self) -> None:
+        self._is_next = False
+        if self._ended:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            self._transfer.turn()
+        except PeerGone:
+            self.stop()  # the engine's own socket reports the same
+            return
+        except Exception as fault:
+            log.exception("the transfer failed")
+            self._transfer.fail(fault)
+            self.stop()
+            return
+        wait_s = self._transfer.due_in_s()
+        if self._transfer.wants_write:
+            wait_s = min(wait_s, _FLUSH_S)
+        self._timer = self._loop.call_later(wait_s, self.wake)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimRuntime:
+    """The parts of a simulated engine for one role. Nothing runs before `begin`. See
+    RoleRuntime."""
+
+    instance: int
+    channel: WakingChannel
+    control: EngineControl
+    sharing: PrefixSharing
+    port: UnsharedPort
+    config: NodeConfig
+    clock: StepClock
+    transfer: Transfer[NodeCommand, NodeEvent]
+    driver: TransferDriver
+
+    @classmethod
+    def of(
+        cls,
+        parts: SimParts,
+        start: StartRole,
+        config: NodeConfig,
+        channel: WakingChannel,
+        transfer_socket: socket.socket,
+    ) -> "SimRuntime":
+        """Make the parts. Takes ownership of the socket."""
+        clock = StepClock(first_step_s=config.engine.scheduler.first_step_timeout_s)
+        reads, driver = ReadMetrics(), TransferDriver()
+        frames: FrameSocket[PairInput] = FrameSocket(transfer_socket, PairInput)
+        transfer: Transfer[NodeCommand, NodeEvent] = Transfer(
+            frames,
+            _sides(parts, start, config, reads),
+            wake=driver.wake,
+            engine_late_s=Lateness(clock, LONGEST_SLEEP_S).look,
+            stall_s=config.engine.scheduler.step_timeout_s,
+            wake_engine=channel.wake,
+        )
+        port = UnsharedPort(transfer)
+        control = EngineControl(
+            channel,
+            pages_by_holder=parts.pages.by_holder,
+            steps_finished=lambda: clock.reading.finished,
+            meters=(clock.meter, reads, parts.runner),
+            cache=CacheReports(CacheEvents(parts.cache), channel.post),
+            adapters=parts.adapters,
+            operations=SimOperations(),
+            prepare=_prepare,
+        )
+        sharing = PrefixSharing(
+            config.prefix_sharing,
+            instance=start.instance,
+            page_bytes=parts.page_bytes,
+            cache=parts.cache,
+            pages=parts.pages,
+            tiers=parts.tiers,
+            tables=parts.tables,
+            weights=port,
+        )
+        return cls(start.instance, channel, control, sharing, port, config, clock, transfer, driver)
+
+    def begin(self, parts: SimParts) -> None:
+        """Begin to pair, and report to the frontend that requests may come."""
+        self.driver.start(self.transfer)
+        engine = self.config.engine
+        self.channel.post(
+            EngineReady(
+                model=engine.model,
+                fingerprint=dict(parts.fingerprint),
+                tokenizer_hash=tokenizer_hash(engine.model),
+                context_length=parts.limits.context_length,
+                num_pages=parts.limits.num_pages,
+                page_size=parts.tables.page_size,
+                devices=(engine.device,),
+            )
+        )
+
+    def loop(self, role: DrivenRole, parts: SimParts) -> EventLoop:
+        """Return the loop of the role."""
+        steps = self.config.engine.scheduler
+        return EventLoop(
+            role,
+            parts.runner,
+            overlap=steps.overlap_schedule,
+            overlap_prefills=steps.overlap_prefills,
+            clock=self.clock,
+        )
+
+    def close(self) -> None:
+        """End every stream and every link."""
+        self.driver.stop()
+
+
+def _prepare(role: str) -> None:
+    """Do nothing: a simulated engine has all that each role needs."""
+
+
+def _sides(
+    parts: SimParts, start: StartRole, config: NodeConfig, reads: ReadMetrics
+) -> Callable[[EventOutlet[NodeEvent], Callable[[], None]], TransferSides]:
+    pool, num_pages = parts.pool.pages, parts.limits.num_pages
+    region = PoolRegion(pool.ctypes.data, parts.page_bytes, num_pages)
+    hello = PairHello.of(start.instance, start.address, dict(parts.fingerprint), [region], 0)
+    read_port = ReadPort(
+        parts.cost, parts.page_bytes, config.engine.sim.link, pool, parts.pool_directory
+    )
+    paths = TransferPaths(
+        SimLinks(read_port),
+        SimOffers(parts.pool.name),
+        (BACKEND,),
+        ComparedBytes(ONE_RANK, lambda node: ()),
+    )
+    return both_sides(
+        config.transfer,
+        parts.tables,
+        hello,
+        lambda: SharedPages(pool),
+        paths,
+        reads,
+        max_unconsumed_tokens=config.engine.scheduler.max_queued_tokens,
+    )
