@@ -58,7 +58,9 @@ def rig_of(known, **options):
     return PairRig(known.loaded, **{"prefill": [size], "decode": [size], **options})
 
 
-@pytest.mark.parametrize("pool", ["large", "small", "colocated"])
+@pytest.mark.parametrize(
+    "pool", ["large", "small", pytest.param("colocated", marks=pytest.mark.long)]
+)
 def test_tokens_are_those_of_transformers(known, pool):
     """In chunks, after retractions, beside other requests, and for prompts in the caches."""
     asking = [Given(known, length) for length in LENGTHS]

@@ -58,7 +58,9 @@ def check(known, one, first=1, logprobs=None):
     assert np.array_equal(np.sort(found, -1), expected[first - 1 : -1])
 
 
-@pytest.mark.parametrize("pool", ["large", "small", "colocated"])
+@pytest.mark.parametrize(
+    "pool", ["large", "small", pytest.param("colocated", marks=pytest.mark.long)]
+)
 def test_experts_are_those_of_transformers(known, pool):
     """In chunks, after retractions, beside other requests, and for prompts in the caches."""
     asking = prompts(known.vocabulary_size)
