@@ -84,8 +84,8 @@ class ExpertBalancer:
         self._read_counts()  # of the warm-up
 
     def begin(self) -> None:
-        """Begin to move experts, if that makes loads more equal. No step is under way, and none may
-        begin while they move."""
+        """Begin to move experts, if that makes loads clearly more equal. No step is under way, and
+        none may begin while they move."""
         began = time.monotonic()
         counts = self._read_counts()
         before = [self._placement.slots(each.layer, each.shape.count) for each in self._layers]
@@ -102,8 +102,8 @@ class ExpertBalancer:
         num_slots = sum(map(num_moved, before, after))
         self._move = _Move(future, began, len(moves), num_slots, imbalance(counts, after))
 
-    def wait(self, longest_s: float) -> None:
-        """Wait until no experts move."""
+    def wait_for_move(self, longest_s: float) -> None:
+        """Wait until no experts move, for so long at most."""
         if self._move is not None:
             wait([self._move.future], longest_s)
 
@@ -181,6 +181,6 @@ class RebalancingRole:
     def idle(self) -> None:
         # The role may end while it is idle. The next one must not launch steps while experts move.
         if self._held:
-            self._balancer.wait(_TURN_S)
+            self._balancer.wait_for_move(_TURN_S)
         else:
             self._role.idle()

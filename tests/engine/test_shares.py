@@ -15,6 +15,7 @@ from engine.batch.batch import TO_GUESS
 from engine.batch.images import VisibleImage
 from engine.kv_cache.states import own_heads
 from engine.models import open_checkpoint
+from engine.models.blocks.experts import ExpertsBlock
 from engine.models.linear import onednn, rounding_of
 from engine.models.vision.seeing import KEPT_BYTES
 from engine.models.weights import placed_experts
@@ -352,6 +353,28 @@ def with_layer(model: Path) -> tuple[Path, SpeculativeConfig]:
     return model, SpeculativeConfig(method="mtp")
 
 
+@pytest.mark.long
+def test_ranks_with_replicas_draft_as_the_whole_model(tmp_path: Path) -> None:
+    """Also after experts have moved, of which the draft layer has some."""
+    directory, speculation = LAYERS["mtp"](tmp_path)
+    whole = drafts(directory, speculation, WHOLE)
+
+    def after_moves(share: Share) -> tuple[list[int], Tensor]:
+        share = placed(share, 4)
+        checkpoint = open_checkpoint(directory, speculation=speculation)
+        model: Any = checkpoint.load(CPU, torch.float32, "none", share)
+        layers = placed_experts(model)
+        slots = share.placement.slots  # type: ignore[union-attr]
+        moves = {each.layer: slots(each.layer, each.shape.count)[::-1] for each in layers}
+        assert len(moves) == sum(isinstance(each.ffn, ExpertsBlock) for each in model.layers) + 1
+        checkpoint.move_experts(model, moves, "none", share)
+        return drafted(model, speculation, share)
+
+    for own in run_ranks(2, after_moves):
+        assert own[0] == whole[0]
+        same(own[1], whole[1])
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_ranks_draft_as_the_whole_model(layer: str, tmp_path: Path) -> None:
     directory, speculation = LAYERS[layer](tmp_path)
@@ -366,7 +389,10 @@ def drafts(
 ) -> tuple[list[int], Tensor]:
     """Return the tokens of a request with drafts, and the drafter's logits."""
     servable = open_checkpoint(directory, speculation=speculation)
-    model: Any = servable.load(CPU, torch.float32, "none", share)
+    return drafted(servable.load(CPU, torch.float32, "none", share), speculation, share)
+
+
+def drafted(model: Any, speculation: SpeculativeConfig, share: Share) -> tuple[list[int], Tensor]:
     part = "decoder" if speculation.method == "draft_model" else "layer"
     layer = NotingLayer(getattr(model.drafter, part))
     setattr(model.drafter, part, layer)
