@@ -56,9 +56,15 @@ class KeptNode:
         self._node.signalled(name)
 
     async def run(self) -> int:
-        """Run nodes one after another. Returns the exit code of the last one."""
+        """Run nodes one after another. Returns the exit code of the last one.
+
+        Raises:
+            ConfigError: the configuration is invalid. Its reason is on stderr.
+        """
         while True:
             code = await self._node.run()
+            if code == 2:
+                raise ConfigError(f"the {self._program.role} nodes cannot start")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RESTART_S):
                     await self._signalled.wait()

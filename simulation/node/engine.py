@@ -140,7 +140,9 @@ class SimEngine:
         roles = load_roles()
         config = CONFIGS[start.role].model_validate_json(start.config)
         check_config(config)
-        parts = SimParts.of(roles[start.role].wants(config.engine))
+        # All host pages, because the node may become a decode node. They cost nothing here.
+        wanted = roles[start.role].wants(config.engine)
+        parts = SimParts.of(wanted.model_copy(update={"cache": config.engine.cache}))
         log.info(
             "simulated engine %s",
             kv(
