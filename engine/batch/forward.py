@@ -65,6 +65,11 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
         return self.lengths.shape[0]
 
     @property
+    def starts(self) -> Tensor:
+        """Index of each row's first token of this step, int32 [num_rows]."""
+        return self.lengths - self.query_starts.diff()
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes that `to` needs in its destination."""
         return packed_bytes(self.tensors())

@@ -221,9 +221,9 @@ class Decoder:
             shape = batch.positions.shape[-1], self.spec.hidden_size
             x = stage.receive(torch.empty(shape, dtype=self.dtype, device=self.device))
         else:
-            x = self.embedded(batch.token_ids, future_tokens)
-            self._see(batch, x)
+            x = self._inputs(batch, future_tokens)
         drafter, norm = self.drafter, self.ends.norm
+        embeddings = x if drafter is None else x.clone()  # the layers overwrite x
         tapped: Sequence[Tensor] = ()
         if drafter is not None and drafter.taps:
             x, residual, tapped = tap(self.layers, drafter.taps, x, step, pool)
@@ -240,7 +240,7 @@ class Decoder:
                 stage.send_back(x)
             return x
         x, _ = norm.forward(x, residual)
-        drafter.follow(step, x, tapped, future_tokens, pool)
+        drafter.follow(step, x, tapped, embeddings, future_tokens, pool)
         return x.index_select(0, batch.sampled)
 
     def begin(
@@ -252,8 +252,7 @@ class Decoder:
     ) -> "SplitForward":
         """Begin the same forward of prompts, whose layers are computed in groups. Only for one
         stage, and without a drafter."""
-        x = self.embedded(batch.token_ids, future_tokens)
-        self._see(batch, x)
+        x = self._inputs(batch, future_tokens)
         stack, norm = self.stack if adapted is None else self._adaptable, self.ends.norm
         assert norm is not None
         return SplitForward(stack, norm, ModelStep(batch, adapted), pool, x)
@@ -264,12 +263,14 @@ class Decoder:
         for layer in self.layers:
             layer.ffn.take_part(x)
 
-    def _see(self, batch: ForwardBatch, x: Tensor) -> None:
-        """Write the embeddings of visible images into those of the step."""
+    def _inputs(self, batch: ForwardBatch, future_tokens: Tensor) -> Tensor:
+        """Return the embeddings of a step's tokens and images, [num_tokens, hidden]."""
+        x = self.embedded(batch.token_ids, future_tokens)
         if batch.seen:
             images = self.receiving if self.seeing is None else self.seeing
             assert images is not None
             images.embed(batch.seen, x)
+        return x
 
     def embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:
         """Return embeddings [num_tokens, hidden], owned by the caller."""

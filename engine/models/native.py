@@ -46,10 +46,10 @@ class NativeCheckpoint:
         decoder = as_stored(read_decoder(directory), names)
         side = 0 if self._sight is None else self._sight.files.token_side
         decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
-        if speculation.has_layers and self._sight is not None:
+        if speculation.has_layers and speculation.method != "mtp" and self._sight is not None:
             raise ConfigError(
                 f"engine.speculative.method: {speculation.method} is not supported for models with "
-                "images"
+                "images. To serve texts with it, remove vision_config from config.json"
             )
         self._beside: EagleCheckpoint | DraftModelCheckpoint | None = None
         if speculation.method == "mtp":

@@ -1,6 +1,7 @@
 """Fields that configurations of most families have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -69,6 +70,27 @@ def decoder(
         embedding_scale=embedding_scale,
         logit_soft_cap=logit_soft_cap,
         stored=stored,
+    )
+
+
+def beside_encoder(
+    config: Fields,
+    eos_token_ids: tuple[int, ...],
+    family: Callable[[Fields, tuple[int, ...]], DecoderSpec],
+) -> DecoderSpec:
+    """Return the decoder of a configuration whose `text_config` describes it, in a checkpoint with
+    an image encoder.
+
+    Args:
+        family: of the decoder.
+    """
+    text = config.nested("text_config")
+    spec = family(text, eos_token_ids or text.token_ids("eos_token_id"))
+    return replace(
+        spec,
+        prefix="model.language_model.",
+        unused=(*spec.unused, "model.visual."),
+        tied_embeddings=config.flag("tie_word_embeddings", spec.tied_embeddings),
     )
 
 

@@ -22,7 +22,7 @@ pytest.importorskip("PIL")
 import torch
 from PIL import Image as Pillow
 
-from api.images.decoder import tokens_of
+from api.images.decoder import fit_of
 from api.images.pictures import MAX_ENCODED_BYTES, Address, HttpFetch, is_public
 from common import rpc
 from common.config import ImagesConfig
@@ -30,14 +30,13 @@ from common.errors import InvalidRequest
 from common.limits import MAX_PIXEL_BYTES
 from common.requests.images import check_images, from_proto
 from common.rpc import MAX_MESSAGE_BYTES
-from engine.models.vision.encoder import patches
+from engine.models.vision.encoder import encoder_inputs
 from protos import router_pb2, router_pb2_grpc
 from tests.api.rig import Api, api_for
+from tests.support.devices import CPU
 from tests.support.vision import (
     BEGIN_ID,
     END_ID,
-    MERGE,
-    PATCH,
     SIDE,
     files_of,
     image_processor,
@@ -114,10 +113,10 @@ async def test_nodes_get_what_transformers_image_processor_makes(api, model):
         Pillow.open(io.BytesIO(encoded(second, "WEBP", lossless=True))),
     ]
     expected = processor(opened, return_tensors="pt")
-    grids = [[1, image.rows * MERGE, image.columns * MERGE] for image in images]
-    assert grids == expected["image_grid_thw"].tolist()
-    made = torch.cat([patches(image, files_of(model), torch.device("cpu")) for image in images])
-    torch.testing.assert_close(made, expected["pixel_values"], atol=1e-5, rtol=1e-5)
+    made = [encoder_inputs(image, files_of(model), CPU, torch.float32) for image in images]
+    for name in ("pixel_values", "image_grid_thw"):
+        together = torch.cat([each[name] for each in made])
+        torch.testing.assert_close(together, expected[name], atol=1e-5, rtol=1e-5)
     for image in images:
         around = submit.token_ids[image.at - 1], submit.token_ids[image.end]
         assert around == (BEGIN_ID, END_ID)
@@ -289,10 +288,9 @@ def test_sizes_are_those_of_transformers(model, size, detail):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     files = files_of(model)
-    height, width = smart_resize(*size, SIDE, files.min_pixels, files.max_pixels)
-    rows, columns = tokens_of(*size, files, detail or 10**6)
-    assert (rows * SIDE, columns * SIDE) == (height, width)
-    assert PATCH * MERGE == SIDE
+    height, width = smart_resize(*size, SIDE, files.size.min_pixels, files.size.max_pixels)
+    fit = fit_of(*size, files, detail or 10**6)
+    assert (fit.rows * SIDE, fit.columns * SIDE) == fit.resized == (height, width)
 
 
 # Addresses --------------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""Prompts with images to each vision model: logits and tokens are those of transformers' class,
+wherever chunks end, whichever node computes them, and behind cached pages."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("PIL")
+
+from common.config import SpeculativeConfig
+from engine.kv_cache.layout import KVLayout
+from engine.models import load
+from engine.speculative import AllDrafts, HeadDrafter, Speculator
+from tests.pair.rig import Loaded, PairRig, Size
+from tests.support.devices import CPU
+from tests.support.drafters import make_followed_vision
+from tests.support.steps import logits_after
+from tests.support.vision import (
+    greedy_vision_tokens,
+    make_vision_checkpoint,
+    picture,
+    reference_vision_model,
+    vision_inputs,
+    with_images,
+)
+
+NUM_TOKENS = 8
+ROOM = Size(num_pages=400)
+ONE = ("What is on this? ", picture(5, 3, 1), " Say it in one word.")
+TWO = ("First ", picture(2, 7, 2), ", then some text between them, ", picture(4, 4, 3), "?")
+AGAIN = (*ONE, " And what is beside it?")
+TEXT = ("No image at all, as most prompts are.",)
+LONG = pytest.mark.long
+MTP = SpeculativeConfig(method="mtp")
+
+
+class VisionModel:
+    def __init__(self, directory, model_type):
+        self.directory = make_vision_checkpoint(directory, model_type=model_type)
+        self.loaded = Loaded.from_directory(self.directory)
+        self.reference = reference_vision_model(self.directory)
+
+    def greedy(self, parts):
+        return greedy_vision_tokens(self.reference, *with_images(*parts), NUM_TOKENS)
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", pytest.param("qwen3_5_moe", marks=LONG)])
+def model(request, tmp_path_factory):
+    return VisionModel(tmp_path_factory.mktemp("vision"), request.param)
+
+
+def rig_of(model, **options):
+    return PairRig(
+        model.loaded, **{"prefill": [ROOM], "decode": [ROOM], "own_models": True, **options}
+    )
+
+
+def ask(rig, parts):
+    token_ids, images = with_images(*parts)
+    return rig.ask(token_ids, NUM_TOKENS, images=images)
+
+
+def encoded(node):
+    return node.engine.model.seeing.counts.encoded
+
+
+def test_logits_are_those_of_transformers(model):
+    token_ids, images = with_images(*TWO)
+    with torch.no_grad():
+        expected = model.reference(**vision_inputs(token_ids, images)).logits[0]
+    first, last = images
+    # Chunks of all kinds: within an image, with both of them, and of one token.
+    ends = [3, first.at + 5, last.at + 6, last.end - 1, *range(last.end, len(token_ids) + 1)]
+    actual = logits_after(load(model.directory, CPU, torch.float32), token_ids, ends, images=images)
+    assert (actual - expected[[end - 1 for end in ends]]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "chunked_prefill_tokens",
+    [pytest.param(512, id="whole", marks=LONG), pytest.param(16, id="cut_through_images")],
+)
+def test_tokens_after_a_hand_off_are_those_of_transformers(model, chunked_prefill_tokens):
+    with rig_of(model, chunked_prefill_tokens=chunked_prefill_tokens) as rig:
+        asked = {parts: ask(rig, parts) for parts in (ONE, TWO, TEXT)}
+        rig.run()
+        assert [one.tokens for one in asked.values()] == [model.greedy(parts) for parts in asked]
+        assert (encoded(rig.prefill[0]), encoded(rig.decode[0])) == (3, 0)
+
+
+def test_a_second_question_about_an_image_reuses_its_kv(model):
+    with rig_of(model) as rig:
+        ask(rig, ONE)
+        rig.run()
+        rig.flush(rig.decode[0])
+        second = ask(rig, AGAIN)
+        rig.run()
+        assert second.tokens == model.greedy(AGAIN)
+        assert second.cached_tokens >= len(ONE[0]) + ONE[1].num_tokens
+        assert encoded(rig.prefill[0]) == 1
+
+
+@LONG
+def test_retracted_requests_are_recomputed_with_their_images(model):
+    prompts = [("Look: ", picture(6, 6, 20 + i), "...") for i in range(4)]
+    tables = KVLayout.of(model.loaded.model.spec.layers, 16, torch.float32).tables
+    num_pages = 4 * tables.pages_to_compute(47) + 1
+    size = Size(num_pages=num_pages, swap_pages=0, max_running_requests=4, prefix_cache=False)
+    ratio = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
+    with rig_of(model, prefill=[], decode=[size], mode="colocated", **ratio) as rig:
+        asked = [ask(rig, parts) for parts in prompts]
+        rig.run()
+        assert [one.tokens for one in asked] == [model.greedy(parts) for parts in prompts]
+        assert rig.decode[0].count("recomputed") > 0
+
+
+@LONG
+def test_a_draft_layer_that_is_right_is_right_behind_images(tmp_path):
+    """Its vectors are found by token indices, which differ from positions. Seen failing with
+    positions."""
+    directory = make_followed_vision(tmp_path)
+    loaded = Loaded(directory, load(directory, CPU, torch.float32, speculation=MTP))
+    drafting = replace(ROOM, speculator=Speculator(HeadDrafter(), AllDrafts(3), 3))
+    with PairRig(loaded, prefill=[ROOM], decode=[drafting], chunked_prefill_tokens=16) as rig:
+        token_ids, images = with_images(*TWO)
+        asked = rig.serve(token_ids, 40, images=images)
+        expected = greedy_vision_tokens(reference_vision_model(directory), token_ids, images, 40)
+        assert asked.tokens == expected
+        accepted, rejected = rig.decode[0].drafts()
+        assert accepted > 0 and rejected == 0
