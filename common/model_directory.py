@@ -184,6 +184,7 @@ def _scale(processor: _Json) -> Mapping[str, tuple[float, ...]]:
 # settings. Other vision models are served for text only.
 _IMAGE_MODELS: Mapping[str, Callable[[_Json, _Json, _Json], VisionFiles]] = {
     "qwen2_5_vl": partial(_by_area, placeholder=151655, patch_side=14),
+    "qwen3_vl": partial(_by_area, placeholder=151655, patch_side=16),
     "qwen3_5": partial(_by_area, placeholder=248056, patch_side=16),
     "qwen3_5_moe": partial(_by_area, placeholder=248056, patch_side=16),
 }

@@ -19,8 +19,8 @@ from engine.models.linear import GatheredLinear, Linear, Product, kept, own_outp
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
-from engine.models.stack import LayerByLayer, Stack, stack_of, tap
-from engine.models.vision.seeing import ReceivingTower, VisionTower
+from engine.models.stack import LayerByLayer, Stack, WithFeatures, stack_of, tap
+from engine.models.vision.seeing import ImageFeatures, ReceivingTower, VisionTower
 from engine.ranks import Stage
 from kernels.layers.embedding import embed
 from kernels.layers.linear import linear
@@ -37,6 +37,7 @@ class DecoderSpec:
         norm: the norm before the head.
         stored: the scheme in which the checkpoint stores quantised matrices.
         embedding_scale: multiplies embeddings, rounded to the compute dtype.
+        feature_layers: number of first layers that add features of images to their outputs.
         logit_soft_cap: logits are cap * tanh(logit / cap). None: no cap.
         prefix: of the names of the decoder's own tensors. Empty in checkpoints of a decoder without
             a head.
@@ -51,6 +52,7 @@ class DecoderSpec:
     tied_embeddings: bool
     embedding_scale: float = 1.0
     logit_soft_cap: float | None = None
+    feature_layers: int = 0
     stored: Scheme = PLAIN
     prefix: str = "model."
     unused: tuple[str, ...] = ()
@@ -172,9 +174,12 @@ class Decoder:
         self.dtype = dtype
         self.ends = ends
         self.layers = layers
-        self.stack = stack_of(layers)
+        self.stack: Stack = stack_of(layers)
         self.products = tuple(products)
-        self._adaptable = LayerByLayer(layers)
+        self._adaptable: Stack = LayerByLayer(layers)
+        if spec.feature_layers:
+            self.stack = WithFeatures(self.stack, spec.feature_layers)
+            self._adaptable = WithFeatures(self._adaptable, spec.feature_layers)
         self._stage = stage
         self.seeing: VisionTower | None = None
         self.receiving: ReceivingTower | None = None
@@ -216,12 +221,14 @@ class Decoder:
             returns memory for them, and holds what it sends to the last stage. The last stage
             sends them back.
         """
-        step, stage = ModelStep(batch, adapted, late), self._stage
+        stage = self._stage
         if stage is not None and not stage.is_first:
             shape = batch.positions.shape[-1], self.spec.hidden_size
             x = stage.receive(torch.empty(shape, dtype=self.dtype, device=self.device))
+            features: Sequence[ImageFeatures] = ()
         else:
-            x = self._inputs(batch, future_tokens)
+            x, features = self._inputs(batch, future_tokens)
+        step = ModelStep(batch, adapted, late, features)
         drafter, norm = self.drafter, self.ends.norm
         embeddings = x if drafter is None else x.clone()  # the layers overwrite x
         tapped: Sequence[Tensor] = ()
@@ -252,10 +259,11 @@ class Decoder:
     ) -> "SplitForward":
         """Begin the same forward of prompts, whose layers are computed in groups. Only for one
         stage, and without a drafter."""
-        x = self._inputs(batch, future_tokens)
+        x, features = self._inputs(batch, future_tokens)
         stack, norm = self.stack if adapted is None else self._adaptable, self.ends.norm
         assert norm is not None
-        return SplitForward(stack, norm, ModelStep(batch, adapted), pool, x)
+        step = ModelStep(batch, adapted, features=features)
+        return SplitForward(stack, norm, step, pool, x)
 
     def take_part(self) -> None:
         """Compute for the other nodes of a group in a step in which this node has no tokens."""
@@ -263,14 +271,17 @@ class Decoder:
         for layer in self.layers:
             layer.ffn.take_part(x)
 
-    def _inputs(self, batch: ForwardBatch, future_tokens: Tensor) -> Tensor:
-        """Return the embeddings of a step's tokens and images, [num_tokens, hidden]."""
+    def _inputs(
+        self, batch: ForwardBatch, future_tokens: Tensor
+    ) -> tuple[Tensor, Sequence[ImageFeatures]]:
+        """Return the embeddings of a step's tokens and images, [num_tokens, hidden], and the
+        images' features."""
         x = self.embedded(batch.token_ids, future_tokens)
-        if batch.seen:
-            images = self.receiving if self.seeing is None else self.seeing
-            assert images is not None
-            images.embed(batch.seen, x)
-        return x
+        if not batch.seen:
+            return x, ()
+        images = self.receiving if self.seeing is None else self.seeing
+        assert images is not None
+        return x, images.embed(batch.seen, x)
 
     def embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:
         """Return embeddings [num_tokens, hidden], owned by the caller."""

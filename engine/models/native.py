@@ -84,6 +84,7 @@ class NativeCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
+        self._check_stages(share)
         beside = 0
         if self._sight is not None and share.node_rank == 0:
             beside += self._sight.weight_bytes(dtype)
@@ -91,6 +92,15 @@ class NativeCheckpoint:
             beside += self._beside.weight_bytes(device, dtype, quantize, share)
         checkpoint = Checkpoint(self._directory)
         return beside + weight_bytes(checkpoint, self._decoder, device, dtype, quantize, share)
+
+    def _check_stages(self, share: Share) -> None:
+        """Raise ConfigError if layers of the second stage need features of images."""
+        wanted, num_layers = self._decoder.feature_layers, len(self._decoder.layers)
+        if share.is_first_stage and len(share.layers(num_layers)) < wanted and self._sight:
+            raise ConfigError(
+                f"engine.parallel.pp: the first {wanted} of {num_layers} layers add features of "
+                "images, and must be in the first stage"
+            )
 
     def load(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
@@ -100,7 +110,7 @@ class NativeCheckpoint:
         if self._sight is not None and share.node_rank == 0:
             model.seeing = self._sight.load(device, dtype, share.group)
         elif self._sight is not None and share.is_first_stage and share.group is not None:
-            model.receiving = ReceivingTower(share.group)
+            model.receiving = ReceivingTower(share.group, self._decoder.feature_layers)
         if self._beside is not None:
             model.drafter = self._beside.load(model, quantize, share)
         return model

@@ -13,6 +13,8 @@ from engine.kv_cache.layout import KVLayout
 from engine.models import load
 from engine.speculative import AllDrafts, HeadDrafter, Speculator
 from tests.pair.rig import Loaded, PairRig, Size
+from tests.pair.test_split_prefill import SplitRig
+from tests.support import devices
 from tests.support.devices import CPU
 from tests.support.drafters import make_followed_vision
 from tests.support.steps import logits_after
@@ -45,7 +47,9 @@ class VisionModel:
         return greedy_vision_tokens(self.reference, *with_images(*parts), NUM_TOKENS)
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", pytest.param("qwen3_5_moe", marks=LONG)])
+@pytest.fixture(
+    scope="module", params=["qwen3_5", pytest.param("qwen3_5_moe", marks=LONG), "qwen3_vl"]
+)
 def model(request, tmp_path_factory):
     return VisionModel(tmp_path_factory.mktemp("vision"), request.param)
 
@@ -65,7 +69,9 @@ def encoded(node):
     return node.engine.model.seeing.counts.encoded
 
 
-def test_logits_are_those_of_transformers(model):
+@pytest.mark.parametrize("operations", [pytest.param("torch", marks=LONG), "compiled"])
+def test_logits_are_those_of_transformers(model, operations, monkeypatch):
+    devices.use(operations, monkeypatch)
     token_ids, images = with_images(*TWO)
     with torch.no_grad():
         expected = model.reference(**vision_inputs(token_ids, images)).logits[0]
@@ -86,6 +92,17 @@ def test_tokens_after_a_hand_off_are_those_of_transformers(model, chunked_prefil
         rig.run()
         assert [one.tokens for one in asked.values()] == [model.greedy(parts) for parts in asked]
         assert (encoded(rig.prefill[0]), encoded(rig.decode[0])) == (3, 0)
+
+
+@LONG
+def test_images_in_groups_of_layers(model):
+    with SplitRig(model.loaded, prefill=[], decode=[ROOM], own_models=True) as rig:
+        running = rig.begin(200)
+        asked = {parts: ask(rig, parts) for parts in (ONE, TWO)}
+        rig.run(*asked.values())
+        rig.cancel(running)
+        assert rig.splits
+        assert [one.tokens for one in asked.values()] == [model.greedy(parts) for parts in asked]
 
 
 def test_a_second_question_about_an_image_reuses_its_kv(model):

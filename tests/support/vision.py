@@ -123,6 +123,7 @@ _VISION = {
     "temporal_patch_size": 2,
 }
 _INTERLEAVED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+_THIRDS = _INTERLEAVED | {"mrope_section": [6, 5, 5]}
 _HYBRID = {
     **_TEXT,
     "num_hidden_layers": 4,
@@ -145,6 +146,10 @@ _SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "qwen2_5_vl": (
         {**_TEXT, "rope_parameters": _ROPE},
         {**_VISION, "window_size": 4 * PATCH, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": (
+        {**_TEXT, "num_hidden_layers": 3, "head_dim": 32, "rope_parameters": _THIRDS},
+        {**_LEARNT, "depth": 3, "deepstack_visual_indexes": [0, 1]},
     ),
     "qwen3_5": (_HYBRID, _LEARNT),
     "qwen3_5_moe": (_HYBRID | _EXPERTS, _LEARNT),

@@ -135,8 +135,10 @@ class TransformersEncoder:
     def encode(self, image: Image) -> Tensor:
         inputs = encoder_inputs(image, self._files, self._device, self._dtype)
         with torch.inference_mode():
-            encoded: Tensor = self._model.get_image_features(**inputs).pooler_output[0]
-        return encoded.to(self._dtype)
+            encoded = self._model.get_image_features(**inputs)
+            features = encoded.get("deepstack_features", ())  # each a list with one entry an image
+            together = torch.cat((*encoded.pooler_output, *(each[0] for each in features)), dim=1)
+        return together.to(self._dtype)
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
         self._model.load_state_dict(weights)
