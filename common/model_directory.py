@@ -20,6 +20,9 @@ TEXT_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "modules.json",  # of sentence-transformers, which has a directory for each module
     "*_Pooling/config.json",
 )
@@ -57,6 +60,7 @@ def model_directory(model: str, *, weights: bool) -> Path:
 # Image settings: routers resize images by them, and nodes encode images by them. Defaults are those
 # of the configuration and image processor classes in transformers.
 
+_BICUBIC = 3
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -111,23 +115,34 @@ class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
         """Pixels per side of the area of one token."""
         return self.patch_side * self.merge
 
+    @property
+    def fixed_tokens(self) -> int:
+        """Tokens of every image, or 0 if they depend on its size."""
+        match self.size:
+            case SquareSize(side=side):
+                return (side // self.token_side) ** 2
+            case AreaSize():
+                return 0
+
 
 def vision_files(directory: Path) -> VisionFiles | None:
-    """Return the image settings, or None if images are not supported for the model, or if its
-    config.json has no `vision_config`.
+    """Return the image settings, or None if images are not supported for the model, or if it has no
+    `vision_config` in config.json or no settings of an image processor.
 
     Raises:
         ConfigError: a file has invalid values.
     """
     config = _object(directory / "config.json")
     reader = _IMAGE_MODELS.get(str(config.get("model_type")))
-    if reader is None or not config.get("vision_config"):
+    vision, processor = config.get("vision_config"), _processor(directory)
+    if reader is None or not vision or not processor:
         return None
     try:
-        files = reader(config, config["vision_config"], _processor(directory))
+        files = reader(config, vision, processor)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(
-            f"{directory}: its image configuration is not supported: {error}"
+            f"{directory}: its image configuration is not supported: {error}. To serve only texts, "
+            "remove vision_config from config.json"
         ) from error
     numbers = (files.patch_side, files.merge, files.frames, *msgspec.structs.astuple(files.size))
     if min(numbers) < 1 or len(files.mean) != 3 or len(files.std) != 3 or 0.0 in files.std:
@@ -166,6 +181,29 @@ def _by_area(
     )
 
 
+def _by_square(config: _Json, vision: _Json, processor: _Json) -> VisionFiles:
+    """Read the settings of LLaVA 1.5: a CLIP encoder, whose first token is dropped."""
+    side, patch_side = int(vision.get("image_size", 336)), int(vision.get("patch_size", 14))
+    crop, size = processor.get("crop_size", side), processor["size"]
+    _must_be(vision, {"model_type": "clip_vision_model"})
+    _must_be(config, {"vision_feature_select_strategy": "default"})
+    _must_be(processor, {"do_center_crop": True, "do_pad": False, "resample": _BICUBIC})
+    shorter_side = int(size["shortest_edge"] if isinstance(size, dict) else size)
+    if crop not in (side, {"height": side, "width": side}) or shorter_side < side:
+        raise ValueError(f"size is {size} and crop_size {crop}, the encoder needs {side}")
+    if side % patch_side:
+        raise ValueError(f"image_size is {side}, which is no multiple of patch_size {patch_side}")
+    return VisionFiles(
+        placeholder=int(config.get("image_token_index", config.get("image_token_id", 32000))),
+        patch_side=patch_side,
+        merge=1,
+        frames=1,
+        size=SquareSize(shorter_side, side),
+        **_scale(processor),
+        axial=False,
+    )
+
+
 def _must_be(settings: _Json, supported: _Json) -> None:
     """Raise ValueError if a setting is present with another value."""
     for name, value in supported.items():
@@ -187,6 +225,7 @@ _IMAGE_MODELS: Mapping[str, Callable[[_Json, _Json, _Json], VisionFiles]] = {
     "qwen3_vl": partial(_by_area, placeholder=151655, patch_side=16),
     "qwen3_5": partial(_by_area, placeholder=248056, patch_side=16),
     "qwen3_5_moe": partial(_by_area, placeholder=248056, patch_side=16),
+    "llava": _by_square,
 }
 
 

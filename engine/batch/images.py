@@ -1,6 +1,7 @@
 """Images in the rows of a step: the image tokens that it computes, and their positions.
 
-An image takes as many positions as its longer side has tokens, however many tokens it has. Its
+In some models image tokens have positions like those of text. In others they are axial: an image
+takes as many positions as its longer side has tokens, however many tokens it has. Its
 tokens differ by row and column. Positions after an image are therefore smaller than token indices.
 
 Source: Qwen2-VL, Wang et al. 2024, section 2.1 (M-RoPE).
@@ -44,10 +45,15 @@ class EncodedImage:
 
 
 class RowImages:
-    """Images of the requests in a table's slots. Engine thread only."""
+    """Images of the requests in a table's slots. Engine thread only.
 
-    def __init__(self, table: SlotTable) -> None:
+    Args:
+        axial: image tokens are positioned by row and column, instead of like text.
+    """
+
+    def __init__(self, table: SlotTable, axial: bool) -> None:
         self._table = table
+        self._axial = axial
         self._images: dict[int, tuple[Image, ...]] = {}  # by slot
         self._have = np.zeros(table.num_slots, np.bool_)
         # applied to positions after the last image
@@ -76,9 +82,9 @@ class RowImages:
             start, end, place = (int(x[row]) for x in (batch.starts, batch.ends, query_starts))
             if start >= images[-1].end:
                 continue
-            if moved.ndim == 1:
-                moved = np.tile(moved, (AXES, 1))
-            moved[:, place : place + end - start] = positions_of(images, start, end)
+            if self._axial:
+                moved = np.tile(moved, (AXES, 1)) if moved.ndim == 1 else moved
+                moved[:, place : place + end - start] = positions_of(images, start, end)
             seen += _seen(images, start, end, place)
         return EncodedImage(known, moved, tuple(seen))
 
@@ -89,7 +95,7 @@ class RowImages:
         self._images = {each: images for each, images in self._images.items() if live[each]}
         self._images.pop(slot, None)
         self._have[slot] = bool(request.spec.images)
-        self._shift[slot] = shift_of(request.spec.images)
+        self._shift[slot] = shift_of(request.spec.images) if self._axial else 0
         if request.spec.images:
             self._images[slot] = request.spec.images
 

@@ -26,8 +26,6 @@ from kernels.layers.embedding import embed
 from kernels.layers.linear import linear
 from kernels.layers.soft_cap import soft_cap
 
-_HEAD = "lm_head"
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
@@ -41,6 +39,7 @@ class DecoderSpec:
         logit_soft_cap: logits are cap * tanh(logit / cap). None: no cap.
         prefix: of the names of the decoder's own tensors. Empty in checkpoints of a decoder without
             a head.
+        head: name of the head's matrix.
         unused: beginnings of tensor names that belong to other modules.
         offered: the checkpoint's draft layer, which is not part of the decoder.
         drafter: the draft layer that is part of the decoder.
@@ -55,6 +54,7 @@ class DecoderSpec:
     feature_layers: int = 0
     stored: Scheme = PLAIN
     prefix: str = "model."
+    head: str = "lm_head"
     unused: tuple[str, ...] = ()
     offered: DraftLayerSpec | None = field(default=None, repr=False)
     drafter: DraftLayerSpec | None = None
@@ -107,7 +107,7 @@ class DecoderSpec:
         drafts = self.drafter is not None and any(
             name.startswith(self.drafter.prefix) for name in product.parts
         )
-        return _HEAD not in product.parts and not drafts
+        return self.head not in product.parts and not drafts
 
     def _head(self, source: BlockWeights, embedding: Tensor) -> Linear | None:
         if not self.model.generates:
@@ -117,7 +117,9 @@ class DecoderSpec:
         if self.tied_embeddings:
             head = source.tied(kept(embedding, own))
         else:
-            head = source.linear({_HEAD: rows}, self.model.hidden_size, outputs={_HEAD: own})
+            head = source.linear(
+                {self.head: rows}, self.model.hidden_size, outputs={self.head: own}
+            )
         return head if group is None else GatheredLinear(head, group, rows)
 
     def _classes(self, source: BlockWeights) -> Tensor | None:

@@ -44,8 +44,10 @@ class NativeCheckpoint:
         self._sight = VisionInput.of(directory)
         names = stored_names(directory)
         decoder = as_stored(read_decoder(directory), names)
-        side = 0 if self._sight is None else self._sight.files.token_side
-        decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
+        if self._sight is not None:
+            files, model = self._sight.files, decoder.model
+            model = replace(model, image_token_side=files.token_side, axial_images=files.axial)
+            decoder = replace(decoder, model=model)
         if speculation.has_layers and speculation.method != "mtp" and self._sight is not None:
             raise ConfigError(
                 f"engine.speculative.method: {speculation.method} is not supported for models with "
@@ -142,7 +144,7 @@ class NativeCheckpoint:
 
     def config_hash(self) -> str:
         model = replace(self.spec, architecture="", dtype=torch.float32, eos_token_ids=())
-        decoder = replace(self._decoder, model=model, prefix="")
+        decoder = replace(self._decoder, model=model, prefix="", head="")
         seen = "" if self._sight is None else self._sight.config_hash()
         return hashlib.sha256(f"{decoder!r}{seen}".encode()).hexdigest()
 

@@ -19,6 +19,8 @@ from tests.support.devices import CPU
 from tests.support.drafters import make_followed_vision
 from tests.support.steps import logits_after
 from tests.support.vision import (
+    PATCH,
+    SQUARE,
     greedy_vision_tokens,
     make_vision_checkpoint,
     picture,
@@ -29,9 +31,6 @@ from tests.support.vision import (
 
 NUM_TOKENS = 8
 ROOM = Size(num_pages=400)
-ONE = ("What is on this? ", picture(5, 3, 1), " Say it in one word.")
-TWO = ("First ", picture(2, 7, 2), ", then some text between them, ", picture(4, 4, 3), "?")
-AGAIN = (*ONE, " And what is beside it?")
 TEXT = ("No image at all, as most prompts are.",)
 LONG = pytest.mark.long
 MTP = SpeculativeConfig(method="mtp")
@@ -42,13 +41,25 @@ class VisionModel:
         self.directory = make_vision_checkpoint(directory, model_type=model_type)
         self.loaded = Loaded.from_directory(self.directory)
         self.reference = reference_vision_model(self.directory)
+        self._model_type = model_type
+        self.one = ("What is on this? ", self.shown(5, 3, 1), " Say it in one word.")
+        between = ", then some text between them, "
+        self.two = ("First ", self.shown(2, 7, 2), between, self.shown(4, 4, 3), "?")
+
+    def shown(self, rows, columns, seed):
+        if self._model_type == "llava":  # all of its images have one size
+            return picture(SQUARE, SQUARE, seed, PATCH)
+        return picture(rows, columns, seed)
+
+    def inputs(self, parts):
+        return vision_inputs(*with_images(*parts), self._model_type)
 
     def greedy(self, parts):
         return greedy_vision_tokens(self.reference, *with_images(*parts), NUM_TOKENS)
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_5", pytest.param("qwen3_5_moe", marks=LONG), "qwen3_vl"]
+    scope="module", params=["qwen3_5", pytest.param("qwen3_5_moe", marks=LONG), "qwen3_vl", "llava"]
 )
 def model(request, tmp_path_factory):
     return VisionModel(tmp_path_factory.mktemp("vision"), request.param)
@@ -72,9 +83,9 @@ def encoded(node):
 @pytest.mark.parametrize("operations", [pytest.param("torch", marks=LONG), "compiled"])
 def test_logits_are_those_of_transformers(model, operations, monkeypatch):
     devices.use(operations, monkeypatch)
-    token_ids, images = with_images(*TWO)
+    token_ids, images = with_images(*model.two)
     with torch.no_grad():
-        expected = model.reference(**vision_inputs(token_ids, images)).logits[0]
+        expected = model.reference(**model.inputs(model.two)).logits[0]
     first, last = images
     # Chunks of all kinds: within an image, with both of them, and of one token.
     ends = [3, first.at + 5, last.at + 6, last.end - 1, *range(last.end, len(token_ids) + 1)]
@@ -88,7 +99,7 @@ def test_logits_are_those_of_transformers(model, operations, monkeypatch):
 )
 def test_tokens_after_a_hand_off_are_those_of_transformers(model, chunked_prefill_tokens):
     with rig_of(model, chunked_prefill_tokens=chunked_prefill_tokens) as rig:
-        asked = {parts: ask(rig, parts) for parts in (ONE, TWO, TEXT)}
+        asked = {parts: ask(rig, parts) for parts in (model.one, model.two, TEXT)}
         rig.run()
         assert [one.tokens for one in asked.values()] == [model.greedy(parts) for parts in asked]
         assert (encoded(rig.prefill[0]), encoded(rig.decode[0])) == (3, 0)
@@ -98,7 +109,7 @@ def test_tokens_after_a_hand_off_are_those_of_transformers(model, chunked_prefil
 def test_images_in_groups_of_layers(model):
     with SplitRig(model.loaded, prefill=[], decode=[ROOM], own_models=True) as rig:
         running = rig.begin(200)
-        asked = {parts: ask(rig, parts) for parts in (ONE, TWO)}
+        asked = {parts: ask(rig, parts) for parts in (model.one, model.two)}
         rig.run(*asked.values())
         rig.cancel(running)
         assert rig.splits
@@ -106,20 +117,22 @@ def test_images_in_groups_of_layers(model):
 
 
 def test_a_second_question_about_an_image_reuses_its_kv(model):
+    text, image, _ = model.one
+    again = (*model.one, " And what is beside it?")
     with rig_of(model) as rig:
-        ask(rig, ONE)
+        ask(rig, model.one)
         rig.run()
         rig.flush(rig.decode[0])
-        second = ask(rig, AGAIN)
+        second = ask(rig, again)
         rig.run()
-        assert second.tokens == model.greedy(AGAIN)
-        assert second.cached_tokens >= len(ONE[0]) + ONE[1].num_tokens
+        assert second.tokens == model.greedy(again)
+        assert second.cached_tokens >= len(text) + image.num_tokens
         assert encoded(rig.prefill[0]) == 1
 
 
 @LONG
 def test_retracted_requests_are_recomputed_with_their_images(model):
-    prompts = [("Look: ", picture(6, 6, 20 + i), "...") for i in range(4)]
+    prompts = [("Look: ", model.shown(6, 6, 20 + i), "...") for i in range(4)]
     tables = KVLayout.of(model.loaded.model.spec.layers, 16, torch.float32).tables
     num_pages = 4 * tables.pages_to_compute(47) + 1
     size = Size(num_pages=num_pages, swap_pages=0, max_running_requests=4, prefix_cache=False)
@@ -139,7 +152,8 @@ def test_a_draft_layer_that_is_right_is_right_behind_images(tmp_path):
     loaded = Loaded(directory, load(directory, CPU, torch.float32, speculation=MTP))
     drafting = replace(ROOM, speculator=Speculator(HeadDrafter(), AllDrafts(3), 3))
     with PairRig(loaded, prefill=[ROOM], decode=[drafting], chunked_prefill_tokens=16) as rig:
-        token_ids, images = with_images(*TWO)
+        two = ("First ", picture(2, 7, 2), ", then some text, ", picture(4, 4, 3), "?")
+        token_ids, images = with_images(*two)
         asked = rig.serve(token_ids, 40, images=images)
         expected = greedy_vision_tokens(reference_vision_model(directory), token_ids, images, 40)
         assert asked.tokens == expected

@@ -1,6 +1,6 @@
 """Fields that configurations of most families have in common."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -77,14 +77,16 @@ def beside_encoder(
     config: Fields,
     eos_token_ids: tuple[int, ...],
     family: Callable[[Fields, tuple[int, ...]], DecoderSpec],
+    defaults: Mapping[str, str | int] | None = None,
 ) -> DecoderSpec:
     """Return the decoder of a configuration whose `text_config` describes it, in a checkpoint with
-    an image encoder.
+    an image encoder. Tensor names are those of Qwen's models.
 
     Args:
         family: of the decoder.
+        defaults: of `text_config`.
     """
-    text = config.nested("text_config")
+    text = config.nested("text_config", defaults)
     spec = family(text, eos_token_ids or text.token_ids("eos_token_id"))
     return replace(
         spec,
