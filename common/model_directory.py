@@ -116,11 +116,11 @@ class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
         return self.patch_side * self.merge
 
     @property
-    def fixed_tokens(self) -> int:
-        """Tokens of every image, or 0 if they depend on its size."""
+    def tokens_per_side(self) -> int:
+        """Rows and columns of every image, or 0 if they depend on its size."""
         match self.size:
             case SquareSize(side=side):
-                return (side // self.token_side) ** 2
+                return side // self.token_side
             case AreaSize():
                 return 0
 

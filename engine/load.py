@@ -88,6 +88,7 @@ class LoadedModel:
             generates=spec.generates,
             num_labels=spec.num_labels,
             image_token_side=spec.image_token_side,
+            image_tokens_per_side=spec.image_tokens_per_side,
             eos_token_ids=spec.eos_token_ids,
             hidden_state_bytes=4 * spec.hidden_size,
             max_hidden_state_bytes=hidden_states.max_request_bytes if hidden_states.enabled else 0,

@@ -171,7 +171,7 @@ def fit_of(height: int, width: int, files: VisionFiles, max_tokens: int) -> Fit:
         case AreaSize() as size:
             return _of_area(height, width, size, files.token_side, max_tokens)
         case SquareSize() as size:
-            return _of_square(height, width, size, files.token_side, max_tokens)
+            return _of_square(height, width, size, files.tokens_per_side, max_tokens)
 
 
 def _of_area(height: int, width: int, size: AreaSize, side: int, max_tokens: int) -> Fit:
@@ -188,9 +188,8 @@ def _of_area(height: int, width: int, size: AreaSize, side: int, max_tokens: int
     return Fit(rows, columns, (rows * side, columns * side))
 
 
-def _of_square(height: int, width: int, size: SquareSize, side: int, max_tokens: int) -> Fit:
-    """Follow CLIPImageProcessor in transformers."""
-    count = size.side // side
+def _of_square(height: int, width: int, size: SquareSize, count: int, max_tokens: int) -> Fit:
+    """Follow CLIPImageProcessor in transformers. `count`: tokens per side."""
     if count**2 > max_tokens:
         raise InvalidRequest(
             f"an image of this model has {count**2} tokens, {max_tokens} are allowed: detail low "

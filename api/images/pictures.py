@@ -273,7 +273,7 @@ class ImageLoader:
 
     def __init__(self, files: VisionFiles, config: ImagesConfig) -> None:
         """Raise ConfigError if no image of the model has as few tokens as configured."""
-        fixed = files.fixed_tokens
+        fixed = files.tokens_per_side**2
         if fixed > config.max_tokens_per_image:
             raise ConfigError(
                 f"images.max_tokens_per_image is {config.max_tokens_per_image}, but every image of "

@@ -25,8 +25,9 @@ class RequestLimits:
 
     context_length counts prompt and output. num_pages is the whole pool. generates, num_labels: the
     heads that the model has. image_token_side: pixels per side of an image token; 0: no image
-    input. eos_token_ids: tokens that end a response. hidden_state_bytes: of one hidden state.
-    max_hidden_state_bytes: of all that one request may have returned; 0: none are returned.
+    input. image_tokens_per_side: rows and columns of every image; 0: any. eos_token_ids: tokens
+    that end a response. hidden_state_bytes: of one hidden state. max_hidden_state_bytes: of all
+    that one request may have returned; 0: none are returned.
     """
 
     context_length: int
@@ -36,6 +37,7 @@ class RequestLimits:
     generates: bool = True
     num_labels: int = 0
     image_token_side: int = 0
+    image_tokens_per_side: int = 0
     eos_token_ids: tuple[int, ...] = ()
     hidden_state_bytes: int = 0
     max_hidden_state_bytes: int = 0
@@ -132,6 +134,17 @@ class RequestLimits:
                 f"token_ids: {num_tokens} tokens leave no room in a context of "
                 f"{self.context_length}"
             )
+        self._check_images(images)
+        self._check_known("token_ids", text_of(token_ids, images) if images else token_ids)
+        needed = self.tables.pages_to_compute(num_tokens + 1)
+        if needed > self.num_pages:
+            raise InvalidRequest(
+                f"token_ids: {num_tokens} tokens need {needed} KV pages, the pool has "
+                f"{self.num_pages}"
+            )
+
+    def _check_images(self, images: Sequence[Image]) -> None:
+        count = self.image_tokens_per_side
         for number, image in enumerate(images):
             if not image.fits(self.image_token_side):
                 raise InvalidRequest(
@@ -140,13 +153,11 @@ class RequestLimits:
                     else f"images[{number}]: a token of it is no square of "
                     f"{self.image_token_side} pixels a side"
                 )
-        self._check_known("token_ids", text_of(token_ids, images) if images else token_ids)
-        needed = self.tables.pages_to_compute(num_tokens + 1)
-        if needed > self.num_pages:
-            raise InvalidRequest(
-                f"token_ids: {num_tokens} tokens need {needed} KV pages, the pool has "
-                f"{self.num_pages}"
-            )
+            if count and (image.rows, image.columns) != (count, count):
+                raise InvalidRequest(
+                    f"images[{number}]: it has {image.rows} x {image.columns} tokens, the model "
+                    f"takes {count} x {count}"
+                )
 
     def _check_known(self, field: str, token_ids: Ints) -> None:
         low, high = int(token_ids.min(initial=0)), int(token_ids.max(initial=0))

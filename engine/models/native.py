@@ -46,7 +46,12 @@ class NativeCheckpoint:
         decoder = as_stored(read_decoder(directory), names)
         if self._sight is not None:
             files, model = self._sight.files, decoder.model
-            model = replace(model, image_token_side=files.token_side, axial_images=files.axial)
+            model = replace(
+                model,
+                image_token_side=files.token_side,
+                image_tokens_per_side=files.tokens_per_side,
+                axial_images=files.axial,
+            )
             decoder = replace(decoder, model=model)
         if speculation.has_layers and speculation.method != "mtp" and self._sight is not None:
             raise ConfigError(

@@ -1,6 +1,7 @@
 """Prompts with images to each vision model: logits and tokens are those of transformers' class,
 wherever chunks end, whichever node computes them, and behind cached pages."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("PIL")
 from common.config import SpeculativeConfig
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
+from engine.models.families import read_decoder
 from engine.speculative import AllDrafts, HeadDrafter, Speculator
 from tests.pair.rig import Loaded, PairRig, Size
 from tests.pair.test_split_prefill import SplitRig
@@ -27,6 +29,7 @@ from tests.support.vision import (
     reference_vision_model,
     vision_inputs,
     with_images,
+    write_vision_files,
 )
 
 NUM_TOKENS = 8
@@ -142,6 +145,24 @@ def test_retracted_requests_are_recomputed_with_their_images(model):
         rig.run()
         assert [one.tokens for one in asked] == [model.greedy(parts) for parts in prompts]
         assert rig.decode[0].count("recomputed") > 0
+
+
+def test_an_image_that_the_encoder_cannot_take_is_refused_by_the_node(tmp_path):
+    model = VisionModel(tmp_path, "llava")
+    with rig_of(model, prefill=[]) as rig:
+        asked = ask(rig, ("Look: ", picture(2, 3, 1, PATCH), "."))
+        rig.run()
+        assert "2 x 3 tokens, the model takes 6 x 6" in asked.ended.error
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "llava"])
+def test_a_dtype_of_the_whole_configuration_is_the_decoders(tmp_path, model_type):
+    write_vision_files(tmp_path, model_type=model_type)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": "bfloat16"}
+    config["text_config"].pop("dtype", None)
+    path.write_text(json.dumps(config))
+    assert read_decoder(tmp_path).model.dtype is torch.bfloat16
 
 
 @LONG

@@ -86,7 +86,7 @@ def beside_encoder(
         family: of the decoder.
         defaults: of `text_config`.
     """
-    text = config.nested("text_config", defaults)
+    text = text_config(config, defaults)
     spec = family(text, eos_token_ids or text.token_ids("eos_token_id"))
     return replace(
         spec,
@@ -94,6 +94,19 @@ def beside_encoder(
         unused=(*spec.unused, "model.visual."),
         tied_embeddings=config.flag("tie_word_embeddings", spec.tied_embeddings),
     )
+
+
+def text_config(config: Fields, defaults: Mapping[str, str | int] | None = None) -> Fields:
+    """Return the decoder's part of a configuration. If it has no dtype, that of the whole applies.
+
+    Args:
+        defaults: of other fields.
+    """
+    text, whole = config.nested("text_config"), {}
+    for name in ("dtype", "torch_dtype"):
+        if name in config and "dtype" not in text and "torch_dtype" not in text:
+            whole[name] = config.text(name)
+    return config.nested("text_config", {**(defaults or {}), **whole})
 
 
 def attention(

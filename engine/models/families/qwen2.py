@@ -65,7 +65,7 @@ _SECTIONS = (16, 24, 24)
 def qwen2_5_vl(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     """Return the decoder. In configurations of transformers 4, the text model's fields are at the
     top level."""
-    text = config.nested("text_config") if "text_config" in config else config
+    text = common.text_config(config) if "text_config" in config else config
     norm = common.norm(text, eps=1e-5)
     mixer = common.attention(text, common.even_head_dim(text), qkv_bias=True, rope_theta=1e6)
     mixer = replace(mixer, rope=in_sections(text, mixer.rope, _SECTIONS))

@@ -30,7 +30,8 @@ _FEATURES = (8, 16, 24)  # layers of the encoder
 
 def qwen3_vl(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     vision = config.nested("vision_config")
-    features = vision.counts("deepstack_visual_indexes") or _FEATURES
+    named = "deepstack_visual_indexes" in vision
+    features = vision.counts("deepstack_visual_indexes") if named else _FEATURES
     spec = common.beside_encoder(config, eos_token_ids, _qwen3_vl_text)
     return replace(spec, feature_layers=len(features))
 

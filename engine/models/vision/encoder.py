@@ -157,13 +157,11 @@ class TransformersEncoder:
 
 def _largest(files: VisionFiles) -> tuple[int, int]:
     """Return rows and columns of an image with the most tokens."""
-    match files.size:
-        case SquareSize(side=side):
-            return side // files.token_side, side // files.token_side
-        case AreaSize():
-            num_tokens = MAX_PIXEL_BYTES // (3 * files.token_side**2)
-            rows = math.isqrt(num_tokens)
-            return rows, num_tokens // rows
+    if files.tokens_per_side:
+        return files.tokens_per_side, files.tokens_per_side
+    num_tokens = MAX_PIXEL_BYTES // (3 * files.token_side**2)
+    rows = math.isqrt(num_tokens)
+    return rows, num_tokens // rows
 
 
 def encoder_inputs(
