@@ -2,14 +2,17 @@
 wherever chunks end, whichever node computes them, and behind cached pages."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("PIL")
 
 from common.config import SpeculativeConfig
+from engine.batch.images import VisibleImage
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
 from engine.models.families import read_decoder
@@ -18,7 +21,7 @@ from tests.pair.rig import Loaded, PairRig, Size
 from tests.pair.test_split_prefill import SplitRig
 from tests.support import devices
 from tests.support.devices import CPU
-from tests.support.drafters import make_followed_vision
+from tests.support.drafters import TENSORS, make_followed_vision
 from tests.support.steps import logits_after
 from tests.support.vision import (
     PATCH,
@@ -145,6 +148,24 @@ def test_retracted_requests_are_recomputed_with_their_images(model):
         rig.run()
         assert [one.tokens for one in asked] == [model.greedy(parts) for parts in prompts]
         assert rig.decode[0].count("recomputed") > 0
+
+
+@LONG
+def test_tensor_names_of_older_llavas(tmp_path):
+    """As published with version 1.5, whose encoder has a prefix more and a buffer."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    shutil.copytree(make_vision_checkpoint(new, model_type="llava"), old)
+    tensors = load_file(old / TENSORS)
+    tower, older = "vision_tower.", "vision_tower.vision_model."
+    renamed = {name.replace(tower, older): tensor for name, tensor in tensors.items()}
+    renamed[f"{older}embeddings.position_ids"] = torch.arange(SQUARE**2 + 1)
+    save_file(renamed, old / TENSORS)
+    image = picture(SQUARE, SQUARE, 1, PATCH)
+    embedded = [torch.zeros(image.num_tokens, 64) for _ in range(2)]
+    for directory, x in zip((new, old), embedded, strict=True):
+        seeing = load(directory, CPU, torch.float32).seeing
+        seeing.embed([VisibleImage(image, 0, image.num_tokens, 0)], x)
+    assert embedded[0].any() and torch.equal(*embedded)
 
 
 def test_an_image_that_the_encoder_cannot_take_is_refused_by_the_node(tmp_path):
