@@ -37,9 +37,9 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     token 0 at location -1. They read and write no page, and their logits are not used.
 
     positions: the rotary position of each token. It equals the token's index except in requests
-    with images. If the step has image tokens, there is one entry for time, row and column: [3,
-    num_tokens]. Image tokens and tokens with input embeddings have id 0 here, and `seen` has
-    their images or embeddings.
+    with images whose tokens have rows and columns. If the step has such tokens, there is one entry
+    for time, row and column: [3, num_tokens]. Image tokens and tokens with input embeddings have id
+    0 here, and `seen` has their images or embeddings.
     """
 
     # int64 [num_tokens], page * page_size + offset: where KV is written
@@ -64,6 +64,11 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     @property
     def num_rows(self) -> int:
         return self.lengths.shape[0]
+
+    @property
+    def starts(self) -> Tensor:
+        """Index of each row's first token of this step, int32 [num_rows]."""
+        return self.lengths - self.query_starts.diff()
 
     @property
     def packed_bytes(self) -> int:
@@ -171,11 +176,15 @@ def _grown(tensor: Tensor, added: int, filler: int) -> Tensor:
 
 
 class BatchBuilder:
-    """A builder of step tensors in host memory. Engine thread only."""
+    """A builder of step tensors in host memory. Engine thread only.
 
-    def __init__(self, table: SlotTable) -> None:
+    Args:
+        axial_images: see RowImages.
+    """
+
+    def __init__(self, table: SlotTable, *, axial_images: bool = False) -> None:
         self._table = table
-        self._images = RowImages(table)
+        self._images = RowImages(table, axial_images)
         self._windows = table.tables.windows
         # Arrays, because numpy converts a Python int again in every call.
         self._page_size = np.array(table.page_size, np.int64)

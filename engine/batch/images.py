@@ -1,6 +1,7 @@
 """Images in the rows of a step: the image tokens that it computes, and their positions.
 
-An image takes as many positions as its longer side has tokens, however many tokens it has. Its
+In some models image tokens have positions like those of text. In others they are axial: an image
+takes as many positions as its longer side has tokens, however many tokens it has. Its
 tokens differ by row and column. Positions after an image are therefore smaller than token indices.
 
 Source: Qwen2-VL, Wang et al. 2024, section 2.1 (M-RoPE).
@@ -55,10 +56,16 @@ class EncodedImage:
 
 
 class RowImages:
-    """Images and input embeddings of the requests in a table's slots. Engine thread only."""
+    """Images and input embeddings of the requests in a table's slots. Engine thread only.
 
-    def __init__(self, table: SlotTable) -> None:
+
+    Args:
+        axial: image tokens are positioned by row and column, instead of like text.
+    """
+
+    def __init__(self, table: SlotTable, axial: bool) -> None:
         self._table = table
+        self._axial = axial
         self._images: dict[int, tuple[Image, ...]] = {}  # by slot
         self._given: dict[int, Tensor] = {}  # by slot, float32 [prompt tokens, hidden]
         self._have = np.zeros(table.num_slots, np.bool_)
@@ -93,9 +100,9 @@ class RowImages:
             images = self._images[slot]
             if start >= images[-1].end:
                 continue
-            if moved.ndim == 1:
-                moved = np.tile(moved, (AXES, 1))
-            moved[:, place : place + end - start] = positions_of(images, start, end)
+            if self._axial:
+                moved = np.tile(moved, (AXES, 1)) if moved.ndim == 1 else moved
+                moved[:, place : place + end - start] = positions_of(images, start, end)
             seen += _seen(images, start, end, place)
         return EncodedImage(known, moved, tuple(seen))
 
@@ -108,7 +115,7 @@ class RowImages:
         self._images.pop(slot, None)
         self._given.pop(slot, None)
         self._have[slot] = bool(spec.images) or spec.input_embeddings is not None
-        self._shift[slot] = shift_of(spec.images)
+        self._shift[slot] = shift_of(spec.images) if self._axial else 0
         if spec.images:
             self._images[slot] = spec.images
         if (given := spec.input_embeddings) is not None:

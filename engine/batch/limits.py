@@ -54,8 +54,8 @@ class RequestLimits:
 
     context_length counts prompt and output. num_pages is the whole pool. generates, num_labels: the
     heads that the model has. image_token_side: pixels per side of an image token; 0: no image
-    input. eos_token_ids: tokens that end a response. embedding_size: numbers of an input embedding;
-    0: none are accepted.
+    input. image_tokens_per_side: rows and columns of every image; 0: any. eos_token_ids: tokens
+    that end a response. embedding_size: numbers of an input embedding; 0: none are accepted.
     """
 
     context_length: int
@@ -65,6 +65,7 @@ class RequestLimits:
     generates: bool = True
     num_labels: int = 0
     image_token_side: int = 0
+    image_tokens_per_side: int = 0
     eos_token_ids: tuple[int, ...] = ()
     hidden_states: StateLimit = StateLimit("hidden_states")
     routed_experts: StateLimit = StateLimit("routed_experts")
@@ -176,14 +177,7 @@ class RequestLimits:
                 f"token_ids: {num_tokens} tokens leave no room in a context of "
                 f"{self.context_length}"
             )
-        for number, image in enumerate(images):
-            if not image.fits(self.image_token_side):
-                raise InvalidRequest(
-                    f"images[{number}]: the model sees no images"
-                    if not self.image_token_side
-                    else f"images[{number}]: a token of it is no square of "
-                    f"{self.image_token_side} pixels a side"
-                )
+        self._check_images(images)
         known = token_ids[num_given:]
         self._check_known("token_ids", text_of(known, images) if images else known)
         needed = self.tables.pages_to_compute(num_tokens + 1)
@@ -192,6 +186,22 @@ class RequestLimits:
                 f"token_ids: {num_tokens} tokens need {needed} KV pages, the pool has "
                 f"{self.num_pages}"
             )
+
+    def _check_images(self, images: Sequence[Image]) -> None:
+        count = self.image_tokens_per_side
+        for number, image in enumerate(images):
+            if not image.fits(self.image_token_side):
+                raise InvalidRequest(
+                    f"images[{number}]: the model sees no images"
+                    if not self.image_token_side
+                    else f"images[{number}]: a token of it is no square of "
+                    f"{self.image_token_side} pixels a side"
+                )
+            if count and (image.rows, image.columns) != (count, count):
+                raise InvalidRequest(
+                    f"images[{number}]: it has {image.rows} x {image.columns} tokens, the model "
+                    f"takes {count} x {count}"
+                )
 
     def _check_known(self, field: str, token_ids: Ints) -> None:
         low, high = int(token_ids.min(initial=0)), int(token_ids.max(initial=0))

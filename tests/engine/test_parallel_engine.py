@@ -266,6 +266,12 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
         NUM_PAGES,
         serve_images,
     ),
+    "images, features of layers": (
+        2,
+        lambda root: {"model": str(make_vision_checkpoint(root, model_type="qwen3_vl"))},
+        NUM_PAGES,
+        serve_images,
+    ),
 }
 
 
@@ -300,6 +306,20 @@ def test_two_stages_have_the_tokens_of_one_rank(
     expected = answers(config_of(1, model=model, **one), serve_again)
     parallel = {**fields.pop("parallel", {}), "pp": 2}
     assert answers(config_of(tp, model=model, parallel=parallel, **fields), serve_again) == expected
+
+
+@pytest.mark.long
+def test_two_stages_of_a_model_with_images(tmp_path: Path) -> None:
+    directory = make_vision_checkpoint(tmp_path, model_type="qwen3_vl", num_hidden_layers=5)
+    expected = answers(config_of(1, model=str(directory)), serve_images)
+    stages = config_of(1, model=str(directory), parallel={"pp": 2})
+    assert answers(stages, serve_images) == expected
+
+
+def test_features_of_images_must_be_added_in_the_first_stage(tmp_path: Path) -> None:
+    directory = make_vision_checkpoint(tmp_path, model_type="qwen3_vl")
+    with pytest.raises(ConfigError, match="the first 2 of 3 layers"):
+        build(config_of(1, model=str(directory), parallel={"pp": 2}))
 
 
 @pytest.mark.long
