@@ -23,7 +23,7 @@ from router.cluster.cluster import Cluster
 from router.generation import Generation
 from router.policy.load import RequestDue
 from router.record import RequestRecord, RequestRecords
-from router.token_buffer import NodeOutput
+from router.token_buffer import ModelVersion, NodeOutput
 
 Write = Callable[[str, OutputChunk | FinalChunk], Awaitable[None]]
 Offer = Callable[[OutputChunk], bool]
@@ -160,6 +160,10 @@ class ResponseSink:
         self._client = client
         self._piece: OutputChunk
 
+    @property
+    def version(self) -> ModelVersion:
+        return self._builder.version
+
     def note_cached_tokens(self, cached_tokens: int | None) -> None:
         self._builder.note_cached_tokens(cached_tokens)
 
@@ -192,6 +196,7 @@ def _options(
         )
     return ResponseOptions(
         num_prompt_tokens=job.spec.num_tokens,
+        seed=job.spec.sampling.seed,
         prompt_token_ids=job.spec.token_ids,
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids,
@@ -200,5 +205,5 @@ def _options(
         report_prompt=report_prompt,
         silent=job.silent,
         predicts=bool(job.spec.prediction),
-        hidden_states=params.hidden_states,
+        returns_states=params.returns_states,
     )

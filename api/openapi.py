@@ -74,6 +74,10 @@ FIELDS: Mapping[str, str] = {
     "the first event has `prompt_token_ids`.",
     "return_hidden_states": "Return hidden states of the model's last layer, as SGLang does. The "
     "nodes must have `--engine.hidden-states.enabled`.",
+    "input_embeds": "Inputs of the first layer in place of token ids: a matrix [tokens, hidden "
+    "size], or a list of them. The nodes must have `--engine.input-embeddings.enabled`.",
+    "return_routed_experts": "Return the experts of each token in each layer, as SGLang does. The "
+    "nodes must have `--engine.routed-experts.enabled`.",
     "echo": "Begin the response with the prompt, and with its log-probabilities if requested. "
     "`max_tokens` 0 returns only the prompt.",
     "prompt_logprobs_start": "With `echo` and `logprobs`: index of the first prompt token with a "

@@ -62,6 +62,7 @@ _OTHERWISE = frozenset(
         "prompt_logprobs",
         "prompt_logprobs_start",
         "hidden_states",
+        "routed_experts",
         "thought",
     }
 )

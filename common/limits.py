@@ -19,6 +19,7 @@ MAX_IMAGES = 64
 MAX_STREAM_INTERVAL = 1024  # tokens
 MIN_WEIGHT, MAX_WEIGHT = 0.1, 10.0  # of its client
 MAX_PIXEL_BYTES = 6 << 20  # all images together
+MAX_EMBEDDING_BYTES = 4 << 20  # of input embeddings
 # Rows per column of one Step: many times the requests that a node can have.
 MAX_ROWS = 1 << 16
 MAX_LINKS = 4096  # in one Status

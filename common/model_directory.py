@@ -4,10 +4,12 @@ A model is a directory, or a hub id whose files are downloaded once.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from common.errors import ConfigError
 
@@ -18,6 +20,9 @@ TEXT_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "modules.json",  # of sentence-transformers, which has a directory for each module
     "*_Pooling/config.json",
 )
@@ -53,18 +58,37 @@ def model_directory(model: str, *, weights: bool) -> Path:
 
 
 # Image settings: routers resize images by them, and nodes encode images by them. Defaults are those
-# of Qwen2VLImageProcessor in transformers.
+# of the configuration and image processor classes in transformers.
 
-# Values of model_type with image support. Other vision models are served for text only.
-IMAGE_MODELS = frozenset({"qwen2_5_vl"})
-
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
-_MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
+_BICUBIC = 3
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-@dataclass(frozen=True, slots=True)
-class VisionFiles:
+class AreaSize(msgspec.Struct, frozen=True, tag=True):
+    """A size rule: images keep their shape, and each side is a multiple of a token's side.
+
+    Attributes:
+        min_pixels, max_pixels: of a resized image.
+    """
+
+    min_pixels: int
+    max_pixels: int
+
+
+class SquareSize(msgspec.Struct, frozen=True, tag=True):
+    """A size rule: every image becomes the same square, the middle of a resized image.
+
+    Attributes:
+        shorter_side: pixels of the shorter side after resizing.
+        side: pixels per side of the square.
+    """
+
+    shorter_side: int
+    side: int
+
+
+class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Image settings of a model.
 
     Attributes:
@@ -72,55 +96,137 @@ class VisionFiles:
         patch_side: pixels per side of a patch.
         merge: patches per side of a token.
         frames: number of times that an image is repeated, as a video with a still picture.
-        min_pixels, max_pixels: of a resized image.
+        size: rule for resizing.
         mean, std: of red, green, blue, where 1 is the brightest.
+        axial: image tokens are positioned by row and column, instead of like text.
     """
 
     placeholder: int
     patch_side: int
     merge: int
     frames: int
-    min_pixels: int
-    max_pixels: int
+    size: AreaSize | SquareSize
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    axial: bool
 
     @property
     def token_side(self) -> int:
         """Pixels per side of the area of one token."""
         return self.patch_side * self.merge
 
+    @property
+    def tokens_per_side(self) -> int:
+        """Rows and columns of every image, or 0 if they depend on its size."""
+        match self.size:
+            case SquareSize(side=side):
+                return side // self.token_side
+            case AreaSize():
+                return 0
+
 
 def vision_files(directory: Path) -> VisionFiles | None:
-    """Return the image settings, or None if images are not supported for the model.
+    """Return the image settings, or None if images are not supported for the model, or if it has no
+    `vision_config` in config.json or no settings of an image processor.
 
     Raises:
         ConfigError: a file has invalid values.
     """
     config = _object(directory / "config.json")
-    if config.get("model_type") not in IMAGE_MODELS:
+    reader = _IMAGE_MODELS.get(str(config.get("model_type")))
+    vision, processor = config.get("vision_config"), _processor(directory)
+    if reader is None or not vision or not processor:
         return None
-    vision, processor = config.get("vision_config") or {}, _processor(directory)
-    size = processor.get("size") or {}
     try:
-        files = VisionFiles(
-            placeholder=int(config.get("image_token_id", 151655)),
-            patch_side=int(vision.get("patch_size", 14)),
-            merge=int(vision.get("spatial_merge_size", 2)),
-            frames=int(vision.get("temporal_patch_size", 2)),
-            min_pixels=int(processor.get("min_pixels") or size.get("shortest_edge") or _MIN_PIXELS),
-            max_pixels=int(processor.get("max_pixels") or size.get("longest_edge") or _MAX_PIXELS),
-            mean=tuple(map(float, processor.get("image_mean") or _MEAN)),
-            std=tuple(map(float, processor.get("image_std") or _STD)),
-        )
-    except (TypeError, ValueError, AttributeError) as error:
+        files = reader(config, vision, processor)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(
-            f"{directory}: its image configuration is not supported: {error}"
+            f"{directory}: its image configuration is not supported: {error}. To serve only texts, "
+            "remove vision_config from config.json"
         ) from error
-    numbers = (files.patch_side, files.merge, files.frames, files.min_pixels, files.max_pixels)
+    numbers = (files.patch_side, files.merge, files.frames, *msgspec.structs.astuple(files.size))
     if min(numbers) < 1 or len(files.mean) != 3 or len(files.std) != 3 or 0.0 in files.std:
         raise ConfigError(f"{directory}: its image configuration is not supported: {files}")
     return files
+
+
+_Json = Mapping[str, Any]
+
+
+def _by_area(
+    config: _Json, vision: _Json, processor: _Json, *, placeholder: int, patch_side: int
+) -> VisionFiles:
+    """Read the settings of a model with Qwen2VLImageProcessor.
+
+    Args:
+        placeholder, patch_side: defaults.
+    """
+    size = processor.get("size") or {}
+    patch_side = int(vision.get("patch_size", patch_side))
+    merge = int(vision.get("spatial_merge_size", 2))
+    frames = int(vision.get("temporal_patch_size", 2))
+    sides = {"patch_size": patch_side, "merge_size": merge, "temporal_patch_size": frames}
+    _must_be(processor, sides)
+    return VisionFiles(
+        placeholder=int(config.get("image_token_id", placeholder)),
+        patch_side=patch_side,
+        merge=merge,
+        frames=frames,
+        size=AreaSize(
+            int(processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56),
+            int(processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280),
+        ),
+        **_scale(processor),
+        axial=True,
+    )
+
+
+def _by_square(config: _Json, vision: _Json, processor: _Json) -> VisionFiles:
+    """Read the settings of LLaVA 1.5: a CLIP encoder, whose first token is dropped."""
+    side, patch_side = int(vision.get("image_size", 336)), int(vision.get("patch_size", 14))
+    crop, size = processor.get("crop_size", side), processor["size"]
+    _must_be(vision, {"model_type": "clip_vision_model"})
+    _must_be(config, {"vision_feature_select_strategy": "default"})
+    _must_be(processor, {"do_center_crop": True, "do_pad": False, "resample": _BICUBIC})
+    shorter_side = int(size["shortest_edge"] if isinstance(size, dict) else size)
+    if crop not in (side, {"height": side, "width": side}) or shorter_side < side:
+        raise ValueError(f"size is {size} and crop_size {crop}, the encoder needs {side}")
+    if side % patch_side:
+        raise ValueError(f"image_size is {side}, which is no multiple of patch_size {patch_side}")
+    return VisionFiles(
+        placeholder=int(config.get("image_token_index", config.get("image_token_id", 32000))),
+        patch_side=patch_side,
+        merge=1,
+        frames=1,
+        size=SquareSize(shorter_side, side),
+        **_scale(processor),
+        axial=False,
+    )
+
+
+def _must_be(settings: _Json, supported: _Json) -> None:
+    """Raise ValueError if a setting is present with another value."""
+    for name, value in supported.items():
+        if settings.get(name, value) != value:
+            raise ValueError(f"{name} is {settings[name]}, expected {value}")
+
+
+def _scale(processor: _Json) -> Mapping[str, tuple[float, ...]]:
+    return {
+        "mean": tuple(map(float, processor.get("image_mean") or _CLIP_MEAN)),
+        "std": tuple(map(float, processor.get("image_std") or _CLIP_STD)),
+    }
+
+
+# Reader of the settings by model_type: config.json, its vision_config, and the image processor's
+# settings. Other vision models are served for text only.
+_IMAGE_MODELS: Mapping[str, Callable[[_Json, _Json, _Json], VisionFiles]] = {
+    "qwen2_5_vl": partial(_by_area, placeholder=151655, patch_side=14),
+    "qwen3_vl": partial(_by_area, placeholder=151655, patch_side=16),
+    "qwen3_5": partial(_by_area, placeholder=248056, patch_side=16),
+    "qwen3_5_moe": partial(_by_area, placeholder=248056, patch_side=16),
+    "llava": _by_square,
+}
 
 
 def _processor(directory: Path) -> Mapping[str, Any]:

@@ -20,7 +20,8 @@ import msgspec
 from common.errors import InvalidRequest
 from common.limits import MAX_STREAM_INTERVAL, MAX_WEIGHT, MIN_WEIGHT
 from common.priority import HIGHEST, LOWEST
-from common.requests import images, sampling
+from common.requests import embeddings, images, sampling
+from common.requests.embeddings import InputEmbeddings
 from common.requests.images import Image
 from common.requests.namespace import (
     BYTES_PER_TOKEN,
@@ -30,6 +31,7 @@ from common.requests.namespace import (
     Namespace,
     as_bytes,
     check_identity,
+    part_of,
     within,
 )
 from common.requests.sampling import SamplingParams
@@ -59,6 +61,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         client_weight: relative share of the client.
         engine_crashes: engines that crashed while they had it, see common/request.py.
         images: of its prompt.
+        input_embeddings: of its prompt, whose ids say nothing then. None: it has ids.
         prediction: little-endian int32: output that the client expects.
         stream_interval: tokens that the decode node sends at a time, after the first one.
         traceparent: parent of the receiver's spans. "": not traced.
@@ -76,6 +79,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     client_weight: float = 1.0
     engine_crashes: int = 0
     images: tuple[Image, ...] = ()
+    input_embeddings: InputEmbeddings | None = None
     prediction: bytes = b""
     stream_interval: int = 1
     traceparent: str = ""
@@ -102,7 +106,9 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cache_namespace(self) -> Namespace:
         """Return the namespace of its KV, for any weights."""
-        return within(self.namespace, self.adapter)
+        content = b"" if self.input_embeddings is None else self.input_embeddings.name
+        namespace = within(self.namespace, self.adapter)
+        return part_of(namespace, content, person=b"baton embeddings")
 
     def continued(self, token_ids: Sequence[int], engine_crashes: int) -> "RequestSpec":
         """Return the request continued after these tokens.
@@ -175,6 +181,7 @@ def from_proto(proto: pb.Request) -> RequestSpec:
     _check_priority(proto.priority)
     seen = images.from_proto(proto.images)
     images.check_images(seen, tokens_of(proto.token_ids))
+    prompt = proto.token_ids[: (num_tokens - proto.num_generated) * BYTES_PER_TOKEN]
     _check_tokens("prediction", proto.prediction)
     check_stream_interval(proto.stream_interval)
     return RequestSpec(
@@ -190,6 +197,7 @@ def from_proto(proto: pb.Request) -> RequestSpec:
         client_weight=_weight(proto.client_weight or 1.0),
         engine_crashes=min(proto.engine_crashes, MAX_ENGINE_CRASHES),
         images=seen,
+        input_embeddings=embeddings.from_proto(proto.input_embeddings, prompt),
         prediction=proto.prediction,
         stream_interval=proto.stream_interval or 1,
         traceparent=checked(proto.traceparent),
@@ -205,6 +213,7 @@ def to_fields(spec: RequestSpec) -> dict[str, Any]:
         **msgspec.structs.asdict(spec),
         "sampling": sampling.to_fields(spec.sampling),
         "images": images.to_proto(spec.images),
+        "input_embeddings": spec.input_embeddings and spec.input_embeddings.values,
     }
 
 

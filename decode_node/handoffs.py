@@ -466,6 +466,7 @@ def _source(
         num_generated=len(attempt.token_ids) - request.num_prompt,
         engine_crashes=request.engine_crashes,
         images=() if ticket else request.spec.images,
+        input_embeddings=None if ticket else request.spec.input_embeddings,
         prediction=b"",
         traceparent=state.timings.trace.passed_on,
     )
@@ -494,9 +495,10 @@ def _has_new_logprobs(request: Request, event: FirstTokenEvent) -> bool:
 
 def _as_asked(request: Request, event: FirstTokenEvent) -> bool:
     """Return whether the event has as many log-probabilities as the request asks for, with hidden
-    states if it asks for them."""
+    states and routed experts if it asks for them."""
+    asked = request.sampling.hidden_states, request.sampling.routed_experts
     parts = [each for each in (event.logprobs, event.prompt_logprobs) if each]
-    if any(bool(each.hidden_states) != request.sampling.hidden_states for each in parts):
+    if any((bool(each.hidden_states), bool(each.routed_experts)) != asked for each in parts):
         return False
     sent = [0 if each is None else len(each) for each in (event.logprobs, event.prompt_logprobs)]
     wanted = [

@@ -15,19 +15,18 @@ from node.frontend.engine_link import NodeFrontend, RoleProgram, RoleServices
 
 def program(config: DecodeConfig) -> RoleProgram:
     colocated = config.mode == "colocated"
-    parts = partial(
-        _parts,
-        colocated=colocated,
+    abilities = DecodeAbilities(
+        serves_alone=colocated,
         falls_back=config.local_fallback,
         fetches=config.prefix_sharing.enabled
         and (colocated or config.local_prefill_max_tokens > 0),
+        takes_embeddings=config.engine.input_embeddings.enabled,
     )
+    parts = partial(_parts, abilities=abilities)
     return RoleProgram("decode", config, parts, config.mode)
 
 
-def _parts(
-    frontend: NodeFrontend, *, colocated: bool, falls_back: bool, fetches: bool
-) -> RoleServices:
+def _parts(frontend: NodeFrontend, *, abilities: DecodeAbilities) -> RoleServices:
     """Connect the services of a decode node.
 
     Incoming calls: routers, and decode nodes to which a request of this node migrates. Outgoing
@@ -45,14 +44,14 @@ def _parts(
     pairs = PairService(streams, frontend.engine.check_ready, frontend.supervision.check_length)
 
     def pair(prefill: frozenset[str], decode: frozenset[str]) -> None:
-        producers.listed(decode if colocated else prefill | decode)
+        producers.listed(decode if abilities.serves_alone else prefill | decode)
 
     serve = DecodeService(
         frontend.engine,
         frontend.metrics,
         frontend.supervision,
         frontend.tracer,
-        abilities=DecodeAbilities(colocated, falls_back, fetches),
+        abilities=abilities,
         on_peers=pair,
     )
 

@@ -30,6 +30,7 @@ from common.identity.guard import CallAuthenticator
 from common.logs import Throttle, ThrottledLog
 from common.process.ipc import CallLane
 from common.queueing import QueueBacklog
+from common.requests.embeddings import NOT_ACCEPTED
 from common.requests.logprobs import Logprobs, to_fields
 from common.requests.namespace import BYTES_PER_TOKEN
 from common.requests.timeline import to_proto
@@ -104,11 +105,13 @@ class DecodeAbilities(NamedTuple):
         serves_alone: sent to routers. True in colocated mode.
         falls_back: sent to routers: whether it also serves alone while no prefill node is usable.
         fetches: whether it fetches prefixes of prompts that it computes itself.
+        takes_embeddings: whether prompts may be input embeddings.
     """
 
     serves_alone: bool
     falls_back: bool
     fetches: bool
+    takes_embeddings: bool = False
 
 
 class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
@@ -329,6 +332,8 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         num_predicted = len(proto.prediction) // BYTES_PER_TOKEN
         self._supervision.check_length(num_tokens)
         self._supervision.check_length(num_predicted, "prediction")
+        if proto.input_embeddings and not self._abilities.takes_embeddings:
+            raise InvalidRequest(NOT_ACCEPTED)
         if num_tokens + num_predicted > tokens_left:
             raise InvalidRequest(f"token_ids: more than {limits.MAX_TOKENS} tokens in one message")
         return num_tokens + num_predicted
@@ -402,6 +407,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             weights=moving.weights if moving else b"",
             paused=moving is not None and moving.state == "paused",
             fingerprint=self._supervision.fingerprint,
+            batch_invariant=self._supervision.batch_invariant,
         )
 
 

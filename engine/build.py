@@ -28,11 +28,13 @@ from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.load import LoadedModel, load, usable_bytes
 from engine.loop.clock import StepClock
+from engine.loop.rebalancing import ExpertBalancer
 from engine.loop.watchdog import end_process
 from engine.models import (
     Model,
 )
 from engine.models.decoder import Decoder
+from engine.models.weights import placed_experts
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import version_of
 from engine.offload.file_tier import PageStore
@@ -86,6 +88,7 @@ class Engine:
     guides: GrammarCache
     weights: WeightUpdater
     group: NodeGroup | None = None  # with which this node shares experts
+    balancer: ExpertBalancer | None = None  # moves experts between the ranks of this node
 
     @property
     def shape(self) -> EngineShape:
@@ -310,16 +313,19 @@ def pages_of(
 
 
 def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
-    """Determine the sizes of an engine on this machine.
+    """Determine the sizes of an engine on this machine. Memory for routed experts is allocated
+    before the rest is measured.
 
     Raises:
-        ConfigError: the model does not fit.
+        ConfigError: the model does not fit, or has no experts although they are to be returned.
     """
     model, share, followers = loaded.model, loaded.share, loaded.followers
     free = usable_bytes(model.device, config)
     if followers is not None and (model.device.type == "cuda" or config.parallel.hosts > 1):
         free = min(free, followers.free_bytes)
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free, share=share)
+    if config.routed_experts.enabled:
+        record_experts(config, model, shape)
     if model.device.type == "cpu":
         return shape
     if followers is not None:
@@ -332,6 +338,15 @@ def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
     )
     config = config.model_copy(update={"scheduler": measured})
     return resolve_shape(config, model.spec, dtype=model.dtype, free=room, share=share)
+
+
+def record_experts(config: EngineConfig, model: Model, shape: EngineShape) -> None:
+    """Have the model record the experts of the tokens of each forward. Raise ConfigError if it has
+    no experts."""
+    num_slots = config.scheduler.num_slots
+    num_drafts = num_slots * config.speculative.num_speculative_tokens
+    assert isinstance(model, Decoder)
+    model.record_experts(largest_forward(shape, num_slots) + num_drafts)
 
 
 def measured_room(
@@ -413,7 +428,7 @@ def make_core(
     return EngineCore.make(
         config,
         shape,
-        loaded.limits(shape, config.hidden_states),
+        loaded.limits(shape, config),
         backend.copier,
         store=store,
         speculator=Speculator.of(config.speculative, config.scheduler.num_slots),
@@ -448,6 +463,7 @@ def assemble(
     load_all(config.lora, shelf, library)
     _prepare_runner(runner, config, backend.shape)
     _report(backend, adapters)
+    weights = _updater(config, loaded)
     return Engine(
         core,
         loaded,
@@ -456,7 +472,8 @@ def assemble(
         adapters,
         AdapterLoader(shelf, library),
         GrammarCache(*of_tokens, verifier or SubprocessVerifier(*of_tokens)),
-        _updater(config, loaded),
+        weights,
+        balancer=_balancer(config, loaded, weights, backend.stream),
     )
 
 
@@ -464,6 +481,18 @@ def _updater(config: EngineConfig, loaded: LoadedModel) -> WeightUpdater:
     others = None if loaded.followers is None else WeightsOfRanks(loaded.followers)
     served, weights_id = loaded.servable, loaded.weights_id.result()
     return WeightUpdater(config, loaded.directory, served, loaded.model, weights_id, others)
+
+
+def _balancer(
+    config: EngineConfig, loaded: LoadedModel, weights: WeightUpdater, stream: DeviceStream
+) -> ExpertBalancer | None:
+    """Return what moves the experts of the layers, which have counted only the warm-up so far."""
+    placement, model = loaded.share.placement, loaded.model
+    if placement is None or not config.parallel.rebalance_steps:
+        return None
+    assert isinstance(model, Decoder)
+    layers = placed_experts(model)
+    return ExpertBalancer(layers, placement, weights, stream, config.parallel.rebalance_steps)
 
 
 def _leading(

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from engine.load import fingerprint_of, load_part, named_weights, open_model, us
 from engine.models import LoadableModel, Model, content, open_checkpoint, stored_of
 from engine.rank_jobs import FollowerJobs, TransferTaker
 from engine.ranks import Share
+from engine.ranks.expert_placement import LayerSlots
 from engine.ranks.meeting import meeting_of
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -52,6 +53,7 @@ from engine.runner.graphs import CudaRecorder
 from engine.runner.ranked import follow
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sizing import resolve_shape, whole_layout
+from engine.update import WeightSource
 
 _MAX_FILES = 130  # the pidfds of all other ranks, and two memories
 
@@ -88,16 +90,18 @@ class FollowerStream:
         self._stream.close()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PartWeights:
     """The weights of a rank, see RankWeights.
 
     Attributes:
+        source: of the current weights.
         compares: the files may be others than rank 0's, because they are on another host.
     """
 
     config: EngineConfig
     served: LoadableModel
+    source: WeightSource
     model: Model
     share: Share
     compares: bool
@@ -108,12 +112,26 @@ class PartWeights:
         if self.compares and content(stored_of(there, directory)) != weights:
             host = socket.gethostname()
             raise ConfigError(f"{directory} on {host} has other weights than on the first host")
+        source = WeightSource.of(directory, there)
         there.refill(self.model, config.quantize, self.share)
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+        self.source = source
+        self._settle()
 
     def drain(self) -> None:
         self.served.drain(self.model)
+
+    def move_experts(self, moves: Mapping[str, LayerSlots]) -> None:
+        if self.compares and not self.source.is_unchanged:
+            raise ConfigError(
+                f"{self.source.directory}: the files have changed since they were read"
+            )
+        servable, quantize = self.source.servable, self.config.quantize
+        servable.move_experts(self.model, moves, quantize, self.share)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
 
 
 def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
@@ -154,7 +172,8 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     os.close(files[0])
     _send(steps, RankReady())
     adapters = shelf_of(config.lora, model)
-    weights = PartWeights(config, opened.servable, model, share, leads_host)
+    source = WeightSource.of(opened.directory, opened.servable)
+    weights = PartWeights(config, opened.servable, source, model, share, leads_host)
     whole = whole_layout(config, model.spec, model.dtype, model.device)
     transfer = open_transfer(share, pool, whole)
     jobs = FollowerJobs(share, steps, pool, host_pool, adapters, weights, transfer)

@@ -10,13 +10,19 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from common.config import EngineConfig, HiddenStatesConfig, ParallelConfig
+from common.config import (
+    EngineConfig,
+    HiddenStatesConfig,
+    ParallelConfig,
+    RoutedExpertsConfig,
+)
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
 from common.requests.namespace import WeightsId
+from engine import batch_invariance
 from engine.adapters.adapters import AdapterBank, bank_of
-from engine.batch.limits import RequestLimits
+from engine.batch.limits import RequestLimits, StateLimit
 from engine.kv_cache.layout import KVLayout
 from engine.models import (
     LoadableModel,
@@ -77,9 +83,9 @@ class LoadedModel:
     followers: Followers | None = None
     share: Share = WHOLE
 
-    def limits(self, shape: EngineShape, hidden_states: HiddenStatesConfig) -> RequestLimits:
+    def limits(self, shape: EngineShape, config: EngineConfig) -> RequestLimits:
         """Return the limits of an engine of these sizes."""
-        spec = self.model.spec
+        spec, routed = self.model.spec, self.model.routed
         return RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=spec.vocabulary_size,
@@ -88,9 +94,13 @@ class LoadedModel:
             generates=spec.generates,
             num_labels=spec.num_labels,
             image_token_side=spec.image_token_side,
+            image_tokens_per_side=spec.image_tokens_per_side,
             eos_token_ids=spec.eos_token_ids,
-            hidden_state_bytes=4 * spec.hidden_size,
-            max_hidden_state_bytes=hidden_states.max_request_bytes if hidden_states.enabled else 0,
+            hidden_states=_state_limit("hidden_states", 4 * spec.hidden_size, config.hidden_states),
+            embedding_size=spec.hidden_size if config.input_embeddings.enabled else 0,
+            routed_experts=_state_limit(
+                "routed_experts", routed.token_bytes if routed else 0, config.routed_experts
+            ),
         )
 
     def fingerprint(self, shape: EngineShape) -> dict[str, str]:
@@ -114,13 +124,22 @@ def load(
         ConfigError: the model is not supported, or its weights do not fit.
     """
     opened = open_model(config)
+    if config.batch_invariant:
+        batch_invariance.check(config, opened.device, opened.precision.dtype, opened.servable)
     weights_id = named_weights(opened)
     if config.scheduler.split_prefill_ms:
         check_split_prefill(config, opened.servable.backend)
+    if config.routed_experts.enabled:
+        check_routed_experts(config, opened.servable.backend)
+    if config.input_embeddings.enabled:
+        check_input_embeddings(config, opened.servable.backend)
     if exchange is not None:
         check_group(config, opened.device)
     if config.parallel.num_ranks == 1:
-        return _loaded(config, opened, weights_id, None, Share(exchange=exchange))
+        loaded = _loaded(config, opened, weights_id, None, Share(exchange=exchange))
+        if config.batch_invariant:
+            batch_invariance.check_loaded(loaded.model)
+        return loaded
     parallel = with_collectives(config, opened.device)
     with_parallel = config.model_copy(update={"parallel": parallel})
     followers = Followers(with_parallel, follower_program, relay)
@@ -216,7 +235,10 @@ def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
         int8_stored=opened.servable.spec.int8_stored,
         ranks=config.parallel.tp,
     )
-    return {**constants(opened.servable), "dtype": str(opened.precision), "quantize": rounding}
+    # Nodes without the promise may compute on each other's KV whatever their arithmetic.
+    promised = {"arithmetic": batch_invariance.arithmetic()} if config.batch_invariant else {}
+    fields = {"dtype": str(opened.precision), "quantize": rounding}
+    return {**constants(opened.servable), **fields, **promised}
 
 
 def fingerprint_of(config: EngineConfig, opened: OpenedModel, weights: WeightsId) -> dict[str, str]:
@@ -300,6 +322,47 @@ def check_split_prefill(config: EngineConfig, backend: str) -> None:
             raise ConfigError(
                 f"engine.{setting} is not supported with engine.scheduler.split_prefill_ms"
             )
+
+
+def check_routed_experts(config: EngineConfig, backend: str) -> None:
+    """Raise ConfigError if a feature does not support routed experts.
+
+    Args:
+        backend: of the model.
+    """
+    parallel, split_ms = config.parallel, config.scheduler.split_prefill_ms
+    for setting, used in {
+        f"parallel.pp: {parallel.pp}": parallel.pp > 1,
+        # Decode steps between two groups of layers would overwrite the experts of the prompt.
+        f"scheduler.split_prefill_ms: {split_ms:g}": split_ms > 0,
+        "model_backend: transformers": backend == "transformers",
+    }.items():
+        if used:
+            raise ConfigError(f"engine.{setting} is not supported with engine.routed_experts")
+
+
+def check_input_embeddings(config: EngineConfig, backend: str) -> None:
+    """Raise ConfigError if a feature does not support input embeddings.
+
+    Args:
+        backend: of the model.
+    """
+    drafter, parallel = config.speculative, config.parallel
+    for setting, used in {
+        f"parallel.tp: {parallel.tp}": parallel.tp > 1,
+        f"parallel.pp: {parallel.pp}": parallel.pp > 1,
+        # A drafter with layers reads the ids of the prompt's tokens.
+        f"speculative.method: {drafter.method}": drafter.has_layers,
+        "model_backend: transformers": backend == "transformers",
+    }.items():
+        if used:
+            raise ConfigError(f"engine.{setting} is not supported with engine.input_embeddings")
+
+
+def _state_limit(
+    name: str, token_bytes: int, config: HiddenStatesConfig | RoutedExpertsConfig
+) -> StateLimit:
+    return StateLimit(name, token_bytes, config.max_request_bytes if config.enabled else 0)
 
 
 def _check_stages(config: EngineConfig) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from common.distribution import HistogramCounts
 from engine.adapters.adapters import AdapterManager
 from engine.batch.table import SlotTable
+from engine.loop.rebalancing import ExpertBalancer
 from engine.models.vision.seeing import VisionTower
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.page_files import FileFault
@@ -58,6 +59,25 @@ class GroupMeter:
             "total_idle_batches": float(lockstep.idle_batches),
             "total_delayed_prefills": float(lockstep.delayed_prefills),
             "total_waited/group": lockstep.waited_s,
+        }
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
+
+
+class ExpertMeter:
+    """Metrics of moved experts, see Meter. None if experts do not move."""
+
+    def __init__(self, balancer: ExpertBalancer | None) -> None:
+        self._balancer = balancer
+
+    def gauges(self) -> Mapping[str, float]:
+        if (balancer := self._balancer) is None:
+            return {}
+        return {
+            "expert_imbalance": balancer.imbalance,
+            "total_expert_moves": float(balancer.num_moved),
+            "total_expert_move_seconds": balancer.seconds,
         }
 
     def distributions(self) -> Mapping[str, HistogramCounts]:

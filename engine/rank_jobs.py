@@ -8,7 +8,7 @@ import itertools
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,9 @@ from engine.batch.batch import PageCopies
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.rank_files import RankFiles
 from engine.ranks import Share
+from engine.ranks.expert_placement import LayerSlots
 from engine.ranks.messages import (
+    MAX_PACKET_BYTES,
     MOST_PAGES,
     ClearSlots,
     CopyPages,
@@ -36,6 +38,7 @@ from engine.ranks.messages import (
     FileJob,
     Job,
     JobDone,
+    MoveExperts,
     OpenPageFiles,
     Ping,
     RankReport,
@@ -56,6 +59,7 @@ from engine.runner.stream import StreamEvent
 from kernels.cpu.memory import give_back
 
 _READ_S = 600.0  # for an adapter on a slow disk
+_MOST_MOVED_BYTES = MAX_PACKET_BYTES // 2  # of the slots in one MoveExperts
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -146,6 +150,24 @@ class WeightsOfRanks:
     def drain(self) -> "Future[Any]":
         return self._followers.ask(DrainWeights)
 
+    def move_experts(self, moves: Mapping[str, LayerSlots]) -> Sequence["Future[Any]"]:
+        packed = {layer: np.array(slots, np.int16).tobytes() for layer, slots in moves.items()}
+        return [self._moved(dict(some)) for some in _in_packets(packed)]
+
+    def _moved(self, layers: dict[str, bytes]) -> "Future[Any]":
+        return self._followers.ask(lambda number: MoveExperts(number, layers))
+
+
+def _in_packets(layers: Mapping[str, bytes]) -> Iterator[Sequence[tuple[str, bytes]]]:
+    """Divide layers so that each part fits into a packet."""
+    some: list[tuple[str, bytes]] = []
+    for each in layers.items():
+        if some and sum(len(slots) for _, slots in (*some, each)) > _MOST_MOVED_BYTES:
+            yield some
+            some = []
+        some.append(each)
+    yield some
+
 
 class PoolsOfRanks:
     """The pages of the followers, see OtherPools."""
@@ -194,6 +216,10 @@ class RankWeights(Protocol):
         """Return their memory to the system."""
         ...
 
+    def move_experts(self, moves: Mapping[str, LayerSlots]) -> None:
+        """Take the experts of other slots, by layer."""
+        ...
+
 
 class JobReply(Protocol):
     """Ends a job. Any thread, once."""
@@ -234,6 +260,7 @@ class FollowerJobs:
         weights: RankWeights,
         transfer: TransferTaker,
     ) -> None:
+        self._share = share
         self._steps = steps
         self._pool = pool
         self._host_pool = host_pool
@@ -288,10 +315,16 @@ class FollowerJobs:
                 self._weights.refill(Path(directory), weights)
             case DrainWeights():
                 self._weights.drain()
+            case MoveExperts(layers=layers):
+                self._weights.move_experts({name: self._slots(raw) for name, raw in layers.items()})
             case ReleasePools():
                 give_back(self._pool.tensor)
                 give_back(self._host_pool.tensor)
         return b""
+
+    def _slots(self, packed: bytes) -> LayerSlots:
+        by_rank = np.frombuffer(packed, np.int16).reshape(self._share.size, -1)
+        return tuple(tuple(experts) for experts in by_rank.tolist())
 
     def _do(self, number: int, work: Callable[[], bytes]) -> None:
         try:

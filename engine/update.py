@@ -6,7 +6,7 @@ All work is done on a separate thread, so that the loop continues. Weights are n
 content.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,10 +21,11 @@ from common.errors import ConfigError, EngineFault, FailedPrecondition, InvalidR
 from common.requests.namespace import WeightsId
 from engine.models import LoadableModel, Model, open_checkpoint
 from engine.models.below import below
-from engine.models.checkpoint import content
+from engine.models.checkpoint import FileStamps, content, file_stamps
 from engine.models.fingerprint import stored_of
 from engine.models.one_file import OneFile, ReceivedFile
 from engine.ranks import WHOLE, Share
+from engine.ranks.expert_placement import LayerSlots
 from engine.sizing import free_bytes
 
 _UNREADABLE = (
@@ -45,15 +46,28 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class WeightSource:
     """The place from which weights are read.
 
+    stamps: of their files when this was made.
     received: file of weights from another node; it exists until it is closed.
     """
 
     directory: Path
     servable: LoadableModel
+    stamps: FileStamps
     received: ReceivedFile | None = None
+
+    @classmethod
+    def of(
+        cls, directory: Path, servable: LoadableModel, received: ReceivedFile | None = None
+    ) -> "WeightSource":
+        return cls(directory, servable, file_stamps(directory), received)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Return whether the files are the same as when this was made, by size and time."""
+        return file_stamps(self.directory) == self.stamps
 
     def close(self) -> None:
         """Release a received file. Nothing is read afterwards."""
@@ -74,6 +88,10 @@ class OtherRanks(Protocol):
 
         The future fails with EngineFault if one rank cannot.
         """
+        ...
+
+    def move_experts(self, moves: Mapping[str, LayerSlots]) -> Sequence[Future[Any]]:
+        """Give them the experts of other slots. The futures fail as that of `refill`."""
         ...
 
     @property
@@ -115,11 +133,13 @@ class WeightUpdater:
         self._root = None if root is None else root.resolve()
         self._worker = ThreadPoolExecutor(1, "weights")
         self._under_way = False
-        self._prepared: tuple[WeightsId, _Source] | None = None
+        self._prepared: tuple[WeightsId, WeightSource] | None = None
         self._directory = directory
         # Source of the current weights; None: no longer available.
-        self._source: _Source | None = _Source(directory, served)
-        self._exported: tuple[_Source, OneFile] | None = None  # used by the thread that reads them
+        self._source: WeightSource | None = WeightSource.of(directory, served)
+        self._exported: tuple[WeightSource, OneFile] | None = (
+            None  # used by the thread that reads them
+        )
         self.id = weights
         self.whole = True
         self.notify: Callable[[], None] = lambda: None
@@ -240,6 +260,19 @@ class WeightUpdater:
             raise Overloaded("weights: another update is running")
         return self._begin(self._bring_back)
 
+    def move_experts(self, moves: Mapping[str, LayerSlots]) -> Future[None] | None:
+        """Give all ranks the experts of other slots, which they read from the source of the current
+        weights. No step may be under way or begin until the future is done.
+
+        Returns:
+            None: the weights are being updated, are not whole, or cannot be read again. Nothing has
+            changed. The future fails if the experts are incomplete now, and the node must end.
+        """
+        source = self._source
+        if self._under_way or not self.whole or source is None or not source.is_unchanged:
+            return None
+        return self._worker.submit(self._move_experts, source, moves)
+
     def close(self) -> None:
         """Start no further work, and close the sources."""
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -264,7 +297,7 @@ class WeightUpdater:
 
     def _look_through(self, directory: Path) -> WeightsId:
         found, weights = self._named(directory, _NAMED, f"{self._root}/")
-        self._prepare(weights, _Source(directory, found))
+        self._prepare(weights, WeightSource.of(directory, found))
         return weights
 
     def _look_through_received(self, received: ReceivedFile, named: str) -> WeightsId:
@@ -273,10 +306,10 @@ class WeightUpdater:
         except BaseException:
             received.close()
             raise
-        self._prepare(weights, _Source(received.directory, found, received))
+        self._prepare(weights, WeightSource.of(received.directory, found, received))
         return weights
 
-    def _prepare(self, weights: WeightsId, source: _Source) -> None:
+    def _prepare(self, weights: WeightsId, source: WeightSource) -> None:
         self._forget_prepared()
         self._prepared = weights, source
 
@@ -331,7 +364,7 @@ class WeightUpdater:
                 f"{left / 2**30:.2f} GiB are left"
             )
 
-    def _put(self, weights: WeightsId, source: _Source) -> None:
+    def _put(self, weights: WeightsId, source: WeightSource) -> None:
         if weights == self.id and self.whole:
             return
         self.whole = False
@@ -353,6 +386,16 @@ class WeightUpdater:
             if source.received is not None:
                 self._prepared = None  # another put would close an exported file
         self.id, self.whole, self._source = weights, True, source
+
+    def _move_experts(self, source: WeightSource, moves: Mapping[str, LayerSlots]) -> None:
+        assert self._others is not None
+        with source.received or nullcontext():
+            others = self._others.move_experts(moves)
+            source.servable.move_experts(self._model, moves, self._config.quantize, self._share)
+            for each in others:
+                each.result(_RANKS_S)
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
 
     def _give_back(self) -> None:
         self.whole = False

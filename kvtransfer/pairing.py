@@ -19,6 +19,7 @@ _MAX_SHOWN = 200  # characters shown of a peer's text
 _FLAGS = {"dtype": "--dtype", "quantize": "--quantize", "page_size": "--engine.cache.page-size"}
 OTHER_WEIGHTS = "this node has other weights now"  # the reason with which its streams end then
 _WEIGHTS = "weights"
+_ARITHMETIC = "arithmetic"  # only of nodes with engine.batch_invariant
 _FOLLOWS = "kv_token_bytes"  # follows from the dtype and others: named only if no flag explains it
 
 
@@ -144,6 +145,8 @@ def _differences(ours: PairHello, theirs: PairHello) -> Iterator[str]:
         if not (flags and field == _FOLLOWS):
             our, their = ours.fingerprint.get(field), theirs.fingerprint.get(field)
             yield _sentence(field, _shown(our), _shown(their))
+    if _ARITHMETIC in ours.fingerprint.keys() ^ theirs.fingerprint.keys():
+        yield "Start both with or without --engine.batch-invariant."
     if flags:
         yield f"Start both with the same {' and '.join(flags)}."
     if same_version and not (flags or wrong):

@@ -333,6 +333,18 @@ ENGINE: Mapping[str, MetricDeclaration] = {
         rank=RANKS,
         sparse=True,
     ),
+    "expert_imbalance": gauge(
+        "baton_expert_load_imbalance",
+        "Tokens of the rank whose experts got the most, divided by the mean of the ranks, over the "
+        "last period of engine.parallel.rebalance_steps. 1: equal. 0: experts are not moved.",
+    ),
+    "total_expert_moves": counter(
+        "baton_expert_moves", "Total slots of ranks that got another expert."
+    ),
+    "total_expert_move_seconds": counter(
+        "baton_expert_move_seconds",
+        "Total time in which no step was computed because experts were moved, in seconds.",
+    ),
     "total_kernels_compiled": counter(
         "baton_kernels_compiled", "Total kernels that were compiled while serving."
     ),

@@ -23,7 +23,8 @@ class Claim(Enum):
     """Names of claims."""
 
     TOKENS = "tokens"  # part of the token budget
-    HIDDEN_STATES = "hidden_states"  # part of the budget of hidden states
+    STATES = "states"  # part of the budget of hidden states and routed experts
+    EMBEDDINGS = "embeddings"  # part of the budget of input embeddings
     BACKLOG = "backlog"  # an entry of the prompt backlog
     ADAPTER = "adapter"  # its adapter in host memory, and perhaps a slot
     TICKET = "ticket"  # the name under which another node may continue it

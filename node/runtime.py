@@ -21,10 +21,12 @@ from engine.kv_cache.kv_events import KvEventLog
 from engine.loop.clock import Lateness, StepClock
 from engine.loop.grouped import GroupedRole, GroupedRunner
 from engine.loop.loop import EngineRole, EventLoop
+from engine.loop.rebalancing import RebalancingRole
 from engine.loop.watchdog import Watchdog, end_process, report_stall
 from engine.memory_release import MemoryOccupation
 from engine.meters import (
     AdapterMeter,
+    ExpertMeter,
     GroupMeter,
     PageMeter,
     RankMeter,
@@ -182,7 +184,7 @@ class NodeRuntime:
                 *(clock.meter, clock.compiles, reads, TierMeter(engine.tiers, kv.page_bytes)),
                 *(weights, AdapterMeter(engine.adapters), VisionMetrics(engine.model.seeing)),
                 *(PageMeter(engine.table), RankMeter(engine.loaded.followers)),
-                GroupMeter(engine.group),
+                *(GroupMeter(engine.group), ExpertMeter(engine.balancer)),
             ),
             cache=_cache_reports(engine, start),
             adapters=engine.loader,
@@ -230,6 +232,8 @@ class NodeRuntime:
         feature needs that."""
         if config.scheduler.split_prefill_ms:
             return role, engine.split_runner(config.scheduler, role.scheduler, self.clock)
+        if engine.balancer is not None:
+            return RebalancingRole(role, engine.balancer), engine.runner
         return self._group_steps(role, engine, config)
 
     def _group_steps(

@@ -21,7 +21,7 @@ from common.errors import (
 from common.queueing import QueueEntry, QueueEstimator, may_wait_s
 from common.request import Remaining, RequestSpec
 from engine.batch.holding import PageHolding
-from engine.batch.limits import MAX_HELD_HIDDEN_STATE_BYTES, RequestLimits
+from engine.batch.limits import MAX_HELD_EMBEDDING_BYTES, MAX_HELD_STATE_BYTES, RequestLimits
 from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
 from engine.scheduler.scheduler import Scheduler
@@ -160,7 +160,10 @@ class HandoffAdmission:
         self._adapters = adapters
         self._backlog = backlog
         self._tokens = tokens
-        self._hidden_states = TokenBudget(MAX_HELD_HIDDEN_STATE_BYTES, "bytes of hidden states")
+        self._embeddings = TokenBudget(MAX_HELD_EMBEDDING_BYTES, "bytes of input embeddings")
+        self._states = TokenBudget(
+            MAX_HELD_STATE_BYTES, "bytes of hidden states and routed experts"
+        )
 
     def create_request(self, event: OpenedEvent, spec: RequestSpec, now: float) -> Request:
         """Create the request of a hand-off. This node samples its first token only."""
@@ -195,9 +198,12 @@ class HandoffAdmission:
         request, key = state.request, state.key
         self._limits.check_request(request.spec)
         request.start_by = self._start_by(request.spec, event.remaining, request.arrived)
-        if num_states := self._limits.hidden_states_of(request.spec):
-            self._hidden_states.take(key, num_states * self._limits.hidden_state_bytes)
-            state.claims.add(Claim.HIDDEN_STATES, partial(self._hidden_states.drop, key))
+        if (given := request.spec.input_embeddings) is not None:
+            self._embeddings.take(key, len(given.values))
+            state.claims.add(Claim.EMBEDDINGS, partial(self._embeddings.drop, key))
+        if num_bytes := self._limits.state_bytes(request.spec):
+            self._states.take(key, num_bytes)
+            state.claims.add(Claim.STATES, partial(self._states.drop, key))
         self._tokens.take(key, request.spec.num_tokens)
         state.claims.add(Claim.TOKENS, partial(self._tokens.drop, key))
         self._adapters.hold(request)

@@ -223,7 +223,7 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[bytes] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("state", "serves_alone", "falls_back", "links", "pages_total", "pages_free", "page_size", "prompts", "pages_s", "adapters", "weights", "paused", "fingerprint")
+    __slots__ = ("state", "serves_alone", "falls_back", "links", "pages_total", "pages_free", "page_size", "prompts", "pages_s", "adapters", "weights", "paused", "fingerprint", "batch_invariant")
     STATE_FIELD_NUMBER: _ClassVar[int]
     SERVES_ALONE_FIELD_NUMBER: _ClassVar[int]
     FALLS_BACK_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +237,7 @@ class Status(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     state: str
     serves_alone: bool
     falls_back: bool
@@ -250,4 +251,5 @@ class Status(_message.Message):
     weights: bytes
     paused: bool
     fingerprint: str
-    def __init__(self, state: _Optional[str] = ..., serves_alone: _Optional[bool] = ..., falls_back: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ..., prompts: _Optional[_Union[_router_pb2.Backlog, _Mapping]] = ..., pages_s: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., weights: _Optional[bytes] = ..., paused: _Optional[bool] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    batch_invariant: bool
+    def __init__(self, state: _Optional[str] = ..., serves_alone: _Optional[bool] = ..., falls_back: _Optional[bool] = ..., links: _Optional[_Iterable[_Union[_router_pb2.LinkState, _Mapping]]] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., page_size: _Optional[int] = ..., prompts: _Optional[_Union[_router_pb2.Backlog, _Mapping]] = ..., pages_s: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., weights: _Optional[bytes] = ..., paused: _Optional[bool] = ..., fingerprint: _Optional[str] = ..., batch_invariant: _Optional[bool] = ...) -> None: ...

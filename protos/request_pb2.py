@@ -26,7 +26,7 @@ from protos import images_pb2 as protos_dot_images__pb2
 from protos import sampling_pb2 as protos_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/request.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/images.proto\x1a\x15protos/sampling.proto\"\xda\x02\n\x07Request\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x15\n\rnum_generated\x18\x03 \x01(\r\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x11\n\tnamespace\x18\x05 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\x0c\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x13\n\x0brouting_key\x18\x08 \x01(\x06\x12\x0e\n\x06\x63lient\x18\r \x01(\x06\x12\x15\n\rclient_weight\x18\x0e \x01(\x01\x12\x16\n\x0e\x65ngine_crashes\x18\t \x01(\r\x12\x1f\n\x06images\x18\n \x03(\x0b\x32\x0f.baton.v1.Image\x12\x12\n\nprediction\x18\x0b \x01(\x0c\x12\x17\n\x0fstream_interval\x18\x0f \x01(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\"?\n\tRemaining\x12\x10\n\x08\x62udget_s\x18\x01 \x01(\x01\x12\x14\n\x07queue_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_queue_sb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/request.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/images.proto\x1a\x15protos/sampling.proto\"\xf4\x02\n\x07Request\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x15\n\rnum_generated\x18\x03 \x01(\r\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x11\n\tnamespace\x18\x05 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\x0c\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x13\n\x0brouting_key\x18\x08 \x01(\x06\x12\x0e\n\x06\x63lient\x18\r \x01(\x06\x12\x15\n\rclient_weight\x18\x0e \x01(\x01\x12\x16\n\x0e\x65ngine_crashes\x18\t \x01(\r\x12\x1f\n\x06images\x18\n \x03(\x0b\x32\x0f.baton.v1.Image\x12\x12\n\nprediction\x18\x0b \x01(\x0c\x12\x17\n\x0fstream_interval\x18\x0f \x01(\r\x12\x18\n\x10input_embeddings\x18\x10 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\"?\n\tRemaining\x12\x10\n\x08\x62udget_s\x18\x01 \x01(\x01\x12\x14\n\x07queue_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_queue_sb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.request_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REQUEST']._serialized_start=79
-  _globals['_REQUEST']._serialized_end=425
-  _globals['_REMAINING']._serialized_start=427
-  _globals['_REMAINING']._serialized_end=490
+  _globals['_REQUEST']._serialized_end=451
+  _globals['_REMAINING']._serialized_start=453
+  _globals['_REMAINING']._serialized_end=516
 # @@protoc_insertion_point(module_scope)

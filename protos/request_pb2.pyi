@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "token_ids", "num_generated", "sampling", "namespace", "adapter", "priority", "routing_key", "client", "client_weight", "engine_crashes", "images", "prediction", "stream_interval", "traceparent")
+    __slots__ = ("request_id", "token_ids", "num_generated", "sampling", "namespace", "adapter", "priority", "routing_key", "client", "client_weight", "engine_crashes", "images", "prediction", "stream_interval", "input_embeddings", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class Request(_message.Message):
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    INPUT_EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: bytes
@@ -39,8 +40,9 @@ class Request(_message.Message):
     images: _containers.RepeatedCompositeFieldContainer[_images_pb2.Image]
     prediction: bytes
     stream_interval: int
+    input_embeddings: bytes
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., namespace: _Optional[bytes] = ..., adapter: _Optional[bytes] = ..., priority: _Optional[int] = ..., routing_key: _Optional[int] = ..., client: _Optional[int] = ..., client_weight: _Optional[float] = ..., engine_crashes: _Optional[int] = ..., images: _Optional[_Iterable[_Union[_images_pb2.Image, _Mapping]]] = ..., prediction: _Optional[bytes] = ..., stream_interval: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., namespace: _Optional[bytes] = ..., adapter: _Optional[bytes] = ..., priority: _Optional[int] = ..., routing_key: _Optional[int] = ..., client: _Optional[int] = ..., client_weight: _Optional[float] = ..., engine_crashes: _Optional[int] = ..., images: _Optional[_Iterable[_Union[_images_pb2.Image, _Mapping]]] = ..., prediction: _Optional[bytes] = ..., stream_interval: _Optional[int] = ..., input_embeddings: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Remaining(_message.Message):
     __slots__ = ("budget_s", "queue_s")

@@ -66,11 +66,12 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "messages", "token_ids", "sampling", "timeout_s", "session_id", "cache_salt", "priority", "adapter", "prediction", "stream_interval", "model")
+    __slots__ = ("request_id", "text", "messages", "token_ids", "input_embeddings", "sampling", "timeout_s", "session_id", "cache_salt", "priority", "adapter", "prediction", "stream_interval", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    INPUT_EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +85,7 @@ class GenerateRequest(_message.Message):
     text: str
     messages: ChatMessages
     token_ids: TokenIds
+    input_embeddings: InputEmbeddings
     sampling: _sampling_pb2.Sampling
     timeout_s: float
     session_id: str
@@ -93,7 +95,15 @@ class GenerateRequest(_message.Message):
     prediction: str
     stream_interval: int
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., prediction: _Optional[str] = ..., stream_interval: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., input_embeddings: _Optional[_Union[InputEmbeddings, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., timeout_s: _Optional[float] = ..., session_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., adapter: _Optional[str] = ..., prediction: _Optional[str] = ..., stream_interval: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+
+class InputEmbeddings(_message.Message):
+    __slots__ = ("values", "num_tokens")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    num_tokens: int
+    def __init__(self, values: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
@@ -110,7 +120,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stop_string", "stop_token_id", "logprobs", "prompt_logprobs", "reasoning", "tool_calls", "versions", "prompt_hidden_states", "hidden_states")
+    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stop_string", "stop_token_id", "logprobs", "prompt_logprobs", "reasoning", "tool_calls", "versions", "prompt_hidden_states", "hidden_states", "prompt_routed_experts", "routed_experts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +135,8 @@ class GenerateResponse(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -139,7 +151,9 @@ class GenerateResponse(_message.Message):
     versions: _containers.RepeatedCompositeFieldContainer[ModelVersion]
     prompt_hidden_states: bytes
     hidden_states: bytes
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallPart, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[ModelVersion, _Mapping]]] = ..., prompt_hidden_states: _Optional[bytes] = ..., hidden_states: _Optional[bytes] = ...) -> None: ...
+    prompt_routed_experts: bytes
+    routed_experts: bytes
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallPart, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[ModelVersion, _Mapping]]] = ..., prompt_hidden_states: _Optional[bytes] = ..., hidden_states: _Optional[bytes] = ..., prompt_routed_experts: _Optional[bytes] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
 
 class ModelVersion(_message.Message):
     __slots__ = ("first_token", "weights", "system_fingerprint")

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Sampling(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "bad_word_ids", "logprobs", "prompt_logprobs", "guide", "thinking_budget", "thought", "stop_regex", "prompt_logprobs_start", "hidden_states")
+    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "bad_word_ids", "logprobs", "prompt_logprobs", "guide", "thinking_budget", "thought", "stop_regex", "prompt_logprobs_start", "hidden_states", "routed_experts")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class Sampling(_message.Message):
     STOP_REGEX_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_p: float
@@ -65,7 +66,8 @@ class Sampling(_message.Message):
     stop_regex: _containers.RepeatedScalarFieldContainer[str]
     prompt_logprobs_start: int
     hidden_states: bool
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., bad_word_ids: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., guide: _Optional[_Union[Guide, _Mapping]] = ..., thinking_budget: _Optional[int] = ..., thought: _Optional[_Union[Thought, _Mapping]] = ..., stop_regex: _Optional[_Iterable[str]] = ..., prompt_logprobs_start: _Optional[int] = ..., hidden_states: _Optional[bool] = ...) -> None: ...
+    routed_experts: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., bad_word_ids: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., guide: _Optional[_Union[Guide, _Mapping]] = ..., thinking_budget: _Optional[int] = ..., thought: _Optional[_Union[Thought, _Mapping]] = ..., stop_regex: _Optional[_Iterable[str]] = ..., prompt_logprobs_start: _Optional[int] = ..., hidden_states: _Optional[bool] = ..., routed_experts: _Optional[bool] = ...) -> None: ...
 
 class Thought(_message.Message):
     __slots__ = ("open", "close")
@@ -90,18 +92,20 @@ class Guide(_message.Message):
     def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., structural_tag: _Optional[str] = ...) -> None: ...
 
 class Logprobs(_message.Message):
-    __slots__ = ("logprob", "num_top", "top_token", "top_logprob", "hidden_states")
+    __slots__ = ("logprob", "num_top", "top_token", "top_logprob", "hidden_states", "routed_experts")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     NUM_TOP_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     logprob: _containers.RepeatedScalarFieldContainer[float]
     num_top: int
     top_token: _containers.RepeatedScalarFieldContainer[int]
     top_logprob: _containers.RepeatedScalarFieldContainer[float]
     hidden_states: bytes
-    def __init__(self, logprob: _Optional[_Iterable[float]] = ..., num_top: _Optional[int] = ..., top_token: _Optional[_Iterable[int]] = ..., top_logprob: _Optional[_Iterable[float]] = ..., hidden_states: _Optional[bytes] = ...) -> None: ...
+    routed_experts: bytes
+    def __init__(self, logprob: _Optional[_Iterable[float]] = ..., num_top: _Optional[int] = ..., top_token: _Optional[_Iterable[int]] = ..., top_logprob: _Optional[_Iterable[float]] = ..., hidden_states: _Optional[bytes] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
 
 class TokenSequence(_message.Message):
     __slots__ = ("ids",)

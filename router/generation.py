@@ -22,13 +22,13 @@ from common.errors import NodeUnavailable, RequestFailed, ServingError
 from common.request import CRASHED_TWICE, QUARANTINE_TOKENS, Remaining, RequestSpec
 from common.requests.namespace import made_with
 from protos.decode_pb2 import MoveFrom
-from router.cluster.cluster import Cluster, Placed
+from router.cluster.cluster import Cluster, FingerprintUnavailable, Placed
 from router.cluster.decode_client import DecodeCall
 from router.cluster.node_ends import LossCause, MigrationOutcome, NodeLost, may_have_crashed
 from router.policy.load import WHENEVER, PlacementKey, RequestDue
 from router.record import RequestRecord
 from router.timelines import AttemptTimings, RequestTimeline
-from router.token_buffer import NodeOutput
+from router.token_buffer import ModelVersion, NodeOutput
 
 MAX_REPLAYS = 2  # charged losses since its last progress
 MAX_ENGINE_CRASHES = 4  # crashes that it was part of, with or without progress
@@ -44,6 +44,11 @@ class TokenSink(Protocol):
     @property
     def token_ids(self) -> Sequence[int]:
         """All tokens of the response so far."""
+        ...
+
+    @property
+    def version(self) -> ModelVersion:
+        """Version of the last token."""
         ...
 
     @property
@@ -359,12 +364,15 @@ class Generation:
             raise lost
         try:
             return await self._place(avoid=self._losses.addresses)
+        except FingerprintUnavailable as other:
+            raise NodeUnavailable(f"{lost}; {other}") from None
         except NodeUnavailable:
             raise lost from None
 
     def _key(self, spec: RequestSpec) -> PlacementKey:
         namespace = made_with(spec.cache_namespace, self._cluster.weights)
-        return PlacementKey(spec.tokens, self._session_id, namespace, spec.adapter)
+        promised = self._sink.version.promised
+        return PlacementKey(spec.tokens, self._session_id, namespace, spec.adapter, promised)
 
     # Migration ------------------------------------------------------------------------------------
 

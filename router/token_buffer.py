@@ -32,15 +32,23 @@ class ModelVersion(msgspec.Struct, frozen=True):
 
     Attributes:
         fingerprint: hash of the weights and all else that decides the tokens. "": not reported.
+        batch_invariant: the bits of tokens follow from the request, its seed and the fingerprint.
     """
 
     weights: WeightsId = UNNAMED
     fingerprint: str = ""
+    batch_invariant: bool = False
 
     @property
     def system_fingerprint(self) -> str | None:
         """The fingerprint by OpenAI's name and form. None: not reported."""
-        return f"fp_{self.fingerprint}" if self.fingerprint else None
+        prefix = "fp_invariant_" if self.batch_invariant else "fp_"
+        return f"{prefix}{self.fingerprint}" if self.fingerprint else None
+
+    @property
+    def promised(self) -> str:
+        """The fingerprint that the rest of a response needs. "": any."""
+        return self.fingerprint if self.batch_invariant else ""
 
 
 UNKNOWN_VERSION = ModelVersion()

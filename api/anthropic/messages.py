@@ -18,6 +18,7 @@ from api.dialect.problems import ANTHROPIC, ApiError, fields_of
 from api.dialect.tools import guided, listening, offered
 from api.http.messages import Headers, HttpRequest
 from api.openai.chat import Shown
+from api.openai.replies import fingerprint_fields
 from api.parsers.events import ParsedText, StreamParser
 from api.parsers.model_format import ModelFormat
 from api.requests.answer import FinalChunk, OutputChunk
@@ -180,8 +181,8 @@ class _Message:
             yield from self._blocks.close()
             self.last = self._message(piece)
             reason = {name: self.last[name] for name in ("stop_reason", "stop_sequence")}
-            usage = self.last["usage"]
-            yield {"type": "message_delta", "delta": reason, "usage": usage}
+            delta, usage = {**reason, **fingerprint_fields(piece)}, self.last["usage"]
+            yield {"type": "message_delta", "delta": delta, "usage": usage}
             yield {"type": "message_stop"}
 
     def failed(self, why: ApiError) -> Event:
@@ -204,6 +205,7 @@ class _Message:
                 "cache_read_input_tokens": cached,
                 "output_tokens": last.usage.completion_tokens if last else 0,
             },
+            **(fingerprint_fields(last) if last else {}),
         }
 
     def _reason(self, last: FinalChunk) -> str:

@@ -271,6 +271,7 @@ def samplings(
     prompt_logprobs: int = -1,
     prompt_logprobs_start: int = 0,
     hidden_states: bool = False,
+    routed_experts: bool = False,
     thinking_budget: int = -1,
     best_of: int = 1,
 ) -> Sequence[SamplingParams]:
@@ -311,6 +312,7 @@ def samplings(
         prompt_logprobs=prompt_logprobs,
         prompt_logprobs_start=prompt_logprobs_start,
         hidden_states=hidden_states,
+        routed_experts=routed_experts,
         guide=guide_of(fields),
         thinking_budget=thinking_budget,
     )

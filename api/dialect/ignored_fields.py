@@ -81,7 +81,7 @@ _COMMON: Mapping[str, IgnoredFields] = {
     **_fields(
         "early_stopping include_stop_str_in_output no_stop_trim return_cached_tokens_details "
         "return_meta_info return_prompt_text return_prompt_token_ids "
-        "return_routed_experts return_token_offsets return_tokens_as_token_ids "
+        "return_token_offsets return_tokens_as_token_ids "
         "use_beam_search watermarking",
         _OFF,
     ),
@@ -144,10 +144,10 @@ OF_COUNTED: Mapping[str, IgnoredFields] = {
 OF_NATIVE: Mapping[str, IgnoredFields] = {
     **_fields(
         "audio_data bootstrap_host bootstrap_port bootstrap_room custom_logit_processor "
-        "image_data input_embeds token_ids_logprob video_data",
+        "image_data token_ids_logprob video_data",
         _NEVER,
     ),
-    **_fields("require_reasoning return_logprob return_routed_experts", _OFF),
+    **_fields("require_reasoning return_logprob", _OFF),
     "log_metrics": _ON,
     "logprob_start_len": only(-1),
     "return_text_in_logprobs": _ANYTHING,

@@ -43,6 +43,8 @@ def response_to(request_id: str, piece: OutputChunk | FinalChunk) -> GenerateRes
         prompt_logprobs=_logprobs(prompt),
         prompt_hidden_states=b"".join(piece.prompt_hidden_states),
         hidden_states=b"".join(piece.hidden_states),
+        prompt_routed_experts=piece.prompt_routed_experts,
+        routed_experts=piece.routed_experts,
         **end,
     )
 

@@ -10,6 +10,7 @@ from api.requests.generate_params import (
     UNLIMITED,
     ChatPrompt,
     ChatTurn,
+    EmbeddingsPrompt,
     GenerateParams,
     NoPrompt,
     PastToolCall,
@@ -92,6 +93,9 @@ def from_prompt(request: GenerateRequest | TokenizeRequest) -> Prompt:
             return _messages(request.messages)
         case "token_ids" if isinstance(request, GenerateRequest):
             return TokenIdsPrompt(request.token_ids.ids)
+        case "input_embeddings" if isinstance(request, GenerateRequest):
+            given = request.input_embeddings
+            return EmbeddingsPrompt(given.values, given.num_tokens)
         case _:
             fields = request.DESCRIPTOR.oneofs_by_name["prompt"].fields
             return NoPrompt(tuple(field.name for field in fields))

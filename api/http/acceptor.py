@@ -52,6 +52,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         self._writable = True
         self._full = False  # reading is paused inside
         self._ahead = bytearray()  # received, but not yet passed inside
+        self._unused = True  # no part of a request has arrived yet
         self._receiving = False  # part of a request has arrived, and none is being served
         self._answering = False
         self._leaving = False  # no further request is read
@@ -72,7 +73,11 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         self.abort()
 
     def drain(self) -> None:
-        if not (self._answering or self._receiving or self._leaving):
+        if self._answering or self._receiving or self._leaving:
+            return
+        if self._unused:
+            self.deadline = self._shared.now + self._shared.limits.first_request_s
+        else:
             self._close()
 
     def abort(self) -> None:
@@ -151,7 +156,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
     def receive(self) -> None:
         """Note that part of a request has arrived."""
         if not (self._receiving or self._leaving):
-            self._receiving = True
+            self._unused, self._receiving = False, True
             self.deadline = self._shared.now + self._shared.limits.receive_s
             if self._place is not None:
                 self._place.busy()
@@ -241,8 +246,9 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
             self._take_in(ahead)
 
     def _wait_for_request(self) -> None:
-        self._receiving = False
-        self.deadline = self._shared.now + self._shared.limits.idle_s
+        limits, self._receiving = self._shared.limits, False
+        longest_s = limits.first_request_s if self._shared.draining else limits.idle_s
+        self.deadline = self._shared.now + longest_s
         if self._place is not None:
             self._place.idle()
 
@@ -320,7 +326,7 @@ class Handshake(asyncio.Protocol):
         self.abort()
 
     def drain(self) -> None:
-        self.abort()
+        """Complete the handshake. The connection may have one request."""
 
     def abort(self) -> None:
         self._shaking.cancel()

@@ -239,6 +239,7 @@ class HttpServer:
         self._service = service
         self._tls_context = tls_context
         self._listener: asyncio.Server | None = None
+        self._accepting: asyncio.Future[None] | None = None  # the last connections
         self._next_tick: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
@@ -267,12 +268,32 @@ class HttpServer:
         return bound
 
     def stop_listening(self) -> None:
-        """Stop accepting connections."""
-        if self._listener is not None:
-            self._listener.close()
+        """Stop accepting connections. Those that the kernel has completed meanwhile are accepted:
+        if processes share a port, their clients cannot know that this one stops."""
+        if self._listener is None:
+            return
+        copies = [socket.socket(fileno=os.dup(each.fileno())) for each in self._listener.sockets]
+        self._listener.close()
+        self._listener = None
+        waiting: list[socket.socket] = []
+        for listener in copies:
+            with listener, contextlib.suppress(OSError):  # there are no more, or no descriptors
+                while len(waiting) < _BACKLOG:
+                    waiting.append(listener.accept()[0])
+        self._accepting = asyncio.ensure_future(self._accept(waiting))
+
+    async def _accept(self, clients: Sequence[socket.socket]) -> None:
+        loop = asyncio.get_running_loop()
+        for client in clients:
+            client.setblocking(False)
+            await loop.connect_accepted_socket(self._protocol, client)
 
     def drain(self) -> None:
-        """Close each connection after its current response, and idle connections immediately."""
+        """Close each connection after its current response, and idle connections immediately.
+
+        A connection without a request so far has a short time for its first one, which may be on
+        its way.
+        """
         self._shared.draining = True
         for member in list(self._shared.members):
             member.drain()
@@ -281,6 +302,8 @@ class HttpServer:
         """Wait until all connections have ended, for at most `longest_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_s):
+                if self._accepting is not None:
+                    await self._accepting
                 await self._shared.all_gone.wait()
 
     async def stop(self, grace_s: float) -> None:

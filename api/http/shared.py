@@ -137,6 +137,7 @@ class HttpLimits:
     receive_s: float = 30.0  # from a request's first byte to its last
     unread_s: float = 60.0  # for a client with too much unread to read some of it
     idle_s: float = 75.0  # between requests. Longer than the 60 s of most proxies
+    first_request_s: float = 1.0  # on a connection that had none when the server began to drain
     handshake_s: float = 10.0  # from the connection to the end of its TLS handshake
     linger_s: float = 2.0  # for a client that still sends to read the error
     tick_s: float = 1.0  # interval of deadline checks
@@ -151,7 +152,7 @@ class ConnectionMember(Protocol):
         """End the connection after its deadline."""
 
     def drain(self) -> None:
-        """End the connection, unless it has a request to serve."""
+        """End the connection, unless it has a request to serve or may get its first one."""
 
     def abort(self) -> None:
         """End the connection immediately."""

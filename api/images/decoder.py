@@ -12,13 +12,14 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 from PIL import Image, ImageOps
 
 from api.images.picture import Decoded, ImageJob, Outcome, Refused
 from common.errors import InvalidRequest
-from common.model_directory import VisionFiles
+from common.model_directory import AreaSize, SquareSize, VisionFiles
 from common.process import helper
 
 # Limits of stored pixels. Decoding takes, in bytes a pixel at worst: JPEG 12 (progressive CMYK has
@@ -65,31 +66,51 @@ def opened(encoded: bytes) -> Image.Image:
     return image
 
 
-def pixels_of(image: Image.Image, height: int, width: int) -> tuple[bool, bytes]:
-    """Return whether the image is stored on its side, and its RGB pixels, upright and resized.
+class Fit(NamedTuple):
+    """The size of an image for a model.
 
-    Height and width of an image on its side are swapped.
+    Attributes:
+        rows, columns: of tokens.
+        resized: height and width in pixels. What its tokens do not cover is cropped evenly.
+    """
+
+    rows: int
+    columns: int
+    resized: tuple[int, int]
+
+    @property
+    def turned(self) -> "Fit":
+        height, width = self.resized
+        return Fit(self.columns, self.rows, (width, height))
+
+
+def pixels_of(image: Image.Image, fit: Fit, side: int) -> tuple[Fit, bytes]:
+    """Return the size of the image when it is upright, and its RGB pixels, upright and resized.
 
     Args:
         image: the result of `opened`. It must not be used afterwards.
+        fit: its size as it is stored, which may be on its side.
+        side: pixels per side of a token.
 
     Raises:
         InvalidRequest: it is damaged.
     """
     try:
-        image.draft(None, (_DRAFT_GAP * width, _DRAFT_GAP * height))
+        image.draft(None, tuple(_DRAFT_GAP * each for each in reversed(fit.resized)))
         image = image.copy()  # releases the decoder, which holds several times the image's size
         stored = image.size
         ImageOps.exif_transpose(image, in_place=True)
-        lies = image.size != stored
+        fit = fit if image.size == stored else fit.turned
         image = _on_white(image)
     except MemoryError:
         raise
     except Exception as error:  # Pillow has no common error class
         raise InvalidRequest(f"an image is damaged: {error}") from error
-    size = (height, width) if lies else (width, height)
-    pixels: bytes = image.resize(size, Image.Resampling.BICUBIC).tobytes()
-    return lies, pixels
+    height, width = fit.resized
+    kept = fit.rows * side, fit.columns * side
+    top, left = (height - kept[0]) // 2, (width - kept[1]) // 2
+    resized = image.resize((width, height), Image.Resampling.BICUBIC)
+    return fit, resized.crop((left, top, left + kept[1], top + kept[0])).tobytes()
 
 
 def _on_white(image: Image.Image) -> Image.Image:
@@ -124,32 +145,38 @@ def _decoded(job: ImageJob) -> Decoded:
             raise InvalidRequest(f"an image is not valid base64: {error}") from error
     image = opened(content)
     width, height = image.size
-    rows, columns = tokens_of(height, width, job.files, job.max_tokens)
-    if rows * columns > job.tokens_left:
+    fit = fit_of(height, width, job.files, job.max_tokens)
+    num_tokens = fit.rows * fit.columns
+    if num_tokens > job.tokens_left:
         raise InvalidRequest(
-            f"messages: an image has {rows * columns} tokens, {job.tokens_left} are left for it: "
+            f"messages: an image has {num_tokens} tokens, {job.tokens_left} are left for it: "
             "send fewer or smaller images, or detail low"
         )
-    side = job.files.token_side
-    lies, pixels = pixels_of(image, rows * side, columns * side)
-    return Decoded(columns, rows, pixels) if lies else Decoded(rows, columns, pixels)
+    fit, pixels = pixels_of(image, fit, job.files.token_side)
+    return Decoded(fit.rows, fit.columns, pixels)
 
 
-def tokens_of(height: int, width: int, files: VisionFiles, max_tokens: int) -> tuple[int, int]:
-    """Return rows and columns of the tokens of an image with that many pixels.
-
-    Follows smart_resize of Qwen2VLImageProcessor in transformers.
+def fit_of(height: int, width: int, files: VisionFiles, max_tokens: int) -> Fit:
+    """Return the size for an image with that many pixels.
 
     Raises:
-        InvalidRequest: its aspect ratio is too large.
+        InvalidRequest: its aspect ratio is too large, or no size has so few tokens.
     """
-    side = files.token_side
-    least, most = files.min_pixels, min(files.max_pixels, max_tokens * side**2)
     if max(height, width) > _MOST_ELONGATED * min(height, width):
         raise InvalidRequest(
             f"an image of {width} x {height} pixels is more than {_MOST_ELONGATED} times as long "
             "as it is wide"
         )
+    match files.size:
+        case AreaSize() as size:
+            return _of_area(height, width, size, files.token_side, max_tokens)
+        case SquareSize() as size:
+            return _of_square(height, width, size, files.tokens_per_side, max_tokens)
+
+
+def _of_area(height: int, width: int, size: AreaSize, side: int, max_tokens: int) -> Fit:
+    """Follow smart_resize of Qwen2VLImageProcessor in transformers."""
+    least, most = size.min_pixels, min(size.max_pixels, max_tokens * side**2)
     rows, columns = round(height / side), round(width / side)
     if rows * columns * side**2 > most:
         shrink = math.sqrt(height * width / most)
@@ -158,7 +185,19 @@ def tokens_of(height: int, width: int, files: VisionFiles, max_tokens: int) -> t
     elif rows * columns * side**2 < least:
         grow = math.sqrt(least / (height * width))
         rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
-    return rows, columns
+    return Fit(rows, columns, (rows * side, columns * side))
+
+
+def _of_square(height: int, width: int, size: SquareSize, count: int, max_tokens: int) -> Fit:
+    """Follow CLIPImageProcessor in transformers. `count`: tokens per side."""
+    if count**2 > max_tokens:
+        raise InvalidRequest(
+            f"an image of this model has {count**2} tokens, {max_tokens} are allowed: detail low "
+            "is not supported"
+        )
+    longer = int(size.shorter_side * max(height, width) / min(height, width))
+    resized = (size.shorter_side, longer) if height <= width else (longer, size.shorter_side)
+    return Fit(count, count, resized)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from api.auth.client import Client
 from api.auth.fair_slots import FairShareLimiter
 from api.images.picture import Decoded, ImageInput, ImageJob, Outcome, Refused
 from common.config import ImagesConfig
-from common.errors import InvalidRequest, NodeUnavailable
+from common.errors import ConfigError, InvalidRequest, NodeUnavailable
 from common.limits import MAX_PIXEL_BYTES
 from common.logs import kv
 from common.model_directory import VisionFiles
@@ -272,6 +272,13 @@ class ImageLoader:
     """Reader of images. For one event loop."""
 
     def __init__(self, files: VisionFiles, config: ImagesConfig) -> None:
+        """Raise ConfigError if no image of the model has as few tokens as configured."""
+        fixed = files.tokens_per_side**2
+        if fixed > config.max_tokens_per_image:
+            raise ConfigError(
+                f"images.max_tokens_per_image is {config.max_tokens_per_image}, but every image of "
+                f"this model has {fixed} tokens"
+            )
         self._files = files
         self._config = config
         self._fetch: ImageFetch = (

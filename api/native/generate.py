@@ -33,9 +33,16 @@ from api.dialect.generation_endpoint import PromptEndpoint
 from api.dialect.ignored_fields import OF_DETOKENIZE, OF_NATIVE, OF_TOKENIZE
 from api.dialect.messages import MessageList, ToolList, conversation, shown
 from api.dialect.problems import OPENAI, ApiError, invalid
+from api.dialect.routed_experts import CollectedExperts, RoutedExperts
 from api.http.messages import Headers, HttpRequest
 from api.requests.answer import FinalChunk, OutputChunk
-from api.requests.generate_params import GenerateParams, Prompt, TextPrompt, TokenIdsPrompt
+from api.requests.generate_params import (
+    EmbeddingsPrompt,
+    GenerateParams,
+    Prompt,
+    TextPrompt,
+    TokenIdsPrompt,
+)
 from api.requests.served_model import ServedModel
 from api.text.limits import MAX_CHOICES, check_context, check_vocabulary
 from router.token_buffer import UNKNOWN_VERSION
@@ -49,6 +56,7 @@ _GROWTH = 128
 _encode = msgspec.json.Encoder().encode
 
 _TokenLists = list[TokenId | list[TokenId]]
+_Matrices = list[list[float | list[float]]]
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,6 +91,7 @@ class NativeFields(msgspec.Struct, kw_only=True):
 
     text: str | Annotated[list[str], msgspec.Meta(max_length=MAX_CHOICES)] | None = None
     input_ids: _TokenLists | None = None
+    input_embeds: _Matrices | None = None
     sampling_params: SamplingFields | None = None
     stream: bool | None = None
     stream_interval: StreamInterval | None = None
@@ -92,6 +101,7 @@ class NativeFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: Int32 | None = None
     return_hidden_states: bool | None = None
+    return_routed_experts: bool | None = None
 
 
 class _CommonFields(GenerationFields, kw_only=True):
@@ -124,6 +134,7 @@ class MetaInfo(msgspec.Struct):
     # A list of the states of the prompt's tokens, then the state of each generated token but the
     # last.
     hidden_states: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: RoutedExperts = msgspec.UNSET
 
 
 class NativeResponse(msgspec.Struct, omit_defaults=True):
@@ -151,7 +162,10 @@ class NativeEndpoint:
         common = _common(fields)
         check_multiplied(common, body)
         per_prompt = samplings(
-            common, common.max_tokens, hidden_states=bool(fields.return_hidden_states)
+            common,
+            common.max_tokens,
+            hidden_states=bool(fields.return_hidden_states),
+            routed_experts=bool(fields.return_routed_experts),
         )
         prompts, is_list = _prompts(fields)
         if len(prompts) * len(per_prompt) > MAX_CHOICES:
@@ -208,22 +222,40 @@ _OTHER_NAMES = {
     "min_tokens": "sampling_params.min_new_tokens",
     "seed": "sampling_params.sampling_seed",
     "token_ids": "input_ids",
+    "input_embeddings": "input_embeds",
 }
 
 
-def _prompts(fields: NativeFields) -> tuple[Sequence[TextPrompt | TokenIdsPrompt], bool]:
+def _prompts(fields: NativeFields) -> tuple[Sequence[Prompt], bool]:
     """Return the prompts, and whether they came as a list."""
-    match fields.text, fields.input_ids:
-        case str(text), None:
+    match fields.text, fields.input_ids, fields.input_embeds:
+        case str(text), None, None:
             return [TextPrompt(text)], False
-        case [*texts], None if texts:
+        case [*texts], None, None if texts:
             return [TextPrompt(text) for text in texts], True
-        case None, [int(), *_] as ids if all(isinstance(token, int) for token in ids):
+        case None, [int(), *_] as ids, None if all(isinstance(token, int) for token in ids):
             return [TokenIdsPrompt(cast(list[int], ids))], False
-        case None, [[*_], *_] as lists if all(isinstance(ids, list) for ids in lists):
+        case None, [[*_], *_] as lists, None if all(isinstance(ids, list) for ids in lists):
             return [TokenIdsPrompt(ids) for ids in cast(list[list[int]], lists)], True
+        case None, None, [[float(), *_], *_] as rows:
+            return [_embeddings(rows)], False
+        case None, None, [[[*_], *_], *_] as matrices:
+            return [_embeddings(rows) for rows in matrices], True
         case _:
-            raise invalid("text", "or input_ids is needed, one of them")
+            raise invalid("text", "or input_ids or input_embeds is needed, one of them")
+
+
+def _embeddings(rows: list[Any]) -> EmbeddingsPrompt:
+    """Return a prompt with these rows. Raise ApiError unless they form a matrix."""
+    values = array("f")
+    try:
+        for row in rows:
+            values.extend(row)
+    except TypeError:
+        raise invalid("input_embeds", "must be a matrix, or a list of matrices") from None
+    if any(len(row) != len(rows[0]) for row in rows):
+        raise invalid("input_embeds", "has rows of different lengths")
+    return EmbeddingsPrompt(values.tobytes(), len(rows))
 
 
 class _Answer:
@@ -244,10 +276,12 @@ class _Answer:
         self._version = UNKNOWN_VERSION
         self._prompt_states: list[list[float]] = []
         self._states: list[list[float]] = []
+        self._experts = CollectedExperts()
 
     def add(self, piece: OutputChunk | FinalChunk) -> None:
         self._prompt_states += map(_floats, piece.prompt_hidden_states)
         self._states += map(_floats, piece.hidden_states)
+        self._experts.add(piece)
         self._version = piece.version
         self._texts.append(piece.text)
         self._token_ids += piece.token_ids
@@ -287,6 +321,7 @@ class _Answer:
             msgspec.UNSET if cached is None else cached,
             time.monotonic() - self._began,
             [self._prompt_states, *self._states] if self._prompt_states else msgspec.UNSET,
+            self._experts.encoded,
         )
 
 

@@ -29,18 +29,21 @@ from api.dialect.messages import (
     text_of,
 )
 from api.dialect.problems import OPENAI, invalid
+from api.dialect.routed_experts import RoutedExperts
 from api.dialect.tools import guided, listening, offered
 from api.openai.replies import (
     ChatLogprobs,
     ChoiceCollector,
     FingerprintSpans,
     HiddenState,
-    LastHiddenState,
+    ReturnedStates,
+    Seed,
     StopReason,
     TokenIds,
     fingerprint_spans,
     generated_ids,
     of_chat,
+    seed_of,
     stop_reason,
 )
 from api.parsers.events import CallPart, ParsedText, StreamParser
@@ -77,7 +80,9 @@ class ChatChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    seed: Seed = msgspec.UNSET
     hidden_states: HiddenState = msgspec.UNSET
+    routed_experts: RoutedExperts = msgspec.UNSET
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
@@ -109,7 +114,9 @@ class ChunkChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
     token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    seed: Seed = msgspec.UNSET
     hidden_states: HiddenState = msgspec.UNSET
+    routed_experts: RoutedExperts = msgspec.UNSET
 
 
 class ChatResponseWriter:
@@ -123,7 +130,7 @@ class ChatResponseWriter:
         self._index = index
         self._listener = listener
         self._returns_ids = returns_ids
-        self._states = LastHiddenState()
+        self._states = ReturnedStates()
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> ChunkChoice | None:
         first, last = not self._listener.begun, isinstance(piece, FinalChunk)
@@ -137,7 +144,9 @@ class ChatResponseWriter:
             chunk.finish_reason = _reason(self._listener, piece)
             chunk.stop_reason = stop_reason(piece)
             chunk.system_fingerprints = fingerprint_spans(piece)
-            chunk.hidden_states = self._states.value
+            chunk.seed = seed_of(piece)
+            chunk.hidden_states = self._states.hidden_state
+            chunk.routed_experts = self._states.routed_experts
         if self._returns_ids:
             chunk.token_ids = generated_ids([piece])
         return chunk
@@ -157,7 +166,9 @@ class ChatResponseWriter:
             stop_reason(last),
             generated_ids(pieces) if self._returns_ids else msgspec.UNSET,
             fingerprint_spans(last),
-            self._states.value,
+            seed_of(last),
+            self._states.hidden_state,
+            self._states.routed_experts,
         )
 
 
@@ -223,6 +234,7 @@ class ChatFields(GenerationFields, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     return_hidden_states: bool | None = None
+    return_routed_experts: bool | None = None
     prediction: PredictionFields | None = None
 
 
@@ -263,6 +275,7 @@ class ChatEndpoint:
             max_tokens,
             logprobs=_logprobs(fields),
             hidden_states=bool(fields.return_hidden_states),
+            routed_experts=bool(fields.return_routed_experts),
             thinking_budget=_thinking_budget(fields),
         )
         per_prompt = guided(sampled, offer, self._speech, form_field(fields))

@@ -21,11 +21,13 @@ from api.dialect.fields import (
 )
 from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.dialect.problems import OPENAI, invalid
+from api.dialect.routed_experts import RoutedExperts
 from api.openai.replies import (
     ChoiceCollector,
     FingerprintSpans,
     HiddenState,
-    LastHiddenState,
+    ReturnedStates,
+    Seed,
     StopReason,
     TextLogprobs,
     TextTokens,
@@ -33,6 +35,7 @@ from api.openai.replies import (
     fingerprint_spans,
     generated_ids,
     prompt_ids,
+    seed_of,
     stop_reason,
 )
 from api.requests.answer import FinalChunk, OutputChunk, TokenReport
@@ -49,6 +52,7 @@ class CompletionFields(GenerationFields, kw_only=True):
     prompt_logprobs_start: Annotated[int, msgspec.Meta(ge=0)] | None = None
     return_token_ids: bool | None = None
     return_hidden_states: bool | None = None
+    return_routed_experts: bool | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
@@ -61,7 +65,9 @@ class CompletionChoice(msgspec.Struct):
     token_ids: TokenIds = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
     system_fingerprints: FingerprintSpans = msgspec.UNSET
+    seed: Seed = msgspec.UNSET
     hidden_states: HiddenState = msgspec.UNSET
+    routed_experts: RoutedExperts = msgspec.UNSET
 
 
 class CompletionResponseWriter:
@@ -80,7 +86,7 @@ class CompletionResponseWriter:
         self._returns_ids = returns_ids
         self._begun = False
         self._tokens = TextTokens()
-        self._states = LastHiddenState()
+        self._states = ReturnedStates()
 
     def chunk(self, piece: OutputChunk | FinalChunk) -> CompletionChoice | None:
         match piece:
@@ -101,9 +107,11 @@ class CompletionResponseWriter:
         choice = self._choice(pieces, last.finish_reason)
         choice.stop_reason = stop_reason(last)
         choice.system_fingerprints = fingerprint_spans(last)
+        choice.seed = seed_of(last)
         for piece in pieces:
             self._states.add(piece)
-        choice.hidden_states = self._states.value
+        choice.hidden_states = self._states.hidden_state
+        choice.routed_experts = self._states.routed_experts
         return choice
 
     def _choice(self, pieces: Sequence[OutputChunk], finish_reason: str | None) -> CompletionChoice:
@@ -156,6 +164,7 @@ class CompletionsEndpoint:
             prompt_logprobs=logprobs if echo else -1,
             prompt_logprobs_start=fields.prompt_logprobs_start or 0,
             hidden_states=bool(fields.return_hidden_states),
+            routed_experts=bool(fields.return_routed_experts),
             best_of=best_of,
         )
         prompts = prompts_of("prompt", fields.prompt)

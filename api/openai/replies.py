@@ -3,7 +3,7 @@
 import codecs
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -14,6 +14,7 @@ from api.dialect.events import (
     StreamedReply,
     WholeReply,
 )
+from api.dialect.routed_experts import CollectedExperts, RoutedExperts
 from api.http.messages import Headers, HttpRequest
 from api.requests.answer import FinalChunk, LikelyTokenText, OutputChunk, PromptReport, TokenReport
 from common.request import NOT_PREDICTED, tokens_of
@@ -43,6 +44,7 @@ class FingerprintSpan(msgspec.Struct):
     system_fingerprint: str | None
 
 
+Seed: TypeAlias = int | msgspec.UnsetType
 FingerprintSpans: TypeAlias = list[FingerprintSpan] | msgspec.UnsetType
 
 
@@ -202,6 +204,11 @@ def stop_reason(last: FinalChunk) -> StopReason:
     return msgspec.UNSET if last.stop_reason is None else last.stop_reason
 
 
+def seed_of(last: FinalChunk) -> Seed:
+    """Return the seed that reproduces a batch-invariant choice as the only one of a request."""
+    return msgspec.UNSET if last.seed is None else last.seed
+
+
 def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
     """Return the fingerprints of a choice, unset if all tokens have the same one."""
     if len(last.versions) < 2:
@@ -211,19 +218,33 @@ def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
     ]
 
 
-class LastHiddenState:
-    """The hidden state of a choice's last token but one, from which the last one was predicted."""
+def fingerprint_fields(last: FinalChunk) -> dict[str, Any]:
+    """Return the fingerprint of the last token, and those of all parts if there are several."""
+    fields: dict[str, Any] = {"system_fingerprint": last.version.system_fingerprint}
+    spans = fingerprint_spans(last)
+    return fields if spans is msgspec.UNSET else {**fields, "system_fingerprints": spans}
+
+
+class ReturnedStates:
+    """The hidden state of a choice's last token but one, from which the last one was predicted, and
+    the routed experts of all its tokens."""
 
     def __init__(self) -> None:
         self._requested = False
         self._last = b""  # of generated tokens
+        self._experts = CollectedExperts()
 
     def add(self, piece: OutputChunk) -> None:
+        self._experts.add(piece)
         self._requested = self._requested or bool(piece.prompt_hidden_states)
         self._last = piece.hidden_states[-1] if piece.hidden_states else self._last
 
     @property
-    def value(self) -> HiddenState:
+    def routed_experts(self) -> RoutedExperts:
+        return self._experts.encoded
+
+    @property
+    def hidden_state(self) -> HiddenState:
         """The state. Empty if only one token was generated, as in SGLang. Unset if it was not
         requested."""
         return array("f", self._last).tolist() if self._requested else msgspec.UNSET

@@ -12,6 +12,7 @@ import msgspec
 
 from api.dialect.events import Event, RequestOrigin
 from api.dialect.problems import ApiError
+from api.openai.replies import fingerprint_fields
 from api.parsers.events import CallPart, ParsedText, StreamParser
 from api.requests.answer import FinalChunk, OutputChunk, TokenUsage
 
@@ -258,6 +259,7 @@ class ResponsesObject:
             "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
             "output": self._output.items,
             "usage": None if last is None else self._usage(last.usage),
+            **({} if last is None else fingerprint_fields(last)),
             **self._echoed,
             **_NOTHING_STORED,
         }

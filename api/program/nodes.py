@@ -223,7 +223,10 @@ async def make_nodes(base: RouterBase, model: ModelBase) -> ModelNodes:
     policy = make_policy(config.policy, load, backlogs, prefixes)
     served = "" if model.is_only else model.name
     hints = PrefixHints(prefixes)
-    cluster = Cluster(state, policy, load, backlogs, hints, changed.set, served)
+    cluster = Cluster(
+        *(state, policy, load, backlogs, hints, changed.set, served),
+        fingerprint_change=config.fingerprint_change,
+    )
     pooling = PoolingNodes(
         base.make_channel, state.fit, state.paused, policy, load, backlogs, served
     )

@@ -95,6 +95,9 @@ class _OutputPart(msgspec.Struct, frozen=True, kw_only=True):
     # token. After that, each token comes with the state of the generated token before it.
     prompt_hidden_states: Sequence[bytes] = ()
     hidden_states: Sequence[bytes] = ()
+    # Routed experts in the same way, as int16 [any, layers, experts per token].
+    prompt_routed_experts: bytes = b""
+    routed_experts: bytes = b""
 
 
 class OutputChunk(_OutputPart, frozen=True):
@@ -114,6 +117,7 @@ class FinalChunk(OutputChunk, frozen=True):
     usage: TokenUsage
     cached_tokens: int  # prompt tokens, for the router's own metrics
     versions: Sequence[VersionSpan] = ()  # of all tokens, at least one
+    seed: int | None = None  # of sampling, if all tokens are batch-invariant
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,9 +131,11 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
         report_prompt: makes the report of the prompt, for the first piece. None: not requested.
         silent: whether to discard the one token that is generated.
         predicts: whether the request has a prediction.
+        returns_states: whether hidden states or routed experts are returned.
     """
 
     num_prompt_tokens: int
+    seed: int
     prompt_token_ids: bytes = b""
     min_tokens: int = 0
     stop_token_ids: Collection[int] = ()
@@ -138,7 +144,7 @@ class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     report_prompt: Callable[[Sequence[TokenLogprobs]], PromptReport] | None = None
     silent: bool = False
     predicts: bool = False
-    hidden_states: bool = False
+    returns_states: bool = False
 
 
 class ResponseBuilder:
@@ -163,12 +169,17 @@ class ResponseBuilder:
         self._options = options
         self._report_prompt = options.report_prompt  # None after it is returned
         self._prompt_token_ids = options.prompt_token_ids  # empty after they are returned
-        self._returns_prompt_states = options.hidden_states  # False after they are returned
+        self._returns_prompt_states = options.returns_states  # False after they are returned
         self._predicted = NOT_PREDICTED if options.predicts else None
         self._cached_tokens: int | None = None  # as reported by the first node
         self.token_ids: list[int] = []  # all tokens so far
         self._versions: list[VersionSpan] = []
         self._length = 0  # of the text so far
+
+    @property
+    def version(self) -> ModelVersion:
+        """Version of the last token so far."""
+        return self._versions[-1].version if self.token_ids else UNKNOWN_VERSION
 
     def note_cached_tokens(self, cached_tokens: int | None) -> None:
         """Keep the first report. A replay finds the KV that the first attempt computed.
@@ -199,29 +210,33 @@ class ResponseBuilder:
             tokens = [report(*each) for each in zip(piece.token_ids, each_logprobs, strict=False)]
         marks = self._take_marks(len(piece.text))
         prompt_ids, self._prompt_token_ids = self._prompt_token_ids, b""
-        if self._options.hidden_states:
-            piece = self._with_hidden_states(piece, output)
+        if self._options.returns_states:
+            piece = self._with_states(piece, output)
         if not (tokens or prompt or marks or prompt_ids):
             return piece
         return replace(
             piece, tokens=tokens, prompt=prompt, marks=marks, prompt_token_ids=prompt_ids
         )
 
-    def _with_hidden_states(
+    def _with_states(
         self, piece: OutputChunk | FinalChunk, output: NodeOutput
     ) -> OutputChunk | FinalChunk:
-        """Return the piece with the states that its tokens were predicted from.
+        """Return the piece with the hidden states that its tokens were predicted from, and with the
+        experts that computed them.
 
         The first token was predicted from the state of the last token of the prompt.
         """
         num_tokens = max(len(piece.token_ids), int(self._options.silent))
-        states = [each.hidden_state for each in output.logprobs[:num_tokens]]
-        if not (self._returns_prompt_states and states):
-            return replace(piece, hidden_states=states)
-        self._returns_prompt_states = False
-        of_prompt = [each.hidden_state for each in output.prompt_logprobs]
+        generated, prompt = output.logprobs[:num_tokens], list[TokenLogprobs]()
+        if self._returns_prompt_states and generated:
+            self._returns_prompt_states = False
+            prompt, generated = [*output.prompt_logprobs, generated[0]], generated[1:]
         return replace(
-            piece, prompt_hidden_states=[*of_prompt, states[0]], hidden_states=states[1:]
+            piece,
+            prompt_hidden_states=[each.hidden_state for each in prompt if each.hidden_state],
+            hidden_states=[each.hidden_state for each in generated if each.hidden_state],
+            prompt_routed_experts=b"".join(each.experts for each in prompt),
+            routed_experts=b"".join(each.experts for each in generated),
         )
 
     def _take_marks(self, num_characters: int) -> Sequence[int]:
@@ -292,8 +307,10 @@ class ResponseBuilder:
         cached_tokens = min(self._cached_tokens or 0, num_prompt_tokens)
         reported = cached_tokens if self._options.returns_cached_tokens else None
         usage = TokenUsage(num_prompt_tokens, len(self.token_ids), reported, self._in_answer())
+        promised = all(span.version.batch_invariant for span in self._versions)
         return FinalChunk(
             *(text, token_ids, finish_reason, stop_reason, usage, cached_tokens, self._versions),
+            seed=self._options.seed if promised else None,
             version=self._versions[-1].version,
         )
 

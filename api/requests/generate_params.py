@@ -17,6 +17,7 @@ from api.images.picture import ImageInput
 from api.text.stops import StopRules
 from common.errors import ServingError
 from common.request import RequestSpec
+from common.requests.embeddings import InputEmbeddings
 from common.requests.images import Image
 from common.requests.namespace import Namespace
 from common.requests.pooling import PoolingParams
@@ -154,6 +155,13 @@ class TokenIdsPrompt(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
 
 
+class EmbeddingsPrompt(msgspec.Struct, frozen=True):
+    field: ClassVar[str] = "input_embeddings"
+
+    values: bytes  # little-endian float32 [num_tokens, hidden size]
+    num_tokens: int
+
+
 class PredictionPrompt(msgspec.Struct, frozen=True):
     """Predicted text of a response."""
 
@@ -171,7 +179,13 @@ class NoPrompt(msgspec.Struct, frozen=True):
 
 
 Prompt: TypeAlias = (
-    TextPrompt | TextPairPrompt | ChatPrompt | TokenIdsPrompt | PredictionPrompt | NoPrompt
+    TextPrompt
+    | TextPairPrompt
+    | ChatPrompt
+    | TokenIdsPrompt
+    | EmbeddingsPrompt
+    | PredictionPrompt
+    | NoPrompt
 )
 
 
@@ -190,13 +204,14 @@ class SharedPrompt(msgspec.Struct):
 
     Attributes:
         token_ids: made by the first response.
-        images: images of the prompt, once there are token ids.
+        images, embeddings: of the prompt, once there are token ids.
         job: the request of any of its responses, without its own id and seed.
     """
 
     prompt: Prompt
     token_ids: Once[Sequence[int]] = msgspec.field(default_factory=Once)
     images: Sequence[Image] = ()
+    embeddings: InputEmbeddings | None = None
     rendering: RenderedPrompt = msgspec.field(default_factory=RenderedPrompt)
     job: Once[TokenizedRequest] = msgspec.field(default_factory=Once)
 
@@ -250,9 +265,9 @@ class GenerateParams(msgspec.Struct, frozen=True, kw_only=True):
 def any_seed() -> int:
     """Return a random seed for a request without one.
 
-    A continuation must sample with the same seed.
+    A continuation must sample with the same seed. It has 53 bits, which every reader of JSON keeps.
     """
-    return random.getrandbits(64)
+    return random.getrandbits(53)
 
 
 MAX_PROMPTS = 2048

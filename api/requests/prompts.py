@@ -19,6 +19,7 @@ from api.parsers.model_format import ModelFormat, ReasoningFormat
 from api.requests.generate_params import (
     ChatPrompt,
     ChatTurn,
+    EmbeddingsPrompt,
     NoPrompt,
     PastToolCall,
     PredictionPrompt,
@@ -39,6 +40,7 @@ from api.text.limits import (
 )
 from api.text.tokenizer import RouterTokenizer, num_bytes
 from common.errors import InvalidRequest
+from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
 from common.requests.images import Image
 from common.requests.sampling import GuidedDecoding, ReasoningTokens, as_form, tag
 
@@ -175,6 +177,9 @@ class PromptEncoder:
             case ChatPrompt():
                 said, _ = await self._conversation(prompt, self._render(prompt), client)
                 return said
+            case EmbeddingsPrompt(num_tokens=num_tokens):
+                check_length(range(num_tokens), self._limits, prompt.field)
+                return [GIVEN_TOKEN] * num_tokens
             case PredictionPrompt(text=text):
                 return await self._encode(text, prompt.field, add_special_tokens=False)
             case NoPrompt():
@@ -188,6 +193,9 @@ class PromptEncoder:
                 token_ids, shared.images = await self._conversation(messages, text, client)
                 if not shared.images:
                     check_prompt(token_ids, self._limits, messages.field)
+            case EmbeddingsPrompt(values=values, num_tokens=num_tokens) as given:
+                token_ids = await self.encode(given, client)
+                shared.embeddings = InputEmbeddings.of(values, num_tokens)
             case prompt:
                 token_ids = await self.checked(prompt, client)
         shared.rendering.num_tokens = len(token_ids)

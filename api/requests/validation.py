@@ -31,7 +31,7 @@ from common.requests.sampling import SamplingParams
 
 MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORDS_CHARACTERS = 16 << 10  # of all words of a request: 10 ms, on another thread
-MAX_HIDDEN_STATE_ANSWERS = 8  # to one request
+MAX_STATE_ANSWERS = 8  # to one request
 MAX_PROMPT_LOGPROBS = 1 << 18  # 2 MiB on the way through the nodes
 # Tokens that nodes send at a time for a response that is not streamed, as in SGLang.
 WHOLE_INTERVAL = 50
@@ -102,10 +102,10 @@ async def _terms(
     namespace = decide_namespace(wanted.cache_salt, client.namespaces_of)
     check_tokens(params, limits)
     check_thinking(params, prompts, wanted.prompt.prompt)
-    if params.hidden_states and wanted.together.num_answers > MAX_HIDDEN_STATE_ANSWERS:
+    if params.returns_states and wanted.together.num_answers > MAX_STATE_ANSWERS:
         raise InvalidRequest(
-            f"return_hidden_states: {wanted.together.num_answers} responses to one request, "
-            f"{MAX_HIDDEN_STATE_ANSWERS} allowed"
+            f"{_states_field(params)}: {wanted.together.num_answers} responses to one request, "
+            f"{MAX_STATE_ANSWERS} allowed"
         )
     if wanted.bad_words:
         words = await prompts.words(wanted.bad_words)
@@ -128,12 +128,10 @@ async def _job(
         params = replace(params, thought=prompts.thought(wanted.prompt))
     if params.guide is not None:
         params = replace(params, guide=prompts.guide(wanted.prompt, params.guide))
-    if wanted.prompt.images and params.prompt_logprobs >= 0:
-        raise InvalidRequest("sampling.prompt_logprobs is not supported for prompts with images")
-    if wanted.prompt.images and params.hidden_states:
-        raise InvalidRequest("return_hidden_states is not supported for prompts with images")
+    if wanted.prompt.images or wanted.prompt.embeddings is not None:
+        _check_ids_unused(params, "images" if wanted.prompt.images else "input_embeddings")
     params = fit_context(params, wanted.max_tokens_field, len(token_ids), limits.context_length)
-    asked, params = params, with_hidden_states(params)
+    asked, params = params, with_states(params)
     check_prompt_logprobs_start(params, len(token_ids))
     predicted = await prompts.checked(wanted.prediction, client) if wanted.prediction else ()
     spec = RequestSpec(
@@ -145,6 +143,7 @@ async def _job(
         client_weight=client.weight,
         prediction=as_bytes(predicted),
         images=tuple(wanted.prompt.images),
+        input_embeddings=wanted.prompt.embeddings,
     )
     return TokenizedRequest(
         spec,
@@ -200,9 +199,27 @@ def check_tokens(params: SamplingParams, limits: ModelLimits) -> None:
         check_vocabulary(word, limits, "sampling.bad_word_ids")
 
 
-def with_hidden_states(params: SamplingParams) -> SamplingParams:
-    """Return the parameters for nodes, where hidden states travel with log-probabilities."""
-    if not params.hidden_states:
+def _check_ids_unused(params: SamplingParams, inputs: str) -> None:
+    """Raise InvalidRequest for parameters that need ids of all tokens of the prompt.
+
+    Args:
+        inputs: the inputs without ids.
+    """
+    if params.prompt_logprobs >= 0:
+        raise InvalidRequest(f"sampling.prompt_logprobs is not supported for prompts with {inputs}")
+    if params.returns_states:
+        raise InvalidRequest(f"{_states_field(params)} is not supported for prompts with {inputs}")
+
+
+def _states_field(params: SamplingParams) -> str:
+    """Return the field that asks for hidden states or routed experts."""
+    return "return_hidden_states" if params.hidden_states else "return_routed_experts"
+
+
+def with_states(params: SamplingParams) -> SamplingParams:
+    """Return the parameters for nodes, where hidden states and routed experts travel with
+    log-probabilities."""
+    if not params.returns_states:
         return params
     logprobs, prompt_logprobs = max(params.logprobs, 0), max(params.prompt_logprobs, 0)
     return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)

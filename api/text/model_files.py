@@ -180,7 +180,8 @@ def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | N
     file = directory / "chat_template.jinja"
     if file.exists():
         return _bytes(file).decode("utf-8", errors="replace")
-    match tokenizer_config.get("chat_template"):
+    older = _json(directory / "chat_template.json", required=False)  # of transformers 4.48
+    match older.get("chat_template") or tokenizer_config.get("chat_template"):
         case str(template):
             return template
         case list(named):

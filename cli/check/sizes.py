@@ -16,6 +16,7 @@ from engine.models.precision import choose_precision
 from engine.processor import matrix_features
 from engine.ranks import Share
 from engine.ranks.expert_exchange import ExpertExchange
+from engine.ranks.expert_placement import ExpertPlacement
 from engine.sizing import part_of, resolve_device, whole_layout
 
 _SETTING = "engine.parallel"
@@ -76,7 +77,11 @@ def rank_sizes(config: EngineConfig, model: OpenedModel) -> Sequence[RankSizes]:
     try:
         if num_ranks > 1:
             with_collectives(config, model.device)
-        shares = [Share.unconnected(rank, node, whole_experts=experts) for rank in range(num_ranks)]
+        placement = ExpertPlacement.of(parallel)
+        shares = [
+            Share.unconnected(rank, node, whole_experts=experts, placement=placement)
+            for rank in range(num_ranks)
+        ]
         if parallel.dp > 1:
             check_group(config, model.device)
             shares = [Share(exchange=ExpertExchange(parallel.dp_rank, parallel.dp))]

@@ -322,6 +322,19 @@ class ParallelConfig(ConfigRecord):
         description="Split of mixtures of experts between ranks. tp: a part of every expert; "
         "ep: whole experts",
     )
+    redundant_experts: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Replicas of experts in each layer, in addition to its experts, with experts "
+        "ep. The experts with the most tokens get them when experts are rebalanced",
+    )
+    rebalance_steps: int = Field(
+        0,
+        ge=0,
+        description="Steps after which experts are moved between ranks, so that the ranks compute "
+        "similar numbers of tokens, with experts ep. 0: never",
+    )
     collectives: Literal["auto", "shm", "gloo", "nccl"] = Field(
         "auto",
         description="Exchange of tensors between ranks. auto: nccl on GPUs, shm on a CPU, gloo on "
@@ -403,6 +416,17 @@ class ParallelConfig(ConfigRecord):
             raise ValueError("dp is not supported together with tp or pp")
         return self
 
+    @model_validator(mode="after")
+    def _placed_experts_are_whole(self) -> Self:
+        for name in ("redundant_experts", "rebalance_steps"):
+            if not getattr(self, name):
+                continue
+            if self.dp > 1 or self.pp > 1:
+                raise ValueError(f"{name} is not supported together with dp or pp")
+            if self.tp == 1 or self.experts != "ep":
+                raise ValueError(f"{name} needs experts ep and a tp of 2 or more")
+        return self
+
     @property
     def num_ranks(self) -> int:
         return self.tp * self.pp
@@ -443,6 +467,33 @@ class HiddenStatesConfig(ConfigRecord):
         le=8 << 20,
         description="Maximum bytes of the hidden states of one request, as float32. The prompt "
         "and max_tokens count",
+    )
+
+
+class RoutedExpertsConfig(ConfigRecord):
+    """Experts of each token in each layer, returned to clients."""
+
+    enabled: bool = Field(
+        False,
+        description="Return routed experts to requests that ask for them. Set it on prefill and "
+        "decode nodes of a model with experts",
+    )
+    max_request_bytes: int = Field(
+        2 << 20,
+        ge=1,
+        le=8 << 20,
+        description="Maximum bytes of the routed experts of one request, as int16. The prompt "
+        "and max_tokens count",
+    )
+
+
+class InputEmbeddingsConfig(ConfigRecord):
+    """Prompts as embeddings, accepted from clients."""
+
+    enabled: bool = Field(
+        False,
+        description="Accept input embeddings in place of token ids. Set it on prefill and decode "
+        "nodes",
     )
 
 
@@ -510,6 +561,12 @@ class EngineConfig(ConfigRecord):
         description="Kernels compiled for this CPU, in the image or at first start. auto: fall "
         "back to torch; required: no start without them; off: torch only",
     )
+    batch_invariant: bool = Field(
+        False,
+        description="Batch-invariant responses: tokens and logprobs of a request have the same "
+        "bits whatever runs beside it. Only for dense models on a CPU. Paired nodes must have the "
+        "same value, see docs/batch-invariance.md",
+    )
     cuda_graphs: bool = Field(
         True,
         description="CUDA graphs for decode steps of decode nodes, captured at start. off: for "
@@ -522,6 +579,8 @@ class EngineConfig(ConfigRecord):
     lora: LoraConfig = LoraConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     hidden_states: HiddenStatesConfig = HiddenStatesConfig()
+    routed_experts: RoutedExpertsConfig = RoutedExpertsConfig()
+    input_embeddings: InputEmbeddingsConfig = InputEmbeddingsConfig()
     sim: SimConfig = SimConfig()
 
     @property

@@ -114,6 +114,7 @@ ToolParser = Literal[
     "harmony",
 ]
 ToolArguments = Literal["free", "json", "schema"]
+FingerprintChange = Literal["fail", "report"]
 Reranker = Literal["none", "qwen3"]
 PoolingType = Literal["auto", "last", "mean", "cls"]
 
@@ -204,6 +205,12 @@ class RouterConfig(ConfigRecord):
         le=1,
         description="Fraction of a request's time limit that it may wait on nodes. Requests with "
         "a longer expected wait are rejected immediately",
+    )
+    fingerprint_change: FingerprintChange = Field(
+        "fail",
+        description="Batch-invariant responses whose node is lost, if no node with its "
+        "system_fingerprint is left. fail: they fail; report: another node continues them, and "
+        "system_fingerprints of the response shows where",
     )
     idempotency_ttl_s: float = Field(
         30.0,

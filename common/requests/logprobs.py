@@ -1,6 +1,7 @@
 """Log-probabilities of consecutive tokens, in the form sent from node to router.
 
-Hidden states of the model's last layer travel with them, if a client requests them.
+Hidden states of the model's last layer and routed experts travel with them, if a client requests
+them.
 """
 
 import math
@@ -23,6 +24,8 @@ class Logprobs(msgspec.Struct, frozen=True):
     top_token: bytes  # [n, num_top]
     top_logprob: bytes  # [n, num_top]
     hidden_states: bytes = b""  # [n, hidden size], from which each token was predicted, or nothing
+    # int16 [n, layers, experts per token], of the token before each, or nothing
+    routed_experts: bytes = b""
 
     def __len__(self) -> int:
         return len(self.logprob) // 4
@@ -36,36 +39,33 @@ class Logprobs(msgspec.Struct, frozen=True):
         k = self.num_top
         logprobs, top = array("f", self.logprob), array("f", self.top_logprob).tolist()
         top_tokens = array("I", self.top_token).tolist()
-        states, size = self.hidden_states, self._state_bytes
+        states, experts = self.hidden_states, self.routed_experts
         return [
             TokenLogprobs(
                 logprob,
                 top_tokens[n * k : (n + 1) * k],
                 top[n * k : (n + 1) * k],
-                states[n * size : (n + 1) * size],
+                _rows(states, len(self), n, n + 1),
+                _rows(experts, len(self), n, n + 1),
             )
             for n, logprob in enumerate(logprobs)
         ]
 
     @property
     def num_bytes(self) -> int:
-        columns = self.logprob, self.top_token, self.top_logprob, self.hidden_states
-        return sum(map(len, columns))
-
-    @property
-    def _state_bytes(self) -> int:
-        """Size of one hidden state."""
-        return len(self.hidden_states) // max(len(self), 1)
+        columns = self.logprob, self.top_token, self.top_logprob
+        return sum(map(len, (*columns, self.hidden_states, self.routed_experts)))
 
     def _part(self, start: int, end: int) -> "Logprobs":
         """Return the tokens [start, end)."""
-        width, size = 4 * self.num_top, self._state_bytes
+        width = 4 * self.num_top
         return Logprobs(
             self.logprob[4 * start : 4 * end],
             self.num_top,
             self.top_token[start * width : end * width],
             self.top_logprob[start * width : end * width],
-            self.hidden_states[start * size : end * size],
+            _rows(self.hidden_states, len(self), start, end),
+            _rows(self.routed_experts, len(self), start, end),
         )
 
 
@@ -74,6 +74,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_tokens: Sequence[int]
     top_logprobs: Sequence[float]
     hidden_state: bytes = b""  # float32 [hidden size], if requested
+    experts: bytes = b""  # int16 [layers, experts per token], if requested
 
 
 def join(parts: Sequence[Logprobs]) -> Logprobs:
@@ -84,6 +85,7 @@ def join(parts: Sequence[Logprobs]) -> Logprobs:
         b"".join(part.top_token for part in parts),
         b"".join(part.top_logprob for part in parts),
         b"".join(part.hidden_states for part in parts),
+        b"".join(part.routed_experts for part in parts),
     )
 
 
@@ -102,6 +104,7 @@ def to_fields(logprobs: Logprobs | None) -> dict[str, Any] | None:
         "top_token": array("I", logprobs.top_token),
         "top_logprob": array("f", logprobs.top_logprob),
         "hidden_states": logprobs.hidden_states,
+        "routed_experts": logprobs.routed_experts,
     }
 
 
@@ -113,15 +116,22 @@ def from_proto(proto: pb.Logprobs) -> Logprobs:
     if num_top > MAX_LOGPROBS or len(lengths) != 1:
         raise ProtocolViolation("log-probabilities in columns of wrong lengths")
     num_tokens = len(proto.logprob)
-    # Without tokens only no bytes are right.
-    if len(proto.hidden_states) % (4 * num_tokens or math.inf):
-        raise ProtocolViolation(
-            f"{len(proto.hidden_states)} bytes of hidden states for {num_tokens} tokens"
-        )
+    sizes = {"hidden states": (proto.hidden_states, 4), "experts": (proto.routed_experts, 2)}
+    for name, (column, number_bytes) in sizes.items():
+        # Without tokens only no bytes are right.
+        if len(column) % (number_bytes * num_tokens or math.inf):
+            raise ProtocolViolation(f"{len(column)} bytes of {name} for {num_tokens} tokens")
     return Logprobs(
         array("f", proto.logprob).tobytes(),
         num_top,
         array("I", proto.top_token).tobytes(),
         array("f", proto.top_logprob).tobytes(),
         proto.hidden_states,
+        proto.routed_experts,
     )
+
+
+def _rows(column: bytes, num_rows: int, start: int, end: int) -> bytes:
+    """Return the rows [start, end) of a column."""
+    size = len(column) // max(num_rows, 1)
+    return column[start * size : end * size]

@@ -179,6 +179,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int = -1
     prompt_logprobs_start: int = 0  # index of the first prompt token with one; 0: as 1
     hidden_states: bool = False  # with each log-probability, the state that it was computed from
+    routed_experts: bool = False  # with each log-probability, the experts of the token before
     guide: GuidedDecoding | None = None  # form of the response
     thinking_budget: int = -1  # tokens after which reasoning is ended; -1: no limit
     thought: ReasoningTokens | None = None  # reasoning delimiters, if a node needs to know them
@@ -199,6 +200,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def first_prompt_logprob(self) -> int:
         """Index of the first prompt token with a log-probability. Token 0 has none."""
         return max(self.prompt_logprobs_start, 1)
+
+    @property
+    def returns_states(self) -> bool:
+        """Whether log-probabilities come with hidden states or routed experts."""
+        return self.hidden_states or self.routed_experts
 
     @property
     def penalised(self) -> bool:
@@ -256,6 +262,7 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
         prompt_logprobs=proto.prompt_logprobs if proto.HasField("prompt_logprobs") else -1,
         prompt_logprobs_start=proto.prompt_logprobs_start,
         hidden_states=proto.hidden_states,
+        routed_experts=proto.routed_experts,
         guide=guide_from_proto(proto.guide) if proto.HasField("guide") else None,
         thinking_budget=proto.thinking_budget if proto.HasField("thinking_budget") else -1,
         thought=reasoning_from_proto(proto.thought) if proto.HasField("thought") else None,

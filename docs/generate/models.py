@@ -37,10 +37,10 @@ penalties and sampling. KV of the two implementations differs by rounding. Nodes
 
 ## Hybrid models with recurrent states
 
-Qwen3-Next and Qwen3.5 are hybrids. Baton serves their text models, with or without experts, and the
-text part of the model that accepts images. Three of four layers are gated delta nets. They store a
-matrix per head and the last inputs of a short convolution instead of keys and values. This state
-does not grow with the context. It takes 77 MB for Qwen3-Next 80B, as much as the KV of 3150 tokens.
+Qwen3-Next and Qwen3.5 are hybrids, with or without experts. Qwen3.5 also accepts
+[images](images.md). Three of four layers are gated delta nets. They store a matrix per head and the
+last inputs of a short convolution instead of keys and values. This state does not grow with the
+context. It takes 77 MB for Qwen3-Next 80B, as much as the KV of 3150 tokens.
 
 - States lie in pages of the same pool as KV, so there is no second pool to size. A request has
   pages for its tokens and the same number of pages for its state. With pages of 64 tokens
@@ -68,8 +68,8 @@ does not grow with the context. It takes 77 MB for Qwen3-Next 80B, as much as th
 
 ## Images
 
-Qwen2.5-VL accepts images. Its decoder uses native blocks and transformers' own encoder:
-[Images](images.md).
+Qwen2.5-VL, Qwen3-VL, Qwen3.5 and LLaVA 1.5 accept images. Their decoders use native blocks, and
+transformers' own image encoders: [Images](images.md).
 
 <a id="layers-with-latents"></a>
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.requests.logprobs import Logprobs
+from common.requests.sampling import SamplingParams
 
 Ints = NDArray[np.int32]
 
@@ -130,18 +131,22 @@ class RowLogprobRequest:
     top_tokens: Ints  # [n, k], the most likely tokens at each position, in descending order
     top: NDArray[np.float32]  # [n, k]
     hidden: NDArray[np.float32] | None = None  # [n, hidden size], if a row asks for them
+    experts: NDArray[np.int16] | None = None  # [n, layers, experts per token], likewise
 
-    def of(self, row: int, num_top: int, *, hidden: bool) -> Logprobs:
+    def of(self, row: int, num_top: int, sampling: SamplingParams) -> Logprobs:
         """Return the logprobs of one row, with at most `num_top` of the most likely tokens per
-        position, and with hidden states if `hidden`."""
+        position, and with the hidden states and routed experts that `sampling` asks for."""
         mine = self.rows == row
+        hidden = self.hidden if sampling.hidden_states else None
+        experts = self.experts if sampling.routed_experts else None
         top_tokens, top = self.top_tokens[mine, :num_top], self.top[mine, :num_top]
         return Logprobs(
             self.chosen[mine].tobytes(),
             top_tokens.shape[1],
             top_tokens.tobytes(),
             top.tobytes(),
-            self.hidden[mine].tobytes() if hidden and self.hidden is not None else b"",
+            b"" if hidden is None else hidden[mine].tobytes(),
+            b"" if experts is None else experts[mine].tobytes(),
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.holding import NO_PAGE
-from engine.batch.images import RowImages, VisibleImage
+from engine.batch.images import RowImages, VisibleEmbeddings, VisibleImage
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes, upload
 from kernels.linear_attention.state_cells import StateRows
@@ -37,8 +37,9 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     token 0 at location -1. They read and write no page, and their logits are not used.
 
     positions: the rotary position of each token. It equals the token's index except in requests
-    with images. If the step has image tokens, there is one entry for time, row and column: [3,
-    num_tokens]. Image tokens have id 0 here, and `seen` maps them to their images.
+    with images whose tokens have rows and columns. If the step has such tokens, there is one entry
+    for time, row and column: [3, num_tokens]. Image tokens and tokens with input embeddings have id
+    0 here, and `seen` has their images or embeddings.
     """
 
     # int64 [num_tokens], page * page_size + offset: where KV is written
@@ -58,11 +59,16 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     page_ids: Tensor  # int32 [any]
     slots: Tensor  # int64 [num_rows without padding]
     num_decodes: int  # number of rows at the end that have one token each
-    seen: tuple[VisibleImage, ...]
+    seen: tuple[VisibleImage | VisibleEmbeddings, ...]
 
     @property
     def num_rows(self) -> int:
         return self.lengths.shape[0]
+
+    @property
+    def starts(self) -> Tensor:
+        """Index of each row's first token of this step, int32 [num_rows]."""
+        return self.lengths - self.query_starts.diff()
 
     @property
     def packed_bytes(self) -> int:
@@ -142,7 +148,10 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(
-        cls, tensors: Sequence[Tensor], num_decodes: int, seen: tuple[VisibleImage, ...]
+        cls,
+        tensors: Sequence[Tensor],
+        num_decodes: int,
+        seen: tuple[VisibleImage | VisibleEmbeddings, ...],
     ) -> "ForwardBatch":
         """Return the batch with these `tensors`, which may be copies of those of another batch."""
         tables = (len(tensors) - len(_TENSORS)) // 2
@@ -167,11 +176,15 @@ def _grown(tensor: Tensor, added: int, filler: int) -> Tensor:
 
 
 class BatchBuilder:
-    """A builder of step tensors in host memory. Engine thread only."""
+    """A builder of step tensors in host memory. Engine thread only.
 
-    def __init__(self, table: SlotTable) -> None:
+    Args:
+        axial_images: see RowImages.
+    """
+
+    def __init__(self, table: SlotTable, *, axial_images: bool = False) -> None:
         self._table = table
-        self._images = RowImages(table)
+        self._images = RowImages(table, axial_images)
         self._windows = table.tables.windows
         # Arrays, because numpy converts a Python int again in every call.
         self._page_size = np.array(table.page_size, np.int64)

@@ -1,6 +1,7 @@
 """Images in the rows of a step: the image tokens that it computes, and their positions.
 
-An image takes as many positions as its longer side has tokens, however many tokens it has. Its
+In some models image tokens have positions like those of text. In others they are axial: an image
+takes as many positions as its longer side has tokens, however many tokens it has. Its
 tokens differ by row and column. Positions after an image are therefore smaller than token indices.
 
 Source: Qwen2-VL, Wang et al. 2024, section 2.1 (M-RoPE).
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.requests.images import Image
 from engine.batch.batch import Ints, ScheduleBatch
@@ -35,33 +38,49 @@ class VisibleImage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class VisibleEmbeddings:
+    """Input embeddings, float32 [any, hidden] in host memory, of consecutive tokens. They start at
+    token `place` of the step."""
+
+    values: Tensor
+    place: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class EncodedImage:
-    """A step's token ids and positions where rows have images; see ForwardBatch."""
+    """A step's token ids and positions where rows have images or embeddings; see ForwardBatch."""
 
     token_ids: Ints
     positions: Ints
-    seen: tuple[VisibleImage, ...]
+    seen: tuple[VisibleImage | VisibleEmbeddings, ...]
 
 
 class RowImages:
-    """Images of the requests in a table's slots. Engine thread only."""
+    """Images and input embeddings of the requests in a table's slots. Engine thread only.
 
-    def __init__(self, table: SlotTable) -> None:
+
+    Args:
+        axial: image tokens are positioned by row and column, instead of like text.
+    """
+
+    def __init__(self, table: SlotTable, axial: bool) -> None:
         self._table = table
+        self._axial = axial
         self._images: dict[int, tuple[Image, ...]] = {}  # by slot
+        self._given: dict[int, Tensor] = {}  # by slot, float32 [prompt tokens, hidden]
         self._have = np.zeros(table.num_slots, np.bool_)
         # applied to positions after the last image
         self._shift = np.zeros(table.num_slots, np.int32)
         table.add_listener(self._acquired)
 
     def among(self, batch: ScheduleBatch) -> bool:
-        """Return whether a row of the step has images."""
-        return bool(self._images) and bool(np.count_nonzero(self._have[batch.slots]))
+        """Return whether a row of the step has images or embeddings."""
+        return bool(self._images or self._given) and bool(np.count_nonzero(self._have[batch.slots]))
 
     def shown(
         self, batch: ScheduleBatch, query_starts: Ints, token_ids: Ints, positions: Ints
     ) -> EncodedImage:
-        """Return the step's tokens and positions with images applied.
+        """Return the step's tokens and positions with images and embeddings applied.
 
         Args:
             query_starts, token_ids, positions: fields of ForwardBatch, built as if there were
@@ -70,28 +89,39 @@ class RowImages:
         counts = batch.ends - batch.starts
         moved = positions + np.repeat(self._shift[batch.slots], counts)
         known = np.where(in_vocabulary(token_ids), token_ids, np.int32(0))
-        seen: list[VisibleImage] = []
+        seen: list[VisibleImage | VisibleEmbeddings] = []
         for row in np.flatnonzero(self._have[batch.slots]).tolist():
-            images = self._images[int(batch.slots[row])]
+            slot = int(batch.slots[row])
             start, end, place = (int(x[row]) for x in (batch.starts, batch.ends, query_starts))
+            if (given := self._given.get(slot)) is not None:
+                if start < len(given):
+                    seen.append(VisibleEmbeddings(given[start:end], place))
+                continue
+            images = self._images[slot]
             if start >= images[-1].end:
                 continue
-            if moved.ndim == 1:
-                moved = np.tile(moved, (AXES, 1))
-            moved[:, place : place + end - start] = positions_of(images, start, end)
+            if self._axial:
+                moved = np.tile(moved, (AXES, 1)) if moved.ndim == 1 else moved
+                moved[:, place : place + end - start] = positions_of(images, start, end)
             seen += _seen(images, start, end, place)
         return EncodedImage(known, moved, tuple(seen))
 
     def _acquired(self, slot: int, request: Request) -> None:
-        # Requests that left the table no longer need their pixels: a launched step holds its own
-        # reference.
-        live = self._table.live
+        # Requests that left the table no longer need their pixels or embeddings: a launched step
+        # holds its own reference.
+        live, spec = self._table.live, request.spec
         self._images = {each: images for each, images in self._images.items() if live[each]}
+        self._given = {each: given for each, given in self._given.items() if live[each]}
         self._images.pop(slot, None)
-        self._have[slot] = bool(request.spec.images)
-        self._shift[slot] = shift_of(request.spec.images)
-        if request.spec.images:
-            self._images[slot] = request.spec.images
+        self._given.pop(slot, None)
+        self._have[slot] = bool(spec.images) or spec.input_embeddings is not None
+        self._shift[slot] = shift_of(spec.images) if self._axial else 0
+        if spec.images:
+            self._images[slot] = spec.images
+        if (given := spec.input_embeddings) is not None:
+            values = bytearray(given.values)  # a copy, which torch may write to
+            rows = torch.frombuffer(values, dtype=torch.float32).view(given.num_tokens, -1)
+            self._given[slot] = rows
 
 
 def shift_of(images: Sequence[Image]) -> int:

@@ -8,15 +8,44 @@ import numpy as np
 from common.errors import InvalidRequest
 from common.page_tables import PageTables
 from common.request import RequestSpec
+from common.requests.embeddings import LARGEST, NOT_ACCEPTED, NUMBER_BYTES, InputEmbeddings
 from common.requests.images import Image
 from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import SamplingParams
 from engine.batch.image_tokens import text_of
 from engine.batch.request import Ints
 
-# Bytes of hidden states of all requests of a node together, twice as many with replays. All of them
-# may wait for one peer, and a stream ends if more than 32 MiB wait (common/rpc/streams.py).
-MAX_HELD_HIDDEN_STATE_BYTES = 12 << 20
+# Bytes of hidden states and routed experts of all requests of a node together, twice as many with
+# replays. All of them may wait for one peer, and a stream ends if more than 32 MiB wait
+# (common/rpc/streams.py).
+MAX_HELD_STATE_BYTES = 12 << 20
+MAX_HELD_EMBEDDING_BYTES = 256 << 20  # of input embeddings of all requests of a node together
+
+
+@dataclass(frozen=True, slots=True)
+class StateLimit:
+    """The limit of hidden states, or of routed experts, that one request may have returned.
+
+    token_bytes: of one token. max_bytes: of all tokens; 0: none are returned.
+    """
+
+    name: str
+    token_bytes: int = 0
+    max_bytes: int = 0
+
+    def check(self, num_tokens: int) -> None:
+        """Raise InvalidRequest if those of so many tokens may not be returned."""
+        noun = self.name.replace("_", " ")
+        if not self.max_bytes:
+            raise InvalidRequest(
+                f"return_{self.name}: this server does not return {noun}. "
+                f"engine.{self.name}.enabled of its nodes allows it"
+            )
+        if num_tokens * self.token_bytes > self.max_bytes:
+            raise InvalidRequest(
+                f"return_{self.name}: {noun} of {num_tokens} tokens with {self.token_bytes} bytes "
+                f"each, {self.max_bytes} bytes are allowed. Shorten the prompt or reduce max_tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +54,8 @@ class RequestLimits:
 
     context_length counts prompt and output. num_pages is the whole pool. generates, num_labels: the
     heads that the model has. image_token_side: pixels per side of an image token; 0: no image
-    input. eos_token_ids: tokens that end a response. hidden_state_bytes: of one hidden state.
-    max_hidden_state_bytes: of all that one request may have returned; 0: none are returned.
+    input. image_tokens_per_side: rows and columns of every image; 0: any. eos_token_ids: tokens
+    that end a response. embedding_size: numbers of an input embedding; 0: none are accepted.
     """
 
     context_length: int
@@ -36,17 +65,23 @@ class RequestLimits:
     generates: bool = True
     num_labels: int = 0
     image_token_side: int = 0
+    image_tokens_per_side: int = 0
     eos_token_ids: tuple[int, ...] = ()
-    hidden_state_bytes: int = 0
-    max_hidden_state_bytes: int = 0
+    hidden_states: StateLimit = StateLimit("hidden_states")
+    routed_experts: StateLimit = StateLimit("routed_experts")
+    embedding_size: int = 0
 
     def check_request(self, spec: RequestSpec) -> None:
         """Raise InvalidRequest, with an error that names the field, for a request that can never be
         served."""
-        self.check(np.frombuffer(spec.token_ids, np.int32), spec.images)
+        num_given = 0
+        if spec.input_embeddings is not None:
+            num_given = spec.input_embeddings.num_tokens
+            self._check_embeddings(spec.input_embeddings, spec)
+        self.check(np.frombuffer(spec.token_ids, np.int32), spec.images, num_given)
         self.check_sampling(spec.sampling, spec.images)
-        if spec.sampling.hidden_states:
-            self._check_hidden_states(self.hidden_states_of(spec))
+        for limit in self._returned(spec.sampling):
+            limit.check(_num_states(spec))
         if spec.prediction:
             self.check_prediction(np.frombuffer(spec.prediction, np.int32))
 
@@ -72,28 +107,19 @@ class RequestLimits:
                     f"sampling.{field} has a token outside the vocabulary of {self.vocabulary_size}"
                 )
 
-    def hidden_states_of(self, spec: RequestSpec) -> int:
-        """Return the largest number of hidden states that a request has returned."""
-        sampling = spec.sampling
-        if not sampling.hidden_states:
-            return 0
-        of_prompt = max(spec.num_prompt - sampling.first_prompt_logprob, 0)
-        num_tokens = sampling.max_tokens - spec.num_generated
-        return num_tokens + (of_prompt if sampling.prompt_logprobs >= 0 else 0)
+    def state_bytes(self, spec: RequestSpec) -> int:
+        """Return the largest size of all hidden states and routed experts that a request has
+        returned."""
+        limits = self._returned(spec.sampling)
+        return sum(limit.token_bytes * _num_states(spec) for limit in limits)
 
-    def _check_hidden_states(self, num_states: int) -> None:
-        """Raise InvalidRequest if so many hidden states may not be returned."""
-        if not self.max_hidden_state_bytes:
-            raise InvalidRequest(
-                "return_hidden_states: this server does not return hidden states. "
-                "engine.hidden_states.enabled of its nodes allows it"
-            )
-        if num_states * self.hidden_state_bytes > self.max_hidden_state_bytes:
-            raise InvalidRequest(
-                f"return_hidden_states: {num_states} hidden states of {self.hidden_state_bytes} "
-                f"bytes, {self.max_hidden_state_bytes} bytes are allowed. Shorten the prompt or "
-                "reduce max_tokens"
-            )
+    def _returned(self, sampling: SamplingParams) -> Sequence[StateLimit]:
+        """Return the limits of what the request asks for."""
+        asked = (
+            (self.hidden_states, sampling.hidden_states),
+            (self.routed_experts, sampling.routed_experts),
+        )
+        return [limit for limit, is_asked in asked if is_asked]
 
     def check_pooling(self, pooling: PoolingParams) -> None:
         """Raise InvalidRequest if the model has no such head or a token is outside the
@@ -117,12 +143,31 @@ class RequestLimits:
                 f"prediction: {len(token_ids)} tokens in a context of {self.context_length}"
             )
 
-    def check(self, token_ids: Ints, images: Sequence[Image] = ()) -> None:
+    def _check_embeddings(self, given: InputEmbeddings, spec: RequestSpec) -> None:
+        """Raise InvalidRequest unless the model accepts these embeddings."""
+        if not self.embedding_size:
+            raise InvalidRequest(NOT_ACCEPTED)
+        size, odd = divmod(len(given.values), NUMBER_BYTES * given.num_tokens)
+        if odd or size != self.embedding_size:
+            raise InvalidRequest(
+                f"input_embeddings: rows of {size} numbers, the model's hidden size is "
+                f"{self.embedding_size}"
+            )
+        if not (np.abs(np.frombuffer(given.values, np.float32)) <= LARGEST).all():  # refuses NaN
+            raise InvalidRequest(
+                f"input_embeddings: a number is not in [-{LARGEST:g}, {LARGEST:g}]"
+            )
+        if spec.images or spec.sampling.prompt_logprobs >= 0:
+            field = "images" if spec.images else "sampling.prompt_logprobs"
+            raise InvalidRequest(f"{field}: not supported with input_embeddings")
+
+    def check(self, token_ids: Ints, images: Sequence[Image] = (), num_given: int = 0) -> None:
         """Raise InvalidRequest if the tokens can never be served with at least one more token. The
         error names the field.
 
         Args:
             token_ids: the prompt, then the tokens generated earlier.
+            num_given: the first of them, which have embeddings in place of ids.
         """
         num_tokens = len(token_ids)
         if not num_tokens:
@@ -132,6 +177,18 @@ class RequestLimits:
                 f"token_ids: {num_tokens} tokens leave no room in a context of "
                 f"{self.context_length}"
             )
+        self._check_images(images)
+        known = token_ids[num_given:]
+        self._check_known("token_ids", text_of(known, images) if images else known)
+        needed = self.tables.pages_to_compute(num_tokens + 1)
+        if needed > self.num_pages:
+            raise InvalidRequest(
+                f"token_ids: {num_tokens} tokens need {needed} KV pages, the pool has "
+                f"{self.num_pages}"
+            )
+
+    def _check_images(self, images: Sequence[Image]) -> None:
+        count = self.image_tokens_per_side
         for number, image in enumerate(images):
             if not image.fits(self.image_token_side):
                 raise InvalidRequest(
@@ -140,13 +197,11 @@ class RequestLimits:
                     else f"images[{number}]: a token of it is no square of "
                     f"{self.image_token_side} pixels a side"
                 )
-        self._check_known("token_ids", text_of(token_ids, images) if images else token_ids)
-        needed = self.tables.pages_to_compute(num_tokens + 1)
-        if needed > self.num_pages:
-            raise InvalidRequest(
-                f"token_ids: {num_tokens} tokens need {needed} KV pages, the pool has "
-                f"{self.num_pages}"
-            )
+            if count and (image.rows, image.columns) != (count, count):
+                raise InvalidRequest(
+                    f"images[{number}]: it has {image.rows} x {image.columns} tokens, the model "
+                    f"takes {count} x {count}"
+                )
 
     def _check_known(self, field: str, token_ids: Ints) -> None:
         low, high = int(token_ids.min(initial=0)), int(token_ids.max(initial=0))
@@ -155,3 +210,11 @@ class RequestLimits:
             raise InvalidRequest(
                 f"{field}: {wrong} is outside the vocabulary of {self.vocabulary_size}"
             )
+
+
+def _num_states(spec: RequestSpec) -> int:
+    """Return the largest number of tokens whose states a request has returned."""
+    sampling = spec.sampling
+    of_prompt = max(spec.num_prompt - sampling.first_prompt_logprob, 0)
+    num_tokens = sampling.max_tokens - spec.num_generated
+    return num_tokens + (of_prompt if sampling.prompt_logprobs >= 0 else 0)

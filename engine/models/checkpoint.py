@@ -3,13 +3,14 @@
 Knows names, shapes and bytes, but not their meaning.
 """
 
+import contextlib
 import copy
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ _DTYPES = {
     "I64": torch.int64,
 }
 _SIZES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
+
+FileStamps: TypeAlias = Mapping[str, tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +187,16 @@ def holds_weights(name: str) -> bool:
     """Return whether a file of this name, in a model's directory, holds tensors or is their
     index."""
     return name == _INDEX or name.endswith(".safetensors")
+
+
+def file_stamps(directory: Path) -> FileStamps:
+    """Return size, time of the last change in ns, and inode of each file with tensors, by name."""
+    stamps = {}
+    for path in directory.glob("*.safetensors"):
+        with contextlib.suppress(OSError):  # it is gone
+            stat = path.stat()
+            stamps[path.name] = stat.st_size, stat.st_mtime_ns, stat.st_ino
+    return stamps
 
 
 def stored_names(directory: Path) -> Collection[str]:

@@ -1,6 +1,6 @@
 """Choice of the model backend: native blocks, or the class in transformers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from common.config import ModelBackend, Quantize, SpeculativeConfig
 from common.errors import ConfigError
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
+from engine.models.blocks.experts import RoutedExperts
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.protocol import AdaptedLinear
 from engine.models.drafting import DeviceDrafter
@@ -21,6 +22,7 @@ from engine.models.native import NativeCheckpoint
 from engine.models.spec import ModelSpec
 from engine.models.vision.seeing import VisionTower
 from engine.ranks import WHOLE, Share
+from engine.ranks.expert_placement import LayerSlots
 
 NO_DRAFTS = SpeculativeConfig()
 
@@ -45,6 +47,11 @@ class Model(Protocol):
     @property
     def drafter(self) -> DeviceDrafter | None:
         """Drafter with layers on the device, or None."""
+        ...
+
+    @property
+    def routed(self) -> RoutedExperts | None:
+        """The experts of the tokens of the newest forward, or None if they are not recorded."""
         ...
 
     @property
@@ -133,6 +140,19 @@ class LoadableModel(Protocol):
         Raises:
             ConfigError: as `load`. Nothing has changed.
             EngineFault: the weights differ in more than values. Some are already replaced.
+        """
+        ...
+
+    def move_experts(
+        self, model: Model, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
+    ) -> None:
+        """Give a model that has these weights the experts of other slots, see ExpertPlacement.
+        Nothing may compute with the model meanwhile.
+
+        Args:
+            moves: the new slots of all ranks, by layer.
+        Raises:
+            ConfigError: the model has no slots, or a file is damaged.
         """
         ...
 

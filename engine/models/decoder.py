@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.batch.forward import ForwardBatch
+from engine.batch.images import VisibleImage
 from engine.kv_cache.kv import KVPool
+from engine.models.blocks.experts import ExpertsBlock, RecordedExperts, RoutedExperts
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.layer import Layer, LayerSpec
 from engine.models.blocks.norm import Norm, RmsNorm
@@ -19,14 +22,12 @@ from engine.models.linear import GatheredLinear, Linear, Product, kept, own_outp
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
-from engine.models.stack import LayerByLayer, Stack, stack_of, tap
-from engine.models.vision.seeing import ReceivingTower, VisionTower
+from engine.models.stack import LayerByLayer, Stack, WithFeatures, stack_of, tap
+from engine.models.vision.seeing import ImageFeatures, ReceivingTower, VisionTower
 from engine.ranks import Stage
 from kernels.layers.embedding import embed
 from kernels.layers.linear import linear
 from kernels.layers.soft_cap import soft_cap
-
-_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,11 @@ class DecoderSpec:
         norm: the norm before the head.
         stored: the scheme in which the checkpoint stores quantised matrices.
         embedding_scale: multiplies embeddings, rounded to the compute dtype.
+        feature_layers: number of first layers that add features of images to their outputs.
         logit_soft_cap: logits are cap * tanh(logit / cap). None: no cap.
         prefix: of the names of the decoder's own tensors. Empty in checkpoints of a decoder without
             a head.
+        head: name of the head's matrix.
         unused: beginnings of tensor names that belong to other modules.
         offered: the checkpoint's draft layer, which is not part of the decoder.
         drafter: the draft layer that is part of the decoder.
@@ -51,8 +54,10 @@ class DecoderSpec:
     tied_embeddings: bool
     embedding_scale: float = 1.0
     logit_soft_cap: float | None = None
+    feature_layers: int = 0
     stored: Scheme = PLAIN
     prefix: str = "model."
+    head: str = "lm_head"
     unused: tuple[str, ...] = ()
     offered: DraftLayerSpec | None = field(default=None, repr=False)
     drafter: DraftLayerSpec | None = None
@@ -105,7 +110,7 @@ class DecoderSpec:
         drafts = self.drafter is not None and any(
             name.startswith(self.drafter.prefix) for name in product.parts
         )
-        return _HEAD not in product.parts and not drafts
+        return self.head not in product.parts and not drafts
 
     def _head(self, source: BlockWeights, embedding: Tensor) -> Linear | None:
         if not self.model.generates:
@@ -115,7 +120,9 @@ class DecoderSpec:
         if self.tied_embeddings:
             head = source.tied(kept(embedding, own))
         else:
-            head = source.linear({_HEAD: rows}, self.model.hidden_size, outputs={_HEAD: own})
+            head = source.linear(
+                {self.head: rows}, self.model.hidden_size, outputs={self.head: own}
+            )
         return head if group is None else GatheredLinear(head, group, rows)
 
     def _classes(self, source: BlockWeights) -> Tensor | None:
@@ -153,6 +160,7 @@ class Decoder:
         seeing: makes embeddings of images. None: this rank does not encode images.
         receiving: receives embeddings of images from the rank that encodes them. None: there is no
             such rank.
+        routed: the experts of the tokens of the newest forward. None: they are not recorded.
     """
 
     def __init__(
@@ -172,12 +180,15 @@ class Decoder:
         self.dtype = dtype
         self.ends = ends
         self.layers = layers
-        self.stack = stack_of(layers)
+        self._feature_layers = spec.feature_layers
+        self.stack = self._featured(stack_of(layers))
+        self._adaptable = self._featured(LayerByLayer(layers))
         self.products = tuple(products)
-        self._adaptable = LayerByLayer(layers)
+        self._run_layers = layers
         self._stage = stage
         self.seeing: VisionTower | None = None
         self.receiving: ReceivingTower | None = None
+        self.routed: RoutedExperts | None = None
         self._draft_layer = drafter  # only if it is the decoder's own
         self.drafter: DeviceDrafter | None = None if drafter is None else self.drafting(drafter)
         self.drained = ""
@@ -193,6 +204,30 @@ class Decoder:
     def drafting(self, layer: DraftLayer) -> DraftHead:
         """Return a draft head with this layer behind this decoder."""
         return DraftHead(layer, self.embedded, self.logits)
+
+    def record_experts(self, num_tokens: int) -> None:
+        """Record the experts of the tokens of each forward from now on.
+
+        Args:
+            num_tokens: of the largest forward.
+        Raises:
+            ConfigError: the model has no experts.
+        """
+        blocks = {
+            number: layer.ffn
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer.ffn, ExpertsBlock)
+        }
+        if not blocks:
+            raise ConfigError("engine.routed_experts.enabled: the model has no experts")
+        k = max(block.routing.k for block in blocks.values())
+        self.routed = routed = RoutedExperts(num_tokens, len(self.layers), k, self.device)
+        layers = list(self.layers)
+        for number, block in blocks.items():
+            recorded = RecordedExperts(block.experts, number, routed)
+            layers[number] = replace(layers[number], ffn=replace(block, experts=recorded))
+        self._run_layers = tuple(layers)
+        self.stack = self._adaptable = self._featured(LayerByLayer(self._run_layers))
 
     def forward(
         self,
@@ -216,17 +251,19 @@ class Decoder:
             returns memory for them, and holds what it sends to the last stage. The last stage
             sends them back.
         """
-        step, stage = ModelStep(batch, adapted, late), self._stage
+        stage = self._stage
         if stage is not None and not stage.is_first:
             shape = batch.positions.shape[-1], self.spec.hidden_size
             x = stage.receive(torch.empty(shape, dtype=self.dtype, device=self.device))
+            features: Sequence[ImageFeatures] = ()
         else:
-            x = self.embedded(batch.token_ids, future_tokens)
-            self._see(batch, x)
+            x, features = self._inputs(batch, future_tokens)
+        step = ModelStep(batch, adapted, late, features)
         drafter, norm = self.drafter, self.ends.norm
+        embeddings = x if drafter is None else x.clone()  # the layers overwrite x
         tapped: Sequence[Tensor] = ()
         if drafter is not None and drafter.taps:
-            x, residual, tapped = tap(self.layers, drafter.taps, x, step, pool)
+            x, residual, tapped = tap(self._run_layers, drafter.taps, x, step, pool)
         else:
             stack = self.stack if adapted is None else self._adaptable
             x, residual = stack.forward(x, step, pool)
@@ -240,7 +277,7 @@ class Decoder:
                 stage.send_back(x)
             return x
         x, _ = norm.forward(x, residual)
-        drafter.follow(step, x, tapped, future_tokens, pool)
+        drafter.follow(step, x, tapped, embeddings, future_tokens, pool)
         return x.index_select(0, batch.sampled)
 
     def begin(
@@ -252,11 +289,11 @@ class Decoder:
     ) -> "SplitForward":
         """Begin the same forward of prompts, whose layers are computed in groups. Only for one
         stage, and without a drafter."""
-        x = self.embedded(batch.token_ids, future_tokens)
-        self._see(batch, x)
+        x, features = self._inputs(batch, future_tokens)
         stack, norm = self.stack if adapted is None else self._adaptable, self.ends.norm
         assert norm is not None
-        return SplitForward(stack, norm, ModelStep(batch, adapted), pool, x)
+        step = ModelStep(batch, adapted, features=features)
+        return SplitForward(stack, norm, step, pool, x)
 
     def take_part(self) -> None:
         """Compute for the other nodes of a group in a step in which this node has no tokens."""
@@ -264,12 +301,27 @@ class Decoder:
         for layer in self.layers:
             layer.ffn.take_part(x)
 
-    def _see(self, batch: ForwardBatch, x: Tensor) -> None:
-        """Write the embeddings of visible images into those of the step."""
-        if batch.seen:
-            images = self.receiving if self.seeing is None else self.seeing
-            assert images is not None
-            images.embed(batch.seen, x)
+    def _featured(self, stack: Stack) -> Stack:
+        count = self._feature_layers
+        return WithFeatures(stack, count) if count else stack
+
+    def _inputs(
+        self, batch: ForwardBatch, future_tokens: Tensor
+    ) -> tuple[Tensor, Sequence[ImageFeatures]]:
+        """Return the embeddings of a step's tokens, with those of its input embeddings and images,
+        [num_tokens, hidden], and the images' features."""
+        x = self.embedded(batch.token_ids, future_tokens)
+        seen: list[VisibleImage] = []
+        for part in batch.seen:
+            if isinstance(part, VisibleImage):
+                seen.append(part)
+            else:
+                x[part.place : part.place + len(part.values)].copy_(part.values)
+        if not seen:
+            return x, ()
+        images = self.receiving if self.seeing is None else self.seeing
+        assert images is not None
+        return x, images.embed(seen, x)
 
     def embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:
         """Return embeddings [num_tokens, hidden], owned by the caller."""

@@ -112,14 +112,18 @@ class Fields:
         """Return all fields as objects, which they must be."""
         return [self.nested(name) for name in self._values]
 
-    def nested(self, name: str) -> "Fields":
-        """Return a field that is an object, or an empty object if it is absent."""
+    def nested(self, name: str, defaults: Mapping[str, Any] | None = None) -> "Fields":
+        """Return a field that is an object, or an empty object if it is absent.
+
+        Args:
+            defaults: fields that the object may lack.
+        """
         value = self._values.get(name)
         if value is None:
             value = {}
         if type(value) is not dict:
             raise self.wrong(name, "an object")
-        return Fields(value, f"{self._where}: {name}")
+        return Fields({**(defaults or {}), **value}, f"{self._where}: {name}")
 
     def sorted(self) -> str:
         """Return all fields as JSON, independent of their order in the file."""

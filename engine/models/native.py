@@ -1,7 +1,7 @@
 """A checkpoint of a native family, before it is loaded."""
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,15 @@ from engine.models.refill import drain
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
 from engine.models.vision.seeing import ReceivingTower
-from engine.models.weights import load_weights, refill_weights, stored_tensors, weight_bytes
+from engine.models.weights import (
+    load_weights,
+    move_experts,
+    refill_weights,
+    stored_tensors,
+    weight_bytes,
+)
 from engine.ranks import WHOLE, Share
+from engine.ranks.expert_placement import LayerSlots
 
 
 class NativeCheckpoint:
@@ -44,12 +51,19 @@ class NativeCheckpoint:
         self._sight = VisionInput.of(directory)
         names = stored_names(directory)
         decoder = as_stored(read_decoder(directory), names)
-        side = 0 if self._sight is None else self._sight.files.token_side
-        decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
-        if speculation.has_layers and self._sight is not None:
+        if self._sight is not None:
+            files, model = self._sight.files, decoder.model
+            model = replace(
+                model,
+                image_token_side=files.token_side,
+                image_tokens_per_side=files.tokens_per_side,
+                axial_images=files.axial,
+            )
+            decoder = replace(decoder, model=model)
+        if speculation.has_layers and speculation.method != "mtp" and self._sight is not None:
             raise ConfigError(
                 f"engine.speculative.method: {speculation.method} is not supported for models with "
-                "images"
+                "images. To serve texts with it, remove vision_config from config.json"
             )
         self._beside: EagleCheckpoint | DraftModelCheckpoint | None = None
         if speculation.method == "mtp":
@@ -84,6 +98,7 @@ class NativeCheckpoint:
     def weight_bytes(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
+        self._check_stages(share)
         beside = 0
         if self._sight is not None and share.node_rank == 0:
             beside += self._sight.weight_bytes(dtype)
@@ -91,6 +106,15 @@ class NativeCheckpoint:
             beside += self._beside.weight_bytes(device, dtype, quantize, share)
         checkpoint = Checkpoint(self._directory)
         return beside + weight_bytes(checkpoint, self._decoder, device, dtype, quantize, share)
+
+    def _check_stages(self, share: Share) -> None:
+        """Raise ConfigError if layers of the second stage need features of images."""
+        wanted, num_layers = self._decoder.feature_layers, len(self._decoder.layers)
+        if share.is_first_stage and len(share.layers(num_layers)) < wanted and self._sight:
+            raise ConfigError(
+                f"engine.parallel.pp: the first {wanted} of {num_layers} layers add features of "
+                "images, and must be in the first stage"
+            )
 
     def load(
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
@@ -100,7 +124,7 @@ class NativeCheckpoint:
         if self._sight is not None and share.node_rank == 0:
             model.seeing = self._sight.load(device, dtype, share.group)
         elif self._sight is not None and share.is_first_stage and share.group is not None:
-            model.receiving = ReceivingTower(share.group)
+            model.receiving = ReceivingTower(share.group, self._decoder.feature_layers)
         if self._beside is not None:
             model.drafter = self._beside.load(model, quantize, share)
         return model
@@ -119,6 +143,12 @@ class NativeCheckpoint:
             drained.refill(model, quantize, share)
         model.drained = ""
 
+    def move_experts(
+        self, model: object, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
+    ) -> None:
+        assert isinstance(model, Decoder)
+        move_experts(model, Checkpoint(self._directory), self._decoder, moves, quantize, share)
+
     def drain(self, model: object) -> None:
         assert isinstance(model, Decoder)
         for part in model.parts:
@@ -132,7 +162,7 @@ class NativeCheckpoint:
 
     def config_hash(self) -> str:
         model = replace(self.spec, architecture="", dtype=torch.float32, eos_token_ids=())
-        decoder = replace(self._decoder, model=model, prefix="")
+        decoder = replace(self._decoder, model=model, prefix="", head="")
         seen = "" if self._sight is None else self._sight.config_hash()
         return hashlib.sha256(f"{decoder!r}{seen}".encode()).hexdigest()
 

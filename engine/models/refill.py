@@ -3,13 +3,17 @@
 Objects that hold these tensors, or have noted their addresses, use the new values from then on.
 """
 
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from common.errors import EngineFault
 from kernels.cpu.memory import give_back
+
+T = TypeVar("T")
 
 
 def refill(present: object, fresh: object) -> None:
@@ -38,6 +42,18 @@ def drain(present: object) -> None:
     elif isinstance(present, tuple | list):
         for part in present:
             drain(part)
+
+
+def found(kind: type[T], within: object) -> Iterator[T]:
+    """Yield all objects of a kind in dataclasses and sequences, in order."""
+    if isinstance(within, kind):
+        yield within
+    elif isinstance(within, tuple | list):
+        for part in within:
+            yield from found(kind, part)
+    elif is_dataclass(within):
+        for each in fields(within):
+            yield from found(kind, getattr(within, each.name))
 
 
 def _refill(present: object, fresh: object, place: str) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.models.blocks.rotation import Rope
+from engine.batch.images import AXES
+from engine.models.blocks.rotation import AxialRope, Rope
 from engine.models.fields import Fields
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
@@ -31,8 +32,7 @@ def parse_rope(
     Raises:
         ConfigError: the variant is not supported. The message names the supported ones.
     """
-    name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
-    rope = config.nested(name)
+    rope = _rope_fields(config)
     rotated = _rotated(config, rotated)
     theta = config.number("rope_theta", theta)
     return rope_of(rope, head_dim, context_length, theta=theta, rotated=rotated)
@@ -73,11 +73,50 @@ def rope_of(
     return Rope(tuple(frequencies.tolist()), scale)
 
 
+def in_sections(config: Fields, rope: Rope, sections: tuple[int, ...]) -> AxialRope:
+    """Return a rope whose consecutive pairs rotate by time, by height, by width, and again from the
+    first.
+
+    Args:
+        sections: default number of pairs of each.
+    Raises:
+        ConfigError: they are not all pairs.
+    """
+    fields = _rope_fields(config)
+    sections = fields.counts("mrope_section") or sections
+    if sum(sections) != len(rope.inverse_frequencies):
+        pairs = len(rope.inverse_frequencies)
+        raise fields.wrong("mrope_section", f"parts of {pairs}, half of a head")
+    axes = [number % AXES for number, size in enumerate(sections) for _ in range(size)]
+    return AxialRope(rope.inverse_frequencies, rope.scale, tuple(axes))
+
+
+def interleaved(config: Fields, rope: Rope, sections: tuple[int, ...]) -> AxialRope:
+    """Return a rope whose pairs rotate by time, height and width in turn. Pairs beyond a section of
+    height or width rotate by time.
+
+    Args:
+        sections: default number of pairs of each.
+
+    Source: Qwen3-VL, apply_interleaved_mrope of its reference code.
+    """
+    fields = _rope_fields(config)
+    sections = fields.counts("mrope_section") or sections
+    if len(sections) != AXES:
+        raise fields.wrong("mrope_section", f"{AXES} numbers of pairs")
+    pairs = range(len(rope.inverse_frequencies))
+    axes = [pair % AXES if pair < AXES * sections[pair % AXES] else 0 for pair in pairs]
+    return AxialRope(rope.inverse_frequencies, rope.scale, tuple(axes))
+
+
+def _rope_fields(config: Fields) -> Fields:
+    return config.nested("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+
+
 def extended_context(config: Fields, context_length: int) -> int:
     """Return the context length that yarn gives. Its factor multiplies the original length, not
     max_position_embeddings."""
-    name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
-    rope = config.nested(name)
+    rope = _rope_fields(config)
     if rope.text("rope_type", rope.text("type", "default")) != "yarn":
         return context_length
     original = rope.integer("original_max_position_embeddings", context_length)
@@ -89,7 +128,7 @@ def score_scale(config: Fields) -> float:
 
     It differs from 1 where `mscale_all_dim` is set, as in DeepSeek-V2 and later.
     """
-    rope = config.nested("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    rope = _rope_fields(config)
     if rope.text("rope_type", rope.text("type", "default")) != "yarn":
         return 1.0
     return _magnitude(rope.number("factor"), rope.number("mscale_all_dim", 0.0)) ** 2

@@ -24,6 +24,9 @@ class ModelSpec:
         int8_stored: the stored matrices are int8 by channel.
         image_token_side: pixels per side of the square that an image token covers. 0: no images.
             Excluded from the repr, which nodes compare, because images have their own hash there.
+        image_tokens_per_side: rows and columns of every image. 0: they depend on its size. Excluded
+            from the repr, too.
+        axial_images: image tokens are positioned by row and column. Excluded from the repr, too.
         generates: the model has a head for tokens.
         num_labels: classes of its classification head. 0: there is none.
     """
@@ -42,3 +45,5 @@ class ModelSpec:
     num_labels: int = 0
     draft: DraftState | None = None
     image_token_side: int = field(default=0, repr=False)
+    image_tokens_per_side: int = field(default=0, repr=False)
+    axial_images: bool = field(default=False, repr=False)

@@ -104,6 +104,41 @@ class LayerByLayer:
         return x, residual
 
 
+class WithFeatures:
+    """A stack whose first layers add features of images to their outputs.
+
+    Args:
+        num_layers: number of these layers.
+    """
+
+    def __init__(self, stack: Stack, num_layers: int) -> None:
+        self._stack = stack
+        self._num_layers = num_layers
+
+    def forward(
+        self,
+        x: Tensor,
+        step: ModelStep,
+        pool: PagedLayers,
+        *,
+        residual: Tensor | None = None,
+        group: tuple[int, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not step.features:
+            return self._stack.forward(x, step, pool, residual=residual, group=group)
+        first, end = (0, len(pool.layers)) if group is None else group
+        middle = min(max(first, self._num_layers), end)
+        for number in range(first, middle):
+            one = number, number + 1
+            x, residual = self._stack.forward(x, step, pool, residual=residual, group=one)
+            for image in step.features:
+                added = image.by_layer[:, number]
+                x[image.place : image.place + len(added)] += added
+        if middle == end:
+            return x, residual
+        return self._stack.forward(x, step, pool, residual=residual, group=(middle, end))
+
+
 def tap(
     layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: ModelStep, pool: PagedLayers
 ) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:

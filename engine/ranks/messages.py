@@ -136,6 +136,17 @@ class DrainWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
 
 
+class MoveExperts(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take other experts from the files of the present weights. No step comes meanwhile.
+
+    Attributes:
+        layers: new slots of all ranks (int16) by layer, see ExpertPlacement.
+    """
+
+    number: int
+    layers: dict[str, bytes]
+
+
 class ReleasePools(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Return the memory of all pages to the system. No page has an owner."""
 
@@ -290,6 +301,7 @@ Job: TypeAlias = (
     | CopyPages
     | RefillWeights
     | DrainWeights
+    | MoveExperts
     | ReleasePools
     | ReplaceHostPages
     | FileJob

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from common.config import ParallelConfig
+from engine.ranks.expert_placement import ExpertPlacement
 from engine.ranks.group import Group
 from engine.ranks.meeting import Meeting
 from engine.ranks.share import Share, Stage
@@ -65,7 +66,9 @@ def open_groups(
         own = opened(f"stage-{stage}", _stage_ranks(config, stage), memories[:1])
         group, whole_experts = own if config.tp > 1 else None, config.experts == "ep"
         if config.pp == 1:
-            return RankGroups(Share(place, config.tp, group, whole_experts), own)
+            placement = ExpertPlacement.of(config)
+            share = Share(place, config.tp, group, whole_experts, placement=placement)
+            return RankGroups(share, own)
         pipe = opened(f"pipe-{place}", _pipe_ranks(config, place), memories[1:])
         share = Share(place, config.tp, group, whole_experts, Stage(stage, pipe))
         return RankGroups(share, own, pipe)

@@ -1,5 +1,6 @@
 """The part of a model that a rank has."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from common.copy_map import NodeShape
 from common.errors import ConfigError
 from engine.ranks.expert_exchange import ExpertExchange
+from engine.ranks.expert_placement import ExpertPlacement
 from engine.ranks.group import Group
 
 NUM_STAGES = 2  # of a node with stages
@@ -16,7 +18,7 @@ NUM_STAGES = 2  # of a node with stages
 class ExpertPart(NamedTuple):
     """The experts of a layer that a rank has, and the inner numbers that it has of each."""
 
-    experts: range
+    experts: Sequence[int]
     inner: range
 
 
@@ -86,6 +88,8 @@ class Share:
         stage: None: this rank has a part of every layer.
         exchange: the nodes that share the experts of each layer with this one, which has
             everything else as a whole. None: there are none.
+        placement: of whole experts that have replicas or are moved. None: each rank has
+            consecutive experts.
     """
 
     rank: int = 0
@@ -94,13 +98,21 @@ class Share:
     whole_experts: bool = False
     stage: Stage | None = None
     exchange: ExpertExchange | None = None
+    placement: ExpertPlacement | None = None
 
     @classmethod
-    def unconnected(cls, node_rank: int, node: NodeShape, *, whole_experts: bool) -> "Share":
+    def unconnected(
+        cls,
+        node_rank: int,
+        node: NodeShape,
+        *,
+        whole_experts: bool,
+        placement: ExpertPlacement | None = None,
+    ) -> "Share":
         """Return the share of a rank that computes nothing."""
         stage, rank = divmod(node_rank, node.tp)
         in_stage = None if node.pp == 1 else Stage(stage)
-        return cls(rank, node.tp, whole_experts=whole_experts, stage=in_stage)
+        return cls(rank, node.tp, whole_experts=whole_experts, stage=in_stage, placement=placement)
 
     @property
     def node_rank(self) -> int:

@@ -372,7 +372,7 @@ class Forwards:
         assert self._graphs is not None
         uploaded, sent, hidden = self._graphs.run(rows, step.graph, sampling.tensors())
         settled = SettledDrafts(uploaded)
-        states = HiddenStates(self._model, step.heads, hidden, settled.num_chosen)
+        states = HiddenStates(self._model, step.heads, hidden, uploaded.sampled, settled.num_chosen)
         return _Forward(settled, states, sent)
 
     def _prepared(self, step: Step, rows: ForwardBatch, sampling: TokenSampling) -> _Prepared:
@@ -398,8 +398,8 @@ class Forwards:
     def _ran(self, prepared: _Prepared, hidden: Tensor, late: LateStates | None = None) -> _Forward:
         """Return the forward with these hidden states."""
         settled, heads = prepared.step, prepared.heads
-        early = settled.early_chosen
-        states = HiddenStates(self._model, heads, hidden, settled.num_chosen, early)
+        sampled, early = settled.batch.sampled, settled.early_chosen
+        states = HiddenStates(self._model, heads, hidden, sampled, settled.num_chosen, early)
         return _Forward(settled, states, prepared.sent, late)
 
     def _guessed(self, step: SettledDrafts, num_rows: Sequence[int], draw: Draw) -> ForwardBatch:

@@ -153,7 +153,7 @@ class DecodeGraphs:
     def size_for(self, batch: ForwardBatch) -> int:
         """Return the rows of the smallest graph for this step, or 0 if no graph fits."""
         rows = batch.num_rows
-        if batch.num_decodes != rows:
+        if batch.num_decodes != rows or batch.seen:  # a graph has no images or embeddings
             return 0
         return next((size for size in self._sizes if rows <= size and size in self._graphs), 0)
 

@@ -21,7 +21,7 @@ from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import PageCopies
 from engine.batch.early_rows import PrestagedRows
 from engine.batch.forward import ForwardBatch
-from engine.batch.images import VisibleImage
+from engine.batch.images import VisibleEmbeddings, VisibleImage
 from engine.batch.upload import pack, packed_bytes
 from engine.batch.verified_rows import VerifiedRows
 from engine.runner.speculated import SpeculativeStep
@@ -91,7 +91,7 @@ def encode(step: Step, block: Block) -> Launch:
         0 if rows is None else rows.num_decodes,
         step.graph,
         speculated.to_guess,
-        () if rows is None else tuple((one.place, one.last - one.first) for one in rows.seen),
+        () if rows is None else _places(rows.seen),
         step.heads.chosen,
         step.heads.num_prompt,
         () if adapters.tokens is None else adapters.tokens.spans,
@@ -157,3 +157,9 @@ def _view(packed: Tensor, name: str, shape: tuple[int, ...], start: int) -> Tens
     dtype = _DTYPES[name]
     num_bytes = math.prod(shape) * dtype.itemsize
     return packed[start : start + num_bytes].view(dtype).view(shape)
+
+
+def _places(seen: Sequence[VisibleImage | VisibleEmbeddings]) -> tuple[tuple[int, int], ...]:
+    """Return place and number of the tokens of images. Nodes with ranks accept no embeddings."""
+    images = [one for one in seen if isinstance(one, VisibleImage)]
+    return tuple((one.place, one.last - one.first) for one in images)

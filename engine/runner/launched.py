@@ -119,6 +119,7 @@ def _that_stand(
         logprobs.top_tokens[found],
         logprobs.top[found],
         None if logprobs.hidden is None else logprobs.hidden[found],
+        None if logprobs.experts is None else logprobs.experts[found],
     )
 
 

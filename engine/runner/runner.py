@@ -124,7 +124,7 @@ def make_runner(
 ) -> ModelRunner:
     """Return a runner for the requests of a table. For the last arguments see StepBuilder and
     Forwards."""
-    builder = StepBuilder(table, features, adapters)
+    builder = StepBuilder(table, features, adapters, axial_images=model.spec.axial_images)
     sizes = builder.sizes(model.spec)
     forwards = Forwards(model, pool, host_pool, adapters.bank, stream, sizes, recorder)
     return ModelRunner(builder, forwards)

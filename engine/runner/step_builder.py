@@ -25,13 +25,19 @@ class StepBuilder:
 
     Args:
         features, adapters: of the requests of the table.
+        axial_images: see RowImages.
     """
 
     def __init__(
-        self, table: SlotTable, features: SamplingFeatures, adapters: AdapterManager
+        self,
+        table: SlotTable,
+        features: SamplingFeatures,
+        adapters: AdapterManager,
+        *,
+        axial_images: bool = False,
     ) -> None:
         self._table = table
-        self._rows = BatchBuilder(table)
+        self._rows = BatchBuilder(table, axial_images=axial_images)
         self._features = features
         self._adapters = adapters
 

@@ -16,7 +16,13 @@ from engine.batch.table import SlotTable
 from engine.sampling.feature import FeatureInput, FeatureState, Samples, SamplingFeature
 from engine.sampling.heads import SAMPLES, HeadInputs, HiddenStates
 from engine.sampling.logit_edits import BadWordsFilter, LogitBias, Penalties
-from engine.sampling.logprobs import HIDDEN_OF, PromptLogprobs, PromptWork, SampledLogprobs
+from engine.sampling.logprobs import (
+    EXPERTS_OF,
+    HIDDEN_OF,
+    PromptLogprobs,
+    PromptWork,
+    SampledLogprobs,
+)
 from engine.sampling.pooling import (
     Pooled,
     PoolingFeature,
@@ -176,10 +182,12 @@ class SamplingInputs:
             tokens, logprobs = self._choose(next(logits), sent, states.early)
             if (places := logprobs.pop(HIDDEN_OF, None)) is not None:
                 logprobs["hidden"] = states.samples[places]
+            if (places := logprobs.pop(EXPERTS_OF, None)) is not None:
+                logprobs["experts"] = states.experts(places)
         else:
             tokens = nothing_sampled(states.samples)
         if self.prompt is not None:
-            prompt, sent = self.prompt.run(logits, sent[0], states.of_prompts), sent[1:]
+            prompt, sent = self.prompt.run(logits, sent[0], states), sent[1:]
         pooled = () if self.pooling is None else self.pooling.run(states, logits, sent)
         return SampledTokens(tokens, logprobs, prompt, pooled)
 

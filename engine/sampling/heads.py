@@ -10,13 +10,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.models.blocks.experts import RoutedExperts
+
 PROMPT_SLICE = 256  # tokens whose logits fit in the reserved memory
 SCORED_SLICE = 32  # rows whose log-probabilities fit in the reserved memory
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 class ModelHeads(Protocol):
-    """The heads of a model, for hidden states [n, hidden]."""
+    """The heads of a model, for hidden states [n, hidden].
+
+    Attributes:
+        routed: the experts of the tokens of the newest forward. None: they are not recorded.
+    """
+
+    @property
+    def routed(self) -> RoutedExperts | None: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -58,6 +67,7 @@ class HiddenStates:
     Attributes:
         inputs: of the head, on the device.
         hidden: [any, hidden], of ForwardBatch.sampled.
+        sampled: int64 [any or more], ForwardBatch.sampled.
         num_samples: the first of them, after which a token may be sampled.
         early: int32 [num_samples], number of places by which each token comes earlier because
             drafts were rejected. None: no token does.
@@ -66,6 +76,7 @@ class HiddenStates:
     model: ModelHeads
     inputs: HeadInputs
     hidden: Tensor
+    sampled: Tensor
     num_samples: int
     early: Tensor | None = None
 
@@ -76,6 +87,14 @@ class HiddenStates:
     @property
     def of_prompts(self) -> Tensor:
         return self.hidden[self.num_samples :][: self.inputs.num_prompt]
+
+    def experts(self, places: Tensor | slice) -> Tensor:
+        """Return the experts of the tokens at some places of `hidden`, see RoutedExperts.of."""
+        assert self.model.routed is not None
+        return self.model.routed.of(self.sampled[places])
+
+    def experts_of_prompts(self) -> Tensor:
+        return self.experts(slice(self.num_samples, self.num_samples + self.inputs.num_prompt))
 
     def logits(self) -> Iterator[Tensor]:
         """Apply the head to each of its inputs when it is requested: the samples, then slices of

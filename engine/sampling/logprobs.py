@@ -17,10 +17,12 @@ from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.sampling.feature import FeatureState, Samples
-from engine.sampling.heads import PROMPT_SLICE
+from engine.sampling.heads import PROMPT_SLICE, HiddenStates
 from kernels.sampling.logprobs import logprobs
 
-HIDDEN_OF = "hidden_of"  # column of the places, on the device, of samples with a hidden state
+# Columns of the places, on the device, of samples with a hidden state or with routed experts.
+HIDDEN_OF = "hidden_of"
+EXPERTS_OF = "experts_of"
 
 
 @dataclass(slots=True, eq=False)
@@ -28,13 +30,15 @@ class _Work:
     """The rows with logprobs in one step.
 
     Attributes:
-        hidden: whether a row needs its hidden state, which `SamplingInputs.sample` adds.
+        hidden, experts: whether a row needs its hidden state or its experts, which
+            `SamplingInputs.sample` adds.
         kept: the rows' logits, from `before` to `after`.
     """
 
     rows: Tensor  # int64 [m], places among the step's samples
     num_top: int
-    hidden: bool
+    hidden: bool = False
+    experts: bool = False
     kept: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def tensors(self) -> Sequence[Tensor]:
@@ -48,7 +52,8 @@ class _Work:
         (rows,) = sent
         chosen, top_tokens, top = logprobs(self.kept, tokens[rows], self.num_top)
         columns = {"rows": self.rows, "chosen": chosen, "top_tokens": top_tokens, "top": top}
-        return columns | ({HIDDEN_OF: rows} if self.hidden else {})
+        added = {HIDDEN_OF: self.hidden, EXPERTS_OF: self.experts}
+        return columns | {name: rows for name, wanted in added.items() if wanted}
 
 
 class SampledLogprobs:
@@ -57,20 +62,26 @@ class SampledLogprobs:
     def __init__(self, num_slots: int) -> None:
         self._num_top = np.zeros(num_slots, np.int32)
         self._hidden = np.zeros(num_slots, np.bool_)
+        self._experts = np.zeros(num_slots, np.bool_)
 
     def acquire(self, slot: int, request: Request) -> FeatureState:
         num_top = request.sampling.logprobs
         self._num_top[slot] = num_top
         self._hidden[slot] = request.sampling.hidden_states
+        self._experts[slot] = request.sampling.routed_experts
         return FeatureState.NONE if num_top < 0 else FeatureState.ALIKE
 
     def build(self, samples: Samples) -> _Work:
         num_top = int(self._num_top[samples.slots].max())
-        hidden = bool(self._hidden[samples.slots].any())
-        return _Work(torch.from_numpy(samples.rows.astype(np.int64)), num_top, hidden)
+        return _Work(
+            torch.from_numpy(samples.rows.astype(np.int64)),
+            num_top,
+            bool(self._hidden[samples.slots].any()),
+            bool(self._experts[samples.slots].any()),
+        )
 
     def rehearsal(self, num_rows: int) -> _Work:
-        return _Work(torch.arange(num_rows), 1, hidden=False)
+        return _Work(torch.arange(num_rows), 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +93,7 @@ class PromptWork:
             is needed.
         rows: int64 [n], rows of these tokens.
         targets: int32 [n], the next tokens.
-        hidden: whether a row needs the hidden states of these tokens.
+        hidden, experts: whether a row needs the hidden states or the experts of these tokens.
     """
 
     places: Tensor
@@ -90,16 +101,17 @@ class PromptWork:
     targets: Tensor
     num_top: int
     hidden: bool = False
+    experts: bool = False
 
     def run(
-        self, logits: Iterator[Tensor], targets: Tensor, hidden: Tensor
+        self, logits: Iterator[Tensor], targets: Tensor, states: HiddenStates
     ) -> Mapping[str, Tensor]:
         """Compute the logprobs. On the forward stream.
 
         Args:
             logits: of the tokens at `places`, PROMPT_SLICE at a time.
             targets: on the device.
-            hidden: [n, hidden size], of the tokens at `places`.
+            states: of the step, which has those of the tokens at `places`.
         """
         parts = [
             logprobs(next(logits).float(), wanted, self.num_top)
@@ -107,7 +119,11 @@ class PromptWork:
         ]
         chosen, top_tokens, top = (torch.cat(column) for column in zip(*parts, strict=True))
         columns = {"rows": self.rows, "chosen": chosen, "top_tokens": top_tokens, "top": top}
-        return columns | ({"hidden": hidden} if self.hidden else {})
+        if self.hidden:
+            columns["hidden"] = states.of_prompts
+        if self.experts:
+            columns["experts"] = states.experts_of_prompts()
+        return columns
 
 
 class PromptLogprobs:
@@ -118,12 +134,14 @@ class PromptLogprobs:
         self._num_top = np.full(table.num_slots, -1, np.int32)
         self._first = np.ones(table.num_slots, np.int32)  # index of the first token with one
         self._hidden = np.zeros(table.num_slots, np.bool_)
+        self._experts = np.zeros(table.num_slots, np.bool_)
 
     def acquire(self, slot: int, request: Request) -> bool:
         """Assign a slot to the request. Return whether it needs prompt logprobs."""
         self._first[slot] = request.sampling.first_prompt_logprob
         self._num_top[slot] = request.sampling.prompt_logprobs
         self._hidden[slot] = request.sampling.hidden_states
+        self._experts[slot] = request.sampling.routed_experts
         return request.sampling.prompt_logprobs >= 0
 
     def build(self, batch: ScheduleBatch) -> PromptWork | None:
@@ -147,6 +165,7 @@ class PromptLogprobs:
             torch.from_numpy(targets),
             int(self._num_top[slots[counts > 0]].max()),
             bool(self._hidden[slots[counts > 0]].any()),
+            bool(self._experts[slots[counts > 0]].any()),
         )
 
     def rehearsal(self, num_tokens: int) -> PromptWork:

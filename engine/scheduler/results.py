@@ -254,7 +254,7 @@ class StepResults:
             request = self._residents.by_slot.get(slot)
             if request is not None and self._table.live[slot]:
                 sampling = request.sampling
-                wanted[slot] = found.of(row, sampling.logprobs, hidden=sampling.hidden_states)
+                wanted[slot] = found.of(row, sampling.logprobs, sampling)
         return wanted
 
     def _reported_logprobs(
@@ -339,12 +339,12 @@ def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -
     `token`: the token chosen after the chunk; None: none was.
     """
     request, prompt = row.request, result.prompt_logprobs
-    sampling, hidden = request.sampling, request.sampling.hidden_states
+    sampling = request.sampling
     if row.start < sampling.first_prompt_logprob:
         request.prompt_logprobs.clear()
         request.pooled = None
     if prompt is not None and sampling.prompt_logprobs >= 0:
-        part_of_prompt = prompt.of(place, sampling.prompt_logprobs, hidden=hidden)
+        part_of_prompt = prompt.of(place, sampling.prompt_logprobs, sampling)
         request.prompt_logprobs.append(part_of_prompt)
     if place in result.pooled:
         part = result.pooled[place]
@@ -358,6 +358,6 @@ def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -
         row.start,
         row.end,
         token,
-        own.of(place, sampling.logprobs, hidden=hidden) if own else None,
+        own.of(place, sampling.logprobs, sampling) if own else None,
         join(request.prompt_logprobs) if request.prompt_logprobs else None,
     )

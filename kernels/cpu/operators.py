@@ -44,6 +44,9 @@ _PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # as `products
 class Operators:
     """The functions of a compiled library, for tensors in host memory. Any thread.
 
+    Attributes:
+        name: of the library, with a hash of all that decides its machine code.
+
     Args:
         threads: number of threads that share the work, for the rest of the process. They sleep
             between forwards.
@@ -60,6 +63,7 @@ class Operators:
         library.team_open.argtypes = [ctypes.c_int]
         library.team_open.restype = ctypes.c_void_p
         library.products.restype = ctypes.c_int
+        self.name = path.stem
         self._products: int = library.products()
         self._team = library.team_open(threads)
         self._library = library

@@ -36,8 +36,9 @@ def tile_for(element_size: int) -> GroupedTile:
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Write where each expert's pairs start, and their numbers in order. There is one program per
-    expert. Each reads all ids: some thousand numbers from the cache."""
+    """Write where each expert's pairs start, and their numbers in order. Pairs without an expert
+    follow the last start. There is one program per expert. Each reads all ids: some thousand
+    numbers from the cache."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     before = 0
@@ -45,8 +46,6 @@ def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr)
         ids = tl.load(ids_ptr + first + lanes, mask=first + lanes < num_pairs, other=expert)
         before += tl.sum((ids < expert).to(tl.int32))
     tl.store(starts_ptr + expert, before)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + expert + 1, num_pairs)
     for first in range(0, num_pairs, BLOCK):
         pairs = first + lanes
         ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
@@ -54,6 +53,8 @@ def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr)
         ranks = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(order_ptr + before + ranks - 1, pairs, mask=mine)
         before += tl.sum(mine.to(tl.int32))
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + expert + 1, before)
 
 
 @triton.jit
@@ -191,14 +192,22 @@ def down_kernel(
 
 @triton.jit
 def add_pairs_kernel(
-    parts_ptr, out_ptr, K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr,
+    ids_ptr,
+    out_ptr,
+    num_experts,
+    K: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Add the K parts of one token, in order."""
+    """Add the K parts of one token, in order. Parts of pairs without an expert were not written."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(K):
-        place = parts_ptr + (row * K + part) * HIDDEN + cols
-        total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        pair = row * K + part
+        size = tl.where(tl.load(ids_ptr + pair) < num_experts, HIDDEN, 0)
+        place = parts_ptr + pair * HIDDEN + cols
+        total += tl.load(place, mask=cols < size, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * HIDDEN + cols, total, mask=mask)

@@ -52,8 +52,8 @@ def grouped_mlp(
         gate_up: contiguous [experts, 2 * inner, hidden] of x's dtype, the gate's rows first.
         down: contiguous [experts, hidden, inner] of x's dtype.
         weights: contiguous float32 [n, k].
-        ids: contiguous int32 [n, k], each below the number of experts. On a CPU also that number,
-            for a pair that adds nothing and has the weight 0.
+        ids: contiguous int32 [n, k], each below the number of experts, or that number for a pair
+            that adds nothing and has the weight 0.
         gate_up_bias, down_bias: contiguous [experts, 2 * inner] and [experts, hidden].
     Returns:
         [n, hidden] of x's dtype. The sum is in float32, of parts that are rounded to x's dtype.
@@ -204,6 +204,14 @@ def grouped_mlp_triton(
         **common,
     )
     add_pairs_kernel[(n, triton.cdiv(hidden, SUM_BLOCK))](
-        parts, out, K=k, HIDDEN=hidden, BLOCK=SUM_BLOCK, num_warps=4, enable_fp_fusion=True
+        parts,
+        ids,
+        out,
+        num_experts,
+        K=k,
+        HIDDEN=hidden,
+        BLOCK=SUM_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=True,
     )
     return out

@@ -40,10 +40,12 @@ def logprobs_reference(
     logits = logits.float()
     least, largest = logits.aminmax(dim=-1, keepdim=True)
     finite = least.isfinite() & largest.isfinite()
-    total = logits.logsumexp(dim=-1, keepdim=True).where(finite, torch.nan)
-    chosen = logits.gather(1, tokens.long().clamp(min=0).unsqueeze(1)) - total
+    # logsumexp splits a single long row between threads, which changes the order of its sum.
+    normed = logits.log_softmax(dim=-1)
+    chosen = normed.gather(1, tokens.long().clamp(min=0).unsqueeze(1)).where(finite, torch.nan)
     top_ids = _likeliest(logits.where(finite, 0.0), num_top)
-    return chosen.squeeze(1), top_ids.where(finite, -1).int(), logits.gather(1, top_ids) - total
+    top = normed.gather(1, top_ids).where(finite, torch.nan)
+    return chosen.squeeze(1), top_ids.where(finite, -1).int(), top
 
 
 def _likeliest(logits: Tensor, num_top: int) -> Tensor:

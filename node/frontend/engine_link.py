@@ -216,6 +216,7 @@ class EngineLink:
 
 
 SILENCE_S = 3.0
+ARITHMETIC = "arithmetic"  # field of the fingerprint of nodes with engine.batch_invariant
 SERVES = ("ready", "paused")  # states in which requests are accepted, even if they only wait
 
 
@@ -249,6 +250,11 @@ class EngineSupervisor:
         weights = {"weights": self._moving.weights.hex()} if self._moving is not None else {}
         fields = {**self.ready.fingerprint, **weights}
         return hashlib.sha256(msgspec.json.encode(sorted(fields.items()))).hexdigest()[:16]
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Return whether responses have the same bits whatever runs beside them."""
+        return self.ready is not None and ARITHMETIC in self.ready.fingerprint
 
     def started(self, ready: EngineReady, now: float) -> None:
         self.ready = ready

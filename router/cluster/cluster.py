@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from common.addresses import PrefixHint
+from common.config import FingerprintChange
 from common.errors import NodeUnavailable, NotFound
 from common.requests.namespace import NO_ADAPTER, UNNAMED, AdapterId, WeightsId
 from protos import decode_pb2
@@ -90,6 +91,7 @@ class KnownAdapters:
 
 SHUTTING_DOWN = "the router is shutting down"
 NOT_READY = "no decode node with a usable prefill node is ready"
+OTHER_FINGERPRINT = "no decode node that is ready has the fingerprint of the response so far"
 NO_ADAPTER_THERE = "no decode node that is ready has the adapter"
 
 
@@ -117,6 +119,10 @@ class Placed(msgspec.Struct, frozen=True):
     prefix_at: tuple[PrefixHint, ...] = ()  # other nodes that hold part of its prompt
 
 
+class FingerprintUnavailable(NodeUnavailable):
+    """Decode nodes are ready, and none continues a batch-invariant response to the bit."""
+
+
 class Cluster:
     """The nodes of a cluster. Members are changed by `add` and `remove`. For one event loop."""
 
@@ -129,10 +135,12 @@ class Cluster:
         hints: PrefixHints,
         on_change: Callable[[], None],
         served: str = "",
+        fingerprint_change: FingerprintChange = "fail",
     ) -> None:
         """Create a cluster without members.
 
         Args:
+            fingerprint_change: see RouterConfig.
             hints: finds other nodes that hold a prefix of a prompt.
             on_change: called when `ready` may have changed.
             served: names the model in errors. Empty: the router has no other.
@@ -143,6 +151,7 @@ class Cluster:
         self._policy = policy
         self._load = load
         self._hints = hints
+        self._keeps_fingerprint = fingerprint_change == "fail"
         self.backlogs = backlogs
         self._on_change = on_change
         self._clients: dict[str, DecodeClient] = {}
@@ -278,11 +287,13 @@ class Cluster:
             avoid: decode nodes that are used only if there is no other.
         Raises:
             NodeUnavailable: no decode node, with a prefill node if it needs one, is usable.
+            FingerprintUnavailable: only nodes with another fingerprint are.
             QueueFull: no node can start the prompt in time.
         """
         choices = _having(key.adapter, self._awake) or _having(key.adapter, self._choices)
         if not choices:
             raise NodeUnavailable(self._no_adapter if key.adapter else self._not_ready)
+        choices = self._continuing(key.promised, choices)
         choices = self.backlogs.in_time(choices, len(key.token_ids), due)
         if avoid:
             choices = [choice for choice in choices if choice.address not in avoid] or choices
@@ -305,22 +316,39 @@ class Cluster:
             wanted: address of the target. Empty: any.
         Raises:
             NodeUnavailable: no other decode node is usable, or the wanted one is not.
+            FingerprintUnavailable: as `choose`.
         """
-        having = _having(key.adapter, self._awake)
-        choices = [choice for choice in having if choice.address != source]
-        if wanted:
-            choices = [choice for choice in choices if choice.address == wanted]
+        choices = [
+            choice
+            for choice in _having(key.adapter, self._awake)
+            if choice.address != source and wanted in ("", choice.address)
+        ]
         if not choices:
             raise NodeUnavailable(
                 f"{wanted} is no other decode node that is ready for it"
                 if wanted
                 else "no other decode node is ready"
             )
-        picked = self._policy.pick(key, choices)
+        picked = self._policy.pick(key, self._continuing(key.promised, choices))
         placement = replace(picked, prefill=(), uncached_tokens=0)
         charge = self._load.charge(placement, len(key.token_ids))
         charge.first_token()
         return Placed(self._clients[placement.decode], (), charge, -math.inf)
+
+    def _continuing(self, promised: str, choices: Sequence[DecodeChoice]) -> Sequence[DecodeChoice]:
+        """Return the decode nodes for the rest of a response.
+
+        Args:
+            promised: see PlacementKey.
+        Raises:
+            FingerprintUnavailable: there is none.
+        """
+        if not promised:
+            return choices
+        same = [choice for choice in choices if choice.promised == promised]
+        if not same and self._keeps_fingerprint:
+            raise FingerprintUnavailable(OTHER_FINGERPRINT)
+        return same or choices
 
     def migratable(self) -> Iterator[MigratableRequest]:
         """Yield all requests that may be migrated, now or later."""
@@ -389,7 +417,8 @@ class Cluster:
             if prefill or alone(status):
                 pages = status.pages_total, status.pages_free, status.page_size
                 adapters = frozenset(client.adapters.values())
-                usable.append(DecodeChoice(client.address, prefill, *pages, adapters))
+                promised = client.version.promised
+                usable.append(DecodeChoice(client.address, prefill, *pages, adapters, promised))
         return usable
 
 

@@ -457,7 +457,8 @@ def _version(status: decode_pb2.Status) -> ModelVersion:
     if len(status.fingerprint) > limits.MAX_FINGERPRINT:
         raise ProtocolViolation(f"fingerprint has {len(status.fingerprint)} characters")
     try:
-        return ModelVersion(check_identity("weights", status.weights), status.fingerprint)
+        weights = check_identity("weights", status.weights)
+        return ModelVersion(weights, status.fingerprint, status.batch_invariant)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
 

@@ -24,7 +24,7 @@ from node.roles import other, program_of
 from router.generation import Generation
 from router.policy.load import RequestDue
 from router.record import RequestRecords
-from router.token_buffer import NodeOutput
+from router.token_buffer import UNKNOWN_VERSION, ModelVersion, NodeOutput
 from simulation.node.engine import SimEngine
 from simulation.node.options import check_config
 from simulation.node.tokenizer import has_model_files, write_model_files
@@ -42,6 +42,7 @@ class Response:
 
     Attributes:
         times: time.monotonic() of each token.
+        version: of the last token.
         error: why the request failed. "": it did not.
     """
 
@@ -49,6 +50,7 @@ class Response:
     sent_at: float
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    version: ModelVersion = UNKNOWN_VERSION
     ended: bool = False
     error: str = ""
 
@@ -58,6 +60,8 @@ class Response:
     def add(self, output: NodeOutput) -> bool:
         self.token_ids += output.token_ids
         self.times += [time.monotonic()] * len(output.token_ids)
+        if output.token_ids:
+            self.version = output.version
         self.ended = output.end is not None
         return True
 

@@ -14,7 +14,7 @@ from tests.api.text.test_detokenizer import BYTE_LEVEL
 from tests.api.text.test_stops import cut
 
 LENGTH = StreamEnd("length")
-OPTIONS = ResponseOptions(num_prompt_tokens=5)
+OPTIONS = ResponseOptions(num_prompt_tokens=5, seed=7)
 
 
 def answer(*stops: str) -> ResponseBuilder:
@@ -100,7 +100,7 @@ def test_what_ended_an_answer_is_told():
         subject = ResponseBuilder(
             Detokenizer(BYTE_LEVEL),
             StopRules(("STOP", "x")).begin(),
-            ResponseOptions(num_prompt_tokens=5, **options),
+            ResponseOptions(num_prompt_tokens=5, seed=7, **options),
         )
         last = subject.add(NodeOutput(ids(text), end))
         assert isinstance(last, FinalChunk)
@@ -119,7 +119,7 @@ def test_a_stop_string_does_not_end_an_answer_that_is_too_short():
     subject = ResponseBuilder(
         Detokenizer(BYTE_LEVEL),
         StopRules(("a",)).begin(),
-        ResponseOptions(num_prompt_tokens=5, min_tokens=3),
+        ResponseOptions(num_prompt_tokens=5, seed=7, min_tokens=3),
     )
     tokens = [ids("a")[0]] * 5
     first, last = subject.add(NodeOutput(tokens[:2])), subject.add(NodeOutput(tokens[2:]))

@@ -29,7 +29,6 @@ ASKED_IN_VAIN: dict[str, Any] = {
     "images": ["data:"],
     "length_penalty": 1.5,
     "logprob_token_ids": [1],
-    "return_routed_experts": True,
     "typical_p": 0.5,
 }
 

@@ -253,6 +253,15 @@ def test_a_node_of_a_group_is_checked_with_its_part_of_the_experts(check, model,
     assert code == 1 and "engine.parallel.dp: the model has no experts" in out
 
 
+def test_replicas_of_experts_are_checked_with_their_numbers(check, tmp_path):
+    flags = (f"--model={make_checkpoint(tmp_path, 'qwen3_moe')}", "--device=cpu", "--port=0")
+    ranks = ("--engine.parallel.tp=2", "--engine.parallel.experts=ep")
+    code, out, _ = check(*flags, *ranks, "--engine.parallel.redundant-experts=2")
+    assert code == 0, out
+    code, out, _ = check(*flags, *ranks, "--engine.parallel.redundant-experts=1", "--json")
+    assert code == 1 and "8 experts and 1 replicas cannot have equal numbers of slots" in out
+
+
 def test_each_rank_of_a_consumer_reads_its_heads_of_a_page(check_pair):
     code, found = check_pair(ranks(1), ranks(2))
     assert code == 0

@@ -53,6 +53,7 @@ OTHERS = {  # flags of programs of others that a document names outside a comman
     "docs/load.md": "--tokenizer --endpoint-type --concurrency --backend --endpoint --extra-body "
     "--lora-modules --flush-cache --top-p",
     "docs/kubernetes.md": "--profile",
+    "docs/parallel.md": "--ep-num-redundant-experts --eplb-rebalance-num-iterations",
     "deploy/compose.yaml": "--profile",
     "deploy/Dockerfile": "--build-arg",
 }

@@ -4,12 +4,15 @@ import threading
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from common.errors import EngineFault
 from common.requests.sampling import SamplingParams
+from engine.batch.images import VisibleEmbeddings
 from engine.models import load
 from engine.runner.graphs import ladder
 from engine.runner.host_waits import Uncapturable, check_capturable
+from engine.runner.rehearsal import decode_rehearsal
 from tests.support.checkpoints import make_checkpoint
 from tests.support.steps import GREEDY, Steps, prompt
 
@@ -169,6 +172,16 @@ def test_a_step_takes_the_smallest_graph_there_is_and_else_none(model):
     steps.decode(*slots[:1])
     steps.decode(*slots[:4])
     assert [rows for rows, _ in recorder.replays] == [4, 4]
+    steps.close()
+
+
+def test_a_chunk_of_one_token_with_an_embedding_has_no_graph(model):
+    steps = Steps(model, num_slots=2, recorder=RepeatRecorder())
+    steps.runner.capture(1)
+    rows, forwards = decode_rehearsal(1, 1), steps.runner.forwards
+    seen = (VisibleEmbeddings(torch.zeros(1, model.spec.hidden_size), 0),)
+    assert forwards.graph_of(rows) == 1
+    assert forwards.graph_of(replace(rows, seen=seen)) == 0
     steps.close()
 
 

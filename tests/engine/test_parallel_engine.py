@@ -32,6 +32,7 @@ from engine.batch.batch import PageCopies
 from engine.build import Engine, build
 from engine.follower import FollowerStream
 from engine.loop.loop import EventLoop
+from engine.loop.rebalancing import RebalancingRole
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, packed, unpacked
 from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
 from engine.ranks.processes import Followers, JobFailed, PingTimer
@@ -78,7 +79,9 @@ class Serving:
     def _drive(self, engine: Engine, config: EngineConfig) -> None:
         self.engine = engine
         self.scheduler = engine.scheduler(config, lambda request, holding: None)
-        self._loop = EventLoop(self, engine.runner)
+        balancer = engine.balancer
+        role = self if balancer is None else RebalancingRole(self, balancer)
+        self._loop = EventLoop(role, engine.runner)
 
     def equip(self, config: EngineConfig) -> None:
         """Take the parts of another role."""
@@ -263,6 +266,12 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
         NUM_PAGES,
         serve_images,
     ),
+    "images, features of layers": (
+        2,
+        lambda root: {"model": str(make_vision_checkpoint(root, model_type="qwen3_vl"))},
+        NUM_PAGES,
+        serve_images,
+    ),
 }
 
 
@@ -297,6 +306,20 @@ def test_two_stages_have_the_tokens_of_one_rank(
     expected = answers(config_of(1, model=model, **one), serve_again)
     parallel = {**fields.pop("parallel", {}), "pp": 2}
     assert answers(config_of(tp, model=model, parallel=parallel, **fields), serve_again) == expected
+
+
+@pytest.mark.long
+def test_two_stages_of_a_model_with_images(tmp_path: Path) -> None:
+    directory = make_vision_checkpoint(tmp_path, model_type="qwen3_vl", num_hidden_layers=5)
+    expected = answers(config_of(1, model=str(directory)), serve_images)
+    stages = config_of(1, model=str(directory), parallel={"pp": 2})
+    assert answers(stages, serve_images) == expected
+
+
+def test_features_of_images_must_be_added_in_the_first_stage(tmp_path: Path) -> None:
+    directory = make_vision_checkpoint(tmp_path, model_type="qwen3_vl")
+    with pytest.raises(ConfigError, match="the first 2 of 3 layers"):
+        build(config_of(1, model=str(directory), parallel={"pp": 2}))
 
 
 @pytest.mark.long
@@ -602,14 +625,21 @@ def test_what_two_stages_do_not_support_is_refused_by_name(tmp_path: Path) -> No
     refused(adapted(tmp_path / "b"), r"engine\.lora\.adapter_dir .*pp 2")
 
 
+REBALANCED = {"experts": "ep", "redundant_experts": 4, "rebalance_steps": 5}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("tp", "architecture", "parallel"),
+    [(2, "llama", {}), (1, "llama", {"pp": 2}), (2, "qwen2_moe", REBALANCED)],
+)
 def test_every_rank_takes_other_weights_and_gives_memory_back(
-    tp: int, pp: int, tmp_path: Path
+    tp: int, architecture: str, parallel: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Also weights that only rank 0 has received."""
+    """Also weights that only rank 0 has received, and those of experts that have moved."""
     root = tmp_path / "weights"
-    first, second = make_checkpoint(root / "a"), make_checkpoint(root / "b", seed=1)
+    first = make_checkpoint(root / "a", architecture)
+    second = make_checkpoint(root / "b", architecture, seed=1)
 
     def answer(serving: Serving) -> list[int]:
         serving.engine.cache.flush()
@@ -623,7 +653,7 @@ def test_every_rank_takes_other_weights_and_gives_memory_back(
         expected.append(answer(one))
         one.close()
     assert expected[0] != expected[1]
-    serving = Serving(config_of(tp, model=str(first), weights_dir=root, parallel={"pp": pp}))
+    serving = Serving(config_of(tp, model=str(first), weights_dir=root, parallel=parallel))
     weights = serving.engine.weights
     try:
         assert answer(serving) == expected[0]
@@ -642,6 +672,37 @@ def test_every_rank_takes_other_weights_and_gives_memory_back(
             PATIENCE_S
         )
         assert answer(serving) == expected[0]
+        if (balancer := serving.engine.balancer) is not None:
+            assert balancer.num_moved > 0
+    finally:
+        serving.close()
+
+
+def test_experts_move_between_ranks_under_load(tmp_path: Path) -> None:
+    model = str(make_checkpoint(tmp_path, "qwen2_moe"))
+
+    def serve(serving: Serving) -> None:
+        serve_two(serving)
+        if (balancer := serving.engine.balancer) is not None:
+            assert balancer.num_moved > 0 and balancer.seconds > 0
+
+    one = answers(config_of(1, model=model), serve_two)
+    assert answers(config_of(2, model=model, parallel=REBALANCED), serve) == one
+
+
+@pytest.mark.long
+def test_experts_of_changed_files_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Or a model would have experts of another one."""
+    model = make_checkpoint(tmp_path / "model", "qwen2_moe")
+    one = answers(config_of(1, model=str(model)), serve_two)
+    serving = Serving(config_of(2, model=str(model), parallel=REBALANCED))
+    try:
+        other = make_checkpoint(tmp_path / "other", "qwen2_moe", seed=1)
+        (other / "model.safetensors").replace(model / "model.safetensors")
+        serve_two(serving)
+        assert serving.answers == one
+        assert serving.engine.balancer is not None and serving.engine.balancer.num_moved == 0
+        assert "experts are not moved" in caplog.text
     finally:
         serving.close()
 

@@ -17,7 +17,7 @@ import torch
 
 from common.errors import EngineFault
 from engine.rank_files import FilesOfRanks
-from engine.rank_jobs import FollowerJobs
+from engine.rank_jobs import FollowerJobs, WeightsOfRanks
 from engine.ranks import Share
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -54,6 +54,30 @@ def sent(count: int) -> tuple[SentSteps, list[Step]]:
     for event in events:
         steps.add(event)
     return steps, events
+
+
+def test_moves_of_many_experts_fit_into_packets() -> None:
+    slots = tuple(tuple(range(600)) for _ in range(8))
+    moves = {f"model.layers.{number}.mlp.": slots for number in range(61)}
+    jobs: list[Any] = []
+
+    def ask(make: Any) -> Any:
+        jobs.append(make(len(jobs)))
+
+    followers: Any = SimpleNamespace(ask=ask, share=None, parallel=SimpleNamespace(hosts=1))
+    WeightsOfRanks(followers).move_experts(moves)
+    assert all(len(msgspec.msgpack.encode(job)) < MAX_PACKET_BYTES for job in jobs)
+    assert [name for job in jobs for name in job.layers] == [*moves]
+    seen: dict[str, Any] = {}
+    weights = SimpleNamespace(move_experts=seen.update)
+    done = threading.Event()
+    replies = SimpleNamespace(send=lambda packet: done.set() if len(seen) == len(moves) else None)
+    pool: Any = SimpleNamespace(tensor=torch.zeros(1))
+    given: Any = Share(1, 8), replies, pool, pool, None, weights, None
+    follower = FollowerJobs(*given)
+    for job in jobs:
+        follower.take(job, SentSteps())
+    assert done.wait(PATIENCE_S) and seen == moves
 
 
 # Steps ------------------------------------------------------------------------------------------

@@ -11,6 +11,9 @@ from common.errors import FailedPrecondition, InvalidRequest
 from common.requests.namespace import UNNAMED
 from engine.models import load, open_checkpoint
 from engine.models.linear import onednn
+from engine.models.weights import placed_experts
+from engine.ranks import Share
+from engine.ranks.expert_placement import ExpertPlacement
 from engine.update import WeightUpdater
 from tests.engine.test_model_precision import logits_of
 from tests.support import devices
@@ -22,6 +25,7 @@ from tests.support.checkpoints import (
     VOCABULARY_SIZE,
     make_checkpoint,
 )
+from tests.support.quantised import FORMATS, INT8, requantised
 
 CPU = torch.device("cpu")
 ALL = (*ARCHITECTURES, *EXPERT_ARCHITECTURES, *HYBRID_ARCHITECTURES, *LATENT_ARCHITECTURES)
@@ -73,6 +77,45 @@ def test_a_model_computes_with_the_weights_it_has_got(tmp_path, architecture):
 def test_packed_and_quantised_matrices_are_changed_as_well(tmp_path, architecture, dtype, quantize):
     found = changed(tmp_path, architecture, dtype, quantize)
     torch.testing.assert_close(*found, atol=0.0, rtol=0.0)
+
+
+@pytest.mark.long  # in float32: test_ranks_with_replicas_compute_the_whole_model
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize(
+    "dtype, quantize, stored",
+    [
+        pytest.param(torch.bfloat16, "none", None, id="bfloat16"),
+        pytest.param(torch.bfloat16, "int8", None, id="int8", marks=int8),
+        pytest.param(torch.bfloat16, "none", INT8, id="int8 as stored", marks=int8),
+        pytest.param(torch.float32, "none", None, id="float32"),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_moe"])
+def test_slots_have_the_numbers_of_their_new_experts(
+    tmp_path, architecture, dtype, quantize, stored
+):
+    """The same as those of experts that were there from the beginning. One has biases."""
+    directory = make_checkpoint(tmp_path / "model", architecture)
+    if stored and architecture == "gpt_oss":
+        pytest.skip("its experts are stored in one tensor")
+    if stored:
+        directory, _ = requantised(directory, tmp_path, FORMATS[stored])
+    checkpoint, first = open_checkpoint(directory), ExpertPlacement(2, 2, counts_tokens=False)
+    model = checkpoint.load(CPU, dtype, quantize, Share(1, 2, None, True, placement=first))
+    moved, moves = ExpertPlacement(2, 2, counts_tokens=False), {}
+    for experts in placed_experts(model):
+        moves[experts.layer] = first.slots(experts.layer, experts.shape.count)[::-1]
+    moved.move(moves)
+    checkpoint.move_experts(model, moves, quantize, Share(1, 2, None, True, placement=first))
+    fresh = checkpoint.load(CPU, dtype, quantize, Share(1, 2, None, True, placement=moved))
+    x = torch.randn(40, model.spec.hidden_size).to(dtype)
+    for mine, other in zip(placed_experts(model), placed_experts(fresh), strict=True):
+        weights = torch.ones(40, 1)
+        for expert in range(mine.shape.count):
+            ids = torch.full((40, 1), expert, dtype=torch.int32)
+            found = mine.apply(x, weights, ids)
+            assert torch.equal(found, other.apply(x, weights, ids))
+            assert expert != 2 or found.any()  # which was on the other rank alone
 
 
 @pytest.fixture(scope="module")

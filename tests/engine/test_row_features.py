@@ -29,6 +29,7 @@ class Constant:
             layers=(PagedKV(1, 2),),
             generates=True,
             num_labels=0,
+            axial_images=False,
         )
         self.device, self.dtype = CPU, torch.float32
 

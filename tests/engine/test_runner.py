@@ -69,6 +69,7 @@ class Scripted:
             draft=None,
             generates=True,
             num_labels=0,
+            axial_images=False,
         )
         self.device, self.dtype = CPU, torch.float32
         self._logits = logits

@@ -126,19 +126,21 @@ class SendingTower:
     def __init__(self, tower: Any, wire: Wire) -> None:
         self._tower, self._wire = tower, wire
 
-    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> None:
-        self._tower.embed(seen, x)
+    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> Any:
+        features = self._tower.embed(seen, x)
         for part in seen:
             self._wire.send(x[part.place : part.place + part.last - part.first])
+        return features
 
 
 class ReceivingTower:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> None:
+    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> Any:
         for part in seen:
             x[part.place : part.place + part.last - part.first] = self._wire.receive()
+        return ()
 
 
 @dataclass(eq=False)

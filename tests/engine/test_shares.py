@@ -15,9 +15,12 @@ from engine.batch.batch import TO_GUESS
 from engine.batch.images import VisibleImage
 from engine.kv_cache.states import own_heads
 from engine.models import open_checkpoint
+from engine.models.blocks.experts import ExpertsBlock
 from engine.models.linear import onednn, rounding_of
 from engine.models.vision.seeing import KEPT_BYTES
+from engine.models.weights import placed_experts
 from engine.ranks import WHOLE, Share
+from engine.ranks.expert_placement import ExpertPlacement, LayerSlots, balanced
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.devices import CPU, CPU_AND_CUDA
@@ -28,6 +31,7 @@ from tests.support.thread_ranks import run_ranks
 from tests.support.vision import make_vision_checkpoint, picture
 
 VOCABULARY = 259  # of 2 ranks: 130 and 129; of 4 ranks: 65, 65, 65 and 64
+NUM_TOKENS = 69 + 5 + 2 * 2  # of `compute`
 LARGE_PAGES = {"page_size": 256, "context_length": 256, "num_slots": 2}  # with room for a cell
 
 # Architecture, ranks, and what differs from the checkpoint's and the pool's usual sizes.
@@ -71,8 +75,11 @@ def compute(
     **options: Any,
 ) -> Computed:
     """Compute two prompts in chunks, and two steps of both."""
-    servable = open_checkpoint(directory)
-    model = servable.load(device, torch.float32, quantize, share)
+    model = open_checkpoint(directory).load(device, torch.float32, quantize, share)
+    return computed(model, share, **options)
+
+
+def computed(model: Any, share: Share, **options: Any) -> Computed:
     recorder: Any = Recorder(model)
     steps = Steps(recorder, overlap=False, share=share, **{"context_length": 96, **options})
     prompts = ([*range(1, 70)], [200, 7, 7, 9, 31])
@@ -88,7 +95,7 @@ def compute(
         for layer, place in enumerate(pool.layout.places)
         if place.state.token_numbers
     }
-    state = torch.from_numpy(table.state[slots]).to(device)
+    state = torch.from_numpy(table.state[slots]).to(model.device)
     cells = {
         (layer, name): view.read(state).transpose(0, 1)
         for layer, of_layer in enumerate(pool.cells)
@@ -111,7 +118,7 @@ def tensors(model: Any) -> Iterator[Tensor]:
             yield part
         elif is_dataclass(part):
             for each in fields(part):
-                if each.name not in ("rotation", "columns"):  # computed, not stored
+                if each.name not in ("rotation", "columns", "table", "counts"):  # not stored
                     yield from within(getattr(part, each.name))
         elif isinstance(part, tuple | list):
             for each in part:
@@ -173,6 +180,63 @@ def test_ranks_with_whole_experts_compute_the_whole_model(
         share = Share(rank, size, whole_experts=True)
         said = open_checkpoint(directory).weight_bytes(CPU, torch.float32, "none", share)
         assert said == own.num_bytes < whole.num_bytes
+
+
+def placed(share: Share, redundant: int) -> Share:
+    placement = ExpertPlacement(share.size, redundant, counts_tokens=True)
+    return replace(share, whole_experts=True, placement=placement)
+
+
+def rebalance(directory: Path, model: Any, share: Share) -> Mapping[str, LayerSlots]:
+    """Move experts as rank 0's counts say. All ranks have seen the same tokens."""
+    assert share.group is not None and share.placement is not None
+    moves = {}
+    for experts in placed_experts(model):
+        counts = torch.zeros(experts.shape.count, dtype=torch.int64)
+        if share.rank == 0:
+            assert experts.counts is not None
+            counts = experts.counts
+            assert counts.sum() == NUM_TOKENS * model.layers[-1].ffn.routing.k
+        counts = share.group.broadcast(counts)
+        before = share.placement.slots(experts.layer, experts.shape.count)
+        # Few tokens are hardly out of balance.
+        moves[experts.layer] = balanced([10 ** int(count) for count in counts.argsort()], before)
+    open_checkpoint(directory).move_experts(model, moves, "none", share)
+    return moves
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "redundant"),
+    [
+        ("qwen3_moe", 2, 0),
+        ("qwen3_moe", 4, 4),
+        ("qwen2_moe", 2, 4),
+        ("gpt_oss", 2, 2),
+        ("deepseek_v3", 4, 4),
+    ],
+)
+def test_ranks_with_replicas_compute_the_whole_model(
+    architecture: str, size: int, redundant: int, tmp_path: Path
+) -> None:
+    """Also after experts have moved."""
+    directory = make_checkpoint(tmp_path, architecture, vocab_size=VOCABULARY)
+    whole = compute(directory, WHOLE)
+
+    def twice(share: Share) -> tuple[Computed, Computed, Mapping[str, LayerSlots]]:
+        share = placed(share, redundant)
+        model = open_checkpoint(directory).load(CPU, torch.float32, "none", share)
+        first = computed(model, share)
+        moves = rebalance(directory, model, share)
+        return first, computed(model, share), moves
+
+    first, second, moves = zip(*run_ranks(size, twice), strict=True)
+    check(whole, first, same)
+    check(whole, second, same)
+    assert moves[0] and all(each == moves[0] for each in moves)
+    for rank, own in enumerate(first):
+        share = placed(Share(rank, size), redundant)
+        said = open_checkpoint(directory).weight_bytes(CPU, torch.float32, "none", share)
+        assert said == own.num_bytes
 
 
 def test_whole_experts_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
@@ -289,6 +353,28 @@ def with_layer(model: Path) -> tuple[Path, SpeculativeConfig]:
     return model, SpeculativeConfig(method="mtp")
 
 
+@pytest.mark.long
+def test_ranks_with_replicas_draft_as_the_whole_model(tmp_path: Path) -> None:
+    """Also after experts have moved, of which the draft layer has some."""
+    directory, speculation = LAYERS["mtp"](tmp_path)
+    whole = drafts(directory, speculation, WHOLE)
+
+    def after_moves(share: Share) -> tuple[list[int], Tensor]:
+        share = placed(share, 4)
+        checkpoint = open_checkpoint(directory, speculation=speculation)
+        model: Any = checkpoint.load(CPU, torch.float32, "none", share)
+        layers = placed_experts(model)
+        slots = share.placement.slots  # type: ignore[union-attr]
+        moves = {each.layer: slots(each.layer, each.shape.count)[::-1] for each in layers}
+        assert len(moves) == sum(isinstance(each.ffn, ExpertsBlock) for each in model.layers) + 1
+        checkpoint.move_experts(model, moves, "none", share)
+        return drafted(model, speculation, share)
+
+    for own in run_ranks(2, after_moves):
+        assert own[0] == whole[0]
+        same(own[1], whole[1])
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_ranks_draft_as_the_whole_model(layer: str, tmp_path: Path) -> None:
     directory, speculation = LAYERS[layer](tmp_path)
@@ -303,7 +389,10 @@ def drafts(
 ) -> tuple[list[int], Tensor]:
     """Return the tokens of a request with drafts, and the drafter's logits."""
     servable = open_checkpoint(directory, speculation=speculation)
-    model: Any = servable.load(CPU, torch.float32, "none", share)
+    return drafted(servable.load(CPU, torch.float32, "none", share), speculation, share)
+
+
+def drafted(model: Any, speculation: SpeculativeConfig, share: Share) -> tuple[list[int], Tensor]:
     part = "decoder" if speculation.method == "draft_model" else "layer"
     layer = NotingLayer(getattr(model.drafter, part))
     setattr(model.drafter, part, layer)

@@ -20,6 +20,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, children_of, free_ports, held, slowed
 from tests.support.island import Island
 from tests.support.programs import await_end
+from tests.support.scrapes import scraped, total
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
@@ -97,6 +98,34 @@ async def test_answers_of_two_hosts_are_those_of_one_rank(tmp_path: Path) -> Non
             assert [each.rank for each in described.ranks] == [0, 1]
             assert described.ranks[1].pid in hosts[1].ranks
         assert [await host.ended() for host in hosts] == [0, 0]
+
+
+async def test_experts_move_between_hosts(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    port, metrics = free_ports(2)
+    experts = {"experts": "ep", "redundant-experts": 4, "rebalance-steps": 3}
+    cluster = Cluster(
+        model,
+        tmp_path,
+        num_prefill=0,
+        decode_flags=(
+            *host_flags(port, "127.0.0.0/8"),
+            *(f"--engine.parallel.{name}={value}" for name, value in experts.items()),
+            "--mode=colocated",
+            f"--metrics-port={metrics}",
+        ),
+    )
+    host = RankHost("host", f"127.0.0.1:{port}", tmp_path, f"--secret-file={tmp_path / 'secret'}")
+    async with closing(host):
+        async with cluster:
+            for _ in range(2):
+                await check(cluster, oracle(model), prompts(VOCABULARY, [3, 40, 70, 130]))
+
+            async def moved() -> bool:
+                return total(scraped(metrics), "baton_expert_moves_total") > 0
+
+            await cluster.wait_until(moved, "experts have moved")
+        assert await host.ended() == 0
 
 
 async def test_hosts_in_namespaces_of_their_own_with_tls(tmp_path: Path) -> None:

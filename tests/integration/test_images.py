@@ -53,8 +53,11 @@ def expected(directory: Path, image: Pillow.Image, question: str) -> str:
     return answered
 
 
-async def test_an_image_is_answered_as_transformers_answers(tmp_path: Path) -> None:
-    directory = make_vision_checkpoint(tmp_path / "model")
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "qwen3_vl"])
+async def test_an_image_is_answered_as_transformers_answers(
+    tmp_path: Path, model_type: str
+) -> None:
+    directory = make_vision_checkpoint(tmp_path / "model", model_type=model_type)
     noise = np.random.default_rng(3).integers(0, 256, (45, 70, 3), np.uint8)
     image = Pillow.fromarray(noise)
     file = io.BytesIO()

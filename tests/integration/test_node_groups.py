@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.oracle import oracle
 from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import WAIT_S, Cluster, held
+from tests.support.cluster import WAIT_S, Cluster, held, slowed
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # in one process: test_a_group_has_the_answers
 
@@ -55,6 +55,7 @@ def beside_a_group(model: Path, tmp_path: Path, collective_s: float = 30) -> Clu
         flags_of={f"decode-{n}": group(tmp_path / "group", 2, n) for n in range(2)},
         router_flags=("--policy=round_robin",),
         patient=False,
+        environment=slowed(0.01),  # or all answers could end before a node does
     )
 
 
@@ -75,7 +76,11 @@ async def test_the_end_of_a_node_ends_its_group_and_costs_no_answer(
         asked = asyncio.create_task(answers(cluster, begun, 9))
         await begun.wait()
         victim, other = cluster.decode[:2]
-        assert held(await victim.describe())
+
+        async def busy() -> bool:
+            return held(await victim.describe()) != {}
+
+        await cluster.wait_until(busy, "the node has requests")
         _, engine = (await victim.describe()).pids
         os.kill(engine, end)
         async with asyncio.timeout(WAIT_S):

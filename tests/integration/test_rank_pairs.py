@@ -151,6 +151,7 @@ async def test_responses_migrate_between_nodes_of_different_ranks(
         with_secret=False,
         environment=slowed(0.01),
     ) as cluster:
+        await cluster.until_all_have_had_requests()
         known, one, two = oracle(model), *cluster.decode
         asked, answers, begun = prompts(250, (40, 41)), [], asyncio.Queue[int]()
 
@@ -225,6 +226,7 @@ async def test_a_rank_that_ends_costs_no_answer(
         patient=end is signal.SIGKILL,
         environment=slowed(0.02),  # otherwise prompts may be computed before anybody has looked
     ) as cluster:
+        await cluster.until_all_have_had_requests()
         known, asked = oracle(model), prompts(250, [300] * 6)
         answers = [
             asyncio.create_task(cluster.generate(each, max_tokens=LONG_ANSWER, ignore_eos=True))

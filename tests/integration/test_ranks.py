@@ -10,7 +10,9 @@ import pytest
 from engine.ranks.ring import BLOCKS
 from protos.router_pb2 import GetClusterResponse
 from tests.integration.oracle import oracle
-from tests.support.cluster import POLL_S, WAIT_S, Cluster, held
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import POLL_S, WAIT_S, Cluster, free_ports, held, slowed
+from tests.support.scrapes import scraped, total
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +46,7 @@ async def test_a_rank_that_ends_costs_no_answer(
         num_decode=2,
         decode_flags=(*FLAGS, "--engine.parallel.collective-s=5"),
         patient=end is signal.SIGKILL,
+        environment=slowed(0.01),  # or all answers could end before the rank does
     ) as cluster:
         for node in (await _reported(cluster)).nodes:
             assert [rank.pid for rank in node.ranks] == list(node.pids[1:])
@@ -70,3 +73,41 @@ async def test_a_rank_that_ends_costs_no_answer(
             assert tokens == known.tokens(prompt(number), NUM_TOKENS)
         assert await victim.child.ended() == 1
         victim.killed = True
+
+
+@pytest.mark.long
+async def test_experts_move_under_load_and_answers_stay_right(tmp_path: Path) -> None:
+    """On both nodes of a pair, one of which computes prompts only."""
+    model = make_checkpoint(tmp_path / "model", "deepseek_v3")
+    ports = dict(zip(("prefill", "decode"), free_ports(2), strict=True))
+    metrics = {role: (f"--metrics-port={port}",) for role, port in ports.items()}
+    async with Cluster(
+        model,
+        tmp_path,
+        node_flags=(
+            *FLAGS[1:],
+            "--engine.parallel.experts=ep",
+            "--engine.parallel.redundant-experts=4",
+            "--engine.parallel.rebalance-steps=3",
+        ),
+        prefill_flags=metrics["prefill"],
+        decode_flags=metrics["decode"],
+    ) as cluster:
+        known = oracle(model)
+        for batch in range(3):
+            numbers = range(6 * batch, 6 * (batch + 1))
+            found = await asyncio.gather(
+                *(
+                    cluster.generate(prompt(number), max_tokens=60, ignore_eos=True)
+                    for number in numbers
+                )
+            )
+            for number, answer in zip(numbers, found, strict=True):
+                assert answer.token_ids == known.tokens(prompt(number), 60)
+        for port in ports.values():
+
+            async def moved(port: int = port) -> bool:
+                return total(scraped(port), "baton_expert_moves_total") > 0
+
+            await cluster.wait_until(moved, "experts have moved")
+            assert total(scraped(port), "baton_expert_load_imbalance") >= 1

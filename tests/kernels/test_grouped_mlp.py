@@ -125,6 +125,23 @@ def test_experts_that_nobody_wants_are_not_read(implementation):
     assert torch.equal(grouped_mlp(x, gate_up, down, weights, ids, "silu"), expected)
 
 
+def test_pairs_without_an_expert_add_nothing(implementation, monkeypatch):
+    """Those of other ranks. Memory that nothing has written is NaN here."""
+    x, gate_up, down, weights, ids = drawn(50, 64, 32, 3, 3)
+    others = torch.rand(50, 3, device=DEVICE) < 0.5
+    expected = exact(x, gate_up, down, weights * ~others, ids, "silu")
+    ids[others], weights[others] = 3, 0.0
+    real = torch.empty
+
+    def undefined(*size, dtype=None, **options):
+        made = real(*size, dtype=dtype, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made.fill_(-(1 << 20))
+
+    monkeypatch.setattr(torch, "empty", undefined)
+    found = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_wrong_shapes_and_dtypes_are_refused():
     x, gate_up, down, weights, ids = (tensor.cpu() for tensor in drawn(3, 32, 16, 4, 2))
     for wrong in (

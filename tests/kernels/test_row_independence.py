@@ -251,3 +251,18 @@ def test_a_row_has_the_same_bits_beside_any_others(teams, monkeypatch, name, dty
             given[broken] = torch.nan
         actual = computed(teams[number % len(teams)], given, rows)[~broken]
         assert torch.equal(actual, alone[rows[~broken]]), f"{count} rows"
+
+
+def test_logprobs_of_a_large_vocabulary_depend_on_no_thread_and_no_row():
+    x = torch.randn(20, 262_144, generator=torch.Generator().manual_seed(1))
+    tokens, threads, results = torch.arange(20, dtype=torch.int32), torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 8):
+            torch.set_num_threads(count)
+            rows = [logprobs_module.logprobs(x[[i]], tokens[[i]], 3) for i in range(20)]
+            results.append(logprobs_module.logprobs(x, tokens, 3))
+            results.append(tuple(torch.cat(column) for column in zip(*rows, strict=True)))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results:
+        assert all(map(torch.equal, result, results[0]))

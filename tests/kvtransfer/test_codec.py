@@ -13,6 +13,7 @@ from common.errors import ProtocolViolation
 from common.limits import MAX_RANKS, MAX_STREAM_INTERVAL
 from common.priority import HIGHEST, LOWEST
 from common.request import MAX_BUDGET_S, MAX_ENGINE_CRASHES, Remaining, RequestSpec
+from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
 from common.requests.namespace import SHARED, as_bytes, namespace_of
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
@@ -76,6 +77,7 @@ samplings = st.builds(
     prompt_logprobs=st.integers(-1, 20),
     prompt_logprobs_start=st.integers(0, 2**31 - 1),
     hidden_states=st.booleans(),
+    routed_experts=st.booleans(),
 )
 beats = st.builds(Heartbeat, u64, u32, st.booleans())
 hellos = st.builds(
@@ -112,9 +114,16 @@ token_ids = st.lists(i31, min_size=1, max_size=30).map(as_bytes)
 @st.composite
 def specs(draw: st.DrawFn) -> RequestSpec:
     tokens = draw(token_ids)
+    num_generated, embeddings = draw(st.integers(0, len(tokens) // 4 - 1)), None
+    num_prompt = len(tokens) // 4 - num_generated
+    if draw(st.booleans()):
+        tokens = as_bytes([GIVEN_TOKEN] * num_prompt) + tokens[4 * num_prompt :]
+        row = draw(st.binary(min_size=4, max_size=4))
+        embeddings = InputEmbeddings.of(row * num_prompt, num_prompt)
     return RequestSpec(
         token_ids=tokens,
-        num_generated=draw(st.integers(0, len(tokens) // 4 - 1)),
+        num_generated=num_generated,
+        input_embeddings=embeddings,
         sampling=draw(samplings),
         request_id=draw(text),
         traceparent=draw(traceparents),

@@ -20,14 +20,17 @@ from common.config import (
     DecodeConfig,
     EngineConfig,
     HiddenStatesConfig,
+    InputEmbeddingsConfig,
     LoraConfig,
     OffloadConfig,
     PrefillConfig,
     PrefixSharingConfig,
+    RoutedExpertsConfig,
     SchedulerConfig,
     TransferConfig,
 )
 from common.request import NOT_PREDICTED, PredictionUsage
+from common.requests.embeddings import InputEmbeddings
 from common.requests.images import Image
 from common.requests.logprobs import TokenLogprobs
 from common.requests.namespace import UNNAMED
@@ -37,7 +40,7 @@ from engine.adapters.adapters import bank_of
 from engine.backend import TorchBackend
 from engine.batch.batch import LaunchedBatch
 from engine.batch.request import FinishReason
-from engine.build import Engine, assemble
+from engine.build import Engine, assemble, record_experts
 from engine.core import EngineCore
 from engine.grammar.compilers import prepared
 from engine.grammar.grammar_verifier import GrammarWorker
@@ -115,6 +118,8 @@ class Size:
     hidden_states: HiddenStatesConfig = field(
         default_factory=lambda: HiddenStatesConfig(enabled=True)
     )
+    routed_experts: RoutedExpertsConfig = field(default_factory=RoutedExpertsConfig)
+    input_embeddings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,7 @@ class Asked:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     adapter: bytes = b""
     images: tuple[Image, ...] = ()
+    embeddings: InputEmbeddings | None = None
     ticket: int = 0
     migrates: bool = False  # from another node
     predicted: PredictionUsage = NOT_PREDICTED
@@ -366,10 +372,14 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         lora=size.lora,
         weights_dir=size.weights_dir,
         hidden_states=size.hidden_states,
+        routed_experts=size.routed_experts,
+        input_embeddings=InputEmbeddingsConfig(enabled=size.input_embeddings),
     )
     loaded = _loaded(common, config, directory)
     shape = resolve_shape(config, loaded.model.spec, dtype=loaded.model.dtype, free=1 << 40)
     shape = replace(shape, tier_pages=size.tier_pages)
+    if config.routed_experts.enabled:
+        record_experts(config, loaded.model, shape)
     backend = TorchBackend.open(shape, common.make_stream())
     backend.pool.tensor.fill_(0xFF)  # NaN: reads of pages that were never written fail
     store = None
@@ -379,7 +389,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     core = EngineCore.make(
         config,
         shape,
-        loaded.limits(shape, config.hidden_states),
+        loaded.limits(shape, config),
         backend.copier,
         store=store,
         speculator=size.speculator,

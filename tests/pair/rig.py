@@ -21,6 +21,7 @@ from common.addresses import PrefixHint
 from common.config import PrefixSharingConfig, SchedulerConfig, TransferConfig
 from common.process.ipc import socket_pair
 from common.request import Remaining, RequestSpec
+from common.requests.embeddings import InputEmbeddings
 from common.requests.images import Image
 from common.requests.namespace import NO_ADAPTER, SHARED, AdapterId, Namespace, as_bytes
 from common.requests.sampling import SamplingParams
@@ -170,6 +171,7 @@ class PairRig:
         prefix_hints: Sequence[PrefixHint] = (),
         prediction: Sequence[int] = (),
         images: Sequence[Image] = (),
+        embeddings: InputEmbeddings | None = None,
         **sampling: Any,
     ) -> Asked:
         """Submit a request to a decode node. By default it is greedy and ignores EOS.
@@ -181,7 +183,7 @@ class PairRig:
         fields = {"temperature": 0.0, "seed": number, "ignore_eos": True, **sampling}
         asked = Asked(number, tuple(prompt), SamplingParams(max_tokens=max_tokens, **fields))
         asked.ticket, asked.migrates = (1 << 63) + number, move_from is not None
-        asked.adapter, asked.images = adapter, tuple(images)
+        asked.adapter, asked.images, asked.embeddings = adapter, tuple(images), embeddings
         self.asked.append(asked)
         router = self.decode[node].router
         router.asked[number] = asked
@@ -203,6 +205,7 @@ class PairRig:
                     client=client,
                     prediction=as_bytes(prediction),
                     images=tuple(images),
+                    input_embeddings=embeddings,
                 ),
                 remaining=Remaining(budget_s, queue_s),
                 placement=Placement(
@@ -241,6 +244,7 @@ class PairRig:
             node=target,
             adapter=asked.adapter,
             images=asked.images,
+            embeddings=asked.embeddings,
             move_from=MigrateFrom(self.decode[source].front.address, asked.ticket),
             **msgspec.structs.asdict(asked.sampling),
         )

@@ -101,7 +101,10 @@ def test_requests_beyond_the_limit_are_refused_before_they_are_computed(known):
     limit = HiddenStatesConfig(enabled=True, max_request_bytes=20 * size)
     with PairRig(known.loaded, decode=[Size(hidden_states=limit)]) as rig:
         refused = rig.serve(range(12), 10, **WANTED)
-        assert f"return_hidden_states: 21 hidden states of {size} bytes" in refused.ended.error
+        assert (
+            f"return_hidden_states: hidden states of 21 tokens with {size} bytes"
+            in refused.ended.error
+        )
         assert not refused.tokens and rig.decode[0].count("handoffs_opened") == 0
         check(known, rig.serve(range(12), 9, **WANTED))
     off = HiddenStatesConfig()
@@ -128,7 +131,7 @@ def test_a_first_token_without_hidden_states_costs_the_attempt_alone(known, monk
 
 def test_a_node_holds_the_hidden_states_of_few_requests_at_a_time(known, monkeypatch):
     size = 4 * known.loaded.model.spec.hidden_size
-    monkeypatch.setattr(decode_admission, "MAX_HELD_HIDDEN_STATE_BYTES", 50 * size)
+    monkeypatch.setattr(decode_admission, "MAX_HELD_STATE_BYTES", 50 * size)
     with PairRig(known.loaded) as rig:
         one, other, third = (rig.ask(range(12), 10, **WANTED) for _ in range(3))
         plain = rig.ask(range(12), 10)

@@ -20,7 +20,7 @@ from router.metrics import RouterMetrics
 from router.policy.load import WHENEVER, LoadReservation
 from router.record import RequestRecord, RequestRecords
 from router.timelines import TimelineRecorder
-from router.token_buffer import NodeOutput, StreamEnd, TokenBuffer
+from router.token_buffer import UNKNOWN_VERSION, NodeOutput, StreamEnd, TokenBuffer
 from tests.support.specs import make_spec
 
 MAX_TOKENS = 9
@@ -71,6 +71,7 @@ class Sink:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.ended = False
+        self.version = UNKNOWN_VERSION
 
     def add(self, output: NodeOutput) -> bool:
         self.token_ids += output.token_ids

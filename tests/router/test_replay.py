@@ -270,3 +270,53 @@ async def test_the_budget_of_a_replay_is_what_is_left(model):
         again = await d1.complete([20, 21], FINISH_REASON_LENGTH)
         assert again.budget_s < first.budget_s - 0.04
         await collect(call)
+
+
+async def promise(router, nodes, fingerprints):
+    """Have nodes report batch-invariant responses with these fingerprints."""
+    for node, fingerprint in zip(nodes, fingerprints, strict=True):
+        node.change_status(fingerprint=fingerprint, batch_invariant=True)
+    await eventually(lambda: {each.promised for each in router.cluster.usable()} == {*fingerprints})
+
+
+async def test_a_batch_invariant_response_continues_only_with_its_fingerprint(
+    client, router, d0, d1
+):
+    await promise(router, (d0, d1), ("one", "other"))
+    call = ask(client, max_tokens=9)
+    d0.say({(await d0.submitted()).number: [20]})
+    await call.read()
+    await d0.die()
+    assert "no decode node that is ready has the fingerprint" in (await failure(call)).details()
+    # The first tokens may come from any node.
+    other = ask(client)
+    await d1.complete([30])
+    assert (await collect(other))[1] == [30]
+
+
+async def test_a_batch_invariant_response_continues_on_a_node_with_its_fingerprint(
+    client, router, d0, d1
+):
+    await promise(router, (d0, d1), ("one", "one"))
+    call = ask(client, max_tokens=9)
+    d0.say({(await d0.submitted()).number: [20]})
+    await call.read()
+    await d0.die()
+    await d1.complete([21])
+    _, tokens, last = await collect(call)
+    assert tokens == [21]
+    (version,) = last.versions
+    assert version.system_fingerprint == "fp_invariant_one"
+
+
+async def test_another_fingerprint_is_reported_if_so_configured(model):
+    async with two_nodes(model, fingerprint_change="report") as (client, router, d0, d1):
+        await promise(router, (d0, d1), ("one", "other"))
+        call = ask(client, max_tokens=9)
+        d0.say({(await d0.submitted()).number: [20]})
+        await call.read()
+        await d0.die()
+        await d1.complete([21])
+        versions = (await collect(call))[2].versions
+        reported = [(each.first_token, each.system_fingerprint) for each in versions]
+        assert reported == [(0, "fp_invariant_one"), (1, "fp_invariant_other")]

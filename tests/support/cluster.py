@@ -368,6 +368,13 @@ class Cluster:
         await self.start_again(prefill)
         await self.wait_until(paired, "the decode node has paired again")
 
+    async def until_whole(self) -> None:
+        """All live nodes serve and have paired."""
+        async with asyncio.timeout(START_S):
+            for node in self.live_nodes:
+                await self._until_serving(node.program)
+        await self.wait_until(self._paired, "all nodes are paired", START_S)
+
     async def kill_router(self) -> None:
         self._router.send(signal.SIGKILL)
         await self._router.ended()

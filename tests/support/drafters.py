@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.batch.batch import Ints
 from engine.speculative import AllDrafts, Speculator
 from tests.support.checkpoints import make_checkpoint
+from tests.support.vision import make_vision_checkpoint
 
 Foretell = Callable[[list[int], int], list[int]]  # the next so many tokens after these
 KINDS = ("right", "wrong", "random")
@@ -150,12 +151,15 @@ def make_mtp(model: Path, *, seed: int = 0) -> Path:
 
 
 def make_hybrid_mtp(model: Path, *, seed: int = 0) -> Path:
-    """The same for a Qwen3-Next or Qwen3.5, whose last layer is one of attention."""
+    """The same for a Qwen3-Next or Qwen3.5, whose last layer is one of attention. It may have an
+    image encoder."""
     config = json.loads((model / "config.json").read_text())
+    prefix = "model.language_model." if "text_config" in config else "model."
+    config = config.get("text_config", config)
     hidden, last = config["hidden_size"], config["num_hidden_layers"] - 1
     tensors = load_file(model / TENSORS)
     random = torch.Generator().manual_seed(seed)
-    own = _shaken(tensors, f"model.layers.{last}.", "mtp.layers.0.", random)
+    own = _shaken(tensors, f"{prefix}layers.{last}.", "mtp.layers.0.", random)
     for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         own[f"mtp.{norm}.weight"] = 0.1 * torch.randn(hidden, generator=random)
     join = torch.randn(hidden, 2 * hidden, generator=random)
@@ -185,13 +189,18 @@ def make_followed(directory: Path, architecture: str = "llama") -> Path:
     it: its vectors are the tokens' own. Returns `directory`."""
     size = FOLLOWED_SIZE
     make_checkpoint(directory, architecture, hidden_size=size, num_attention_heads=4, head_dim=80)
+    return _followed(directory, "model.", float(architecture == "llama"))
+
+
+def _followed(directory: Path, prefix: str, norm: float) -> Path:
+    """Changes the weights of a decoder. `norm`: what is stored of norms that only scale."""
     tensors = load_file(directory / TENSORS)
     for name, tensor in tensors.items():
-        if name.endswith(_TO_RESIDUAL):
+        if name.startswith(prefix) and name.endswith(_TO_RESIDUAL):
             tensor.zero_()
-        elif name.endswith("norm.weight"):
-            tensor.fill_(architecture == "llama")  # others store what they differ from 1
-    tensors["model.embed_tokens.weight"] = torch.eye(size)
+        elif name.startswith(prefix) and name.endswith("norm.weight"):
+            tensor.fill_(norm)  # others than Llama store what they differ from 1
+    tensors[f"{prefix}embed_tokens.weight"] = torch.eye(FOLLOWED_SIZE)
     tensors["lm_head.weight"] = _permutation()
     save_file(tensors, directory / TENSORS, {"format": "pt"})
     return directory
@@ -225,7 +234,18 @@ def make_knower(directory: Path, model: Path) -> Path:
 def make_followed_hybrid(directory: Path) -> Path:
     """Writes a Qwen3-Next like the model of `make_followed`, with the layer for drafts that is
     right for it, like that of `make_follower`; returns `directory`."""
-    make_hybrid_mtp(make_followed(directory, "qwen3_next"))
+    return _with_follower(make_followed(directory, "qwen3_next"))
+
+
+def make_followed_vision(directory: Path) -> Path:
+    """Writes a Qwen3.5 with an image encoder that is otherwise like `make_followed_hybrid`."""
+    sizes = {"hidden_size": FOLLOWED_SIZE, "head_dim": 80}
+    make_vision_checkpoint(directory, model_type="qwen3_5", **sizes)
+    return _with_follower(_followed(directory, "model.language_model.", 0.0))
+
+
+def _with_follower(directory: Path) -> Path:
+    make_hybrid_mtp(directory)
     tensors = load_file(directory / TENSORS)
     for name, tensor in tensors.items():
         if name.startswith("mtp.") and name.endswith((*_TO_RESIDUAL, "norm.weight")):

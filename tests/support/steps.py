@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from common.config import LoraConfig
+from common.requests.images import Image
 from common.requests.namespace import NO_ADAPTER
 from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import AdapterManager, bank_of, load_all, no_adapters, shelf_of
@@ -100,6 +101,7 @@ class Steps:
         *,
         num_prompt: int | None = None,
         adapter: str = "",
+        images: Sequence[Image] = (),
     ) -> int:
         """Gives the request a slot and pages for all of its context; returns the slot.
 
@@ -112,6 +114,7 @@ class Steps:
             num_generated=0 if num_prompt is None else len(tokens) - num_prompt,
             sampling=sampling,
             adapter=self.adapters.library.names()[adapter] if adapter else NO_ADAPTER,
+            images=tuple(images),
         )
         self.adapters.hold(request)
         assert self.adapters.take_slot(request)
@@ -274,7 +277,12 @@ class Recorder:
 
 
 def logits_after(
-    model: Model, tokens: Sequence[int], ends: Sequence[int] = (), **options: Any
+    model: Model,
+    tokens: Sequence[int],
+    ends: Sequence[int] = (),
+    *,
+    images: Sequence[Image] = (),
+    **options: Any,
 ) -> torch.Tensor:
     """Compute a prompt in chunks. Return the logits after each of them, [chunks, vocabulary].
 
@@ -284,7 +292,7 @@ def logits_after(
     """
     recorder = Recorder(model)
     steps = Steps(recorder, overlap=False, **options)
-    slot, ends = steps.add(tokens), [*ends] or [len(tokens)]
+    slot, ends = steps.add(tokens, images=images), [*ends] or [len(tokens)]
     for start, end in zip([0, *ends], ends, strict=False):
         steps.launch([(slot, start, end)])
     steps.close()

@@ -1,11 +1,12 @@
-"""A tiny random Qwen2.5-VL with a byte-level tokenizer, images for it, and what transformers
+"""Tiny random vision models with a byte-level tokenizer, images for them, and what transformers
 generates after prompts with them."""
 
 import io
 import json
+import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from PIL import Image as Pillow
 from tokenizers import Tokenizer
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
 )
 
 from common.model_directory import VisionFiles, vision_files
@@ -40,11 +42,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_vision_checkpoint(directory: Path, *, seed: int = 0) -> Path:
-    """Make a checkpoint as `make_checkpoint` does. Weights are large enough to make errors
-    visible."""
+def make_vision_checkpoint(
+    directory: Path, *, model_type: str = "qwen2_5_vl", seed: int = 0, **sizes: int
+) -> Path:
+    """Make a checkpoint as `make_checkpoint` does. Weights are large enough to make errors visible.
+
+    Args:
+        sizes: fields of the decoder's configuration.
+    """
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(_config())
+    config = _config(model_type, **sizes)
+    model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
@@ -54,28 +62,26 @@ def make_vision_checkpoint(directory: Path, *, seed: int = 0) -> Path:
             if any(part in name for part in ("q_proj", "k_proj", "qkv")):
                 parameter.mul_(4.0)
     model.save_pretrained(directory)
-    return write_vision_files(directory)
+    write_vision_files(directory, model_type=model_type)
+    config.save_pretrained(directory)
+    return directory
 
 
 def write_vision_files(
-    directory: Path, *, max_pixels: int = 64 * SIDE**2, sees: bool = True
+    directory: Path,
+    *,
+    model_type: str = "qwen2_5_vl",
+    max_pixels: int = 64 * SIDE**2,
+    sees: bool = True,
 ) -> Path:
     """All that a router reads.
 
     Args:
         sees: else it is a model of texts with the same tokenizer and chat template.
     """
-    (_config() if sees else _config().text_config).save_pretrained(directory)
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "min_pixels": SIDE**2,
-        "max_pixels": max_pixels,
-        "patch_size": PATCH,
-        "merge_size": MERGE,
-        "temporal_patch_size": 2,
-        "image_mean": MEAN,
-        "image_std": STD,
-    }
+    config = _config(model_type)
+    (config if sees else config.text_config).save_pretrained(directory)
+    processor = _processor(model_type, max_pixels)
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     make_tokenizer(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -87,52 +93,127 @@ def write_vision_files(
     return directory
 
 
-def _config() -> Qwen2_5_VLConfig:
-    return Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": VOCABULARY_SIZE,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 1024,
-            "bos_token_id": None,
-            "eos_token_id": END_TOKEN_ID,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [2, 3, 3],
-            },
-        },
-        vision_config={
-            "depth": 2,
+_TEXT = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": END_TOKEN_ID,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+}
+_INTERLEAVED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+_THIRDS = _INTERLEAVED | {"mrope_section": [6, 5, 5]}
+_HYBRID = {
+    **_TEXT,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": _INTERLEAVED | {"partial_rotary_factor": 0.5},
+}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+_LEARNT = {**_VISION, "num_position_embeddings": 16}
+_MARKS = {
+    "image_token_id": PAD_ID,
+    "video_token_id": 261,
+    "vision_start_token_id": BEGIN_ID,
+    "vision_end_token_id": END_ID,
+}
+SQUARE = 6  # tokens per side of every image of a LLaVA
+# By model_type: of the decoder, of the image encoder, and others.
+_SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = {
+    "qwen2_5_vl": (
+        {**_TEXT, "rope_parameters": _ROPE},
+        {**_VISION, "window_size": 4 * PATCH, "fullatt_block_indexes": [1]},
+        _MARKS,
+    ),
+    "qwen3_vl": (
+        {**_TEXT, "num_hidden_layers": 3, "head_dim": 32, "rope_parameters": _THIRDS},
+        {**_LEARNT, "depth": 3, "deepstack_visual_indexes": [0, 1]},
+        _MARKS,
+    ),
+    "qwen3_5": (_HYBRID, _LEARNT, _MARKS),
+    "qwen3_5_moe": (_HYBRID | _EXPERTS, _LEARNT, _MARKS),
+    "llava": (
+        {"model_type": "llama", **_TEXT},
+        {
+            "model_type": "clip_vision_model",
             "hidden_size": 32,
             "intermediate_size": 48,
-            "num_heads": 2,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
             "patch_size": PATCH,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": 2,
-            "window_size": 4 * PATCH,
-            "out_hidden_size": 64,
-            "fullatt_block_indexes": [1],
+            "image_size": SQUARE * PATCH,
         },
-        image_token_id=PAD_ID,
-        video_token_id=261,
-        vision_start_token_id=BEGIN_ID,
-        vision_end_token_id=END_ID,
-    )
+        {"image_token_index": PAD_ID},
+    ),
+}
 
 
-def image_processor(max_pixels: int = 64 * SIDE**2, **options: Any) -> Any:
+def _config(model_type: str, **sizes: int) -> PreTrainedConfig:
+    text, vision, others = (dict(each) for each in _SIZES[model_type])
+    text |= sizes
+    if "out_hidden_size" in vision:
+        vision["out_hidden_size"] = text["hidden_size"]
+    return AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **others)
+
+
+def _processor(model_type: str, max_pixels: int) -> dict[str, Any]:
+    """The content of preprocessor_config.json."""
+    scale = {"image_mean": MEAN, "image_std": STD}
+    if model_type == "llava":
+        side = SQUARE * PATCH
+        return {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": side + 4},
+            "crop_size": {"height": side, "width": side},
+            "do_center_crop": True,
+            "resample": 3,
+            **scale,
+        }
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": SIDE**2,
+        "max_pixels": max_pixels,
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        **scale,
+    }
+
+
+def image_processor(
+    max_pixels: int = 64 * SIDE**2, model_type: str = "qwen2_5_vl", **options: Any
+) -> Any:
     """transformers' own."""
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    size = {"shortest_edge": SIDE**2, "longest_edge": max_pixels}
-    means = {"image_mean": MEAN, "image_std": STD}
-    return Qwen2VLImageProcessorPil(
-        size=size, patch_size=PATCH, merge_size=MERGE, **means, **options
-    )
+    kind = CLIPImageProcessorPil if model_type == "llava" else Qwen2VLImageProcessorPil
+    fields = _processor(model_type, max_pixels)
+    del fields["image_processor_type"]
+    return kind(**(fields | options))
 
 
 def files_of(directory: Path) -> VisionFiles:
@@ -141,10 +222,10 @@ def files_of(directory: Path) -> VisionFiles:
     return files
 
 
-def picture(rows: int, columns: int, seed: int, at: int = 0) -> Image:
+def picture(rows: int, columns: int, seed: int, side: int = SIDE) -> Image:
     """Noise."""
-    drawn = np.random.default_rng(seed).integers(0, 256, (rows * SIDE, columns * SIDE, 3), np.uint8)
-    return Image(at, rows, columns, drawn.tobytes())
+    drawn = np.random.default_rng(seed).integers(0, 256, (rows * side, columns * side, 3), np.uint8)
+    return Image(0, rows, columns, drawn.tobytes())
 
 
 def with_images(*parts: str | Image) -> tuple[list[int], tuple[Image, ...]]:
@@ -163,7 +244,7 @@ def with_images(*parts: str | Image) -> tuple[list[int], tuple[Image, ...]]:
 
 def reference_vision_model(directory: Path) -> PreTrainedModel:
     """Load the reference model as `reference_model` does."""
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+    model = AutoModelForImageTextToText.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
     )
     model.generation_config.eos_token_id = None
@@ -171,35 +252,41 @@ def reference_vision_model(directory: Path) -> PreTrainedModel:
     return model
 
 
+def vision_inputs(
+    token_ids: Sequence[int], images: Sequence[Image], model_type: str
+) -> dict[str, Any]:
+    """Return transformers' inputs for a prompt. Its image processor gets each image at its size."""
+    ids = list(token_ids)
+    for image in images:
+        ids[image.at : image.end] = [PAD_ID] * image.num_tokens
+    tokens = torch.tensor([ids])
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    as_they_are = {"do_resize": False}
+    if model_type == "llava":
+        as_they_are["do_center_crop"] = False
+    else:
+        inputs["mm_token_type_ids"] = (tokens == PAD_ID).int()
+    if images:
+        processor = image_processor(model_type=model_type, **as_they_are)
+        arrays = [_array(image) for image in images]
+        inputs |= processor(arrays, return_tensors="pt", input_data_format="channels_last")
+    return inputs
+
+
+def _array(image: Image) -> Any:
+    side = math.isqrt(len(image.pixels) // (3 * image.num_tokens))
+    pixels = np.frombuffer(image.pixels, np.uint8)
+    return pixels.reshape(image.rows * side, image.columns * side, 3)
+
+
 def greedy_vision_tokens(
     model: PreTrainedModel, token_ids: Sequence[int], images: Sequence[Image], num_tokens: int
 ) -> list[int]:
-    """Return the tokens that transformers generates. Its image processor gets each image at its
-    size."""
-    processor = image_processor(do_resize=False)
-    ids, inputs = list(token_ids), {}
-    for image in images:
-        ids[image.at : image.end] = [PAD_ID] * image.num_tokens
-    if images:
-        arrays = [
-            np.frombuffer(image.pixels, np.uint8).reshape(
-                image.rows * SIDE, image.columns * SIDE, 3
-            )
-            for image in images
-        ]
-        inputs = dict(processor(arrays, return_tensors="pt", input_data_format="channels_last"))
-    tokens = torch.tensor([ids])
+    """Return the tokens that transformers generates."""
+    inputs = vision_inputs(token_ids, images, model.config.model_type)
     with torch.no_grad():
-        out = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            mm_token_type_ids=(tokens == PAD_ID).int(),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            **inputs,
-        )
-    return out[0, len(ids) :].tolist()
+        out = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    return out[0, len(token_ids) :].tolist()
 
 
 def headed(kind: str, width: int, height: int) -> bytes:

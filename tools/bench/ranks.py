@@ -1,23 +1,44 @@
-"""Measure decode steps of one engine with one rank and with two, as ratios.
+"""Measure what several ranks of a node cost, as ratios to one rank.
 
-    python -m tools.bench.ranks [--rows 1 8] [--steps 60] [--rounds 3] [--small]
+    python -m tools.bench.ranks [--parts steps launch memory start] [--rounds 3] [--small]
 
-The model has 449 million random weights in float32. Engines run one after the other, several times
-in turn. A figure is the shortest step of all runs, because other work only makes steps longer.
+steps: decode steps of a model of 449 million random weights in float32.
+launch: microseconds of rank 0's engine thread in which it sends a step of 256 rows with 64 pages
+    each to 1, 3 and 7 followers. Followers are sockets that a thread reads.
+memory: bytes of weights of each rank, and by how much they exceed 1/tp of those of one rank.
+start: seconds from the start of a node of a tiny model until it is ready.
+
+Whatever is compared runs in turn, several times. A figure is the minimum of all runs, because other
+work only makes them longer.
 """
 
 import argparse
+import contextlib
 import itertools
+import math
+import socket
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 
 from common.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from common.requests.sampling import SamplingParams
+from engine.batch.forward import ForwardBatch
 from engine.build import build
 from engine.loop.loop import EventLoop
+from engine.models import open_checkpoint
+from engine.ranks.messages import MAX_PACKET_BYTES
+from engine.ranks.share import Share
+from engine.runner.launch_message import block_bytes, encode
+from engine.runner.step import Step
 from tests.support.specs import make_request
 from tools.bench.support import record
 from tools.bench.support.models import QWEN3_450M, QWEN3_SMALL, kept
@@ -76,16 +97,8 @@ class _Decoding:
         return min(later - earlier for earlier, later in itertools.pairwise(decodes))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each engine (%(default)s)")
-    parser.add_argument("--small", action="store_true", help="a model of 3.5 MB, to try the bench")
-    parser.add_argument("--models", type=Path, default=Path("build/bench-models"))
-    options = parser.parse_args()
-    name, sizes = ("qwen3-small", QWEN3_SMALL) if options.small else ("qwen3-450m", QWEN3_450M)
-    model = kept(options.models, name, torch.float32, sizes)
+def steps(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    model = _model(options)
     best: dict[tuple[str, int], float] = {}
     for _ in range(options.rounds):
         for kind, (ranks, threads) in KINDS.items():
@@ -105,15 +118,150 @@ def main() -> None:
         for rows in options.rows
         for kind in KINDS
     ]
-    columns = {
+    return lines, {
         "rows": "{rows}",
         "engine": "{kind}",
         "step ms": "{step_ms:.2f}",
         "to 1 thread": "{to_one:.2f}",
         "to 2 threads": "{to_two:.2f}",
     }
-    record.table(lines, columns)
-    record.emit("ranks", {"model": name, "steps": options.steps, "rounds": options.rounds}, lines)
+
+
+def launch(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    step = _wide_step()
+    block, encoder = np.empty(block_bytes(step), np.uint8), msgspec.msgpack.Encoder()
+    lines = []
+    for count in (1, 3, 7):
+        with _followers(count) as sockets:
+
+            def send(sockets: Sequence[socket.socket] = sockets) -> None:
+                header = encoder.encode(encode(step, block))
+                for each in sockets:
+                    each.send(header, socket.MSG_DONTWAIT)
+
+            spent = [_cpu_s(send) for _ in range(options.rounds * 500)]
+        lines.append({"followers": count, "us": min(spent) * 1e6, "p50": np.median(spent) * 1e6})
+    return lines, {"followers": "{followers}", "us, minimum": "{us:.0f}", "us, p50": "{p50:.0f}"}
+
+
+def memory(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    servable = open_checkpoint(_model(options))
+
+    def num_bytes(share: Share) -> int:
+        return servable.weight_bytes(torch.device("cpu"), torch.float32, "none", share)
+
+    whole = num_bytes(Share())
+    lines = [
+        {"rank": f"{rank} of {size}", "mib": own / (1 << 20), "over": own * size / whole - 1}
+        for size in (2, 4)
+        for rank in range(size)
+        for own in [num_bytes(Share(rank, size))]
+    ]
+    return lines, {"rank": "{rank}", "MiB": "{mib:.1f}", "over 1/tp": "{over:+.2%}"}
+
+
+def start(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    model = kept(options.models, "qwen3-small", torch.float32, QWEN3_SMALL)
+    best: dict[int, float] = {}
+    for _, ranks in itertools.product(range(options.rounds), (1, 2, 4)):
+        best[ranks] = min(_ready_s(model, ranks), best.get(ranks, math.inf))
+    lines = [{"ranks": n, "s": best[n], "to_one": best[n] / best[1]} for n in best]
+    return lines, {"ranks": "{ranks}", "s": "{s:.2f}", "to one rank": "{to_one:.2f}"}
+
+
+PARTS = {"steps": steps, "launch": launch, "memory": memory, "start": start}
+
+
+def _model(options: argparse.Namespace) -> Path:
+    name, sizes = ("qwen3-small", QWEN3_SMALL) if options.small else ("qwen3-450m", QWEN3_450M)
+    return kept(options.models, name, torch.float32, sizes)
+
+
+def _ready_s(model: Path, ranks: int) -> float:
+    """Return the seconds from the start of a node's program until it is ready."""
+    flags = ["--mode=colocated", "--engine.device=cpu", "--engine.threads=1"]
+    flags += [f"--engine.model={model}", f"--engine.parallel.tp={ranks}", "--server.port=0"]
+    command = [sys.executable, "-m", "decode_node", *flags, "--engine.cache.num-pages=64"]
+    begun = time.perf_counter()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as node:
+        assert node.stderr is not None
+        ready = any(": ready " in line for line in node.stderr)
+        spent = time.perf_counter() - begun
+        node.terminate()
+    if not ready:
+        raise RuntimeError(f"a node with {ranks} ranks does not get ready")
+    return spent
+
+
+def _wide_step(rows: int = 256, pages: int = 64) -> Step:
+    """Return a decode step of as many rows with as many pages each."""
+    wide, long = torch.arange(rows, dtype=torch.int32), torch.arange(rows)
+    none, page_ids = torch.empty(rows, 0, dtype=torch.int32), torch.arange(rows * pages).int()
+    batch = ForwardBatch(
+        locations=(long,),
+        page_starts=(wide * pages,),
+        token_ids=wide,
+        positions=wide,
+        lengths=wide,
+        query_starts=torch.arange(rows + 1, dtype=torch.int32),
+        sampled=long,
+        state_reads=none,
+        state_writes=none,
+        state_marks=wide,
+        state_kept=none,
+        page_ids=page_ids,
+        slots=long,
+        num_decodes=rows,
+        seen=(),
+    )
+    return Step(batch)
+
+
+@contextlib.contextmanager
+def _followers(count: int) -> Iterator[Sequence[socket.socket]]:
+    """Yield a socket for each follower, whose packets a thread receives."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
+
+    def receive(theirs: socket.socket) -> None:
+        while theirs.recv(MAX_PACKET_BYTES):
+            pass
+
+    threads = [threading.Thread(target=receive, args=(theirs,)) for _, theirs in pairs]
+    for thread in threads:
+        thread.start()
+    try:
+        yield [ours for ours, _ in pairs]
+    finally:
+        for ours, _ in pairs:
+            ours.close()
+        for thread, (_, theirs) in zip(threads, pairs, strict=True):
+            thread.join()
+            theirs.close()
+
+
+def _cpu_s(call: Callable[[], None]) -> float:
+    """Return the CPU seconds of this thread in a call. Others run before the next one."""
+    begun = time.thread_time()
+    call()
+    spent = time.thread_time() - begun
+    time.sleep(0)
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["steps"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each engine (%(default)s)")
+    parser.add_argument("--small", action="store_true", help="a model of 3.5 MB, to try the bench")
+    parser.add_argument("--models", type=Path, default=Path("build/bench-models"))
+    options = parser.parse_args()
+    for part in options.parts:
+        lines, columns = PARTS[part](options)
+        record.table(lines, columns)
+        config = {"part": part, "small": options.small, "rounds": options.rounds}
+        record.emit("ranks", config, lines)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 One shared expert for all tokens is optional.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.blocks.dense import DenseBlock, DenseMlp
+from engine.models.blocks.placed_experts import PlacedExperts
 from engine.models.blocks.protocol import LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
 from engine.models.linear import ExpertNet
@@ -76,7 +78,9 @@ class Experts:
 
 
 def _part_of(source: BlockWeights, shape: ExpertShape) -> ExpertNet:
-    exchange = source.share.exchange
+    exchange, placement = source.share.exchange, source.share.placement
+    if placement is not None:
+        return PlacedExperts.of(source, shape, placement)
     part = source.share.expert_part(shape.count, shape.inner)
     net = source.experts(shape, part)
     own = net if len(part.experts) == shape.count else OwnExperts(net, part.experts)
@@ -90,20 +94,21 @@ class OwnExperts:
 
     Attributes:
         net: of these experts alone.
-        numbers: of these experts.
+        numbers: of these experts, which are consecutive.
     """
 
     net: ExpertNet
-    numbers: range
+    numbers: Sequence[int]
 
     @property
     def nbytes(self) -> int:
         return self.net.nbytes
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        own = (ids >= self.numbers.start) & (ids < self.numbers.stop)
-        none = len(self.numbers)  # for a pair of another rank, see grouped_mlp
-        places = torch.where(own, ids - self.numbers.start, none)
+        first, none = self.numbers[0], len(self.numbers)
+        own = (ids >= first) & (ids < first + none)
+        # The number `none` is for a pair of another rank, see grouped_mlp.
+        places = torch.where(own, ids - first, none)
         return self.net.apply(x, weights * own, places)
 
 
@@ -121,6 +126,51 @@ class SharedExperts:
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return self.exchange.own_sum(self.own.apply(*self.exchange.gather(x, weights, ids)))
+
+
+class RoutedExperts:
+    """The experts of the tokens of the newest forward. Forward stream only.
+
+    All forwards write to the same addresses, so graphs can contain the copies.
+
+    Args:
+        num_tokens: of the largest forward.
+        num_layers: all layers of the model.
+        k: most experts per token of any layer.
+
+    Attributes:
+        token_bytes: size of the experts of one token.
+    """
+
+    def __init__(self, num_tokens: int, num_layers: int, k: int, device: torch.device) -> None:
+        self._ids = torch.zeros(num_tokens, num_layers, k, dtype=torch.int16, device=device)
+        self.token_bytes = self._ids.element_size() * num_layers * k
+
+    def write(self, layer: int, ids: Tensor) -> None:
+        """Copy the experts of a layer, int32 [n, k], for the forward's tokens."""
+        self._ids[: len(ids), layer, : ids.shape[1]] = ids
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Return the experts of some tokens of the forward, int16 [n, layers, k]. Layers without
+        experts have zeros."""
+        return self._ids[tokens]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedExperts:
+    """The experts of a layer, which also writes down the experts of each token."""
+
+    net: ExpertNet
+    layer: int
+    routed: RoutedExperts
+
+    @property
+    def nbytes(self) -> int:
+        return self.net.nbytes
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        self.routed.write(self.layer, ids)
+        return self.net.apply(x, weights, ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 A spec holds numbers from a configuration. It builds the block that computes with them.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from engine.kv_cache.states import LayerState
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.source import BlockWeights
 from engine.models.linear import Linear
+from engine.models.vision.seeing import ImageFeatures
 from engine.ranks import Group
 from kernels.linear_attention.state_cells import CellView
 
@@ -71,12 +72,14 @@ class ModelStep:
     Attributes:
         adapted: None where no row has an adapter.
         late: collects the layers' state updates where rows have drafts, else None.
+        features: of visible images, for models that add them.
         shared: shared among all layers.
     """
 
     batch: ForwardBatch
     adapted: AdaptedLinear | None = None
     late: LateStates | None = None
+    features: Sequence[ImageFeatures] = ()
     shared: SharedStepState = field(default_factory=SharedStepState)
 
     def product(self, linear: Linear, x: Tensor) -> Tensor:

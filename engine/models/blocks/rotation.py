@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.batch.images import AXES
 from kernels.layers.rope import rope_angles
 
 
@@ -36,19 +35,17 @@ class AxialRope(Rope):
     The positions differ only for image tokens.
 
     Attributes:
-        sections: pairs of a head that rotate by time, by height, by width, and again from the
-            first.
+        axes: the axis whose position rotates each pair of a head: 0 for time, 1 for height, 2 for
+            width.
 
     Source: Qwen2-VL, Wang et al. 2024, section 2.1 (M-RoPE).
     """
 
-    sections: tuple[int, ...]
+    axes: tuple[int, ...]
 
     def build(self, device: torch.device) -> "Rotation":
         plain = super(AxialRope, self).build(device)
-        axes = torch.arange(len(self.sections)) % AXES
-        sizes = torch.tensor(self.sections)
-        by_pair = torch.repeat_interleave(axes, sizes).to(device)
+        by_pair = torch.tensor(self.axes, device=device)
         return AxialRotation(plain.inverse_frequencies, plain.scale, by_pair)
 
 

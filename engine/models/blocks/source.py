@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.linear import NO_CUTS, ExpertNet, Linear, Product, Ranges
+from engine.models.linear import NO_CUTS, Linear, Product, Ranges, SlottedExperts
 from engine.models.quantized.experts import ExpertShape
 from engine.ranks import ExpertPart, Share
 
@@ -39,6 +39,11 @@ class BlockWeights(Protocol):
         """The products that `linear` has made so far, including those made through `within`."""
         ...
 
+    @property
+    def prefix(self) -> str:
+        """Return what `within` has added."""
+        ...
+
     def within(self, prefix: str) -> "BlockWeights": ...
 
     def linear(
@@ -65,7 +70,7 @@ class BlockWeights(Protocol):
         dtype, for callers that multiply by parts of it. None: all outputs."""
         ...
 
-    def experts(self, shape: ExpertShape, part: ExpertPart) -> ExpertNet:
+    def experts(self, shape: ExpertShape, part: ExpertPart) -> SlottedExperts:
         """Return a part of the experts stored under the module `experts`. Of experts that several
         ranks have, rank 0 alone has the biases of the outputs."""
         ...

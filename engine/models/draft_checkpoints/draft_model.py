@@ -104,7 +104,7 @@ class DraftModelCheckpoint:
 
 def _part(share: Share) -> Share:
     """Return the part of a draft model that a rank of the model has. Experts are always divided."""
-    return replace(share, whole_experts=False)
+    return replace(share, whole_experts=False, placement=None)
 
 
 class DraftModel:
@@ -122,13 +122,15 @@ class DraftModel:
         step: ModelStep,
         hidden: Tensor,
         tapped: Sequence[Tensor],
+        embeddings: Tensor,
         future_tokens: Tensor,
         pool: KVPool,
     ) -> None:
         batch = step.batch
         if pool in self._guessed:
             self._guessed.discard(pool)
-            batch = one_token(batch, batch.token_ids, batch.query_starts[1:].long() - 1)
+            lasts = batch.query_starts[1:].long() - 1
+            batch = one_token(batch, batch.token_ids, lasts, batch.lengths)
         self._run(batch, future_tokens, pool)
 
     def continue_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:

@@ -68,8 +68,9 @@ class Body:
         Args:
             joined: the mixer's input.
         """
-        # A text's first token has no token before it, so its input is zeros.
-        first = (step.batch.positions == 0)[:, None]
+        # The first token of a prompt has no token before it, so its input is zeros. No other token
+        # has position 0 on all axes.
+        first = (step.batch.positions == 0).view(-1, len(joined)).all(0)[:, None]
         self.mixer.keep(joined.masked_fill(first, 0), step, kept)
 
     def forward(self, joined: Tensor, past: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:

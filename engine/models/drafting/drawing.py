@@ -25,10 +25,11 @@ def drawn(
         logits_of: stores the KV of a step with one token of each row, and returns the logits of the
             next tokens.
     """
-    firsts, token_ids = batch.query_starts[:-1].long(), batch.token_ids.clone()
+    firsts, starts = batch.query_starts[:-1].long(), batch.starts
+    token_ids = batch.token_ids.clone()
     for number, rows in enumerate(num_rows):
         places = firsts[:rows] + number
-        logits = logits_of(one_token(batch, token_ids, places))
+        logits = logits_of(one_token(batch, token_ids, places, starts[:rows] + number + 1))
         drafts = token_ids[places + 1]
         fresh = draw(logits, number).clamp_(min=0)
         token_ids[places + 1] = torch.where(drafts == TO_GUESS, fresh, drafts)
@@ -41,17 +42,23 @@ def view_of(pool: KVPool) -> DraftView:
     return pool.draft
 
 
-def one_token(batch: ForwardBatch, token_ids: Tensor, places: Tensor) -> ForwardBatch:
-    """Return a decode step of the batch's first rows, each with the token at one of its places."""
-    num_rows, positions = len(places), batch.positions[places]
+def one_token(
+    batch: ForwardBatch, token_ids: Tensor, places: Tensor, lengths: Tensor
+) -> ForwardBatch:
+    """Return a decode step of the batch's first rows, each with the token at one of its places.
+
+    Args:
+        lengths: int32, tokens of each row up to that one.
+    """
+    num_rows = len(places)
     starts = torch.arange(num_rows + 1, device=places.device)
     return replace(
         batch,
         locations=tuple(each[places] for each in batch.locations),
         page_starts=tuple(each[:num_rows] for each in batch.page_starts),
         token_ids=token_ids[places],
-        positions=positions,
-        lengths=positions + 1,
+        positions=batch.positions[..., places],
+        lengths=lengths,
         query_starts=starts.int(),
         sampled=starts[:-1],
         state_reads=batch.state_reads[:num_rows],
@@ -60,4 +67,5 @@ def one_token(batch: ForwardBatch, token_ids: Tensor, places: Tensor) -> Forward
         state_kept=batch.state_kept[:num_rows],
         slots=batch.slots[:num_rows],
         num_decodes=num_rows,
+        seen=(),
     )

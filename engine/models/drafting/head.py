@@ -50,6 +50,7 @@ class DraftHead:
         step: ModelStep,
         hidden: Tensor,
         tapped: Sequence[Tensor],
+        embeddings: Tensor,
         future_tokens: Tensor,
         pool: KVPool,
     ) -> None:
@@ -57,7 +58,6 @@ class DraftHead:
         own = self.layer.vectors(hidden, tapped, step)
         vectors = own.roll(1, 0)
         vectors[batch.query_starts[:-1]] = _vectors_before(batch, view, pool.layout.page_size)
-        embeddings = self._embed(batch.token_ids, future_tokens)
         self.layer.keep(vectors, embeddings, step, _kept(view))
         _store(own, _newest_of_pages(batch, pool.layout.page_size), view)
         self._newest[pool] = own
@@ -94,7 +94,7 @@ def _kept(view: DraftView) -> KeptStates:
 def _vectors_before(batch: ForwardBatch, view: DraftView, page_size: int) -> Tensor:
     """Return the hidden state of the token before each row's first, [num_rows, hidden]. Undefined
     for rows at position 0."""
-    before = batch.positions[batch.query_starts[:-1]] - 1
+    before = batch.starts - 1
     if not len(batch.page_ids):  # every row starts at position 0
         return view.vectors.new_zeros(len(before), view.vectors[0].numel())
     places = batch.page_starts[DRAFT_TABLE] + before.clamp(min=0) // page_size

@@ -31,6 +31,7 @@ class DeviceDrafter(Protocol):
         step: ModelStep,
         hidden: Tensor,
         tapped: Sequence[Tensor],
+        embeddings: Tensor,
         future_tokens: Tensor,
         pool: KVPool,
     ) -> None:
@@ -38,6 +39,7 @@ class DeviceDrafter(Protocol):
 
         Args:
             hidden, tapped: as in DraftLayer.
+            embeddings: [num_tokens, hidden], of the step's tokens and images in the model.
         """
         ...
 

@@ -13,10 +13,10 @@ from engine.models.families.deepseek import deepseek_v2, deepseek_v3
 from engine.models.families.dots1 import dots1
 from engine.models.families.gemma import gemma2, gemma3
 from engine.models.families.gpt_oss import gpt_oss
-from engine.models.families.llama import llama
+from engine.models.families.llama import llama, llava
 from engine.models.families.mistral import mistral, mixtral
 from engine.models.families.qwen2 import qwen2, qwen2_5_vl, qwen2_moe
-from engine.models.families.qwen3 import qwen3, qwen3_moe
+from engine.models.families.qwen3 import qwen3, qwen3_moe, qwen3_vl
 from engine.models.families.qwen3_hybrid import (
     qwen3_5,
     qwen3_5_moe,
@@ -30,10 +30,12 @@ from engine.models.heads import with_heads
 # By model_type. The second argument is the end-of-sequence token ids.
 FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
     "llama": llama,
+    "llava": llava,
     "mistral": mistral,
     "qwen2": qwen2,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3": qwen3,
+    "qwen3_vl": qwen3_vl,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "deepseek_v2": deepseek_v2,

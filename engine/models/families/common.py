@@ -1,6 +1,7 @@
 """Fields that configurations of most families have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -70,6 +71,42 @@ def decoder(
         logit_soft_cap=logit_soft_cap,
         stored=stored,
     )
+
+
+def beside_encoder(
+    config: Fields,
+    eos_token_ids: tuple[int, ...],
+    family: Callable[[Fields, tuple[int, ...]], DecoderSpec],
+    defaults: Mapping[str, str | int] | None = None,
+) -> DecoderSpec:
+    """Return the decoder of a configuration whose `text_config` describes it, in a checkpoint with
+    an image encoder. Tensor names are those of Qwen's models.
+
+    Args:
+        family: of the decoder.
+        defaults: of `text_config`.
+    """
+    text = text_config(config, defaults)
+    spec = family(text, eos_token_ids or text.token_ids("eos_token_id"))
+    return replace(
+        spec,
+        prefix="model.language_model.",
+        unused=(*spec.unused, "model.visual."),
+        tied_embeddings=config.flag("tie_word_embeddings", spec.tied_embeddings),
+    )
+
+
+def text_config(config: Fields, defaults: Mapping[str, str | int] | None = None) -> Fields:
+    """Return the decoder's part of a configuration. If it has no dtype, that of the whole applies.
+
+    Args:
+        defaults: of other fields.
+    """
+    text, whole = config.nested("text_config"), {}
+    for name in ("dtype", "torch_dtype"):
+        if name in config and "dtype" not in text and "torch_dtype" not in text:
+            whole[name] = config.text(name)
+    return config.nested("text_config", {**(defaults or {}), **whole})
 
 
 def attention(

@@ -1,4 +1,8 @@
-"""Qwen3 and Qwen3-MoE: norms of queries and keys in place of Qwen2's biases."""
+"""Qwen3 and Qwen3-MoE: norms of queries and keys in place of Qwen2's biases.
+
+Qwen3-VL has image tokens, which are rotated by their rows and columns. Its first layers add
+features of images to their outputs.
+"""
 
 from dataclasses import replace
 
@@ -7,6 +11,7 @@ from engine.models.decoder import DecoderSpec
 from engine.models.families import common, moe
 from engine.models.families.qwen2 import windows
 from engine.models.fields import Fields
+from engine.models.rope import interleaved
 
 
 def qwen3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
@@ -16,6 +21,33 @@ def qwen3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     )
     ffn = common.dense(config)
     layers = [LayerSpec(replace(mixer, window=window), ffn, norm) for window in windows(config)]
+    return common.decoder(config, eos_token_ids, layers, norm)
+
+
+_SECTIONS = (24, 20, 20)
+_FEATURES = (8, 16, 24)  # layers of the encoder
+
+
+def qwen3_vl(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    vision = config.nested("vision_config")
+    named = "deepstack_visual_indexes" in vision
+    features = vision.counts("deepstack_visual_indexes") if named else _FEATURES
+    spec = common.beside_encoder(config, eos_token_ids, _qwen3_vl_text)
+    return replace(spec, feature_layers=len(features))
+
+
+def _qwen3_vl_text(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    bias, norm = config.flag("attention_bias", False), common.norm(config)
+    mixer = common.attention(
+        config,
+        config.integer("head_dim", 128),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=norm,
+        rope_theta=5e5,
+    )
+    mixer = replace(mixer, rope=interleaved(config, mixer.rope, _SECTIONS))
+    layers = [LayerSpec(mixer, common.dense(config), norm)] * config.integer("num_hidden_layers")
     return common.decoder(config, eos_token_ids, layers, norm)
 
 

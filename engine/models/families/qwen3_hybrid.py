@@ -1,8 +1,8 @@
 """Qwen3-Next and Qwen3.5, with or without experts.
 
 Three layers with a gated delta net alternate with one attention layer, whose output is gated and
-whose heads are partially rotated. Qwen3.5 is standalone or a part of the multimodal model. Images
-are not served.
+whose heads are partially rotated. Qwen3.5 is standalone or a part of the multimodal model, whose
+image tokens are rotated by their rows and columns.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,25 @@ from engine.models.drafting import BodySpec, DraftSpec, InnerNorms
 from engine.models.families import common, moe
 from engine.models.fields import Fields
 from engine.models.quantized.experts import StackedTensor
+from engine.models.rope import interleaved
 
 _KINDS = ("linear_attention", "full_attention")
 _DRAFTS = "mtp."
+_SECTIONS = (11, 11, 10)
 _INNER_NORMS = InnerNorms("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", recurring=True)
 
 
-def _with_drafts(spec: DecoderSpec, config: Fields, ffn: FfnSpec) -> DecoderSpec:
+def _with_drafts(
+    spec: DecoderSpec, config: Fields, attention: Attention, ffn: FfnSpec
+) -> DecoderSpec:
     """Return the spec with the checkpoint's MTP layer as the offered draft layer. It is one more
     attention layer, and shares the model's embedding and head.
 
     Args:
-        ffn: of that layer.
+        attention, ffn: of that layer.
     """
     offered = DraftSpec(
-        body=BodySpec(_attention(config), ffn, spec.norm, prefix="layers.0."),
+        body=BodySpec(attention, ffn, spec.norm, prefix="layers.0."),
         prefix=_DRAFTS,
         join="fc",
         join_bias=False,
@@ -49,9 +53,11 @@ def _norm(config: Fields) -> Norm:
     return common.norm(config, from_one=True)
 
 
-def _mixers(config: Fields, projection: Projection) -> Sequence[Attention | DeltaNet]:
+def _mixers(
+    config: Fields, attention: Attention, projection: Projection
+) -> Sequence[Attention | DeltaNet]:
     """Return the mixer of each layer."""
-    attention, delta_net = _attention(config), _delta_net(config, projection)
+    delta_net = _delta_net(config, projection)
     return [attention if kind == "full_attention" else delta_net for kind in _kinds(config)]
 
 
@@ -66,6 +72,11 @@ def _attention(config: Fields) -> Attention:
         rotated=0.25,
     )
     return replace(mixer, output_gate=True)
+
+
+def _axial_attention(config: Fields) -> Attention:
+    mixer = _attention(config)
+    return replace(mixer, rope=interleaved(config, mixer.rope, _SECTIONS))
 
 
 def _delta_net(config: Fields, projection: Projection) -> DeltaNet:
@@ -101,41 +112,38 @@ def _kinds(config: Fields) -> Sequence[str]:
 
 
 def qwen3_next(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    norm = _norm(config)
+    norm, attention = _norm(config), _attention(config)
     experts = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
     nets = moe.nets(config, experts)
     layers = [
         LayerSpec(mixer, ffn, norm)
-        for mixer, ffn in zip(_mixers(config, ByKeyHead()), nets, strict=True)
+        for mixer, ffn in zip(_mixers(config, attention, ByKeyHead()), nets, strict=True)
     ]
     decoder = common.decoder(config, eos_token_ids, layers, norm)
-    return _with_drafts(decoder, config, experts)
+    return _with_drafts(decoder, config, attention, experts)
 
 
 def qwen3_5(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    norm, ffn = _norm(config), common.dense(config)
-    layers = [LayerSpec(mixer, ffn, norm) for mixer in _mixers(config, ByKind())]
-    return _with_drafts(common.decoder(config, eos_token_ids, layers, norm), config, ffn)
+    return _qwen3_5(config, eos_token_ids, common.dense(config))
 
 
 def qwen3_5_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    norm = _norm(config)
     ffn = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
     # The authors store stacked experts. Quantised checkpoints of third parties store them one by
     # one.
-    ffn = replace(ffn, storage=StackedTensor())
-    layers = [LayerSpec(mixer, ffn, norm) for mixer in _mixers(config, ByKind())]
-    return _with_drafts(common.decoder(config, eos_token_ids, layers, norm), config, ffn)
+    return _qwen3_5(config, eos_token_ids, replace(ffn, storage=StackedTensor()))
+
+
+def _qwen3_5(config: Fields, eos_token_ids: tuple[int, ...], ffn: FfnSpec) -> DecoderSpec:
+    norm, attention = _norm(config), _axial_attention(config)
+    layers = [LayerSpec(each, ffn, norm) for each in _mixers(config, attention, ByKind())]
+    decoder = common.decoder(config, eos_token_ids, layers, norm)
+    return _with_drafts(decoder, config, attention, ffn)
 
 
 def qwen3_5_with_images(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    return _of_texts(qwen3_5(config.nested("text_config"), eos_token_ids))
+    return common.beside_encoder(config, eos_token_ids, qwen3_5)
 
 
 def qwen3_5_moe_with_images(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    return _of_texts(qwen3_5_moe(config.nested("text_config"), eos_token_ids))
-
-
-def _of_texts(spec: DecoderSpec) -> DecoderSpec:
-    unused = (*spec.unused, "model.visual.")
-    return replace(spec, prefix="model.language_model.", unused=unused)
+    return common.beside_encoder(config, eos_token_ids, qwen3_5_moe)

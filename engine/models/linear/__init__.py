@@ -6,7 +6,7 @@ from engine.models.linear.gathered import GatheredLinear, gathered, own_outputs
 from engine.models.linear.matrix import Matrix, StoredExpert, joined
 from engine.models.linear.part import NO_CUTS, MatrixPart, Ranges, kept, scaled
 from engine.models.linear.product import Product
-from engine.models.linear.protocol import ExpertNet, Form, Linear, held
+from engine.models.linear.protocol import ExpertNet, Form, Linear, SlottedExperts, held
 
 __all__ = [
     "NO_CUTS",
@@ -18,6 +18,7 @@ __all__ = [
     "MatrixPart",
     "Product",
     "Ranges",
+    "SlottedExperts",
     "StoredExpert",
     "form_of",
     "gathered",

@@ -30,6 +30,10 @@ class StackedLinear:
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         return sum(part.nbytes for part in parts if part is not None)
 
+    def slot(self, number: int) -> tuple[Tensor | None, ...]:
+        parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        return tuple(None if part is None else part[number] for part in parts)
+
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return grouped_mlp(
             x,
@@ -60,6 +64,9 @@ class SeparateLinear:
     @property
     def nbytes(self) -> int:
         return self.bias_bytes + sum(gate_up.nbytes + down.nbytes for gate_up, down in self.nets)
+
+    def slot(self, number: int) -> tuple[Linear, Linear]:
+        return self.nets[number]
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         def net(expert: int, rows: Tensor) -> Tensor:

@@ -54,6 +54,14 @@ class ExpertNet(Protocol):
         ...
 
 
+class SlottedExperts(ExpertNet, Protocol):
+    """An ExpertNet in which single experts can be replaced."""
+
+    def slot(self, number: int) -> object:
+        """Return the weights of one expert, for `refill`."""
+        ...
+
+
 class Form(Protocol):
     """A format in which matrices are held in memory. All matrices of a model use the same one."""
 
@@ -82,7 +90,7 @@ class Form(Protocol):
         in use, and is shared if this form can compute with it."""
         ...
 
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> ExpertNet:
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SlottedExperts:
         """Convert `count` experts. Their matrices are read here and never again."""
         ...
 

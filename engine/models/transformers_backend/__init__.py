@@ -6,7 +6,7 @@ keeps no state other than KV. Other models are rejected, with the reason, before
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from engine.models.transformers_backend.held import drain_modules, refill_module
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.skeleton import MetaModel, config_of, part_of, skeleton
 from engine.ranks import WHOLE, Share
+from engine.ranks.expert_placement import LayerSlots
 
 # Fields of a configuration that do not affect KV.
 _NOT_COMPARED = ("_name_or_path", "dtype", "eos_token_id", "torch_dtype", "transformers_version")
@@ -76,6 +77,11 @@ class TransformersCheckpoint:
         refill_modules(model.modules, fresh.modules)
         del fresh
         trim()
+
+    def move_experts(
+        self, model: object, moves: Mapping[str, LayerSlots], quantize: Quantize, share: Share
+    ) -> None:
+        raise ConfigError(f"{self._directory}: transformers' experts are not whole on any rank")
 
     def drain(self, model: object) -> None:
         assert isinstance(model, TransformersModel)

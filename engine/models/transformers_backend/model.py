@@ -10,6 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
+from engine.models.blocks.experts import RoutedExperts
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.protocol import AdaptedLinear
 from engine.models.drafting import DeviceDrafter
@@ -44,6 +45,7 @@ class TransformersModel:
         self.products: tuple[Product, ...] = ()
         self.seeing: VisionTower | None = None
         self.drafter: DeviceDrafter | None = None
+        self.routed: RoutedExperts | None = None
         self.device = device
         self.dtype: torch.dtype = model.dtype
         self._step = step

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from common.limits import MAX_PIXEL_BYTES
-from common.model_directory import VisionFiles, vision_files
+from common.model_directory import AreaSize, SquareSize, VisionFiles, vision_files
 from common.requests.images import Image
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.refill import drain
 from engine.models.vision.seeing import KEPT_BYTES, VisionTower
 from engine.ranks import Group
-
-_PREFIX = "visual."
 
 
 class VisionInput:
@@ -44,16 +42,7 @@ class VisionInput:
         Raises:
             ConfigError: they do not match the configuration, or are quantised.
         """
-        checkpoint = Checkpoint(self._directory)
-        with torch.device("meta"):
-            skeleton = _transformers_model(self._directory, torch.float32)
-        wanted = {
-            f"{_PREFIX}{name}": TensorRequest(tuple(each.shape))
-            for name, each in skeleton.state_dict().items()
-        }
-        others = tuple(name for name in checkpoint.tensors if not name.startswith(_PREFIX))
-        checkpoint.check(wanted, frozenset(), others)
-        return list(wanted)
+        return list(self._stored_names().values())
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of its weights and of cached embeddings."""
@@ -86,20 +75,49 @@ class VisionInput:
 
     def _weights(self) -> Mapping[str, Tensor]:
         checkpoint = Checkpoint(self._directory)
-        return {name.removeprefix(_PREFIX): checkpoint.read(name) for name in self.stored()}
+        return {name: checkpoint.read(stored) for name, stored in self._stored_names().items()}
+
+    def _stored_names(self) -> Mapping[str, str]:
+        """Return the stored name of each tensor of transformers' class.
+
+        Raises:
+            ConfigError: as `stored`.
+        """
+        checkpoint = Checkpoint(self._directory)
+        with torch.device("meta"):
+            tensors = _transformers_model(self._directory, torch.float32).state_dict()
+        names = {name: _stored_name(name, checkpoint.tensors) for name in tensors}
+        wanted = {names[name]: TensorRequest(tuple(each.shape)) for name, each in tensors.items()}
+        parts = {name.partition(".")[0] for name in tensors}
+        others = (
+            name
+            for name in checkpoint.tensors
+            if name.removeprefix("model.").partition(".")[0] not in parts
+        )
+        checkpoint.check(wanted, frozenset({".position_ids"}), tuple(others))
+        return names
+
+
+def _stored_name(name: str, stored: Collection[str]) -> str:
+    """Return the spelling under which a tensor of transformers' class is stored, or its name.
+    Checkpoints of older versions of transformers have other prefixes."""
+    tower = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+    spellings = (f"{model}{each}" for each in (name, tower) for model in ("", "model."))
+    return next((each for each in spellings if each in stored), name)
 
 
 def _transformers_model(directory: Path, dtype: torch.dtype) -> Any:
-    """Return the class without weights. Imported here because transformers takes a second to import
-    and text models do not need it."""
-    from transformers import AutoConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-        Qwen2_5_VisionTransformerPretrainedModel,
-    )
+    """Return the class without weights and without its decoder, which is Baton's. Imported here
+    because transformers takes a second to import and text models do not need it."""
+    from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    kind = Qwen2_5_VisionTransformerPretrainedModel
-    return kind._from_config(config.vision_config, dtype=dtype)
+    text = config.text_config
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 1, None
+    text.layer_types = []
+    model = AutoModel.from_config(config, dtype=dtype, trust_remote_code=False)
+    del model.language_model
+    return model
 
 
 class TransformersEncoder:
@@ -115,12 +133,12 @@ class TransformersEncoder:
         self._device, self._dtype = device, dtype
 
     def encode(self, image: Image) -> Tensor:
-        merge = self._files.merge
-        grid = torch.tensor([[1, image.rows * merge, image.columns * merge]])
-        pixels = patches(image, self._files, self._device).to(self._dtype)
+        inputs = encoder_inputs(image, self._files, self._device, self._dtype)
         with torch.inference_mode():
-            encoded: Tensor = self._model(pixels, grid_thw=grid).pooler_output
-        return encoded.to(self._dtype)
+            encoded = self._model.get_image_features(**inputs)
+            features = encoded.get("deepstack_features", ())  # each a list with one entry an image
+            together = torch.cat((*encoded.pooler_output, *(each[0] for each in features)), dim=1)
+        return together.to(self._dtype)
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
         self._model.load_state_dict(weights)
@@ -129,9 +147,7 @@ class TransformersEncoder:
         drain(tuple(self._model.parameters()))
 
     def working_bytes(self) -> int:
-        num_tokens = MAX_PIXEL_BYTES // (3 * self._files.token_side**2)
-        rows = math.isqrt(num_tokens)
-        columns = num_tokens // rows
+        rows, columns = _largest(self._files)
         pixels = bytes(3 * self._files.token_side**2 * rows * columns)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
@@ -139,13 +155,39 @@ class TransformersEncoder:
         return torch.cuda.max_memory_allocated(self._device) - before
 
 
-def patches(image: Image, files: VisionFiles, device: torch.device) -> Tensor:
-    """Return patches, float32 [patches, numbers], with those of a token adjacent, as encoders
-    expect them."""
-    side, merge = files.patch_side, files.merge
+def _largest(files: VisionFiles) -> tuple[int, int]:
+    """Return rows and columns of an image with the most tokens."""
+    if files.tokens_per_side:
+        return files.tokens_per_side, files.tokens_per_side
+    num_tokens = MAX_PIXEL_BYTES // (3 * files.token_side**2)
+    rows = math.isqrt(num_tokens)
+    return rows, num_tokens // rows
+
+
+def encoder_inputs(
+    image: Image, files: VisionFiles, device: torch.device, dtype: torch.dtype
+) -> Mapping[str, Tensor]:
+    """Return the inputs that transformers' image processor makes of an image of this size."""
     flat = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(device)
     mean, std = (torch.tensor(each, device=device) for each in (files.mean, files.std))
     scaled = flat.view(-1, 3).float().div_(255).sub_(mean).div_(std)
+    match files.size:
+        case SquareSize(side=side):
+            whole = scaled.view(1, side, side, 3).permute(0, 3, 1, 2)
+            return {"pixel_values": whole.to(dtype)}
+        case AreaSize():
+            grid = torch.tensor([[1, image.rows * files.merge, image.columns * files.merge]])
+            patches = _patches(scaled, image, files)
+            return {"pixel_values": patches.to(dtype), "image_grid_thw": grid}
+
+
+def _patches(scaled: Tensor, image: Image, files: VisionFiles) -> Tensor:
+    """Return patches [patches, numbers], with those of a token adjacent.
+
+    Args:
+        scaled: [pixels, 3].
+    """
+    side, merge = files.patch_side, files.merge
     apart = scaled.view(image.rows, merge, side, image.columns, merge, side, 3)
     by_patch = apart.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
     whole = by_patch.expand(*by_patch.shape[:5], files.frames, *by_patch.shape[6:])

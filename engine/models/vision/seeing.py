@@ -22,8 +22,8 @@ KEPT_BYTES = 256 << 20
 
 class VisionEncoder(Protocol):
     def encode(self, image: Image) -> Tensor:
-        """Return [num_tokens, hidden], on the model's device and in its dtype. Callers must not
-        change it."""
+        """Return [num_tokens, hidden], on the model's device and in its dtype. Features for the
+        first layers follow, with `hidden` more columns for each. Callers must not change it."""
         ...
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
@@ -50,6 +50,21 @@ class VisionCounts:
     encoded: int = 0
     found: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageFeatures:
+    """Vectors that the first layers add to their outputs for tokens of an image.
+
+    Attributes:
+        place: of the first of these tokens in the step.
+        by_layer: [tokens, layers, hidden].
+
+    Source: DeepStack, Meng et al. 2024, as in Qwen3-VL.
+    """
+
+    place: int
+    by_layer: Tensor
 
 
 class VisionTower:
@@ -87,18 +102,22 @@ class VisionTower:
         self._forget()
         self._encoder.drain()
 
-    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> None:
+    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> list[ImageFeatures]:
         """Write the embeddings of these tokens to their places.
 
         Args:
             x: [num_tokens, hidden], of a step. Changed in place.
+        Returns:
+            The features for the first layers. Empty if the encoder makes none.
         """
+        features: list[ImageFeatures] = []
         for part in seen:
             assert part.image is not None
-            rows = _rows(part, x)
-            rows.copy_(self._embeddings(part.image)[part.first : part.last])
+            made = self._embeddings(part.image)[part.first : part.last]
             if self._group is not None:
-                self._group.broadcast(rows)
+                self._group.broadcast(made)
+            features += _placed(part, made, x)
+        return features
 
     def _forget(self) -> None:
         self._kept.clear()
@@ -124,17 +143,31 @@ class VisionTower:
 
 
 class ReceivingTower:
-    """The embeddings of images on a rank without an encoder. Rank 0 broadcasts them."""
+    """The embeddings of images on a rank without an encoder. Rank 0 broadcasts them.
 
-    def __init__(self, group: Group) -> None:
+    Args:
+        num_features: of the encoder, for each token.
+    """
+
+    def __init__(self, group: Group, num_features: int) -> None:
         self._group = group
+        self._num_features = num_features
 
-    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> None:
+    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> list[ImageFeatures]:
         """Write embeddings as VisionTower does. The images themselves are not used."""
+        features: list[ImageFeatures] = []
         for part in seen:
-            rows = _rows(part, x)
-            rows.copy_(self._group.broadcast(rows))
+            empty = x.new_empty(part.last - part.first, (1 + self._num_features) * x.shape[1])
+            features += _placed(part, self._group.broadcast(empty), x)
+        return features
 
 
-def _rows(part: VisibleImage, x: Tensor) -> Tensor:
-    return x[part.place : part.place + part.last - part.first]
+def _placed(part: VisibleImage, made: Tensor, x: Tensor) -> list[ImageFeatures]:
+    """Write the embeddings of a part of an image into x, and return its features.
+
+    Args:
+        made: [tokens, hidden, and hidden for each feature].
+    """
+    by_layer = made.view(len(made), -1, x.shape[1])
+    x[part.place : part.place + len(made)] = by_layer[:, 0]
+    return [ImageFeatures(part.place, by_layer[:, 1:])] if by_layer.shape[1] > 1 else []

@@ -7,7 +7,7 @@ converted. That takes no memory of this process.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,17 +16,18 @@ from torch import Tensor
 from common.config import Quantize
 from common.logs import kv
 from common.process.resources import trim
+from engine.models.blocks.placed_experts import PlacedExperts
 from engine.models.checkpoint import Checkpoint, StoredTensor, own_copy
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.linear import (
     NO_CUTS,
-    ExpertNet,
     Form,
     Linear,
     Matrix,
     MatrixPart,
     Product,
     Ranges,
+    SlottedExperts,
     StoredExpert,
     held,
     joined,
@@ -36,9 +37,10 @@ from engine.models.open_files import OpenFiles
 from engine.models.quantized.experts import ExpertLocation, ExpertShape
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
-from engine.models.refill import refill
+from engine.models.refill import found, refill
 from engine.models.weights.survey import TensorNeeds, form_for, survey
 from engine.ranks import WHOLE, ExpertPart, Share
+from engine.ranks.expert_placement import LayerSlots
 
 AHEAD_BYTES = 512 << 20
 LOG_INTERVAL_S = 10.0
@@ -129,7 +131,7 @@ class TensorReader:
         part = MatrixPart.of(rows, columns, outputs)
         return self._own(self._matrix(module, part).floats())
 
-    def experts(self, shape: ExpertShape, part: ExpertPart) -> ExpertNet:
+    def experts(self, shape: ExpertShape, part: ExpertPart) -> SlottedExperts:
         place = ExpertLocation(self.checkpoint, self.scheme, f"{self.prefix}experts.")
         gate_up, down = shape.parts(part.inner)
         adds_bias = self._adds_bias(None if shape.has_whole(part) else part.inner)
@@ -242,6 +244,37 @@ def refill_weights(
         for present in decoder.parts:
             refill(present, next(fresh))
             reader.products.clear()  # otherwise all weights would be in memory twice
+
+
+def move_experts(
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    moves: Mapping[str, LayerSlots],
+    quantize: Quantize,
+    share: Share,
+) -> None:
+    """Give a rank the experts of other slots, from the checkpoint of its present weights.
+
+    Args:
+        moves: new slots by layer, see ExpertPlacement.
+    """
+    placement, dtype = share.placement, decoder.dtype
+    assert placement is not None
+    form = form_for(spec, decoder.device, dtype, quantize)
+    with OpenFiles() as files:
+        opened = checkpoint.watched(lambda name: None, files)
+        reader = TensorReader(opened, spec.stored, decoder.device, dtype, form, share)
+        for experts in placed_experts(decoder):
+            if (after := moves.get(experts.layer)) is not None:
+                before = placement.slots(experts.layer, experts.shape.count)
+                experts.replace(reader, before, after)
+    placement.move(moves)
+
+
+def placed_experts(decoder: Decoder) -> Sequence[PlacedExperts]:
+    """Return the experts of all layers of a decoder, if they are in slots."""
+    return list(found(PlacedExperts, [*decoder.parts]))
 
 
 def _watched(checkpoint: Checkpoint, needs: TensorNeeds, files: OpenFiles) -> Checkpoint:

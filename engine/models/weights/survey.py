@@ -14,12 +14,12 @@ from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.decoder import DecoderSpec
 from engine.models.linear import (
     NO_CUTS,
-    ExpertNet,
     Form,
     Linear,
     MatrixPart,
     Product,
     Ranges,
+    SlottedExperts,
     form_of,
 )
 from engine.models.linear.dense import DenseLinear
@@ -100,7 +100,7 @@ class TensorInventory:
         self.needs.num_bytes += num_kept * columns * self.dtype.itemsize
         return _nothing((num_kept, columns), self.dtype)
 
-    def experts(self, shape: ExpertShape, part: ExpertPart) -> ExpertNet:
+    def experts(self, shape: ExpertShape, part: ExpertPart) -> SlottedExperts:
         place = ExpertLocation(self.checkpoint, self.scheme, f"{self.prefix}experts.")
         self.needs.stored.update(shape.storage.wanted(shape, place))
         self.needs.has_experts = True

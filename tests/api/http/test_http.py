@@ -378,16 +378,43 @@ async def test_a_bug_in_the_midst_of_an_answer_cuts_it_off(served, wire):
 
 
 async def test_draining_ends_idle_connections_and_lets_answers_finish(served):
-    async with connected(served.port) as idle, connected(served.port) as busy:
+    async with (
+        connected(served.port) as idle,
+        connected(served.port) as busy,
+        connected(served.port) as fresh,
+        connected(served.port) as unused,
+    ):
+        await idle.post("/echo", b"x")
+        await idle.response()
         await busy.send(request("GET", "/hold"))
         await served.started.wait()
+        await eventually(lambda: served.metric("baton_http_connections") == 4)
         served.server.drain()
         assert await idle.ended()
+        await fresh.post("/echo", b"on its way")
+        assert (await fresh.response()).body == b"on its way"
+        assert await fresh.ended() and await unused.ended()
         answer = await post(served.port, "/echo", b"still here")
         assert (answer.status, answer.headers["connection"]) == (200, "close")
         served.go_on.set()
         assert (await busy.response()).body == b"held"
         assert await busy.ended()
+
+
+async def test_a_server_that_stops_listening_serves_whoever_has_connected(served):
+    """Seen failing with a listener that is closed at once: the kernel resets those connections."""
+    clients = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(20)]
+    for client in clients:  # the server's event loop, which is this one, has accepted none of them
+        client.sendall(request("POST", "/echo", b"x"))
+    served.server.stop_listening()
+    served.server.drain()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", served.port)
+    for client in clients:
+        reader, writer = await asyncio.open_connection(sock=client)
+        answer = await Wire(reader, writer).response()
+        assert (answer.status, answer.body, answer.headers["connection"]) == (200, b"x", "close")
+        writer.close()
 
 
 async def test_stopping_waits_for_answers_no_longer_than_it_is_told(served, wire):

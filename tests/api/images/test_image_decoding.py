@@ -17,7 +17,7 @@ from PIL import Image as Pillow
 
 from api.auth.client import Client, by_address
 from api.images import decoder
-from api.images.decoder import FORMATS, MAX_PIXELS
+from api.images.decoder import FORMATS, MAX_PIXELS, Fit
 from api.images.picture import Decoded, ImageJob, Outcome, Refused
 from api.images.pictures import CPU_S, LANES, MAX_WAITING, Decoding
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded
@@ -58,9 +58,9 @@ def worked(job: ImageJob) -> Outcome:
 def test_an_image_with_too_many_pixels_for_its_format_is_not_decoded(kind, job, monkeypatch):
     asked: list[tuple[int, int]] = []
 
-    def pixels_of(image: Pillow.Image, height: int, width: int) -> tuple[bool, bytes]:
+    def pixels_of(image: Pillow.Image, fit: Fit, side: int) -> tuple[Fit, bytes]:
         asked.append(image.size)
-        return False, b""
+        return fit, b""
 
     monkeypatch.setattr(decoder, "pixels_of", pixels_of)
     most = 4096, MAX_PIXELS[kind] // 4096

@@ -5,6 +5,7 @@ import asyncio
 import base64
 import io
 import ipaddress
+import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,22 +23,22 @@ pytest.importorskip("PIL")
 import torch
 from PIL import Image as Pillow
 
-from api.images.decoder import tokens_of
-from api.images.pictures import MAX_ENCODED_BYTES, Address, HttpFetch, is_public
+from api.images.decoder import fit_of
+from api.images.pictures import MAX_ENCODED_BYTES, Address, HttpFetch, ImageLoader, is_public
 from common import rpc
 from common.config import ImagesConfig
-from common.errors import InvalidRequest
+from common.errors import ConfigError, InvalidRequest
 from common.limits import MAX_PIXEL_BYTES
+from common.model_directory import vision_files
 from common.requests.images import check_images, from_proto
 from common.rpc import MAX_MESSAGE_BYTES
-from engine.models.vision.encoder import patches
+from engine.models.vision.encoder import encoder_inputs
 from protos import router_pb2, router_pb2_grpc
 from tests.api.rig import Api, api_for
+from tests.support.devices import CPU
 from tests.support.vision import (
     BEGIN_ID,
     END_ID,
-    MERGE,
-    PATCH,
     SIDE,
     files_of,
     image_processor,
@@ -114,13 +115,62 @@ async def test_nodes_get_what_transformers_image_processor_makes(api, model):
         Pillow.open(io.BytesIO(encoded(second, "WEBP", lossless=True))),
     ]
     expected = processor(opened, return_tensors="pt")
-    grids = [[1, image.rows * MERGE, image.columns * MERGE] for image in images]
-    assert grids == expected["image_grid_thw"].tolist()
-    made = torch.cat([patches(image, files_of(model), torch.device("cpu")) for image in images])
-    torch.testing.assert_close(made, expected["pixel_values"], atol=1e-5, rtol=1e-5)
+    made = [encoder_inputs(image, files_of(model), CPU, torch.float32) for image in images]
+    for name in ("pixel_values", "image_grid_thw"):
+        together = torch.cat([each[name] for each in made])
+        torch.testing.assert_close(together, expected[name], atol=1e-5, rtol=1e-5)
     for image in images:
         around = submit.token_ids[image.at - 1], submit.token_ids[image.end]
         assert around == (BEGIN_ID, END_ID)
+
+
+async def test_images_of_a_llava_are_squares_of_their_middle(tmp_path):
+    directory = write_vision_files(tmp_path, model_type="llava")
+    shown = [encoded(drawn(50, 33)), encoded(drawn(20, 301, seed=1))]
+    async with api_for(directory) as api:
+        submit = await submitted(api, *map(part, shown), text("Which is longer?"))
+    images = from_proto(submit.images)
+    check_images(images, submit.token_ids)
+    opened = [Pillow.open(io.BytesIO(each)) for each in shown]
+    expected = image_processor(model_type="llava")(opened, return_tensors="pt")["pixel_values"]
+    files = files_of(directory)
+    made = [encoder_inputs(image, files, CPU, torch.float32)["pixel_values"] for image in images]
+    torch.testing.assert_close(torch.cat(made), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(InvalidRequest, match="has 36 tokens, 35 are allowed: detail low"):
+        fit_of(33, 50, files, 35)
+    with pytest.raises(ConfigError, match="every image of this model has 36 tokens"):
+        ImageLoader(files, ImagesConfig(max_tokens_per_image=35))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("preprocessor_config.json", {"do_center_crop": False}, "do_center_crop is False"),
+        ("preprocessor_config.json", {"resample": 2}, "resample is 2, expected 3"),
+        ("preprocessor_config.json", {"size": {"shortest_edge": 20}}, "the encoder needs 24"),
+        ("config.json", {"vision_feature_select_strategy": "full"}, "select_strategy is full"),
+    ],
+    ids=lambda changes: changes[2],
+)
+def test_settings_of_images_that_are_not_supported_are_named(tmp_path, changes):
+    file, fields, message = changes
+    path = write_vision_files(tmp_path, model_type="llava") / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ConfigError, match=message):
+        vision_files(tmp_path)
+
+
+@pytest.mark.parametrize("file, field", [("config.json", "vision_config"), (None, None)])
+def test_without_an_encoder_or_a_processor_only_texts_are_served(tmp_path, file, field):
+    write_vision_files(tmp_path, model_type="qwen3_5")
+    path = tmp_path / (file or "preprocessor_config.json")
+    if field is None:
+        path.unlink()
+    else:
+        config = json.loads(path.read_text())
+        del config[field]
+        path.write_text(json.dumps(config))
+    assert vision_files(tmp_path) is None
 
 
 async def test_an_image_lies_as_its_camera_was_held(api):
@@ -289,10 +339,9 @@ def test_sizes_are_those_of_transformers(model, size, detail):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     files = files_of(model)
-    height, width = smart_resize(*size, SIDE, files.min_pixels, files.max_pixels)
-    rows, columns = tokens_of(*size, files, detail or 10**6)
-    assert (rows * SIDE, columns * SIDE) == (height, width)
-    assert PATCH * MERGE == SIDE
+    height, width = smart_resize(*size, SIDE, files.size.min_pixels, files.size.max_pixels)
+    fit = fit_of(*size, files, detail or 10**6)
+    assert (fit.rows * SIDE, fit.columns * SIDE) == fit.resized == (height, width)
 
 
 # Addresses --------------------------------------------------------------------------------------

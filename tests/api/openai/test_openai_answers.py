@@ -1,6 +1,7 @@
 """Responses of the OpenAI API, from a decode node with scripted output."""
 
 import asyncio
+import json
 import logging
 from typing import Any
 
@@ -99,6 +100,23 @@ async def test_a_streamed_completion_is_exactly_these_bytes(api, wire):
 
 
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
+async def test_a_batch_invariant_response_has_its_seed_and_says_so(api, wire, endpoint):
+    asked = {"prompt": "x"} if endpoint == COMPLETIONS else {"messages": HELLO}
+    api.node.change_status(fingerprint="one", batch_invariant=True)
+    for stream in (False, True):
+        for given in (None, 5):
+            seed = {} if given is None else {"seed": given}
+            await wire.post(endpoint, {**asked, **seed, "stream": stream})
+            submit = await api.node.submitted()
+            api.node.finish(submit.number, ids(" one"))
+            response = await wire.response()
+            last = response.events[-1] if stream else response.json
+            assert last["system_fingerprint"] == "fp_invariant_one"
+            assert last["choices"][0]["seed"] == submit.sampling.seed
+            assert given is None or submit.sampling.seed == given
+
+
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
 async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_from(
     api, wire, endpoint
 ):
@@ -125,6 +143,40 @@ async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_
     assert [each["system_fingerprint"] for each in events] == ["fp_old", "fp_new"]
     told = [each["choices"][0].get("system_fingerprints") for each in events]
     assert told == [None, spans]
+
+
+@pytest.mark.parametrize(
+    "endpoint, asked, of_stream",
+    [
+        ("/v1/responses", {"input": "x"}, lambda events: events[-1]["response"]),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 9}, lambda events: events[-2]["delta"]),
+    ],
+)
+@pytest.mark.parametrize("updated", [False, True])
+async def test_responses_and_messages_name_them_too(api, wire, endpoint, asked, of_stream, updated):
+    named = {"system_fingerprint": "fp_old"}
+    if updated:
+        new = {"system_fingerprint": "fp_new"}
+        spans = [{"first_token": 0, **named}, {"first_token": len(ids(" one")), **new}]
+        named = {**new, "system_fingerprints": spans}
+
+    async def answered(stream):
+        api.node.change_status(fingerprint="old")
+        await wire.post(endpoint, {**asked, "stream": stream})
+        number = (await api.node.submitted()).number
+        api.node.say({number: ids(" one")})
+        if updated:
+            api.node.change_status(fingerprint="new")
+        api.node.finish(number, ids(" two"))
+        return await wire.response()
+
+    def fingerprints(answer):
+        return {name: each for name, each in answer.items() if "fingerprint" in name}
+
+    assert fingerprints((await answered(False)).json) == named
+    lines = (await answered(True)).body.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+    assert fingerprints(of_stream(events)) == named
 
 
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {
+    "bits": ["--pairs", "16", "--seed", "1"],
     "gpu.collectives": ["--dry"],
     "handoff": ["--parts", "cost", "--handoffs", "20"],
     "router": ["--no-peers", "--rounds=1", "--seconds=0.5", "--loads", "plain", "gRPC, 8 tokens"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.models.linear import NO_CUTS, ExpertNet, Linear, Product, Ranges
+from engine.models.linear import NO_CUTS, Linear, Product, Ranges
 from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertShape
@@ -43,6 +43,10 @@ class RandomWeights:
     def products(self) -> Sequence[Product]:
         return ()
 
+    @property
+    def prefix(self) -> str:
+        return ""
+
     def within(self, prefix: str) -> "RandomWeights":
         return self
 
@@ -62,7 +66,7 @@ class RandomWeights:
     def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
         return self._draw((rows, columns), 0.0, columns**-0.5)
 
-    def experts(self, shape: ExpertShape, part: ExpertPart) -> ExpertNet:
+    def experts(self, shape: ExpertShape, part: ExpertPart) -> StackedLinear:
         count, hidden, inner = len(part.experts), shape.hidden, part.inner
         return StackedLinear(
             shape.gate,

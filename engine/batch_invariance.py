@@ -1,0 +1,114 @@
+"""`engine.batch_invariant`: what it does not support, how this process computes, and its probe.
+
+With it, the bits of a request's tokens and logprobs do not depend on anything around the request.
+It changes no operation: it is a promise, and refuses a start that cannot keep it.
+"""
+
+import logging
+import platform
+import time
+
+import torch
+
+from common.config import EngineConfig
+from common.errors import ConfigError
+from common.logs import kv
+from engine.models import LoadableModel, Model
+from engine.models.decoder import Decoder
+from engine.models.probe import differing_operation
+from engine.models.stack import InOneCall
+from kernels import device as devices
+
+_SETTING = "engine.batch_invariant"
+
+log = logging.getLogger(__name__)
+
+
+def check(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, servable: LoadableModel
+) -> None:
+    """Raise ConfigError if this process cannot keep the promise for the model.
+
+    Args:
+        device, dtype: that the model is computed on and in.
+    """
+    parallel, cache = config.parallel, config.cache
+    for problem, found in {
+        f"no GPU has been tested, and the device is {device}: set engine.device to cpu": (
+            device.type != "cpu"
+        ),
+        "it needs a node of one rank: set engine.parallel.tp, pp and dp to 1": (
+            parallel.num_ranks * parallel.dp > 1
+        ),
+        f"KV of engine.cache.dtype {cache.dtype} is not supported: set it to auto": (
+            cache.dtype != "auto"
+        ),
+        "models of the Transformers library are not supported: serve a model of a native family": (
+            servable.backend != "native"
+        ),
+        "models with images are not supported: serve a model of text": (
+            servable.spec.image_token_side > 0
+        ),
+    }.items():
+        if found:
+            raise ConfigError(f"{_SETTING}: {problem}")
+    _check_kernels(config, dtype, servable)
+
+
+def _check_kernels(config: EngineConfig, dtype: torch.dtype, servable: LoadableModel) -> None:
+    operators = devices.compiled_for(torch.device("cpu"))
+    if operators is None:
+        remedy = (
+            "set engine.cpu_kernels to auto"
+            if config.cpu_kernels == "off"
+            else "install a C++ compiler, or use the container image"
+        )
+        raise ConfigError(f"{_SETTING} needs the compiled CPU kernels: {remedy}")
+    int8 = config.quantize == "int8" or servable.spec.int8_stored
+    for needed in (dtype, torch.int8) if int8 else (dtype,):
+        if not operators.multiplies(needed):
+            names = [
+                str(each).removeprefix("torch.")
+                for each in (torch.float32, torch.bfloat16)
+                if operators.multiplies(each)
+            ]
+            remedy = f"set engine.dtype to {' or '.join(names)}" if names else "use one with AVX512"
+            raise ConfigError(
+                f"{_SETTING}: the compiled kernels do not multiply "
+                f"{str(needed).removeprefix('torch.')} on this processor, and other products "
+                f"depend on the batch: {remedy}"
+            )
+
+
+def check_loaded(model: Model) -> None:
+    """Probe a loaded model. Raise ConfigError if it has unsupported layers, or if an operation
+    gives other bits in another batch."""
+    name = model.spec.architecture
+    if not isinstance(model, Decoder) or not isinstance(model.stack, InOneCall):
+        raise ConfigError(
+            f"{_SETTING}: {name} has layers that are not supported: serve a model whose layers "
+            "are attention and a dense net, without experts, latents or states"
+        )
+    if not model.spec.generates:
+        raise ConfigError(f"{_SETTING}: {name} generates no tokens: unset it for this model")
+    start = time.monotonic()
+    if operation := differing_operation(model):
+        raise ConfigError(
+            f"{_SETTING}: the bits of {name} depend on the batch here, first those of {operation}: "
+            "unset it, and report this as a bug"
+        )
+    log.info("batch invariance probed %s", kv(seconds=f"{time.monotonic() - start:.2f}"))
+
+
+def arithmetic() -> str:
+    """Return a name of how this process computes. Processes with the same one compute the same
+    bits."""
+    operators = devices.compiled_for(torch.device("cpu"))
+    return " ".join(
+        (
+            "torch" if operators is None else operators.name,
+            torch.__version__,
+            torch.backends.cpu.get_cpu_capability(),
+            "-".join(platform.libc_ver()),
+        )
+    )

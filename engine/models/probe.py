@@ -1,0 +1,187 @@
+"""A probe of whether a decoder computes a token to the same bits in every kind of step.
+
+It computes some tokens of a request alone, and again in chunks, beside other requests and as a row
+with drafts. The tokens are given, so nothing is sampled.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.batch.forward import ForwardBatch
+from engine.kv_cache.kv import KVPool
+from engine.kv_cache.layout import KVLayout
+from engine.models.blocks.attention import AttentionBlock
+from engine.models.blocks.dense import DenseBlock
+from engine.models.decoder import Decoder
+from engine.models.linear import Linear
+
+_PAGE_SIZE = 16
+_NUM_PROMPT = 70  # more than a block of keys of attention
+_NUM_TOKENS = _NUM_PROMPT + 3
+_PROBED = 0  # the request whose bits are compared
+_OTHERS = range(1, 9)
+
+
+class _Row(NamedTuple):
+    """Tokens [start, end) of a request in one step."""
+
+    request: int
+    start: int
+    end: int
+
+
+def _beside(row: _Row, start: int, end: int) -> list[_Row]:
+    """Return a step of a row and the same tokens of all other requests. Rows of one token are
+    last."""
+    others = [_Row(request, start, end) for request in _OTHERS]
+    before = len(others) // 2 if end - start > 1 or row.end - row.start == 1 else 0
+    return [*others[:before], row, *others[before:]]
+
+
+_ALONE = (
+    [_Row(_PROBED, 0, _NUM_PROMPT)],
+    *([_Row(_PROBED, token, token + 1)] for token in range(_NUM_PROMPT, _NUM_TOKENS)),
+)
+_BESIDE_OTHERS = (
+    [_Row(_PROBED, 0, 37)],
+    _beside(_Row(_PROBED, 37, _NUM_PROMPT), 0, 2),
+    _beside(_Row(_PROBED, _NUM_PROMPT, _NUM_PROMPT + 1), 2, 3),
+    _beside(_Row(_PROBED, _NUM_PROMPT + 1, _NUM_TOKENS), 3, 4),
+)
+
+
+def differing_operation(model: Decoder) -> str:
+    """Return the name of the first operation whose bits differ between the two ways. Empty: they
+    are the same."""
+    with torch.inference_mode():
+        found = _first_difference(model, traced=False)
+        if not found:
+            return ""
+        return _first_difference(model, traced=True) or f"the compiled layers, seen in {found}"
+
+
+def _first_difference(model: Decoder, *, traced: bool) -> str:
+    alone, beside = (_computed(model, steps, traced) for steps in (_ALONE, _BESIDE_OTHERS))
+    return next((name for name, bits in alone.items() if beside[name] != bits), "")
+
+
+class _Trace:
+    """The bits of the probed tokens, by operation in the order of computation.
+
+    It takes the place of adapters, which see the input and the output of each product, and adds
+    nothing.
+
+    Attributes:
+        bits: hashes by token.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.bits: dict[str, dict[int, int]] = {}
+        self._names = dict(_named_products(model))
+        self._places: Mapping[int, int] = {}
+
+    def begin(self, places: Mapping[int, int]) -> None:
+        """Begin a step with these places of the probed tokens."""
+        self._places = places
+
+    def add(self, product: Linear, x: Tensor, y: Tensor) -> None:
+        if product in self._names:
+            before, name = self._names[product]
+            self.keep(before, self._places, x)
+            self.keep(name, self._places, y)
+
+    def keep(self, name: str, places: Mapping[int, int], rows: Tensor) -> None:
+        """Keep the bits of tokens, whose rows are at these places."""
+        kept = self.bits.setdefault(name, {})
+        for token, place in places.items():
+            kept[token] = hash(rows[place].contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _named_products(model: Decoder) -> Iterator[tuple[Linear, tuple[str, str]]]:
+    """Yield each product of the layers, with the names of the operation before it and of itself."""
+    for number, layer in enumerate(model.layers):
+        mixer, ffn = layer.mixer, layer.ffn
+        assert isinstance(mixer, AttentionBlock) and isinstance(ffn, DenseBlock)
+        for product, before, name in (
+            (mixer.qkv, "input_layernorm", "qkv_proj"),
+            (mixer.output, "attention", "o_proj"),
+            (ffn.gate_up, "norm before the net", "gate_up_proj"),
+            (ffn.down, "activation", "down_proj"),
+        ):
+            yield product, (f"{before} of layer {number}", f"{name} of layer {number}")
+
+
+def _computed(
+    model: Decoder, steps: Sequence[Sequence[_Row]], traced: bool
+) -> Mapping[str, Mapping[int, int]]:
+    """Compute steps over pages of their own. Return the bits of the probed tokens by operation."""
+    layout = KVLayout.of(model.spec.layers, _PAGE_SIZE, model.dtype, None, model.spec.draft)
+    requests, trace = 1 + len(_OTHERS), _Trace(model)
+    pages = -(-_NUM_TOKENS // layout.page_size)
+    pool = KVPool(layout, requests * layout.tables.num_tables * pages, model.device)
+    generator = torch.Generator().manual_seed(0)
+    shape = requests, _NUM_TOKENS
+    tokens = torch.randint(model.spec.vocabulary_size, shape, generator=generator)
+    future = torch.zeros(requests, dtype=torch.int32)
+    for rows in steps:
+        batch = _batch(rows, tokens.int(), layout.tables.num_tables, layout.page_size, pages)
+        counts = torch.diff(batch.query_starts).tolist()
+        owners = [*chain(*([row.request] * n for row, n in zip(rows, counts, strict=True)))]
+        positions = batch.positions.tolist()
+        own = {positions[i]: i for i, owner in enumerate(owners) if owner == _PROBED}
+        trace.begin(own)
+        hidden = model.forward(batch, pool, future, trace if traced else None)
+        chosen = {place: i for i, place in enumerate(batch.sampled.tolist())}
+        # Tokens from the prompt's last one on have logits both ways.
+        sampled = {token: chosen[place] for token, place in own.items() if token >= _NUM_PROMPT - 1}
+        trace.keep("the norm before lm_head", sampled, hidden)
+        trace.keep("lm_head", sampled, model.logits(hidden))
+    for layer, (view, table) in enumerate(zip(pool.layers, pool.tables, strict=True)):
+        first = table * pages  # of the probed request
+        by_token = view[first : first + pages].transpose(1, 3).flatten(0, 1)
+        every = {token: token for token in range(_NUM_TOKENS)}
+        trace.keep(f"keys and values of layer {layer}", every, by_token)
+    return trace.bits
+
+
+def _batch(
+    rows: Sequence[_Row], tokens: Tensor, tables: int, page_size: int, pages: int
+) -> ForwardBatch:
+    """Return a step. Each request has `pages` consecutive pages in each table.
+
+    Args:
+        tokens: int32, by request.
+    """
+    requests = torch.tensor([row.request for row in rows])
+    starts = torch.tensor([row.start for row in rows])
+    lengths = torch.tensor([row.end for row in rows])
+    counts = lengths - starts
+    query_starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+    of_token = torch.arange(len(rows)).repeat_interleave(counts)
+    positions = torch.arange(len(of_token)) - (query_starts[:-1] - starts)[of_token]
+    page_starts = [(requests * tables + table) * pages for table in range(tables)]
+    # All tokens of rows with drafts have logits, and the last ones of the others.
+    wanted = (positions >= _NUM_PROMPT - 1) | (positions == lengths[of_token] - 1)
+    long_rows = (counts > 1).nonzero()
+    nowhere = torch.zeros(len(rows), 0, dtype=torch.int32)
+    return ForwardBatch(
+        token_ids=tokens[requests[of_token], positions],
+        positions=positions.int(),
+        locations=tuple(starts[of_token] * page_size + positions for starts in page_starts),
+        lengths=lengths.int(),
+        page_starts=tuple(starts.int() for starts in page_starts),
+        query_starts=query_starts.int(),
+        sampled=wanted.nonzero().squeeze(1),
+        state_reads=nowhere,
+        state_writes=nowhere,
+        state_marks=torch.zeros(len(rows), dtype=torch.int32),
+        state_kept=nowhere,
+        page_ids=torch.arange(len(tokens) * tables * pages, dtype=torch.int32),
+        slots=requests,
+        num_decodes=len(rows) - 1 - int(long_rows[-1]) if len(long_rows) else len(rows),
+        seen=(),
+    )

@@ -1,0 +1,83 @@
+"""Input embeddings as clients send them: SGLang's `input_embeds` over HTTP, packed over gRPC."""
+
+import asyncio
+from array import array
+
+import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError
+
+from common.requests.embeddings import GIVEN_TOKEN
+from protos.router_pb2 import InputEmbeddings
+from tests.api.models import ids
+from tests.api.rig import rest
+
+MATRIX = [[0.5, -1.0], [2, 3.25], [0.0, 1e-3]]
+PACKED = array("f", [number for row in MATRIX for number in row]).tobytes()
+
+
+async def submitted(api, **fields):
+    answering = asyncio.create_task(api.post("/generate", **fields))
+    submit = await api.node.submitted()
+    api.node.finish(submit.number, ids(" x"))
+    return submit, (await answering).json
+
+
+async def test_generate_passes_a_matrix_on(api):
+    submit, answer = await submitted(api, input_embeds=MATRIX)
+    assert submit.input_embeddings == PACKED
+    assert [*submit.token_ids] == [GIVEN_TOKEN] * 3
+    assert answer["text"] == " x" and answer["meta_info"]["prompt_tokens"] == 3
+
+
+async def test_a_list_of_matrices_has_an_answer_each(api):
+    answering = asyncio.create_task(api.post("/generate", input_embeds=[MATRIX, MATRIX[:1]]))
+    found = []
+    for _ in range(2):
+        submit = await api.node.submitted()
+        found.append(len(submit.input_embeddings))
+        api.node.finish(submit.number, ids(" x"))
+    assert sorted(found) == [8, 24] and len((await answering).json) == 2
+
+
+async def test_grpc_has_a_message_for_them(client, node):
+    embeddings = InputEmbeddings(values=PACKED, num_tokens=3)
+    call = client.generate(input_embeddings=embeddings)
+    submit = await node.submitted()
+    assert submit.input_embeddings == PACKED and len(submit.token_ids) == 3
+    node.finish(submit.number, ids(" x"))
+    assert (await rest(call))[-1].usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "fields, error",
+    [
+        ({"input_embeds": [[0.5, 1.0], [2.0]]}, "input_embeds has rows of different lengths"),
+        ({"input_embeds": [[0.5, [1.0]]]}, "input_embeds must be a matrix"),
+        ({"input_embeds": [[0.5], [[1.0]]]}, "input_embeds must be a matrix"),
+        ({"input_embeds": [[0.5, "1"]]}, "input_embeds"),
+        ({"input_embeds": [[]]}, "text or input_ids or input_embeds is needed"),
+        ({"input_embeds": MATRIX, "text": "x"}, "one of them"),
+        ({"input_embeds": [[0.5]] * 5000}, "input_embeds has 5000 tokens"),
+        ({"input_embeds": MATRIX, "return_hidden_states": True}, "not supported for prompts with"),
+    ],
+)
+async def test_what_is_no_matrix_is_refused_by_name(api, fields, error):
+    refused = await api.post("/generate", **fields)
+    assert refused.status == 400 and error in refused.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "embeddings, error",
+    [
+        ({"values": PACKED[:-1], "num_tokens": 3}, "23 bytes are not float32 [3, hidden size]"),
+        ({"values": PACKED}, "24 bytes are not float32 [0, hidden size]"),
+        ({"values": b"", "num_tokens": 3}, "0 bytes"),
+        ({"values": PACKED, "num_tokens": 1 << 31}, "tokens; the context"),
+    ],
+)
+async def test_packed_embeddings_need_their_shape(client, embeddings, error):
+    with pytest.raises(AioRpcError) as refused:
+        await rest(client.generate(input_embeddings=InputEmbeddings(**embeddings)))
+    assert refused.value.code() is StatusCode.INVALID_ARGUMENT
+    assert error in refused.value.details()

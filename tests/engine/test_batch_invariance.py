@@ -1,0 +1,175 @@
+"""`engine.batch_invariant`: a start is refused by name where the bits could depend on the batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common.config import EngineConfig
+from common.errors import ConfigError, LayoutMismatch
+from engine import batch_invariance
+from engine.load import OpenedModel, model_fields
+from engine.models import load, open_checkpoint
+from engine.models.precision import Precision
+from engine.models.probe import differing_operation
+from engine.models.stack import LayerByLayer
+from kernels import device
+from kvtransfer.pairing import PairHello, PoolRegion, compare
+from tests.support.checkpoints import make_checkpoint
+from tests.support.devices import CPU, operators_here, use
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("dense"), "gemma2")
+
+
+def refusal(directory, dtype=torch.float32, where=CPU, **settings):
+    config = EngineConfig(model=str(directory), batch_invariant=True, **settings)
+    servable = open_checkpoint(directory, config.model_backend)
+    with pytest.raises(ConfigError) as error:
+        batch_invariance.check(config, where, dtype, servable)
+    return str(error.value)
+
+
+class Uneven:
+    """A matrix whose products of several rows are rounded in another order than those of one."""
+
+    nbytes = 0
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def apply(self, x):
+        half = x.shape[1] // 2
+        y = F.linear(x.double(), self.weight.double())
+        if len(x) > 1:
+            parts = x[:, :half], x[:, half:]
+            y = F.linear(parts[0], self.weight[:, :half]) + F.linear(
+                parts[1], self.weight[:, half:]
+            )
+        return y.to(x.dtype)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_a_dense_model_passes(checkpoint, monkeypatch, precision):
+    use("compiled", monkeypatch)
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    quantize = "int8" if precision == "int8" else "none"
+    config = EngineConfig(model=str(checkpoint), batch_invariant=True, quantize=quantize)
+    batch_invariance.check(config, CPU, dtype, open_checkpoint(checkpoint))
+    batch_invariance.check_loaded(load(checkpoint, CPU, dtype, quantize))
+
+
+def test_a_product_that_depends_on_its_rows_is_named(checkpoint, monkeypatch):
+    use("compiled", monkeypatch)
+    model = load(checkpoint, CPU, torch.float32)
+    first, second = model.layers
+    down = Uneven(torch.randn(64, 96))
+    model.layers = first, replace(second, ffn=replace(second.ffn, down=down))
+    model.stack = model._adaptable = LayerByLayer(model.layers)
+    assert differing_operation(model) == "down_proj of layer 1"
+
+
+@pytest.mark.parametrize(
+    "operation, name",
+    [
+        ("decode_attention", "attention of layer 0"),
+        ("add_rms_norm", "input_layernorm of layer 0"),
+        ("act_and_mul", "activation of layer 0"),
+        ("float_product", "qkv_proj of layer 0"),
+    ],
+)
+def test_an_operation_that_depends_on_the_batch_is_named(checkpoint, monkeypatch, operation, name):
+    use("compiled", monkeypatch)
+    operators = operators_here()
+
+    class Broken:
+        """The operations, of which one gives a lone row other bits."""
+
+        def __getattr__(self, asked):
+            return getattr(operators, asked)
+
+    def broken(*given, **options):
+        result = getattr(operators, operation)(*given, **options)
+        out = given[5] if result is None else result[0] if type(result) is tuple else result
+        if len(out) == 1:
+            out *= 1.0 + 2.0**-20
+        return result
+
+    setattr(Broken, operation, staticmethod(broken))
+    monkeypatch.setattr(device, "compiled_for", lambda where: Broken())
+    model = load(checkpoint, CPU, torch.float32)
+    model.stack = LayerByLayer(model.layers)
+    assert differing_operation(model) == name
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"parallel": {"tp": 2}}, "one rank: set engine.parallel.tp, pp and dp to 1"),
+        ({"cache": {"dtype": "fp8_e4m3"}}, "engine.cache.dtype fp8_e4m3"),
+        ({"model_backend": "transformers"}, "Transformers library"),
+    ],
+    ids=["ranks", "fp8", "transformers"],
+)
+def test_a_setting_is_refused(checkpoint, monkeypatch, settings, words):
+    use("compiled", monkeypatch)
+    assert words in refusal(checkpoint, **settings)
+
+
+def test_a_gpu_and_float16_are_refused(checkpoint, monkeypatch):
+    use("compiled", monkeypatch)
+    assert "no GPU has been tested" in refusal(checkpoint, where=torch.device("cuda", 0))
+    refused = refusal(checkpoint, torch.float16)
+    assert "do not multiply float16" in refused and "set engine.dtype to float32" in refused
+
+
+def test_a_start_without_compiled_kernels_is_refused(checkpoint, monkeypatch):
+    use("torch", monkeypatch)
+    assert "set engine.cpu_kernels to auto" in refusal(checkpoint, cpu_kernels="off")
+    assert "install a C++ compiler" in refusal(checkpoint)
+
+
+def test_products_that_are_not_compiled_are_refused(checkpoint, monkeypatch):
+    class WithTiles:
+        """The library of a processor with AMX, where oneDNN multiplies all but float32."""
+
+        def multiplies(self, dtype):
+            return dtype == torch.float32
+
+    monkeypatch.setattr(device, "compiled_for", lambda where: WithTiles())
+    refused = refusal(checkpoint, torch.bfloat16)
+    assert "do not multiply bfloat16" in refused and "set engine.dtype to float32" in refused
+    assert "do not multiply int8" in refusal(checkpoint, quantize="int8")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "qwen3_next"])
+def test_a_family_with_other_layers_is_refused(tmp_path, monkeypatch, family):
+    use("compiled", monkeypatch)
+    model = load(make_checkpoint(tmp_path, family), CPU, torch.float32)
+    with pytest.raises(ConfigError, match="experts, latents or states"):
+        batch_invariance.check_loaded(model)
+
+
+def test_nodes_that_compute_otherwise_do_not_pair(checkpoint, monkeypatch):
+    use("compiled", monkeypatch)
+
+    def hello(instance, *, promised):
+        config = EngineConfig(model=str(checkpoint), batch_invariant=promised)
+        servable, float32 = open_checkpoint(checkpoint), Precision(torch.float32, "asked for")
+        fields = model_fields(config, OpenedModel(checkpoint, servable, CPU, float32))
+        return PairHello.of(instance, f"node-{instance}:1", fields, [PoolRegion(0, 1, 1)], 0)
+
+    compare(hello(1, promised=True), hello(2, promised=True))
+    compare(hello(1, promised=False), hello(2, promised=False))
+    ours, without = hello(1, promised=True), hello(2, promised=False)
+    monkeypatch.setattr(torch, "__version__", "3.0")
+    theirs = hello(2, promised=True)
+    for other, value in ((without, "unset"), (theirs, repr(theirs.fingerprint["arithmetic"]))):
+        with pytest.raises(LayoutMismatch) as error:
+            compare(ours, other)
+        own = repr(ours.fingerprint["arithmetic"])
+        assert f"arithmetic is {own} here and {value} there." in str(error.value)
+        assert ("--engine.batch-invariant" in str(error.value)) == (value == "unset")

@@ -1,0 +1,203 @@
+"""Prompts with images to each vision model: logits and tokens are those of transformers' class,
+wherever chunks end, whichever node computes them, and behind cached pages."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("PIL")
+
+from common.config import SpeculativeConfig
+from engine.batch.images import VisibleImage
+from engine.kv_cache.layout import KVLayout
+from engine.models import load
+from engine.models.families import read_decoder
+from engine.speculative import AllDrafts, HeadDrafter, Speculator
+from tests.pair.rig import Loaded, PairRig, Size
+from tests.pair.test_split_prefill import SplitRig
+from tests.support import devices
+from tests.support.devices import CPU
+from tests.support.drafters import TENSORS, make_followed_vision
+from tests.support.steps import logits_after
+from tests.support.vision import (
+    PATCH,
+    SQUARE,
+    greedy_vision_tokens,
+    make_vision_checkpoint,
+    picture,
+    reference_vision_model,
+    vision_inputs,
+    with_images,
+    write_vision_files,
+)
+
+NUM_TOKENS = 8
+ROOM = Size(num_pages=400)
+TEXT = ("No image at all, as most prompts are.",)
+LONG = pytest.mark.long
+MTP = SpeculativeConfig(method="mtp")
+
+
+class VisionModel:
+    def __init__(self, directory, model_type):
+        self.directory = make_vision_checkpoint(directory, model_type=model_type)
+        self.loaded = Loaded.from_directory(self.directory)
+        self.reference = reference_vision_model(self.directory)
+        self._model_type = model_type
+        self.one = ("What is on this? ", self.shown(5, 3, 1), " Say it in one word.")
+        between = ", then some text between them, "
+        self.two = ("First ", self.shown(2, 7, 2), between, self.shown(4, 4, 3), "?")
+
+    def shown(self, rows, columns, seed):
+        if self._model_type == "llava":  # all of its images have one size
+            return picture(SQUARE, SQUARE, seed, PATCH)
+        return picture(rows, columns, seed)
+
+    def inputs(self, parts):
+        return vision_inputs(*with_images(*parts), self._model_type)
+
+    def greedy(self, parts):
+        return greedy_vision_tokens(self.reference, *with_images(*parts), NUM_TOKENS)
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3_5", pytest.param("qwen3_5_moe", marks=LONG), "qwen3_vl", "llava"]
+)
+def model(request, tmp_path_factory):
+    return VisionModel(tmp_path_factory.mktemp("vision"), request.param)
+
+
+def rig_of(model, **options):
+    return PairRig(
+        model.loaded, **{"prefill": [ROOM], "decode": [ROOM], "own_models": True, **options}
+    )
+
+
+def ask(rig, parts):
+    token_ids, images = with_images(*parts)
+    return rig.ask(token_ids, NUM_TOKENS, images=images)
+
+
+def encoded(node):
+    return node.engine.model.seeing.counts.encoded
+
+
+@pytest.mark.parametrize("operations", [pytest.param("torch", marks=LONG), "compiled"])
+def test_logits_are_those_of_transformers(model, operations, monkeypatch):
+    devices.use(operations, monkeypatch)
+    token_ids, images = with_images(*model.two)
+    with torch.no_grad():
+        expected = model.reference(**model.inputs(model.two)).logits[0]
+    first, last = images
+    # Chunks of all kinds: within an image, with both of them, and of one token.
+    ends = [3, first.at + 5, last.at + 6, last.end - 1, *range(last.end, len(token_ids) + 1)]
+    actual = logits_after(load(model.directory, CPU, torch.float32), token_ids, ends, images=images)
+    assert (actual - expected[[end - 1 for end in ends]]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "chunked_prefill_tokens",
+    [pytest.param(512, id="whole", marks=LONG), pytest.param(16, id="cut_through_images")],
+)
+def test_tokens_after_a_hand_off_are_those_of_transformers(model, chunked_prefill_tokens):
+    with rig_of(model, chunked_prefill_tokens=chunked_prefill_tokens) as rig:
+        asked = {parts: ask(rig, parts) for parts in (model.one, model.two, TEXT)}
+        rig.run()
+        assert [one.tokens for one in asked.values()] == [model.greedy(parts) for parts in asked]
+        assert (encoded(rig.prefill[0]), encoded(rig.decode[0])) == (3, 0)
+
+
+@LONG
+def test_images_in_groups_of_layers(model):
+    with SplitRig(model.loaded, prefill=[], decode=[ROOM], own_models=True) as rig:
+        running = rig.begin(200)
+        asked = {parts: ask(rig, parts) for parts in (model.one, model.two)}
+        rig.run(*asked.values())
+        rig.cancel(running)
+        assert rig.splits
+        assert [one.tokens for one in asked.values()] == [model.greedy(parts) for parts in asked]
+
+
+def test_a_second_question_about_an_image_reuses_its_kv(model):
+    text, image, _ = model.one
+    again = (*model.one, " And what is beside it?")
+    with rig_of(model) as rig:
+        ask(rig, model.one)
+        rig.run()
+        rig.flush(rig.decode[0])
+        second = ask(rig, again)
+        rig.run()
+        assert second.tokens == model.greedy(again)
+        assert second.cached_tokens >= len(text) + image.num_tokens
+        assert encoded(rig.prefill[0]) == 1
+
+
+@LONG
+def test_retracted_requests_are_recomputed_with_their_images(model):
+    prompts = [("Look: ", model.shown(6, 6, 20 + i), "...") for i in range(4)]
+    tables = KVLayout.of(model.loaded.model.spec.layers, 16, torch.float32).tables
+    num_pages = 4 * tables.pages_to_compute(47) + 1
+    size = Size(num_pages=num_pages, swap_pages=0, max_running_requests=4, prefix_cache=False)
+    ratio = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
+    with rig_of(model, prefill=[], decode=[size], mode="colocated", **ratio) as rig:
+        asked = [ask(rig, parts) for parts in prompts]
+        rig.run()
+        assert [one.tokens for one in asked] == [model.greedy(parts) for parts in prompts]
+        assert rig.decode[0].count("recomputed") > 0
+
+
+@LONG
+def test_tensor_names_of_older_llavas(tmp_path):
+    """As published with version 1.5, whose encoder has a prefix more and a buffer."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    shutil.copytree(make_vision_checkpoint(new, model_type="llava"), old)
+    tensors = load_file(old / TENSORS)
+    tower, older = "vision_tower.", "vision_tower.vision_model."
+    renamed = {name.replace(tower, older): tensor for name, tensor in tensors.items()}
+    renamed[f"{older}embeddings.position_ids"] = torch.arange(SQUARE**2 + 1)
+    save_file(renamed, old / TENSORS)
+    image = picture(SQUARE, SQUARE, 1, PATCH)
+    embedded = [torch.zeros(image.num_tokens, 64) for _ in range(2)]
+    for directory, x in zip((new, old), embedded, strict=True):
+        seeing = load(directory, CPU, torch.float32).seeing
+        seeing.embed([VisibleImage(image, 0, image.num_tokens, 0)], x)
+    assert embedded[0].any() and torch.equal(*embedded)
+
+
+def test_an_image_that_the_encoder_cannot_take_is_refused_by_the_node(tmp_path):
+    model = VisionModel(tmp_path, "llava")
+    with rig_of(model, prefill=[]) as rig:
+        asked = ask(rig, ("Look: ", picture(2, 3, 1, PATCH), "."))
+        rig.run()
+        assert "2 x 3 tokens, the model takes 6 x 6" in asked.ended.error
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "llava"])
+def test_a_dtype_of_the_whole_configuration_is_the_decoders(tmp_path, model_type):
+    write_vision_files(tmp_path, model_type=model_type)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": "bfloat16"}
+    config["text_config"].pop("dtype", None)
+    path.write_text(json.dumps(config))
+    assert read_decoder(tmp_path).model.dtype is torch.bfloat16
+
+
+@LONG
+def test_a_draft_layer_that_is_right_is_right_behind_images(tmp_path):
+    """Its vectors are found by token indices, which differ from positions. Seen failing with
+    positions."""
+    directory = make_followed_vision(tmp_path)
+    loaded = Loaded(directory, load(directory, CPU, torch.float32, speculation=MTP))
+    drafting = replace(ROOM, speculator=Speculator(HeadDrafter(), AllDrafts(3), 3))
+    with PairRig(loaded, prefill=[ROOM], decode=[drafting], chunked_prefill_tokens=16) as rig:
+        two = ("First ", picture(2, 7, 2), ", then some text, ", picture(4, 4, 3), "?")
+        token_ids, images = with_images(*two)
+        asked = rig.serve(token_ids, 40, images=images)
+        expected = greedy_vision_tokens(reference_vision_model(directory), token_ids, images, 40)
+        assert asked.tokens == expected
+        accepted, rejected = rig.decode[0].drafts()
+        assert accepted > 0 and rejected == 0

@@ -1,0 +1,1 @@
+"""Whether responses have the same bits whatever happens around them, in whole systems."""

@@ -1,0 +1,129 @@
+"""Everything around a request that must not change its response, drawn at random."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+MODELS = (
+    ("llama", "float32", "none"),
+    ("qwen3", "bfloat16", "none"),
+    ("gemma2", "float32", "none"),
+    ("llama", "bfloat16", "int8"),
+)
+_CACHED_PAGES = 8  # of nodes with a tier, which gets the others
+_DRAWN: dict[str, Sequence[Any]] = {
+    "topology": ("colocated", "disaggregated", "disaggregated", "local"),
+    "path": ("tcp", "nixl"),
+    "chunk": (-1, 16, 37, 64, 128),
+    "page_size": (16, 32, 64),
+    "overlap": (False, True),
+    "threads": (1, 2, 3, 8),
+    "drafter": ("none", "ngram", "eagle"),
+    "retraction": ("none", "swap", "recompute"),
+    "tier": ("none", "none", "memory", "files"),
+    "split_prefill": (False, False, True),
+    "cache": ("cold", "prefix", "turn"),
+    "load": (False, True),
+    "event": ("none", "kill decode", "kill prefill", "move", "switch"),
+}
+_OF_ROUNDS = ("cache", "load", "event")
+_NEED_A_PAIR = ("kill prefill", "switch")
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """The circumstances of some requests. The defaults are those of the reference: one request at a
+    time, in one piece, on a colocated node without a cache.
+
+    Attributes:
+        chunk: prompt tokens of a step; -1: all.
+        retraction: where the KV of retracted requests goes; none: no request is retracted.
+        tier: where pages go that the small prefix cache evicts.
+        cache: what an earlier request has left there: nothing, a part of the prompt, or the prompt
+            and the response that it continues.
+        load: other requests run at the same time.
+        event: happens while a response runs.
+    """
+
+    topology: str = "colocated"
+    path: str = "tcp"
+    chunk: int = -1
+    page_size: int = 16
+    overlap: bool = False
+    threads: int = 1
+    drafter: str = "none"
+    retraction: str = "none"
+    tier: str = "none"
+    split_prefill: bool = False
+    cache: str = "cold"
+    load: bool = False
+    event: str = "none"
+
+    @classmethod
+    def of_a_system(cls, draw: Random, family: str) -> "Circumstances":
+        """Draw the settings of a system of a model."""
+        drawn = {name: draw.choice(all_) for name, all_ in _DRAWN.items() if name not in _OF_ROUNDS}
+        if drawn["drafter"] == "eagle" and family != "llama":
+            drawn["drafter"] = "ngram"
+        if drawn["split_prefill"] and drawn["drafter"] == "eagle":  # not supported together
+            drawn["split_prefill"] = False
+        return cls(**drawn)
+
+    def with_a_round(self, draw: Random) -> "Circumstances":
+        """Draw what happens in a round of this system."""
+        drawn = {name: draw.choice(_DRAWN[name]) for name in _OF_ROUNDS}
+        if self.topology == "colocated" and drawn["event"] in _NEED_A_PAIR:
+            drawn["event"] = "kill decode"
+        return replace(self, **drawn)
+
+    @property
+    def differing(self) -> dict[str, object]:
+        """The circumstances that differ from the reference's."""
+        plain = Circumstances()
+        return {
+            field.name: value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != getattr(plain, field.name)
+        }
+
+    def without(self, name: str) -> "Circumstances":
+        """Return the same circumstances with one of them as in the reference."""
+        plain: dict[str, Any] = {name: getattr(Circumstances(), name)}
+        return replace(self, **plain)
+
+    def flags(self, eagle: Path) -> Iterator[str]:
+        """Yield the settings of all nodes.
+
+        Args:
+            eagle: directory of the EAGLE head.
+        """
+        yield f"--engine.cache.page-size={self.page_size}"
+        yield f"--engine.threads={self.threads}"
+        yield "--prefix-sharing.max-cost-ratio=1e9"  # reading always pays
+        yield "--prefix-sharing.fetch-timeout-s=300"
+        scheduler = "--engine.scheduler"
+        yield f"{scheduler}.chunked-prefill-tokens={self.chunk}"
+        if not self.overlap:
+            yield "--no-engine.scheduler.overlap-schedule"
+        if self.split_prefill:
+            yield f"{scheduler}.split-prefill-ms=1"
+        if self.drafter != "none":
+            yield f"--engine.speculative.method={self.drafter}"
+        if self.drafter == "eagle":
+            yield f"--engine.speculative.draft-model={eagle}"
+        if self.tier != "none":
+            yield f"--engine.cache.max-cached-pages={_CACHED_PAGES}"
+            yield f"--engine.offload.cpu-bytes={1 << (24 if self.tier == 'memory' else 16)}"
+
+    def decode_flags(self) -> Iterator[str]:
+        """Yield further settings of decode nodes."""
+        if self.topology == "colocated":
+            yield "--mode=colocated"
+        if self.topology == "local":
+            yield "--local-prefill-max-tokens=200"
+        if self.retraction != "none":
+            yield "--engine.scheduler.retract-every=7"
+        if self.retraction == "recompute":
+            yield "--engine.cache.swap-pages=0"

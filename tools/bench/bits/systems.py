@@ -1,0 +1,266 @@
+"""Systems in which requests are compared with the same requests alone."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc.aio
+from transformers import AutoModelForCausalLM
+
+from tests.support.adapters import make_adapter
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import Cluster, Node, slowed
+from tests.support.drafters import make_eagle
+from tools.bench.bits.circumstances import Circumstances
+from tools.bench.bits.requests import ADAPTER, Request, Response, respond
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+_STEP_S = 0.004  # added to each step, so that events happen within responses
+_TOGETHER = 4  # compared requests of a round
+_NEIGHBOURS = 3
+_DISK_BYTES = 1 << 26
+# Counters of nodes that show what took place, by the name of the event.
+_COUNTERS = {
+    "retraction": "retractions",
+    "recomputed retraction": "recomputed",
+    "live migration": "moves/here",
+    "hand-off": "handoffs_completed",
+    "failed hand-off": "handoffs_failed",
+    "local prefill": "local_prefills",
+    "accepted draft": "draft_tokens/accepted",
+    "rejected draft": "draft_tokens/rejected",
+    "prefix of another node": "prefix_loans/completed",
+}
+EVENTS = (*_COUNTERS, "replay", "adapter", "kill decode", "kill prefill", "move", "switch")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A request in some circumstances, and alone."""
+
+    request: Request
+    around: Circumstances
+    difference: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """The results so far.
+
+    Attributes:
+        events: how often each kind took place, as nodes and responses show.
+    """
+
+    pairs: list[Pair] = field(default_factory=list)
+    events: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def differing(self) -> list[Pair]:
+        return [pair for pair in self.pairs if pair.difference]
+
+
+class ComparedModel:
+    """A model and its reference: a colocated node, which gets one request at a time.
+
+    Args:
+        directory: for checkpoints and logs.
+    """
+
+    def __init__(self, directory: Path, family: str, dtype: str, quantize: str) -> None:
+        self.family = family
+        self._directory = directory
+        self._model = make_checkpoint(directory / "model", family, **_SIZES)
+        made = AutoModelForCausalLM.from_pretrained(self._model)
+        make_adapter(directory / "adapters" / ADAPTER, made)
+        self._eagle = directory / "eagle"
+        if family == "llama":
+            make_eagle(self._eagle, self._model)
+        self._always = (
+            f"--dtype={dtype}",
+            f"--quantize={quantize}",
+            "--engine.batch-invariant",
+            f"--engine.lora.adapter-dir={directory / 'adapters'}",
+            f"--engine.lora.preload={ADAPTER}",
+        )
+        self._number = 0
+        self._known: dict[tuple[object, ...], Response] = {}
+        self._reference: Cluster
+        self._alone = asyncio.Lock()
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator["ComparedModel"]:
+        """Run the reference."""
+        cold = ("--no-engine.cache.prefix-cache",)
+        async with self._system(Circumstances(), 1, cold, slow=False) as self._reference:
+            yield self
+
+    async def compare(
+        self, system: Circumstances, rounds: Sequence[Circumstances], draw: Random, tally: Tally
+    ) -> None:
+        """Run rounds of one system, each with some compared requests."""
+        num_decode = 1 if not any(each.event != "none" for each in rounds) else 2
+        async with self._system(system, num_decode) as cluster:
+            for around in rounds:
+                requests = [Request.of(draw) for _ in range(_TOGETHER)]
+                tally.pairs += await self._round(cluster, around, requests, draw, tally)
+            await _count(cluster, tally)
+
+    async def differs(self, pair: Pair, around: Circumstances) -> bool:
+        """Return whether a request differs in these circumstances too."""
+        again = Tally()
+        async with self._system(around, 2) as cluster:
+            for number in range(2):
+                requests = [pair.request] * _TOGETHER
+                again.pairs += await self._round(cluster, around, requests, Random(number), again)
+        return bool(again.differing)
+
+    async def _round(
+        self,
+        cluster: Cluster,
+        around: Circumstances,
+        requests: Sequence[Request],
+        draw: Random,
+        tally: Tally,
+    ) -> list[Pair]:
+        if around.cache == "prefix":
+            await asyncio.gather(*(respond(cluster, request.begun()) for request in requests))
+        elif around.cache == "turn":
+            before = await asyncio.gather(*(respond(cluster, request) for request in requests))
+            requests = [
+                request.next_turn(response.token_ids, draw)
+                for request, response in zip(requests, before, strict=True)
+            ]
+        neighbours = [Request.of(draw) for _ in range(_NEIGHBOURS if around.load else 0)]
+        reached, token = asyncio.Event(), draw.randrange(1, 24)
+        loads = [asyncio.create_task(respond(cluster, each)) for each in neighbours]
+        running = [
+            asyncio.create_task(respond(cluster, request, _at(token, reached)))
+            for request in requests
+        ]
+        happened = asyncio.create_task(_happen(cluster, around.event, reached, draw))
+        responses = await asyncio.gather(*running, return_exceptions=True)
+        reached.set()
+        tally.events[await happened] += 1
+        await asyncio.gather(*loads, return_exceptions=True)
+        return [
+            Pair(request, around, await self._difference(request, around, response, tally))
+            for request, response in zip(requests, responses, strict=True)
+        ]
+
+    async def _difference(
+        self,
+        request: Request,
+        around: Circumstances,
+        response: Response | BaseException,
+        tally: Tally,
+    ) -> str:
+        if isinstance(response, BaseException):
+            return f"it failed: {response}"
+        if not response.invariant:
+            return "it has no batch-invariant fingerprint"
+        if request.adapter:
+            tally.events["adapter"] += 1
+        if response.cached_tokens:
+            tally.events[f"cache hit, {around.cache}, tier {around.tier}"] += 1
+        key = request.adapter, request.prompt, str(sorted(request.sampling.items(), key=str))
+        async with self._alone:
+            if key not in self._known:
+                self._known[key] = await respond(self._reference, request)
+        return response.difference(self._known[key])
+
+    @asynccontextmanager
+    async def _system(
+        self,
+        around: Circumstances,
+        num_decode: int,
+        more: Sequence[str] = (),
+        *,
+        slow: bool = True,
+    ) -> AsyncIterator[Cluster]:
+        self._number += 1
+        logs = self._directory / f"system-{self._number}"
+        colocated = around.topology == "colocated"
+        files: Mapping[str, Sequence[str]] = {}
+        if around.tier == "files":
+            names = ["prefill-0", *(f"decode-{number}" for number in range(num_decode))]
+            files = {name: tuple(_files(logs / name)) for name in names}
+        async with Cluster(
+            self._model,
+            logs,
+            path=around.path,
+            num_prefill=0 if colocated else 1,
+            num_decode=num_decode,
+            node_flags=(*self._always, *around.flags(self._eagle), *more),
+            decode_flags=tuple(around.decode_flags()),
+            flags_of=files,
+            router_flags=("--policy=random",),
+            with_secret=False,
+            environment=slowed(_STEP_S) if slow else None,
+        ) as cluster:
+            yield cluster
+
+
+def _files(directory: Path) -> Iterator[str]:
+    directory.mkdir(parents=True)
+    yield f"--engine.offload.disk-dir={directory}"
+    yield f"--engine.offload.disk-bytes={_DISK_BYTES}"
+
+
+def _at(token: int, reached: asyncio.Event) -> Callable[[int], None]:
+    """Return what sets an event once a response has that many tokens."""
+
+    def on_token(count: int) -> None:
+        if count >= token:
+            reached.set()
+
+    return on_token
+
+
+async def _happen(cluster: Cluster, event: str, reached: asyncio.Event, draw: Random) -> str:
+    """Have an event take place once a response has reached its token, and restore the system.
+    Return the event, or "none" if it did not take place."""
+    if event != "kill prefill":  # that one is about prompts
+        await reached.wait()
+    match event:
+        case "kill decode":
+            await _kill(cluster, draw.choice(cluster.decode))
+        case "kill prefill":
+            await _kill(cluster, cluster.prefill[0])
+        case "switch":
+            await cluster.switch(node := cluster.decode[-1], "prefill")
+            await cluster.switch(node, "decode")
+        case "move":
+            for source, target in (cluster.decode, cluster.decode[::-1]):
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await cluster.migrate(source, target)
+                    return event
+            return "none"
+    return event
+
+
+async def _kill(cluster: Cluster, node: Node) -> None:
+    await cluster.kill(node)
+    await cluster.start_again(node)
+    await cluster.until_whole()
+
+
+async def _count(cluster: Cluster, tally: Tally) -> None:
+    """Add what the nodes and the router have counted."""
+    for node in cluster.live_nodes:
+        counters = (await node.describe()).counters
+        for event, counter in _COUNTERS.items():
+            tally.events[event] += counters.get(counter, 0)
+    tally.events["replay"] += int(await cluster.metric("baton_requests_replayed_total"))
