@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from common.process.children import ChildProcess
 from tests.support import fork_server
 from tests.support.cluster import children_of
@@ -64,6 +66,7 @@ def test_the_server_has_one_thread_however_many_libraries_may_start():
     assert json.loads(ran.stdout)["threads"] == 1
 
 
+@pytest.mark.long
 def test_children_are_listed_while_threads_end():
     over = threading.Event()
 

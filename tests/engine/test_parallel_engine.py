@@ -678,6 +678,7 @@ def test_every_rank_takes_other_weights_and_gives_memory_back(
         serving.close()
 
 
+@pytest.mark.long
 def test_experts_move_between_ranks_under_load(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path, "qwen2_moe"))
 

@@ -225,6 +225,7 @@ async def test_a_collector_that_fails_harms_nobody(
         assert [each["outcome"] for each in response.json["requests"]] == ["length"] * 20
 
 
+@pytest.mark.long
 async def test_without_an_endpoint_a_trace_is_passed_on_and_nothing_is_sent(
     model: Path, tmp_path: Path
 ) -> None:

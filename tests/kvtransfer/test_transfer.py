@@ -386,7 +386,7 @@ def test_a_producer_whose_engine_is_stuck_is_dead(make_rig):
     assert not rig.pump.ended[1].refused
 
 
-@pytest.mark.parametrize("as_consumer", [True, False])
+@pytest.mark.parametrize("as_consumer", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_front_hears_of_an_engine_only_while_it_moves(rig, as_consumer):
     """Seen failing with beats whether it moves or not."""
     engine, beats = (rig.consumer if as_consumer else rig.producer), rig.pump.beats

@@ -72,6 +72,7 @@ def test_the_written_accuracy_is_that_of_these_weights_and_good_enough():
         assert rate >= bar or "longer than trained" in what, what
 
 
+@pytest.mark.long
 def test_the_written_accuracy_is_what_is_measured(tokenizer, model):
     (short,) = (case for case in evaluate.CASES if case.what == "64 tokens of facts, any words")
     again = evaluate.score(short, model, tokenizer)
