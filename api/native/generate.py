@@ -45,6 +45,8 @@ from api.requests.generate_params import (
 )
 from api.requests.served_model import ServedModel
 from api.text.limits import MAX_CHOICES, check_context, check_vocabulary
+from common.limits import MAX_EMBEDDING_BYTES
+from common.requests.embeddings import NUMBER_BYTES
 from router.token_buffer import UNKNOWN_VERSION
 
 _DEFAULT_MAX_TOKENS = 128  # SGLang's
@@ -168,9 +170,7 @@ class NativeEndpoint:
             routed_experts=bool(fields.return_routed_experts),
         )
         prompts, is_list = _prompts(fields)
-        if len(prompts) * len(per_prompt) > MAX_CHOICES:
-            sentence = f"these are more than {MAX_CHOICES} answers"
-            raise ApiError(400, sentence, param="sampling_params.n")
+        _check_number(len(prompts) * len(per_prompt))
         given = fields.sampling_params and fields.sampling_params.max_new_tokens is not None
         limit = "sampling.max_tokens" if given else ""
         wanted = choices(common, prompts, per_prompt, max_tokens_field=limit)
@@ -236,25 +236,38 @@ def _prompts(fields: NativeFields) -> tuple[Sequence[Prompt], bool]:
         case None, [int(), *_] as ids, None if all(isinstance(token, int) for token in ids):
             return [TokenIdsPrompt(cast(list[int], ids))], False
         case None, [[*_], *_] as lists, None if all(isinstance(ids, list) for ids in lists):
+            _check_number(len(lists))
             return [TokenIdsPrompt(ids) for ids in cast(list[list[int]], lists)], True
         case None, None, [[float(), *_], *_] as rows:
             return [_embeddings(rows)], False
         case None, None, [[[*_], *_], *_] as matrices:
+            _check_number(len(matrices))
             return [_embeddings(rows) for rows in matrices], True
         case _:
             raise invalid("text", "or input_ids or input_embeds is needed, one of them")
 
 
+def _check_number(num_answers: int) -> None:
+    """Raise ApiError for too many responses to one request."""
+    if num_answers > MAX_CHOICES:
+        sentence = f"these are more than {MAX_CHOICES} answers"
+        raise ApiError(400, sentence, param="sampling_params.n")
+
+
 def _embeddings(rows: list[Any]) -> EmbeddingsPrompt:
-    """Return a prompt with these rows. Raise ApiError unless they form a matrix."""
+    """Return a prompt with these rows. Raise ApiError unless they form a matrix of allowed size."""
     values = array("f")
     try:
+        sizes = {len(row) for row in rows}
+        if len(sizes) > 1:
+            raise invalid("input_embeds", "has rows of different lengths")
+        num_bytes = len(rows) * sizes.pop() * NUMBER_BYTES
+        if num_bytes > MAX_EMBEDDING_BYTES:
+            raise invalid("input_embeds", f"has {num_bytes} bytes, {MAX_EMBEDDING_BYTES} allowed")
         for row in rows:
             values.extend(row)
     except TypeError:
         raise invalid("input_embeds", "must be a matrix, or a list of matrices") from None
-    if any(len(row) != len(rows[0]) for row in rows):
-        raise invalid("input_embeds", "has rows of different lengths")
     return EmbeddingsPrompt(values.tobytes(), len(rows))
 
 

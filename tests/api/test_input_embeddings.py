@@ -7,6 +7,8 @@ import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError
 
+from api.dialect.problems import ApiError
+from api.native.generate import NativeEndpoint
 from common.requests.embeddings import GIVEN_TOKEN
 from protos.router_pb2 import InputEmbeddings
 from tests.api.models import ids
@@ -55,6 +57,7 @@ async def test_grpc_has_a_message_for_them(client, node):
         ({"input_embeds": [[0.5, 1.0], [2.0]]}, "input_embeds has rows of different lengths"),
         ({"input_embeds": [[0.5, [1.0]]]}, "input_embeds must be a matrix"),
         ({"input_embeds": [[0.5], [[1.0]]]}, "input_embeds must be a matrix"),
+        ({"input_embeds": [[[0.5]]] * 129}, "these are more than 128 answers"),
         ({"input_embeds": [[0.5, "1"]]}, "input_embeds"),
         ({"input_embeds": [[]]}, "text or input_ids or input_embeds is needed"),
         ({"input_embeds": MATRIX, "text": "x"}, "one of them"),
@@ -81,3 +84,10 @@ async def test_packed_embeddings_need_their_shape(client, embeddings, error):
         await rest(client.generate(input_embeddings=InputEmbeddings(**embeddings)))
     assert refused.value.code() is StatusCode.INVALID_ARGUMENT
     assert error in refused.value.details()
+
+
+def test_a_matrix_above_the_limit_is_refused_before_it_is_converted():
+    row = b"[" + b",".join([b"0.5"] * 1024) + b"]"
+    body = b'{"input_embeds": [' + b",".join([row] * 1025) + b"]}"
+    with pytest.raises(ApiError, match="input_embeds has 4198400 bytes, 4194304 allowed"):
+        NativeEndpoint(ignore_unknown=False).read(body)
