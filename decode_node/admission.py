@@ -15,15 +15,14 @@ from common.queueing import may_wait_s
 from decode_node.active_requests import ActiveRequests
 from decode_node.queues import DecodeQueues
 from decode_node.state import DecodeState
-from engine.batch.limits import MAX_HELD_EMBEDDING_BYTES, MAX_HELD_STATE_BYTES, RequestLimits
+from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
-from engine.batch.token_budget import TokenBudget
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
 from node.control.engine_control import EngineControl
 from node.messages import Placement, SubmitRequest
 from node.queues import RequestAdapters
-from node.request_state import Claim
+from node.request_state import Claim, HeldBytes
 from node.timings import RequestTimings
 
 # Multiple of the queue limits for replayed requests, whose clients have tokens already: another
@@ -120,10 +119,7 @@ class RequestAdmission:
         self._queues = queues
         self._keys = itertools.count(1)
         self._lengths = OutputLengthEstimate()
-        self._embeddings = TokenBudget(MAX_HELD_EMBEDDING_BYTES, "bytes of input embeddings")
-        self._states = TokenBudget(
-            MAX_HELD_STATE_BYTES, "bytes of hidden states and routed experts"
-        )
+        self._held_bytes = HeldBytes(limits)
 
     def submit(self, message: SubmitRequest) -> None:
         """Admit a request and prepare it, or reject it."""
@@ -183,12 +179,7 @@ class RequestAdmission:
         if num_waiting >= times * self._max_waiting:
             raise Overloaded(f"the queue is full ({num_waiting} requests)")
         self._limits.check_request(request.spec)
-        if (given := request.spec.input_embeddings) is not None:
-            self._embeddings.take(state.key, len(given.values), times=times)
-            state.claims.add(Claim.EMBEDDINGS, partial(self._embeddings.drop, state.key))
-        if num_bytes := self._limits.state_bytes(request.spec):
-            self._states.take(state.key, num_bytes, times=times)
-            state.claims.add(Claim.STATES, partial(self._states.drop, state.key))
+        self._held_bytes.hold(state, times=times)
         self._adapters.hold(request)
         state.claims.add(Claim.ADAPTER, partial(self._adapters.release, state.key))
         if placement.move_from is None:

@@ -29,7 +29,7 @@ def wants(config: EngineConfig) -> EngineConfig:
 
 def check(engine: RoleEngine) -> None:
     """Raise ConfigError if a decode node cannot serve the engine's model."""
-    if not engine.limits.generates:
+    if not engine.core.limits.generates:
         raise ConfigError("the model has no language model head: only prefill nodes can serve it")
 
 
@@ -42,8 +42,8 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) ->
     queues = _make_queues(engine, sharing, config, scheduled, handoffs)
     migrations = OutgoingMigrations(
         scheduler=scheduled.scheduler,
-        pages=engine.pages,
-        tables=engine.tables,
+        pages=engine.core.pages,
+        tables=engine.core.shape.tables,
         page_bytes=engine.page_bytes,
         port=runtime.port,
         active=active,
@@ -51,16 +51,18 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) ->
     sharing.exports.learn_by(migrations.copied)
     admission = RequestAdmission(
         max_waiting=config.engine.scheduler.max_queued_requests,
-        limits=engine.limits,
+        limits=engine.core.limits,
         control=control,
         active=active,
         adapters=engine.adapters,
-        locations=PrefixLocations(engine.cache, engine.tiers, shares=config.prefix_sharing.enabled),
+        locations=PrefixLocations(
+            engine.core.cache, engine.core.tiers, shares=config.prefix_sharing.enabled
+        ),
         queues=queues,
     )
     canary = Canary(
         num_tokens=config.transfer.canary_tokens,
-        vocabulary_size=engine.limits.vocabulary_size,
+        vocabulary_size=engine.core.limits.vocabulary_size,
         submit=admission.submit,
         is_busy=lambda: control.draining or scheduled.scheduler.paused or queues.num_waiting > 0,
         counts=active.counters,
@@ -69,7 +71,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) ->
     placement = PrefillPlacement(
         config,
         queues=queues,
-        cache=engine.cache,
+        cache=engine.core.cache,
         handoffs=handoffs,
         sharing=sharing,
         canary=canary,
@@ -89,7 +91,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) ->
 
 def _make_active(engine: RoleEngine, runtime: RoleRuntime, config: DecodeConfig) -> ActiveRequests:
     # Limit for all requests: the tokens that fit into the pool and those that may wait.
-    max_tokens = engine.tables.max_tokens(engine.pages.num_pages)
+    max_tokens = engine.core.shape.tables.max_tokens(engine.core.pages.num_pages)
     return ActiveRequests(
         TokenOutbox(runtime.channel),
         TokenBudget(config.engine.scheduler.max_queued_tokens + max_tokens),
@@ -124,17 +126,17 @@ def _make_handoffs(
         scheduled=scheduled,
         reservations=PageReservations(
             scheduler=scheduled.scheduler,
-            pages=engine.pages,
-            cache=engine.cache,
-            tables=engine.tables,
-            tiers=engine.tiers,
+            pages=engine.core.pages,
+            cache=engine.core.cache,
+            tables=engine.core.shape.tables,
+            tiers=engine.core.tiers,
             page_bytes=engine.page_bytes,
         ),
         active=active,
         limits=HandoffLimits(
             runtime.instance,
-            engine.limits.vocabulary_size,
-            config.max_inflight_pages or engine.pages.num_pages // 2,
+            engine.core.limits.vocabulary_size,
+            config.max_inflight_pages or engine.core.pages.num_pages // 2,
         ),
     )
 
@@ -152,7 +154,7 @@ def _make_queues(
             scheduled.backlog,
             GrammarQueue(engine.guides),
             AdapterQueue(engine.adapters),
-            TierLoadQueue(engine.tiers, lambda: scheduler.free_capacity().num_pages),
+            TierLoadQueue(engine.core.tiers, lambda: scheduler.free_capacity().num_pages),
         ),
         paused=PausedQueue(scheduler),
         unpaired=UnpairedQueue(config.reconnect_wait_s),

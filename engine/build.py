@@ -11,7 +11,6 @@ import torch
 from common.config import EngineConfig, SchedulerConfig
 from common.errors import ConfigError
 from common.logs import kv
-from common.page_tables import PageTables
 from engine.adapters.adapters import AdapterBank, AdapterManager, load_all, shelf_of
 from engine.adapters.library import AdapterCache, AdapterLoader, AdapterSource
 from engine.backend import TorchBackend
@@ -105,10 +104,6 @@ class Engine:
     @property
     def pool(self) -> KVPool:
         return self.backend.pool
-
-    @property
-    def tables(self) -> PageTables:
-        return self.shape.layout.tables
 
     @property
     def page_bytes(self) -> int:

@@ -236,9 +236,9 @@ def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
         ranks=config.parallel.tp,
     )
     # Nodes without the promise may compute on each other's KV whatever their arithmetic.
-    promised = {"arithmetic": batch_invariance.arithmetic()} if config.batch_invariant else {}
+    arithmetic = {"arithmetic": batch_invariance.arithmetic()} if config.batch_invariant else {}
     fields = {"dtype": str(opened.precision), "quantize": rounding}
-    return {**constants(opened.servable), **fields, **promised}
+    return {**constants(opened.servable), **fields, **arithmetic}
 
 
 def fingerprint_of(config: EngineConfig, opened: OpenedModel, weights: WeightsId) -> dict[str, str]:
@@ -294,14 +294,13 @@ def with_collectives(config: EngineConfig, device: torch.device) -> ParallelConf
 def check_group(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError if a node of a group does not support the device or a feature."""
     drafter, collectives = config.speculative, config.parallel.collectives
-    for setting, used in {
+    settings = {
         f"device: {device}": device.type != "cpu",
         f"parallel.collectives: {collectives}": collectives not in ("auto", "shm"),
         f"speculative.method: {drafter.method}": drafter.has_layers,
         "weights_dir": config.weights_dir is not None,
-    }.items():
-        if used:
-            raise ConfigError(f"engine.{setting} is not supported with engine.parallel.dp")
+    }
+    _refuse(settings, "engine.parallel.dp")
 
 
 def check_split_prefill(config: EngineConfig, backend: str) -> None:
@@ -311,17 +310,14 @@ def check_split_prefill(config: EngineConfig, backend: str) -> None:
         backend: of the model.
     """
     drafter, parallel = config.speculative, config.parallel
-    for setting, used in {
+    settings = {
         f"parallel.tp: {parallel.tp}": parallel.tp > 1,
         f"parallel.pp: {parallel.pp}": parallel.pp > 1,
         f"parallel.dp: {parallel.dp}": parallel.dp > 1,
         f"speculative.method: {drafter.method}": drafter.has_layers,
         "model_backend: transformers": backend == "transformers",
-    }.items():
-        if used:
-            raise ConfigError(
-                f"engine.{setting} is not supported with engine.scheduler.split_prefill_ms"
-            )
+    }
+    _refuse(settings, "engine.scheduler.split_prefill_ms")
 
 
 def check_routed_experts(config: EngineConfig, backend: str) -> None:
@@ -331,14 +327,13 @@ def check_routed_experts(config: EngineConfig, backend: str) -> None:
         backend: of the model.
     """
     parallel, split_ms = config.parallel, config.scheduler.split_prefill_ms
-    for setting, used in {
+    settings = {
         f"parallel.pp: {parallel.pp}": parallel.pp > 1,
         # Decode steps between two groups of layers would overwrite the experts of the prompt.
         f"scheduler.split_prefill_ms: {split_ms:g}": split_ms > 0,
         "model_backend: transformers": backend == "transformers",
-    }.items():
-        if used:
-            raise ConfigError(f"engine.{setting} is not supported with engine.routed_experts")
+    }
+    _refuse(settings, "engine.routed_experts")
 
 
 def check_input_embeddings(config: EngineConfig, backend: str) -> None:
@@ -348,15 +343,26 @@ def check_input_embeddings(config: EngineConfig, backend: str) -> None:
         backend: of the model.
     """
     drafter, parallel = config.speculative, config.parallel
-    for setting, used in {
+    settings = {
         f"parallel.tp: {parallel.tp}": parallel.tp > 1,
         f"parallel.pp: {parallel.pp}": parallel.pp > 1,
         # A drafter with layers reads the ids of the prompt's tokens.
         f"speculative.method: {drafter.method}": drafter.has_layers,
         "model_backend: transformers": backend == "transformers",
-    }.items():
+    }
+    _refuse(settings, "engine.input_embeddings")
+
+
+def _refuse(settings: Mapping[str, bool], feature: str) -> None:
+    """Raise ConfigError for the first of these settings that is used, as the feature does not
+    support it.
+
+    Args:
+        settings: name and value below `engine`, and whether it is used.
+    """
+    for setting, used in settings.items():
         if used:
-            raise ConfigError(f"engine.{setting} is not supported with engine.input_embeddings")
+            raise ConfigError(f"engine.{setting} is not supported with {feature}")
 
 
 def _state_limit(
@@ -369,12 +375,11 @@ def _check_stages(config: EngineConfig) -> None:
     if config.parallel.pp == 1:
         return
     drafter = config.speculative.method
-    for setting, used in {
+    settings = {
         f"speculative.method: {drafter}": drafter != "none",
         "lora.adapter_dir": config.lora.adapter_dir is not None,
-    }.items():
-        if used:
-            raise ConfigError(f"engine.{setting} is not supported with engine.parallel.pp 2")
+    }
+    _refuse(settings, "engine.parallel.pp 2")
 
 
 def usable_bytes(device: torch.device, config: EngineConfig) -> int:

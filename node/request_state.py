@@ -13,10 +13,13 @@ prompts begin in SCHEDULED. Waiting, running and retracted are states inside the
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from common.errors import EngineFault, ServingError
+from engine.batch.limits import MAX_HELD_EMBEDDING_BYTES, MAX_HELD_STATE_BYTES, RequestLimits
 from engine.batch.request import FinishReason, Request, RequestEnd
+from engine.batch.token_budget import TokenBudget
 
 
 class Claim(Enum):
@@ -153,6 +156,27 @@ class RequestState:
         self.stage, self.queue = RequestStage.CLOSED, None
         self.on_end(self, ending)
         self.claims.close()
+
+
+class HeldBytes:
+    """The budgets of bytes that requests of a node hold in addition to KV. Engine thread only."""
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
+        self._embeddings = TokenBudget(MAX_HELD_EMBEDDING_BYTES, "bytes of input embeddings")
+        self._states = TokenBudget(
+            MAX_HELD_STATE_BYTES, "bytes of hidden states and routed experts"
+        )
+
+    def hold(self, state: RequestState, *, times: int = 1) -> None:
+        """Count the bytes of a request until it ends. Raises Overloaded as TokenBudget.take."""
+        spec, key = state.request.spec, state.key
+        if (given := spec.input_embeddings) is not None:
+            self._embeddings.take(key, len(given.values), times=times)
+            state.claims.add(Claim.EMBEDDINGS, partial(self._embeddings.drop, key))
+        if num_bytes := self._limits.state_bytes(spec):
+            self._states.take(key, num_bytes, times=times)
+            state.claims.add(Claim.STATES, partial(self._states.drop, key))
 
 
 S = TypeVar("S", bound=RequestState)

@@ -8,15 +8,11 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
-from common.page_tables import PageTables
 from engine.batch.holding import PageHolding
-from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
-from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import PrefixCache
+from engine.core import EngineCore
 from engine.loop.loop import EngineRole
 from engine.loop.watchdog import StalledEngine
-from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.ports import TransferPort
 from node.control.engine_control import EngineControl, FrontendChannel
@@ -30,19 +26,7 @@ class RoleEngine(Protocol):
     """The parts of an engine that roles use."""
 
     @property
-    def pages(self) -> PageAllocator: ...
-
-    @property
-    def cache(self) -> PrefixCache: ...
-
-    @property
-    def tiers(self) -> CacheTiers: ...
-
-    @property
-    def limits(self) -> RequestLimits: ...
-
-    @property
-    def tables(self) -> PageTables: ...
+    def core(self) -> EngineCore: ...
 
     @property
     def page_bytes(self) -> int: ...

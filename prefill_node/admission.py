@@ -21,7 +21,7 @@ from common.errors import (
 from common.queueing import QueueEntry, QueueEstimator, may_wait_s
 from common.request import Remaining, RequestSpec
 from engine.batch.holding import PageHolding
-from engine.batch.limits import MAX_HELD_EMBEDDING_BYTES, MAX_HELD_STATE_BYTES, RequestLimits
+from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
 from engine.scheduler.scheduler import Scheduler
@@ -35,7 +35,7 @@ from node.queues import (
     RequestQueues,
     SchedulerQueue,
 )
-from node.request_state import Claim, RequestStage, RequestState
+from node.request_state import Claim, HeldBytes, RequestStage, RequestState
 from node.timings import ProducerTimings
 
 
@@ -160,10 +160,7 @@ class HandoffAdmission:
         self._adapters = adapters
         self._backlog = backlog
         self._tokens = tokens
-        self._embeddings = TokenBudget(MAX_HELD_EMBEDDING_BYTES, "bytes of input embeddings")
-        self._states = TokenBudget(
-            MAX_HELD_STATE_BYTES, "bytes of hidden states and routed experts"
-        )
+        self._held_bytes = HeldBytes(limits)
 
     def create_request(self, event: OpenedEvent, spec: RequestSpec, now: float) -> Request:
         """Create the request of a hand-off. This node samples its first token only."""
@@ -198,12 +195,7 @@ class HandoffAdmission:
         request, key = state.request, state.key
         self._limits.check_request(request.spec)
         request.start_by = self._start_by(request.spec, event.remaining, request.arrived)
-        if (given := request.spec.input_embeddings) is not None:
-            self._embeddings.take(key, len(given.values))
-            state.claims.add(Claim.EMBEDDINGS, partial(self._embeddings.drop, key))
-        if num_bytes := self._limits.state_bytes(request.spec):
-            self._states.take(key, num_bytes)
-            state.claims.add(Claim.STATES, partial(self._states.drop, key))
+        self._held_bytes.hold(state)
         self._tokens.take(key, request.spec.num_tokens)
         state.claims.add(Claim.TOKENS, partial(self._tokens.drop, key))
         self._adapters.hold(request)

@@ -239,7 +239,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         scheduled.backlog,
         GrammarQueue(engine.guides),
         AdapterQueue(engine.adapters),
-        TierLoadQueue(engine.tiers, lambda: scheduler.free_capacity().num_pages),
+        TierLoadQueue(engine.core.tiers, lambda: scheduler.free_capacity().num_pages),
         PrefixFetchQueue(sharing.fetches),
     )
     queues = PrefillQueues(preparing, scheduled)
@@ -247,7 +247,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
     other_keys = itertools.count(-1, -1)  # hand-offs have positive ones
     admission = HandoffAdmission(
         max_waiting=steps.max_queued_requests,
-        limits=engine.limits,
+        limits=engine.core.limits,
         scheduler=scheduler,
         control=control,
         adapters=engine.adapters,
@@ -258,14 +258,14 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         admission,
         queues=queues,
         history=HandoffHistory(control.notify),
-        pages=engine.pages,
-        tables=engine.tables,
+        pages=engine.core.pages,
+        tables=engine.core.shape.tables,
         port=runtime.port,
         sharing=sharing,
     )
     pooling = PoolingCalls(
         scheduled,
-        limits=engine.limits,
+        limits=engine.core.limits,
         max_waiting=steps.max_queued_requests,
         tokens=tokens,
         control=control,
@@ -273,7 +273,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
     )
     ahead = PrefillAhead(
         queues,
-        cache=engine.cache,
+        cache=engine.core.cache,
         adapters=engine.adapters,
         fetches=sharing.fetches,
         keys=other_keys,
@@ -294,5 +294,5 @@ def _max_tokens_ahead(engine: RoleEngine, config: PrefillConfig) -> int:
     """Return the tokens of half the pool. The other half keeps the prefixes of other requests."""
     if not (config.compute_ahead and config.engine.cache.prefix_cache):
         return 0
-    tables = engine.tables
-    return engine.pages.num_pages // tables.num_tables * tables.page_size // 2
+    tables = engine.core.shape.tables
+    return engine.core.pages.num_pages // tables.num_tables * tables.page_size // 2

@@ -27,9 +27,6 @@ from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.core import CoreShape, EngineCore
 from engine.grammar.matching import CompiledGuide, Match
-from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import PrefixCache
-from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
 from node.control.pauses import ControlledRole, Pauses
@@ -199,29 +196,9 @@ class SimParts:
         return made
 
     @property
-    def pages(self) -> PageAllocator:
-        return self.core.pages
-
-    @property
-    def cache(self) -> PrefixCache:
-        return self.core.cache
-
-    @property
-    def tiers(self) -> CacheTiers:
-        return self.core.tiers
-
-    @property
-    def limits(self) -> RequestLimits:
-        return self.core.limits
-
-    @property
-    def tables(self) -> PageTables:
-        return self.core.shape.tables
-
-    @property
     def page_bytes(self) -> int:
         """Bytes of a page of the simulated model."""
-        return self.cost.kv_bytes_per_token * self.tables.page_size
+        return self.cost.kv_bytes_per_token * self.core.shape.tables.page_size
 
     def scheduler(
         self, config: EngineConfig, on_admit: Callable[[Request, PageHolding], None]

@@ -133,10 +133,10 @@ class SimRuntime:
         port = UnsharedPort(transfer)
         control = EngineControl(
             channel,
-            pages_by_holder=parts.pages.by_holder,
+            pages_by_holder=parts.core.pages.by_holder,
             steps_finished=lambda: clock.reading.finished,
             meters=(clock.meter, reads, parts.runner),
-            cache=CacheReports(CacheEvents(parts.cache), channel.post),
+            cache=CacheReports(CacheEvents(parts.core.cache), channel.post),
             adapters=parts.adapters,
             operations=SimOperations(),
             prepare=_prepare,
@@ -145,10 +145,10 @@ class SimRuntime:
             config.prefix_sharing,
             instance=start.instance,
             page_bytes=parts.page_bytes,
-            cache=parts.cache,
-            pages=parts.pages,
-            tiers=parts.tiers,
-            tables=parts.tables,
+            cache=parts.core.cache,
+            pages=parts.core.pages,
+            tiers=parts.core.tiers,
+            tables=parts.core.shape.tables,
             weights=port,
         )
         return cls(start.instance, channel, control, sharing, port, config, clock, transfer, driver)
@@ -162,9 +162,9 @@ class SimRuntime:
                 model=engine.model,
                 fingerprint=dict(parts.fingerprint),
                 tokenizer_hash=tokenizer_hash(engine.model),
-                context_length=parts.limits.context_length,
-                num_pages=parts.limits.num_pages,
-                page_size=parts.tables.page_size,
+                context_length=parts.core.limits.context_length,
+                num_pages=parts.core.limits.num_pages,
+                page_size=parts.core.shape.tables.page_size,
                 devices=(engine.device,),
             )
         )
@@ -192,7 +192,7 @@ def _prepare(role: str) -> None:
 def _sides(
     parts: SimParts, start: StartRole, config: NodeConfig, reads: ReadMetrics
 ) -> Callable[[EventOutlet[NodeEvent], Callable[[], None]], TransferSides]:
-    pool, num_pages = parts.pool.pages, parts.limits.num_pages
+    pool, num_pages = parts.pool.pages, parts.core.limits.num_pages
     region = PoolRegion(pool.ctypes.data, parts.page_bytes, num_pages)
     hello = PairHello.of(start.instance, start.address, dict(parts.fingerprint), [region], 0)
     read_port = ReadPort(
@@ -206,7 +206,7 @@ def _sides(
     )
     return both_sides(
         config.transfer,
-        parts.tables,
+        parts.core.shape.tables,
         hello,
         lambda: SharedPages(pool),
         paths,

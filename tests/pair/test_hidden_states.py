@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.config import HiddenStatesConfig
-from decode_node import admission as decode_admission
 from kvtransfer.pairs import codec
+from node import request_state
 from tests.pair.rig import PairRig, Size
 from tests.pair.test_speculation import _guessing
 
@@ -131,7 +131,7 @@ def test_a_first_token_without_hidden_states_costs_the_attempt_alone(known, monk
 
 def test_a_node_holds_the_hidden_states_of_few_requests_at_a_time(known, monkeypatch):
     size = 4 * known.loaded.model.spec.hidden_size
-    monkeypatch.setattr(decode_admission, "MAX_HELD_STATE_BYTES", 50 * size)
+    monkeypatch.setattr(request_state, "MAX_HELD_STATE_BYTES", 50 * size)
     with PairRig(known.loaded) as rig:
         one, other, third = (rig.ask(range(12), 10, **WANTED) for _ in range(3))
         plain = rig.ask(range(12), 10)

@@ -9,8 +9,8 @@ from common.config import EngineConfig
 from common.errors import ConfigError, InvalidRequest
 from common.request import from_proto, to_proto
 from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
-from decode_node import admission as decode_admission
 from engine.load import check_input_embeddings
+from node import request_state
 from tests.pair.rig import PairRig, Size
 from tests.pair.test_ahead import _Grants
 from tests.support.specs import make_spec
@@ -126,9 +126,7 @@ def test_a_replayed_prompt_is_computed_ahead_with_its_embeddings(known, monkeypa
 
 def test_a_node_holds_the_embeddings_of_few_requests_at_a_time(known, monkeypatch):
     one = Given(known, 40)
-    monkeypatch.setattr(
-        decode_admission, "MAX_HELD_EMBEDDING_BYTES", 2 * len(one.embeddings.values)
-    )
+    monkeypatch.setattr(request_state, "MAX_HELD_EMBEDDING_BYTES", 2 * len(one.embeddings.values))
     with rig_of(known) as rig:
         asked = [ask(rig, one) for _ in range(3)]
         rig.run()

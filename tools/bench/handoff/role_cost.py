@@ -209,9 +209,8 @@ class _Engine:
     """See RoleEngine."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.pages, self.cache, self.tiers = core.pages, core.cache, core.tiers
-        self.limits, self.guides, self.adapters = core.limits, _GUIDES, no_adapters(core.table)
-        self.tables, self.page_bytes = core.shape.tables, PAGE_SIZE
+        self.core, self.page_bytes = core, PAGE_SIZE
+        self.guides, self.adapters = _GUIDES, no_adapters(core.table)
         self.scheduler = lambda config, on_admit: _scheduler(core, on_admit)
 
 
