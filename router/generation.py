@@ -371,8 +371,8 @@ class Generation:
 
     def _key(self, spec: RequestSpec) -> PlacementKey:
         namespace = made_with(spec.cache_namespace, self._cluster.weights)
-        promised = self._sink.version.promised
-        return PlacementKey(spec.tokens, self._session_id, namespace, spec.adapter, promised)
+        fingerprint = self._sink.version.invariant_fingerprint
+        return PlacementKey(spec.tokens, self._session_id, namespace, spec.adapter, fingerprint)
 
     # Migration ------------------------------------------------------------------------------------
 

@@ -190,7 +190,7 @@ HTTP_ANSWERS = counter(
 )
 
 # Metrics of requests and nodes. Their series have the label `model` if there are several models.
-OF_MODELS = (
+BY_MODEL = (
     REQUESTS,
     REJECTED,
     WAITING,
@@ -210,7 +210,7 @@ OF_MODELS = (
 )
 
 DECLARED = (
-    *OF_MODELS,
+    *BY_MODEL,
     AUTH_REJECTED,
     KEY_REQUESTS,
     KEY_TOKENS,
@@ -385,7 +385,7 @@ def registry_of_models(
             was known are counted here, and have an empty label.
         models: requests and nodes of each model, by its name.
     """
-    names = {each.name for each in OF_MODELS}
+    names = {each.name for each in BY_MODEL}
 
     def families() -> Iterable[Metric]:
         merged = {family.name: family for family in shared.families()}

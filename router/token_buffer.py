@@ -46,7 +46,7 @@ class ModelVersion(msgspec.Struct, frozen=True):
         return f"{prefix}{self.fingerprint}" if self.fingerprint else None
 
     @property
-    def promised(self) -> str:
+    def invariant_fingerprint(self) -> str:
         """The fingerprint that the rest of a response needs. "": any."""
         return self.fingerprint if self.batch_invariant else ""
 

@@ -90,7 +90,7 @@ class AdminService:
 ROUTER_SERVICE = "baton.v1.Router"
 _HEADER = "authorization"
 # Methods for clients, of the service of the model that the request names.
-_OF_MODELS = ("Generate", "Embed", "Score", "ScoreTokens", "Tokenize", "Detokenize", "GetModel")
+_MODEL_METHODS = ("Generate", "Embed", "Score", "ScoreTokens", "Tokenize", "Detokenize", "GetModel")
 
 
 def add_router_service(
@@ -104,7 +104,7 @@ def add_router_service(
     """Register the service. For Args and Returns see `rpc.add_service`."""
     servicer = SimpleNamespace(
         **{name: partial(_called, method) for name, method in admin.methods.items()},
-        **{name: partial(_called_of, inference, name) for name in _OF_MODELS},
+        **{name: partial(_called_of, inference, name) for name in _MODEL_METHODS},
     )
     add = router_pb2_grpc.add_RouterServicer_to_server
     return rpc.add_service(server, add, servicer, callers, max_fields=max_fields)

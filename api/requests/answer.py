@@ -307,10 +307,10 @@ class ResponseBuilder:
         cached_tokens = min(self._cached_tokens or 0, num_prompt_tokens)
         reported = cached_tokens if self._options.returns_cached_tokens else None
         usage = TokenUsage(num_prompt_tokens, len(self.token_ids), reported, self._in_answer())
-        promised = all(span.version.batch_invariant for span in self._versions)
+        invariant = all(span.version.batch_invariant for span in self._versions)
         return FinalChunk(
             *(text, token_ids, finish_reason, stop_reason, usage, cached_tokens, self._versions),
-            seed=self._options.seed if promised else None,
+            seed=self._options.seed if invariant else None,
             version=self._versions[-1].version,
         )
 

@@ -203,7 +203,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def returns_states(self) -> bool:
-        """Whether log-probabilities come with hidden states or routed experts."""
+        """Return whether log-probabilities come with hidden states or routed experts."""
         return self.hidden_states or self.routed_experts
 
     @property

@@ -107,7 +107,7 @@ def _table(title: str, declared: Sequence[MetricDeclaration]) -> Iterator[str]:
     for each in declared:
         name = each.name + ("_total" if each.kind == "counter" else "")
         about = each.help + (" *Sparse.*" if each.sparse else "")
-        about += " *By model.*" if each in router.OF_MODELS else ""
+        about += " *By model.*" if each in router.BY_MODEL else ""
         yield f"| `{name}` | {each.kind} | {_labels(each)} | {_escaped(about)} |\n"
 
 

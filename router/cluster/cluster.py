@@ -293,7 +293,7 @@ class Cluster:
         choices = _having(key.adapter, self._awake) or _having(key.adapter, self._choices)
         if not choices:
             raise NodeUnavailable(self._no_adapter if key.adapter else self._not_ready)
-        choices = self._continuing(key.promised, choices)
+        choices = self._continuing(key.invariant_fingerprint, choices)
         choices = self.backlogs.in_time(choices, len(key.token_ids), due)
         if avoid:
             choices = [choice for choice in choices if choice.address not in avoid] or choices
@@ -329,23 +329,25 @@ class Cluster:
                 if wanted
                 else "no other decode node is ready"
             )
-        picked = self._policy.pick(key, self._continuing(key.promised, choices))
+        picked = self._policy.pick(key, self._continuing(key.invariant_fingerprint, choices))
         placement = replace(picked, prefill=(), uncached_tokens=0)
         charge = self._load.charge(placement, len(key.token_ids))
         charge.first_token()
         return Placed(self._clients[placement.decode], (), charge, -math.inf)
 
-    def _continuing(self, promised: str, choices: Sequence[DecodeChoice]) -> Sequence[DecodeChoice]:
+    def _continuing(
+        self, fingerprint: str, choices: Sequence[DecodeChoice]
+    ) -> Sequence[DecodeChoice]:
         """Return the decode nodes for the rest of a response.
 
         Args:
-            promised: see PlacementKey.
+            fingerprint: PlacementKey.invariant_fingerprint.
         Raises:
-            FingerprintUnavailable: there is none.
+            FingerprintUnavailable: no choice has the fingerprint.
         """
-        if not promised:
+        if not fingerprint:
             return choices
-        same = [choice for choice in choices if choice.promised == promised]
+        same = [choice for choice in choices if choice.invariant_fingerprint == fingerprint]
         if not same and self._keeps_fingerprint:
             raise FingerprintUnavailable(OTHER_FINGERPRINT)
         return same or choices
@@ -417,8 +419,8 @@ class Cluster:
             if prefill or alone(status):
                 pages = status.pages_total, status.pages_free, status.page_size
                 adapters = frozenset(client.adapters.values())
-                promised = client.version.promised
-                usable.append(DecodeChoice(client.address, prefill, *pages, adapters, promised))
+                fingerprint = client.version.invariant_fingerprint
+                usable.append(DecodeChoice(client.address, prefill, *pages, adapters, fingerprint))
         return usable
 
 

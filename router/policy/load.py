@@ -33,7 +33,7 @@ class PlacementKey(msgspec.Struct, frozen=True):
     session_id: str = ""  # requests of a session belong together; "": no session
     namespace: Namespace = SHARED  # of prefix caches, which other namespaces cannot use
     adapter: AdapterId = NO_ADAPTER  # the decode node must have it
-    promised: str = ""  # fingerprint of a batch-invariant response; "": it may run anywhere
+    invariant_fingerprint: str = ""  # of a batch-invariant response; "": it may run anywhere
 
 
 class PrefillChoice(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class DecodeChoice(msgspec.Struct, frozen=True):
     pages_free: int = 0  # includes pages held only by the prefix cache
     page_size: int = 16
     adapters: frozenset[AdapterId] = frozenset()  # loaded on it
-    promised: str = ""  # fingerprint of its batch-invariant responses; "": it promises none
+    invariant_fingerprint: str = ""  # of its responses; "": they are not batch invariant
 
 
 class PlacementDecision(msgspec.Struct, frozen=True):

@@ -78,7 +78,7 @@ class StepCost(msgspec.Struct, frozen=True):
         """Return the seconds of a transfer between two otherwise idle nodes.
 
         Raises:
-            ValueError: `path` is none of PATHS.
+            ValueError: `path` is not in PATHS.
         """
         if path not in _PATHS:
             raise ValueError(f"path {path!r} is not supported: expected one of {', '.join(PATHS)}")

@@ -25,7 +25,7 @@ _ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """What a step needs of its rows, copied at the launch.
+    """The rows of a step, copied at the launch.
 
     Attributes:
         rows, places: row and index in the request of each computed token.

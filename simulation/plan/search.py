@@ -86,7 +86,7 @@ class Plan(msgspec.Struct, frozen=True):
         return 1.5 * self.band
 
     def best(self, *, disaggregated: bool) -> Candidate | None:
-        """Return the best candidate of one kind. None: there is none."""
+        """Return the best candidate of one kind, or None without one."""
         kind = [each for each in self.candidates if bool(each.layout.prefill) is disaggregated]
         return kind[0] if kind else None
 

@@ -126,7 +126,7 @@ def test_experts_that_nobody_wants_are_not_read(implementation):
 
 
 def test_pairs_without_an_expert_add_nothing(implementation, monkeypatch):
-    """Those of other ranks. Memory that nothing has written is NaN here."""
+    """Other ranks have their experts. Memory that nothing has written is NaN here."""
     x, gate_up, down, weights, ids = drawn(50, 64, 32, 3, 3)
     others = torch.rand(50, 3, device=DEVICE) < 0.5
     expected = exact(x, gate_up, down, weights * ~others, ids, "silu")

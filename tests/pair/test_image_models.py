@@ -152,7 +152,7 @@ def test_retracted_requests_are_recomputed_with_their_images(model):
 
 @LONG
 def test_tensor_names_of_older_llavas(tmp_path):
-    """As published with version 1.5, whose encoder has a prefix more and a buffer."""
+    """Checkpoints of LLaVA 1.5 have one more prefix in the encoder's names, and a buffer."""
     new, old = tmp_path / "new", tmp_path / "old"
     shutil.copytree(make_vision_checkpoint(new, model_type="llava"), old)
     tensors = load_file(old / TENSORS)

@@ -276,7 +276,9 @@ async def promise(router, nodes, fingerprints):
     """Have nodes report batch-invariant responses with these fingerprints."""
     for node, fingerprint in zip(nodes, fingerprints, strict=True):
         node.change_status(fingerprint=fingerprint, batch_invariant=True)
-    await eventually(lambda: {each.promised for each in router.cluster.usable()} == {*fingerprints})
+    await eventually(
+        lambda: {each.invariant_fingerprint for each in router.cluster.usable()} == {*fingerprints}
+    )
 
 
 async def test_a_batch_invariant_response_continues_only_with_its_fingerprint(

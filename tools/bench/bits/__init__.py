@@ -1,1 +1,1 @@
-"""Whether responses have the same bits whatever happens around them, in whole systems."""
+"""Checks that responses have the same bits whatever happens around them, in whole systems."""
