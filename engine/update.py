@@ -137,9 +137,8 @@ class WeightUpdater:
         self._directory = directory
         # Source of the current weights; None: no longer available.
         self._source: WeightSource | None = WeightSource.of(directory, served)
-        self._exported: tuple[WeightSource, OneFile] | None = (
-            None  # used by the thread that reads them
-        )
+        # Used by the thread that reads them.
+        self._exported: tuple[WeightSource, OneFile] | None = None
         self.id = weights
         self.whole = True
         self.notify: Callable[[], None] = lambda: None

@@ -5,6 +5,7 @@ token in its step selects the replica, so that each replica computes its part of
 """
 
 from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
 from typing import TypeAlias
 
 from common.config import ParallelConfig
@@ -147,12 +148,15 @@ def _owner(owners: Sequence[int], expert: int, row: int) -> int:
 
 def _num_replicas(counts: Sequence[int], size: int, num_slots: int) -> list[int]:
     replicas = [1] * len(counts)
+    busiest = [(-float(count), expert) for expert, count in enumerate(counts)]  # a heap
+    heapify(busiest)
     for _ in range(num_slots - len(counts)):
-        busiest = max(
-            (expert for expert, number in enumerate(replicas) if number < size),
-            key=lambda expert: counts[expert] / replicas[expert],
-        )
-        replicas[busiest] += 1
+        _, expert = busiest[0]
+        replicas[expert] += 1
+        if replicas[expert] < size:
+            heapreplace(busiest, (-counts[expert] / replicas[expert], expert))
+        else:
+            heappop(busiest)
     return replicas
 
 
