@@ -82,6 +82,12 @@ FIELDS: Mapping[str, str] = {
     "`max_tokens` 0 returns only the prompt.",
     "prompt_logprobs_start": "With `echo` and `logprobs`: index of the first prompt token with a "
     "log-probability. A cached prefix before it is not computed again.",
+    "return_logprob": "Return log-probabilities of generated tokens in `meta_info`.",
+    "top_logprobs_num": "With `return_logprob`: number of likeliest tokens at each position, at "
+    "most 20.",
+    "logprob_start_len": "With `return_logprob`: index of the first prompt token with a "
+    "log-probability. A cached prefix before it is not computed again. -1: none of the prompt.",
+    "return_text_in_logprobs": "Log-probabilities have the text of their tokens.",
     "response_format": "`json_object`, or `json_schema` with a `schema`: the response is only such "
     "JSON. With `tools` it can be tool calls instead.",
     "output_config": "`format`: the response is JSON of its `schema`, or tool calls if there are "

@@ -147,12 +147,9 @@ OF_NATIVE: Mapping[str, IgnoredFields] = {
         "image_data token_ids_logprob video_data",
         _NEVER,
     ),
-    **_fields("require_reasoning return_logprob", _OFF),
+    "require_reasoning": _OFF,
     "log_metrics": _ON,
-    "logprob_start_len": only(-1),
-    "return_text_in_logprobs": _ANYTHING,
     "session_params": _EMPTY,
-    "top_logprobs_num": only(0),
 }
 
 OF_TOKENIZE: Mapping[str, IgnoredFields] = {

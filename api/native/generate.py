@@ -35,6 +35,7 @@ from api.dialect.messages import MessageList, ToolList, conversation, shown
 from api.dialect.problems import OPENAI, ApiError, invalid
 from api.dialect.routed_experts import CollectedExperts, RoutedExperts
 from api.http.messages import Headers, HttpRequest
+from api.native.logprobs import CollectedLogprobs, LogprobFields, LogprobOptions
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import (
     EmbeddingsPrompt,
@@ -47,12 +48,13 @@ from api.requests.served_model import ServedModel
 from api.text.limits import MAX_CHOICES, check_context, check_vocabulary
 from common.limits import MAX_EMBEDDING_BYTES
 from common.requests.embeddings import NUMBER_BYTES
+from common.requests.sampling import MAX_LOGPROBS
 from router.token_buffer import UNKNOWN_VERSION
 
 _DEFAULT_MAX_TOKENS = 128  # SGLang's
-# Each event of a stream has the whole response so far. Beyond this size, in characters and tokens,
-# the response grows by a fraction of its size before the next event. A stream therefore has at most
-# about 128 times the text of its response.
+# Each event of a stream has the whole response so far. Beyond this size, in characters, tokens and
+# log-probabilities, the response grows by a fraction of its size before the next event. A stream
+# therefore has at most about 128 times the size of its response.
 _SIZE_OF_EACH_PIECE = 1024
 _GROWTH = 128
 _encode = msgspec.json.Encoder().encode
@@ -102,6 +104,10 @@ class NativeFields(msgspec.Struct, kw_only=True):
     user: str | None = None
     cache_salt: str | None = None
     priority: Int32 | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_start_len: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | None = None
     return_routed_experts: bool | None = None
 
@@ -124,7 +130,7 @@ class WeightVersionSpan(msgspec.Struct):
     weight_version: str
 
 
-class MetaInfo(msgspec.Struct):
+class MetaInfo(LogprobFields):
     id: str
     finish_reason: NativeFinishReason | None
     prompt_tokens: int
@@ -163,9 +169,15 @@ class NativeEndpoint:
         fields = self._reader.read(body, ignored)
         common = _common(fields)
         check_multiplied(common, body)
+        logprobs = _logprob_options(fields)
+        num_top = logprobs.num_top if logprobs.requested else -1
+        silent = common.max_tokens == 0
         per_prompt = samplings(
             common,
-            common.max_tokens,
+            1 if silent else common.max_tokens,
+            logprobs=num_top,
+            prompt_logprobs=num_top if logprobs.prompt_start >= 0 else -1,
+            prompt_logprobs_start=max(logprobs.prompt_start, 0),
             hidden_states=bool(fields.return_hidden_states),
             routed_experts=bool(fields.return_routed_experts),
         )
@@ -173,12 +185,13 @@ class NativeEndpoint:
         _check_number(len(prompts) * len(per_prompt))
         given = fields.sampling_params and fields.sampling_params.max_new_tokens is not None
         limit = "sampling.max_tokens" if given else ""
-        wanted = choices(common, prompts, per_prompt, max_tokens_field=limit)
+        wanted = choices(common, prompts, per_prompt, max_tokens_field=limit, silent=silent)
         is_list = is_list or len(wanted) > 1
 
         def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
             answers = [
-                _Answer(index, each, origin.id, is_list) for index, each in enumerate(wanted)
+                _Answer(index, each, origin.id, is_list, CollectedLogprobs(logprobs))
+                for index, each in enumerate(wanted)
             ]
             return _reply(answers, is_list, bool(fields.stream), request, headers)
 
@@ -191,6 +204,19 @@ class NativeEndpoint:
             form_field(common),
             ignored,
         )
+
+
+def _logprob_options(fields: NativeFields) -> LogprobOptions:
+    """Return the requested log-probabilities. As in SGLang, only `return_logprob` requests any."""
+    if not fields.return_logprob:
+        return LogprobOptions()
+    start = fields.logprob_start_len
+    return LogprobOptions(
+        requested=True,
+        prompt_start=-1 if start is None else start,
+        num_top=fields.top_logprobs_num or 0,
+        with_text=bool(fields.return_text_in_logprobs),
+    )
 
 
 def _common(fields: NativeFields) -> _CommonFields:
@@ -221,6 +247,7 @@ _OTHER_NAMES = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
     "seed": "sampling_params.sampling_seed",
+    "prompt_logprobs_start": "logprob_start_len",
     "token_ids": "input_ids",
     "input_embeddings": "input_embeds",
 }
@@ -275,14 +302,19 @@ class _Answer:
     """One response so far."""
 
     def __init__(
-        self, index: int, wanted: GenerateParams, answer_id: str, is_one_of_several: bool
+        self,
+        index: int,
+        wanted: GenerateParams,
+        answer_id: str,
+        is_one_of_several: bool,
+        logprobs: CollectedLogprobs,
     ) -> None:
         self._index = index if is_one_of_several else None
         self._wanted = wanted
         self._id = f"{answer_id}-{index}" if is_one_of_several else answer_id
         self._texts: list[str] = []
         self._token_ids: list[int] = []
-        self._size = 0  # characters and tokens
+        self._size = 0  # characters, tokens and log-probabilities
         self._sent_size = 0
         self._began = time.monotonic()
         self._end: FinalChunk | None = None
@@ -290,6 +322,7 @@ class _Answer:
         self._prompt_states: list[list[float]] = []
         self._states: list[list[float]] = []
         self._experts = CollectedExperts()
+        self._logprobs = logprobs
 
     def add(self, piece: OutputChunk | FinalChunk) -> None:
         self._prompt_states += map(_floats, piece.prompt_hidden_states)
@@ -298,7 +331,7 @@ class _Answer:
         self._version = piece.version
         self._texts.append(piece.text)
         self._token_ids += piece.token_ids
-        self._size += len(piece.text) + len(piece.token_ids)
+        self._size += len(piece.text) + len(piece.token_ids) + self._logprobs.add(piece)
         if isinstance(piece, FinalChunk):
             self._end = piece
 
@@ -318,24 +351,27 @@ class _Answer:
         return NativeResponse(text, self._token_ids, self._meta_info(), self._index)
 
     def _meta_info(self) -> MetaInfo:
-        num_prompt, num = self._wanted.prompt.rendering.num_tokens, len(self._token_ids)
-        weights = self._version.weights.hex()
-        if self._end is None:
-            return MetaInfo(self._id, None, num_prompt, num, weights)
-        reason = self._end.finish_reason
-        cached = self._end.usage.cached_tokens
-        return MetaInfo(
-            self._id,
-            NativeFinishReason(reason, num if reason == "length" else None),
-            num_prompt,
-            num,
-            weights,
-            _weight_versions(self._end),
-            msgspec.UNSET if cached is None else cached,
-            time.monotonic() - self._began,
-            [self._prompt_states, *self._states] if self._prompt_states else msgspec.UNSET,
-            self._experts.encoded,
+        num = len(self._token_ids)
+        meta = MetaInfo(
+            id=self._id,
+            finish_reason=None,
+            prompt_tokens=self._wanted.prompt.rendering.num_tokens,
+            completion_tokens=num,
+            weight_version=self._version.weights.hex(),
         )
+        self._logprobs.fill(meta)
+        if self._end is None:
+            return meta
+        reason = self._end.finish_reason
+        meta.finish_reason = NativeFinishReason(reason, num if reason == "length" else None)
+        meta.weight_versions = _weight_versions(self._end)
+        if self._end.usage.cached_tokens is not None:
+            meta.cached_tokens = self._end.usage.cached_tokens
+        meta.e2e_latency = time.monotonic() - self._began
+        if self._prompt_states:
+            meta.hidden_states = [self._prompt_states, *self._states]
+        meta.routed_experts = self._experts.encoded
+        return meta
 
 
 def _floats(state: bytes) -> list[float]:

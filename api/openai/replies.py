@@ -301,7 +301,6 @@ def _completion_details(
 
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
-_LEAST = -9999.0  # JSON has no -inf
 
 
 class LikelyToken(msgspec.Struct):
@@ -336,9 +335,9 @@ def of_chat(tokens: Sequence[TokenReport]) -> ChatLogprobs | None:
         [
             ContentToken(
                 _name(token),
-                _number(token),
+                token.json_logprob,
                 list(token.spelt),
-                [LikelyToken(_name(top), _number(top), list(top.spelt)) for top in token.top],
+                [LikelyToken(_name(top), top.json_logprob, list(top.spelt)) for top in token.top],
             )
             for token in tokens
         ]
@@ -374,7 +373,7 @@ class TextTokens:
             self._offset += len(self._decoder.decode(token.spelt))
         return TextLogprobs(
             offsets,
-            [None if token.logprob is None else _number(token) for token in tokens],
+            [None if token.logprob is None else token.json_logprob for token in tokens],
             [_name(token) for token in tokens],
             [_likeliest(token) for token in tokens],
         )
@@ -393,7 +392,7 @@ def _likeliest(token: TokenReport) -> dict[str, float] | None:
     """Return the likeliest tokens. The token itself is always among them."""
     if token.logprob is None:
         return None
-    return {_name(each): _number(each) for each in (*token.top, token)}
+    return {_name(each): each.json_logprob for each in (*token.top, token)}
 
 
 def _name(token: LikelyTokenText) -> str:
@@ -402,7 +401,3 @@ def _name(token: LikelyTokenText) -> str:
         return token.spelt.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.spelt)
-
-
-def _number(token: LikelyTokenText) -> float:
-    return _LEAST if token.logprob is None else max(token.logprob, _LEAST)

@@ -13,12 +13,18 @@ from common.requests.logprobs import TokenLogprobs
 from router.token_buffer import UNKNOWN_VERSION, ModelVersion, NodeOutput, StreamEnd
 
 Spell: TypeAlias = Callable[[int], bytes]  # returns the bytes of a token
+_LEAST = -9999.0  # JSON has no -inf
 
 
 class LikelyTokenText(msgspec.Struct, frozen=True):
     token: int
     spelt: bytes
     logprob: float | None  # None for the first token of a prompt
+
+    @property
+    def json_logprob(self) -> float:
+        """The log-probability as a number that JSON has."""
+        return _LEAST if self.logprob is None else max(self.logprob, _LEAST)
 
 
 class TokenReport(LikelyTokenText, frozen=True):

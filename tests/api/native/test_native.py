@@ -124,7 +124,12 @@ async def test_a_list_of_prompts_makes_a_list_of_answers(api):
         ({"input_ids": [1, [2]]}, "text"),
         ({"text": ["x"] * 129}, "text"),
         ({"text": ["x"] * 65, "sampling_params": {"n": 2}}, "sampling_params.n"),
-        ({"text": "x", "return_logprob": True}, "return_logprob"),
+        ({"text": "x", "top_logprobs_num": 21}, "top_logprobs_num"),
+        (
+            {"input_ids": [5, 6], "return_logprob": True, "logprob_start_len": 2},
+            "logprob_start_len",
+        ),
+        ({"text": "x", "token_ids_logprob": [1]}, "token_ids_logprob"),
         ({"text": "x", "image_data": "data:"}, "image_data"),
         ({"text": "x", "lora_path": 1}, "lora_path"),
         (
