@@ -33,9 +33,8 @@ from api.dialect.generation_endpoint import PromptEndpoint
 from api.dialect.ignored_fields import OF_DETOKENIZE, OF_NATIVE, OF_TOKENIZE
 from api.dialect.messages import MessageList, ToolList, conversation, shown
 from api.dialect.problems import OPENAI, ApiError, invalid
-from api.dialect.routed_experts import CollectedExperts, RoutedExperts
 from api.http.messages import Headers, HttpRequest
-from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.answer import CollectedExperts, FinalChunk, OutputChunk, RoutedExperts
 from api.requests.generate_params import (
     EmbeddingsPrompt,
     GenerateParams,

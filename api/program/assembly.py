@@ -26,10 +26,9 @@ from api.http.shared import HttpContext, HttpLimits
 from api.http_checks import HttpChecks, check_paths
 from api.page import files as page
 from api.program.admin import AdminParts, make_admin
-from api.program.nodes import RouterBase, make_base
-from api.program.pool import ModelPool, Pools, make_pool
-from api.requests.by_model import ByModel
+from api.program.nodes import ModelPool, Pools, RouterBase, make_base, make_pool
 from api.requests.limiter import RequestLimiter
+from api.requests.served_model import ByModel
 from api.text.limits import MAX_FIELDS
 from api.text.model_files import ModelFiles
 from common import rpc, tls
@@ -121,7 +120,7 @@ def make_http(base: RouterBase, pools: Pools, admin: AdminParts) -> HttpServer:
         unread_s=config.slow_client_timeout_s,
     )
     contexts = (
-        None if base.certificates is None else tls.server_contexts(base.certificates, "http/1.1")
+        None if base.certificates is None else tls.server_contexts(base.certificates)
     )
     shared = HttpContext(limits, problems.error_body, metrics)
     return HttpServer(shared, HttpService(shared, routes, checks), contexts)

@@ -206,7 +206,7 @@ class _Process:
         here, there = os.pipe()
         place = msgspec.json.encode(replace(self._place, again=again)).decode()
         try:
-            worker = [sys.executable, "-m", "api.program.worker"]
+            worker = [sys.executable, "-m", "api.program.serving"]
             command = [*worker, str(there), place, self._config]
             self._child = ChildProcess("router", command, log=None, descriptors=(there,))
         finally:
