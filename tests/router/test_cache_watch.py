@@ -68,9 +68,9 @@ async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_a
 async def test_nonsense_is_not_believed(monkeypatch, nonsense):
     monkeypatch.setattr(membership, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
-        told = node.watchers[0]
+        reported = node.watchers[0]
         node.tell_cache(**nonsense)
-        await eventually(lambda: node.watchers and told not in node.watchers)
+        await eventually(lambda: node.watchers and reported not in node.watchers)
         assert index.num_pages(node.address) == 0
 
 

@@ -92,8 +92,8 @@ async def test_a_replay_asks_for_no_logprobs_of_the_prompt_that_the_client_has(c
     call = ask(client, max_tokens=9, prompt_logprobs=0)
     first = await d0.submitted()
     assert first.sampling.HasField("prompt_logprobs")
-    told = decode_pb2.RowLogprobs(request=first.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
-    step = decode_pb2.Step(request=[first.number], token=[20], prompt_logprobs=[told])
+    got = decode_pb2.RowLogprobs(request=first.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
+    step = decode_pb2.Step(request=[first.number], token=[20], prompt_logprobs=[got])
     d0.send(decode_pb2.FromNode(step=step))
     assert list((await call.read()).prompt_logprobs.logprob) == [-0.5, -1.5]
     await d0.die()

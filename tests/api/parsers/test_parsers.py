@@ -90,16 +90,18 @@ def of_v3(arguments: str, name: str = "f") -> str:
 
 
 def coder(arguments: Mapping[str, str], name: str = "f") -> str:
-    told = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
+    parameters = "".join(
+        f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
 def glm(arguments: Mapping[str, str], name: str = "f") -> str:
-    told = "".join(
+    parameters = "".join(
         f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n"
         for key, text in arguments.items()
     )
-    return f"<tool_call>{name}\n{told}</tool_call>"
+    return f"<tool_call>{name}\n{parameters}</tool_call>"
 
 
 WRITTEN = {
@@ -302,18 +304,18 @@ CASES: dict[str, tuple[ModelFormat, str, Told]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_answer_is_told_apart(name):
-    speech, text, told = CASES[name]
-    assert listened(speech, [text]) == told
+    speech, text, reported = CASES[name]
+    assert listened(speech, [text]) == reported
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_same_wherever_it_is_cut(name):
-    speech, text, told = CASES[name]
+    speech, text, reported = CASES[name]
     for cut in range(len(text) + 1):
-        assert listened(speech, [text[:cut], text[cut:]]) == told, text[:cut]
+        assert listened(speech, [text[:cut], text[cut:]]) == reported, text[:cut]
     for size in (1, 2, 3, 7):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        assert listened(speech, [*pieces, ""]) == told, size
+        assert listened(speech, [*pieces, ""]) == reported, size
 
 
 SPOKEN = {
@@ -368,24 +370,24 @@ WITH_TOKENS: dict[str, tuple[str, Told]] = {
 @pytest.mark.parametrize("name", WITH_TOKENS)
 def test_where_a_marker_is_a_special_token_its_spelling_is_none(name):
     """Seen failing with markers found by their text alone."""
-    written, told = WITH_TOKENS[name]
+    written, reported = WITH_TOKENS[name]
     parts = written.split("~")
     text = "".join(parts)
     marks = list(accumulate(map(len, parts[:-1])))
     for size in (1, 2, 5, 8, len(text)):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        assert listened(SPOKEN[name], [*pieces, ""], marks=marks) == told, size
+        assert listened(SPOKEN[name], [*pieces, ""], marks=marks) == reported, size
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_where_all_markers_are_special_tokens_nothing_else_changes(name):
-    speech, text, told = CASES[name]
+    speech, text, reported = CASES[name]
     markers = [*speech.markers(calls=True)]
     marks = [at for at in range(len(text)) if text.startswith(tuple(markers), at)]
     spoken = replace(speech, tokens=dict.fromkeys(markers, 0))
     for size in (1, 7, len(text) or 1):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        assert listened(spoken, [*pieces, ""], marks=marks) == told, size
+        assert listened(spoken, [*pieces, ""], marks=marks) == reported, size
 
 
 def test_text_that_only_begins_like_a_marker_is_not_held_back_where_that_is_a_token():
@@ -411,10 +413,10 @@ def test_what_comes_is_told_before_the_rest_is_there():
         ("what is <think>?[assistant]\n", "hi", Told("hi")),
     ],
 )
-def test_the_end_of_the_prompt_says_whether_it_is_thinking(end, text, told):
-    assert listened(QWEN3, [text], end) == told
+def test_the_end_of_the_prompt_says_whether_it_is_thinking(end, text, reported):
+    assert listened(QWEN3, [text], end) == reported
     if "<think>?" not in end:
-        assert listened(R1, [text], end) == told
+        assert listened(R1, [text], end) == reported
 
 
 @pytest.mark.parametrize("speech", [QWEN3, R1], ids=["qwen3", "r1"])
