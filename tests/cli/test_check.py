@@ -324,7 +324,7 @@ def test_what_ranks_cannot_split_is_named_with_numbers(check, check_pair, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "decode, told",
+    "decode, reported",
     [
         (ranks(2, cache={"page_size": 32}), "page_size is '32' here and '16' there"),
         (ranks(2, cache={"dtype": "fp8_e4m3"}), "kv_dtype is 'float8_e4m3fn' here"),

@@ -96,7 +96,7 @@ async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model):
                     for node in (p0, p1, p2):
                         stored = PAGES if node is holder else []
                         node.tell_cache(page_size=SIZE, cleared=True, stored=stored)
-                    # Told to three streams: the first answer may come before they all are read.
+                    # Reported to three streams: the first answer may come before they all are read.
                     async with asyncio.timeout(60):
                         while True:
                             call = client.generate(token_ids=TokenIds(ids=[*PREFIX, 9]))
@@ -125,7 +125,7 @@ async def test_a_prompt_goes_to_the_node_that_has_its_prefix_in_its_own_namespac
                     address: str = submit.prefill_addresses[0]
                     return address
 
-                # Told to two streams: the first answers may come before both are read.
+                # Reported to two streams: the first answers may come before both are read.
                 async with asyncio.timeout(60):
                     while [await first(salt) for salt in (None, "mine", "mine")] != [
                         p0.address,
