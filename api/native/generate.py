@@ -148,7 +148,7 @@ class NativeResponse(msgspec.Struct, omit_defaults=True):
 
 
 class NativeEndpoint:
-    """The Dialect of /generate."""
+    """The ApiDialect of /generate."""
 
     id_prefix = ""
     words = OPENAI

@@ -238,7 +238,7 @@ class ChatFields(GenerationFields, kw_only=True):
 
 
 class ChatEndpoint:
-    """The Dialect of /v1/chat/completions."""
+    """The ApiDialect of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     words = OPENAI

@@ -138,7 +138,7 @@ def _text(pieces: Sequence[OutputChunk]) -> str:
 
 
 class CompletionsEndpoint:
-    """The Dialect of /v1/completions."""
+    """The ApiDialect of /v1/completions."""
 
     id_prefix = "cmpl-"
     words = OPENAI

@@ -119,9 +119,7 @@ def make_http(base: RouterBase, pools: Pools, admin: AdminParts) -> HttpServer:
         max_body_bytes=max(each.model.limits.body_bytes for each in models),
         unread_s=config.slow_client_timeout_s,
     )
-    contexts = (
-        None if base.certificates is None else tls.server_contexts(base.certificates)
-    )
+    contexts = None if base.certificates is None else tls.server_contexts(base.certificates)
     shared = HttpContext(limits, problems.error_body, metrics)
     return HttpServer(shared, HttpService(shared, routes, checks), contexts)
 
