@@ -40,6 +40,8 @@ from router.cluster.cluster import Cluster
 from router.metrics import RouterMetrics, registry_of_models
 from router.workers import ProcessSlot, alone, other_processes, serving_handlers
 
+log = logging.getLogger(__name__)
+
 # Idle HTTP connections and probes. Each live request has one more.
 _SPARE_CONNECTIONS = 1024
 
@@ -123,8 +125,6 @@ def make_http(base: RouterBase, pools: Pools, admin: AdminParts) -> HttpServer:
     shared = HttpContext(limits, problems.error_body, metrics)
     return HttpServer(shared, HttpService(shared, routes, checks), contexts)
 
-
-log = logging.getLogger(__name__)
 
 FIRST_LOOK_S = 5.0  # for nodes to respond to a replacement process, before it listens
 _LAST_WORDS_S = 1.0  # time for the ends of calls to reach their clients

@@ -43,6 +43,8 @@ from router.policy.prefix_index import PrefixHints, PrefixIndex
 from router.record import RequestRecords
 from router.timelines import TimelineRecorder
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class RouterBase:
@@ -96,9 +98,6 @@ def _report_expiry(
     if to_nodes is not None:
         trust.certificate_ends("shown_to_nodes", partial(tls.shown_end, to_nodes))
         trust.certificate_ends("authority_of_nodes", partial(tls.authority_end, to_nodes))
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
