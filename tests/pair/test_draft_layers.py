@@ -61,10 +61,10 @@ class Followed:
     after: dict[int, int]  # the next token, by the newest
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
-        reported = [prompt[-1]]
+        tokens = [prompt[-1]]
         for _ in range(count):
-            reported.append(self.after[reported[-1]])
-        return reported[1:]
+            tokens.append(self.after[tokens[-1]])
+        return tokens[1:]
 
 
 @dataclass(frozen=True)

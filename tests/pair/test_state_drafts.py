@@ -137,10 +137,10 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 
 def _followed(loaded: Loaded, prompt: list[int], count: int) -> list[int]:
-    weight, reported = loaded.model.logits(torch.eye(loaded.model.spec.hidden_size)), [prompt[-1]]
+    weight, tokens = loaded.model.logits(torch.eye(loaded.model.spec.hidden_size)), [prompt[-1]]
     for _ in range(count):
-        reported.append(int(weight[reported[-1]].argmax()))
-    return reported[1:]
+        tokens.append(int(weight[tokens[-1]].argmax()))
+    return tokens[1:]
 
 
 def _guessing(num_pages: int = NUM_PAGES) -> Size:
