@@ -1,4 +1,5 @@
-"""Construction of a router's base, and of the limits, nodes and readiness of each of its models."""
+"""Construction of a router's base, and of each model's pool: its limits, nodes and readiness, and
+the parts that serve its requests."""
 
 import asyncio
 import logging

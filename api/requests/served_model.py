@@ -1,6 +1,6 @@
-"""The router's data of the served model: its files, and what is made of them once.
+"""The router's data of a served model: its files, and what is made of them once.
 
-Independent of requests.
+Independent of requests. `ByModel` finds the parts of one of several models.
 """
 
 from collections.abc import Mapping

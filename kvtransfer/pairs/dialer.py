@@ -2,7 +2,8 @@
 
 Nodes may start in any order. An address that does not answer is dialled again. The wait is shorter
 after a lost stream than after a refusal, which only a restart of either node can fix. The dialer
-dials again immediately when this node's Hello changes.
+dials again immediately when this node's Hello changes. `NamedProducers` keeps the addresses to
+dial: those on the router's list, and recently named ones up to a limit.
 """
 
 import asyncio
