@@ -120,7 +120,7 @@ class Dispatcher:
         """Count the prompts of all responses to one request.
 
         Raises:
-            RateLimited, InvalidRequest: see Usage.prompts and validation.check_prompt_logprobs.
+            RateLimited, InvalidRequest: see KeyUsage.prompts and validation.check_prompt_logprobs.
         """
         together = wanted.together
         lengths = [

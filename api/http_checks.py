@@ -106,7 +106,7 @@ class HttpChecks:
 
         Raises:
             Unauthenticated: the key has been removed in the meantime.
-            RateLimited, InvalidRequest: see Usage.begin.
+            RateLimited, InvalidRequest: see KeyUsage.begin.
         """
         client = self._guard.client(_authorization(request), request.peer.host)
         self._guard.begin(client, num_requests)

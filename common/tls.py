@@ -138,16 +138,14 @@ def channel_credentials(pems: PemFiles) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.cert or None)
 
 
-def server_contexts(
-    certificates: Certificates, application_protocol: str
-) -> Callable[[], ssl.SSLContext]:
-    """Return a function that gives the context for the next handshake, for non-gRPC servers.
+def server_contexts(certificates: Certificates) -> Callable[[], ssl.SSLContext]:
+    """Return a function that gives the context for the next handshake of an HTTP server.
 
     Raises:
         ConfigError: OpenSSL cannot use the certificate.
     """
     used = certificates.current()
-    context = _server_context(used, application_protocol)
+    context = _server_context(used)
 
     def newest() -> ssl.SSLContext:
         nonlocal used, context
@@ -155,7 +153,7 @@ def server_contexts(
         if pems is not used:
             used = pems
             try:
-                context = _server_context(pems, application_protocol)
+                context = _server_context(pems)
             except ConfigError as error:
                 log.warning("certificate reload failed %s", kv(reason=error))
         return context
@@ -168,10 +166,10 @@ def _server_configuration(pems: PemFiles) -> grpc.ServerCertificateConfiguration
     return grpc.ssl_server_certificate_configuration([pair], pems.ca or None)
 
 
-def _server_context(pems: PemFiles, application_protocol: str) -> ssl.SSLContext:
+def _server_context(pems: PemFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols([application_protocol])
+    context.set_alpn_protocols(["http/1.1"])
     # OpenSSL reads only files, and the checked files may have been replaced since.
     file = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:

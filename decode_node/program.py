@@ -6,8 +6,7 @@ from functools import partial
 from common.config import DecodeConfig
 from common.errors import ServingError
 from decode_node.servicer import DecodeAbilities, DecodeService
-from kvtransfer.pairs.dialer import PairDialer
-from kvtransfer.pairs.named_producers import NamedProducers
+from kvtransfer.pairs.dialer import NamedProducers, PairDialer
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
 from node.frontend.engine_link import NodeFrontend, RoleProgram, RoleServices

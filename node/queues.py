@@ -117,13 +117,6 @@ class SchedulerQueue(Generic[S]):
                 yield state, finished.finish
 
 
-# Resources that a request needs before scheduling: it passes through one queue after another.
-#
-#     put -> guide compiled -> adapter in a slot -> ... -> prepared
-#
-# A request enters only the queues whose resource it needs, and holds nothing that others wait for.
-# A further resource is one more queue. This module knows which requests wait in them and their
-# deadlines.
 class PreparationQueue(Protocol):
     """A queue of requests for the same kind of resource. Engine thread only."""
 
@@ -156,7 +149,12 @@ class PreparationQueue(Protocol):
 
 
 class PreparationStages(Generic[S]):
-    """The queues that a request passes through. Engine thread only.
+    """Resources that a request needs before scheduling: it passes through one queue after another.
+
+        put -> guide compiled -> adapter in a slot -> ... -> prepared
+
+    A request enters only the queues whose resource it needs, and holds nothing that others wait
+    for. A further resource is one more queue. Engine thread only.
 
     Args:
         backlog: prompts to be computed, whose delay is reported to requests over their queue limit.

@@ -199,10 +199,6 @@ KEPT_BYTES = 1 << 20
 FAILED_BYTES = 256 << 10
 
 
-# The stamps of the last requests that have ended on a node, from which `Explain` is answered.
-#
-# They are kept as bytes, within fixed limits whatever their content. Failed requests that newer
-# ones displace are kept longer, in a separate ring.
 class RecordedTimings(Protocol):
     request_id: str
 
@@ -217,7 +213,11 @@ class _Kept(NamedTuple):
 
 
 class RequestHistory(Generic[S]):
-    """Recent stamps. Engine thread only. The watchdog reads it when that thread is stalled.
+    """Timings of the last requests that have ended on a node, from which `Explain` is answered.
+
+    They are kept as bytes, within fixed limits whatever their content. Failed requests that newer
+    ones displace are kept longer, in a separate ring. Engine thread only. The watchdog reads it
+    when that thread is stalled.
 
     Args:
         kind: of stamps.

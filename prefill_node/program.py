@@ -32,8 +32,7 @@ from common.requests import pooling
 from common.requests.namespace import check_identity
 from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import MAX_TOKEN_ID
-from kvtransfer.pairs.dialer import PairDialer
-from kvtransfer.pairs.named_producers import NamedProducers
+from kvtransfer.pairs.dialer import NamedProducers, PairDialer
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
 from node.frontend import spans

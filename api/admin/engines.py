@@ -16,7 +16,7 @@ from api.dialect.bodies import BodyReader, take_json
 from api.dialect.ignored_fields import IgnoredFields, only
 from api.dialect.problems import ApiError
 from api.http.messages import Handler, HttpRequest, whole
-from api.requests.by_model import ByModel
+from api.requests.served_model import ByModel
 from common.errors import FailedPrecondition, ServingError
 from protos import router_pb2
 from router.cluster.engine_calls import AdapterCalls, EngineCalls

@@ -92,7 +92,7 @@ def _decoded(text: str) -> Any:
 
 
 class MessagesEndpoint:
-    """The Dialect of /v1/messages."""
+    """The ApiDialect of /v1/messages."""
 
     id_prefix = "msg_"
     words = ANTHROPIC
@@ -100,7 +100,7 @@ class MessagesEndpoint:
     def __init__(self, speech: ModelFormat, shown: Shown, *, ignore_unknown: bool) -> None:
         """
         Args:
-            speech, shown, ignore_unknown: see Chat.
+            speech, shown, ignore_unknown: see ChatEndpoint.
         """
         self._speech = speech
         self._shown = shown

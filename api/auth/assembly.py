@@ -15,6 +15,8 @@ from common.identity.secret import SecretStore, keyrings
 from common.logs import kv
 from router.metrics import RouterMetrics
 
+log = logging.getLogger(__name__)
+
 Headers = tuple[tuple[str, str], ...]
 
 _PATHS = "/v1/"
@@ -131,9 +133,6 @@ def _is_own(name: str) -> bool:
         return ip_address(name.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

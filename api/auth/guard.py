@@ -26,6 +26,8 @@ from common.logs import Throttle, ThrottledLog
 from common.watched_files import WatchedFiles
 from router.metrics import ApiKeyMetrics, RejectionReason, RouterMetrics
 
+log = logging.getLogger(__name__)
+
 LOOK_EVERY_S = 1.0
 
 
@@ -123,8 +125,6 @@ def _read(file: Path) -> Sequence[KeyEntry]:
     except ConfigError as error:
         raise ConfigError(f"--api-keys: {error}") from error
 
-
-log = logging.getLogger(__name__)
 
 IsOperator = Callable[[str], bool]  # takes the value of an authorization header
 Access: TypeAlias = Literal["public", "client", "operator", "commander"]

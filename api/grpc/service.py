@@ -15,7 +15,7 @@ from api.auth.client import Client
 from api.auth.guard import ApiKeyGuard
 from api.grpc.inference import InferenceService
 from api.http_checks import METHODS
-from api.requests.by_model import ByModel
+from api.requests.served_model import ByModel
 from common import rpc
 from common.errors import InvalidRequest
 from protos import router_pb2 as pb

@@ -13,14 +13,11 @@ from common.logs import Throttle, ThrottledLog
 from common.rpc import join_address
 from router.metrics import RouterMetrics
 
+log = logging.getLogger(__name__)
+
 Leave = Callable[[], None]
 
 
-# Limits of connections, shared between client addresses.
-#
-# If an address has used its share, or no place is free, a new connection replaces the connection
-# that has been idle longest: one of the same address, or of the address with the most connections.
-# If none of those is idle, the new connection is rejected.
 class ConnectionSlot:
     """The place of one connection.
 
@@ -49,7 +46,12 @@ class ConnectionSlot:
 
 
 class ConnectionLimit:
-    """The places for connections. For one event loop."""
+    """The places for connections, shared between client addresses. For one event loop.
+
+    If an address has used its share, or no place is free, a new connection replaces the connection
+    that has been idle longest: one of the same address, or of the address with the most
+    connections. If none of those is idle, the new connection is rejected.
+    """
 
     def __init__(self, places: int) -> None:
         self._shares = FairShares(places)
@@ -94,8 +96,6 @@ class ConnectionLimit:
     def give_back(self, network: str) -> None:
         self._shares.give_back(network)
 
-
-log = logging.getLogger(__name__)
 
 ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
 

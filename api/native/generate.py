@@ -33,10 +33,9 @@ from api.dialect.generation_endpoint import PromptEndpoint
 from api.dialect.ignored_fields import OF_DETOKENIZE, OF_NATIVE, OF_TOKENIZE
 from api.dialect.messages import MessageList, ToolList, conversation, shown
 from api.dialect.problems import OPENAI, ApiError, invalid
-from api.dialect.routed_experts import CollectedExperts, RoutedExperts
 from api.http.messages import Headers, HttpRequest
 from api.native.logprobs import CollectedLogprobs, LogprobFields, LogprobOptions
-from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.answer import CollectedExperts, FinalChunk, OutputChunk, RoutedExperts
 from api.requests.generate_params import (
     EmbeddingsPrompt,
     GenerateParams,
@@ -155,7 +154,7 @@ class NativeResponse(msgspec.Struct, omit_defaults=True):
 
 
 class NativeEndpoint:
-    """The Dialect of /generate."""
+    """The ApiDialect of /generate."""
 
     id_prefix = ""
     words = OPENAI

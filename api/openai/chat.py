@@ -29,7 +29,6 @@ from api.dialect.messages import (
     text_of,
 )
 from api.dialect.problems import OPENAI, invalid
-from api.dialect.routed_experts import RoutedExperts
 from api.dialect.tools import guided, listening, offered
 from api.openai.replies import (
     ChatLogprobs,
@@ -48,7 +47,7 @@ from api.openai.replies import (
 )
 from api.parsers.events import CallPart, ParsedText, StreamParser
 from api.parsers.model_format import ModelFormat
-from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.answer import FinalChunk, OutputChunk, RoutedExperts
 from api.requests.generate_params import PredictionPrompt
 from common.requests.sampling import MAX_LOGPROBS
 
@@ -239,7 +238,7 @@ class ChatFields(GenerationFields, kw_only=True):
 
 
 class ChatEndpoint:
-    """The Dialect of /v1/chat/completions."""
+    """The ApiDialect of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     words = OPENAI

@@ -21,7 +21,6 @@ from api.dialect.fields import (
 )
 from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.dialect.problems import OPENAI, invalid
-from api.dialect.routed_experts import RoutedExperts
 from api.openai.replies import (
     ChoiceCollector,
     FingerprintSpans,
@@ -38,7 +37,7 @@ from api.openai.replies import (
     seed_of,
     stop_reason,
 )
-from api.requests.answer import FinalChunk, OutputChunk, TokenReport
+from api.requests.answer import FinalChunk, OutputChunk, RoutedExperts, TokenReport
 from api.text.limits import MAX_CHOICES
 from common.requests.sampling import MAX_LOGPROBS
 
@@ -139,7 +138,7 @@ def _text(pieces: Sequence[OutputChunk]) -> str:
 
 
 class CompletionsEndpoint:
-    """The Dialect of /v1/completions."""
+    """The ApiDialect of /v1/completions."""
 
     id_prefix = "cmpl-"
     words = OPENAI

@@ -14,9 +14,16 @@ from api.dialect.events import (
     StreamedReply,
     WholeReply,
 )
-from api.dialect.routed_experts import CollectedExperts, RoutedExperts
 from api.http.messages import Headers, HttpRequest
-from api.requests.answer import FinalChunk, LikelyTokenText, OutputChunk, PromptReport, TokenReport
+from api.requests.answer import (
+    CollectedExperts,
+    FinalChunk,
+    LikelyTokenText,
+    OutputChunk,
+    PromptReport,
+    RoutedExperts,
+    TokenReport,
+)
 from common.request import NOT_PREDICTED, tokens_of
 from router.token_buffer import UNKNOWN_VERSION, ModelVersion
 

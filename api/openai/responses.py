@@ -130,7 +130,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
 
 
 class ResponsesEndpoint:
-    """The Dialect of /v1/responses."""
+    """The ApiDialect of /v1/responses."""
 
     id_prefix = "resp_"
     words = OPENAI
@@ -138,7 +138,7 @@ class ResponsesEndpoint:
     def __init__(self, speech: ModelFormat, shown: Shown, *, ignore_unknown: bool) -> None:
         """
         Args:
-            speech, shown, ignore_unknown: see Chat.
+            speech, shown, ignore_unknown: see ChatEndpoint.
         """
         self._speech = speech
         self._shown = shown

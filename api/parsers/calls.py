@@ -4,7 +4,7 @@ import json
 from collections.abc import Container
 
 from api.parsers.events import ArgumentsEvent, ToolCallEvent
-from api.parsers.source import ParserSource, Steps
+from api.parsers.source import ParserSource, Steps, discard
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -67,7 +67,7 @@ def call_object(source: ParserSource, known: Container[str] | None = None) -> St
         elif key in _ARGUMENTS:
             yield from json_arguments(source, call)
         elif known is None or key in ("type", "id"):
-            yield from json_value(source, [])
+            yield from _skip_value(source)
         else:
             break
         yield from source.accept(",")
@@ -84,13 +84,13 @@ def json_arguments(source: ParserSource, call: ToolCallEvents) -> Steps[None]:
     elif (yield from source.next_is('"')):
         call.arguments((yield from _text(source)) or "{}")
     else:
-        yield from json_value(source, [])
+        yield from _skip_value(source)
 
 
-def json_value(source: ParserSource, parts: list[str]) -> Steps[bool]:
-    """Parse a value of any type into `parts`, and return whether it is complete."""
+def _skip_value(source: ParserSource) -> Steps[None]:
+    """Parse a value of any type."""
     yield from source.spaces()
-    return (yield from source.through(_ValueScan(), parts.append))
+    yield from source.through(_ValueScan(), discard)
 
 
 def _text(source: ParserSource) -> Steps[str]:

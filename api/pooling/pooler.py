@@ -42,7 +42,7 @@ class Pooler:
     ) -> None:
         """
         Args:
-            budget_s, queue_share: see Generator.
+            budget_s, queue_share: see Dispatcher.
         """
         self._model = model
         self._nodes = nodes
@@ -84,7 +84,7 @@ class Pooler:
     async def _prompts(self, wanted: PoolingRequest, client: Client) -> list[Sequence[int]]:
         """Return the token ids of the prompts.
 
-        Raise InvalidRequest or Overloaded as Prompts does.
+        Raise InvalidRequest or Overloaded as PromptEncoder does.
         """
         pooling.check(wanted.pooling)
         check_vocabulary(wanted.pooling.tokens, self._model.limits, "label_token_ids")

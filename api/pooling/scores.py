@@ -46,7 +46,7 @@ class ScoreList(msgspec.Struct):
     usage: PoolingUsage
 
 
-class ScoreEndpoint(msgspec.Struct):
+class LabelScoreList(msgspec.Struct):
     """SGLang's form of the response: the scores of the labels for each item."""
 
     scores: Sequence[Sequence[float]]
@@ -83,7 +83,7 @@ async def _labels(
         _items(fields), fields.label_token_ids, asker, softmax=bool(fields.apply_softmax)
     )
     usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
-    return msgspec.json.encode(ScoreEndpoint(scored.scores, origin.model, usage, "scoring"))
+    return msgspec.json.encode(LabelScoreList(scored.scores, origin.model, usage, "scoring"))
 
 
 def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:

@@ -72,7 +72,8 @@ _POOLS: dict[Way, PoolingMode] = {
 
 
 class PoolingCaller(msgspec.Struct, frozen=True):
-    """The client of a pooling request, and the request's names. For other fields see Wanted."""
+    """The client of a pooling request, and the request's names. For other fields see
+    GenerateParams."""
 
     client: Client
     label: str = ""

@@ -22,9 +22,8 @@ from api.admin.router_state import (
 )
 from api.grpc.service import AdminService
 from api.http.messages import Handler
-from api.program.nodes import RouterBase
-from api.program.pool import ModelPool, Pools
-from api.requests.by_model import ByModel
+from api.program.nodes import ModelPool, Pools, RouterBase
+from api.requests.served_model import ByModel
 from protos.router_pb2 import ModelState
 from router.cluster.cluster_state import NodeDescriber
 from router.cluster.engine_calls import AdapterCalls, EngineCalls

@@ -26,10 +26,9 @@ from api.http.shared import HttpContext, HttpLimits
 from api.http_checks import HttpChecks, check_paths
 from api.page import files as page
 from api.program.admin import AdminParts, make_admin
-from api.program.nodes import RouterBase, make_base
-from api.program.pool import ModelPool, Pools, make_pool
-from api.requests.by_model import ByModel
+from api.program.nodes import ModelPool, Pools, RouterBase, make_base, make_pool
 from api.requests.limiter import RequestLimiter
+from api.requests.served_model import ByModel
 from api.text.limits import MAX_FIELDS
 from api.text.model_files import ModelFiles
 from common import rpc, tls
@@ -40,6 +39,8 @@ from common.process.resources import keep_trimming
 from router.cluster.cluster import Cluster
 from router.metrics import RouterMetrics, registry_of_models
 from router.workers import ProcessSlot, alone, other_processes, serving_handlers
+
+log = logging.getLogger(__name__)
 
 # Idle HTTP connections and probes. Each live request has one more.
 _SPARE_CONNECTIONS = 1024
@@ -120,14 +121,10 @@ def make_http(base: RouterBase, pools: Pools, admin: AdminParts) -> HttpServer:
         max_body_bytes=max(each.model.limits.body_bytes for each in models),
         unread_s=config.slow_client_timeout_s,
     )
-    contexts = (
-        None if base.certificates is None else tls.server_contexts(base.certificates, "http/1.1")
-    )
+    contexts = None if base.certificates is None else tls.server_contexts(base.certificates)
     shared = HttpContext(limits, problems.error_body, metrics)
     return HttpServer(shared, HttpService(shared, routes, checks), contexts)
 
-
-log = logging.getLogger(__name__)
 
 FIRST_LOOK_S = 5.0  # for nodes to respond to a replacement process, before it listens
 _LAST_WORDS_S = 1.0  # time for the ends of calls to reach their clients

@@ -38,6 +38,8 @@ from router.workers import (
     serving_handlers,
 )
 
+log = logging.getLogger(__name__)
+
 _LONGEST_S = 600.0  # for one process: its drain, its start and its first ready state
 _LOOK_S = 0.1
 
@@ -115,8 +117,6 @@ class CertificateRenewal:
         worker = WorkerState.FromString(replies.bodies.get(number, b""))
         return worker.state.state == "ready"
 
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -206,7 +206,7 @@ class _Process:
         here, there = os.pipe()
         place = msgspec.json.encode(replace(self._place, again=again)).decode()
         try:
-            worker = [sys.executable, "-m", "api.program.worker"]
+            worker = [sys.executable, "-m", "api.program.serving"]
             command = [*worker, str(there), place, self._config]
             self._child = ChildProcess("router", command, log=None, descriptors=(there,))
         finally:

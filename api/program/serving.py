@@ -3,13 +3,21 @@
 import asyncio
 import gc
 import logging
+import os
 import signal
+import sys
 from collections.abc import Callable
+
+import msgspec
+import uvloop
 
 from api.program.assembly import run_router
 from api.text import model_files
+from common import logs
 from common.config import RouterConfig
+from common.errors import ConfigError
 from common.process import resources
+from common.settings import wrong
 from router.workers import ProcessSlot
 
 log = logging.getLogger(__name__)
@@ -52,3 +60,27 @@ async def serve(
         await stop.wait()
         await router.drain(config.server.drain_timeout_s, hurry)
     log.info("stopped")
+
+
+def main(up: str, place_json: str, config_json: str) -> None:
+    """Run a worker process.
+
+    Args:
+        up: a file descriptor that is written to when this process listens.
+    """
+    place = msgspec.json.decode(place_json, type=ProcessSlot)
+    config = RouterConfig.model_validate_json(config_json)
+    logs.setup(f"router/{place.number}", config.server.log_level, config.server.log_format)
+
+    def report() -> None:
+        os.write(int(up), b"up")
+        os.close(int(up))
+
+    try:
+        uvloop.run(serve(config, place, on_up=report))
+    except ConfigError as error:
+        wrong("baton serve router", str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -30,7 +30,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
     Attributes:
         shown: special tokens that the text keeps.
         echo: text of the prompt, with which the response begins.
-        silent: see Wanted.
+        silent: see GenerateParams.
         asked: the client's parameters. Those in `spec` also have what hidden states need.
     """
 
@@ -281,7 +281,7 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingParams
     dimensions: int = 0  # number of leading dimensions to keep. 0: all
     normalize: bool = False
-    request_id: str = ""  # see Wanted
+    request_id: str = ""  # see GenerateParams
     label: str = ""
     cache_salt: str | None = None
     timeout_s: float | None = None

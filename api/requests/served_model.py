@@ -1,9 +1,11 @@
-"""The router's data of the served model: its files, and what is made of them once.
+"""The router's data of a served model: its files, and what is made of them once.
 
-Independent of requests.
+Independent of requests. `ByModel` finds the parts of one of several models.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
@@ -16,6 +18,37 @@ from api.text.limits import ModelLimits
 from api.text.model_files import ModelFiles
 from api.text.tokenizer import RouterTokenizer
 from common.config import ImagesConfig
+from common.errors import InvalidRequest, NotFound
+
+T = TypeVar("T")
+
+
+class ByModel(Generic[T]):
+    """One part of each served model, such as its gRPC service, by the model's name."""
+
+    def __init__(self, parts: Mapping[str, T]) -> None:
+        self._parts = parts
+
+    def of(self, model: str | None) -> T:
+        """Return the part of a model.
+
+        Args:
+            model: empty or None: the only model.
+        Raises:
+            NotFound: no served model has this name.
+            InvalidRequest: it is empty, and there are several models.
+        """
+        if model:
+            if (part := self._parts.get(model)) is None:
+                raise NotFound(f"model: there is no {model[:256]!r} here; served: {self._names}")
+            return part
+        if len(self._parts) > 1:
+            raise InvalidRequest(f"model: is required, because several are served: {self._names}")
+        return next(iter(self._parts.values()))
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(repr, self._parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,14 +291,6 @@ _HARD_WINDOW = 256  # limit of the window, if tokens have no text
 _MAX_PENDING = 3  # bytes of an incomplete character
 
 
-# Incremental detokenization that never returns an incomplete character.
-#
-# For each new token only the last few tokens are decoded again: a window that starts where the
-# text was last complete, so that everything that joins tokens (UTF-8 bytes, leading spaces) is
-# included.
-#
-# Some special tokens are marks. They are returned as text, and are distinguishable from the same
-# text spelt with other tokens.
 class TokenDecoder(Protocol):
     """Decoder of a whole sequence of token ids."""
 
@@ -306,7 +298,12 @@ class TokenDecoder(Protocol):
 
 
 class Detokenizer:
-    """The text of one request's generated tokens.
+    """The text of one request's generated tokens, never with an incomplete character.
+
+    For each new token only the last few tokens are decoded again: a window that starts where the
+    text was last complete, so that everything that joins tokens (UTF-8 bytes, leading spaces) is
+    included. Some special tokens are marks. They are returned as text, and are distinguishable from
+    the same text spelt with other tokens.
 
     All `push`es and one `flush` together return the text that `decode` returns for `context` and
     all tokens at once, however they were split.

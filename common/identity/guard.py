@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from common.errors import Forbidden, ServingError, Unauthenticated
 from common.logs import Throttle, ThrottledLog
 
+log = logging.getLogger(__name__)
+
 Role = Literal["router", "node", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
 CALLEE: Role = "node"  # role of the callee of all these methods
@@ -99,9 +101,6 @@ UNAUTHENTICATED = Caller()  # callers are not authenticated
 def node_name(instance: int) -> str:
     """Return the name of a node in its tokens."""
     return f"{instance:016x}"
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

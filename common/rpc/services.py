@@ -25,6 +25,8 @@ from common.errors import InvalidRequest, ServingError
 from common.identity.guard import UNAUTHENTICATED
 from common.logs import Throttle, ThrottledLog
 
+log = logging.getLogger(__name__)
+
 # For messages between nodes and routers: ten thousand Submits with twenty fields each. Counting
 # takes 60 ms.
 MAX_FIELDS = 1 << 18
@@ -103,7 +105,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise IndexError
 
 
-log = logging.getLogger(__name__)
 log_of_faults = ThrottledLog(log, Throttle())  # throttled: callers may trigger a bug often
 S = TypeVar("S")
 # Called with the context of a call. Returns the caller for the servicer. Raises ServingError.

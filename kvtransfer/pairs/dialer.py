@@ -2,14 +2,15 @@
 
 Nodes may start in any order. An address that does not answer is dialled again. The wait is shorter
 after a lost stream than after a refusal, which only a restart of either node can fix. The dialer
-dials again immediately when this node's Hello changes.
+dials again immediately when this node's Hello changes. `NamedProducers` keeps the addresses to
+dial: those on the router's list, and recently named ones up to a limit.
 """
 
 import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -203,3 +204,55 @@ async def _cancelled(*tasks: "asyncio.Task[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+MAX_PRODUCERS = 64
+REMEMBERED_S = 600.0  # since a producer was last named
+
+
+class NamedProducers:
+    """The addresses to dial. Event loop only.
+
+    Args:
+        own_address: this node's, which is not dialled.
+        dial: called with all addresses whenever they change.
+    """
+
+    def __init__(
+        self,
+        own_address: str,
+        dial: Callable[[frozenset[str]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._own_address = own_address
+        self._dial = dial
+        self._clock = clock
+        self._listed: frozenset[str] = frozenset()
+        self._named: dict[str, float] = {}  # by address: when it was named; latest last
+        self._dialled: frozenset[str] = frozenset()
+
+    def listed(self, addresses: frozenset[str]) -> None:
+        """Replace the router's list."""
+        self._listed = addresses
+        self._dial_wanted()
+
+    def name(self, addresses: Iterable[str]) -> None:
+        """Record that these producers may have something to read."""
+        now = self._clock()
+        for address in addresses:
+            if address != self._own_address:
+                self._named.pop(address, None)
+                self._named[address] = now
+        self._dial_wanted()
+
+    def _dial_wanted(self) -> None:
+        now, oldest = self._clock(), list(self._named)
+        while oldest and self._is_too_many(oldest[0], now):
+            del self._named[oldest.pop(0)]
+        wanted = self._listed | frozenset(self._named)
+        if wanted != self._dialled:
+            self._dialled = wanted
+            self._dial(wanted)
+
+    def _is_too_many(self, oldest: str, now: float) -> bool:
+        return len(self._named) > MAX_PRODUCERS or now - self._named[oldest] > REMEMBERED_S

@@ -48,6 +48,8 @@ from kvtransfer.transfer.page_bytes import PageChecksums
 from kvtransfer.transfer.paths import LinkOpener
 from kvtransfer.transfer.thread import EventOutlet
 
+log = logging.getLogger(__name__)
+
 PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 
 
@@ -106,7 +108,6 @@ class ReadMetrics:
         }
 
 
-log = logging.getLogger(__name__)
 LINK_END_S = 2.0  # for a link's thread, when the process ends
 
 

@@ -33,6 +33,8 @@ from node.frontend.kv_events import publishing
 from node.frontend.tenure import ExitVerdict, ProcessExit, RoleTenure, TenurePost
 from node.metrics import NodeMetrics
 
+log = logging.getLogger(__name__)
+
 # A step has hundreds of parallel regions, and waking a thread for each costs a fifth of it. So
 # threads spin for about a tenth of a millisecond, then sleep. OpenMP reads this where torch is
 # loaded. It would override a policy that the user has chosen.
@@ -154,8 +156,6 @@ def exit_sentence(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
 
-
-log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0  # from the engine's end of file to its end
 _ENGINE_END_S = 5.0  # for the engine to release its memory after a drain

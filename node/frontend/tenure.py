@@ -56,6 +56,8 @@ from node.messages import (
 from node.metrics import NodeMetrics, Role
 from protos import node_pb2_grpc
 
+log = logging.getLogger(__name__)
+
 
 # The end of a node: its causes, and one verdict, decided by the first cause.
 #
@@ -176,8 +178,6 @@ class ProcessExit:
         if not self._verdict.done():
             self._verdict.set_result(verdict)
 
-
-log = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 0.2
 _STREAMS_S = 1.0  # for streams to send their error at the end

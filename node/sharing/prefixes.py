@@ -29,8 +29,8 @@ from node.sharing.dispatch import take
 from node.sharing.exports import PrefixExports
 from node.sharing.fetches import PrefixFetches
 
-MOST = 32
-EVERY_S = 1.0
+MAX_INVALIDATIONS = 32
+INVALIDATION_INTERVAL_S = 1.0
 
 
 # Invalidation of corrupt KV (NaN or Inf logits) between nodes. This node asks the node that gave
@@ -40,8 +40,9 @@ EVERY_S = 1.0
 # again, if it computes from its own KV in another way, or exports KV that it never computes from.
 # A request records the nodes from which its KV was read.
 #
-# A node cannot verify such a report. So it honours at most MOST at once and one in EVERY_S after
-# that, from all nodes together. Each costs it a prefix of one namespace, which must be recomputed.
+# A node cannot verify such a report. So it honours at most MAX_INVALIDATIONS at once and one in
+# INVALIDATION_INTERVAL_S after that, from all nodes together. Each costs it a prefix of one
+# namespace, which must be recomputed.
 class CorruptPrefixes:
     """Invalidation of corrupt prefixes. Engine thread only."""
 
@@ -54,7 +55,7 @@ class CorruptPrefixes:
         self._cache = cache
         self._port = port
         self._clock = clock
-        self._next_due = 0.0  # if one were honoured in EVERY_S from the first on
+        self._next_due = 0.0  # if one were honoured in INVALIDATION_INTERVAL_S from the first on
         self._counts = dict.fromkeys(("own", "asked", "limited"), 0)
 
     def counters(self) -> dict[str, int]:
@@ -69,10 +70,10 @@ class CorruptPrefixes:
     def asked(self, event: InvalidateEvent) -> None:
         now = self._clock()
         due = max(self._next_due, now)
-        if due > now + (MOST - 1) * EVERY_S:
+        if due > now + (MAX_INVALIDATIONS - 1) * INVALIDATION_INTERVAL_S:
             self._counts["limited"] += 1
             return
-        self._next_due = due + EVERY_S
+        self._next_due = due + INVALIDATION_INTERVAL_S
         self._counts["asked"] += 1
         self._cache.forget(event.token_ids, event.namespace)
 

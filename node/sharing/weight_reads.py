@@ -243,7 +243,6 @@ class WeightReads:
         pool: Tensor,
         port: ConsumerCommands,
         notify: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._weights = weights
         self._instance = instance
@@ -252,7 +251,6 @@ class WeightReads:
         most = min(WINDOW_PAGES, WINDOW_BYTES // pool.shape[1], pages.num_pages // SHARE)
         self._window_pages = max(most, 1)
         self._port = port
-        self._clock = clock
         self._copies = WeightCopies(pool, notify)
         self._producers: dict[str, ProducerUp] = {}  # by address
         self._next_number = FIRST_NUMBER
@@ -281,7 +279,7 @@ class WeightReads:
         if self.busy:
             future.set_exception(Overloaded("weights are being read already"))
             return future
-        now, pieces = self._clock(), WeightPieces(self._window_pages)
+        now, pieces = time.monotonic(), WeightPieces(self._window_pages)
         try:
             taking = _Taking(weights, address, self._weights.receive(), pieces, now, now, future)
         except ServingError as error:
@@ -318,7 +316,7 @@ class WeightReads:
         first, past = read.window.first, read.window.first + event.num_tokens
         if past < read.window.past:
             taking.pieces.lost(WeightWindow(past, read.window.past))
-        taking.moved_at = self._clock()
+        taking.moved_at = time.monotonic()
         self.num_bytes += event.num_tokens * taking.pieces.piece_bytes
         pages = read.pages[: event.num_tokens]
         read.copying = self._copies.copy(taking.file, first, pages, taking.pieces, taking.address)
@@ -329,7 +327,7 @@ class WeightReads:
         if taking is None:
             return
         if event.retryable:
-            taking.pieces.lost(read.window, self._clock() + AGAIN_S)
+            taking.pieces.lost(read.window, time.monotonic() + AGAIN_S)
         else:
             self._end(taking, FailedPrecondition(f"{taking.address}: {event.reason}"))
 
@@ -368,7 +366,7 @@ class WeightReads:
             raise error
 
     def _continue(self, taking: _Taking) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if taking.preparing is not None:
             if taking.preparing.done():
                 self._prepared(taking, taking.preparing)
@@ -447,4 +445,4 @@ class WeightReads:
     def _over(self, taking: _Taking, outcome: str) -> None:
         self._taking = None
         self.outcomes[outcome] += 1
-        self.seconds += self._clock() - taking.began
+        self.seconds += time.monotonic() - taking.began

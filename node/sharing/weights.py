@@ -1,21 +1,173 @@
 """Both ends of weights that nodes read from each other: the exports of this node, and its reads."""
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from common.distribution import HistogramCounts
+from common.errors import FailedPrecondition, ServingError
 from common.requests.namespace import WeightsId
 from engine.batch.batch import Ints
-from engine.kv_cache.pages import PageAllocator
+from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.update import WeightUpdater
 from kvtransfer.messages import Weights
-from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
+from kvtransfer.ports import (
+    ClosedEvent,
+    FailCommand,
+    GrantedEvent,
+    NodeCommand,
+    NodeEvent,
+    OpenedEvent,
+    ProducerCommands,
+    PublishCommand,
+    TransferPort,
+)
 from node.sharing.dispatch import take
-from node.sharing.weight_exports import WeightExports
+from node.sharing.exports import SHARE
 from node.sharing.weight_reads import WeightReads
+
+MAX_PIECES_ASKED = 64  # opened and not granted; more are rejected
+
+
+@dataclass(slots=True, eq=False)
+class _WeightExport:
+    pages: Ints
+    piece_bytes: int
+    filling: Future[int]  # number of pages with a piece
+    reported: bool = False  # whether the result has been reported to its consumer
+    dropped: bool = False  # its consumer is done
+
+
+class WeightExports:
+    """The exports of weights. Engine thread only.
+
+    Args:
+        cache: of `pages`. Exports use pages that it can free.
+        pool: their memory, uint8 [num_pages, page_bytes].
+        notify: called by another thread when something is done.
+    """
+
+    def __init__(
+        self,
+        weights: WeightUpdater,
+        cache: PrefixCache,
+        pages: PageAllocator,
+        pool: Tensor,
+        port: ProducerCommands,
+        notify: Callable[[], None],
+    ) -> None:
+        self._weights = weights
+        self._cache = cache
+        self._pages = pages
+        self._pool = pool
+        self._port = port
+        self._notify = notify
+        self._worker = ThreadPoolExecutor(1, "weight exports")
+        self._asked: dict[int, tuple[WeightsId, Weights]] = {}  # by serial, until they are granted
+        self._refused: set[int] = set()  # until they are dropped
+        self._exports: dict[int, _WeightExport] = {}
+        self._num_bytes = 0
+
+    def __contains__(self, serial: int) -> bool:
+        return serial in self._asked or serial in self._refused or serial in self._exports
+
+    def __len__(self) -> int:
+        return len(self._asked) + len(self._refused) + len(self._exports)
+
+    def exported(self) -> Iterator[Ints]:
+        """Return the pages held for publication."""
+        return (export.pages for export in self._exports.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that other nodes have read."""
+        return self._num_bytes
+
+    def opened(self, event: OpenedEvent, source: Weights) -> None:
+        if len(self._asked) >= MAX_PIECES_ASKED:
+            self._refuse(event.serial, "busy: too many nodes are fetching weights", retryable=True)
+        else:
+            self._asked[event.serial] = event.weights, source
+
+    def granted(self, event: GrantedEvent) -> None:
+        asked = self._asked.pop(event.serial, None)
+        if asked is None:
+            return  # rejected
+        serial, (weights, source) = event.serial, asked
+        if weights != self._weights.id or not self._weights.whole:
+            return self._refuse(serial, "this node has other weights, or none", retryable=False)
+        piece_bytes, page_bytes = source.piece_bytes, self._pool.shape[1]
+        if not 0 < piece_bytes <= page_bytes:
+            reason = f"a piece of {piece_bytes} bytes does not fit into a page of {page_bytes}"
+            return self._refuse(serial, reason, retryable=False)
+        exported = sum(len(export.pages) for export in self._exports.values())
+        num_pages = min(source.num_pieces, self._pages.num_pages // SHARE - exported)
+        pages = self._cache.allocate(num_pages, PageHolder.PUBLICATION) if num_pages > 0 else None
+        if pages is None:
+            return self._refuse(serial, "busy: no pages for weights now", retryable=True)
+        start = source.first_piece * piece_bytes
+        filling = self._worker.submit(self._fill, start, piece_bytes, pages)
+        self._exports[serial] = _WeightExport(pages, piece_bytes, filling)
+        filling.add_done_callback(lambda _: self._notify())
+
+    def dropped(self, event: ClosedEvent) -> None:
+        self._asked.pop(event.serial, None)
+        self._refused.discard(event.serial)
+        export = self._exports.get(event.serial)
+        if export is not None:
+            export.dropped = True
+            self._num_bytes += export.filling.result() * export.piece_bytes if event.held else 0
+
+    def poll(self) -> None:
+        """Publish filled pages, and release pages that have been read."""
+        for serial, export in [each for each in self._exports.items() if each[1].filling.done()]:
+            if export.dropped:
+                self._pages.drop(export.pages, PageHolder.PUBLICATION)
+                del self._exports[serial]
+            elif not export.reported:
+                export.reported = True
+                self._publish(serial, export)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _publish(self, serial: int, export: _WeightExport) -> None:
+        error = export.filling.exception()
+        if isinstance(error, ServingError):
+            self._port.post(FailCommand(serial, str(error), retryable=False))
+            return
+        num_pages = export.filling.result()
+        pages = export.pages[:num_pages]
+        self._port.post(PublishCommand(serial, 0, num_pages, pages, last=True, first_token=None))
+
+    def _refuse(self, serial: int, reason: str, *, retryable: bool) -> None:
+        self._refused.add(serial)
+        self._port.post(FailCommand(serial, reason, retryable))
+
+    def _fill(self, start: int, piece_bytes: int, pages: Ints) -> int:
+        """Copy the pieces from the byte `start` on into these pages, on the worker. Returns the
+        number of pieces.
+        """
+        # Whole pages, because the consumer may read what is behind a piece.
+        buffer = torch.zeros(len(pages), self._pool.shape[1], dtype=torch.uint8)
+        file, num_pages = self._weights.exported(), 0
+        try:
+            for page in buffer.numpy():
+                if not file.read(start + num_pages * piece_bytes, page[:piece_bytes].data):
+                    break
+                num_pages += 1
+        except OSError as error:
+            raise FailedPrecondition(f"its weights cannot be read again: {error}") from error
+        self._pool[torch.from_numpy(pages[:num_pages]).long()] = buffer[:num_pages].to(
+            self._pool.device
+        )
+        if self._pool.device.type == "cuda":
+            torch.cuda.synchronize(self._pool.device)
+        return num_pages
 
 
 class WeightSharing:

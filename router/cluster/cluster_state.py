@@ -23,6 +23,8 @@ from common.requests.timeline import RequestTraces, traces_from_proto
 from protos import node_pb2, node_pb2_grpc
 from router.cluster.sources import Role
 
+log = logging.getLogger(__name__)
+
 LEFT = "it has left"
 
 
@@ -93,8 +95,6 @@ async def ask(
         return None, f"its response has {answer.ByteSize()} bytes, at most {max_bytes} allowed"
     return answer, ""
 
-
-log = logging.getLogger(__name__)
 
 _DEADLINE_S = 2.0
 _INTERVAL_S = 1.0  # the speed of a prefill node, and so its queue time, may change quickly

@@ -27,6 +27,8 @@ from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.sources import MAX_ADDRESSES, DiscoveredNodes, Discovery, Role
 from router.policy.prefix_index import PrefixIndex
 
+log = logging.getLogger(__name__)
+
 _MIN_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 5.0
 _MAX_PAGES = 1 << 16  # stored or removed in one message; a node sends at most half as many
@@ -94,8 +96,6 @@ class CacheWatch:
             call.cancel()
         return heard, "the node has ended the call"
 
-
-log = logging.getLogger(__name__)
 
 # By then a leaving prefill node has handed off its prompts. The rest is recomputed elsewhere.
 HANDOFFS_S = 30.0

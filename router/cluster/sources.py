@@ -22,6 +22,8 @@ from common import rpc
 from common.errors import ConfigError, InvalidRequest
 from common.logs import kv
 
+log = logging.getLogger(__name__)
+
 Role = Literal["prefill", "decode"]
 Addresses = tuple[str, ...]
 Resolve = Callable[[str, int], Awaitable[Addresses]]
@@ -186,8 +188,6 @@ def _bounded(addresses: Addresses) -> Addresses:
         raise DiscoveryError(f"{len(addresses)} addresses, {MAX_ADDRESSES} are allowed")
     return addresses
 
-
-log = logging.getLogger(__name__)
 
 _LOOK_S = 10.0  # time limit of a lookup
 _FIRST_LOOK_S = 2.0  # time limit at the start

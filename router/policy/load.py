@@ -237,17 +237,6 @@ LASTING_S = 1.0  # after a rejection
 LEAST_S = 0.5  # lower bound of the limit: a shorter queue would run empty now and then
 
 
-# Expected queue time of a request at each node, and the nodes where it can start in time.
-#
-# The prompt tokens that this router has placed on a node and that have no first token yet are
-# known exactly at any time. The seconds per token change slowly and are reported by the node.
-# Their product is the queue time. Where it is wrong, the node itself rejects the request. For
-# requests of other routers, only the part of the node's reported queue beyond this router's own
-# requests is known. It is assumed to be computed meanwhile.
-#
-# A node serves the earliest start time first, with higher priorities shifted to earlier times. A
-# request is placed on a node only if all requests there of at least its priority still start in
-# time. So under overload the lowest priorities are rejected.
 class PoolPressure:
     """Temporary limits of the queue time by priority, so that all requests are treated alike.
 
@@ -301,9 +290,18 @@ _NOTHING = _Reported()
 
 
 class NodeBacklogs:
-    """Queue times of all nodes.
+    """Expected queue time of a request at each node, and the nodes where it can start in time.
 
-    A node that has reported nothing counts as idle. For one event loop.
+    The prompt tokens that this router has placed on a node and that have no first token yet are
+    known exactly at any time. The seconds per token change slowly and are reported by the node.
+    Their product is the queue time. Where it is wrong, the node itself rejects the request. For
+    requests of other routers, only the part of the node's reported queue beyond this router's own
+    requests is known. It is assumed to be computed meanwhile. A node that has reported nothing
+    counts as idle.
+
+    A node serves the earliest start time first, with higher priorities shifted to earlier times. A
+    request is placed on a node only if all requests there of at least its priority still start in
+    time. So under overload the lowest priorities are rejected. For one event loop.
     """
 
     def __init__(self, load: NodeLoad, now: Callable[[], float] = time.monotonic) -> None:

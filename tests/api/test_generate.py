@@ -56,8 +56,8 @@ async def test_an_answer_streams_from_the_prompt_to_usage(client, node):
     one, two = ids(" jumps"), ids(" over")
     node.say({submit.number: one})
     first = await call.read()
-    told = (first.request_id, first.text, list(first.token_ids))
-    assert told == (submit.request_id, " jumps", one)
+    reported = (first.request_id, first.text, list(first.token_ids))
+    assert reported == (submit.request_id, " jumps", one)
     assert first.finish_reason == ""
     node.finish(submit.number, two, cached_tokens=2)
     text, tokens, last = await collect(call)
@@ -206,8 +206,8 @@ async def test_logprobs_of_the_prompt_begin_at_the_requested_token(client, node)
     call = client.generate(token_ids=TokenIds(ids=[5, 6, 7, 8]), sampling=sampling)
     submit = await node.submitted()
     assert submit.sampling.prompt_logprobs_start == 2
-    told = RowLogprobs(request=submit.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
-    node.send(FromNode(step=Step(prompt_logprobs=[told])))
+    reported = RowLogprobs(request=submit.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
+    node.send(FromNode(step=Step(prompt_logprobs=[reported])))
     node.finish(submit.number, [9])
     responses = [response async for response in call]
     assert [list(each.prompt_logprobs.logprob) for each in responses if each.token_ids] == [

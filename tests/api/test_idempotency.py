@@ -97,9 +97,9 @@ async def test_another_router_draws_the_same_answer_for_the_same_key(model):
         """Submitted by this router, of a request that is then given up."""
         body = {**FIELDS, **fields}
         asking = asyncio.create_task(post(api.router.http_port, COMPLETIONS, body, **headers))
-        told = {(await api.node.submitted()).sampling.seed for _ in range(body.get("n", 1))}
+        reported = {(await api.node.submitted()).sampling.seed for _ in range(body.get("n", 1))}
         asking.cancel()
-        return told
+        return reported
 
     async with (
         api_for(model, idempotency_ttl_s=LONG_S) as one,

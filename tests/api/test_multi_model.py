@@ -151,9 +151,9 @@ async def test_a_model_without_nodes_leaves_the_other_alone(checkpoints):
         await two.client.wait_until_serving()
         assert await two.value('baton_ready{model="a"}') == "0.0"
         assert await two.value('baton_ready{model="b"}') == "1.0"
-        told = (await two.client.stub.GetCluster(pb.GetClusterRequest())).router
-        assert (told.state, told.model) == ("ready", "a, b")
-        assert [each.state for each in told.models] == ["not ready", "ready"]
+        reported = (await two.client.stub.GetCluster(pb.GetClusterRequest())).router
+        assert (reported.state, reported.model) == ("ready", "a, b")
+        assert [each.state for each in reported.models] == ["not ready", "ready"]
         two.nodes["b"].change_status(state="draining")
         await eventually(lambda: not two.ready("b"))
         assert (await two.get("/ready")).status == 503

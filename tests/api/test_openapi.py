@@ -26,8 +26,8 @@ def test_it_says_what_takes_a_key_and_whose():
 
 
 async def test_every_operation_of_the_document_is_there(api):
-    told = msgspec.json.decode((await api.get("/openapi.json")).body)
-    for path, methods in told["paths"].items():
+    reported = msgspec.json.decode((await api.get("/openapi.json")).body)
+    for path, methods in reported["paths"].items():
         at = path.format(**dict.fromkeys(("model", "id"), "x"))
         for method in methods.keys() - {"parameters"}:
             answer = await (api.post(at) if method == "post" else api.get(at))

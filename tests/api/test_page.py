@@ -67,20 +67,20 @@ async def test_the_cluster_as_json_says_what_get_cluster_says(model):
             said = await client.stub.GetCluster(GetClusterRequest())
             answer = await get(router.http_port, "/cluster")
     assert answer.headers["cache-control"] == "no-store"
-    told = answer.json
+    reported = answer.json
     for moving in (said.router, *said.nodes):
         for name in ("uptime_s", "oldest_process_s", "seen_s"):
             if name in moving.DESCRIPTOR.fields_by_name:
                 setattr(moving, name, 0.0)
-    told["router"] |= {"uptime_s": 0.0, "oldest_process_s": 0.0}
-    for recent in (said.router.recent.window_s, told["router"]["recent"]["window_s"]):
+    reported["router"] |= {"uptime_s": 0.0, "oldest_process_s": 0.0}
+    for recent in (said.router.recent.window_s, reported["router"]["recent"]["window_s"]):
         assert recent > 0
-    said.router.recent.window_s = told["router"]["recent"]["window_s"] = 0.0
-    for node in told["nodes"]:
+    said.router.recent.window_s = reported["router"]["recent"]["window_s"] = 0.0
+    for node in reported["nodes"]:
         assert node["seen_s"] > 0
         node["seen_s"] = 0.0
-    assert told == plain(said)
-    assert told["router"] == {
+    assert reported == plain(said)
+    assert reported["router"] == {
         "state": "ready",
         "reason": "",
         "version": said.router.version,
@@ -115,7 +115,7 @@ async def test_the_cluster_as_json_says_what_get_cluster_says(model):
             "itl": {"count": 0, "p50_s": 0.0, "p99_s": 0.0},
         },
     }
-    (decoding,) = [node for node in told["nodes"] if node["role"] == "decode"]
+    (decoding,) = [node for node in reported["nodes"] if node["role"] == "decode"]
     assert decoding["instance_id"] == str(2**63 + 1)  # as a number JavaScript would round it
     assert decoding["counters"] == {"generated_tokens": 2**53}
     assert (decoding["queues"], decoding["steps"]) == ({"waiting": 3}, 9)
@@ -132,10 +132,10 @@ def test_the_json_of_an_empty_cluster_has_every_field():
 
 async def test_a_router_that_cannot_place_a_request_says_why(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (_, router):
-        told = (await get(router.http_port, "/cluster")).json
-    assert told["router"]["state"] == "not ready"
-    assert "no decode node" in told["router"]["reason"]
-    assert [node["state"] for node in told["nodes"]] == ["unreachable"]
+        reported = (await get(router.http_port, "/cluster")).json
+    assert reported["router"]["state"] == "not ready"
+    assert "no decode node" in reported["router"]["reason"]
+    assert [node["state"] for node in reported["nodes"]] == ["unreachable"]
 
 
 async def test_many_viewers_do_not_make_the_router_ask_its_nodes_more_often(node, router):

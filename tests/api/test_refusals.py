@@ -11,11 +11,10 @@ from api.grpc.inference import InferenceService
 from api.grpc.service import AdminService, CallerResolver, add_router_service
 from api.parsers.model_format import ModelFormat
 from api.pooling.vectors import PoolingService
-from api.requests.by_model import ByModel
 from api.requests.generate_params import Prompt
 from api.requests.idempotency import IdempotencyCache
 from api.requests.prompts import PromptEncoder
-from api.requests.served_model import ServedModel
+from api.requests.served_model import ByModel, ServedModel
 from api.text.limits import MAX_FIELDS, ModelLimits
 from api.text.model_files import ModelFiles
 from api.text.tokenizer import RouterTokenizer

@@ -87,9 +87,9 @@ async def test_a_streamed_call_comes_in_openais_pieces(talking):
         (1, "function", "add"),
     ]
     for index in (0, 1):
-        told = [part.function.arguments or "" for part in parts if part.index == index]
-        assert "".join(told) == '{"a": 27, "b": 15}'
-        assert len(told) > 3
+        reported = [part.function.arguments or "" for part in parts if part.index == index]
+        assert "".join(reported) == '{"a": 27, "b": 15}'
+        assert len(reported) > 3
     assert [choice.finish_reason for choice in choices][-2:] == [None, "tool_calls"]
 
 
@@ -165,7 +165,7 @@ async def test_an_answer_that_must_call_is_calls_alone(calling, stream):
     if stream:
         choices = [event["choices"][0] for event in answer.events]
         parts = [part for one in choices for part in one["delta"].get("tool_calls", ())]
-        told = [
+        reported = [
             "".join(part["function"].get("arguments", "") for part in parts if part["index"] == n)
             for n in (0, 1)
         ]
@@ -173,9 +173,9 @@ async def test_an_answer_that_must_call_is_calls_alone(calling, stream):
     else:
         choices = answer.json["choices"]
         calls = choices[0]["message"]["tool_calls"]
-        told = [call["function"]["arguments"] for call in calls]
+        reported = [call["function"]["arguments"] for call in calls]
         assert choices[0]["message"]["content"] is None
-    assert told == ['{"a": 27}', "{}"]
+    assert reported == ['{"a": 27}', "{}"]
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
@@ -236,8 +236,8 @@ async def test_a_call_that_is_begun_is_held_to_json_or_its_schema(
     directory = calling if parser in ("hermes", "mistral") else _plain(calling)
     async with api_for(directory, tool_parser=parser, tool_arguments=arguments) as talking:
         guide = await talking.guide_of(CHAT, messages=HELLO, tools=tools)
-    told = _schemas(json.loads(guide.structural_tag)) if guide.structural_tag else None
-    assert told == expected
+    reported = _schemas(json.loads(guide.structural_tag)) if guide.structural_tag else None
+    assert reported == expected
 
 
 async def test_tools_beyond_what_a_grammar_may_have_are_free_unless_they_are_strict(talking):
@@ -273,8 +273,8 @@ async def test_a_call_that_must_be_made_goes_before_a_form(talking, choice):
     text = '[{"name": "add", "parameters": {}}]'
     submit, answer = await talking.ask(CHAT, text, messages=HELLO, **fields)
     assert json.loads(submit.sampling.guide.json_schema)["type"] == "array"
-    (told,) = answer.json["choices"]
-    assert told["message"]["tool_calls"][0]["function"]["name"] == "add"
+    (reported,) = answer.json["choices"]
+    assert reported["message"]["tool_calls"][0]["function"]["name"] == "add"
     fields["tool_choice"] = "none"
     guide = await talking.guide_of(CHAT, messages=HELLO, **fields)
     assert json.loads(guide.json_schema) == FORM
@@ -375,8 +375,8 @@ async def test_over_grpc_with_tools_and_a_guide_the_model_may_call_first(talking
     assert part.name == "add"
 
     call = client.chat(tools=tools)
-    told = json.loads((await talking.complete(CALL)).sampling.guide.structural_tag)
-    assert _schemas(told) == [PARAMETERS]  # a call that has begun is held to its schema
+    reported = json.loads((await talking.complete(CALL)).sampling.guide.structural_tag)
+    assert _schemas(reported) == [PARAMETERS]  # a call that has begun is held to its schema
     await collect(call)
 
 

@@ -367,8 +367,8 @@ async def test_a_header_names_what_was_ignored(model):
             assert answer.headers.get("baton-ignored-fields") == named
         refused = await api.post(CHAT, **HELLO, verbosity="low", n=0)
         assert (refused.status, refused.error["param"]) == (400, "n")
-        told = await api.post("/tokenize", prompt="x", x=1)
-        assert (told.status, told.headers["baton-ignored-fields"]) == (200, "x")
+        reported = await api.post("/tokenize", prompt="x", x=1)
+        assert (reported.status, reported.headers["baton-ignored-fields"]) == (200, "x")
 
 
 def test_who_speaks_in_a_message_reaches_the_template():

@@ -183,6 +183,6 @@ def percentile(seconds: Sequence[float], percent: int) -> float:
 
 
 def _question(draw: Random) -> Exchange:
-    told = word_facts(draw, draw.choice((60, 200, 600)))
-    key = draw.choice(list(told))
-    return recall(told, key, told[key])
+    reported = word_facts(draw, draw.choice((60, 200, 600)))
+    key = draw.choice(list(reported))
+    return recall(reported, key, reported[key])

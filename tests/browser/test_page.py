@@ -221,8 +221,8 @@ def test_two_parts_of_the_page_say_the_same_of_one_request(view: View):
     both = ("#facts", "#timeline-facts")
 
     def agreed() -> bool:
-        asked, told = (view.facts(where) for where in both)
-        return all(asked[name] == told.get(name) for name in ("TTFT", "Tokens/s"))
+        asked, reported = (view.facts(where) for where in both)
+        return all(asked[name] == reported.get(name) for name in ("TTFT", "Tokens/s"))
 
     view.until(agreed, "the times of the prompt box are those of the timeline")
     cached = ".node[data-role=prefill] .facts"

@@ -109,13 +109,16 @@ def test_what_the_machine_or_the_model_cannot_give_fails(check, model, flags, wo
 def test_it_counts_the_memory_of_a_draft_model(check, model, tmp_path):
     base = (f"--model={model}", "--device=cpu", "--port=0", "--json")
     method = "--engine.speculative.method=draft_model"
-    told = []
+    reported = []
     for flags in ((), (method, f"--engine.speculative.draft-model={model}")):
         code, text, _ = check(*base, *flags)
         assert code == 0
-        told.append({finding["what"]: finding["remark"] for finding in json.loads(text)})
-    assert f"from a draft model: {model}, whose KV has 4 layers x 2 heads x 32" in told[1]["drafts"]
-    assert told[0]["memory"] != told[1]["memory"]
+        reported.append({finding["what"]: finding["remark"] for finding in json.loads(text)})
+    assert (
+        f"from a draft model: {model}, whose KV has 4 layers x 2 heads x 32"
+        in reported[1]["drafts"]
+    )
+    assert reported[0]["memory"] != reported[1]["memory"]
     other = make_checkpoint(tmp_path / "other", "llama")
     code, table, _ = check(*base[:3], method, f"--engine.speculative.draft-model={other}")
     assert code == 1 and "320 tokens" in table
@@ -234,8 +237,8 @@ def test_the_memory_of_a_node_with_ranks_is_that_of_each(check, model):
     flags = (f"--model={model}", "--device=cpu", "--port=0", "--json")
     one, two = (json.loads(check(*flags, f"--engine.parallel.tp={tp}")[1]) for tp in (1, 2))
     assert not [finding for finding in one if finding["what"] == "ranks"]
-    (told,) = [finding["remark"] for finding in two if finding["what"] == "ranks"]
-    assert re.match(r"ranks 0 to 1, each: \S+ MiB of weights, pages of \d+ bytes, ", told)
+    (reported,) = [finding["remark"] for finding in two if finding["what"] == "ranks"]
+    assert re.match(r"ranks 0 to 1, each: \S+ MiB of weights, pages of \d+ bytes, ", reported)
     (memory,) = [finding["remark"] for finding in two if finding["what"] == "memory"]
     assert memory.startswith("each rank: ")
     free = [float(re.search(r"in (\S+) GiB", str(found))[1]) for found in (one, two)]
@@ -309,19 +312,19 @@ def test_what_ranks_cannot_split_is_named_with_numbers(check, check_pair, tmp_pa
     assert code == 1
     expected = "engine.parallel.tp 3: 3 ranks cannot have equal parts of 2 KV heads"
     for findings in (found["decode"], found["pair"]["findings"]):
-        (told,) = remarks(findings, "fails")
-        assert told.startswith(expected)
+        (reported,) = remarks(findings, "fails")
+        assert reported.startswith(expected)
     assert not remarks(found["prefill"], "fails") and not found["pair"]["reads"]
     cells = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     served = make_checkpoint(tmp_path / "hybrid", "qwen3_next", **cells)
     code, found = check_pair(ranks(1), ranks(2), "--engine.cache.page-size=32", served=served)
     assert code == 1 and not remarks(found["prefill"], "fails")
-    (told,) = remarks(found["decode"], "fails")
-    assert re.search(r"page_size: 32 tokens make pages of 8192 bytes, .*; 64 are enough", told)
+    (reported,) = remarks(found["decode"], "fails")
+    assert re.search(r"page_size: 32 tokens make pages of 8192 bytes, .*; 64 are enough", reported)
 
 
 @pytest.mark.parametrize(
-    "decode, told",
+    "decode, reported",
     [
         (ranks(2, cache={"page_size": 32}), "page_size is '32' here and '16' there"),
         (ranks(2, cache={"dtype": "fp8_e4m3"}), "kv_dtype is 'float8_e4m3fn' here"),
@@ -329,19 +332,19 @@ def test_what_ranks_cannot_split_is_named_with_numbers(check, check_pair, tmp_pa
         ({**ranks(2), "transfer": {"backend": "tcp"}}, "the prefill node has only nixl"),
     ],
 )
-def test_nodes_that_cannot_pair_are_told_why(check_pair, decode, told):
+def test_nodes_that_cannot_pair_are_told_why(check_pair, decode, reported):
     prefill = {**ranks(1), "transfer": {"backend": "nixl" if "transfer" in decode else "auto"}}
     code, found = check_pair(prefill, decode)
     assert code == 1
-    assert any(told in remark for remark in remarks(found["pair"]["findings"], "fails"))
+    assert any(reported in remark for remark in remarks(found["pair"]["findings"], "fails"))
 
 
 def test_other_weights_cannot_pair(check_pair, tmp_path):
     models = [str(make_checkpoint(tmp_path / str(seed), seed=seed)) for seed in (0, 1)]
     code, found = check_pair(*(ranks(1, model=model) for model in models), served=None)
     assert code == 1
-    (told,) = remarks(found["pair"]["findings"], "fails")
-    assert "weights is" in told and "dtype" not in told
+    (reported,) = remarks(found["pair"]["findings"], "fails")
+    assert "weights is" in reported and "dtype" not in reported
 
 
 def test_a_pair_needs_two_files(check, model, tmp_path):
@@ -373,6 +376,6 @@ def test_several_tables_of_pages_need_equal_stages(check_pair, tmp_path):
     stages = {"engine": {"parallel": {"pp": 2}}}
     code, found = check_pair(stages, ranks(1), served=served)
     assert code == 1
-    (told,) = remarks(found["pair"]["findings"], "fails")
-    assert "different stages need a model with one table of pages" in told
+    (reported,) = remarks(found["pair"]["findings"], "fails")
+    assert "different stages need a model with one table of pages" in reported
     assert check_pair(stages, stages, served=served)[0] == 0

@@ -7,11 +7,11 @@ from cli.client import UnfinishedRestart
 from cli.operating.__main__ import OPERATIONS, parser
 from cli.operating.command import Result, with_fleet
 from cli.operating.fleet import Fleet
-from common import rpc
 from common.errors import Unauthenticated
 from common.identity.secret import new_secret
 from protos import router_pb2_grpc
 from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
+from tests.support.grpc_calls import serving
 from tests.support.stub_decode_node import StubNode
 
 PREFILL, DECODE = "127.0.0.1:100", "127.0.0.1:200"
@@ -47,15 +47,11 @@ async def test_a_node_is_back_when_all_processes_use_it(state):
     """Seen failing with its own word for it: then the other decode node ends before the slowest
     process of the router has found this one."""
     router = Router(state, RouterState(in_use=[DECODE, PREFILL]))
-    server = rpc.make_server()
-    port = rpc.bind(server, "127.0.0.1", 0)
-    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, router)
-    await server.start()
     before = ClusterNode(role="decode", address=DECODE, instance_id=9)
     pairs = frozenset({(DECODE, PREFILL)})
-    await Fleet((), None, None).until_back([f"127.0.0.1:{port}"], before, pairs, 60.0)
+    async with serving((router_pb2_grpc.add_RouterServicer_to_server, router)) as address:
+        await Fleet((), None, None).until_back([address], before, pairs, 60.0)
     assert not router.states
-    await rpc.stop(server, 0.0)
 
 
 async def _pause(*arguments: str) -> Result:
@@ -103,13 +99,9 @@ async def test_a_command_that_is_not_believed_says_where_its_credentials_came_fr
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(new_secret())
-    server = rpc.make_server()
-    port = rpc.bind(server, "127.0.0.1", 0)
-    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, Guarded())
-    await server.start()
-    with pytest.raises(UnfinishedRestart) as undone:
-        await _pause(f"--router=127.0.0.1:{port}", *arguments)
-    await rpc.stop(server, 0.0)
+    async with serving((router_pb2_grpc.add_RouterServicer_to_server, Guarded())) as address:
+        with pytest.raises(UnfinishedRestart) as undone:
+            await _pause(f"--router={address}", *arguments)
     assert str(undone.value).endswith(f"UNAUTHENTICATED: this API key is not known here ({source})")
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from common import rpc
 from protos import node_pb2_grpc, router_pb2_grpc
 from protos.node_pb2 import DrainResponse
 from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
+from tests.support.grpc_calls import serving
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -78,15 +78,10 @@ class Cluster(router_pb2_grpc.RouterServicer, node_pb2_grpc.NodeServicer):
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        server = rpc.make_server()
-        self.address = f"127.0.0.1:{rpc.bind(server, '127.0.0.1', 0)}"
-        rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, self)
-        rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, self)
-        await server.start()
-        try:
+        router = router_pb2_grpc.add_RouterServicer_to_server
+        node = node_pb2_grpc.add_NodeServicer_to_server
+        async with serving((router, self), (node, self)) as self.address:
             yield
-        finally:
-            await rpc.stop(server, 0.0)
 
     async def GetCluster(self, request: object, context: object) -> GetClusterResponse:
         await self._answers("GetCluster")

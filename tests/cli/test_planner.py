@@ -47,13 +47,13 @@ PATIENT = settings(max_examples=25, deadline=None, suppress_health_check=[Health
 
 
 def node(number: int, role: str, pressure: float = 0.0, **figures: object) -> NodeFigures:
-    told: dict[str, object] = {"address": f"{number}:1", "role": role, "instance": number}
+    reported: dict[str, object] = {"address": f"{number}:1", "role": role, "instance": number}
     if role == "decode":
-        told["running"] = 1
-    told["queued_s" if role == "prefill" else "occupied"] = pressure * (
+        reported["running"] = 1
+    reported["queued_s" if role == "prefill" else "occupied"] = pressure * (
         1.0 if role == "prefill" else 0.9
     )
-    return NodeFigures(**{**told, "state": "ready", **figures})  # type: ignore[arg-type]
+    return NodeFigures(**{**reported, "state": "ready", **figures})  # type: ignore[arg-type]
 
 
 def seen(seconds: float, *nodes: NodeFigures, since: float = 0.0) -> list[ClusterSnapshot]:
@@ -242,10 +242,10 @@ def _lived(
     for number in range(len(loads) * looks_each):
         load = dict(zip(("prefill", "decode"), loads[number // looks_each], strict=True))
         counts = {role: list(nodes.values()).count(role) for role in load}
-        told = [node(n, role, load[role] / counts[role]) for n, role in sorted(nodes.items())]
+        reported = [node(n, role, load[role] / counts[role]) for n, role in sorted(nodes.items())]
         # A role that is taken is a new instance.
-        told = [replace(n, instance=10 * n.instance + (n.role == "prefill")) for n in told]
-        history.append(ClusterSnapshot(EVERY_S * number, tuple(told)))
+        reported = [replace(n, instance=10 * n.instance + (n.role == "prefill")) for n in reported]
+        history.append(ClusterSnapshot(EVERY_S * number, tuple(reported)))
         history = history[-40:]
         decision = decide(history, RULES)
         if not isinstance(decision, NoAction | WaitAction):
@@ -393,11 +393,11 @@ async def test_a_planner_tells_its_router_what_it_sees_decides_and_does(flags):
     fleet.deaf = False
     for _ in range(2):
         await planner.look()
-    told, then = fleet.plans
-    assert told.acts is bool(flags)
-    assert set(told.pressures) == {"prefill", "decode"} and told.pressures["prefill"] == 2.0
+    reported, then = fleet.plans
+    assert reported.acts is bool(flags)
+    assert set(reported.pressures) == {"prefill", "decode"} and reported.pressures["prefill"] == 2.0
     done, decided = ("d:1 becomes a prefill node", "d:1 should become a prefill node")
-    waits, *events = reversed(told.events)
+    waits, *events = reversed(reported.events)
     assert (waits.what, waits.because) == ("waiting", "these nodes are known for less than 30 s")
     assert [event.what for event in events][:2] == ([decided, done] if flags else [decided])
     assert events[0].because.startswith("prefill nodes have 2.00 times what they should")

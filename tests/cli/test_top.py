@@ -292,9 +292,11 @@ def test_an_operator_needs_no_api_key(tmp_path):
     try:
         for given, code in (((), top.EXIT_NO_ANSWER), ((f"--secret-file={secret}",), 0)):
             asked = ["--once", "--interval=0.1", f"--router={router.address()}", *given]
-            with _top(*asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as told:
-                told.communicate(timeout=WAIT_S)
-            assert told.returncode == code
+            with _top(
+                *asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+            ) as reported:
+                reported.communicate(timeout=WAIT_S)
+            assert reported.returncode == code
     finally:
         router.close()
 
@@ -406,10 +408,10 @@ def test_several_models_have_a_line_and_nodes_of_their_own():
         ModelState(name="large", state="ready", live_requests=1, max_requests=8),
         ModelState(name="small", state="not ready", reason="no decode node", max_requests=8),
     ]
-    told = cluster(1.0, router={"models": models})
-    for each in told.nodes:
+    reported = cluster(1.0, router={"models": models})
+    for each in reported.nodes:
         each.served_model = "large" if each.role == "decode" else "small"
-    text = "\n".join(lines(120, answers=(1.0,), make=lambda _: told))
+    text = "\n".join(lines(120, answers=(1.0,), make=lambda _: reported))
     assert "small not ready: no decode node  in-flight 0/8" in text
     assert text.index("large decode") < text.index(DECODE)
     assert text.index("small prefill") < text.index(PREFILL)

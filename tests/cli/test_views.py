@@ -10,7 +10,6 @@ from aiohttp import web
 from cli.client import UnfinishedRestart
 from cli.operating.__main__ import OPERATIONS, parser
 from cli.operating.command import Result, json_text, with_fleet
-from common import rpc
 from common.errors import NodeUnavailable
 from protos import router_pb2_grpc
 from protos.router_pb2 import (
@@ -20,6 +19,7 @@ from protos.router_pb2 import (
     RankState,
     RouterState,
 )
+from tests.support.grpc_calls import serving
 
 PREFILL = ClusterNode(role="prefill", address="a:1", state="ready", queues={"waiting": 2})
 DECODE = ClusterNode(
@@ -70,14 +70,9 @@ class StubRouter(router_pb2_grpc.RouterServicer):
 
 @contextlib.asynccontextmanager
 async def _grpc(answer: GetClusterResponse | Exception) -> AsyncIterator[str]:
-    server = rpc.make_server()
-    port = rpc.bind(server, "127.0.0.1", 0)
-    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, StubRouter(answer))
-    await server.start()
-    try:
-        yield f"--router=127.0.0.1:{port}"
-    finally:
-        await rpc.stop(server, 0.0)
+    add = router_pb2_grpc.add_RouterServicer_to_server
+    async with serving((add, StubRouter(answer))) as address:
+        yield f"--router={address}"
 
 
 @contextlib.asynccontextmanager
@@ -169,8 +164,8 @@ async def test_ranks_of_nodes_with_several_are_listed():
     assert first.split() == ["d:4", "0", "7", "cpu", "3.0", "MiB", "1"]
     assert second.split()[-2:] == ["-", "0"]  # it has not reported yet
     assert "\x1b" not in nodes.text
-    told = "ranks     2 on 1 of 2 nodes, 3.0 MiB of memory, at most 1 steps behind"
-    assert told in status.text.splitlines()
+    received = "ranks     2 on 1 of 2 nodes, 3.0 MiB of memory, at most 1 steps behind"
+    assert received in status.text.splitlines()
     assert [rank["pid"] for rank in json.loads(json_text(nodes.data))["nodes"][1]["ranks"]] == [
         7,
         8,

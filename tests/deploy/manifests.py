@@ -149,8 +149,10 @@ def kustomize_command() -> tuple[tuple[str, ...], str]:
     if not shutil.which("kubectl"):
         return (), "neither kubectl nor kustomize is on PATH: only the base is checked"
     asked = ("kubectl", "version", "--client", "--output=json")
-    told = json.loads(subprocess.run(asked, capture_output=True, check=True, timeout=300).stdout)
-    version = told.get("kustomizeVersion", "v0.0.0")
+    reported = json.loads(
+        subprocess.run(asked, capture_output=True, check=True, timeout=300).stdout
+    )
+    version = reported.get("kustomizeVersion", "v0.0.0")
     major, minor, _ = version.removeprefix("v").split(".", 2)
     if (int(major), int(minor)) < _OLDEST_KUSTOMIZE:
         return (), f"kubectl here has kustomize {version}: only the base is checked"

@@ -294,11 +294,11 @@ def test_the_planner_is_asked_what_it_takes_and_reaches_the_router(render):
     assert planner.labels["baton-client"] == "true"  # whom the component network-policy lets in
     (mount,) = [m for m in container["volumeMounts"] if m["name"] == "cluster"]
     assert options.secret_file.parent == Path(mount["mountPath"])
-    (told,) = named_ports([container])
-    assert told == ("planner-metrics", options.metrics_port) and options.host == "0.0.0.0"
+    (reported,) = named_ports([container])
+    assert reported == ("planner-metrics", options.metrics_port) and options.host == "0.0.0.0"
     monitor = named(objects, "PodMonitor", "planner")["spec"]
     assert selects(monitor["selector"]["matchLabels"], planner.labels)
-    assert monitor["podMetricsEndpoints"][0]["port"] == told[0]
+    assert monitor["podMetricsEndpoints"][0]["port"] == reported[0]
 
 
 def _metrics_of_a_node(queues):

@@ -156,8 +156,8 @@ def test_every_program_of_a_scrape_has_what_rules_and_dashboards_tell_it_by():
     scrape = yaml.safe_load((generated.FILE.parent / "prometheus.yml").read_text())
     (job,) = scrape["scrape_configs"]
     # Not everybody runs a planner, and a target that is not there is an alert.
-    told = {target["labels"]["role"] for target in job["static_configs"]}
-    assert told == set(ROLES) - {"planner"}
+    reported = {target["labels"]["role"] for target in job["static_configs"]}
+    assert reported == set(ROLES) - {"planner"}
     assert all(target["labels"].keys() == {"namespace", "role"} for target in job["static_configs"])
     assert all(len(target["targets"]) == 1 for target in job["static_configs"])  # a port a program
     assert scrape["rule_files"] == [generated.FILE.name]

@@ -1,7 +1,7 @@
 """A model of noise, and what it answers; a failed test of a shared cluster shows what its programs
 said."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from tests.integration.oracle import Oracle, oracle
 from tests.support.cluster import RIGS, Cluster, Rig
 from tests.support.noise_model import write
+from tests.support.programs import Program
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,21 @@ def make(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Callabl
         return Cluster(model, tmp_path, rig=rig, **how)  # type: ignore[arg-type]
 
     return make_cluster
+
+
+@pytest.fixture
+def program() -> Iterator[type[Program]]:
+    """Return a class of processes that end with the test."""
+    started: list[Program] = []
+
+    class Started(Program):
+        def __init__(self, module: str, *arguments: str) -> None:
+            super().__init__(module, *arguments)
+            started.append(self)
+
+    yield Started
+    for each in started:
+        each.close()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -35,17 +35,17 @@ async def test_a_request_is_explained_by_all_programs_that_had_it(make: Callable
         assert f"called {LABEL}" in said.stdout and "length after" in said.stdout
         for place in ("router", f"decode {decode.address}", f"prefill {prefill.address}"):
             assert f"  {place} " in said.stdout
-        told = json.loads(_explain(cluster, LABEL, "--json").stdout)
-        moments = [event.get("at_s", 0.0) for event in told["events"]]
+        reported = json.loads(_explain(cluster, LABEL, "--json").stdout)
+        moments = [event.get("at_s", 0.0) for event in reported["events"]]
         assert moments == sorted(moments)
-        here = [event["event"]["what"] for event in told["events"] if not event["node"]]
+        here = [event["event"]["what"] for event in reported["events"] if not event["node"]]
         assert here == ["arrived", "tokenized", "placed", "first token", "last token", "ended"]
-        there = [e["event"]["what"] for e in told["events"] if e["where"] == "prefill"]
+        there = [e["event"]["what"] for e in reported["events"] if e["where"] == "prefill"]
         assert there == ["opened", "granted", "prefills", "computed", "released"]
-        by_id = (await get(cluster.http_port, f"/requests/{told['request_id']}/events")).json
+        by_id = (await get(cluster.http_port, f"/requests/{reported['request_id']}/events")).json
         assert by_id["label"] == LABEL
         assert sorted(e["event"]["what"] for e in by_id["events"]) == sorted(
-            e["event"]["what"] for e in told["events"]
+            e["event"]["what"] for e in reported["events"]
         )
         unknown = await get(cluster.http_port, "/requests/nobody/events")
         assert unknown.status == 404

@@ -147,10 +147,10 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
         what = "the other node answers those that it got, so the rest is on the frozen one"
         await cluster.wait_until(half_of_the_late_ones_are_answered, what)
         await cluster.kill(doomed)
-        told = await asyncio.gather(*answers)
-        for prompt, tokens in zip(prompts, told, strict=False):
+        received = await asyncio.gather(*answers)
+        for prompt, tokens in zip(prompts, received, strict=False):
             assert tuple(tokens) == known.tokens(prompt, MID_ANSWER)
-        for reference, tokens in zip(undisturbed, told[len(prompts) :], strict=True):
+        for reference, tokens in zip(undisturbed, received[len(prompts) :], strict=True):
             assert tuple(tokens) == reference.token_ids
         for prompt, task in zip(prompts, late, strict=True):
             assert (await task).token_ids == known.tokens(prompt, NUM_TOKENS)
@@ -191,17 +191,17 @@ async def test_a_whole_answer_is_the_same_if_its_node_is_killed_with_tokens_that
         assert await cluster.metric("baton_requests_replayed_total") == 2
 
 
-def _replay_told(told: ExplainResponse, doomed: Node, other: Node) -> bool:
+def _replay_told(received: ExplainResponse, doomed: Node, other: Node) -> bool:
     """Return whether it was replayed, and check the reported reason and nodes, and the final node's
     events."""
-    by_router = {e.event.what: e.event.detail for e in told.events if e.where == "router"}
+    by_router = {e.event.what: e.event.detail for e in received.events if e.where == "router"}
     if "replayed" not in by_router:
         return False
-    assert told.outcome == "length" and told.completion_tokens == MID_ANSWER
+    assert received.outcome == "length" and received.completion_tokens == MID_ANSWER
     assert doomed.address in by_router["placed"] and doomed.address in by_router["failed"]
     assert other.address in by_router["replayed"]
-    assert {e.node for e in told.events if e.where == "decode"} == {other.address}
-    (silent,) = [node.address for node in told.nodes if node.problem]
+    assert {e.node for e in received.events if e.where == "decode"} == {other.address}
+    (silent,) = [node.address for node in received.nodes if node.problem]
     assert silent == doomed.address
     return True
 

@@ -4,7 +4,7 @@ secrets are replaced. One cluster for all; what a test starts beside it is a str
 import asyncio
 import os
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -47,18 +47,9 @@ async def cluster(
 
 
 @pytest.fixture
-def start(model: Path) -> Iterator[type[Program]]:
-    """Starts programs, and ends them with the test."""
-    started = []
-
-    class Started(Program):
-        def __init__(self, module: str, *flags: str) -> None:
-            super().__init__(module, f"--model={model}", *flags)
-            started.append(self)
-
-    yield Started
-    for each in started:
-        each.close()
+def start(model: Path, program: type[Program]) -> Callable[..., Program]:
+    """Return a function that starts processes of this model, and ends them with the test."""
+    return lambda module, *flags: program(module, f"--model={model}", *flags)
 
 
 def _log(node: Node) -> str:
@@ -107,7 +98,7 @@ async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
 
 
 async def test_a_router_with_another_secret_or_none_is_told_why_and_so_is_the_node(
-    cluster: Cluster, start: type[Program], tmp_path: Path
+    cluster: Cluster, start: Callable[..., Program], tmp_path: Path
 ) -> None:
     other = tmp_path / "secret"
     other.write_text(new_secret())
@@ -126,7 +117,7 @@ async def test_a_router_with_another_secret_or_none_is_told_why_and_so_is_the_no
 
 
 async def test_an_impostor_on_a_nodes_address_gets_no_request(
-    cluster: Cluster, start: type[Program]
+    cluster: Cluster, start: Callable[..., Program]
 ) -> None:
     """A decode node that knows no secret, which the router of this test is told of."""
     impostor = start("decode_node", "--port=0", "--mode=colocated", "--device=cpu")
@@ -170,7 +161,7 @@ async def test_a_secret_is_replaced_under_load_and_the_old_one_is_worth_nothing(
 
 @pytest.mark.parametrize("role", ["router", "prefill_node", "decode_node"])
 async def test_nobody_listens_beyond_this_host_without_being_told_to(
-    start: type[Program], role: str
+    start: Callable[..., Program], role: str
 ) -> None:
     flags = ("--decode=127.0.0.1:1",) if role == "router" else ()
     refused = start(role, "--host=0.0.0.0", "--port=0", *flags)
@@ -180,7 +171,7 @@ async def test_nobody_listens_beyond_this_host_without_being_told_to(
 
 
 async def test_a_secret_that_is_short_ends_a_program_in_one_line_that_does_not_tell_it(
-    start: type[Program], tmp_path: Path
+    start: Callable[..., Program], tmp_path: Path
 ) -> None:
     file = tmp_path / "secret"
     file.write_text("hunter2")

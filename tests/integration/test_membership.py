@@ -95,7 +95,7 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
     write(model)
     known, source = oracle(model), random.Random(5)
     prompts = [[source.randrange(256) for _ in range(30)] for _ in range(4)]
-    told: list[list[int]] = [[] for _ in prompts]
+    reported: list[list[int]] = [[] for _ in prompts]
     how: dict[str, Any] = {
         "router_flags": ("--policy=round_robin",),
         "decode_flags": ("--server.drain-timeout-s=0.1", "--engine.cache.num-pages=1024"),
@@ -107,18 +107,18 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
             stream = cluster.stream(prompts[number], max_tokens=LONG, ignore_eos=True)
             async with aclosing(stream) as responses:
                 async for response in responses:
-                    told[number] += response.token_ids
+                    reported[number] += response.token_ids
             raise AssertionError("an answer has ended before the last restart")
 
         answers = [asyncio.create_task(answer(number)) for number in range(len(prompts))]
 
         async def all_go_on() -> None:
-            before = [len(tokens) for tokens in told]
+            before = [len(tokens) for tokens in reported]
 
             async def more() -> bool:
                 for task in answers:
                     assert not task.done() or task.result()
-                return all(len(tokens) > n + 2 for tokens, n in zip(told, before, strict=True))
+                return all(len(tokens) > n + 2 for tokens, n in zip(reported, before, strict=True))
 
             await cluster.wait_until(more, "all answers go on")
 
@@ -143,5 +143,5 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
         moved = await cluster.metric("baton_migrations_total", outcome="completed")
         assert moved + await cluster.metric("baton_requests_replayed_total") >= len(prompts)
         assert await cluster.metric("baton_requests_quarantined_total") == 0
-    for prompt, tokens in zip(prompts, told, strict=True):
+    for prompt, tokens in zip(prompts, reported, strict=True):
         assert tuple(tokens) == known.tokens(prompt, len(tokens))

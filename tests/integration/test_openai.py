@@ -90,15 +90,15 @@ async def test_a_completion_is_what_grpc_answers(
     cluster: Cluster, client: openai.AsyncOpenAI, sampling: dict[str, Any]
 ) -> None:
     for prompt in ("Once upon a time", *_prompts(3)):
-        told = await cluster.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
+        parsed = await cluster.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
         whole = await client.completions.create(prompt=prompt, **{**WHOLE, **sampling})
         (choice,) = whole.choices
-        assert (choice.text, choice.finish_reason) == (told.text, told.finish_reason)
+        assert (choice.text, choice.finish_reason) == (parsed.text, parsed.finish_reason)
         assert whole.usage is not None
-        assert whole.usage.prompt_tokens == told.usage.prompt_tokens
+        assert whole.usage.prompt_tokens == parsed.usage.prompt_tokens
         assert whole.usage.completion_tokens == NUM_TOKENS
         text, usage = await _streamed(client, prompt, **sampling)
-        assert (text, usage.completion_tokens) == (told.text, NUM_TOKENS)
+        assert (text, usage.completion_tokens) == (parsed.text, NUM_TOKENS)
 
 
 async def test_a_prompt_seen_before_is_cached(client: openai.AsyncOpenAI) -> None:
@@ -167,11 +167,11 @@ async def test_loglikelihoods_as_lm_eval_asks_for_them_are_those_of_transformers
             with torch.inference_mode():
                 logits = reference(torch.tensor([[*context, *end]])).logits[0, len(context) - 1 :]
             rows = logits[:-1].float().log_softmax(dim=-1)
-            told = choice["logprobs"]["token_logprobs"][len(context) : last]
+            parsed = choice["logprobs"]["token_logprobs"][len(context) : last]
             top = choice["logprobs"]["top_logprobs"][len(context) : last]
             expected = rows[range(5), end].tolist()
-            assert told == pytest.approx(expected, abs=1e-4)
-            greedy = [one == max(likely.values()) for one, likely in zip(told, top, strict=True)]
+            assert parsed == pytest.approx(expected, abs=1e-4)
+            greedy = [one == max(likely.values()) for one, likely in zip(parsed, top, strict=True)]
             assert greedy == (rows.argmax(dim=-1) == torch.tensor(end)).tolist()
             assert choice["logprobs"]["token_logprobs"][0] is None
         assert answer["usage"]["completion_tokens"] == max_tokens * len(asked)
@@ -193,8 +193,8 @@ async def test_logprobs_are_the_same_streamed_or_whole(client: openai.AsyncOpenA
     async for chunk in await client.chat.completions.create(
         messages=messages, stream=True, **fields
     ):
-        told = chunk.choices[0].logprobs
-        streamed += told.content or [] if told else []
+        parsed = chunk.choices[0].logprobs
+        streamed += parsed.content or [] if parsed else []
     assert streamed == logprobs.content
     echoed = await client.completions.create(prompt="Once upon", echo=True, logprobs=0, **WHOLE)
     (choice,) = echoed.choices
@@ -210,18 +210,18 @@ async def test_tokens_are_what_they_are_asked_to_be_and_what_ended_them_is_told(
     allowed = [65, 66, 67]
     fields = {**GREEDY, "extra_body": {"ignore_eos": True, "allowed_token_ids": allowed}}
     (only,) = (await client.completions.create(prompt="x", **fields)).choices
-    told = await cluster.generate("x", max_tokens=NUM_TOKENS, ignore_eos=True)
-    assert only.text != told.text and len(set(only.text)) <= 3
+    parsed = await cluster.generate("x", max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert only.text != parsed.text and len(set(only.text)) <= 3
     biased = await client.completions.create(prompt="x", logit_bias={"66": 100}, **WHOLE)
     assert len(set(biased.choices[0].text)) == 1
-    word = told.text[3:5]
+    word = parsed.text[3:5]
     body = {"ignore_eos": True, "bad_words": [word]}
     without = await client.completions.create(prompt="x", **{**GREEDY, "extra_body": body})
     assert word not in without.choices[0].text and len(without.choices[0].text) == NUM_TOKENS
-    body = {"ignore_eos": True, "stop_token_ids": [told.token_ids[4]], "min_tokens": 2}
+    body = {"ignore_eos": True, "stop_token_ids": [parsed.token_ids[4]], "min_tokens": 2}
     ended = await client.completions.create(prompt="x", **{**GREEDY, "extra_body": body})
     assert ended.choices[0].finish_reason == "stop"
-    assert ended.choices[0].stop_reason == told.token_ids[4]  # type: ignore[attr-defined]
+    assert ended.choices[0].stop_reason == parsed.token_ids[4]  # type: ignore[attr-defined]
 
 
 async def test_an_answer_keeps_to_its_schema_and_a_wrong_one_is_named(
@@ -236,7 +236,7 @@ async def test_an_answer_keeps_to_its_schema_and_a_wrong_one_is_named(
     messages: Any = [{"role": "user", "content": "Hello?"}]
     fields = {**GREEDY, "max_tokens": 200}
 
-    async def told(form: dict[str, Any], **more: Any) -> Any:
+    async def parsed(form: dict[str, Any], **more: Any) -> Any:
         wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": form}}
         answer = await client.chat.completions.create(
             messages=messages, response_format=wanted, **{**fields, **more}
@@ -244,7 +244,7 @@ async def test_an_answer_keeps_to_its_schema_and_a_wrong_one_is_named(
         assert answer.choices[0].finish_reason == "stop"
         return json.loads(answer.choices[0].message.content or "")
 
-    answers = await asyncio.gather(*(told(schema, temperature=1.0, seed=n) for n in range(6)))
+    answers = await asyncio.gather(*(parsed(schema, temperature=1.0, seed=n) for n in range(6)))
     for answer in answers:
         assert isinstance(answer["sum"], int) and answer["word"] in ("a", "b")
     choice = await client.completions.create(
@@ -252,7 +252,7 @@ async def test_an_answer_keeps_to_its_schema_and_a_wrong_one_is_named(
     )
     assert choice.choices[0].text in ("yes", "no")
     with pytest.raises(openai.BadRequestError) as refusal:
-        await told({"type": "nonsense"})
+        await parsed({"type": "nonsense"})
     assert "nonsense" in refusal.value.message
 
 
@@ -260,12 +260,12 @@ async def test_64_streams_at_once_are_what_grpc_answers_one_by_one(
     cluster: Cluster, client: openai.AsyncOpenAI
 ) -> None:
     prompts = _prompts(8)
-    told = [await cluster.generate(p, max_tokens=NUM_TOKENS, ignore_eos=True) for p in prompts]
+    parsed = [await cluster.generate(p, max_tokens=NUM_TOKENS, ignore_eos=True) for p in prompts]
     answers = await asyncio.gather(
         *(_streamed(client, prompts[number % 8]) for number in range(NUM_CONCURRENT))
     )
     for number, (text, usage) in enumerate(answers):
-        assert text == told[number % 8].text
+        assert text == parsed[number % 8].text
         assert usage.completion_tokens == NUM_TOKENS
 
 

@@ -75,8 +75,8 @@ async def test_poison_ends_two_engines_and_nobody_else(
         poison = [POISON, at, *_innocent(at)[2:]]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await cluster.generate(poison, max_tokens=NUM_TOKENS, ignore_eos=True)
-        told = (refused.value.code(), refused.value.details())
-        assert told == (grpc.StatusCode.INTERNAL, CRASHED_TWICE)
+        reported = (refused.value.code(), refused.value.details())
+        assert reported == (grpc.StatusCode.INTERNAL, CRASHED_TWICE)
         for number, tokens in zip(numbers, await asyncio.gather(*answers), strict=True):
             assert tuple(tokens) == known.tokens(_innocent(number), NUM_TOKENS)
         for number, tokens in zip(numbers, await asyncio.gather(*late), strict=True):

@@ -6,7 +6,7 @@ import signal
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc.aio
@@ -44,21 +44,6 @@ async def cluster(
         model, logs, path="tcp", router_flags=flags, tls_config=config, with_secret=False
     ) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def program() -> Iterator[type[Program]]:
-    """Starts programs, and ends them with the test."""
-    started = []
-
-    class Started(Program):
-        def __init__(self, module: str, *arguments: str) -> None:
-            super().__init__(module, *arguments)
-            started.append(self)
-
-    yield Started
-    for each in started:
-        each.close()
 
 
 def _openai(cluster: Cluster, config: TlsConfig) -> openai.AsyncOpenAI:

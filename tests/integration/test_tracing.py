@@ -86,8 +86,8 @@ async def _until_told(cluster: Cluster, collector: Collector, num_services: int)
     to take them."""
 
     async def all_are_there() -> bool:
-        told = [span for span in collector.spans if "baton.request_id" in span.attributes]
-        return len(told) >= num_services
+        reported = [span for span in collector.spans if "baton.request_id" in span.attributes]
+        return len(reported) >= num_services
 
     await cluster.wait_until(all_are_there, "the collector has all spans")
 

@@ -136,7 +136,7 @@ class Running:
     kv: Kv = Kv.HERE
     bank: int = 0
     slot: int | None = 0
-    told: str = ""  # "ended" | "moved"
+    outcome: str = ""  # "ended" | "moved"
     spec: RequestSpec = NAMED
     sampling: SamplingParams = SAMPLING
     weights: WeightsId = UNNAMED
@@ -265,9 +265,9 @@ class Beneath:
     def remove_migrated(self, request: Running) -> None:
         self.leave(request, "moved")
 
-    def leave(self, request: Running, told: str) -> None:
+    def leave(self, request: Running, outcome: str) -> None:
         del self.requests[request.key]
-        request.in_batch, request.slot, request.told = False, None, told
+        request.in_batch, request.slot, request.outcome = False, None, outcome
 
 
 class SourceSide(SimulatedProducer):

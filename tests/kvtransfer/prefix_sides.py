@@ -55,7 +55,7 @@ class PrefixPlan(NamedTuple):
     """The parameters of a search.
 
     namespaces: of the prompts that want a prefix; all have the same tokens.
-    told: pages that the consumer is told of, at one producer for each prompt in turn.
+    hinted: pages that the consumer is told of, at one producer for each prompt in turn.
     further: pages more that each next prompt is told of.
     has: pages that each producer has.
     own: pages that the consumer has.
@@ -64,7 +64,7 @@ class PrefixPlan(NamedTuple):
     """
 
     namespaces: tuple[Namespace, ...] = (b"",)
-    told: int = 2
+    hinted: int = 2
     further: int = 0
     has: int = 2
     own: int = 0
@@ -82,7 +82,7 @@ class PrefixPlan(NamedTuple):
 
     def hint(self, r: int) -> PrefixHint:
         """Return the prefix hint of a prompt."""
-        num_pages = self.told + self.further * r
+        num_pages = self.hinted + self.further * r
         return PrefixHint(self.producers[r % len(self.producers)], num_pages * PAGE_SIZE)
 
     def plan(self) -> Plan:

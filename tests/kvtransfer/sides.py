@@ -144,7 +144,7 @@ class Job(NamedTuple):
     serial: int  # new for every submission
     attempt: int
     emitted: int  # tokens that the engine knows of and that a redo begins with
-    told: int  # tokens the client has
+    delivered: int  # tokens the client has
     pages: tuple[int, ...]  # held for the request
 
 
@@ -415,7 +415,7 @@ class SimulatedConsumer(Side[ConsumerEnd]):
         fresh = SimulatedConsumer(self.plan, self.config, instance)
         # The router replays what had not ended, with the tokens it knows.
         fresh.jobs = [
-            job if job.state == "ended" else Job("new", r + 1, 1, job.told, job.told, ())
+            job if job.state == "ended" else Job("new", r + 1, 1, job.delivered, job.delivered, ())
             for r, job in enumerate(self.jobs)
         ]
         self.__dict__.update(fresh.__dict__)
@@ -435,8 +435,12 @@ class SimulatedConsumer(Side[ConsumerEnd]):
                 if r is not None:
                     job = self.jobs[r]
                     require(job.state == "granted", "I4: a token of an attempt without a grant")
-                    require(event.token == job.told, f"I4: token {event.token} is not the next")
-                    self.jobs[r] = job._replace(emitted=job.emitted + 1, told=job.told + 1)
+                    require(
+                        event.token == job.delivered, f"I4: token {event.token} is not the next"
+                    )
+                    self.jobs[r] = job._replace(
+                        emitted=job.emitted + 1, delivered=job.delivered + 1
+                    )
             case CompletedEvent():
                 r = self._current(event.id)
                 if r is not None:

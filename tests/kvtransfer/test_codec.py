@@ -159,12 +159,12 @@ def readies(draw: st.DrawFn) -> PagesReady:
     pages = tuple(draw(st.lists(u32, max_size=30)))
     end = draw(st.integers(start, 2**32 - 1))
     last = first_token is not None or draw(st.booleans())
-    told = draw(st.none() | times) if last else None
+    reported = draw(st.none() | times) if last else None
     places = draw(st.sets(st.integers(0, len(pages) - 1))) if pages else ()
     sums = tuple((place, draw(st.integers(0, 2**64 - 1))) for place in sorted(places))
     token_ids = tuple(draw(st.lists(i31, max_size=5)))
     return PagesReady(
-        draw(ids), start, end, pages, last, first_token, told, sums=sums, token_ids=token_ids
+        draw(ids), start, end, pages, last, first_token, reported, sums=sums, token_ids=token_ids
     )
 
 

@@ -99,10 +99,10 @@ def test_memory_that_cannot_be_mapped_is_no_path_and_leaves_nothing(machine, han
 
 
 def test_a_producer_that_is_not_on_this_host_is_not_looked_for(machine):
-    told = msgspec.msgpack.decode(DeviceEvidence(POOL, SCRATCH).describe(METADATA))
-    told["process"]["boot_id"] = "another"
+    reported = msgspec.msgpack.decode(DeviceEvidence(POOL, SCRATCH).describe(METADATA))
+    reported["process"]["boot_id"] = "another"
     with pytest.raises(TransferError, match="another host"):
-        MappedMemory(msgspec.msgpack.encode(told), METADATA, POOL)
+        MappedMemory(msgspec.msgpack.encode(reported), METADATA, POOL)
     assert not machine.mapped
 
 

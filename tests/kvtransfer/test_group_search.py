@@ -92,12 +92,12 @@ def rebuilt(link: SimGroup) -> Rig:
         if was.up:
             member.up()
     rig.post(*range(len(link.reads)))
-    told = [False] * len(link.reads)
+    reported = [False] * len(link.reads)
     for member, was in zip(rig.members, link.members, strict=True):
         for read in range(was.ended):
-            refuses = link.refused[read] and not told[read]
+            refuses = link.refused[read] and not reported[read]
             member.end(refused="not published" if refuses else "")
-            told[read] = True
+            reported[read] = True
     if link.closing:
         rig.group.close("told to")
     for member, was in zip(rig.members, link.members, strict=True):

@@ -135,8 +135,8 @@ def _forged(
     """The producer's description with some of it replaced."""
     description = msgspec.msgpack.decode(producer.admit())
     (offer,) = description["offers"]
-    told = msgspec.msgpack.decode(offer["evidence"]) | (evidence or {})
-    offer["evidence"] = msgspec.msgpack.encode(told)
+    reported = msgspec.msgpack.decode(offer["evidence"]) | (evidence or {})
+    offer["evidence"] = msgspec.msgpack.encode(reported)
     offer["metadata"] = metadata or offer["metadata"]
     return msgspec.msgpack.encode(description)
 

@@ -69,10 +69,10 @@ def test_what_one_consumer_was_told_ends_with_it_and_others_read_on(ends):
     backend = KeyedNixl()
     producer = ends.far_producer(backend.name, NUM_PAGES, PAGE_BYTES)
     stays, goes = (Memory(NUM_PAGES, PAGE_BYTES) for _ in range(2))
-    told = producer.admit(consumer=2)
+    reported = producer.admit(consumer=2)
     with (
         closing(backend.connect(producer.admit(consumer=1), producer.remote, stays.pool)) as first,
-        closing(backend.connect(told, producer.remote, goes.pool)) as second,
+        closing(backend.connect(reported, producer.remote, goes.pool)) as second,
     ):
         undisturbed = Copies(first, stays, producer.content)
         ended = Copies(second, goes, producer.content)
@@ -86,7 +86,7 @@ def test_what_one_consumer_was_told_ends_with_it_and_others_read_on(ends):
         ended.stop()
         assert not undisturbed.error
     with pytest.raises(TransferError):
-        backend.connect(told, producer.remote, goes.pool).close()
+        backend.connect(reported, producer.remote, goes.pool).close()
 
 
 @contextmanager
@@ -248,13 +248,13 @@ def test_an_agent_that_fails_costs_its_own_consumer_alone(monkeypatch):
 def test_a_consumer_is_told_of_shared_paths_before_its_own_is_ready():
     with serving(PATHS[0], KEYED) as producer:
 
-        def told() -> list[str]:
+        def reported() -> list[str]:
             described = msgspec.msgpack.decode(producer.admit(1), type=NixlDescription)
             return [offer.path for offer in described.offers]
 
-        assert told() == ["cma"]
+        assert reported() == ["cma"]
         producer.prepare(1).result(WAIT_S)
-        assert told() == ["cma", "keyed"]
+        assert reported() == ["cma", "keyed"]
 
 
 def test_a_consumer_for_whom_there_is_no_path_is_told_so():

@@ -205,7 +205,7 @@ def test_what_a_path_holds_is_let_go_with_its_connection_and_without_one(ends, o
     let_go: list[str] = []
 
     class Held(SameHost):
-        def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
+        def __init__(self, reported: bytes, metadata: bytes, pool: PagePool) -> None:
             """Accept any description."""
 
         def close(self) -> None:

@@ -11,7 +11,7 @@ from common.limits import MAX_RANKS
 from engine.build import build
 from engine.models.linear import onednn
 from kvtransfer.pairing import PROTOCOL_VERSION, DataPath, PairHello, PoolRegion, compare, lasts
-from kvtransfer.pairs.named_producers import MAX_PRODUCERS, REMEMBERED_S, NamedProducers
+from kvtransfer.pairs.dialer import MAX_PRODUCERS, REMEMBERED_S, NamedProducers
 from tests.support.checkpoints import make_checkpoint
 
 OURS = PairHello(

@@ -25,8 +25,8 @@ ONE_GOES_ON = TWO_PRODUCERS._replace(has=3, further=1, consumer_pages=6)
         pytest.param(PrefixPlan(), PATIENT, 0, 10, id="no-fault"),
         pytest.param(PrefixPlan(), PATIENT, 2, 2_000, id="two-faults"),
         pytest.param(PrefixPlan(), SILENT, 1, 200, id="one-silence"),
-        pytest.param(PrefixPlan(told=4, own=1), PATIENT, 1, 250, id="less-than-was-told"),
-        pytest.param(PrefixPlan(has=1, own=1, told=3), PATIENT, 1, 150, id="nothing-more"),
+        pytest.param(PrefixPlan(hinted=4, own=1), PATIENT, 1, 250, id="less-than-was-told"),
+        pytest.param(PrefixPlan(has=1, own=1, hinted=3), PATIENT, 1, 150, id="nothing-more"),
         pytest.param(PrefixPlan((ONE, ONE)), PATIENT, 1, 1_000, id="two-want-the-same"),
         pytest.param(PrefixPlan((ONE, OTHER)), PATIENT, 0, 75, id="one-loan-at-once"),
         pytest.param(
@@ -50,7 +50,7 @@ ONE_GOES_ON = TWO_PRODUCERS._replace(has=3, further=1, consumer_pages=6)
             ONE_GOES_ON, PATIENT, 1, 95_000, id="two-producers-any-fault", marks=pytest.mark.long
         ),
         pytest.param(
-            PrefixPlan(windows=(None, 3), state_pages=1, consumer_pages=12, own=1, told=3, has=3),
+            PrefixPlan(windows=(None, 3), state_pages=1, consumer_pages=12, own=1, hinted=3, has=3),
             PATIENT,
             2,
             2_000,

@@ -76,7 +76,7 @@ def sent(actions: list[Any]) -> list[AnyMessage]:
     return [action.message for action in actions if isinstance(action, SendMessage)]
 
 
-def told(actions: list[Any]) -> list[Any]:
+def other_actions(actions: list[Any]) -> list[Any]:
     """Everything but messages."""
     return [action for action in actions if not isinstance(action, SendMessage)]
 
@@ -207,8 +207,8 @@ def test_a_link_that_is_opened_again_is_no_new_producer(end):
         CloseLink(STREAM, "a page has another checksum")
     ]
     assert end.distrust(STREAM, "twice", 1.0) == []
-    assert told(end.link_closed(STREAM, "closed", 2.0)) == [OpenLink(STREAM)]
-    assert told(end.link_up(STREAM, "tcp", 3.0)) == []
+    assert other_actions(end.link_closed(STREAM, "closed", 2.0)) == [OpenLink(STREAM)]
+    assert other_actions(end.link_up(STREAM, "tcp", 3.0)) == []
 
 
 # Seen failing with the reads in the opposite order, and with a link that is up while it closes.
@@ -257,12 +257,12 @@ def test_a_waiting_read_starts_when_one_ends(granted, cancelled):
 def test_a_late_read_costs_its_own_attempt_and_not_its_neighbour(neighbours):
     late = neighbours.read_late(STREAM, 9.0)
     assert sent(late) == [CancelHandoff(ID, "a read passed its deadline")]
-    assert told(late) == [
+    assert other_actions(late) == [
         FailedEvent(ID, "a read passed its deadline", True),
         CloseLink(STREAM, "a read passed its deadline"),
     ]
     closed = neighbours.link_closed(STREAM, "closed", 9.1)
-    assert told(closed) == [ReadsEndedEvent(ID), OpenLink(STREAM)]
+    assert other_actions(closed) == [ReadsEndedEvent(ID), OpenLink(STREAM)]
     assert reads(neighbours.link_up(STREAM, "tcp", 3.0)) == [(OTHER, [6], [40])]
     assert sent(neighbours.read_ended(STREAM, "", 9.2)) == [ReadsDone(OTHER)]
 
@@ -270,14 +270,18 @@ def test_a_late_read_costs_its_own_attempt_and_not_its_neighbour(neighbours):
 def test_a_link_that_breaks_costs_the_attempt_it_was_reading(neighbours):
     broken = neighbours.link_closed(STREAM, "reset", 1.0)
     assert sent(broken) == [CancelHandoff(ID, "reset"), Heartbeat(3, 1, connecting=True)]
-    assert told(broken) == [FailedEvent(ID, "reset", True), ReadsEndedEvent(ID), OpenLink(STREAM)]
+    assert other_actions(broken) == [
+        FailedEvent(ID, "reset", True),
+        ReadsEndedEvent(ID),
+        OpenLink(STREAM),
+    ]
     assert reads(neighbours.link_up(STREAM, "tcp", 3.0)) == [(OTHER, [6], [40])]
 
 
 def test_a_refused_read_costs_its_attempt_and_no_link(neighbours):
     refused = neighbours.read_ended(STREAM, "not published", 1.0)
     assert sent(refused) == [CancelHandoff(ID, "read refused: not published")]
-    assert told(refused) == [
+    assert other_actions(refused) == [
         FailedEvent(ID, "read refused: not published", True),
         ReadsEndedEvent(ID),
     ]
@@ -346,7 +350,7 @@ def test_more_tokens_than_there_are_are_not_waited_for(granted, admitted):
 # Rule 5. Seen failing with the loop in stream_up removed.
 def test_a_second_stream_of_a_producer_ends_the_first(granted):
     actions = granted.stream_up(2, PRODUCER, "host:1", PAGES, 1.0)
-    assert [type(action) for action in told(actions)] == [
+    assert [type(action) for action in other_actions(actions)] == [
         EndStream,
         ProducerDown,
         FailedEvent,
@@ -364,7 +368,7 @@ def test_without_released_yes_nothing_is_held(done, held):
     actions = (
         done.tick(2.0) if held is None else done.received(STREAM, PagesReleased(ID, held), 1.0)
     )
-    assert [type(action) for action in told(actions)] == [FailedEvent, ReadsEndedEvent]
+    assert [type(action) for action in other_actions(actions)] == [FailedEvent, ReadsEndedEvent]
     assert any(isinstance(m, CancelHandoff) for m in sent(actions)) is (held is None)
     # The answer that comes after all changes nothing.
     assert done.received(STREAM, PagesReleased(ID, True), 3.0) == []
@@ -535,7 +539,7 @@ def test_a_producer_that_misses_five_beats_is_dead(granted):
     granted.received(STREAM, Heartbeat(1, 0), 1.0)
     assert EndStream not in map(type, granted.tick(5.9))
     actions = granted.tick(6.0)
-    assert [type(action) for action in told(actions)] == [
+    assert [type(action) for action in other_actions(actions)] == [
         EndStream,
         ProducerDown,
         FailedEvent,

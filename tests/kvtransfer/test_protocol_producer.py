@@ -86,9 +86,9 @@ def test_a_handoff_goes_from_open_to_released(end):
     assert opened.source == Prompt(make_spec(range(7)))
     assert end.received(STREAM, GrantHandoff(ID, 0), 0.0) == [GrantedEvent(SERIAL, 0)]
     assert sent(end.command(QueuedCommand(SERIAL, 7, 20))) == [HandoffQueued(ID, 7, 20)]
-    exposed, told = end.command(publish(0, 4, [9]))
+    exposed, reported = end.command(publish(0, 4, [9]))
     assert isinstance(exposed, ExposePages)  # readable before the consumer knows of it
-    assert told == SendMessage(STREAM, PagesReady(ID, 0, 4, (9,), False, None))
+    assert reported == SendMessage(STREAM, PagesReady(ID, 0, 4, (9,), False, None))
     assert sent(end.command(publish(4, 7, [5], last=True))) == [
         PagesReady(ID, 4, 7, (5,), True, 42)
     ]

@@ -156,10 +156,10 @@ def test_a_copy_under_way_ends_with_its_consumer(ends, backend):
 # Seen failing with the look at the count taken out of `TcpConsumers.proved`.
 def test_a_proof_that_was_overheard_opens_no_second_connection(ends):
     producer = ends.far_producer("tcp", 8, PAGE_BYTES)
-    told = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
-    overheard = introduction(told)
+    reported = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
+    overheard = introduction(reported)
     for answer_bytes in (KEY_BYTES, 0):
-        with socket.create_connection((told.host, told.port), 20) as raw:
+        with socket.create_connection((reported.host, reported.port), 20) as raw:
             raw.sendall(overheard)
             assert len(raw.recv(KEY_BYTES, socket.MSG_WAITALL)) == answer_bytes
 
@@ -168,10 +168,10 @@ def test_a_proof_that_was_overheard_opens_no_second_connection(ends):
 # same time were turned away.
 def test_ranks_of_a_consumer_connect_in_any_order(ends):
     producer = ends.far_producer("tcp", 8, PAGE_BYTES)
-    told = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
-    first, second = introduction(told), introduction(told)
+    reported = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
+    first, second = introduction(reported), introduction(reported)
     for sent, answer_bytes in ((second, KEY_BYTES), (first, KEY_BYTES), (second, 0), (first, 0)):
-        with socket.create_connection((told.host, told.port), 20) as raw:
+        with socket.create_connection((reported.host, reported.port), 20) as raw:
             raw.sendall(sent)
             assert len(raw.recv(KEY_BYTES, socket.MSG_WAITALL)) == answer_bytes
 

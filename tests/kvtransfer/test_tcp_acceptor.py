@@ -34,7 +34,7 @@ def producer() -> Iterator[TcpProducer]:
     producer.close()
 
 
-def told(producer: TcpProducer) -> TcpDescription:
+def description_of(producer: TcpProducer) -> TcpDescription:
     return msgspec.msgpack.decode(producer.admit(CONSUMER), type=TcpDescription)
 
 
@@ -55,7 +55,7 @@ def is_open(connection: socket.socket) -> bool:
 
 # Seen failing with a thread started for each connection that is accepted.
 def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(producer):
-    port, before = told(producer).port, threading.active_count()
+    port, before = description_of(producer).port, threading.active_count()
     with ExitStack() as exits:
         silent = [exits.enter_context(stranger(port)) for _ in range(50)]
         assert threading.active_count() <= before

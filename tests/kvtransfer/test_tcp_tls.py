@@ -140,8 +140,8 @@ def test_a_proof_that_was_passed_on_opens_nothing(ends):
     producer.publish_all()
     description = producer.admit()
     raw = introduced(description)
-    told = msgspec.msgpack.decode(description, type=TcpDescription)
-    channel = consumer_channel(raw, told.certificate)
+    reported = msgspec.msgpack.decode(description, type=TcpDescription)
+    channel = consumer_channel(raw, reported.certificate)
     channel.start(SEAL, WAIT_S)
     assert _asked(channel, REQUEST.pack(0, 1, 0, PAGE_BYTES) + bytes(4)) == b""
     channel.close()
@@ -188,8 +188,8 @@ def test_what_has_ended_lands_no_encrypted_bytes():
 
 def test_strangers_never_have_a_producer_compute_a_handshake(ends):
     producer = ends.far_producer("tcp-tls", NUM_PAGES, PAGE_BYTES)
-    told = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
-    with socket.create_connection((told.host, told.port), WAIT_S) as raw:
+    reported = msgspec.msgpack.decode(producer.admit(), type=TcpDescription)
+    with socket.create_connection((reported.host, reported.port), WAIT_S) as raw:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with pytest.raises((ssl.SSLError, ConnectionError)):

@@ -257,8 +257,11 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(make_rig, caplog
     rig.consumer.next(ReadsEndedEvent)
     assert not rig.landed(9, 5)
     assert rig.producer.next(ClosedEvent).held  # by its books it was
-    told = rig.reads.gauges()
-    assert (told["total_pages_compared/passed"], told["total_pages_compared/failed"]) == (1, 1)
+    descriptions = rig.reads.gauges()
+    assert (
+        descriptions["total_pages_compared/passed"],
+        descriptions["total_pages_compared/failed"],
+    ) == (1, 1)
     assert "checksum mismatch of pages read" in caplog.text
     rig.hand_over(OTHER)
     assert rig.consumer.next(CompletedEvent).id == OTHER
@@ -273,8 +276,12 @@ def test_without_checksums_nothing_is_compared(make_rig):
     rig.pair()
     rig.hand_over()
     rig.consumer.next(CompletedEvent)
-    told = rig.reads.gauges()
-    assert told["total_pages_compared/passed"] == told["total_pages_compared/failed"] == 0
+    descriptions = rig.reads.gauges()
+    assert (
+        descriptions["total_pages_compared/passed"]
+        == descriptions["total_pages_compared/failed"]
+        == 0
+    )
 
 
 def test_what_is_read_is_counted_by_the_path_that_carried_it(make_rig):
@@ -282,11 +289,11 @@ def test_what_is_read_is_counted_by_the_path_that_carried_it(make_rig):
     rig.pair()
     rig.hand_over()
     rig.consumer.next(CompletedEvent)
-    told = rig.reads.gauges()
-    assert told["total_read_bytes/tcp"] == 2 * PAGE_BYTES
-    assert told["total_read_descriptors/tcp"] == 2
-    assert told["total_reads_refused/tcp"] == 0
-    assert told["total_read_bytes/rdma"] == 0
+    descriptions = rig.reads.gauges()
+    assert descriptions["total_read_bytes/tcp"] == 2 * PAGE_BYTES
+    assert descriptions["total_read_descriptors/tcp"] == 2
+    assert descriptions["total_reads_refused/tcp"] == 0
+    assert descriptions["total_read_bytes/rdma"] == 0
     seconds = rig.reads.distributions()["read_seconds/tcp"]
     assert sum(seconds.counts) == 2 and seconds.total > 0
 
@@ -443,10 +450,10 @@ class Listener(LoopbackBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[bytes] = []
+        self.descriptions: list[bytes] = []
 
     def connect(self, description: bytes, *others: Any) -> Any:
-        self.told.append(description)
+        self.descriptions.append(description)
         return super().connect(description, *others)
 
 
@@ -464,19 +471,19 @@ def test_what_a_consumer_was_told_is_worth_nothing_after_its_stream(make_rig):
     rig = make_rig(backends={"loopback": backend})
     stream = rig.pair()
     rig.begin()
-    (told,) = backend.told
-    assert _can_connect(backend, told, rig)
+    (descriptions,) = backend.descriptions
+    assert _can_connect(backend, descriptions, rig)
     rig.pump.cut(stream)
     rig.producer.next(ClosedEvent)
-    wait_for(lambda: not _can_connect(backend, told, rig))
+    wait_for(lambda: not _can_connect(backend, descriptions, rig))
     assert {type(rig.consumer.next(object)) for _ in range(3)} == {
         FailedEvent,
         ReadsEndedEvent,
         ProducerDown,
     }
     rig.pair()
-    assert not _can_connect(backend, told, rig)
-    assert _can_connect(backend, backend.told[-1], rig)
+    assert not _can_connect(backend, descriptions, rig)
+    assert _can_connect(backend, backend.descriptions[-1], rig)
 
 
 class Diary:

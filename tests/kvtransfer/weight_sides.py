@@ -130,7 +130,7 @@ class LenderSide(SimulatedProducer):
 
 
 class TakerSide(SimulatedConsumer):
-    """Its jobs are windows; `told` counts what was lost of one, an attempt is one hand-off."""
+    """Its jobs are windows; `delivered` counts what was lost of one, an attempt is one hand-off."""
 
     def __init__(self, plan: WeightPlan, config: TransferConfig, instance: int) -> None:
         super().__init__(plan.plan(), config, instance)
@@ -207,8 +207,10 @@ class TakerSide(SimulatedConsumer):
     def _retry(self, r: int, lost: FailedEvent) -> None:
         job = self.jobs[r]
         somewhere = bool(self.producers) or lost.may_return
-        again = lost.retryable and somewhere and job.told < self.plan.attempts
-        another = job._replace(state="new", attempt=job.attempt + 1, told=job.told + 1, pages=())
+        again = lost.retryable and somewhere and job.delivered < self.plan.attempts
+        another = job._replace(
+            state="new", attempt=job.attempt + 1, delivered=job.delivered + 1, pages=()
+        )
         self._leave(r, another if again else ENDED)
 
 

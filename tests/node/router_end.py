@@ -120,8 +120,8 @@ class RouterEnd:
         self.num_steps += 1
         self.retry_after_s |= dict(zip(step.ended, step.retry_after_s, strict=False))
         self.cached_tokens |= dict(zip(step.begun, step.cached_tokens, strict=True))
-        told = zip(step.accepted, step.rejected, strict=True)
-        self.predicted |= dict(zip(step.predicted, told, strict=True))
+        reported = zip(step.accepted, step.rejected, strict=True)
+        self.predicted |= dict(zip(step.predicted, reported, strict=True))
         for request in dict.fromkeys(step.request):
             self.groups.setdefault(request, []).append(list(step.request).count(request))
         for request, token in zip(step.request, step.token, strict=True):

@@ -1,13 +1,18 @@
-"""Tokens that a node sends several at a time."""
+"""Tokens that a node sends several at a time, and the messages that carry them."""
 
+from array import array
 from collections.abc import Mapping, Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from common.process.ipc import encode_frame
 from common.request import PredictionUsage
+from common.requests.logprobs import Logprobs
 from decode_node import held_tokens
 from decode_node.held_tokens import HeldTokens, TokenRows
+from node.control.outbox import MAX_LOGPROB_BYTES, TokenOutbox
 from node.messages import RequestEnded, StepTokens
 
 USED = PredictionUsage(1, 0)
@@ -61,3 +66,32 @@ def test_one_message_never_has_more_tokens_than_may_be_held(monkeypatch: pytest.
     held.take(step({number: [0] for number in range(4)}))
     sizes = [len(held.take(step({number: [0] for number in range(4)})).tokens) for _ in range(7)]
     assert sizes == [0, 0, 12, 0, 0, 12, 0]
+
+
+STREAM = 7
+
+
+def large(num_tokens: int) -> Logprobs:
+    column = array("f", [-1.0] * num_tokens).tobytes()
+    return Logprobs(column, 0, b"", b"", bytes(4096 * num_tokens))
+
+
+def test_hidden_states_of_many_requests_are_sent_before_the_tokens_in_messages_of_bounded_size():
+    channel = Mock()
+    outbox = TokenOutbox(channel)
+    requests = np.arange(12, dtype=np.uint64)
+    for request in range(12):
+        outbox.prompt_logprobs((STREAM, request), large(256))  # 1 MiB
+        outbox.logprobs((STREAM, request), large(512))
+    outbox.tokens(np.full(12, STREAM, np.uint64), requests, np.zeros(12, np.int32))
+    outbox.flush()
+    sent = [call.args[0] for call in channel.post.call_args_list]
+    assert all(len(encode_frame(each)) < MAX_LOGPROB_BYTES + 4096 for each in sent)
+    *early, last = sent
+    assert last.requests == requests.tobytes() and not any(each.requests for each in early)
+    for column in ("prompt_logprobs", "logprobs"):
+        reported = [number for each in sent for number, _ in getattr(each, column)]
+        assert reported == list(range(12))
+    assert {each.stream for each in sent} == {STREAM}
+    outbox.flush()
+    assert channel.post.call_count == len(sent)

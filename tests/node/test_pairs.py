@@ -458,8 +458,8 @@ async def test_whom_a_consumer_names_with_a_prompt_is_told():
     named = []
     hints = (PrefixHint("10.0.0.1:50100", 64), PrefixHint("node:1", 1 << 31))
     prompts = [
-        OpenHandoff(HandoffId(7, n, 1), b"", Remaining(60.0), Prompt(make_spec([5]), told))
-        for n, told in ((1, ()), (2, hints))
+        OpenHandoff(HandoffId(7, n, 1), b"", Remaining(60.0), Prompt(make_spec([5]), reported))
+        for n, reported in ((1, ()), (2, hints))
     ]
     async with paired(on_named=named.extend) as pair, bare_call(pair.address) as call:
         await call.write(HELLO)
@@ -640,8 +640,8 @@ async def test_nobody_pairs_as_another_consumer(who, sentence, caplog):
     async with paired(producers_guard(), channels_of(who)) as pair:
         pair.connect()
         await pair.consumer.pairings("refused")
-        (told,) = [r for r in caplog.records if "not paired" in r.message]
-        assert told.levelno == logging.WARNING and sentence in told.message
+        (reported,) = [r for r in caplog.records if "not paired" in r.message]
+        assert reported.levelno == logging.WARNING and sentence in reported.message
         assert pair.producer.nothing_heard()
 
 

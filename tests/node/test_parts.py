@@ -136,7 +136,9 @@ async def test_a_conversation_that_is_cancelled_twice_leaves_nothing_behind():
     """Cancel it twice, as gRPC does if the peer disconnects while the conversation ends."""
     wire, outgoing = Wire(), OutgoingStream()
     complaints: list[dict[str, object]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, reported: complaints.append(reported)
+    )
     writing = asyncio.Event()
 
     async def write(message: decode_pb2.FromNode) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import ssl
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from common.config import TlsConfig
 from common.errors import ConfigError
 from protos import router_pb2, router_pb2_grpc
 from tests.node.conftest import eventually
+from tests.support import grpc_calls
 from tests.support.certificates import Authority
 from tests.support.cluster import free_ports
 
@@ -44,17 +45,11 @@ class Service(router_pb2_grpc.RouterServicer):
         await asyncio.Event().wait()
 
 
-@asynccontextmanager
-async def serving(config: TlsConfig, port: int = 0):
-    """The address of a server with `config`."""
-    server = rpc.make_server()
-    port = rpc.bind(server, "127.0.0.1", port, tls.certificates(config, "--server.tls"))
-    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, Service())
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await rpc.stop(server, 0.0)
+def serving(config: TlsConfig, port: int = 0) -> AbstractAsyncContextManager[str]:
+    """Serve with `config` while inside. Yields the address."""
+    add = router_pb2_grpc.add_RouterServicer_to_server
+    certificates = tls.certificates(config, "--server.tls")
+    return grpc_calls.serving((add, Service()), port=port, certificates=certificates)
 
 
 async def ask(channel: grpc.aio.Channel) -> str:

@@ -244,8 +244,8 @@ class Cache:
 
 
 def test_callers_that_come_and_go_all_the_time_do_not_hold_up_steps():
-    cache, told, now = Cache(), list[CacheEventBatch](), 0.0
-    reports = CacheReports(cache, told.append, lambda: now)
+    cache, reported, now = Cache(), list[CacheEventBatch](), 0.0
+    reports = CacheReports(cache, reported.append, lambda: now)
     for number in range(1, 1001):
         reports.watch(WatchCache(number, on=True))
         reports.flush()
@@ -255,5 +255,5 @@ def test_callers_that_come_and_go_all_the_time_do_not_hold_up_steps():
     assert cache.named <= 2
     now += 10.0
     reports.flush()
-    begun = [number for message in told for number in message.watchers]
+    begun = [number for message in reported for number in message.watchers]
     assert {7, 1000} <= set(begun) and len(begun) == len(set(begun))

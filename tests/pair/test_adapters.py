@@ -60,9 +60,9 @@ def shelf(known, tmp_path_factory):
 
 def ids(rig):
     """Return the adapter ids by name. Every node must report the same."""
-    told = [dict(node.engine.loader.names()) for node in rig.nodes]
-    assert all(one == told[0] for one in told)
-    return told[0] | {None: b""}
+    reported = [dict(node.engine.loader.names()) for node in rig.nodes]
+    assert all(one == reported[0] for one in reported)
+    return reported[0] | {None: b""}
 
 
 def tokens_of(*asked):
@@ -107,9 +107,9 @@ def test_an_open_names_the_adapter_and_the_part_of_the_namespace_that_is_its_own
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         adapter = ids(rig)["a"]
         rig.serve(PROMPTS[1], adapter=adapter, namespace=b"s" * 16)
-        (told,) = rig.wires.said(OpenHandoff)
-    assert told.source.spec.adapter == adapter
-    assert told.source.spec.namespace == b"s" * 16
+        (reported,) = rig.wires.said(OpenHandoff)
+    assert reported.source.spec.adapter == adapter
+    assert reported.source.spec.namespace == b"s" * 16
 
 
 def test_more_adapters_than_slots_take_turns(known, shelf):

@@ -46,8 +46,8 @@ def _refuse_one(rig: PairRig, producer: Node, busy: Sequence[Node]) -> None:
 
 def _assert_refused(asked: Asked) -> None:
     assert asked.ended is not None and asked.reason is FinishReason.ERROR
-    told = (asked.ended.error_code, asked.ended.error, asked.ended.retry_after_s)
-    assert told == (StatusCode.RESOURCE_EXHAUSTED.value[0], REASON, RETRY_AFTER_S)
+    reported = (asked.ended.error_code, asked.ended.error, asked.ended.retry_after_s)
+    assert reported == (StatusCode.RESOURCE_EXHAUSTED.value[0], REASON, RETRY_AFTER_S)
     assert asked.tokens == []
 
 

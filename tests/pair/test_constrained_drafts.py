@@ -77,8 +77,8 @@ def _asked(rig: PairRig, features: Sequence[str], **fields: Any) -> list[Asked]:
     return asked
 
 
-def _check_alike(told: Sequence[Asked], plain: Sequence[Asked]) -> None:
-    for one, other in zip(told, plain, strict=True):
+def _check_alike(reported: Sequence[Asked], plain: Sequence[Asked]) -> None:
+    for one, other in zip(reported, plain, strict=True):
         assert one.tokens == other.tokens
         for mine, its in zip(one.logprobs, other.logprobs, strict=True):
             assert mine.top_tokens == its.top_tokens
@@ -129,10 +129,10 @@ def test_responses_are_those_without_drafts(noise, plain, kind, overlap):
     with PairRig(
         loaded, prefill=[Size(num_pages=256)], decode=[size], overlap_schedule=overlap
     ) as rig:
-        told = _asked(rig, list(FEATURES))
+        reported = _asked(rig, list(FEATURES))
         accepted, rejected = rig.decode[0].drafts()
-    _check_alike(told, [one for asked in plain.values() for one in asked])
-    num_tokens = sum(len(one.tokens) for one in told)
+    _check_alike(reported, [one for asked in plain.values() for one in asked])
+    num_tokens = sum(len(one.tokens) for one in reported)
     assert accepted > num_tokens * {"right": 0.6, "random": 0.3, "ngram": 0.05}[kind]
     assert (rejected > 0) == (kind != "right")
 
@@ -210,10 +210,10 @@ def test_responses_are_those_without_drafts_of_a_layer(with_layer, monkeypatch, 
     ) as rig:
         recalling.table = rig.decode[0].engine.table
         monkeypatch.setattr(drafter, "guess", recalling)
-        told = _asked(rig, list(FEATURES))
+        reported = _asked(rig, list(FEATURES))
         accepted, rejected = rig.decode[0].drafts()
-    _check_alike(told, plain)
-    assert accepted > 0.3 * sum(len(one.tokens) for one in told)
+    _check_alike(reported, plain)
+    assert accepted > 0.3 * sum(len(one.tokens) for one in reported)
     assert rejected > 0
 
 
@@ -223,10 +223,10 @@ def test_a_small_pool_takes_such_requests_off_the_device_among_drafts(noise, pla
     drafts = _drafter("random", plain, loaded.model.spec.vocabulary_size)
     size = _size(num_pages=28, speculator=drafts)
     with PairRig(loaded, decode=[size], new_token_ratio=0.1, min_new_token_ratio=0.1) as rig:
-        told = _asked(rig, list(FEATURES))
+        reported = _asked(rig, list(FEATURES))
         assert rig.decode[0].count("retractions") > 0
         assert min(rig.decode[0].drafts()) > 0
-    _check_alike(told, [one for asked in plain.values() for one in asked])
+    _check_alike(reported, [one for asked in plain.values() for one in asked])
 
 
 @pytest.mark.parametrize("name", ["penalties", "words, penalised", "words behind reasoning"])
@@ -320,7 +320,7 @@ def test_such_requests_with_adapters_have_drafts(known, tmp_path, kind):
         texts = [[*one.prompt, *one.tokens] for one in plain]
         drafts = speculator("random", recall(texts), known.vocabulary_size, NUM_DRAFTS)
         loaded, least = known.loaded, 0.3
-    told, (accepted, rejected) = answered(_size(lora=lora, speculator=drafts), loaded)
-    _check_alike(told, plain)
-    assert accepted > least * sum(len(one.tokens) for one in told)
+    reported, (accepted, rejected) = answered(_size(lora=lora, speculator=drafts), loaded)
+    _check_alike(reported, plain)
+    assert accepted > least * sum(len(one.tokens) for one in reported)
     assert rejected > 0

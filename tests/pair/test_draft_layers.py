@@ -61,10 +61,10 @@ class Followed:
     after: dict[int, int]  # the next token, by the newest
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
-        told = [prompt[-1]]
+        tokens = [prompt[-1]]
         for _ in range(count):
-            told.append(self.after[told[-1]])
-        return told[1:]
+            tokens.append(self.after[tokens[-1]])
+        return tokens[1:]
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,8 @@ def test_a_request_that_moves_takes_it_along(followed: Followed | Itself) -> Non
     prompt = _prompts(256)[-1]
     with PairRig(followed.loaded, decode=[_size(), _size()], migrates=True) as rig:
         asked = rig.ask(prompt, 50)
-        told = rig.moved_midway(asked)
-        assert told == followed.answer(prompt, 50)
+        reported = rig.moved_midway(asked)
+        assert reported == followed.answer(prompt, 50)
         assert rig.decode[0].drafts()[1] == rig.decode[1].drafts()[1] == 0
         assert rig.decode[1].drafts()[0] > 0
 
@@ -275,8 +275,8 @@ def test_a_layer_that_knows_nothing_changes_no_answer(guessed: tuple[Loaded, Loa
     """Greedy and sampled ones, and those that forbid drafts, in one batch."""
     ways = [{}, SAMPLED, {"frequency_penalty": 0.6, **SAMPLED, "seed": 8}]
     plain = _answers(guessed[0], ROOM, ways)
-    told = _answers(guessed[1], _size(num_pages=ROOM.num_pages), ways)
-    assert [one.tokens for one in told] == [one.tokens for one in plain]
+    reported = _answers(guessed[1], _size(num_pages=ROOM.num_pages), ways)
+    assert [one.tokens for one in reported] == [one.tokens for one in plain]
 
 
 @pytest.mark.parametrize(
@@ -305,11 +305,11 @@ def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(
             prompt, way, node = asking[number]
             return rig.ask(prompt, NUM_TOKENS, **{"node": node, "prefill": [1 - node]} | way | turn)
 
-        told = [ask(number) for number in range(6)]
-        rig.until(lambda: all(one.tokens for one in told[:4]), "two run on each node")
-        told += [ask(number, priority=50) for number in (6, 7)]
+        reported = [ask(number) for number in range(6)]
+        rig.until(lambda: all(one.tokens for one in reported[:4]), "two run on each node")
+        reported += [ask(number, priority=50) for number in (6, 7)]
         rig.run()
-        assert [one.tokens for one in told] == expected
+        assert [one.tokens for one in reported] == expected
         assert sum(node.count("retractions") for node in rig.decode) > 0
         assert sum(node.count("preempted/normal") for node in rig.decode) > 0
         assert all(rig.decode[node].drafts()[1] > 0 for node in range(2))

@@ -23,7 +23,7 @@ from engine.models.families import read_decoder
 from engine.models.vision.seeing import VisionTower
 from engine.speculative import AllDrafts, Speculator
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.pair.test_pauses import resumed, told
+from tests.pair.test_pauses import call_node, resumed
 from tests.pair.test_weights import pause, put
 from tests.support.drafters import recall, speculator
 from tests.support.vision import (
@@ -291,7 +291,7 @@ def test_other_weights_are_the_encoders_too(shelf, from_node):
         put(rig, producer)
         if from_node:
             take = TakeWeights(producer.control.weights, producer.front.address)
-            assert not told(rig, consumer, take).error
+            assert not call_node(rig, consumer, take).error
         else:
             put(rig, consumer)
         assert not any(node.engine.model.seeing.num_bytes for node in rig.nodes)
@@ -313,7 +313,7 @@ def test_weights_whose_encoder_is_another_are_refused(shelf):
     loaded = Loaded.from_directory(shelf / "old")
     sizes = {"prefill": (), "decode": [Size(weights_dir=shelf)]}
     with PairRig(loaded, **sizes, own_models=True) as rig:
-        assert name in told(rig, rig.decode[0], PrepareWeights("broken")).error
+        assert name in call_node(rig, rig.decode[0], PrepareWeights("broken")).error
 
 
 def test_memory_of_the_encoder_is_given_back_and_taken_again(shelf):
@@ -324,9 +324,9 @@ def test_memory_of_the_encoder_is_given_back_and_taken_again(shelf):
         rig.run()
         pause(rig)
         (producer,) = rig.prefill
-        assert not told(rig, producer, ReleaseMemory(("weights",))).error
+        assert not call_node(rig, producer, ReleaseMemory(("weights",))).error
         assert producer.engine.model.seeing.num_bytes == 0
-        assert not told(rig, producer, ResumeMemory(("weights",))).error
+        assert not call_node(rig, producer, ResumeMemory(("weights",))).error
         resumed(rig)
         rig.flush(*rig.nodes)
         after = ask(rig, *ONE)

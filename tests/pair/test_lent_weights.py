@@ -19,7 +19,7 @@ from node.messages import (
 )
 from node.sharing import weight_reads
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.pair.test_pauses import one_runs, resumed, told
+from tests.pair.test_pauses import call_node, one_runs, resumed
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, put, shelf
 
 __all__ = ["greedy", "shelf"]  # fixtures
@@ -141,7 +141,7 @@ def test_a_lender_goes_on_meanwhile_and_a_lost_stream_costs_a_part_alone(pair, g
     rig.wires.hold_back(PagesReleased)
     pair.tell()
     rig.until(lambda: pair.num_opened, "some are asked for")
-    refused = told(rig, pair.taker, ContinueGeneration())
+    refused = call_node(rig, pair.taker, ContinueGeneration())
     assert refused.error == CHANGING
     pair.num_answers += 1
     rig.wires.cut(pair.lender.front, pair.taker.front)
@@ -232,11 +232,11 @@ def test_weights_that_came_from_a_node_are_kept_until_others_are_to_come(pair, g
     rig = pair.rig
     pause(rig)
     assert not pair.take().error
-    assert not told(rig, pair.taker, ReleaseMemory(("weights",))).error
-    assert not told(rig, pair.taker, ResumeMemory(("weights",))).error
+    assert not call_node(rig, pair.taker, ReleaseMemory(("weights",))).error
+    assert not call_node(rig, pair.taker, ResumeMemory(("weights",))).error
     with impatient():
         assert "it does not pair with this node" in pair.take(weights=b"o" * 16).error
-    refused = told(rig, pair.taker, ReleaseMemory(("weights",))).error
+    refused = call_node(rig, pair.taker, ReleaseMemory(("weights",))).error
     assert "nowhere here to be read again" in refused
     put(rig, pair.lender, "old")
     answer = Pair(rig, pair.taker, pair.lender).take()
@@ -267,11 +267,11 @@ def test_what_could_not_be_put_in_place_whole_is_taken_again(pair, shelf, greedy
     """A node with a part of the weights says so, computes nothing, and is helped by another."""
     rig = pair.rig
     shutil.copytree(shelf / "new", shelf / "vanishing", dirs_exist_ok=True)
-    weights = told(rig, pair.taker, PrepareWeights("vanishing")).weights
+    weights = call_node(rig, pair.taker, PrepareWeights("vanishing")).weights
     (shelf / "vanishing" / "model.safetensors").unlink()
     pause(rig, pair.taker)
-    assert "incomplete" in told(rig, pair.taker, PutWeights(weights)).error
-    assert told(rig, pair.taker, ContinueGeneration()).error == "its weights are incomplete"
+    assert "incomplete" in call_node(rig, pair.taker, PutWeights(weights)).error
+    assert call_node(rig, pair.taker, ContinueGeneration()).error == "its weights are incomplete"
     assert not pair.take().error
     resumed(rig, pair.taker)
     assert ask(rig).tokens == greedy("new", PROMPT, 8)

@@ -15,7 +15,7 @@ from node.messages import (
     ReleaseMemory,
     ResumeMemory,
 )
-from tests.pair.test_pauses import computes_nothing, one_runs, resumed, told
+from tests.pair.test_pauses import call_node, computes_nothing, one_runs, resumed
 from tests.pair.test_prefixes import TWO, answered, prompt, rig_of
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, prepared, rig, shelf
 
@@ -26,12 +26,12 @@ ALL = ("kv_cache", "weights")
 
 def released(rig, *nodes, tags=ALL):
     for node in nodes or (*rig.decode, *rig.prefill):
-        assert not told(rig, node, ReleaseMemory(tags)).error
+        assert not call_node(rig, node, ReleaseMemory(tags)).error
 
 
 def taken_again(rig, *nodes, tags=ALL):
     for node in nodes or rig.nodes:
-        assert not told(rig, node, ResumeMemory(tags)).error
+        assert not call_node(rig, node, ResumeMemory(tags)).error
 
 
 @pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), ALL])
@@ -40,14 +40,16 @@ def test_paused_nodes_give_memory_back_and_answer_as_if_they_had_not(rig, greedy
     running = rig.ask(PROMPT, MANY)
     one_runs(rig)
     (node, *_), pairs = rig.decode, rig.wires.num_begun
-    assert told(rig, node, ReleaseMemory(tags)).error == ("requests are here: pause the node first")
+    assert call_node(rig, node, ReleaseMemory(tags)).error == (
+        "requests are here: pause the node first"
+    )
     pause(rig)
     released(rig, tags=tags)
     for node in rig.nodes:
         assert node.pages("free") == node.engine.pages.num_pages
         gone = not node.engine.pool.tensor.any()
         assert gone == ("kv_cache" in tags)
-        assert "memory is released" in told(rig, node, ContinueGeneration()).error
+        assert "memory is released" in call_node(rig, node, ContinueGeneration()).error
     late = rig.ask(PROMPT, 8)
     assert computes_nothing(rig) and not late.ended
     taken_again(rig, tags=tags)
@@ -103,7 +105,7 @@ def test_what_is_lent_is_not_given_back_before_its_consumer_is_done(known):
 def test_who_is_paused_meanwhile_stays_so(rig):
     (node,) = rig.decode
     released(rig, node)
-    assert not told(rig, node, PauseGeneration(PauseMode("retract"))).fresh
+    assert not call_node(rig, node, PauseGeneration(PauseMode("retract"))).fresh
     taken_again(rig, node)
     assert node.role.scheduler.paused
     resumed(rig, node)
@@ -114,9 +116,9 @@ def test_other_weights_are_put_where_weights_are(rig, greedy):
     released(rig)
     for node in rig.nodes:
         weights = prepared(rig, node)
-        assert "memory is released" in told(rig, node, PutWeights(weights)).error
+        assert "memory is released" in call_node(rig, node, PutWeights(weights)).error
         taken_again(rig, node, tags=("weights",))
-        assert not told(rig, node, PutWeights(weights)).error
+        assert not call_node(rig, node, PutWeights(weights)).error
         released(rig, node, tags=("weights",))
         taken_again(rig, node)
         assert node.control.weights == weights
@@ -130,9 +132,9 @@ def test_a_node_whose_weights_are_not_to_be_had_sleeps_on(rig, shelf, greedy):
     released(rig, node)
     shutil.move(stored, aside)
     try:
-        assert "cannot be read again" in told(rig, node, ResumeMemory(ALL)).error
+        assert "cannot be read again" in call_node(rig, node, ResumeMemory(ALL)).error
         shutil.copy(shelf / "new" / "model.safetensors", stored)
-        assert "the files have changed" in told(rig, node, ResumeMemory(ALL)).error
+        assert "the files have changed" in call_node(rig, node, ResumeMemory(ALL)).error
         assert node.role.scheduler.paused
     finally:
         shutil.move(aside, stored)

@@ -119,9 +119,9 @@ def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[
         assert successor.reason is undisturbed.reason
         assert not successor.prompt_logprobs  # they have been told
         if "logprobs" in sampling:
-            told = asked.logprobs[: len(tokens) - len(successor.tokens)] + successor.logprobs
+            reported = asked.logprobs[: len(tokens) - len(successor.tokens)] + successor.logprobs
             assert len(successor.logprobs) == len(successor.tokens)
-            for one, other in zip(told, undisturbed.logprobs, strict=True):
+            for one, other in zip(reported, undisturbed.logprobs, strict=True):
                 assert one.top_tokens == other.top_tokens
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 

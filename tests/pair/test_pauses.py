@@ -17,7 +17,7 @@ PROMPTS = [list(range(5, 5 + length)) for length in (1, 40, 90)]
 MANY = 30  # tokens
 
 
-def told(rig: PairRig, node: Node, command: Command):
+def call_node(rig: PairRig, node: Node, command: Command):
     """The node's answer."""
     before = len(node.router.answers)
     rig.tell(node, command)
@@ -27,13 +27,13 @@ def told(rig: PairRig, node: Node, command: Command):
 
 def paused(rig: PairRig, mode: str, *nodes: Node) -> None:
     for node in nodes or (*rig.decode, *rig.prefill):
-        answer = told(rig, node, PauseGeneration(PauseMode(mode)))
+        answer = call_node(rig, node, PauseGeneration(PauseMode(mode)))
         assert not answer.error and answer.fresh
 
 
 def resumed(rig: PairRig, *nodes: Node) -> None:
     for node in nodes or rig.nodes:
-        assert told(rig, node, ContinueGeneration()).integer == 1
+        assert call_node(rig, node, ContinueGeneration()).integer == 1
 
 
 def computes_nothing(rig: PairRig) -> bool:
@@ -72,7 +72,7 @@ def test_an_aborting_pause_ends_what_is_there_and_no_more(known):
     with PairRig(known.loaded) as rig:
         asked = [rig.ask(prompt, MANY) for prompt in PROMPTS]
         one_runs(rig)
-        answer = told(rig, rig.decode[0], PauseGeneration(PauseMode("abort")))
+        answer = call_node(rig, rig.decode[0], PauseGeneration(PauseMode("abort")))
         assert answer.integer == len(asked)
         assert [one.reason for one in asked] == [FinishReason.ABORT] * len(asked)
         assert {one.ended.error for one in asked} == {"aborted: generation was paused"}
@@ -172,7 +172,7 @@ def test_a_second_pause_may_ask_for_more_and_a_pause_may_be_called_off(known):
         asked = rig.ask(PROMPTS[1], MANY)
         one_runs(rig)
         paused(rig, "in_place", node)
-        answer = told(rig, node, PauseGeneration(PauseMode("retract")))
+        answer = call_node(rig, node, PauseGeneration(PauseMode("retract")))
         assert not answer.fresh and node.pages("request") == 0
         rig.tell(node, ContinueGeneration())
         rig.tell(node, PauseGeneration(PauseMode("retract")))
@@ -182,7 +182,7 @@ def test_a_second_pause_may_ask_for_more_and_a_pause_may_be_called_off(known):
         *_, continued, called_off = node.router.answers
         assert continued.integer == 1
         assert called_off.error == "it was continued before it was paused"
-        assert told(rig, node, ContinueGeneration()).integer == 0
+        assert call_node(rig, node, ContinueGeneration()).integer == 0
         rig.run()
         assert asked.tokens == known.greedy(PROMPTS[1], MANY)
 

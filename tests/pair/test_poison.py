@@ -17,11 +17,11 @@ FIRST = 1  # the key of the first request of a decode node
 def _lose_engine(rig: PairRig, producer: int) -> None:
     """Crash the engine of a producer, as its frontends report it, while it has computed part of the
     first prompt."""
-    told = _num_ready(rig)
+    reported = _num_ready(rig)
 
     def the_consumer_knows() -> bool:
         rig.settle()  # before the next chunk: there are only a few
-        return bool(rig.prefill[producer].queue("chunked") and _num_ready(rig) > told)
+        return bool(rig.prefill[producer].queue("chunked") and _num_ready(rig) > reported)
 
     rig.until(the_consumer_knows, "a prompt is between its chunks, and the consumer knows")
     rig.wires.cut(rig.prefill[producer].front, rig.decode[0].front, engine_died=True)
@@ -71,5 +71,5 @@ def test_a_request_that_comes_with_a_death_is_told_before_it_computes_and_gets_i
         assert not suspect.tokens
         rig.run()
         known.check(suspect, *others)
-        told = rig.decode[0].router.trials
-        assert _trials(rig) == {suspect.number} and told[-1] == 0
+        reported = rig.decode[0].router.trials
+        assert _trials(rig) == {suspect.number} and reported[-1] == 0

@@ -56,9 +56,9 @@ def test_prompts_of_calls_are_pooled_beside_hand_offs_that_go_on(known, decoder)
         call(node, 1, PROMPTS)
         call(node, 2, PROMPTS[::-1])
         rig.until(lambda: all(each.ended for each in asked), "all answers")
-        told = {pooled.number: pooled for pooled in answered(rig, node, 2)}
+        reported = {pooled.number: pooled for pooled in answered(rig, node, 2)}
         for number, prompts in ((1, PROMPTS), (2, PROMPTS[::-1])):
-            for vector, prompt in zip(told[number].vectors, prompts, strict=True):
+            for vector, prompt in zip(reported[number].vectors, prompts, strict=True):
                 found = torch.from_numpy(np.frombuffer(vector, "<f4").copy())
                 torch.testing.assert_close(found, last_state(decoder, prompt), atol=1e-4, rtol=1e-4)
         known.check(*asked)
@@ -121,9 +121,9 @@ def test_too_many_that_wait_are_refused_and_one_alone_never_is(known):
         # Both come before the first has begun.
         call(node, 1, [[token] for token in range(1, 9)])
         call(node, 2, [[9]])
-        told = {pooled.number: pooled for pooled in answered(rig, node, 2)}
-        assert len(told[1].vectors) == 8
-        assert told[2].error_code == code(StatusCode.RESOURCE_EXHAUSTED)
+        reported = {pooled.number: pooled for pooled in answered(rig, node, 2)}
+        assert len(reported[1].vectors) == 8
+        assert reported[2].error_code == code(StatusCode.RESOURCE_EXHAUSTED)
 
 
 def test_a_node_that_drains_answers_what_it_has_and_takes_no_more(known):
@@ -134,7 +134,7 @@ def test_a_node_that_drains_answers_what_it_has_and_takes_no_more(known):
         rig.tell(node, DrainNode())
         rig.until(lambda: node.control.draining, "it drains")
         call(node, 2, PROMPTS)
-        told = {pooled.number: pooled for pooled in answered(rig, node, 2)}
-        assert len(told[1].vectors) == 3
-        assert told[2].error_code == code(StatusCode.UNAVAILABLE)
+        reported = {pooled.number: pooled for pooled in answered(rig, node, 2)}
+        assert len(reported[1].vectors) == 3
+        assert reported[2].error_code == code(StatusCode.UNAVAILABLE)
         rig.until(lambda: node.router.drained, "drained")

@@ -1,19 +1,24 @@
-"""The decode node's queue for pages: who is granted, who may pass, and how much at a time."""
+"""The decode node's queue for pages: the order of grants, how much at a time, and reservations."""
 
 import math
 from collections.abc import Collection, Mapping
 
+import numpy as np
 import pytest
 
 from common.priority import STEP_S
+from common.requests.namespace import SHARED
 from decode_node.queues import PreallocQueue
 from decode_node.state import DecodeState, HandoffAttempt
 from engine.batch.request import FinishReason, RequestEnd
+from engine.kv_cache.pages import PageHolder
 from engine.scheduler.arrivals import SKIP_AHEAD_S, FreeCapacity, PageClaim
 from kvtransfer.messages import GrantHandoff, HandoffId, PagesReady
 from node.timings import HandoffTimings
+from tests.pair.conftest import Known
 from tests.pair.rig import PairRig, Size
 from tests.pair.states import make_decode_state
+from tests.support.engine_rig import Rig, ints
 from tests.support.specs import make_request
 
 SOON, LATE = 1.0, 10.0 + SKIP_AHEAD_S  # seconds after the first has come
@@ -214,3 +219,49 @@ def test_a_granted_request_keeps_the_pages_that_it_will_grow_into(known):
 
 def _grants(rig: PairRig) -> int:
     return len(rig.wires.said(GrantHandoff))
+
+
+ID = HandoffId(1, 1, 1)
+PROMPT = ints([n % 90 for n in range(50)])  # three pages and a part
+
+
+# Rule 1 of the hand-off. Seen failing without the hold for reads.
+def test_pages_are_held_for_reads_after_the_request_has_dropped_them():
+    rig = Rig(num_pages=8)
+    destinations = rig.reservations
+    destination = destinations.reserve(ID, PROMPT, SHARED)
+    assert destination is not None and len(destination.fresh) == 4
+    destinations.drop(destination)
+    assert rig.scheduler.allocate(5, PageHolder.REQUEST) is None
+    assert np.flatnonzero(rig.pages.holds(PageHolder.READ)).tolist() == sorted(destination.fresh)
+    destinations.reads_ended(ID)
+    assert rig.pages.num_free == 8
+
+
+# Rule 8. Seen failing with the cached prefix still held: no request could have its pages again.
+def test_a_reservation_that_finds_too_few_pages_holds_nothing():
+    rig = Rig(num_pages=8, vandal=False)
+    rig.add(PROMPT.tolist()[:33], max_tokens=1)
+    rig.run()
+    lent = rig.scheduler.allocate(6, PageHolder.PUBLICATION)
+    assert rig.reservations.reserve(ID, PROMPT, SHARED) is None
+    held = rig.pages.by_holder()
+    assert (held["request"], held["read"], held["cache"]) == (0, 0, 2)
+    rig.pages.drop(lent, PageHolder.PUBLICATION)
+
+
+ROOMY = Size(num_pages=256)  # a decode node grants all three at once
+
+
+# Seen failing with the key left out of Submit, and of Open.
+@pytest.mark.parametrize("where", ["prefill node", "decode node"])
+def test_who_has_the_key_of_what_is_computed_goes_first(known: Known, where: str) -> None:
+    producers = [0] if where == "prefill node" else []
+    with PairRig(known.loaded, decode=[ROOMY], policy="routing-key") as rig:
+        under_way = rig.ask([3] * 400, 2, prefill=producers, routing_key=7)
+        other = rig.ask([4] * 200, 2, prefill=producers, routing_key=2)
+        alike = rig.ask([5] * 60, 2, prefill=producers, routing_key=7)
+        rig.until(lambda: alike.tokens, "it has its first token")
+        assert under_way.tokens and not other.tokens
+        rig.run()
+        assert alike.tokens == known.greedy([5] * 60, 2)

@@ -28,10 +28,10 @@ def by_transformers(known, tokens):
     return logits.log_softmax(dim=-1)
 
 
-def check(told, tokens, expected, num_top):
+def check(reported, tokens, expected, num_top):
     """expected: of the places before each of `tokens`."""
-    assert len(told) == len(tokens)
-    for each, token, row in zip(told, tokens, expected, strict=True):
+    assert len(reported) == len(tokens)
+    for each, token, row in zip(reported, tokens, expected, strict=True):
         assert abs(each.logprob - float(row[token])) < TOLERANCE
         top = row.topk(num_top)
         assert torch.allclose(torch.tensor(each.top_logprobs), top.values, atol=TOLERANCE)

@@ -1,5 +1,6 @@
 """Drafts on a model that keeps states in some of its layers: answers are those without, so no state
-has taken in what was wrong, wherever it goes."""
+has taken in what was wrong, wherever it goes. Greedy tokens and migrations are in
+test_speculation.py."""
 
 import random
 from dataclasses import replace
@@ -50,34 +51,10 @@ def _size(kind: str, known: Known, texts: list[list[int]], **fields: Any) -> Siz
     )
 
 
-@pytest.mark.parametrize(
-    "kind, overlap",
-    [
-        ("random", True),
-        *(pytest.param(kind, True, marks=LONG) for kind in ("right", "wrong")),
-        pytest.param("random", False, marks=LONG),
-    ],
-)
-def test_greedy_tokens_are_those_of_transformers(known: Known, kind: str, overlap: bool) -> None:
-    """Seen failing with the state behind all drafts, and with the one before them."""
-    prompts = _prompts(known)
-    answers = _greedy(known, prompts)
-    size = _size(kind, known, [p + a for p, a in zip(prompts, answers, strict=True)])
-    room = Size(num_pages=NUM_PAGES)
-    with PairRig(known.loaded, prefill=[room], decode=[size], overlap_schedule=overlap) as rig:
-        asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
-        rig.run()
-        assert [one.tokens for one in asked] == answers
-        accepted, rejected = rig.decode[0].drafts()
-        assert accepted + rejected > 0
-        assert (accepted > 0) == (kind != "wrong")
-        assert (rejected > 0) == (kind != "right")
-
-
 @pytest.mark.parametrize("sampling", WAYS)
 def test_drafts_by_repetition_change_no_token(known: Known, sampling: dict[str, Any]) -> None:
     """Restrict the sampling to few tokens, which repeat themselves."""
-    told: dict[bool, list[list[int]]] = {}
+    reported: dict[bool, list[list[int]]] = {}
     room = Size(num_pages=NUM_PAGES, max_running_requests=32)
     for guesses in (False, True):
         size = replace(room, speculator=REPEATING) if guesses else room
@@ -85,25 +62,9 @@ def test_drafts_by_repetition_change_no_token(known: Known, sampling: dict[str, 
             few = {"allowed_token_ids": (5, 6, 7), **sampling}
             asked = [rig.ask(prompt, NUM_TOKENS, **few) for prompt in _prompts(known)]
             rig.run()
-            told[guesses] = [one.tokens for one in asked]
+            reported[guesses] = [one.tokens for one in asked]
             assert not guesses or min(rig.decode[0].drafts()) > 0
-    assert told[True] == told[False]
-
-
-@pytest.mark.parametrize(
-    "architecture", ["qwen3_5_text", pytest.param("qwen3_5_moe_text", marks=LONG)]
-)
-def test_of_qwen3_5_too(model, architecture: str) -> None:
-    known = model(architecture)
-    prompts = _prompts(known)[2:]
-    answers = _greedy(known, prompts)
-    texts = [p + a for p, a in zip(prompts, answers, strict=True)]
-    room = Size(num_pages=NUM_PAGES)
-    with PairRig(known.loaded, prefill=[room], decode=[_size("random", known, texts)]) as rig:
-        asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
-        rig.run()
-        assert [one.tokens for one in asked] == answers
-        assert min(rig.decode[0].drafts()) > 0
+    assert reported[True] == reported[False]
 
 
 def _answers(known: Known, size: Size) -> tuple[list[Asked], int]:
@@ -122,8 +83,8 @@ def _answers(known: Known, size: Size) -> tuple[list[Asked], int]:
 def test_sampled_tokens_are_the_same_beside_rows_without_drafts(known: Known, kind: str) -> None:
     plain, _ = _answers(known, Size(num_pages=NUM_PAGES, max_running_requests=32))
     texts = [[*one.prompt, *one.tokens] for one in plain]
-    told, accepted = _answers(known, _size(kind, known, texts))
-    assert [one.tokens for one in told] == [one.tokens for one in plain]
+    reported, accepted = _answers(known, _size(kind, known, texts))
+    assert [one.tokens for one in reported] == [one.tokens for one in plain]
     assert (accepted > 0) == (kind != "wrong")
 
 
@@ -144,22 +105,6 @@ def test_who_leaves_the_device_among_drafts_takes_the_right_state_along(
         assert [one.tokens for one in asked] == answers
         assert rig.decode[0].count("retractions") > 0
         assert min(rig.decode[0].drafts()) > 0
-
-
-@pytest.mark.parametrize("sampling", WAYS)
-def test_a_request_moves_among_drafts_with_its_state(
-    known: Known, sampling: dict[str, Any]
-) -> None:
-    prompt, room = tuple(range(5, 45)), Size(num_pages=NUM_PAGES)
-    with PairRig(known.loaded, prefill=[room], decode=[room]) as rig:
-        undisturbed = rig.serve(prompt, 60, **{"seed": 1, **sampling})
-    texts = [[*prompt, *undisturbed.tokens]]
-    sizes = [_size("random", known, texts, max_running_requests=8) for _ in range(2)]
-    with PairRig(known.loaded, prefill=[room], decode=sizes, migrates=True) as rig:
-        asked = rig.ask(prompt, 60, **{"seed": 1, **sampling})
-        assert rig.moved_midway(asked) == undisturbed.tokens
-        assert rig.decode[1].count("prompt_tokens") == 0
-        assert min(rig.decode[0].drafts()) + min(rig.decode[1].drafts()) > 0
 
 
 def test_a_node_that_prefills_by_itself_has_drafts_beside_prompts_and_goes_on_from_states(
@@ -192,10 +137,10 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 
 def _followed(loaded: Loaded, prompt: list[int], count: int) -> list[int]:
-    weight, told = loaded.model.logits(torch.eye(loaded.model.spec.hidden_size)), [prompt[-1]]
+    weight, tokens = loaded.model.logits(torch.eye(loaded.model.spec.hidden_size)), [prompt[-1]]
     for _ in range(count):
-        told.append(int(weight[told[-1]].argmax()))
-    return told[1:]
+        tokens.append(int(weight[tokens[-1]].argmax()))
+    return tokens[1:]
 
 
 def _guessing(num_pages: int = NUM_PAGES) -> Size:

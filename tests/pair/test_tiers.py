@@ -65,20 +65,20 @@ def in_turns(known: Known, size: Size, kv_dtype: str, *, prefill: bool) -> tuple
     how = {"prefill": (size,), "decode": (wide,)} if prefill else {"prefill": (), "decode": (size,)}
     with PairRig(known.loaded, **CHUNKS, **how) as rig:
         (node,) = rig.prefill if prefill else rig.decode
-        talks, told = PROMPTS, []
+        talks, reported = PROMPTS, []
         for _ in range(TURNS):
             answers = one_by_one(rig, talks)
-            told += answers
+            reported += answers
             talks = [[*talk, *answer] for talk, answer in zip(talks, answers, strict=True)]
-        return node, told
+        return node, reported
 
 
 @pytest.mark.parametrize("architecture, kv_dtype, prefill", CASES)
 def test_answers_are_the_same_wherever_the_pages_have_been(model, architecture, kv_dtype, prefill):
     known = model(architecture)
-    node, told = in_turns(known, small(known, kv_dtype), kv_dtype, prefill=prefill)
+    node, reported = in_turns(known, small(known, kv_dtype), kv_dtype, prefill=prefill)
     _, alone = in_turns(known, Size(num_pages=1024, kv_dtype=kv_dtype), kv_dtype, prefill=prefill)
-    assert told == alone
+    assert reported == alone
     if architecture in ("qwen3", "deepseek_v3"):  # all that was said before, but the last page
         assert brought(node) >= len(PROMPTS) * (TURNS - 1) * (LONG - 16)
     else:  # from places where there were windows, or a state, to go on from
@@ -91,11 +91,11 @@ def test_answers_are_the_same_from_files(model, architecture, tmp_path):
     known = model(architecture)
     size = small(known)
     size = replace(size, swap_pages=0, tier_pages=size.tier_pages // 5, disk_dir=tmp_path)
-    told = []
+    reported = []
     for _ in range(2):
         node, tokens = in_turns(known, size, "auto", prefill=False)
-        told.append(tokens)
-    assert told[0] == told[1] == in_turns(known, ROOM, "auto", prefill=False)[1]
+        reported.append(tokens)
+    assert reported[0] == reported[1] == in_turns(known, ROOM, "auto", prefill=False)[1]
     assert node.engine.tiers.file_tokens >= 64
 
 

@@ -7,7 +7,7 @@ from engine.batch.request import FinishReason
 from kvtransfer.messages import OpenHandoff
 from node.messages import ContinueGeneration, PauseGeneration, PrepareWeights, PutWeights
 from tests.pair.rig import Loaded, PairRig, Size
-from tests.pair.test_pauses import one_runs, resumed, told
+from tests.pair.test_pauses import call_node, one_runs, resumed
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 
 PROMPT = list(range(5, 75))
@@ -43,7 +43,7 @@ def rig(shelf):
 
 
 def prepared(rig, node, path="new") -> bytes:
-    answer = told(rig, node, PrepareWeights(path))
+    answer = call_node(rig, node, PrepareWeights(path))
     assert not answer.error
     return answer.weights
 
@@ -51,14 +51,14 @@ def prepared(rig, node, path="new") -> bytes:
 def put(rig, node, path="new") -> bytes:
     """With the node paused."""
     weights = prepared(rig, node, path)
-    answer = told(rig, node, PutWeights(weights))
+    answer = call_node(rig, node, PutWeights(weights))
     assert not answer.error and node.control.weights == weights
     return weights
 
 
 def pause(rig, *nodes, mode="retract"):
     for node in nodes or (*rig.decode, *rig.prefill):
-        assert not told(rig, node, PauseGeneration(PauseMode(mode))).error
+        assert not call_node(rig, node, PauseGeneration(PauseMode(mode))).error
 
 
 def ask(rig, *, count=8):
@@ -154,7 +154,7 @@ def test_new_weights_are_those_that_another_node_was_started_with(shelf, greedy,
 def test_weights_are_changed_in_a_pause_alone_and_a_pause_lasts_until_they_are(rig, greedy):
     (node,) = rig.decode
     weights = prepared(rig, node)
-    assert told(rig, node, PutWeights(weights)).error == "this node is not paused"
+    assert call_node(rig, node, PutWeights(weights)).error == "this node is not paused"
     asked = rig.ask(PROMPT, MANY)
     one_runs(rig)
     pause(rig, node, mode="in_place")
@@ -178,8 +178,8 @@ def test_a_node_with_incomplete_weights_does_not_go_on(rig, shelf):
     weights = prepared(rig, node, "vanishing")
     (shelf / "vanishing" / "model.safetensors").unlink()
     pause(rig, node)
-    assert "incomplete" in told(rig, node, PutWeights(weights)).error
-    assert told(rig, node, ContinueGeneration()).error == "its weights are incomplete"
+    assert "incomplete" in call_node(rig, node, PutWeights(weights)).error
+    assert call_node(rig, node, ContinueGeneration()).error == "its weights are incomplete"
     put(rig, node, "old")
     resumed(rig, node)
 

@@ -160,8 +160,8 @@ class Wires:
             case PairSend(number, message):
                 line = front.lines.get(number)
                 if line is not None:
-                    told = _across(message, as_consumer=front is line.consumer)
-                    line.under_way[line.other(front)].append(told)
+                    reported = _across(message, as_consumer=front is line.consumer)
+                    line.under_way[line.other(front)].append(reported)
             case PairEnd(number, reason, refused):
                 line = front.lines.get(number)
                 if line is not None:

@@ -68,9 +68,9 @@ async def test_a_node_that_cannot_be_heard_is_believed_no_more_until_it_begins_a
 async def test_nonsense_is_not_believed(monkeypatch, nonsense):
     monkeypatch.setattr(membership, "_MIN_BACKOFF_S", 0.01)
     async with StubNode() as node, watching(node) as index:
-        told = node.watchers[0]
+        reported = node.watchers[0]
         node.tell_cache(**nonsense)
-        await eventually(lambda: node.watchers and told not in node.watchers)
+        await eventually(lambda: node.watchers and reported not in node.watchers)
         assert index.num_pages(node.address) == 0
 
 
@@ -96,7 +96,7 @@ async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model):
                     for node in (p0, p1, p2):
                         stored = PAGES if node is holder else []
                         node.tell_cache(page_size=SIZE, cleared=True, stored=stored)
-                    # Told to three streams: the first answer may come before they all are read.
+                    # Reported to three streams: the first answer may come before they all are read.
                     async with asyncio.timeout(60):
                         while True:
                             call = client.generate(token_ids=TokenIds(ids=[*PREFIX, 9]))
@@ -125,7 +125,7 @@ async def test_a_prompt_goes_to_the_node_that_has_its_prefix_in_its_own_namespac
                     address: str = submit.prefill_addresses[0]
                     return address
 
-                # Told to two streams: the first answers may come before both are read.
+                # Reported to two streams: the first answers may come before both are read.
                 async with asyncio.timeout(60):
                     while [await first(salt) for salt in (None, "mine", "mine")] != [
                         p0.address,

@@ -107,5 +107,5 @@ async def test_only_the_silence_of_a_node_that_did_not_drain_is_a_warning(draine
         if drained:
             looking.drains("127.0.0.1:1")
         await looking.look()
-    told = [each.levelno for each in caplog.records if "does not respond" in each.getMessage()]
-    assert told == [level]
+    reported = [each.levelno for each in caplog.records if "does not respond" in each.getMessage()]
+    assert reported == [level]

@@ -97,7 +97,7 @@ class Rig:
         metrics = RouterMetrics()
         records = RequestRecords(metrics, TimelineRecorder(metrics, None))
         self.record: RequestRecord = records.begin("r", "", "client", "")
-        monkeypatch.setattr(self.record, "stay", lambda *told: self.stayed.append(told))
+        monkeypatch.setattr(self.record, "stay", lambda *reported: self.stayed.append(reported))
         self.sink = Sink()
         cluster = SimpleNamespace(
             ready=True, weights=UNNAMED, choose=self._choose, choose_target=self._choose_target

@@ -77,8 +77,8 @@ async def until_only(router: RunningRouter, *nodes: StubNode) -> None:
 
 def peers(node: StubDecodeNode) -> list[str]:
     """Return the prefill addresses that the node received last."""
-    told = [message.peers for message in node.received if message.HasField("peers")]
-    return list(told[-1].prefill_addresses) if told else []
+    reported = [message.peers for message in node.received if message.HasField("peers")]
+    return list(reported[-1].prefill_addresses) if reported else []
 
 
 async def test_a_router_without_nodes_becomes_ready_with_the_first_pair(model, roster):

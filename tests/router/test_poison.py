@@ -143,6 +143,6 @@ async def test_what_cannot_be_computed_is_internal_and_nobody_is_asked_again(mod
             error_code=StatusCode.INTERNAL.value[0],
         )
         error = await failure(call)
-        told = (error.code(), error.details())
-        assert told == (StatusCode.INTERNAL, "the model's logits were not finite")
+        reported = (error.code(), error.details())
+        assert reported == (StatusCode.INTERNAL, "the model's logits were not finite")
         assert sum(bool(message.submits) for stub in stubs for message in stub.received) == 1

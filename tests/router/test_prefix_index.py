@@ -84,14 +84,14 @@ def test_what_was_placed_is_expected_before_the_node_tells_of_it():
 def test_neither_what_is_told_nor_what_was_placed_is_known_in_another_namespace():
     index = PrefixIndex()
     one, other = namespace_of("one"), namespace_of("other")
-    told, placed = [1] * (2 * STRIDE), [2] * (2 * STRIDE)
-    index.changed("p0", SIZE, cleared=True, stored=names(told, namespace=one))
+    reported, placed = [1] * (2 * STRIDE), [2] * (2 * STRIDE)
+    index.changed("p0", SIZE, cleared=True, stored=names(reported, namespace=one))
     index.placed(PromptPrefixes(placed, one), "p0")
-    for tokens in (told, placed):
+    for tokens in (reported, placed):
         found = [cached(index, tokens, "p0", each) for each in (one, other, SHARED)]
         assert found == [2 * STRIDE, 0, 0]
-    index.changed("p0", SIZE, cleared=False, removed=names(told, namespace=other))
-    assert cached(index, told, "p0", one) == 2 * STRIDE
+    index.changed("p0", SIZE, cleared=False, removed=names(reported, namespace=other))
+    assert cached(index, reported, "p0", one) == 2 * STRIDE
 
 
 def test_history_ends_at_the_first_page_that_is_gone():
@@ -130,11 +130,11 @@ def test_history_of_a_node_that_tells_nothing_is_bounded_and_forgets_the_oldest(
 
 def test_a_node_that_stops_telling_is_believed_no_more_and_history_goes_on():
     index = PrefixIndex()
-    told, placed = [1] * (2 * STRIDE), [2] * (2 * STRIDE)
-    index.changed("p0", SIZE, cleared=True, stored=names(told))
+    reported, placed = [1] * (2 * STRIDE), [2] * (2 * STRIDE)
+    index.changed("p0", SIZE, cleared=True, stored=names(reported))
     index.silent("p0")
     index.placed(PromptPrefixes(placed), "p0")
-    assert cached(index, told, "p0") == 0
+    assert cached(index, reported, "p0") == 0
     assert cached(index, placed, "p0") == 2 * STRIDE
     index.forget("p0")
     assert cached(index, placed, "p0") == 0

@@ -28,6 +28,15 @@ from tests.api.rig import (
 from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 
+async def lost_after_a_token(client, node, **sampling):
+    """Return a call whose node is lost once the client has the token 20."""
+    call = ask(client, **sampling)
+    node.say({(await node.submitted()).number: [20]})
+    await call.read()
+    await node.die()
+    return call
+
+
 async def test_requests_of_a_dead_node_go_on_at_another_without_gap_or_repeat(client, d0, d1):
     sampling = Sampling(max_tokens=9, seed=3, temperature=0.8)
     call = client.generate(token_ids=TokenIds(ids=PROMPT), sampling=sampling, cache_salt="mine")
@@ -92,8 +101,8 @@ async def test_a_replay_asks_for_no_logprobs_of_the_prompt_that_the_client_has(c
     call = ask(client, max_tokens=9, prompt_logprobs=0)
     first = await d0.submitted()
     assert first.sampling.HasField("prompt_logprobs")
-    told = decode_pb2.RowLogprobs(request=first.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
-    step = decode_pb2.Step(request=[first.number], token=[20], prompt_logprobs=[told])
+    got = decode_pb2.RowLogprobs(request=first.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
+    step = decode_pb2.Step(request=[first.number], token=[20], prompt_logprobs=[got])
     d0.send(decode_pb2.FromNode(step=step))
     assert list((await call.read()).prompt_logprobs.logprob) == [-0.5, -1.5]
     await d0.die()
@@ -103,10 +112,7 @@ async def test_a_replay_asks_for_no_logprobs_of_the_prompt_that_the_client_has(c
 
 
 async def test_a_node_that_is_lost_twice_over_has_told_its_tokens_once(client, d0, d1):
-    call = ask(client, max_tokens=9)
-    d0.say({(await d0.submitted()).number: [20]})
-    await call.read()
-    await d0.die()
+    call = await lost_after_a_token(client, d0, max_tokens=9)
     async with StubDecodeNode(port=int(d0.address.rpartition(":")[2])) as back:
         d1.say({(await d1.submitted()).number: [21]})
         await call.read()
@@ -251,10 +257,7 @@ async def test_waiting_for_a_node_is_part_of_the_budget(model, monkeypatch):
 async def test_a_client_that_goes_away_after_a_replay_is_cancelled_where_it_is_now(
     client, router, d0, d1
 ):
-    call = ask(client)
-    d0.say({(await d0.submitted()).number: [20]})
-    await call.read()
-    await d0.die()
+    call = await lost_after_a_token(client, d0)
     again = await d1.submitted()
     call.cancel()
     assert await d1.cancelled() == again.number
@@ -285,10 +288,7 @@ async def test_a_batch_invariant_response_continues_only_with_its_fingerprint(
     client, router, d0, d1
 ):
     await promise(router, (d0, d1), ("one", "other"))
-    call = ask(client, max_tokens=9)
-    d0.say({(await d0.submitted()).number: [20]})
-    await call.read()
-    await d0.die()
+    call = await lost_after_a_token(client, d0, max_tokens=9)
     assert "no decode node that is ready has the fingerprint" in (await failure(call)).details()
     # The first tokens may come from any node.
     other = ask(client)
@@ -300,10 +300,7 @@ async def test_a_batch_invariant_response_continues_on_a_node_with_its_fingerpri
     client, router, d0, d1
 ):
     await promise(router, (d0, d1), ("one", "one"))
-    call = ask(client, max_tokens=9)
-    d0.say({(await d0.submitted()).number: [20]})
-    await call.read()
-    await d0.die()
+    call = await lost_after_a_token(client, d0, max_tokens=9)
     await d1.complete([21])
     _, tokens, last = await collect(call)
     assert tokens == [21]
@@ -314,10 +311,7 @@ async def test_a_batch_invariant_response_continues_on_a_node_with_its_fingerpri
 async def test_another_fingerprint_is_reported_if_so_configured(model):
     async with two_nodes(model, fingerprint_change="report") as (client, router, d0, d1):
         await promise(router, (d0, d1), ("one", "other"))
-        call = ask(client, max_tokens=9)
-        d0.say({(await d0.submitted()).number: [20]})
-        await call.read()
-        await d0.die()
+        call = await lost_after_a_token(client, d0, max_tokens=9)
         await d1.complete([21])
         versions = (await collect(call))[2].versions
         reported = [(each.first_token, each.system_fingerprint) for each in versions]

@@ -175,9 +175,9 @@ def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_others():
 
 
 async def test_a_change_is_told_once():
-    told = []
+    reported = []
     pulse = EngineLiveness(
-        LivenessLimits(0.01, 0.02), lambda: told.append((pulse.moves, pulse.dead))
+        LivenessLimits(0.01, 0.02), lambda: reported.append((pulse.moves, pulse.dead))
     )
     assert not pulse.moves
     for _ in range(3):
@@ -186,7 +186,7 @@ async def test_a_change_is_told_once():
     await asyncio.wait_for(pulse.until_dead(), 60)
     pulse.heartbeat()
     moves, silent, dead = (True, False), (False, False), (False, True)
-    assert told == [moves, silent, dead, moves]
+    assert reported == [moves, silent, dead, moves]
 
 
 def test_a_node_is_not_dead_before_it_is_silent():

@@ -85,8 +85,8 @@ class Authority:
 
 
 def _of_issuer(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    told = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(told)
+    reported = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(reported)
 
 
 def flags(knob: str, config: TlsConfig) -> list[str]:

@@ -36,19 +36,20 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = REPLY_S) -> None:
         time.sleep(0.0005)
 
 
-def introduction(told: TcpDescription) -> bytes:
+def introduction(to: TcpDescription) -> bytes:
     """Return the first message of a consumer on a new connection."""
     count = time.monotonic_ns()
-    return INTRODUCTION.pack(MAGIC, told.consumer, count, TcpProofs.by(told.key, count).of_consumer)
+    proofs = TcpProofs.by(to.key, count)
+    return INTRODUCTION.pack(MAGIC, to.consumer, count, proofs.of_consumer)
 
 
 def introduced(description: bytes) -> socket.socket:
     """A raw connection to a producer of tcp, that has proved to be the consumer of the
     description."""
-    told = msgspec.msgpack.decode(description, type=TcpDescription)
-    raw = socket.create_connection((told.host, told.port), 5)
+    producer = msgspec.msgpack.decode(description, type=TcpDescription)
+    raw = socket.create_connection((producer.host, producer.port), 5)
     raw.settimeout(None)
-    raw.sendall(introduction(told))
+    raw.sendall(introduction(producer))
     assert len(raw.recv(KEY_BYTES, socket.MSG_WAITALL)) == KEY_BYTES
     return raw
 
@@ -81,10 +82,10 @@ class FarProducer:
     def remote(self) -> RemotePool:
         """Waits until the producer serves. Skips the test if this machine keeps it from moving."""
         if self._remote is None:
-            told = self.child.receive()
-            if isinstance(told, str):
-                pytest.skip(f"no namespace can be made: {told}")
-            self._remote = told
+            described = self.child.receive()
+            if isinstance(described, str):
+                pytest.skip(f"no namespace can be made: {described}")
+            self._remote = described
         return self._remote
 
     def admit(self, consumer: int = CONSUMER) -> bytes:

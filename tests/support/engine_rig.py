@@ -321,11 +321,11 @@ class Rig:
     def check_answers(self, *requests: Request) -> None:
         """Check that these requests, or all, ended as expected. Cancelled ones may end early."""
         for request in requests or self.sent:
-            told, ended = self.tokens[request.key], self.finished[request.key].reason
+            reported, ended = self.tokens[request.key], self.finished[request.key].reason
             tokens, reason = self.expected(request)
             if ended is FinishReason.ABORT:
-                tokens, reason = tokens[: len(told)], ended
-            assert (told, ended) == (tokens, reason)
+                tokens, reason = tokens[: len(reported)], ended
+            assert (reported, ended) == (tokens, reason)
 
     def complete(self, *requests: Request) -> None:
         """Run until every request has ended. Check that these, or all, ended as expected, and that

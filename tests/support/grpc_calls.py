@@ -1,8 +1,18 @@
-"""gRPC calls that fail: repeated, or refused while the caller writes."""
+"""gRPC servers of a test, and calls that fail: repeated, or refused while the caller writes."""
 
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
+import grpc.aio
+
+from common import rpc
+from common.rpc import RpcGuard
+from common.tls import Certificates
+
+Service = tuple[Callable[..., None], Any]  # the generated function that adds it, and a servicer
 
 SERVICE_CONFIG = {
     "methodConfig": [
@@ -35,3 +45,31 @@ def end_of_stream(address: str, method: str, said: bytes) -> tuple[grpc.StatusCo
         except grpc.RpcError as error:
             return error.code(), error.details()
     raise AssertionError("it is not refused")
+
+
+@asynccontextmanager
+async def serving(
+    *services: Service,
+    port: int = 0,
+    certificates: Certificates | None = None,
+    guard: RpcGuard | None = None,
+) -> AsyncIterator[str]:
+    """Serve on this host while inside. Yields the address."""
+    server = rpc.make_server()
+    for add, servicer in services:
+        rpc.add_service(server, add, servicer, guard)
+    port = rpc.bind(server, "127.0.0.1", port, certificates)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await rpc.stop(server, 0.0)
+
+
+async def status_of(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
+    """Return the status of a call and its details, "" if it succeeded."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    return grpc.StatusCode.OK, ""

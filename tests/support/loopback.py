@@ -24,9 +24,9 @@ from kvtransfer.backends.base import (
     RemotePool,
     prepared,
 )
-from kvtransfer.backends.publications import PublishedPages
 from kvtransfer.backends.read_map import PartRead, ReadMap
 from kvtransfer.backends.scratch import ReadScratch, measure
+from kvtransfer.backends.tcp.producer import PublishedPages
 
 _DESCRIPTION = struct.Struct("<QQ")  # the producer's instance and the consumer's number
 _PART_BYTES = 4 << 20  # bytes copied between two checks whether the connection has ended

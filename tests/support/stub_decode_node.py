@@ -322,9 +322,9 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
                     retry_after_s=[retry_after_s] * len(ends),
                     logprobs=[
                         decode_pb2.RowLogprobs(
-                            request=number, logprobs=sampling_pb2.Logprobs(logprob=told)
+                            request=number, logprobs=sampling_pb2.Logprobs(logprob=of_token)
                         )
-                        for number, told in (logprobs or {}).items()
+                        for number, of_token in (logprobs or {}).items()
                     ],
                     predicted=list(predicted or {}),
                     accepted=[accepted for accepted, _ in (predicted or {}).values()],
@@ -360,8 +360,8 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         self.send(decode_pb2.FromNode(status=self.status))
 
     def adapters_changed(self) -> None:
-        told = [decode_pb2.Adapter(name=name, id=each) for name, each in self.adapters.items()]
-        self.change_status(adapters=told)
+        adapters = [decode_pb2.Adapter(name=name, id=each) for name, each in self.adapters.items()]
+        self.change_status(adapters=adapters)
 
     def lose_engine(self) -> None:
         """Ends every stream as a frontend whose engine has died; the next ones are as before."""

@@ -30,7 +30,6 @@ from common.errors import EngineFault, ProtocolViolation, ServingError, Transfer
 from common.logs import Throttle, ThrottledLog
 from kvtransfer.backends.base import CONNECT_S, Ints, PageCut, PagePool, first_outside, prepared
 from kvtransfer.backends.device_memory import DeviceFailure
-from kvtransfer.backends.publications import PublishedPages
 from kvtransfer.backends.tcp.channel import PlainTcpChannel, TcpChannel
 from kvtransfer.backends.tcp.consumers import TcpConsumers
 from kvtransfer.backends.tcp.memory import Load, SendBuffers, TcpMemory
@@ -46,6 +45,66 @@ from kvtransfer.backends.tcp.wire import (
     max_request_pages,
     set_options,
 )
+
+
+class PublishedPages:
+    """Counts of publications by consumer and page. Costs 4 bytes a page for each consumer
+    that has any.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._counts: dict[int, Ints] = {}
+        self._totals: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def publish(self, consumer: int, pages: Ints) -> None:
+        """Add one publication of each page. Pages are distinct within a call."""
+        with self._lock:
+            if consumer not in self._counts:
+                self._counts[consumer] = np.zeros(self._num_pages, np.int32)
+                self._totals[consumer] = 0
+            self._counts[consumer][pages] += 1
+            self._totals[consumer] += len(pages)
+
+    def withdraw(self, consumer: int, pages: Ints) -> None:
+        """Remove one publication of each page. Pages are distinct within a call.
+
+        Raises:
+            EngineFault: a page is not published to this consumer.
+        """
+        with self._lock:
+            if not len(pages):
+                return
+            counts = self._counts.get(consumer)
+            if counts is None or bool((counts[pages] < 1).any()):
+                raise EngineFault(f"withdrawn from consumer {consumer} without a publication")
+            counts[pages] -= 1
+            self._totals[consumer] -= len(pages)
+            if not self._totals[consumer]:
+                del self._counts[consumer], self._totals[consumer]
+
+    def forget(self, consumer: int) -> None:
+        """Remove all publications to this consumer."""
+        with self._lock:
+            self._counts.pop(consumer, None)
+            self._totals.pop(consumer, None)
+
+    def first_refused(self, consumer: int, pages: Ints) -> int | None:
+        """Return the first of these pages that this consumer may not read now, or None."""
+        if not len(pages):
+            return None
+        if (outside := first_outside(pages, self._num_pages)) is not None:
+            return outside
+        with self._lock:
+            counts = self._counts.get(consumer)
+            if counts is None:
+                return int(pages[0])
+            counted = counts.take(pages)
+        if np.minimum.reduce(counted) > 0:
+            return None
+        return int(pages[counted < 1][0])
+
 
 _PATIENCE_S = 2.0
 _MAX_PENDING = 256

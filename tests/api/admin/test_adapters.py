@@ -13,7 +13,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SQL, POEMS = b"s" * 16, b"p" * 16
 
 
-async def told(api, **adapters: bytes) -> None:
+async def reported(api, **adapters: bytes) -> None:
     api.node.adapters = adapters
     api.node.adapters_changed()
     await eventually(lambda: api.router.cluster.adapters.by_name() == adapters)
@@ -31,7 +31,7 @@ async def told(api, **adapters: bytes) -> None:
     ],
 )
 async def test_a_model_that_is_an_adapter_is_asked_of_the_node_by_its_content(api, path, asked):
-    await told(api, sql=SQL, poems=POEMS)
+    await reported(api, sql=SQL, poems=POEMS)
     submit, answer = await api.ask(path, "done", **asked)
     assert (answer.status, submit.adapter) == (200, SQL)
     if path != "/generate":
@@ -39,14 +39,14 @@ async def test_a_model_that_is_an_adapter_is_asked_of_the_node_by_its_content(ap
 
 
 async def test_the_model_itself_is_asked_for_without_an_adapter(api):
-    await told(api, sql=SQL)
+    await reported(api, sql=SQL)
     submit, answer = await api.ask(COMPLETIONS, model=api.model, prompt="x")
     assert answer.json["model"] == api.model
     assert submit.adapter == b""
 
 
 async def test_an_adapter_that_nobody_has_is_no_model(api):
-    await told(api, sql=SQL)
+    await reported(api, sql=SQL)
     for path, asked in (
         (COMPLETIONS, {"model": "sqll", "prompt": "x"}),
         (CHAT, {"lora_path": "sqll", "messages": HELLO}),
@@ -58,20 +58,20 @@ async def test_an_adapter_that_nobody_has_is_no_model(api):
         400,
         "lora_path",
     )
-    await told(api)
+    await reported(api)
     answer = await api.post(COMPLETIONS, model="sql", prompt="x")
     assert answer.status == 404
 
 
 async def test_an_adapter_makes_no_vectors(api):
-    await told(api, sql=SQL)
+    await reported(api, sql=SQL)
     assert await api.refused("/v1/embeddings", model="sql", input="x") == (400, "model")
     answer = await api.post("/tokenize", model="sql", prompt="x")
     assert answer.status == 200
 
 
 async def test_models_are_listed_with_their_adapters(api):
-    await told(api, sql=SQL, poems=POEMS)
+    await reported(api, sql=SQL, poems=POEMS)
     listed = msgspec.json.decode((await api.get("/v1/models")).body)["data"]
     assert [(each["id"], each["parent"]) for each in listed] == [
         (api.model, None),

@@ -191,8 +191,8 @@ async def test_all_nodes_are_profiled_and_say_where_their_traces_are(pair):
     assert (begun.status, begun.json["status"]) == (200, "profiling")
     assert (pair.prefill.profiled, pair.decode.profiled) == (7, 7)
     ended = await pair.post(STOP_PROFILE)
-    told = {each["role"]: each for each in ended.json["profiles"]}
-    assert told == {
+    reported = {each["role"]: each for each in ended.json["profiles"]}
+    assert reported == {
         node.description.role: {
             "role": node.description.role,
             "address": node.address,

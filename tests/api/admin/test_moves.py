@@ -147,7 +147,7 @@ async def test_a_node_that_ends_when_it_has_drained_alarms_nobody(router, d0, d1
     Seen failing where every end counts.
     """
 
-    def told(words: str) -> list[int]:
+    def reported(words: str) -> list[int]:
         """Return the log levels of the records that contain these words."""
         return [each.levelno for each in caplog.records if words in each.getMessage()]
 
@@ -157,10 +157,10 @@ async def test_a_node_that_ends_when_it_has_drained_alarms_nobody(router, d0, d1
 
     caplog.set_level(logging.INFO, "router.cluster")
     d0.change_status(state="draining")
-    await eventually(lambda: told(f"decode node draining node={d0.address} requests=0"))
+    await eventually(lambda: reported(f"decode node draining node={d0.address} requests=0"))
     await d0.die()
-    await eventually(lambda: told(f"decode node stopped node={d0.address}"))
-    assert await num_lost() == "0.0" and not told("decode node failed")
+    await eventually(lambda: reported(f"decode node stopped node={d0.address}"))
+    assert await num_lost() == "0.0" and not reported("decode node failed")
     await d1.die()
-    await eventually(lambda: told(f"decode node failed node={d1.address}") == [logging.WARNING])
+    await eventually(lambda: reported(f"decode node failed node={d1.address}") == [logging.WARNING])
     assert await num_lost() == "1.0"

@@ -19,8 +19,8 @@ PRESSURES = {"prefill": 1.5, "decode": 0.25}
 
 def plan(events: Sequence[tuple[str, float]] = (), *, acts: bool = False) -> Plan:
     """Events by what was decided, and how long ago; the newest first."""
-    told = [PlanEvent(what=what, because="of figures", ago_s=ago_s) for what, ago_s in events]
-    return Plan(acts=acts, pressures=PRESSURES, events=told)
+    reported = [PlanEvent(what=what, because="of figures", ago_s=ago_s) for what, ago_s in events]
+    return Plan(acts=acts, pressures=PRESSURES, events=reported)
 
 
 async def test_what_a_planner_tells_is_part_of_the_cluster(model):
@@ -30,13 +30,13 @@ async def test_what_a_planner_tells_is_part_of_the_cluster(model):
             ReportPlanRequest(plan=plan([("second", 1.0), ("first", 2.0)], acts=True))
         )
         await client.stub.ReportPlan(ReportPlanRequest(plan=plan([("third", 0.0)])))
-        told = (await get(router.http_port, "/cluster")).json["plan"]
+        reported = (await get(router.http_port, "/cluster")).json["plan"]
         error = await failure(client.stub.ReportPlan(ReportPlanRequest()))
-    assert (told["acts"], told["pressures"]) == (False, PRESSURES)
-    assert [event["what"] for event in told["events"]] == ["third", "second", "first"]
-    ages = [event["ago_s"] for event in told["events"]]
-    assert ages == sorted(ages) and ages[0] >= told["ago_s"] >= 0
-    assert {event["because"] for event in told["events"]} == {"of figures"}
+    assert (reported["acts"], reported["pressures"]) == (False, PRESSURES)
+    assert [event["what"] for event in reported["events"]] == ["third", "second", "first"]
+    ages = [event["ago_s"] for event in reported["events"]]
+    assert ages == sorted(ages) and ages[0] >= reported["ago_s"] >= 0
+    assert {event["because"] for event in reported["events"]} == {"of figures"}
     assert error.code() is StatusCode.INVALID_ARGUMENT
 
 

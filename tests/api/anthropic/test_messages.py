@@ -31,12 +31,12 @@ async def _cut_off(talking: Api, text: str, **fields: Any) -> Any:
 
 
 def _events(response: Response) -> list[dict[str, Any]]:
-    told = []
+    reported = []
     for event in response.body.decode().strip().split("\n\n"):
         name, data = event.split("\n")
-        told.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {told[-1]['type']}"
-    return told
+        reported.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {reported[-1]['type']}"
+    return reported
 
 
 async def test_a_message_is_answered_with_one(talking):
@@ -81,12 +81,12 @@ async def test_a_stream_tells_blocks_one_after_the_other(talking):
     begun = [event for event in events if event["type"] == "content_block_start"]
     assert [event["content_block"]["type"] for event in begun] == ["thinking", "text", "tool_use"]
     assert [event["index"] for event in begun] == [0, 1, 2]
-    told = ["", "", ""]
+    reported = ["", "", ""]
     for event in events:
         if event["type"] == "content_block_delta":
             _, piece = event["delta"].values()
-            told[event["index"]] += piece
-    assert told == ["hm", "Well.", '{"a": 27, "b": 15}']
+            reported[event["index"]] += piece
+    assert reported == ["hm", "Well.", '{"a": 27, "b": 15}']
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     assert events[-2]["usage"]["output_tokens"] == len(talking.ids(text))
 
@@ -189,8 +189,8 @@ async def test_a_stop_sequence_is_told(talking, stream):
     number = (await talking.node.submitted()).number
     talking.node.say({number: talking.ids("hello END you")})
     answer = await asking
-    told = _events(answer)[-2]["delta"] if stream else answer.json
-    assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", "END")
+    reported = _events(answer)[-2]["delta"] if stream else answer.json
+    assert (reported["stop_reason"], reported["stop_sequence"]) == ("stop_sequence", "END")
 
 
 async def test_errors_have_the_form_that_anthropics_clients_know(talking, calling, tmp_path):

@@ -49,10 +49,10 @@ def test_without_origins_no_page_of_another_site_is_told_anything():
 
 def test_a_listed_site_may_read_the_api_and_nothing_else():
     cors = Cors(("https://a.example",))
-    told = dict(cors.headers("/v1/models", "https://a.example"))
-    assert told["access-control-allow-origin"] == "https://a.example"
-    assert told["vary"] == "origin"
-    assert "retry-after" in told["access-control-expose-headers"]
+    reported = dict(cors.headers("/v1/models", "https://a.example"))
+    assert reported["access-control-allow-origin"] == "https://a.example"
+    assert reported["vary"] == "origin"
+    assert "retry-after" in reported["access-control-expose-headers"]
     assert dict(cors.headers("/v1/models", "https://b.example")) == {"vary": "origin"}
     assert dict(cors.headers("/v1/models", "")) == {"vary": "origin"}
     assert cors.headers("/cluster", "https://a.example") == ()
@@ -61,10 +61,10 @@ def test_a_listed_site_may_read_the_api_and_nothing_else():
 def test_a_preflight_is_told_the_methods_and_its_headers():
     cors = Cors(("*",))
     wanted = "authorization, x-stainless-os"
-    told = dict(cors.preflight("/v1/completions", "null", wanted))
-    assert told["access-control-allow-methods"] == "GET, POST"
-    assert told["access-control-allow-headers"] == wanted
-    assert "access-control-allow-credentials" not in told
+    reported = dict(cors.preflight("/v1/completions", "null", wanted))
+    assert reported["access-control-allow-methods"] == "GET, POST"
+    assert reported["access-control-allow-headers"] == wanted
+    assert "access-control-allow-credentials" not in reported
     assert dict(cors.headers("/v1/completions", "null"))["access-control-allow-origin"] == "*"
     unsafe = dict(cors.preflight("/v1/completions", "null", "a\r\nset-cookie: b"))
     assert "access-control-allow-headers" not in unsafe

@@ -85,9 +85,9 @@ async def test_openais_own_client_shows_its_key_and_knows_the_errors(model, keys
                 await bob.completions.create(model=api.model, prompt="x")
             assert refused.value.code == "rate_limit_exceeded"
             assert refused.value.type == "rate_limit_error"
-            told = refused.value.response.headers
-            assert 20 <= int(told["retry-after"]) <= 30
-            assert told["x-ratelimit-remaining-requests"] == "0"
+            reported = refused.value.response.headers
+            assert 20 <= int(reported["retry-after"]) <= 30
+            assert reported["x-ratelimit-remaining-requests"] == "0"
         async with make(base_url=url, api_key="wrong", max_retries=0) as nobody:
             with pytest.raises(openai.AuthenticationError):
                 await nobody.models.list()
@@ -208,11 +208,11 @@ async def test_pages_of_listed_sites_may_ask_and_no_others(model, keys):
                 await wire.send(request("OPTIONS", COMPLETIONS, origin=origin, **asks))
                 return await wire.response()
 
-        told = await preflight(ORIGIN)
-        assert told.status == 200
-        assert told.headers["access-control-allow-origin"] == ORIGIN
-        assert told.headers["access-control-allow-headers"] == "authorization, content-type"
-        assert "access-control-allow-credentials" not in told.headers
+        reported = await preflight(ORIGIN)
+        assert reported.status == 200
+        assert reported.headers["access-control-allow-origin"] == ORIGIN
+        assert reported.headers["access-control-allow-headers"] == "authorization, content-type"
+        assert "access-control-allow-credentials" not in reported.headers
         assert (await preflight("https://evil.example")).status == 401
         for credential, status in ((bearer("alice"), 200), ("none", 401)):
             shown = {"authorization": credential}

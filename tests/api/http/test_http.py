@@ -49,13 +49,13 @@ async def test_a_length_may_have_any_number_of_zeros_in_front(served, wire):
 
 
 async def test_a_trailer_is_no_header(served, wire):
-    for headers, trailers, told in (
+    for headers, trailers, reported in (
         (b"Name: x\r\n", b"", b"x"),
         (b"", b"Name: x\r\n", b"none"),
     ):
         start = b"POST /name HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
         await wire.send(start + headers + b"\r\n0\r\n" + trailers + b"\r\n")
-        assert (await wire.response()).body == told
+        assert (await wire.response()).body == reported
 
 
 @pytest.mark.parametrize("sent", [b"na\xc3\xafve", b"na\xefve"], ids=["UTF-8", "latin-1"])

@@ -37,7 +37,7 @@ async def serving(config, **limits):
     given = {"max_connections": 8, **limits}
     shared = HttpContext(HttpLimits(**given), lambda *_: b"{}", RouterMetrics())
     service = HttpService(shared, lambda _: echo, Checked())
-    contexts = tls.server_contexts(tls.Certificates(config, "--server.tls"), "http/1.1")
+    contexts = tls.server_contexts(tls.Certificates(config, "--server.tls"))
     server = HttpServer(shared, service, contexts)
     port = await server.start("127.0.0.1", 0)
     try:

@@ -24,12 +24,12 @@ async def test_a_text_is_answered_with_what_was_generated_and_counted(api):
         " jumps",
         cached_tokens=1,
     )
-    told = answer.json
+    reported = answer.json
     assert list(submit.token_ids) == [0, *ids("the fox")]
     sent = submit.sampling
     assert (sent.max_tokens, sent.temperature, sent.seed) == (8, 0.0, 5)
-    assert (told["text"], told["output_ids"]) == (" jumps", ids(" jumps"))
-    meta = told["meta_info"]
+    assert (reported["text"], reported["output_ids"]) == (" jumps", ids(" jumps"))
+    meta = reported["meta_info"]
     assert meta["finish_reason"] == {"type": "stop"}
     assert (meta["prompt_tokens"], meta["cached_tokens"]) == (len(submit.token_ids), 1)
     assert meta["completion_tokens"] == len(ids(" jumps"))
@@ -95,11 +95,13 @@ async def test_a_stream_is_bounded_by_the_length_of_its_answer(monkeypatch):
         assert reply.offer(0, OutputChunk("word ", (7,)))
     usage = TokenUsage(1, num, 0)
     await reply.write(0, "id", FinalChunk("end", (8,), "stop", None, usage, 0))
-    told = sse_events(b"".join(written))
-    assert told[-1]["text"] == "word " * num + "end"
-    texts = [len(each["text"]) for each in told]
+    reported = sse_events(b"".join(written))
+    assert reported[-1]["text"] == "word " * num + "end"
+    texts = [len(each["text"]) for each in reported]
     assert texts == sorted(set(texts)) and texts[:100] == list(range(5, 505, 5))
-    assert all(len(each["output_ids"]) == n // 5 for each, n in zip(told[:-1], texts, strict=False))
+    assert all(
+        len(each["output_ids"]) == n // 5 for each, n in zip(reported[:-1], texts, strict=False)
+    )
     assert sum(texts) < 150 * texts[-1]
 
 

@@ -9,25 +9,27 @@ from tests.api.rig import HELLO
 
 
 async def test_a_prompt_becomes_tokens_with_or_without_special_ones(api):
-    told = await api.post("/tokenize", prompt="the fox", return_token_strs=True)
+    reported = await api.post("/tokenize", prompt="the fox", return_token_strs=True)
     tokens = [0, *ids("the fox")]
-    assert told.json == {
+    assert reported.json == {
         "tokens": tokens,
         "count": len(tokens),
         "max_model_len": CONTEXT_LENGTH,
         "token_strs": ["<s>", "the", "Ġfox"],
     }
-    told = await api.post("/tokenize", model=api.model, prompt="the fox", add_special_tokens=False)
-    assert (told.json["tokens"], told.json["token_strs"]) == (tokens[1:], None)
+    reported = await api.post(
+        "/tokenize", model=api.model, prompt="the fox", add_special_tokens=False
+    )
+    assert (reported.json["tokens"], reported.json["token_strs"]) == (tokens[1:], None)
     back = await api.post("/detokenize", tokens=tokens)
     assert back.json == {"prompt": "the fox", "text": "the fox"}
 
 
 async def test_several_prompts_become_a_list_for_each(api):
-    told = await api.post("/tokenize", prompt=["the", "fox jumps"])
+    reported = await api.post("/tokenize", prompt=["the", "fox jumps"])
     lists = [[0, *ids("the")], [0, *ids("fox jumps")]]
-    assert told.json["tokens"] == lists
-    assert told.json["count"] == [len(each) for each in lists]
+    assert reported.json["tokens"] == lists
+    assert reported.json["count"] == [len(each) for each in lists]
 
 
 async def test_a_conversation_is_rendered_as_a_chat_would_be(api):
@@ -37,8 +39,8 @@ async def test_a_conversation_is_rendered_as_a_chat_would_be(api):
         ({"continue_final_message": True}, "[user] hello"),
     )
     for fields, text in cases:
-        told = await api.post("/tokenize", messages=HELLO, **fields)
-        assert told.json["tokens"] == [0, *ids(text)]
+        reported = await api.post("/tokenize", messages=HELLO, **fields)
+        assert reported.json["tokens"] == [0, *ids(text)]
 
 
 @pytest.mark.parametrize(
@@ -74,5 +76,5 @@ async def test_a_server_says_what_it_is(api):
     for path in ("/get_model_info", "/model_info"):
         assert (await api.get(path)).json["model_path"] == api.model
     for path in ("/get_server_info", "/server_info"):
-        told = (await api.get(path)).json
-        assert (told["context_length"], told["internal_states"]) == (CONTEXT_LENGTH, [{}])
+        reported = (await api.get(path)).json
+        assert (reported["context_length"], reported["internal_states"]) == (CONTEXT_LENGTH, [{}])

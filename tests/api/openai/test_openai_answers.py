@@ -141,8 +141,8 @@ async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_
     assert whole["choices"][0]["system_fingerprints"] == spans
     events = (await answered(True)).events
     assert [each["system_fingerprint"] for each in events] == ["fp_old", "fp_new"]
-    told = [each["choices"][0].get("system_fingerprints") for each in events]
-    assert told == [None, spans]
+    reported = [each["choices"][0].get("system_fingerprints") for each in events]
+    assert reported == [None, spans]
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,10 @@ async def test_token_ids_are_returned_if_they_are_requested(api, wire, endpoint)
     _, response = await answered(True)
     events = response.events
     assert [token for each in events for token in each["choices"][0]["token_ids"]] == generated
-    told = [each["choices"][0] if endpoint == COMPLETIONS else each for each in events]
-    assert [each.get("prompt_token_ids") for each in told] == [prompt] + [None] * (len(told) - 1)
+    reported = [each["choices"][0] if endpoint == COMPLETIONS else each for each in events]
+    assert [each.get("prompt_token_ids") for each in reported] == [prompt] + [None] * (
+        len(reported) - 1
+    )
 
 
 async def test_a_streamed_chat_names_the_assistant_once_and_tells_usage_last(api, wire):
@@ -382,10 +384,10 @@ async def test_choices_are_streamed_by_index(api):
     for index in "10":
         api.node.finish(numbers[index], ids(index))
     events = (await asking).events
-    told = {
+    reported = {
         event["choices"][0]["index"]: event["choices"][0]["delta"]["content"] for event in events
     }
-    assert told == {0: "0", 1: "1"}
+    assert reported == {0: "0", 1: "1"}
 
 
 async def test_a_choice_that_fails_ends_the_others(api):
@@ -525,8 +527,8 @@ async def test_ready_goes_with_the_node(model, caplog):
         api.node.change_status(state="draining")
         await eventually(lambda: not api.router.cluster.ready)
         await eventually(lambda: f'not ready model={model} reason="no decode node' in caplog.text)
-        told = [each.getMessage() for each in caplog.records]
-        assert told.count(f"ready model={model}") == 1
+        reported = [each.getMessage() for each in caplog.records]
+        assert reported.count(f"ready model={model}") == 1
         assert (await api.get("/ready")).status == 503
         assert (await api.get("/health")).status == 200
 
@@ -594,13 +596,13 @@ async def test_metrics_count_http_and_grpc_alike(api):
 
 @pytest.mark.parametrize("logprobs", [None, 0])
 async def test_of_several_answers_the_likeliest_are_told(api, logprobs):
-    told = {" one": -3.0, " two": -1.0, " three": -2.0}
+    reported = {" one": -3.0, " two": -1.0, " three": -2.0}
     asked = {"prompt": ["x", "y"], "n": 2, "best_of": 3, "logprobs": logprobs}
     answering = asyncio.create_task(api.post(COMPLETIONS, **asked))
-    for _ in range(2 * len(told)):
+    for _ in range(2 * len(reported)):
         submit = await api.node.submitted()
         index = int(submit.request_id.rpartition("-")[2])
-        text, logprob = list(told.items())[index % len(told)]
+        text, logprob = list(reported.items())[index % len(reported)]
         number, tokens = submit.number, ids(text)
         assert submit.sampling.logprobs == 0
         api.node.finish(number, tokens, logprobs={number: [logprob] * len(tokens)})
@@ -611,7 +613,7 @@ async def test_of_several_answers_the_likeliest_are_told(api, logprobs):
         *((2, " two"), (3, " three")),
     ]
     assert [each["logprobs"] is None for each in choices] == [logprobs is None] * 4
-    num_tokens = 2 * sum(len(ids(text)) for text in told)
+    num_tokens = 2 * sum(len(ids(text)) for text in reported)
     assert answer["usage"]["completion_tokens"] == num_tokens
 
 
@@ -626,8 +628,8 @@ async def test_the_logprobs_of_an_echoed_prompt_begin_at_the_requested_token(api
     answering = asyncio.create_task(api.post(COMPLETIONS, **asked))
     submit = await api.node.submitted()
     assert submit.sampling.prompt_logprobs_start == 2
-    told = RowLogprobs(request=submit.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
-    api.node.send(FromNode(step=Step(prompt_logprobs=[told])))
+    reported = RowLogprobs(request=submit.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
+    api.node.send(FromNode(step=Step(prompt_logprobs=[reported])))
     api.node.finish(submit.number, [9], logprobs={submit.number: [-2.5]})
     logprobs = (await answering).json["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"] == [None, None, -0.5, -1.5, -2.5]

@@ -90,10 +90,10 @@ async def _streamed(talking: Api, kinds: list[str]) -> Any:
 
 async def test_an_answer_that_is_cut_off_is_incomplete(talking):
     asked = talking.post(RESPONSES, input="hi")
-    told = (await talking.answered(asked, "hello", reason=FINISH_REASON_LENGTH))[1].json
-    assert told["status"] == "incomplete"
-    assert told["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert told["output"][0]["status"] == "incomplete"
+    reported = (await talking.answered(asked, "hello", reason=FINISH_REASON_LENGTH))[1].json
+    assert reported["status"] == "incomplete"
+    assert reported["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert reported["output"][0]["status"] == "incomplete"
 
 
 async def test_an_answer_can_have_a_form_or_be_a_call(talking):
@@ -104,8 +104,8 @@ async def test_an_answer_can_have_a_form_or_be_a_call(talking):
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "add"}}, None),
     ):
         submit, _ = await talking.ask(RESPONSES, "{}", input="hi", **fields)
-        told = json.loads(submit.sampling.guide.json_schema)
-        assert told == guided if guided else told["maxItems"] == 1
+        reported = json.loads(submit.sampling.guide.json_schema)
+        assert reported == guided if guided else reported["maxItems"] == 1
 
 
 async def test_what_goes_wrong_in_a_stream_is_an_event(talking):

@@ -180,8 +180,8 @@ async def test_markers_that_are_spelt_with_other_tokens_are_text(talking, stream
     assert "".join(part.get("arguments") or "" for part in parts) == quoted
     assert _joined(said, "content") == f"h: {spelt} is, for "
     assert _joined(said, "reasoning_content") == f"is {spelt} what?"
-    told = [each for one in choices if one["logprobs"] for each in one["logprobs"]["content"]]
-    assert len(told) == len(tokens) - len(" it is")
+    reported = [each for one in choices if one["logprobs"] for each in one["logprobs"]["content"]]
+    assert len(reported) == len(tokens) - len(" it is")
     assert choices[-1]["stop_reason"] == "sure~"
 
 

@@ -34,7 +34,7 @@ BEGINS, BEGIN, SEP, END, CALLS_END = DEEPSEEK
 
 
 @dataclass(frozen=True)
-class Told:
+class Parsed:
     content: str = ""
     reasoning: str = ""
     calls: Sequence[tuple[str, str]] = field(default_factory=list)
@@ -48,7 +48,7 @@ def listened(
     reasons: bool = True,
     parallel: bool = True,
     marks: Sequence[int] = (),
-) -> Told:
+) -> Parsed:
     """
     Args:
         marks: where in all of it special tokens stand.
@@ -71,7 +71,7 @@ def listened(
             calls[part.index] = (name + part.name, arguments + part.arguments)
     assert list(calls) == list(range(len(calls)))
     assert len(set(ids.values())) == len(ids)
-    return Told(content, reasoning, [calls[index] for index in sorted(calls)])
+    return Parsed(content, reasoning, [calls[index] for index in sorted(calls)])
 
 
 HERMES, LLAMA3 = ModelFormat(tools="hermes"), ModelFormat(tools="llama3")
@@ -90,16 +90,18 @@ def of_v3(arguments: str, name: str = "f") -> str:
 
 
 def coder(arguments: Mapping[str, str], name: str = "f") -> str:
-    told = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
+    parameters = "".join(
+        f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
 def glm(arguments: Mapping[str, str], name: str = "f") -> str:
-    told = "".join(
+    parameters = "".join(
         f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n"
         for key, text in arguments.items()
     )
-    return f"<tool_call>{name}\n{told}</tool_call>"
+    return f"<tool_call>{name}\n{parameters}</tool_call>"
 
 
 WRITTEN = {
@@ -118,159 +120,159 @@ TYPED = (
 MISTYPED = {"days": "x3", "exact": "0", "where": "[]", "note": "3", "unit": "7", "city": "7"}
 AS_TEXT = '{"days": "x3", "exact": "0", "where": "[]", "note": "3", "unit": 7, "city": "7"}'
 
-CASES: dict[str, tuple[ModelFormat, str, Told]] = {
-    "plain text": (ModelFormat(), " hello <tool_call>\n ", Told(" hello <tool_call>\n ")),
-    "no call": (HERMES, "1 < 2 <tool_cal ", Told("1 < 2 <tool_cal ")),
-    "hermes": (HERMES, hermes(PARIS), Told(calls=[("f", PARIS)])),
-    "hermes, tricky": (HERMES, hermes(TRICKY), Told(calls=[("f", TRICKY)])),
+CASES: dict[str, tuple[ModelFormat, str, Parsed]] = {
+    "plain text": (ModelFormat(), " hello <tool_call>\n ", Parsed(" hello <tool_call>\n ")),
+    "no call": (HERMES, "1 < 2 <tool_cal ", Parsed("1 < 2 <tool_cal ")),
+    "hermes": (HERMES, hermes(PARIS), Parsed(calls=[("f", PARIS)])),
+    "hermes, tricky": (HERMES, hermes(TRICKY), Parsed(calls=[("f", TRICKY)])),
     "hermes, two and words": (
         HERMES,
         f"Let me see. \n\n{hermes(PARIS)}\n{hermes('{}', 'get_weather')}\n",
-        Told("Let me see.", calls=[("f", PARIS), ("get_weather", "{}")]),
+        Parsed("Let me see.", calls=[("f", PARIS), ("get_weather", "{}")]),
     ),
     "hermes, keys in another order": (
         HERMES,
         f'<tool_call>{{"id": [1, "}}"], "arguments": {PARIS}, "name": "f"}}</tool_call>bye',
-        Told("bye", calls=[("f", PARIS)]),
+        Parsed("bye", calls=[("f", PARIS)]),
     ),
     "hermes, arguments as a text": (
         HERMES,
         hermes(json.dumps(PARIS)),
-        Told(calls=[("f", PARIS)]),
+        Parsed(calls=[("f", PARIS)]),
     ),
     "hermes, without arguments": (
         HERMES,
         '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "f", "arguments": null}',
-        Told(calls=[("f", "{}"), ("f", "{}")]),
+        Parsed(calls=[("f", "{}"), ("f", "{}")]),
     ),
     "hermes, never closed": (
         HERMES,
         f'<tool_call>{{"name": "f", "arguments": {PARIS}}}\n{hermes("{}")}',
-        Told(calls=[("f", PARIS), ("f", "{}")]),
+        Parsed(calls=[("f", PARIS), ("f", "{}")]),
     ),
     "hermes, no JSON": (
         HERMES,
         "see <tool_call>nothing</tool_call> there",
-        Told("see <tool_call>nothing</tool_call> there"),
+        Parsed("see <tool_call>nothing</tool_call> there"),
     ),
     "hermes, cut off": (
         HERMES,
         '<tool_call>{"name": "f", "arguments": {"a": "b',
-        Told(calls=[("f", '{"a": "b')]),
+        Parsed(calls=[("f", '{"a": "b')]),
     ),
     "hermes, an escaped name": (
         HERMES,
         '<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>',
-        Told(calls=[("café", "{}")]),
+        Parsed(calls=[("café", "{}")]),
     ),
     "llama3": (
         LLAMA3,
         '{"name": "get_weather", "parameters": {"city": "Paris"}}',
-        Told(calls=[("get_weather", PARIS)]),
+        Parsed(calls=[("get_weather", PARIS)]),
     ),
     "llama3, behind a tag": (
         LLAMA3,
         f'<|python_tag|>{{"type": "function", "name": "f", "parameters": {PARIS}}}',
-        Told(calls=[("f", PARIS)]),
+        Parsed(calls=[("f", PARIS)]),
     ),
     "llama3, two": (
         LLAMA3,
         f'{{"name": "f", "parameters": {{}}}}; {{"name": "f", "parameters": {TRICKY}}}\n',
-        Told(calls=[("f", "{}"), ("f", TRICKY)]),
+        Parsed(calls=[("f", "{}"), ("f", TRICKY)]),
     ),
     "llama3, other JSON": (
         LLAMA3,
         ' {"answer": {"name": "f"}}',
-        Told(' {"answer": {"name": "f"}}'),
+        Parsed(' {"answer": {"name": "f"}}'),
     ),
     "llama3, an unknown tool": (
         LLAMA3,
         '{"name": "Ada", "parameters": {}} is who',
-        Told('{"name": "Ada", "parameters": {}} is who'),
+        Parsed('{"name": "Ada", "parameters": {}} is who'),
     ),
-    "llama3, words": (LLAMA3, "Hello {you}", Told("Hello {you}")),
+    "llama3, words": (LLAMA3, "Hello {you}", Parsed("Hello {you}")),
     "mistral": (
         MISTRAL,
         f'[TOOL_CALLS][{{"name": "f", "arguments": {TRICKY}}}, '
         f'{{"name": "get_weather", "arguments": {PARIS}}}]',
-        Told(calls=[("f", TRICKY), ("get_weather", PARIS)]),
+        Parsed(calls=[("f", TRICKY), ("get_weather", PARIS)]),
     ),
     "mistral, newer": (
         MISTRAL,
         f"so [TOOL_CALLS]f[ARGS]{PARIS}[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS]{{}}",
-        Told("so", calls=[("f", PARIS), ("get_weather", "{}")]),
+        Parsed("so", calls=[("f", PARIS), ("get_weather", "{}")]),
     ),
-    "mistral, newest": (MISTRAL, f"[TOOL_CALLS]f{PARIS}", Told(calls=[("f", PARIS)])),
-    "mistral, words": (MISTRAL, "[TOOL] x", Told("[TOOL] x")),
+    "mistral, newest": (MISTRAL, f"[TOOL_CALLS]f{PARIS}", Parsed(calls=[("f", PARIS)])),
+    "mistral, words": (MISTRAL, "[TOOL] x", Parsed("[TOOL] x")),
     "deepseek v3": (
         DEEPSEEKS,
         f"Well.{BEGINS}{of_v3(PARIS)}\n{of_v3('{}', 'get_weather')}{CALLS_END}",
-        Told("Well.", calls=[("f", PARIS), ("get_weather", "{}")]),
+        Parsed("Well.", calls=[("f", PARIS), ("get_weather", "{}")]),
     ),
     "deepseek v3.1": (
         DEEPSEEKS,
         f"{BEGINS}{BEGIN}f{SEP}{TRICKY}{END}{BEGIN}get_weather{SEP}{PARIS}{END}{CALLS_END}",
-        Told(calls=[("f", TRICKY), ("get_weather", PARIS)]),
+        Parsed(calls=[("f", TRICKY), ("get_weather", PARIS)]),
     ),
-    "deepseek, cut off": (DEEPSEEKS, f"{BEGINS}{BEGIN}function{SEP}get_w", Told()),
+    "deepseek, cut off": (DEEPSEEKS, f"{BEGINS}{BEGIN}function{SEP}get_w", Parsed()),
     "qwen3": (
         QWEN3,
         f"<think>\nhm, <tool_call> </thin\n</think>\n\nSo: {hermes(PARIS)}",
-        Told("So:", "hm, <tool_call> </thin", [("f", PARIS)]),
+        Parsed("So:", "hm, <tool_call> </thin", [("f", PARIS)]),
     ),
-    "qwen3, without a thought": (QWEN3, "\n a <think> b", Told("\n a <think> b")),
-    "qwen3, an empty thought": (QWEN3, "<think>\n\n</think>\n\nhi", Told("hi")),
-    "qwen3, cut off": (QWEN3, "<think>\nhm\n", Told("", "hm\n")),
-    "r1": (R1, "hm\n</think>\n\nhi", Told("hi", "hm")),
+    "qwen3, without a thought": (QWEN3, "\n a <think> b", Parsed("\n a <think> b")),
+    "qwen3, an empty thought": (QWEN3, "<think>\n\n</think>\n\nhi", Parsed("hi")),
+    "qwen3, cut off": (QWEN3, "<think>\nhm\n", Parsed("", "hm\n")),
+    "r1": (R1, "hm\n</think>\n\nhi", Parsed("hi", "hm")),
     "r1, opened": (
         R1,
         f"<think>\nhm\n</think>\n{BEGINS}{of_v3(PARIS)}{CALLS_END}",
-        Told("", "hm", [("f", PARIS)]),
+        Parsed("", "hm", [("f", PARIS)]),
     ),
     "qwen3-coder": (
         CODER,
         f"Let me see.\n\n{coder(WRITTEN)}\n{coder({}, 'get_weather')}\n",
-        Told("Let me see.", calls=[("f", TYPED), ("get_weather", "{}")]),
+        Parsed("Let me see.", calls=[("f", TYPED), ("get_weather", "{}")]),
     ),
-    "qwen3-coder, other types": (CODER, coder(MISTYPED), Told(calls=[("f", AS_TEXT)])),
+    "qwen3-coder, other types": (CODER, coder(MISTYPED), Parsed(calls=[("f", AS_TEXT)])),
     "qwen3-coder, no first marker": (
         CODER,
         "so <function=f>\n<parameter=city>Paris</parameter></function></tool_call>bye",
-        Told("sobye", calls=[("f", PARIS)]),
+        Parsed("sobye", calls=[("f", PARIS)]),
     ),
     "qwen3-coder, no call": (
         CODER,
         "x <tool_call>{} <function=g> y<function",
-        Told("x <tool_call>{} <function=g> y<function"),
+        Parsed("x <tool_call>{} <function=g> y<function"),
     ),
     "qwen3-coder, a text cut off": (
         CODER,
         coder(WRITTEN)[: coder(WRITTEN).index("</tool_call>")],
-        Told(calls=[("f", r'{"city": " \"a\" ')]),
+        Parsed(calls=[("f", r'{"city": " \"a\" ')]),
     ),
     "qwen3-coder, a number cut off": (
         CODER,
         "<tool_call><function=f><parameter=days>\n3",
-        Told(calls=[("f", '{"days": ')]),
+        Parsed(calls=[("f", '{"days": ')]),
     ),
     "glm45": (
         GLM,
         f"<think>hm</think>\nWell.\n{glm(WRITTEN)}\n{glm({}, 'get_weather')}",
-        Told("Well.", "hm", [("f", TYPED), ("get_weather", "{}")]),
+        Parsed("Well.", "hm", [("f", TYPED), ("get_weather", "{}")]),
     ),
-    "glm47": (GLM, glm({"city": "Paris"}).replace("\n", ""), Told(calls=[("f", PARIS)])),
-    "glm45, other types": (GLM, glm(MISTYPED), Told(calls=[("f", AS_TEXT)])),
-    "glm45, no call": (GLM, "x <tool_call></tool_call>", Told("x <tool_call></tool_call>")),
+    "glm47": (GLM, glm({"city": "Paris"}).replace("\n", ""), Parsed(calls=[("f", PARIS)])),
+    "glm45, other types": (GLM, glm(MISTYPED), Parsed(calls=[("f", AS_TEXT)])),
+    "glm45, no call": (GLM, "x <tool_call></tool_call>", Parsed("x <tool_call></tool_call>")),
     "glm45, cut off": (
         GLM,
         "<tool_call>f<arg_key>city</arg_key><arg_value>Pa",
-        Told(calls=[("f", '{"city": "Pa')]),
+        Parsed(calls=[("f", '{"city": "Pa')]),
     ),
     "harmony": (
         HARMONY,
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
         "hi there<|return|>",
-        Told("hi there", "hm"),
+        Parsed("hi there", "hm"),
     ),
     "harmony, calls": (
         HARMONY,
@@ -278,42 +280,42 @@ CASES: dict[str, tuple[ModelFormat, str, Told]] = {
         "<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
         f"<|constrain|>json<|message|>{TRICKY}<|call|><|start|>assistant to=functions.get_weather"
         f"<|channel|>commentary json<|message|>{PARIS}<|call|>",
-        Told("Let me see.", "hm", [("f", TRICKY), ("get_weather", PARIS)]),
+        Parsed("Let me see.", "hm", [("f", TRICKY), ("get_weather", PARIS)]),
     ),
-    "harmony, cut off": (HARMONY, "<|channel|>final<|message|>hi <|en", Told("hi <|en")),
-    "harmony, no harmony": (HARMONY, "hello", Told("hello")),
+    "harmony, cut off": (HARMONY, "<|channel|>final<|message|>hi <|en", Parsed("hi <|en")),
+    "harmony, no harmony": (HARMONY, "hello", Parsed("hello")),
     "harmony, goes on": (
         HARMONY,
         "o to=functions.f<|end|><|start|>assistant<|channel|>final<|message|>hi<|return|>",
-        Told("o to=functions.fhi"),
+        Parsed("o to=functions.fhi"),
     ),
     "harmony, half a header": (
         HARMONY,
         "<|channel|>final<|end|><|start|>assistant<|start|>assistant<|channel|>final<|message|>hi",
-        Told("hi"),
+        Parsed("hi"),
     ),
     "harmony, cut off in a header": (
         HARMONY,
         "<|channel|>final<|message|>hi<|end|><|start|>assistant to",
-        Told("hi"),
+        Parsed("hi"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_answer_is_told_apart(name):
-    speech, text, told = CASES[name]
-    assert listened(speech, [text]) == told
+    speech, text, reported = CASES[name]
+    assert listened(speech, [text]) == reported
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_same_wherever_it_is_cut(name):
-    speech, text, told = CASES[name]
+    speech, text, reported = CASES[name]
     for cut in range(len(text) + 1):
-        assert listened(speech, [text[:cut], text[cut:]]) == told, text[:cut]
+        assert listened(speech, [text[:cut], text[cut:]]) == reported, text[:cut]
     for size in (1, 2, 3, 7):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        assert listened(speech, [*pieces, ""]) == told, size
+        assert listened(speech, [*pieces, ""]) == reported, size
 
 
 SPOKEN = {
@@ -328,39 +330,39 @@ SPOKEN = {
 ALL_SPELT = "".join(dict.fromkeys(each for speech in SPOKEN.values() for each in speech.tokens))
 QUOTED = json.dumps({"q": ALL_SPELT}, ensure_ascii=False)
 # Special tokens are marked with a character before each; what is spelt otherwise is text.
-WITH_TOKENS: dict[str, tuple[str, Told]] = {
+WITH_TOKENS: dict[str, tuple[str, Parsed]] = {
     "hermes": (
         f"~<think>is it {ALL_SPELT}?~</think>Like {hermes('{}')}:\n"
         f'~<tool_call>{{"name": "f", "arguments": {QUOTED}}}~</tool_call>',
-        Told(f"Like {hermes('{}')}:", f"is it {ALL_SPELT}?", [("f", QUOTED)]),
+        Parsed(f"Like {hermes('{}')}:", f"is it {ALL_SPELT}?", [("f", QUOTED)]),
     ),
     "glm": (
         f"{glm({})}~<tool_call>f~<arg_key>city~</arg_key>"
         f"~<arg_value>{ALL_SPELT}~</arg_value>~</tool_call>",
-        Told(glm({}), calls=[("f", QUOTED.replace('"q"', '"city"'))]),
+        Parsed(glm({}), calls=[("f", QUOTED.replace('"q"', '"city"'))]),
     ),
     "qwen3-coder": (
         "<tool_call>f</tool_call>~<tool_call>\n<function=f>\n</function>\n~</tool_call>",
-        Told("<tool_call>f</tool_call>", calls=[("f", "{}")]),
+        Parsed("<tool_call>f</tool_call>", calls=[("f", "{}")]),
     ),
     "deepseek": (
         f"{ALL_SPELT}~</think>{ALL_SPELT}~{BEGINS}~{BEGIN}function~{SEP}f\n```json\n{QUOTED}\n```"
         f"~{END}~{BEGIN}f~{SEP}{QUOTED}~{END}~{CALLS_END}",
-        Told(ALL_SPELT, ALL_SPELT, [("f", QUOTED), ("f", QUOTED)]),
+        Parsed(ALL_SPELT, ALL_SPELT, [("f", QUOTED), ("f", QUOTED)]),
     ),
     "llama3": (
         '<|python_tag|>{"name": "f", "parameters": {}}',
-        Told('<|python_tag|>{"name": "f", "parameters": {}}'),
+        Parsed('<|python_tag|>{"name": "f", "parameters": {}}'),
     ),
     "mistral": (
         f"Like [TOOL_CALLS]f[ARGS]{{}} ~[TOOL_CALLS]f~[CALL_ID]1[ARGS]~[ARGS]{QUOTED}",
-        Told("Like [TOOL_CALLS]f[ARGS]{}", calls=[("f", QUOTED)]),
+        Parsed("Like [TOOL_CALLS]f[ARGS]{}", calls=[("f", QUOTED)]),
     ),
     "harmony": (
         f"~<|channel|>analysis~<|message|>{ALL_SPELT}~<|end|>~<|start|>assistant"
         f"~<|channel|>commentary to=functions.f ~<|constrain|>json~<|message|>{QUOTED}~<|end|>"
         f"~<|start|>assistant~<|channel|>final~<|message|>{ALL_SPELT}~<|return|>",
-        Told(ALL_SPELT, ALL_SPELT, [("f", QUOTED)]),
+        Parsed(ALL_SPELT, ALL_SPELT, [("f", QUOTED)]),
     ),
 }
 
@@ -368,24 +370,24 @@ WITH_TOKENS: dict[str, tuple[str, Told]] = {
 @pytest.mark.parametrize("name", WITH_TOKENS)
 def test_where_a_marker_is_a_special_token_its_spelling_is_none(name):
     """Seen failing with markers found by their text alone."""
-    written, told = WITH_TOKENS[name]
+    written, reported = WITH_TOKENS[name]
     parts = written.split("~")
     text = "".join(parts)
     marks = list(accumulate(map(len, parts[:-1])))
     for size in (1, 2, 5, 8, len(text)):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        assert listened(SPOKEN[name], [*pieces, ""], marks=marks) == told, size
+        assert listened(SPOKEN[name], [*pieces, ""], marks=marks) == reported, size
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_where_all_markers_are_special_tokens_nothing_else_changes(name):
-    speech, text, told = CASES[name]
+    speech, text, reported = CASES[name]
     markers = [*speech.markers(calls=True)]
     marks = [at for at in range(len(text)) if text.startswith(tuple(markers), at)]
     spoken = replace(speech, tokens=dict.fromkeys(markers, 0))
     for size in (1, 7, len(text) or 1):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        assert listened(spoken, [*pieces, ""], marks=marks) == told, size
+        assert listened(spoken, [*pieces, ""], marks=marks) == reported, size
 
 
 def test_text_that_only_begins_like_a_marker_is_not_held_back_where_that_is_a_token():
@@ -404,28 +406,28 @@ def test_what_comes_is_told_before_the_rest_is_there():
 
 
 @pytest.mark.parametrize(
-    "end, text, told",
+    "end, text, reported",
     [
-        ("[assistant]<think>\n", "hm</think>hi", Told("hi", "hm")),
-        ("[assistant]<think>\n\n</think>\n\n", "hi </think>", Told("hi </think>")),
-        ("what is <think>?[assistant]\n", "hi", Told("hi")),
+        ("[assistant]<think>\n", "hm</think>hi", Parsed("hi", "hm")),
+        ("[assistant]<think>\n\n</think>\n\n", "hi </think>", Parsed("hi </think>")),
+        ("what is <think>?[assistant]\n", "hi", Parsed("hi")),
     ],
 )
-def test_the_end_of_the_prompt_says_whether_it_is_thinking(end, text, told):
-    assert listened(QWEN3, [text], end) == told
+def test_the_end_of_the_prompt_says_whether_it_is_thinking(end, text, reported):
+    assert listened(QWEN3, [text], end) == reported
     if "<think>?" not in end:
-        assert listened(R1, [text], end) == told
+        assert listened(R1, [text], end) == reported
 
 
 @pytest.mark.parametrize("speech", [QWEN3, R1], ids=["qwen3", "r1"])
 def test_reasoning_can_be_left_out(speech):
-    assert listened(speech, ["<think>hm</th", "ink>hi"], reasons=False) == Told("hi")
+    assert listened(speech, ["<think>hm</th", "ink>hi"], reasons=False) == Parsed("hi")
 
 
 def test_who_may_call_no_tool_says_what_would_be_a_call():
-    assert listened(HERMES, [hermes("{}")], tools=None) == Told(hermes("{}"))
+    assert listened(HERMES, [hermes("{}")], tools=None) == Parsed(hermes("{}"))
     text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
-    assert listened(HARMONY, [text], tools=None) == Told("{}")
+    assert listened(HARMONY, [text], tools=None) == Parsed("{}")
 
 
 def test_of_several_calls_only_the_first_is_told_where_they_may_not_be_parallel():

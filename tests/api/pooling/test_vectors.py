@@ -79,12 +79,12 @@ def with_config(model, **fields):
 
 
 async def test_every_form_of_input_becomes_token_ids_and_its_vectors_come_in_order(rig):
-    told = (await rig.post(EMBEDDINGS, input=["the fox", "dog"])).json
-    assert [each["embedding"][0] for each in told["data"]] == [
+    reported = (await rig.post(EMBEDDINGS, input=["the fox", "dog"])).json
+    assert [each["embedding"][0] for each in reported["data"]] == [
         1 + len(ids("the fox")),
         1 + len(ids("dog")),
     ]
-    assert told["usage"] == {
+    assert reported["usage"] == {
         "prompt_tokens": 2 + len(ids("the fox")) + len(ids("dog")),
         "total_tokens": 2 + len(ids("the fox")) + len(ids("dog")),
     }
@@ -134,13 +134,13 @@ async def test_a_classifier_scores_pairs_and_a_generator_compares_embeddings(mod
     with_config(model, architectures=["LlamaForSequenceClassification"])
     async with site(model) as rig:
         rig.nodes[0].vector = lambda token_ids: [len(token_ids) - 4.0]
-        told = (await rig.post("/v1/rerank", return_documents=False, **fields)).json
+        reported = (await rig.post("/v1/rerank", return_documents=False, **fields)).json
         # This tokenizer joins the texts of a pair as they are, without the token that begins one.
         expected = [1 / (1 + math.exp(4.0 - n)) for n in (4, 3, 2)]
-        assert [each["index"] for each in told["results"]] == [1, 2, 0]
-        found = [each["relevance_score"] for each in told["results"]]
+        assert [each["index"] for each in reported["results"]] == [1, 2, 0]
+        found = [each["relevance_score"] for each in reported["results"]]
         assert found == pytest.approx(expected)
-        assert told["usage"]["total_tokens"] == 4 + 3 + 2
+        assert reported["usage"]["total_tokens"] == 4 + 3 + 2
         scores = await rig.post("/v1/score", text_1="a", text_2=["b", "ccc", "dd"])
         assert [each["score"] for each in scores.json["data"]] == pytest.approx(
             [expected[2], expected[0], expected[1]]
@@ -167,10 +167,10 @@ async def test_a_reranker_is_asked_in_words_for_a_yes_or_a_no(tmp_path, model):
         assert ranked["relevance_score"] == pytest.approx(0.25)
         (call,) = rig.calls
         assert (call.pool, *call.label_token_ids) == (POOL_TOKENS, yes, no)
-        told = tokenizer.decode(list(call.prompts[0].ids))
+        reported = tokenizer.decode(list(call.prompts[0].ids))
         asked = "<Instruct>: find people\n<Query>: who?\n<Document>: bob<|im_end|>"
-        assert asked in told
-        assert told.endswith("<think>\n\n</think>\n\n")
+        assert asked in reported
+        assert reported.endswith("<think>\n\n</think>\n\n")
     with pytest.raises(ConfigError, match="token for yes"):
         async with site(write_model(tmp_path), reranker="qwen3"):
             pass
@@ -194,8 +194,8 @@ async def test_labels_are_scored_after_texts_or_after_token_ids(rig):
 async def test_many_inputs_go_to_all_nodes_in_calls_of_some(model):
     async with site(model, num_nodes=2) as rig:
         inputs = [[number % 250 + 2] * (number % 9 + 1) for number in range(300)]
-        told = (await rig.post(EMBEDDINGS, input=inputs)).json
-        assert [each["embedding"] for each in told["data"]] == [
+        reported = (await rig.post(EMBEDDINGS, input=inputs)).json
+        assert [each["embedding"] for each in reported["data"]] == [
             [float(len(each)), float(each[0])] for each in inputs
         ]
         assert all(node.calls for node in rig.nodes)

@@ -232,8 +232,8 @@ async def test_a_process_that_does_not_answer_is_told_of_and_what_it_counted_sta
     try:
         content = (await router.first("/requests")).json
         assert (content["processes"], content["silent_processes"]) == (2, 1)
-        told = (await router.first("/cluster")).json["router"]
-        assert (told["processes"], told["silent_processes"]) == (2, 1)
+        reported = (await router.first("/cluster")).json["router"]
+        assert (reported["processes"], reported["silent_processes"]) == (2, 1)
         unknown = await router.first("/requests/nobody")
         assert unknown.status == 503 and "did not respond" in unknown.error["message"]
         scrape = await _scraped(router)

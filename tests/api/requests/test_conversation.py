@@ -74,8 +74,8 @@ def test_arguments_that_are_no_object_reach_the_template_as_they_were_written(ar
         + "{{ a | tojson }}|{{ a }}|{{ '' + a }}|{% for k, v in a|items %}{{ v }}{% endfor %}",
         {},
     )
-    told = render_conversation(ChatPrompt([called(arguments)]), template, 10 * len(arguments))
-    assert told.split("|") == [arguments] * 4
+    reported = render_conversation(ChatPrompt([called(arguments)]), template, 10 * len(arguments))
+    assert reported.split("|") == [arguments] * 4
 
 
 def test_a_call_without_arguments_has_none():

@@ -290,13 +290,13 @@ async def _corrected(channel: grpc.aio.Channel, hello: kvtransfer_pb2.Hello) -> 
     call = KvTransferStub(channel).Pair(timeout=5.0)  # type: ignore[no-untyped-call]
     await call.write(kvtransfer_pb2.FromConsumer(hello=hello))
     await call.done_writing()
-    told = ""
+    reported = ""
     try:
         async for _ in heard(call):
             pass
     except StreamStatus as end:
-        told = end.sentence
-    differences = _DIFFERENCE.findall(told)
+        reported = end.sentence
+    differences = _DIFFERENCE.findall(reported)
     for field, value in differences:
         if value.isdigit():
             hello.regions[0].page_bytes = int(value)

@@ -28,7 +28,7 @@ from common.identity.guard import ROLES, CallAuthenticator, uncounted
 from common.identity.secret import SecretKeys, new_secret, operator_keys
 from common.identity.tokens import Identity, TokenAuthentication
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
-from tests.support.grpc_calls import end_of_stream
+from tests.support.grpc_calls import end_of_stream, status_of
 
 Code = grpc.StatusCode
 SECRET, OTHER = new_secret(), new_secret()
@@ -117,7 +117,7 @@ class Node:
 
     async def drained_with(self, *metadata) -> tuple[Code, str]:
         async with rpc.make_channel(self.address) as channel:
-            return await ended(drain(channel, metadata=metadata))
+            return await status_of(drain(channel, metadata=metadata))
 
     async def refuses(self, *metadata, words: str = "") -> str:
         """The sentence with which a call that shows this is refused."""
@@ -149,14 +149,6 @@ def serve(channel):
     return decode_pb2_grpc.DecodeNodeStub(channel).Serve()
 
 
-async def ended(call) -> tuple[Code, str]:
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        return error.code(), error.details()
-    return Code.OK, ""
-
-
 def bearer(text: str) -> tuple[str, str]:
     return ("authorization", f"Bearer {text}")
 
@@ -176,7 +168,7 @@ async def test_each_role_reaches_its_methods_and_is_known_by_name(node):
         watching = node_pb2_grpc.NodeStub(channel).WatchCache(node_pb2.WatchCacheRequest())
         assert [events.page_size async for events in watching] == [16]
     async with node.called_as(identity("operator")) as channel:
-        assert await ended(drain(channel)) == (Code.OK, "")
+        assert await status_of(drain(channel)) == (Code.OK, "")
     assert node.refused.refusals == []
 
 
@@ -192,13 +184,13 @@ async def test_health_is_everybodys_and_reflection_an_operators(node):
             listing = stub.ServerReflectionInfo(timeout=60)
             if code is Code.OK:  # the others are refused before they have said anything
                 await listing.write(request)
-            assert (await ended(listing.read()))[0] is code
+            assert (await status_of(listing.read()))[0] is code
 
 
 async def test_an_operators_key_alone_is_enough_for_an_operator_and_for_nobody_else(node):
     (key,) = operator_keys(secret.parse(SECRET, "the test", "node"))
     async with node.called_as(identity("operator", key)) as channel:
-        assert await ended(drain(channel)) == (Code.OK, "")
+        assert await status_of(drain(channel)) == (Code.OK, "")
     for role in set(ROLES) - {"operator"}:
         with pytest.raises(secret.ConfigError, match=f"a {role} needs the secret"):
             secret.parse(key, "the test", role)
@@ -216,7 +208,7 @@ async def test_a_new_secret_is_heard_beside_the_old_one_and_the_old_one_no_more_
         node.keys.text = text
         for who, code in ((old_caller, old_code), (new_caller, new_code)):
             async with node.called_as(who) as channel:
-                assert (await ended(drain(channel)))[0] is code, text
+                assert (await status_of(drain(channel)))[0] is code, text
 
 
 # Whoever does not --------------------------------------------------------------------------------
@@ -239,7 +231,7 @@ async def test_a_role_may_call_what_the_table_says_and_nothing_else(node, method
     async with node.called_as(identity(role)) as channel:
         stub = node_pb2_grpc.NodeStub(channel)
         call = stub.Drain(node_pb2.DrainRequest()) if method == DRAIN else describe(channel)
-        code, sentence = await ended(call)
+        code, sentence = await status_of(call)
     assert code is Code.PERMISSION_DENIED
     assert f"{role} may not call {method}" in sentence
     assert node.refused.refusals == [("caller", "role")]
@@ -321,7 +313,7 @@ async def test_nothing_that_a_refused_caller_says_is_parsed(node):
     """Else it would be INVALID_ARGUMENT."""
     async with rpc.make_channel(node.address) as channel:
         call = channel.unary_unary("/baton.v1.Node/Abort")(b"\xff\xff\xff", timeout=60)
-        assert (await ended(call))[0] is Code.UNAUTHENTICATED
+        assert (await status_of(call))[0] is Code.UNAUTHENTICATED
     code, sentence = await asyncio.to_thread(end_of_stream, node.address, SERVE, b"\xff\xff\xff")
     assert code is Code.UNAUTHENTICATED and "has no cluster secret" in sentence
     assert node.refused.refusals == [("caller", "missing")] * 2
@@ -349,11 +341,11 @@ async def test_an_impostor_on_a_nodes_address_is_told_nothing_and_not_believed()
             await call.write(decode_pb2.ToNode(cancels=[1]))
         assert caught.value.code() is Code.UNAUTHENTICATED
         assert "did not prove that it is a node of this cluster" in caught.value.details()
-        assert (await ended(call.read()))[0] is Code.UNAUTHENTICATED
+        assert (await status_of(call.read()))[0] is Code.UNAUTHENTICATED
         assert service.heard == []
-        assert (await ended(describe(channel)))[0] is Code.UNAUTHENTICATED
+        assert (await status_of(describe(channel)))[0] is Code.UNAUTHENTICATED
         watching = node_pb2_grpc.NodeStub(channel).WatchCache(node_pb2.WatchCacheRequest())
-        assert (await ended(anext(aiter(watching))))[0] is Code.UNAUTHENTICATED
+        assert (await status_of(anext(aiter(watching))))[0] is Code.UNAUTHENTICATED
     assert count.refusals == [("callee", "missing")] * 3
 
 
@@ -386,24 +378,24 @@ async def test_a_proof_must_be_a_nodes_and_of_this_call(monkeypatch, forge, reas
         rpc.make_channel(address, None, identity("router", count=count)) as channel,
     ):
         call = serve(channel)
-        assert (await ended(call.read()))[0] is Code.UNAUTHENTICATED
-        assert (await ended(describe(channel)))[0] is Code.UNAUTHENTICATED
+        assert (await status_of(call.read()))[0] is Code.UNAUTHENTICATED
+        assert (await status_of(describe(channel)))[0] is Code.UNAUTHENTICATED
     assert count.refusals == [("callee", reason)] * 2
 
 
 async def test_what_ends_a_call_reaches_its_caller_although_nothing_was_proved(node):
     """A node that is gone, or that refuses, is no impostor."""
     async with node.called_as(identity("router", OTHER)) as channel:
-        code, sentence = await ended(serve(channel).read())
+        code, sentence = await status_of(serve(channel).read())
         assert code is Code.UNAUTHENTICATED and "another secret" in sentence
         with pytest.raises(grpc.aio.AioRpcError, match="another secret"):
             await serve(channel).write(decode_pb2.ToNode())
     async with rpc.make_channel("127.0.0.1:1", None, identity("router")) as channel:
-        assert (await ended(serve(channel).read()))[0] is Code.UNAVAILABLE
-        assert (await ended(describe(channel)))[0] is Code.UNAVAILABLE
+        assert (await status_of(serve(channel).read()))[0] is Code.UNAVAILABLE
+        assert (await status_of(describe(channel)))[0] is Code.UNAVAILABLE
     async with node.called_as(identity("operator")) as channel:
         flushing = node_pb2_grpc.NodeStub(channel).FlushCache(router_pb2.FlushCacheRequest())
-        assert await ended(flushing) == (Code.PERMISSION_DENIED, "its own words")
+        assert await status_of(flushing) == (Code.PERMISSION_DENIED, "its own words")
 
 
 async def test_a_cancelled_stream_is_cancelled_and_nothing_else():

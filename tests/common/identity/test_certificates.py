@@ -16,6 +16,7 @@ from common.identity.program import guard_of
 from node.metrics import NodeMetrics
 from protos import node_pb2, node_pb2_grpc
 from tests.support.certificates import Authority
+from tests.support.grpc_calls import serving, status_of
 
 Code = grpc.StatusCode
 
@@ -39,26 +40,15 @@ async def address(authority, tmp_path):
     config = authority.write(tmp_path / "node", roles=["node"])
     certificates = tls.certificates(config, "--server.tls")
     guard = guard_of(ServerConfig(port=1, tls=config), None, certificates, uncounted)
-    server = rpc.make_server()
-    rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, Service(), guard)
-    port = rpc.bind(server, "127.0.0.1", 0, certificates)
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await rpc.stop(server, 0.0)
+    add = node_pb2_grpc.add_NodeServicer_to_server
+    async with serving((add, Service()), certificates=certificates, guard=guard) as address:
+        yield address
 
 
 @contextlib.asynccontextmanager
 async def called_with(address, config):
     async with rpc.make_channel(address, tls.certificates(config, "the test's")) as channel:
         yield node_pb2_grpc.NodeStub(channel)
-
-
-async def ended(call) -> tuple[Code, str]:
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        return error.code(), error.details()
-    return Code.OK, ""
 
 
 @pytest.mark.parametrize(
@@ -77,9 +67,9 @@ async def test_the_role_is_in_the_certificate(
     # Seen failing with every role given to every certificate.
     config = authority.write(tmp_path / "caller", roles=roles)
     async with called_with(address, config) as stub:
-        code, sentence = await ended(stub.Describe(node_pb2.DescribeRequest(), timeout=60))
+        code, sentence = await status_of(stub.Describe(node_pb2.DescribeRequest(), timeout=60))
         assert code is describes
-        assert (await ended(stub.Drain(node_pb2.DrainRequest(), timeout=60)))[0] is drains
+        assert (await status_of(stub.Drain(node_pb2.DrainRequest(), timeout=60)))[0] is drains
     if not roles:
         assert "no URI urn:baton:ROLE" in sentence
 

@@ -66,8 +66,8 @@ class Observed:
 
     def about(self, label: str) -> dict[str, list[dict[str, object]]]:
         """Lines of each program about one request, once the router has told its label."""
-        told = [line for line in self.lines()["router"] if line.get("label") == label]
-        request_id = told[0]["request_id"] if told else ""
+        received = [line for line in self.lines()["router"] if line.get("label") == label]
+        request_id = received[0]["request_id"] if received else ""
         return {
             role: [line for line in lines if line.get("request_id") == request_id]
             for role, lines in self.lines().items()
@@ -202,10 +202,10 @@ async def test_every_program_says_whose_request_a_line_is_about(observed):
     left.cancel()
     cluster.thaw(prefill)
 
-    async def told() -> bool:
+    async def received() -> bool:
         return bool(observed.about("the first")["prefill"])
 
-    await cluster.wait_until(told, "the prefill node tells whose hand-off is dropped")
+    await cluster.wait_until(received, "the prefill node tells whose hand-off is dropped")
     cluster.freeze(prefill)
     kept = ask("the second")
     await cluster.wait_until(opened, "a hand-off is opened")

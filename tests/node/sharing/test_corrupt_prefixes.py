@@ -6,7 +6,7 @@ import pytest
 from common.page_tables import PageTables
 from engine.scheduler.residents import CorruptPrefix
 from kvtransfer.ports import InvalidateCommand, InvalidateEvent
-from node.sharing.prefixes import EVERY_S, MOST, CorruptPrefixes
+from node.sharing.prefixes import INVALIDATION_INTERVAL_S, MAX_INVALIDATIONS, CorruptPrefixes
 from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
@@ -45,19 +45,19 @@ def test_who_asks_without_end_is_heeded_now_and_then(memory: Memory) -> None:
     def accepted() -> int:
         """Return the number of accepted requests out of a flood."""
         before = prefixes.counters()["forgotten_prefixes/asked"]
-        for _ in range(10 * MOST):
+        for _ in range(10 * MAX_INVALIDATIONS):
             prefixes.asked(asked)
         return prefixes.counters()["forgotten_prefixes/asked"] - before
 
     memory.learn(b"", NUM_PAGES)
     memory.learn(OTHERS, NUM_PAGES)
-    assert accepted() == MOST
+    assert accepted() == MAX_INVALIDATIONS
     assert num_cached(memory, b"") == 0
     assert num_cached(memory, OTHERS) == NUM_PAGES * PAGE_SIZE
     memory.learn(b"", NUM_PAGES)
     assert accepted() == 0
     assert num_cached(memory, b"") == NUM_PAGES * PAGE_SIZE
-    now += 3 * EVERY_S
+    now += 3 * INVALIDATION_INTERVAL_S
     assert accepted() == 3
     now += 1e6
-    assert accepted() == MOST
+    assert accepted() == MAX_INVALIDATIONS

@@ -29,8 +29,8 @@ from kvtransfer.ports import (
     PublishCommand,
     ReadsEndedEvent,
 )
-from node.sharing.weight_exports import WeightExports
 from node.sharing.weight_reads import WeightReads
+from node.sharing.weights import WeightExports
 from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 

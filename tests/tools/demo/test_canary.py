@@ -129,8 +129,8 @@ async def test_it_calls_a_tool_for_sums_and_tells_what_that_has_found(
     assert call.function.name == structured.TOOL
     assert json.loads(call.function.arguments) == {"a": 123456, "b": 98765}
     messages += [said.message, {"role": "tool", "tool_call_id": call.id, "content": "222221"}]
-    told = await client.chat.completions.create(messages=messages, **how)
-    assert told.choices[0].message.content.strip() == "222221"
+    reported = await client.chat.completions.create(messages=messages, **how)
+    assert reported.choices[0].message.content.strip() == "222221"
 
 
 async def test_without_the_tool_it_says_what_it_cannot_do(client: openai.AsyncOpenAI):

@@ -29,8 +29,8 @@ def _told(prompt: str, before: dict[str, str]) -> str:
                 "arguments": dict(zip("ab", map(int, prompt.split()[1:3]), strict=True)),
             }
             return f"<tool_call>\n{json.dumps(called)}\n</tool_call>"
-    *told, asked = prompt.removesuffix(" =").split(", ")
-    for fact in told:
+    *reported, asked = prompt.removesuffix(" =").split(", ")
+    for fact in reported:
         key, value = fact.split(" = ")
         assert key not in before or before[key] == value
         before[key] = value

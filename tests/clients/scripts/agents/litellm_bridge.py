@@ -23,6 +23,6 @@ assert message.reasoning_content == "I should add", message
 chunks = list(litellm.completion(**asked, stream=True))
 built = litellm.stream_chunk_builder(chunks)
 assert built.choices[0].message.tool_calls[0].function.arguments == '{"a": 27, "b": 15}', built
-told = {"role": "tool", "tool_call_id": call.id, "content": "42"}
-asked["messages"] += [message.model_dump(), told]
+reported = {"role": "tool", "tool_call_id": call.id, "content": "42"}
+asked["messages"] += [message.model_dump(), reported]
 assert litellm.completion(**asked).choices[0].message.content == "It is 42."
