@@ -57,6 +57,7 @@ class NativeCheckpoint:
                 model,
                 image_token_side=files.token_side,
                 image_tokens_per_side=files.tokens_per_side,
+                video_frames=0 if files.video is None else files.frames,
                 axial_images=files.axial,
             )
             decoder = replace(decoder, model=model)

@@ -188,7 +188,7 @@ def _patches(scaled: Tensor, image: Image, files: VisionFiles) -> Tensor:
         scaled: [pixels, 3].
     """
     side, merge = files.patch_side, files.merge
-    apart = scaled.view(image.rows, merge, side, image.columns, merge, side, 3)
-    by_patch = apart.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
-    whole = by_patch.expand(*by_patch.shape[:5], files.frames, *by_patch.shape[6:])
+    apart = scaled.view(image.frames, image.rows, merge, side, image.columns, merge, side, 3)
+    by_patch = apart.permute(1, 4, 2, 5, 7, 0, 3, 6)
+    whole = by_patch.expand(*by_patch.shape[:5], files.frames, side, side)
     return whole.reshape(image.num_tokens * merge**2, -1)
