@@ -152,6 +152,7 @@ class PrefillAdmission:
         self._pages = core.pages
         self._cache = cache
         self._tiers = core.tiers
+        self._encoder = core.encoder
         self._clock = core.clock
         self._retracted = retracted
         self._ratio = ratio
@@ -397,7 +398,7 @@ class PrefillAdmission:
                 if returned or is_overdue(request.arrived, now):
                     break
                 continue
-            if self._is_coming(request):
+            if self._is_coming(request) or self._is_encoding(request, match.num_tokens):
                 held_back = True
                 continue
             end = adder.cut(match.num_tokens, len(request.token_ids))
@@ -425,6 +426,22 @@ class PrefillAdmission:
                 request.brought = False
                 request.bringing.append(self._clock())
         return request.brought is False
+
+    def _is_encoding(self, request: Request, num_cached: int) -> bool:
+        """Return whether images behind the cached tokens are being encoded, or wait for that. Begin
+        if there is capacity. The forward encodes images that are evicted meanwhile."""
+        if self._encoder is None or not request.spec.images:
+            return False
+        if request.encoding is None:
+            images = [image for image in request.spec.images if image.end > num_cached]
+            request.encoding = self._encoder.begin(images)
+            if request.encoding is None:
+                return True
+            if request.is_encoding:
+                request.encoded = [self._clock()]
+        if not request.is_encoding and len(request.encoded) == 1:
+            request.encoded.append(self._clock())
+        return request.is_encoding
 
     def _match(self, request: Request) -> PrefixMatch:
         return self._cache.match(request.reusable_tokens, request.namespace)

@@ -144,6 +144,8 @@ def test_retracted_requests_are_recomputed_with_their_images(model):
     size = Size(num_pages=num_pages, swap_pages=0, max_running_requests=4, prefix_cache=False)
     ratio = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
     with rig_of(model, prefill=[], decode=[size], mode="colocated", **ratio) as rig:
+        # All are admitted together, because their images are cached.
+        rig.decode[0].engine.model.seeing.encode([image for _, image, _ in prompts], None)
         asked = [ask(rig, parts) for parts in prompts]
         rig.run()
         assert [one.tokens for one in asked] == [model.greedy(parts) for parts in prompts]

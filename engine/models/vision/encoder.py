@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +132,15 @@ class TransformersEncoder:
         self._files = files
         self._device, self._dtype = device, dtype
 
-    def encode(self, image: Image) -> Tensor:
-        inputs = encoder_inputs(image, self._files, self._device, self._dtype)
+    def encode(self, images: Sequence[Image]) -> Sequence[Tensor]:
+        each = [encoder_inputs(image, self._files, self._device, self._dtype) for image in images]
+        inputs = {name: torch.cat([one[name] for one in each]) for name in each[0]}
         with torch.inference_mode():
             encoded = self._model.get_image_features(**inputs)
-            features = encoded.get("deepstack_features", ())  # each a list with one entry an image
-            together = torch.cat((*encoded.pooler_output, *(each[0] for each in features)), dim=1)
-        return together.to(self._dtype)
+            # By layer, then by image.
+            made = (encoded.pooler_output, *encoded.get("deepstack_features", ()))
+            by_image = zip(*made, strict=True)
+            return [torch.cat(features, dim=1).to(self._dtype) for features in by_image]
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
         self._model.load_state_dict(weights)
@@ -151,7 +153,7 @@ class TransformersEncoder:
         pixels = bytes(3 * self._files.token_side**2 * rows * columns)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        self.encode(Image(0, rows, columns, pixels))
+        self.encode([Image(0, rows, columns, pixels)])
         return torch.cuda.max_memory_allocated(self._device) - before
 
 
