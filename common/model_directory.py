@@ -4,6 +4,7 @@ A model is a directory, or a hub id whose files are downloaded once.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,8 @@ def model_directory(model: str, *, weights: bool) -> Path:
 # Image settings: routers resize images by them, and nodes encode images by them. Defaults are those
 # of the configuration and image processor classes in transformers.
 
-_BICUBIC = 3
+_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers
+_HALF = (0.5, 0.5, 0.5)
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -100,6 +102,16 @@ class SquareSize(msgspec.Struct, frozen=True, tag=True):
     side: int
 
 
+class StretchedSize(msgspec.Struct, frozen=True, tag=True):
+    """A size rule: every image is stretched to the same square.
+
+    Attributes:
+        side: pixels per side of the square.
+    """
+
+    side: int
+
+
 class VideoFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Video settings of a model.
 
@@ -128,6 +140,10 @@ class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
         size: rule for resizing.
         mean, std: of red, green, blue, where 1 is the brightest.
         axial: image tokens are positioned by row and column, instead of like text.
+        resample: Pillow's number of the filter for resizing.
+        whole: tokens of an image see all tokens of their image.
+        surrounded: the tokens before and after an image's. The chat template writes the first one.
+            None: it writes the placeholder.
         video: None: the model has no video input.
     """
 
@@ -135,10 +151,13 @@ class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
     patch_side: int
     merge: int
     frames: int
-    size: AreaSize | SquareSize
+    size: AreaSize | SquareSize | StretchedSize
     mean: tuple[float, ...]
     std: tuple[float, ...]
     axial: bool
+    resample: int = _BICUBIC
+    whole: bool = False
+    surrounded: tuple[int, int] | None = None
     video: VideoFiles | None = None
 
     @property
@@ -150,7 +169,7 @@ class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
     def tokens_per_side(self) -> int:
         """Rows and columns of every image, or 0 if they depend on its size."""
         match self.size:
-            case SquareSize(side=side):
+            case SquareSize(side=side) | StretchedSize(side=side):
                 return side // self.token_side
             case AreaSize():
                 return 0
@@ -272,6 +291,37 @@ def _by_square(config: _Json, vision: _Json, processor: _Json, _: _Json) -> Visi
     )
 
 
+def _by_stretch(config: _Json, vision: _Json, processor: _Json, _: _Json) -> VisionFiles:
+    """Read the settings of Gemma 3: a SigLIP encoder, whose patches are pooled."""
+    side, patch_side = int(vision.get("image_size", 224)), int(vision.get("patch_size", 16))
+    per_side = math.isqrt(int(config.get("mm_tokens_per_image", 256)))
+    merge = side // (patch_side * per_side)
+    if merge * patch_side * per_side != side:
+        raise ValueError(f"image_size is {side}, which is no multiple of {patch_side * per_side}")
+    _must_be(vision, {"model_type": "siglip_vision_model"})
+    square = {"height": side, "width": side}
+    _must_be(processor, {"resample": _BILINEAR, "size": square})
+    if processor.get("do_pan_and_scan"):
+        raise ValueError("do_pan_and_scan is true, which is not supported")
+    mean, std = _scale({"image_mean": _HALF, "image_std": _HALF, **processor})
+    return VisionFiles(
+        placeholder=int(config.get("image_token_index", config.get("image_token_id", 262144))),
+        patch_side=patch_side,
+        merge=merge,
+        frames=1,
+        size=StretchedSize(side),
+        mean=mean,
+        std=std,
+        axial=False,
+        resample=_BILINEAR,
+        whole=True,
+        surrounded=(
+            int(config.get("boi_token_index", config.get("boi_token_id", 255999))),
+            int(config.get("eoi_token_index", config.get("eoi_token_id", 256000))),
+        ),
+    )
+
+
 def _must_be(settings: _Json, supported: _Json) -> None:
     """Raise ValueError if a setting is present with another value."""
     for name, value in supported.items():
@@ -295,6 +345,7 @@ _IMAGE_MODELS: Mapping[str, Callable[[_Json, _Json, _Json, _Json], VisionFiles]]
     "qwen3_5": partial(_by_area, placeholder=248056, patch_side=16, timestamps=True),
     "qwen3_5_moe": partial(_by_area, placeholder=248056, patch_side=16, timestamps=True),
     "llava": _by_square,
+    "gemma3": _by_stretch,
 }
 
 

@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 
 from api.images.picture import Decoded, ImageJob, Outcome, Refused
 from common.errors import InvalidRequest
-from common.model_directory import AreaSize, ClipSize, SquareSize, VisionFiles
+from common.model_directory import AreaSize, ClipSize, SquareSize, StretchedSize, VisionFiles
 from common.process import helper
 
 # Limits of stored pixels. Decoding takes, in bytes a pixel at worst: JPEG 12 (progressive CMYK has
@@ -84,13 +84,12 @@ class Fit(NamedTuple):
         return Fit(self.columns, self.rows, (width, height))
 
 
-def pixels_of(image: Image.Image, fit: Fit, side: int) -> tuple[Fit, bytes]:
+def pixels_of(image: Image.Image, fit: Fit, files: VisionFiles) -> tuple[Fit, bytes]:
     """Return the size of the image when it is upright, and its RGB pixels, upright and resized.
 
     Args:
         image: the result of `opened`. It must not be used afterwards.
         fit: its size as it is stored, which may be on its side.
-        side: pixels per side of a token.
 
     Raises:
         InvalidRequest: it is damaged.
@@ -107,9 +106,9 @@ def pixels_of(image: Image.Image, fit: Fit, side: int) -> tuple[Fit, bytes]:
     except Exception as error:  # Pillow has no common error class
         raise InvalidRequest(f"an image is damaged: {error}") from error
     height, width = fit.resized
-    kept = fit.rows * side, fit.columns * side
+    kept = fit.rows * files.token_side, fit.columns * files.token_side
     top, left = (height - kept[0]) // 2, (width - kept[1]) // 2
-    resized = image.resize((width, height), Image.Resampling.BICUBIC)
+    resized = image.resize((width, height), Image.Resampling(files.resample))
     return fit, resized.crop((left, top, left + kept[1], top + kept[0])).tobytes()
 
 
@@ -152,7 +151,7 @@ def _decoded(job: ImageJob) -> Decoded:
             f"messages: {'a frame' if job.num_frames else 'an image'} has {num_tokens} tokens, "
             f"{job.tokens_left} are left for it: send fewer or smaller images, or detail low"
         )
-    fit, pixels = pixels_of(image, fit, job.files.token_side)
+    fit, pixels = pixels_of(image, fit, job.files)
     return Decoded(fit.rows, fit.columns, pixels)
 
 
@@ -182,6 +181,10 @@ def fit_of(
             return _of_area(grown_size, size, side, max_tokens, _Frames(num_frames, whole))
         case SquareSize() as size:
             return _of_square(height, width, size, files.tokens_per_side, max_tokens)
+        case StretchedSize(side=whole_side):
+            count = files.tokens_per_side
+            _check_fixed(count, max_tokens)
+            return Fit(count, count, (whole_side, whole_side))
 
 
 class _Frames(NamedTuple):
@@ -224,14 +227,19 @@ def _of_area(
 
 def _of_square(height: int, width: int, size: SquareSize, count: int, max_tokens: int) -> Fit:
     """Follow CLIPImageProcessor in transformers. `count`: tokens per side."""
+    _check_fixed(count, max_tokens)
+    longer = int(size.shorter_side * max(height, width) / min(height, width))
+    resized = (size.shorter_side, longer) if height <= width else (longer, size.shorter_side)
+    return Fit(count, count, resized)
+
+
+def _check_fixed(count: int, max_tokens: int) -> None:
+    """Raise InvalidRequest if an image of `count` tokens per side has more than `max_tokens`."""
     if count**2 > max_tokens:
         raise InvalidRequest(
             f"an image of this model has {count**2} tokens, {max_tokens} are allowed: detail low "
             "is not supported"
         )
-    longer = int(size.shorter_side * max(height, width) / min(height, width))
-    resized = (size.shorter_side, longer) if height <= width else (longer, size.shorter_side)
-    return Fit(count, count, resized)
 
 
 if __name__ == "__main__":

@@ -321,6 +321,8 @@ class ImageLoader:
     def check_numbers(self, media: Sequence[MediaInput]) -> None:
         """Raise InvalidRequest if there are too many, or too many or too few frames."""
         videos = [each for each in media if isinstance(each, VideoInput)]
+        if videos and self._files.video is None:
+            raise InvalidRequest("messages: this model does not support videos")
         num_images, allowed = len(media) - len(videos), self._config
         if num_images > allowed.max_images:
             raise InvalidRequest(f"messages has {num_images} images, {allowed.max_images} allowed")

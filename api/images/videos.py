@@ -1,4 +1,4 @@
-"""Videos of a request: their marks in the prompt's text, and their temporal patches.
+"""Marks of images and videos in a prompt's text, and the temporal patches of videos.
 
 A client sends the frames of a video. The encoder sees a few frames at a time, a temporal patch.
 """
@@ -7,13 +7,44 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Protocol
 
-from api.images.picture import Decoded, VideoInput
+from api.images.picture import Decoded, MediaInput, VideoInput
 from common.errors import InvalidRequest
 from common.model_directory import VideoFiles, VisionFiles
 from common.requests.images import Image
 
 MIN_FPS, MAX_FPS = 0.01, 1000.0
+
+
+class MediaMarks(Protocol):
+    """Replaces the marks in a rendered conversation whose number or text differs from those that
+    the model needs."""
+
+    def written(self, text: str, media: Sequence[MediaInput]) -> str:
+        """Return a conversation with the marks of all its images and videos.
+
+        Raises:
+            InvalidRequest: the text has more or fewer marks than there are images or videos.
+        """
+        ...
+
+
+class SurroundedMarks:
+    """Writer of images between two tokens and blank lines, as in Gemma 3."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """
+        Args:
+            names: texts of the token before an image, of its placeholder, and of that after it.
+        """
+        begin, placeholder, end = names
+        self._mark = begin
+        self._whole = f"\n\n{begin}{placeholder}{end}\n\n"
+
+    def written(self, text: str, media: Sequence[MediaInput]) -> str:
+        _check_places(text.count(self._mark), len(media), "images")
+        return text.replace(self._mark, self._whole)
 
 
 class VideoMarks:
@@ -31,18 +62,12 @@ class VideoMarks:
         self._timed = video.positions_per_second is None
         self._mark = begin + placeholder + end if self._timed else placeholder
 
-    def written(self, text: str, videos: Sequence[VideoInput]) -> str:
-        """Return a conversation with the marks of all temporal patches.
-
-        Raises:
-            InvalidRequest: the text has more or fewer marks than there are videos.
-        """
+    def written(self, text: str, media: Sequence[MediaInput]) -> str:
+        videos = [each for each in media if isinstance(each, VideoInput)]
+        if not videos:
+            return text
         first, *others = text.split(self._mark)
-        if len(others) != len(videos):
-            raise InvalidRequest(
-                f"messages: the prompt has {len(others)} places for {len(videos)} videos; a text "
-                "may not have the model's own mark of one"
-            )
+        _check_places(len(others), len(videos), "videos")
         parts = (self._of(video) + rest for video, rest in zip(videos, others, strict=True))
         return first + "".join(parts)
 
@@ -54,6 +79,14 @@ class VideoMarks:
         ends = (min(start + self._frames - 1, last) for start in starts)
         times = ((start + end) / 2 / video.fps for start, end in zip(starts, ends, strict=True))
         return "".join(f"<{time:.1f} seconds>{self._mark}" for time in times)
+
+
+def _check_places(found: int, wanted: int, of_what: str) -> None:
+    if found != wanted:
+        raise InvalidRequest(
+            f"messages: the prompt has {found} places for {wanted} {of_what}; a text may not have "
+            "the model's own mark of one"
+        )
 
 
 def num_patches(video: VideoInput, frames: int) -> int:

@@ -14,7 +14,7 @@ import msgspec
 from api.auth.client import Client
 from api.images.picture import ImageInput, MediaInput, VideoInput
 from api.images.pictures import ImageLoader
-from api.images.videos import VideoMarks
+from api.images.videos import MediaMarks
 from api.parsers import harmony, think
 from api.parsers.model_format import ModelFormat, ReasoningFormat
 from api.requests.generate_params import (
@@ -63,16 +63,16 @@ class PromptEncoder:
         limits: ModelLimits,
         speech: ModelFormat,
         pictures: ImageLoader | None = None,
-        video_marks: VideoMarks | None = None,
+        marks: MediaMarks | None = None,
     ) -> None:
         """
         Args:
             speech: format of the model's reasoning.
             pictures: reader of images. None: the model does not support images.
-            video_marks: None: the model does not support videos.
+            marks: None: the chat template writes the marks that the model needs.
         """
         self._pictures = pictures
-        self._video_marks = video_marks
+        self._marks = marks
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._limits = limits
@@ -214,7 +214,7 @@ class PromptEncoder:
             text: the rendered conversation.
         """
         if messages.media:
-            text = self._with_videos(messages.media, text)
+            text = self._with_marks(messages.media, text)
         token_ids = await self._encode(text, messages.field, add_special_tokens=False)
         if not messages.media:
             return token_ids, ()
@@ -223,19 +223,16 @@ class PromptEncoder:
         check_length(token_ids, self._limits, messages.field)
         return token_ids, images
 
-    def _with_videos(self, media: Sequence[MediaInput], text: str) -> str:
-        """Return a rendered conversation with its videos.
+    def _with_marks(self, media: Sequence[MediaInput], text: str) -> str:
+        """Return a rendered conversation with the marks of its images and videos.
 
         Raises:
             InvalidRequest: the model does not support its media, or these are too many.
         """
-        videos = [each for each in media if isinstance(each, VideoInput)]
-        if videos and self._video_marks is None:
-            raise InvalidRequest("messages: this model does not support videos")
         if self._pictures is None:
             raise InvalidRequest("messages: this model does not support images, only text")
         self._pictures.check_numbers(media)
-        return self._video_marks.written(text, videos) if self._video_marks else text
+        return text if self._marks is None else self._marks.written(text, media)
 
     async def _with_images(
         self, messages: ChatPrompt, token_ids: Sequence[int], client: Client

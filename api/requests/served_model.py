@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from api.images.pictures import ImageLoader
-from api.images.videos import VideoMarks
+from api.images.videos import MediaMarks, SurroundedMarks, VideoMarks
 from api.parsers import think
 from api.parsers.model_format import ModelFormat, speech_of
 from api.requests.prompts import PromptEncoder
@@ -17,7 +17,7 @@ from api.text.limits import ModelLimits
 from api.text.model_files import ModelFiles
 from api.text.tokenizer import RouterTokenizer
 from common.config import ImagesConfig
-from common.model_directory import VisionFiles
+from common.model_directory import VideoFiles, VisionFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,20 @@ def served_model(
         takes_budget=speech.marks_thought and marked,
     )
     pictures = None if files.vision is None else ImageLoader(files.vision, images or ImagesConfig())
-    marks = _video_marks(files.vision, tokenizer)
+    marks = _marks(files.vision, tokenizer)
     prompts = PromptEncoder(tokenizer, template, limits, speech, pictures, marks)
     return ServedModel(files, tokenizer, limits, prompts, speech)
 
 
-def _video_marks(files: VisionFiles | None, tokenizer: RouterTokenizer) -> VideoMarks | None:
-    """Return None if the model has no video input, or its tokenizer no tokens for it."""
-    if files is None or files.video is None:
-        return None
-    video = files.video
-    names = tokenizer.names((video.begin, video.placeholder, video.end))
-    return VideoMarks(files.frames, video, names) if all(names) else None
+def _marks(files: VisionFiles | None, tokenizer: RouterTokenizer) -> MediaMarks | None:
+    """Return None if the chat template writes all marks, or if the tokenizer has no tokens for
+    them. In that case, media are rejected because they have no places in the prompt."""
+    match files:
+        case VisionFiles(surrounded=(begin, end)):
+            names = tokenizer.names((begin, files.placeholder, end))
+            return SurroundedMarks(names) if all(names) else None
+        case VisionFiles(video=VideoFiles() as video):
+            names = tokenizer.names((video.begin, video.placeholder, video.end))
+            return VideoMarks(files.frames, video, names) if all(names) else None
+        case _:
+            return None

@@ -29,6 +29,7 @@ AXES = 3  # time, height, width
 class VisibleImage:
     """Tokens [first, last) of an image. They start at token `place` of the step.
 
+    row: of the step, whose request has the image.
     image: None on a rank that receives its embeddings from another one.
     """
 
@@ -36,6 +37,7 @@ class VisibleImage:
     first: int
     last: int
     place: int
+    row: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +106,7 @@ class RowImages:
             if self._axial:
                 moved = np.tile(moved, (AXES, 1)) if moved.ndim == 1 else moved
                 moved[:, place : place + end - start] = positions_of(images, start, end)
-            seen += _seen(images, start, end, place)
+            seen += _seen(images, start, end, place, row)
         return EncodedImage(known, moved, tuple(seen))
 
     def _acquired(self, slot: int, request: Request) -> None:
@@ -157,11 +159,13 @@ def _placed(images: Sequence[Image]) -> Iterator[tuple[Image, int, int]]:
         yield image, first, shift
 
 
-def _seen(images: Sequence[Image], start: int, end: int, place: int) -> list[VisibleImage]:
+def _seen(
+    images: Sequence[Image], start: int, end: int, place: int, row: int
+) -> list[VisibleImage]:
     """Return the visible images of a row that computes tokens [start, end), the first at
     `place`."""
     return [
-        VisibleImage(image, first - image.at, last - image.at, place + first - start)
+        VisibleImage(image, first - image.at, last - image.at, place + first - start, row)
         for image in images
         if (first := max(image.at, start)) < (last := min(image.end, end))
     ]

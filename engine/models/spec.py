@@ -28,6 +28,7 @@ class ModelSpec:
             from the repr, too.
         video_frames: frames of a temporal patch of a video. 0: no videos. Excluded from the repr,
             too.
+        whole_images: tokens of an image see all tokens of their image. Excluded from the repr, too.
         axial_images: image tokens are positioned by row and column. Excluded from the repr, too.
         generates: the model has a head for tokens.
         num_labels: classes of its classification head. 0: there is none.
@@ -49,4 +50,5 @@ class ModelSpec:
     image_token_side: int = field(default=0, repr=False)
     image_tokens_per_side: int = field(default=0, repr=False)
     video_frames: int = field(default=0, repr=False)
+    whole_images: bool = field(default=False, repr=False)
     axial_images: bool = field(default=False, repr=False)

@@ -92,7 +92,8 @@ def write_vision_files(
     tokenizer.add_special_tokens([BEGIN, PAD, END, VIDEO_PAD])
     assert tokenizer.token_to_id(PAD) == PAD_ID
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.chat_template = CHAT_TEMPLATE
+    written = BEGIN if model_type == "gemma3" else BEGIN + PAD + END
+    fast.chat_template = CHAT_TEMPLATE.replace(BEGIN + PAD + END, written)
     fast.save_pretrained(directory)
     return directory
 
@@ -144,7 +145,7 @@ _MARKS = {
     "vision_start_token_id": BEGIN_ID,
     "vision_end_token_id": END_ID,
 }
-SQUARE = 6  # tokens per side of every image of a LLaVA
+SQUARE = 6  # tokens per side of every image of a LLaVA or a Gemma 3
 # By model_type: of the decoder, of the image encoder, and others.
 _SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = {
     "qwen2_5_vl": (
@@ -172,6 +173,31 @@ _SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, An
         },
         {"image_token_index": PAD_ID},
     ),
+    "gemma3": (
+        {
+            "model_type": "gemma3_text",
+            **_TEXT,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 48,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "patch_size": PATCH,
+            "image_size": SQUARE * SIDE,
+        },
+        {
+            "image_token_index": PAD_ID,
+            "boi_token_index": BEGIN_ID,
+            "eoi_token_index": END_ID,
+            "mm_tokens_per_image": SQUARE**2,
+        },
+    ),
 }
 
 
@@ -196,6 +222,13 @@ def _processor(model_type: str, max_pixels: int) -> dict[str, Any]:
             "resample": 3,
             **scale,
         }
+    if model_type == "gemma3":
+        return {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": SQUARE * SIDE, "width": SQUARE * SIDE},
+            "resample": 2,
+            **scale,
+        }
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "min_pixels": SIDE**2,
@@ -212,9 +245,11 @@ def image_processor(
 ) -> Any:
     """transformers' own."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    kind = CLIPImageProcessorPil if model_type == "llava" else Qwen2VLImageProcessorPil
+    kinds = {"llava": CLIPImageProcessorPil, "gemma3": Gemma3ImageProcessorPil}
+    kind = kinds.get(model_type, Qwen2VLImageProcessorPil)
     fields = _processor(model_type, max_pixels)
     del fields["image_processor_type"]
     return kind(**(fields | options))
@@ -299,6 +334,8 @@ def vision_inputs(
     as_they_are = {"do_resize": False}
     if model_type == "llava":
         as_they_are["do_center_crop"] = False
+    elif model_type == "gemma3":
+        inputs["token_type_ids"] = (tokens == PAD_ID).int()
     else:
         inputs["mm_token_type_ids"] = (tokens == PAD_ID).int() + 2 * (tokens == VIDEO_PAD_ID).int()
     stills = [image for image in images if image.frames == 1]
@@ -306,6 +343,7 @@ def vision_inputs(
         processor = image_processor(model_type=model_type, **as_they_are)
         arrays = [_array(image) for image in stills]
         inputs |= processor(arrays, return_tensors="pt", input_data_format="channels_last")
+        inputs.pop("num_crops", None)
     return inputs | _video_inputs([image for image in images if image.frames > 1])
 
 

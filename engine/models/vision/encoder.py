@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.limits import MAX_PIXEL_BYTES
-from common.model_directory import AreaSize, SquareSize, VisionFiles, vision_files
+from common.model_directory import AreaSize, SquareSize, StretchedSize, VisionFiles, vision_files
 from common.requests.images import Image
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.fields import Fields
@@ -174,7 +174,7 @@ def encoder_inputs(
     mean, std = (torch.tensor(each, device=device) for each in (files.mean, files.std))
     scaled = flat.view(-1, 3).float().div_(255).sub_(mean).div_(std)
     match files.size:
-        case SquareSize(side=side):
+        case SquareSize(side=side) | StretchedSize(side=side):
             whole = scaled.view(1, side, side, 3).permute(0, 3, 1, 2)
             return {"pixel_values": whole.to(dtype)}
         case AreaSize():
