@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from api.auth.client import Client
+from api.images.marks import MediaMarks
 from api.images.picture import ImageInput, MediaInput, VideoInput
 from api.images.pictures import ImageLoader
-from api.images.videos import MediaMarks
 from api.parsers import harmony, think
 from api.parsers.model_format import ModelFormat, ReasoningFormat
 from api.requests.generate_params import (

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from api.images.marks import MediaMarks, SurroundedMarks, VideoMarks
 from api.images.pictures import ImageLoader
-from api.images.videos import MediaMarks, SurroundedMarks, VideoMarks
 from api.parsers import think
 from api.parsers.model_format import ModelFormat, speech_of
 from api.requests.prompts import PromptEncoder

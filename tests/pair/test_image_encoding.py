@@ -140,6 +140,7 @@ def test_what_the_thread_fails_to_encode_the_forward_encodes(rig, model):
     assert encoder.calls == [1, 1] and counts(rig) == (1, 0)
 
 
+@pytest.mark.long
 def test_requests_wait_while_the_queue_of_images_is_full(rig, model, monkeypatch):
     monkeypatch.setattr(encoder_thread, "MAX_QUEUED", 1)
     encoder = held(rig)
@@ -151,6 +152,7 @@ def test_requests_wait_while_the_queue_of_images_is_full(rig, model, monkeypatch
     assert all(one.reason is not FinishReason.ERROR for one in asked)
 
 
+@pytest.mark.long
 def test_an_image_that_was_evicted_is_encoded_by_the_forward(rig, model):
     """Each pushes out those before it."""
     rig.decode[0].engine.model.seeing._most_bytes = 1

@@ -23,7 +23,7 @@ MAX_QUEUED = 4 * MAX_IMAGES  # images
 _BATCH_BYTES = MAX_PIXEL_BYTES
 
 
-class ImageJob:
+class QueuedImages:
     """Images of one request, which are encoded together or one after the other.
 
     Attributes:
@@ -53,7 +53,7 @@ class EncoderThread:
         self.batches = 0
         self._tower = tower
         self._device = device
-        self._queue: deque[tuple[Image, ImageJob]] = deque()
+        self._queue: deque[tuple[Image, QueuedImages]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -62,12 +62,12 @@ class EncoderThread:
     def num_waiting(self) -> int:
         return len(self._queue)
 
-    def begin(self, images: Sequence[Image]) -> ImageJob | None:
+    def begin(self, images: Sequence[Image]) -> QueuedImages | None:
         """Encode the images that are not cached. Return None if the queue is full."""
         if self._queue and len(self._queue) + len(images) > MAX_QUEUED:
             return None
         missing = self._tower.missing(images)
-        job = ImageJob(len(missing))
+        job = QueuedImages(len(missing))
         if not missing:
             return job
         with self._changed:
@@ -101,9 +101,9 @@ class EncoderThread:
                 job.left -= 1
             self.notify()
 
-    def _next_batch(self) -> list[tuple[Image, ImageJob]]:
+    def _next_batch(self) -> list[tuple[Image, QueuedImages]]:
         """Wait for images. Return as many as may be encoded in one call, none at the end."""
-        batch: list[tuple[Image, ImageJob]] = []
+        batch: list[tuple[Image, QueuedImages]] = []
         num_bytes = 0
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)

@@ -180,6 +180,13 @@ def test_settings_of_images_that_are_not_supported_are_named(tmp_path, changes):
         vision_files(tmp_path)
 
 
+def test_pan_and_scan_of_a_gemma_is_not_supported(tmp_path):
+    path = write_vision_files(tmp_path, model_type="gemma3") / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_pan_and_scan": True}))
+    with pytest.raises(ConfigError, match="do_pan_and_scan is true"):
+        vision_files(tmp_path)
+
+
 @pytest.mark.parametrize("file, field", [("config.json", "vision_config"), (None, None)])
 def test_without_an_encoder_or_a_processor_only_texts_are_served(tmp_path, file, field):
     write_vision_files(tmp_path, model_type="qwen3_5")

@@ -40,7 +40,10 @@ def video(frames=FRAMES, fps=4.0, **fields):
     return {"type": "video", "video": urls, "fps": fps} | fields
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+LONG = pytest.mark.long
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen2_5_vl", marks=LONG)])
 def model(request, tmp_path_factory):
     return write_vision_files(tmp_path_factory.mktemp("video"), model_type=request.param)
 
@@ -76,7 +79,9 @@ def smart_resize(name):
     return found["smart_resize"]
 
 
-async def test_nodes_get_the_patches_of_a_video_in_their_places(model):
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+async def test_nodes_get_the_patches_of_a_video_in_their_places(tmp_path, model_type):
+    model = write_vision_files(tmp_path, model_type=model_type)
     async with api_for(model) as api:
         submit = await submitted(api, text("See "), video(), text("!"))
         images = from_proto(submit.images)
