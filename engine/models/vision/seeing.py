@@ -129,12 +129,7 @@ class VisionTower:
         Args:
             stream: the calling thread's own on the device. None: it is a CPU.
         """
-        by_name = {image.name: image for image in images}
-        with self._cache_lock:
-            new = by_name.keys() - self._kept.keys()
-        self._encoded(by_name, stream)
-        with self._cache_lock:
-            self._unused |= new & self._kept.keys()
+        self._encoded({image.name: image for image in images}, stream, for_later=True)
 
     def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> list[ImageFeatures]:
         """Write the embeddings of these tokens to their places.
@@ -162,7 +157,7 @@ class VisionTower:
     def _embeddings(self, image: Image) -> Tensor:
         name = image.name
         kept = self._found(name)
-        return self._encoded({name: image}, None)[name] if kept is None else kept
+        return self._encoded({name: image})[name] if kept is None else kept
 
     def _found(self, name: bytes) -> Tensor | None:
         """Return cached embeddings, for the forward stream."""
@@ -179,9 +174,17 @@ class VisionTower:
         return kept
 
     def _encoded(
-        self, images: Mapping[bytes, Image], stream: torch.cuda.Stream | None
+        self,
+        images: Mapping[bytes, Image],
+        stream: torch.cuda.Stream | None = None,
+        *,
+        for_later: bool = False,
     ) -> dict[bytes, Tensor]:
-        """Encode images by name, unless another thread has done so meanwhile."""
+        """Encode images by name, unless another thread has done so meanwhile.
+
+        Args:
+            for_later: no forward waits for them.
+        """
         with self._encoder_lock:
             with self._cache_lock:
                 made = {name: self._kept[name] for name in images if name in self._kept}
@@ -200,6 +203,8 @@ class VisionTower:
             with self._cache_lock:
                 self.counts.seconds += time.monotonic() - began
                 self.counts.encoded += len(names)
+                if for_later:
+                    self._unused.update(names)
                 for name in names:
                     self._keep(name, made[name])
         return made
