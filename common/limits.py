@@ -15,7 +15,8 @@ MAX_CANCELS = 4096
 MAX_PEERS = 1024
 # Limits of one Submit.
 MAX_CANDIDATES = 64
-MAX_IMAGES = 64
+MAX_IMAGES = 64  # with the temporal patches of videos
+MAX_FRAMES = 2 * MAX_IMAGES  # of all videos together
 MAX_STREAM_INTERVAL = 1024  # tokens
 MIN_WEIGHT, MAX_WEIGHT = 0.1, 10.0  # of its client
 MAX_PIXEL_BYTES = 6 << 20  # all images together

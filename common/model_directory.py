@@ -4,6 +4,7 @@ A model is a directory, or a hub id whose files are downloaded once.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "processor_config.json",
     "modules.json",  # of sentence-transformers, which has a directory for each module
     "*_Pooling/config.json",
@@ -60,7 +62,8 @@ def model_directory(model: str, *, weights: bool) -> Path:
 # Image settings: routers resize images by them, and nodes encode images by them. Defaults are those
 # of the configuration and image processor classes in transformers.
 
-_BICUBIC = 3
+_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers
+_HALF = (0.5, 0.5, 0.5)
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -70,6 +73,17 @@ class AreaSize(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         min_pixels, max_pixels: of a resized image.
+    """
+
+    min_pixels: int
+    max_pixels: int
+
+
+class ClipSize(msgspec.Struct, frozen=True, tag=True):
+    """A size rule: as AreaSize, for all frames of a video together.
+
+    Attributes:
+        min_pixels, max_pixels: of all resized frames.
     """
 
     min_pixels: int
@@ -88,6 +102,33 @@ class SquareSize(msgspec.Struct, frozen=True, tag=True):
     side: int
 
 
+class StretchedSize(msgspec.Struct, frozen=True, tag=True):
+    """A size rule: every image is stretched to the same square.
+
+    Attributes:
+        side: pixels per side of the square.
+    """
+
+    side: int
+
+
+class VideoFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Video settings of a model.
+
+    Attributes:
+        begin, placeholder, end: tokens that the chat template writes for a video.
+        size: rule for resizing frames.
+        positions_per_second: length of a second on the time axis of positions. None: temporal
+            patches have positions like images, and the prompt has a timestamp before each.
+    """
+
+    begin: int
+    placeholder: int
+    end: int
+    size: AreaSize | ClipSize
+    positions_per_second: float | None
+
+
 class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Image settings of a model.
 
@@ -95,20 +136,29 @@ class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
         placeholder: token that the chat template writes for an image.
         patch_side: pixels per side of a patch.
         merge: patches per side of a token.
-        frames: number of times that an image is repeated, as a video with a still picture.
+        frames: of a temporal patch of a video. An image is a still video: its picture is repeated.
         size: rule for resizing.
         mean, std: of red, green, blue, where 1 is the brightest.
         axial: image tokens are positioned by row and column, instead of like text.
+        resample: Pillow's number of the filter for resizing.
+        whole: tokens of an image see all tokens of their image.
+        surrounded: the tokens before and after an image's. The chat template writes the first one.
+            None: it writes the placeholder.
+        video: None: the model has no video input.
     """
 
     placeholder: int
     patch_side: int
     merge: int
     frames: int
-    size: AreaSize | SquareSize
+    size: AreaSize | SquareSize | StretchedSize
     mean: tuple[float, ...]
     std: tuple[float, ...]
     axial: bool
+    resample: int = _BICUBIC
+    whole: bool = False
+    surrounded: tuple[int, int] | None = None
+    video: VideoFiles | None = None
 
     @property
     def token_side(self) -> int:
@@ -119,7 +169,7 @@ class VisionFiles(msgspec.Struct, frozen=True, kw_only=True):
     def tokens_per_side(self) -> int:
         """Rows and columns of every image, or 0 if they depend on its size."""
         match self.size:
-            case SquareSize(side=side):
+            case SquareSize(side=side) | StretchedSize(side=side):
                 return side // self.token_side
             case AreaSize():
                 return 0
@@ -138,13 +188,15 @@ def vision_files(directory: Path) -> VisionFiles | None:
     if reader is None or not vision or not processor:
         return None
     try:
-        files = reader(config, vision, processor)
+        files = reader(config, vision, processor, _video_processor(directory) or processor)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(
             f"{directory}: its image configuration is not supported: {error}. To serve only texts, "
             "remove vision_config from config.json"
         ) from error
-    numbers = (files.patch_side, files.merge, files.frames, *msgspec.structs.astuple(files.size))
+    sizes = (files.size,) if files.video is None else (files.size, files.video.size)
+    numbers = [each for size in sizes for each in msgspec.structs.astuple(size)]
+    numbers += files.patch_side, files.merge, files.frames
     if min(numbers) < 1 or len(files.mean) != 3 or len(files.std) != 3 or 0.0 in files.std:
         raise ConfigError(f"{directory}: its image configuration is not supported: {files}")
     return files
@@ -154,37 +206,71 @@ _Json = Mapping[str, Any]
 
 
 def _by_area(
-    config: _Json, vision: _Json, processor: _Json, *, placeholder: int, patch_side: int
+    config: _Json,
+    vision: _Json,
+    processor: _Json,
+    video_processor: _Json,
+    *,
+    placeholder: int,
+    patch_side: int,
+    timestamps: bool,
 ) -> VisionFiles:
     """Read the settings of a model with Qwen2VLImageProcessor.
 
     Args:
-        placeholder, patch_side: defaults.
+        placeholder, patch_side: defaults. The tokens around a placeholder and that of videos have
+            ids next to it by default.
+        timestamps: the prompt has the timestamps of a video's temporal patches.
     """
-    size = processor.get("size") or {}
     patch_side = int(vision.get("patch_size", patch_side))
     merge = int(vision.get("spatial_merge_size", 2))
     frames = int(vision.get("temporal_patch_size", 2))
     sides = {"patch_size": patch_side, "merge_size": merge, "temporal_patch_size": frames}
-    _must_be(processor, sides)
+    mean, std = _scale(processor)
+    for settings in (processor, video_processor):
+        _must_be(settings, sides)
+    if _scale(video_processor) != (mean, std):
+        raise ValueError("image_mean and image_std of videos differ from those of images")
+    clip = ClipSize(*_edges(video_processor, 128 * 32**2, 768 * 32**2))
+    frame = AreaSize(*_edges(video_processor, 128 * 28**2, 768 * 28**2))
+    video = VideoFiles(
+        begin=int(config.get("vision_start_token_id", placeholder - 3)),
+        placeholder=int(config.get("video_token_id", placeholder + 1)),
+        end=int(config.get("vision_end_token_id", placeholder - 2)),
+        size=clip if timestamps else frame,
+        positions_per_second=None if timestamps else float(vision.get("tokens_per_second", 4)),
+    )
     return VisionFiles(
         placeholder=int(config.get("image_token_id", placeholder)),
         patch_side=patch_side,
         merge=merge,
         frames=frames,
-        size=AreaSize(
-            int(processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56),
-            int(processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280),
-        ),
-        **_scale(processor),
+        size=AreaSize(*_edges(processor, 56 * 56, 28 * 28 * 1280)),
+        mean=mean,
+        std=std,
         axial=True,
+        video=video,
     )
 
 
-def _by_square(config: _Json, vision: _Json, processor: _Json) -> VisionFiles:
+def _edges(processor: _Json, least: int, most: int) -> tuple[int, int]:
+    """Return the least and the most pixels after resizing.
+
+    Args:
+        least, most: defaults.
+    """
+    size = processor.get("size") or {}
+    return (
+        int(processor.get("min_pixels") or size.get("shortest_edge") or least),
+        int(processor.get("max_pixels") or size.get("longest_edge") or most),
+    )
+
+
+def _by_square(config: _Json, vision: _Json, processor: _Json, _: _Json) -> VisionFiles:
     """Read the settings of LLaVA 1.5: a CLIP encoder, whose first token is dropped."""
     side, patch_side = int(vision.get("image_size", 336)), int(vision.get("patch_size", 14))
     crop, size = processor.get("crop_size", side), processor["size"]
+    mean, std = _scale(processor)
     _must_be(vision, {"model_type": "clip_vision_model"})
     _must_be(config, {"vision_feature_select_strategy": "default"})
     _must_be(processor, {"do_center_crop": True, "do_pad": False, "resample": _BICUBIC})
@@ -199,8 +285,40 @@ def _by_square(config: _Json, vision: _Json, processor: _Json) -> VisionFiles:
         merge=1,
         frames=1,
         size=SquareSize(shorter_side, side),
-        **_scale(processor),
+        mean=mean,
+        std=std,
         axial=False,
+    )
+
+
+def _by_stretch(config: _Json, vision: _Json, processor: _Json, _: _Json) -> VisionFiles:
+    """Read the settings of Gemma 3: a SigLIP encoder, whose patches are pooled."""
+    side, patch_side = int(vision.get("image_size", 224)), int(vision.get("patch_size", 16))
+    per_side = math.isqrt(int(config.get("mm_tokens_per_image", 256)))
+    merge = side // (patch_side * per_side)
+    if merge * patch_side * per_side != side:
+        raise ValueError(f"image_size is {side}, which is no multiple of {patch_side * per_side}")
+    _must_be(vision, {"model_type": "siglip_vision_model"})
+    square = {"height": side, "width": side}
+    _must_be(processor, {"resample": _BILINEAR, "size": square})
+    if processor.get("do_pan_and_scan"):
+        raise ValueError("do_pan_and_scan is true, which is not supported")
+    mean, std = _scale({"image_mean": _HALF, "image_std": _HALF, **processor})
+    return VisionFiles(
+        placeholder=int(config.get("image_token_index", config.get("image_token_id", 262144))),
+        patch_side=patch_side,
+        merge=merge,
+        frames=1,
+        size=StretchedSize(side),
+        mean=mean,
+        std=std,
+        axial=False,
+        resample=_BILINEAR,
+        whole=True,
+        surrounded=(
+            int(config.get("boi_token_index", config.get("boi_token_id", 255999))),
+            int(config.get("eoi_token_index", config.get("eoi_token_id", 256000))),
+        ),
     )
 
 
@@ -211,31 +329,42 @@ def _must_be(settings: _Json, supported: _Json) -> None:
             raise ValueError(f"{name} is {settings[name]}, expected {value}")
 
 
-def _scale(processor: _Json) -> Mapping[str, tuple[float, ...]]:
-    return {
-        "mean": tuple(map(float, processor.get("image_mean") or _CLIP_MEAN)),
-        "std": tuple(map(float, processor.get("image_std") or _CLIP_STD)),
-    }
+def _scale(processor: _Json) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of the colours."""
+    return (
+        tuple(map(float, processor.get("image_mean") or _CLIP_MEAN)),
+        tuple(map(float, processor.get("image_std") or _CLIP_STD)),
+    )
 
 
-# Reader of the settings by model_type: config.json, its vision_config, and the image processor's
-# settings. Other vision models are served for text only.
-_IMAGE_MODELS: Mapping[str, Callable[[_Json, _Json, _Json], VisionFiles]] = {
-    "qwen2_5_vl": partial(_by_area, placeholder=151655, patch_side=14),
-    "qwen3_vl": partial(_by_area, placeholder=151655, patch_side=16),
-    "qwen3_5": partial(_by_area, placeholder=248056, patch_side=16),
-    "qwen3_5_moe": partial(_by_area, placeholder=248056, patch_side=16),
+# Reader of the settings by model_type: config.json, its vision_config, and the settings of the
+# image and of the video processor. Other vision models are served for text only.
+_IMAGE_MODELS: Mapping[str, Callable[[_Json, _Json, _Json, _Json], VisionFiles]] = {
+    "qwen2_5_vl": partial(_by_area, placeholder=151655, patch_side=14, timestamps=False),
+    "qwen3_vl": partial(_by_area, placeholder=151655, patch_side=16, timestamps=True),
+    "qwen3_5": partial(_by_area, placeholder=248056, patch_side=16, timestamps=True),
+    "qwen3_5_moe": partial(_by_area, placeholder=248056, patch_side=16, timestamps=True),
     "llava": _by_square,
+    "gemma3": _by_stretch,
 }
 
 
 def _processor(directory: Path) -> Mapping[str, Any]:
     """Return the image processor's settings. transformers 5 stores them with those for text."""
     own = directory / "preprocessor_config.json"
-    if own.is_file():
-        return _object(own)
-    both = directory / "processor_config.json"
-    return (_object(both).get("image_processor") or {}) if both.is_file() else {}
+    return _object(own) if own.is_file() else _nested_processor(directory, "image_processor")
+
+
+def _video_processor(directory: Path) -> Mapping[str, Any]:
+    """Return the video processor's settings, {} if they are those of the image processor."""
+    nested = _nested_processor(directory, "video_processor")
+    own = directory / "video_preprocessor_config.json"
+    return nested or (_object(own) if own.is_file() else {})
+
+
+def _nested_processor(directory: Path, name: str) -> Mapping[str, Any]:
+    all_of_them = directory / "processor_config.json"
+    return (_object(all_of_them).get(name) or {}) if all_of_them.is_file() else {}
 
 
 def _object(path: Path) -> Mapping[str, Any]:

@@ -260,3 +260,4 @@ def _complete(state: DecodeState) -> None:
     request, timings = state.request, state.timings
     timings.admitted, timings.away = request.admitted, request.away
     timings.cached_tokens, timings.bringing = request.cached_tokens, request.bringing
+    timings.encoded = request.encoded

@@ -18,7 +18,7 @@ from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from engine.core import EngineCore
+from engine.core import EngineCore, InputEncoder
 from engine.footprint import largest_forward, measure_footprint
 from engine.grammar.grammar_verifier import GrammarVerifier, SubprocessVerifier
 from engine.grammar.guides import GrammarCache
@@ -33,6 +33,7 @@ from engine.models import (
     Model,
 )
 from engine.models.decoder import Decoder
+from engine.models.vision.encoder_thread import EncoderThread
 from engine.models.weights import placed_experts
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.file_cache import version_of
@@ -136,6 +137,10 @@ class Engine:
     @property
     def tiers(self) -> CacheTiers:
         return self.core.tiers
+
+    @property
+    def encoder(self) -> InputEncoder | None:
+        return self.core.encoder
 
     @property
     def limits(self) -> RequestLimits:
@@ -245,6 +250,8 @@ class Engine:
         self.loader.close()
         self.copier.close()
         self.tiers.close()
+        if self.core.encoder is not None:
+            self.core.encoder.close()
         self.weights.close()
         if self.loaded.followers is not None:
             self.loaded.followers.close()
@@ -459,8 +466,10 @@ def assemble(
     _prepare_runner(runner, config, backend.shape)
     _report(backend, adapters)
     weights = _updater(config, loaded)
+    seeing = model.seeing
+    encoder = None if seeing is None else EncoderThread(seeing, model.device)
     return Engine(
-        core,
+        replace(core, encoder=encoder),
         loaded,
         backend,
         runner,

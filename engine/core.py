@@ -4,12 +4,13 @@ A scheduler works on a core. Tests and benchmarks make their cores here as well.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Protocol, Self
 
 from common.config import EngineConfig
 from common.page_tables import PageTables
+from common.requests.images import Image
 from engine.batch.limits import RequestLimits
 from engine.batch.table import SlotTable
 from engine.kv_cache.pages import PageAllocator
@@ -45,6 +46,37 @@ class CoreShape:
         return self.host_pages + self.tier_pages
 
 
+class EncodingJob(Protocol):
+    """Images of one request that are being encoded."""
+
+    cancelled: bool  # set by the engine thread if nothing needs them any more
+
+    @property
+    def done(self) -> bool: ...
+
+
+class InputEncoder(Protocol):
+    """Encodes images beside the steps of the engine.
+
+    Attributes:
+        notify: called from any thread whenever images are encoded.
+        batches: number of the encoder's calls.
+        num_waiting: images in the queue.
+    """
+
+    notify: Callable[[], None]
+    batches: int
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def begin(self, images: Sequence[Image]) -> EncodingJob | None:
+        """Encode images that are not cached. Return None if the queue is full."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineCore:
     """The state that a scheduler works on.
@@ -52,6 +84,7 @@ class EngineCore:
     Attributes:
         speculator: proposes draft tokens; None: no speculation.
         clock: seconds, as in the times of requests.
+        encoder: None: the model has no image input.
     """
 
     shape: CoreShape
@@ -62,6 +95,7 @@ class EngineCore:
     tiers: CacheTiers
     speculator: Speculator | None = None
     clock: Callable[[], float] = time.monotonic
+    encoder: InputEncoder | None = None
 
     @classmethod
     def make(

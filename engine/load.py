@@ -95,6 +95,8 @@ class LoadedModel:
             num_labels=spec.num_labels,
             image_token_side=spec.image_token_side,
             image_tokens_per_side=spec.image_tokens_per_side,
+            video_frames=spec.video_frames,
+            whole_images=spec.whole_images,
             eos_token_ids=spec.eos_token_ids,
             hidden_states=_state_limit("hidden_states", 4 * spec.hidden_size, config.hidden_states),
             embedding_size=spec.hidden_size if config.input_embeddings.enabled else 0,

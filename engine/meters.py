@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from common.distribution import HistogramCounts
 from engine.adapters.adapters import AdapterManager
 from engine.batch.table import SlotTable
+from engine.core import InputEncoder
 from engine.loop.rebalancing import ExpertBalancer
 from engine.models.vision.seeing import VisionTower
 from engine.offload.cache_tiers import CacheTiers
@@ -137,11 +138,12 @@ class AdapterMeter:
 class VisionMetrics:
     """Image metrics, see Meter."""
 
-    def __init__(self, seeing: VisionTower | None) -> None:
+    def __init__(self, seeing: VisionTower | None, encoder: InputEncoder | None) -> None:
         self._seeing = seeing
+        self._encoder = encoder
 
     def gauges(self) -> Mapping[str, float]:
-        if self._seeing is None:
+        if self._seeing is None or self._encoder is None:
             return {}
         counts = self._seeing.counts
         return {
@@ -149,6 +151,8 @@ class VisionMetrics:
             "total_images/encoded": float(counts.encoded),
             "total_images/kept": float(counts.found),
             "total_image_seconds": counts.seconds,
+            "images_waiting": float(self._encoder.num_waiting),
+            "total_image_batches": float(self._encoder.batches),
         }
 
     def distributions(self) -> Mapping[str, HistogramCounts]:

@@ -38,6 +38,8 @@ def body(begin: Begin, first: StartRole) -> None:
     try:
         engine.guides.notify = engine.loader.notify = engine.weights.notify = start.channel.wake
         engine.copier.notify = start.channel.wake
+        if engine.encoder is not None:
+            engine.encoder.notify = start.channel.wake
         roles[start.role].check(engine)
         if group is not None:
             group.meet()
@@ -51,6 +53,8 @@ def body(begin: Begin, first: StartRole) -> None:
             start, engine = begin(successor), prepared.pop(successor.role)
             engine.equip_followers()
             engine.copier.notify = start.channel.wake
+            if engine.encoder is not None:
+                engine.encoder.notify = start.channel.wake
     except PeerGone:
         engine.close()
         raise

@@ -298,9 +298,12 @@ ENGINE: Mapping[str, MetricDeclaration] = {
     ),
     "total_image_seconds": counter(
         "baton_image_encoding_seconds",
-        "Total extra time of forward passes for encoding images in seconds. On a GPU, the time to "
-        "launch that work.",
+        "Total time of the image encoder's calls in seconds.",
     ),
+    "total_image_batches": counter(
+        "baton_image_batches", "Total calls of the image encoder beside the steps of the engine."
+    ),
+    "images_waiting": gauge("baton_images_waiting", "Current images waiting to be encoded."),
     "image_bytes": gauge("baton_image_bytes", "Current size of cached image embeddings in bytes."),
     "adapters": gauge("baton_adapters", "Current LoRA adapters in host memory."),
     "adapter_bytes": gauge("baton_adapter_bytes", "Current host memory of LoRA adapters in bytes."),

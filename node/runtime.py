@@ -182,7 +182,11 @@ class NodeRuntime:
             steps_finished=lambda: clock.reading.finished,
             meters=(
                 *(clock.meter, clock.compiles, reads, TierMeter(engine.tiers, kv.page_bytes)),
-                *(weights, AdapterMeter(engine.adapters), VisionMetrics(engine.model.seeing)),
+                *(
+                    weights,
+                    AdapterMeter(engine.adapters),
+                    VisionMetrics(engine.model.seeing, engine.encoder),
+                ),
                 *(PageMeter(engine.table), RankMeter(engine.loaded.followers)),
                 *(GroupMeter(engine.group), ExpertMeter(engine.balancer)),
             ),

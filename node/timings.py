@@ -72,6 +72,7 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
     end: str = ""  # how it ended
     # Alternating: when a load from an offload tier started, and when it ended.
     bringing: list[float] = []
+    encoded: list[float] = []  # when the encoding of its images started, and when it ended
 
     def open(self, attempt: HandoffTimings) -> None:
         """Add an attempt. Keeps the last MAX_ATTEMPTS."""
@@ -135,6 +136,7 @@ class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
     held: bool = False  # its consumer has everything
     reason: str = ""  # of a hand-off that was dropped before
     bringing: list[float] = []  # as RequestTimings.bringing
+    encoded: list[float] = []  # as RequestTimings.encoded
 
     def times(self) -> PrefillTimes:
         """Return the times of a hand-off whose last chunk is done."""
@@ -308,6 +310,7 @@ def _moments_of_request(stamps: RequestTimings) -> Iterator[TimelineEvent]:
     yield TimelineEvent(stamps.received, "submitted", came)
     yield TimelineEvent(stamps.accepted, "accepted", "by the engine thread, between two steps")
     yield from _moments_of_bringing(stamps.bringing)
+    yield from _moments_of_encoding(stamps.encoded)
     yield TimelineEvent(stamps.unpaired, "waits", "for a prefill node to reconnect")
     for number, attempt in enumerate(stamps.attempts, 1):
         yield from _moments_of_attempt(attempt, number, stamps.ended)
@@ -350,12 +353,18 @@ def _moments_of_bringing(moments: Sequence[float]) -> Iterator[TimelineEvent]:
         yield TimelineEvent(ended, "loaded", "from an offload tier into the prefix cache")
 
 
+def _moments_of_encoding(moments: Sequence[float]) -> Iterator[TimelineEvent]:
+    for moment, name in zip(moments, ("encoding", "encoded"), strict=False):
+        yield TimelineEvent(moment, name, "its images, beside the steps of other requests")
+
+
 def _moments_of_handoff(stamps: ProducerTimings) -> Iterator[TimelineEvent]:
     came = f"hand-off {stamps.attempt}, {stamps.num_prompt} prompt tokens"
     yield TimelineEvent(stamps.opened, "opened", came)
     granted = f"the consumer has {stamps.prefix_tokens} tokens cached"
     yield TimelineEvent(stamps.granted, "granted", granted)
     yield from _moments_of_bringing(stamps.bringing)
+    yield from _moments_of_encoding(stamps.encoded)
     yield TimelineEvent(
         stamps.admitted, "prefills", f"{stamps.cached_tokens} tokens were cached here"
     )

@@ -237,7 +237,7 @@ class OutgoingHandoffs:
         self._sharing.admitted(request)
         timings = state.timings
         timings.admitted, timings.cached_tokens = request.admitted, request.cached_tokens
-        timings.bringing = request.bringing
+        timings.bringing, timings.encoded = request.bringing, request.encoded
         self._pages.hold(exported, PageHolder.PUBLICATION)
         self._exported[state.key] = exported
         # What was computed ahead counts as computed.

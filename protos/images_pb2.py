@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/images.proto\x12\x08\x62\x61ton.v1\"B\n\x05Image\x12\n\n\x02\x61t\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\x12\x0e\n\x06pixels\x18\x04 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/images.proto\x12\x08\x62\x61ton.v1\"n\n\x05Image\x12\n\n\x02\x61t\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\x12\x0e\n\x06pixels\x18\x04 \x01(\x0c\x12\x0e\n\x06\x66rames\x18\x05 \x01(\r\x12\x11\n\x04time\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_timeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.images_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_IMAGE']._serialized_start=33
-  _globals['_IMAGE']._serialized_end=99
+  _globals['_IMAGE']._serialized_end=143
 # @@protoc_insertion_point(module_scope)

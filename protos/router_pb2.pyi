@@ -36,14 +36,24 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ChatPart, _Mapping]]] = ...) -> None: ...
 
 class ChatPart(_message.Message):
-    __slots__ = ("text", "image", "low_detail")
+    __slots__ = ("text", "image", "video", "low_detail")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_FIELD_NUMBER: _ClassVar[int]
     LOW_DETAIL_FIELD_NUMBER: _ClassVar[int]
     text: str
     image: bytes
+    video: Video
     low_detail: bool
-    def __init__(self, text: _Optional[str] = ..., image: _Optional[bytes] = ..., low_detail: _Optional[bool] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., image: _Optional[bytes] = ..., video: _Optional[_Union[Video, _Mapping]] = ..., low_detail: _Optional[bool] = ...) -> None: ...
+
+class Video(_message.Message):
+    __slots__ = ("frames", "fps")
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    FPS_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedScalarFieldContainer[bytes]
+    fps: float
+    def __init__(self, frames: _Optional[_Iterable[bytes]] = ..., fps: _Optional[float] = ...) -> None: ...
 
 class ChatMessages(_message.Message):
     __slots__ = ("messages", "tools", "template_settings", "reasoning_effort", "continue_final_message")

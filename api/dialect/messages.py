@@ -10,9 +10,10 @@ import msgspec
 
 from api.dialect.bodies import Ignored, Nothing
 from api.dialect.problems import invalid
-from api.images.picture import ImageInput
+from api.images.picture import DEFAULT_FPS, ImageInput, MediaInput, VideoInput
 from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, PromptEnding
 from api.text.limits import MAX_MESSAGES, MAX_TOOLS
+from common.limits import MAX_FRAMES
 
 
 class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
@@ -20,12 +21,24 @@ class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
     detail: Literal["auto", "low", "high"] | None = None
 
 
+class VideoUrl(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+
+
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content."""
+    """A part of a message's content. Its type decides which fields it has.
+
+    Attributes:
+        video: the frames, as `url` of an image.
+        fps: of a video, frames per second.
+    """
 
     type: str
     text: str | None = None
     image_url: ImageUrl | None = None
+    video: Annotated[list[str], msgspec.Meta(max_length=MAX_FRAMES)] | None = None
+    video_url: VideoUrl | None = None
+    fps: float | None = None
     annotations: Ignored = None
     cache_control: Ignored = None
     prompt_cache_breakpoint: Ignored = None
@@ -149,8 +162,8 @@ def _turn(number: int, message: ChatMessage) -> ChatTurn:
         for call in message.tool_calls or ()
     )
     content: str | None = None
-    parts: Sequence[str | ImageInput] = ()
-    if isinstance(message.content, list) and any(part.image_url for part in message.content):
+    parts: Sequence[str | MediaInput] = ()
+    if isinstance(message.content, list) and any(part.type in _MEDIA for part in message.content):
         parts = tuple(_part(f"{where}.content", *each) for each in enumerate(message.content))
     elif message.content is not None:
         content = text_of(f"{where}.content", message.content)
@@ -168,10 +181,36 @@ def _turn(number: int, message: ChatMessage) -> ChatTurn:
     )
 
 
-def _part(where: str, number: int, part: ContentPart) -> str | ImageInput:
-    if part.type != "image_url" or part.image_url is None:
-        return text_of(where, [part], number)
-    return ImageInput(part.image_url.url, part.image_url.detail == "low")
+_MEDIA = frozenset({"image_url", "video", "video_url"})
+_FRAME_LIST = "data:video/jpeg;base64,"  # vLLM's form of a video: JPEG frames separated by commas
+
+
+def _part(where: str, number: int, part: ContentPart) -> str | MediaInput:
+    fps = DEFAULT_FPS if part.fps is None else part.fps
+    match part:
+        case ContentPart(type="image_url", image_url=ImageUrl() as image):
+            return ImageInput(image.url, image.detail == "low")
+        case ContentPart(type="video", video=list(frames)):
+            return VideoInput(frames, fps)
+        case ContentPart(type="video_url", video_url=VideoUrl(url=url)):
+            return VideoInput(_frames(f"{where}[{number}].video_url.url", url), fps)
+        case _:
+            return text_of(where, [part], number)
+
+
+def _frames(where: str, url: str) -> Sequence[str]:
+    """Return the frames of a video as `url` of images. Raise ApiError if it is no list of them."""
+    if not url.startswith(_FRAME_LIST):
+        raise invalid(
+            where,
+            "is not a list of frames, and video files are not decoded: send "
+            '{"type": "video", "video": ["data:image/jpeg;base64,...", ...], "fps": 2}, or '
+            "data:video/jpeg;base64,FRAME,FRAME,... as the URL",
+        )
+    if url.count(",") > MAX_FRAMES:
+        raise invalid(where, f"has {url.count(',')} frames, {MAX_FRAMES} allowed")
+    frames = url.removeprefix(_FRAME_LIST).split(",")
+    return [f"data:image/jpeg;base64,{frame}" for frame in frames]
 
 
 def text_of(where: str, content: str | list[ContentPart], first: int = 0) -> str:

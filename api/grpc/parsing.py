@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from api.images.picture import ImageInput
+from api.images.picture import DEFAULT_FPS, ImageInput, MediaInput, VideoInput
 from api.requests.generate_params import (
     UNLIMITED,
     ChatPrompt,
@@ -138,14 +138,16 @@ def _turn(number: int, message: ChatMessage) -> ChatTurn:
     )
 
 
-def _part(where: str, number: int, part: ChatPart) -> str | ImageInput:
+def _part(where: str, number: int, part: ChatPart) -> str | MediaInput:
     match part.WhichOneof("part"):
         case "text":
             return part.text
         case "image":
             return ImageInput(part.image, part.low_detail)
+        case "video":
+            return VideoInput(tuple(part.video.frames), part.video.fps or DEFAULT_FPS)
         case _:
-            raise InvalidRequest(f"{where}[{number}] is neither a text nor an image")
+            raise InvalidRequest(f"{where}[{number}] is neither a text nor an image nor a video")
 
 
 def _tool(text: str, field: str) -> dict[str, Any]:

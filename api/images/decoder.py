@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 
 from api.images.picture import Decoded, ImageJob, Outcome, Refused
 from common.errors import InvalidRequest
-from common.model_directory import AreaSize, SquareSize, VisionFiles
+from common.model_directory import AreaSize, ClipSize, SquareSize, StretchedSize, VisionFiles
 from common.process import helper
 
 # Limits of stored pixels. Decoding takes, in bytes a pixel at worst: JPEG 12 (progressive CMYK has
@@ -84,13 +84,12 @@ class Fit(NamedTuple):
         return Fit(self.columns, self.rows, (width, height))
 
 
-def pixels_of(image: Image.Image, fit: Fit, side: int) -> tuple[Fit, bytes]:
+def pixels_of(image: Image.Image, fit: Fit, files: VisionFiles) -> tuple[Fit, bytes]:
     """Return the size of the image when it is upright, and its RGB pixels, upright and resized.
 
     Args:
         image: the result of `opened`. It must not be used afterwards.
         fit: its size as it is stored, which may be on its side.
-        side: pixels per side of a token.
 
     Raises:
         InvalidRequest: it is damaged.
@@ -107,9 +106,9 @@ def pixels_of(image: Image.Image, fit: Fit, side: int) -> tuple[Fit, bytes]:
     except Exception as error:  # Pillow has no common error class
         raise InvalidRequest(f"an image is damaged: {error}") from error
     height, width = fit.resized
-    kept = fit.rows * side, fit.columns * side
+    kept = fit.rows * files.token_side, fit.columns * files.token_side
     top, left = (height - kept[0]) // 2, (width - kept[1]) // 2
-    resized = image.resize((width, height), Image.Resampling.BICUBIC)
+    resized = image.resize((width, height), Image.Resampling(files.resample))
     return fit, resized.crop((left, top, left + kept[1], top + kept[0])).tobytes()
 
 
@@ -145,20 +144,24 @@ def _decoded(job: ImageJob) -> Decoded:
             raise InvalidRequest(f"an image is not valid base64: {error}") from error
     image = opened(content)
     width, height = image.size
-    fit = fit_of(height, width, job.files, job.max_tokens)
+    fit = fit_of(height, width, job.files, job.max_tokens, job.num_frames)
     num_tokens = fit.rows * fit.columns
     if num_tokens > job.tokens_left:
         raise InvalidRequest(
-            f"messages: an image has {num_tokens} tokens, {job.tokens_left} are left for it: "
-            "send fewer or smaller images, or detail low"
+            f"messages: {'a frame' if job.num_frames else 'an image'} has {num_tokens} tokens, "
+            f"{job.tokens_left} are left for it: send fewer or smaller images, or detail low"
         )
-    fit, pixels = pixels_of(image, fit, job.files.token_side)
+    fit, pixels = pixels_of(image, fit, job.files)
     return Decoded(fit.rows, fit.columns, pixels)
 
 
-def fit_of(height: int, width: int, files: VisionFiles, max_tokens: int) -> Fit:
+def fit_of(
+    height: int, width: int, files: VisionFiles, max_tokens: int, num_frames: int = 0
+) -> Fit:
     """Return the size for an image with that many pixels.
 
+    Args:
+        num_frames: of the video that it is a frame of. 0: an image.
     Raises:
         InvalidRequest: its aspect ratio is too large, or no size has so few tokens.
     """
@@ -167,37 +170,76 @@ def fit_of(height: int, width: int, files: VisionFiles, max_tokens: int) -> Fit:
             f"an image of {width} x {height} pixels is more than {_MOST_ELONGATED} times as long "
             "as it is wide"
         )
-    match files.size:
+    side = files.token_side
+    match files.video.size if num_frames and files.video else files.size:
         case AreaSize() as size:
-            return _of_area(height, width, size, files.token_side, max_tokens)
+            return _of_area((height, width), size, side, max_tokens, _Frames(1, 1))
+        case ClipSize() as size:
+            grown = max(1.0, side / height, side / width)
+            grown_size = int(height * grown), int(width * grown)
+            whole = round(num_frames / files.frames) * files.frames
+            return _of_area(grown_size, size, side, max_tokens, _Frames(num_frames, whole))
         case SquareSize() as size:
             return _of_square(height, width, size, files.tokens_per_side, max_tokens)
+        case StretchedSize(side=whole_side):
+            count = files.tokens_per_side
+            _check_fixed(count, max_tokens)
+            return Fit(count, count, (whole_side, whole_side))
 
 
-def _of_area(height: int, width: int, size: AreaSize, side: int, max_tokens: int) -> Fit:
-    """Follow smart_resize of Qwen2VLImageProcessor in transformers."""
-    least, most = size.min_pixels, min(size.max_pixels, max_tokens * side**2)
+class _Frames(NamedTuple):
+    """Numbers of frames whose pixels are limited together.
+
+    Attributes:
+        rounded: to a multiple of those of a temporal patch.
+    """
+
+    number: int
+    rounded: int
+
+
+def _of_area(
+    given: tuple[int, int],
+    size: AreaSize | ClipSize,
+    side: int,
+    max_tokens: int,
+    frames: _Frames,
+) -> Fit:
+    """Follow smart_resize of Qwen2VLImageProcessor and of Qwen3VLVideoProcessor in transformers.
+
+    Args:
+        given: height and width.
+    """
+    height, width = given
+    most = min(size.max_pixels, max_tokens * side**2 * min(frames))
+    least = min(size.min_pixels, most)
     rows, columns = round(height / side), round(width / side)
-    if rows * columns * side**2 > most:
-        shrink = math.sqrt(height * width / most)
+    pixels = rows * columns * side**2 * frames.rounded
+    if pixels > most:
+        shrink = math.sqrt(frames.number * height * width / most)
         rows = max(1, math.floor(height / shrink / side))
         columns = max(1, math.floor(width / shrink / side))
-    elif rows * columns * side**2 < least:
-        grow = math.sqrt(least / (height * width))
+    elif pixels < least:
+        grow = math.sqrt(least / (frames.number * height * width))
         rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
     return Fit(rows, columns, (rows * side, columns * side))
 
 
 def _of_square(height: int, width: int, size: SquareSize, count: int, max_tokens: int) -> Fit:
     """Follow CLIPImageProcessor in transformers. `count`: tokens per side."""
+    _check_fixed(count, max_tokens)
+    longer = int(size.shorter_side * max(height, width) / min(height, width))
+    resized = (size.shorter_side, longer) if height <= width else (longer, size.shorter_side)
+    return Fit(count, count, resized)
+
+
+def _check_fixed(count: int, max_tokens: int) -> None:
+    """Raise InvalidRequest if an image of `count` tokens per side has more than `max_tokens`."""
     if count**2 > max_tokens:
         raise InvalidRequest(
             f"an image of this model has {count**2} tokens, {max_tokens} are allowed: detail low "
             "is not supported"
         )
-    longer = int(size.shorter_side * max(height, width) / min(height, width))
-    resized = (size.shorter_side, longer) if height <= width else (longer, size.shorter_side)
-    return Fit(count, count, resized)
 
 
 if __name__ == "__main__":

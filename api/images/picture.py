@@ -1,4 +1,6 @@
-"""An image as a client sends it, and messages between a router and its image decoder."""
+"""Images and videos as a client sends them, and messages between a router and its image decoder."""
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -9,15 +11,38 @@ class ImageInput(msgspec.Struct, frozen=True):
     source: str | bytes  # data:...;base64,... or a URL. bytes: the file
     low_detail: bool = False
 
+    @property
+    def sources(self) -> Sequence[str | bytes]:
+        return (self.source,)
+
+
+DEFAULT_FPS = 2.0  # as in qwen_vl_utils
+
+
+class VideoInput(msgspec.Struct, frozen=True):
+    """A video.
+
+    Attributes:
+        sources: its frames in order, as those of images.
+        fps: frames per second.
+    """
+
+    sources: Sequence[str | bytes]
+    fps: float
+
+
+MediaInput = ImageInput | VideoInput
+
 
 class ImageJob(msgspec.Struct, frozen=True):
-    """An image to be decoded and resized.
+    """An image, or a frame of a video, to be decoded and resized.
 
     Attributes:
         content: the file.
         is_base64: whether `content` is base64 of the file instead.
         max_tokens: a larger image is reduced to this size.
         tokens_left: an image with more tokens is rejected.
+        num_frames: of the video that it is a frame of. 0: an image.
     """
 
     content: bytes
@@ -25,6 +50,7 @@ class ImageJob(msgspec.Struct, frozen=True):
     files: VisionFiles
     max_tokens: int
     tokens_left: int
+    num_frames: int = 0
 
 
 class Decoded(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""The images of one request, from their URLs to the pixels that nodes receive.
+"""The images and videos of one request, from their URLs to the pixels that nodes receive.
 
 Images are rejected by size before any work: by number before one is fetched, by bytes before one is
 opened, and by pixels and tokens before one is decoded.
@@ -22,10 +22,19 @@ from yarl import URL
 
 from api.auth.client import Client
 from api.auth.fair_slots import FairShareLimiter
-from api.images.picture import Decoded, ImageInput, ImageJob, Outcome, Refused
+from api.images.picture import (
+    Decoded,
+    ImageInput,
+    ImageJob,
+    MediaInput,
+    Outcome,
+    Refused,
+    VideoInput,
+)
+from api.images.videos import MAX_FPS, MIN_FPS, num_patches, patches_of
 from common.config import ImagesConfig
 from common.errors import ConfigError, InvalidRequest, NodeUnavailable
-from common.limits import MAX_PIXEL_BYTES
+from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES
 from common.logs import kv
 from common.model_directory import VisionFiles
 from common.process.helper import ANSWERED, Helper, HelperLost, Question
@@ -268,8 +277,24 @@ class _Content(NamedTuple):
     num_bytes: int  # of the file, at most
 
 
+class _Room(NamedTuple):
+    """The space for the images of a request.
+
+    Attributes:
+        squares: of pixels. A token of an image has one, and a token of a video one for each frame.
+    """
+
+    tokens: int
+    squares: int
+
+    def without(self, images: Sequence[Image]) -> "_Room":
+        tokens = sum(image.num_tokens for image in images)
+        squares = sum(image.num_tokens * image.frames for image in images)
+        return _Room(self.tokens - tokens, self.squares - squares)
+
+
 class ImageLoader:
-    """Reader of images. For one event loop."""
+    """Reader of images and videos. For one event loop."""
 
     def __init__(self, files: VisionFiles, config: ImagesConfig) -> None:
         """Raise ConfigError if no image of the model has as few tokens as configured."""
@@ -281,6 +306,10 @@ class ImageLoader:
             )
         self._files = files
         self._config = config
+        self._max_squares = MAX_PIXEL_BYTES // (3 * files.token_side**2)
+        self._placeholders = {files.placeholder: False}  # True: of videos
+        if files.video is not None:
+            self._placeholders[files.video.placeholder] = True
         self._fetch: ImageFetch = (
             HttpFetch(config.fetch_timeout_s) if config.allow_urls else no_fetch
         )
@@ -289,12 +318,40 @@ class ImageLoader:
     def close(self) -> None:
         self.decoding.close()
 
+    def check_numbers(self, media: Sequence[MediaInput]) -> None:
+        """Raise InvalidRequest if there are too many, or too many or too few frames."""
+        videos = [each for each in media if isinstance(each, VideoInput)]
+        if videos and self._files.video is None:
+            raise InvalidRequest("messages: this model does not support videos")
+        num_images, allowed = len(media) - len(videos), self._config
+        if num_images > allowed.max_images:
+            raise InvalidRequest(f"messages has {num_images} images, {allowed.max_images} allowed")
+        num_frames = sum(len(video.sources) for video in videos)
+        if num_frames > allowed.max_frames:
+            raise InvalidRequest(
+                f"messages has {num_frames} frames of videos, {allowed.max_frames} allowed"
+            )
+        for video in videos:
+            if len(video.sources) < 2:
+                raise InvalidRequest("messages: a video has at least 2 frames: send an image")
+            if not MIN_FPS <= video.fps <= MAX_FPS:
+                raise InvalidRequest(
+                    f"messages: fps is {video.fps:g}, expected {MIN_FPS:g} to {MAX_FPS:g}"
+                )
+        shown = num_images + sum(num_patches(video, self._files.frames) for video in videos)
+        if shown > MAX_IMAGES:
+            raise InvalidRequest(
+                f"messages has {shown} images and temporal patches of videos, {MAX_IMAGES} allowed"
+            )
+
     async def read(
-        self, pictures: Sequence[ImageInput], max_tokens: int, client: Client
+        self, media: Sequence[MediaInput], max_tokens: int, client: Client
     ) -> list[Image]:
-        """Return the images, without their positions in a prompt.
+        """Return the images, and the temporal patches of videos, without their positions in a
+        prompt.
 
         Args:
+            media: accepted by check_numbers.
             max_tokens: limit of all images together.
             client: the client whose decoding turns are used.
 
@@ -302,21 +359,23 @@ class ImageLoader:
             InvalidRequest: one cannot be fetched or is invalid, or all together are too large.
             Overloaded, NodeUnavailable: see Decoding.decoded.
         """
-        allowed = self._config.max_images
-        if len(pictures) > allowed:
-            raise InvalidRequest(f"messages has {len(pictures)} images, {allowed} allowed")
         num_bytes = MAX_ENCODED_BYTES
-        contents: list[_Content] = []
-        for picture in pictures:
-            contents.append(await self._content(picture, num_bytes))
-            num_bytes -= contents[-1].num_bytes
-        left = min(max_tokens, MAX_PIXEL_BYTES // (3 * self._files.token_side**2))
+        contents: list[list[_Content]] = []
+        for each in media:
+            contents.append([])
+            for source in each.sources:
+                contents[-1].append(await self._content(source, num_bytes))
+                num_bytes -= contents[-1][-1].num_bytes
+        room = _Room(max_tokens, self._max_squares)
         images: list[Image] = []
-        for picture, content in zip(pictures, contents, strict=True):
-            job = self._job(picture, content, left)
-            one = await self.decoding.decoded(job, client)
-            images.append(Image(0, one.rows, one.columns, one.pixels))
-            left -= images[-1].num_tokens
+        for each, files in zip(media, contents, strict=True):
+            match each:
+                case ImageInput():
+                    made = [await self._image(each, files[0], room, client)]
+                case VideoInput():
+                    made = await self._video(each, files, room, client)
+            images += made
+            room = room.without(made)
         return images
 
     def placed(
@@ -328,28 +387,51 @@ class ImageLoader:
             token_ids: the prompt with one placeholder token for each image.
 
         Raises:
-            InvalidRequest: the number of placeholders differs from the number of images.
+            InvalidRequest: the placeholders differ from the images in number or in kind.
         """
-        placeholder = self._files.placeholder
-        found = token_ids.count(placeholder)
-        if found != len(images):
+        found = [at for at, token in enumerate(token_ids) if token in self._placeholders]
+        kinds = [self._placeholders[token_ids[at]] for at in found]
+        if kinds != [image.frames > 1 for image in images]:
             raise InvalidRequest(
-                f"messages: the prompt has {found} places for {len(images)} images; a text may not "
-                "have the model's own mark of one"
+                f"messages: the prompt has {len(found)} places for {len(images)} images; a text "
+                "may not have the model's own mark of one"
             )
         whole: list[int] = []
         placed: list[Image] = []
         after = 0
-        for image in images:
-            at = token_ids.index(placeholder, after)
+        for image, at in zip(images, found, strict=True):
             whole += token_ids[after:at]
             placed.append(msgspec.structs.replace(image, at=len(whole)))
             whole += image.token_ids
             after = at + 1
         return [*whole, *token_ids[after:]], placed
 
-    async def _content(self, picture: ImageInput, left: int) -> _Content:
-        source = picture.source
+    async def _image(
+        self, image: ImageInput, content: _Content, room: "_Room", client: Client
+    ) -> Image:
+        most = self._config.max_tokens_per_image
+        if image.low_detail:
+            most = min(most, LOW_DETAIL_TOKENS)
+        job = self._job(content, most, min(room))
+        one = await self.decoding.decoded(job, client)
+        return Image(0, one.rows, one.columns, one.pixels)
+
+    async def _video(
+        self, video: VideoInput, contents: Sequence[_Content], room: "_Room", client: Client
+    ) -> list[Image]:
+        """Return the temporal patches. Their size depends on the number of frames, not on `room`,
+        so that a video has the same tokens in every conversation."""
+        patches = num_patches(video, self._files.frames)
+        frames = patches * self._files.frames
+        most = min(self._config.max_tokens_per_image, self._max_squares // frames)
+        left = min(room.tokens // patches, room.squares // frames)
+        decoded = [
+            await self.decoding.decoded(self._job(content, most, left, len(contents)), client)
+            for content in contents
+        ]
+        return list(patches_of(decoded, video.fps, self._files, room.tokens))
+
+    async def _content(self, source: str | bytes, left: int) -> _Content:
         if isinstance(source, bytes):
             if len(source) > left:
                 raise InvalidRequest(_TOO_LARGE)
@@ -366,11 +448,8 @@ class ImageLoader:
             raise InvalidRequest("an image is not valid base64: it has other characters than ASCII")
         return _Content(body, min(left, 3 * len(body) // 4))
 
-    def _job(self, picture: ImageInput, content: _Content, left: int) -> ImageJob:
-        most = self._config.max_tokens_per_image
-        if picture.low_detail:
-            most = min(most, LOW_DETAIL_TOKENS)
+    def _job(self, content: _Content, most: int, left: int, num_frames: int = 0) -> ImageJob:
         given = content.given
         is_base64 = isinstance(given, str)
         file = given.encode() if isinstance(given, str) else given
-        return ImageJob(file, is_base64, self._files, most, left)
+        return ImageJob(file, is_base64, self._files, most, left, num_frames)

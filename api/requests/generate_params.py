@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from api.images.picture import ImageInput
+from api.images.picture import MediaInput
 from api.text.stops import StopRules
 from common.errors import ServingError
 from common.request import RequestSpec
@@ -122,7 +122,7 @@ class ChatTurn(msgspec.Struct, frozen=True):
     reasoning: str | None = None  # reasoning before the content, if the template uses it
     tool_calls: Sequence[PastToolCall] = ()
     tool_call_id: str | None = None  # the call of this result
-    parts: Sequence[str | ImageInput] = ()  # texts and pictures in order, if there are pictures
+    parts: Sequence[str | MediaInput] = ()  # in order, if there are not only texts
 
 
 class PromptEnding(Enum):
@@ -145,8 +145,8 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     ending: PromptEnding = PromptEnding.OPENED
 
     @property
-    def pictures(self) -> Sequence[ImageInput]:
-        return [part for turn in self.turns for part in turn.parts if isinstance(part, ImageInput)]
+    def media(self) -> Sequence[MediaInput]:
+        return [part for turn in self.turns for part in turn.parts if not isinstance(part, str)]
 
 
 class TokenIdsPrompt(msgspec.Struct, frozen=True):

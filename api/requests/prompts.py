@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from api.auth.client import Client
-from api.images.picture import ImageInput
+from api.images.marks import MediaMarks
+from api.images.picture import ImageInput, MediaInput, VideoInput
 from api.images.pictures import ImageLoader
 from api.parsers import harmony, think
 from api.parsers.model_format import ModelFormat, ReasoningFormat
@@ -62,13 +63,16 @@ class PromptEncoder:
         limits: ModelLimits,
         speech: ModelFormat,
         pictures: ImageLoader | None = None,
+        marks: MediaMarks | None = None,
     ) -> None:
         """
         Args:
             speech: format of the model's reasoning.
             pictures: reader of images. None: the model does not support images.
+            marks: None: the chat template writes the marks that the model needs.
         """
         self._pictures = pictures
+        self._marks = marks
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._limits = limits
@@ -209,21 +213,33 @@ class PromptEncoder:
         Args:
             text: the rendered conversation.
         """
+        if messages.media:
+            text = self._with_marks(messages.media, text)
         token_ids = await self._encode(text, messages.field, add_special_tokens=False)
-        if not messages.pictures:
+        if not messages.media:
             return token_ids, ()
         check_prompt(token_ids, self._limits, messages.field)  # clients must not send image tokens
         token_ids, images = await self._with_images(messages, token_ids, client)
         check_length(token_ids, self._limits, messages.field)
         return token_ids, images
 
+    def _with_marks(self, media: Sequence[MediaInput], text: str) -> str:
+        """Return a rendered conversation with the marks of its images and videos.
+
+        Raises:
+            InvalidRequest: the model does not support its media, or these are too many.
+        """
+        if self._pictures is None:
+            raise InvalidRequest("messages: this model does not support images, only text")
+        self._pictures.check_numbers(media)
+        return text if self._marks is None else self._marks.written(text, media)
+
     async def _with_images(
         self, messages: ChatPrompt, token_ids: Sequence[int], client: Client
     ) -> tuple[Sequence[int], Sequence[Image]]:
-        if self._pictures is None:
-            raise InvalidRequest("messages: this model does not support images, only text")
+        assert self._pictures is not None
         left = self._limits.context_length - len(token_ids)
-        images = await self._pictures.read(messages.pictures, left, client)
+        images = await self._pictures.read(messages.media, left, client)
         return self._pictures.placed(token_ids, images)
 
     async def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> Sequence[int]:
@@ -358,8 +374,14 @@ def _as_templates_know_it(turn: ChatTurn, reasoning: str) -> dict[str, Any]:
     return message
 
 
-def _part(part: str | ImageInput) -> dict[str, str]:
-    return {"type": "image"} if isinstance(part, ImageInput) else {"type": "text", "text": part}
+def _part(part: str | MediaInput) -> dict[str, str]:
+    match part:
+        case ImageInput():
+            return {"type": "image"}
+        case VideoInput():
+            return {"type": "video"}
+        case text:
+            return {"type": "text", "text": text}
 
 
 def _texts(turn: ChatTurn) -> Iterator[str]:

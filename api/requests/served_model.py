@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
+from api.images.marks import MediaMarks, SurroundedMarks, VideoMarks
 from api.images.pictures import ImageLoader
 from api.parsers import think
 from api.parsers.model_format import ModelFormat, speech_of
@@ -19,6 +20,7 @@ from api.text.model_files import ModelFiles
 from api.text.tokenizer import RouterTokenizer
 from common.config import ImagesConfig
 from common.errors import InvalidRequest, NotFound
+from common.model_directory import VideoFiles, VisionFiles
 
 T = TypeVar("T")
 
@@ -100,5 +102,20 @@ def served_model(
         takes_budget=speech.marks_thought and marked,
     )
     pictures = None if files.vision is None else ImageLoader(files.vision, images or ImagesConfig())
-    prompts = PromptEncoder(tokenizer, template, limits, speech, pictures)
+    marks = _marks(files.vision, tokenizer)
+    prompts = PromptEncoder(tokenizer, template, limits, speech, pictures, marks)
     return ServedModel(files, tokenizer, limits, prompts, speech)
+
+
+def _marks(files: VisionFiles | None, tokenizer: RouterTokenizer) -> MediaMarks | None:
+    """Return None if the chat template writes all marks, or if the tokenizer has no tokens for
+    them. In that case, media are rejected because they have no places in the prompt."""
+    match files:
+        case VisionFiles(surrounded=(begin, end)):
+            names = tokenizer.names((begin, files.placeholder, end))
+            return SurroundedMarks(names) if all(names) else None
+        case VisionFiles(video=VideoFiles() as video):
+            names = tokenizer.names((video.begin, video.placeholder, video.end))
+            return VideoMarks(files.frames, video, names) if all(names) else None
+        case _:
+            return None

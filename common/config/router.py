@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from common.config.record import ConfigRecord, Port, Positive, Seconds
 from common.config.server import NAME_WITHOUT_CA, ServerConfig, TlsConfig
-from common.limits import MAX_IMAGES, MAX_STREAM_INTERVAL
+from common.limits import MAX_FRAMES, MAX_IMAGES, MAX_STREAM_INTERVAL
 from common.priority import HIGHEST, LOWEST
 
 Priority = Annotated[int, Field(ge=LOWEST, le=HIGHEST)]
@@ -77,11 +77,16 @@ class ClientsConfig(ConfigRecord):
 
 
 class ImagesConfig(ConfigRecord):
-    """Images in conversations with a vision model, see docs/images.md."""
+    """Images and videos in conversations with a vision model, see docs/images.md."""
 
     max_images: int = Field(8, ge=1, le=MAX_IMAGES, description="Maximum images of a request")
     max_tokens_per_image: Positive = Field(
-        1280, description="Maximum tokens of an image. Larger images are scaled down"
+        1280,
+        description="Maximum tokens of an image, or of two frames of a video. Larger ones are "
+        "scaled down",
+    )
+    max_frames: int = Field(
+        64, ge=2, le=MAX_FRAMES, description="Maximum frames of all videos of a request"
     )
     allow_urls: bool = Field(
         False,

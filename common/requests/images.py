@@ -1,4 +1,7 @@
-"""Images in a prompt: pixels, and the tokens that represent them.
+"""Images and videos in a prompt: pixels, and the tokens that represent them.
+
+Encoders see a few consecutive frames of a video at a time, a temporal patch. Each temporal patch
+is an `Image` with more than one frame.
 
 Each token of an image has an id derived from the image's content, so the token ids of a prompt
 determine its KV. Code that compares prompts by tokens (prefix caches, page hashes, routers'
@@ -14,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from common.errors import InvalidRequest
-from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES
+from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES, MAX_TOKENS
 from protos import images_pb2 as pb
 
 FIRST_IMAGE_TOKEN = 1 << 30  # ids from here on are image tokens
@@ -22,18 +25,24 @@ _CHANNELS = 3
 
 
 class Image(msgspec.Struct, frozen=True):
-    """An image in the form for the encoder of its model, except for the scale of its numbers.
+    """An image, or a temporal patch of a video, in the form for the encoder of its model, except
+    for the scale of its numbers.
 
     Attributes:
         at: position of its first token in the prompt.
         rows, columns: of tokens. The model defines the pixels of a token, which form a square.
-        pixels: RGB, 8 bits each, row by row.
+        pixels: RGB, 8 bits each, row by row and frame by frame.
+        frames: 1 for an image.
+        time: for a temporal patch that continues the video of the patch before it: its position on
+            the time axis, relative to the video's first patch. None: it continues no video.
     """
 
     at: int
     rows: int
     columns: int
     pixels: bytes
+    frames: int = 1
+    time: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -53,14 +62,26 @@ class Image(msgspec.Struct, frozen=True):
 
     @property
     def token_ids(self) -> list[int]:
-        """Token ids, with 30 bits each from the content."""
-        drawn = hashlib.shake_128(self.name).digest(4 * self.num_tokens)
+        """Token ids, with 30 bits each from the content and from the time, which KV depends on."""
+        time = b"" if self.time is None else self.time.to_bytes(4, "little")
+        drawn = hashlib.shake_128(self.name + time).digest(4 * self.num_tokens)
         words = struct.unpack(f"<{self.num_tokens}I", drawn)
         return [word % FIRST_IMAGE_TOKEN + FIRST_IMAGE_TOKEN for word in words]
 
     def fits(self, token_side: int) -> bool:
         """Return whether it has the pixels of its tokens, with `token_side` pixels per side."""
-        return len(self.pixels) == self.num_tokens * token_side**2 * _CHANNELS
+        return len(self.pixels) == self.frames * self.num_tokens * token_side**2 * _CHANNELS
+
+    def may_follow(self, before: "Image | None") -> bool:
+        """Return whether it continues no video, or that of the image before it."""
+        if self.time is None:
+            return True
+        return (
+            before is not None
+            and (before.end, before.frames) == (self.at, self.frames)
+            and (before.rows, before.columns) == (self.rows, self.columns)
+            and (before.time or 0) <= self.time < MAX_TOKENS
+        )
 
 
 def check_images(images: Sequence[Image], token_ids: Sequence[int]) -> None:
@@ -76,26 +97,48 @@ def check_images(images: Sequence[Image], token_ids: Sequence[int]) -> None:
     if num_bytes > MAX_PIXEL_BYTES:
         raise InvalidRequest(f"images: {num_bytes} bytes of pixels, {MAX_PIXEL_BYTES} allowed")
     end = 0
+    before: Image | None = None
     for number, image in enumerate(images):
-        side = math.isqrt(len(image.pixels) // (_CHANNELS * max(image.num_tokens, 1)))
+        side = math.isqrt(
+            len(image.pixels) // (_CHANNELS * max(image.num_tokens * image.frames, 1))
+        )
         if not side or not image.fits(side):
             raise InvalidRequest(f"images[{number}]: the number of pixels does not match its size")
+        if not image.may_follow(before):
+            raise InvalidRequest(f"images[{number}]: it does not continue the video before it")
         if not end <= image.at or image.end > len(token_ids):
             raise InvalidRequest(f"images[{number}]: its tokens are outside the prompt")
         if list(token_ids[image.at : image.end]) != image.token_ids:
             raise InvalidRequest(
                 f"images[{number}]: in its place are not the tokens of its content"
             )
-        end = image.end
+        end, before = image.end, image
 
 
 def from_proto(protos: Sequence[pb.Image]) -> tuple[Image, ...]:
     """Parse images. The caller must check them."""
-    return tuple(Image(each.at, each.rows, each.columns, each.pixels) for each in protos)
+    return tuple(
+        Image(
+            each.at,
+            each.rows,
+            each.columns,
+            each.pixels,
+            each.frames or 1,
+            each.time if each.HasField("time") else None,
+        )
+        for each in protos
+    )
 
 
 def to_proto(images: Sequence[Image]) -> list[pb.Image]:
     return [
-        pb.Image(at=each.at, rows=each.rows, columns=each.columns, pixels=each.pixels)
+        pb.Image(
+            at=each.at,
+            rows=each.rows,
+            columns=each.columns,
+            pixels=each.pixels,
+            frames=each.frames,
+            time=each.time,
+        )
         for each in images
     ]

@@ -68,8 +68,8 @@ context. It takes 77 MB for Qwen3-Next 80B, as much as the KV of 3150 tokens.
 
 ## Images
 
-Qwen2.5-VL, Qwen3-VL, Qwen3.5 and LLaVA 1.5 accept images. Their decoders use native blocks, and
-transformers' own image encoders: [Images](images.md).
+Qwen2.5-VL, Qwen3-VL, Qwen3.5, LLaVA 1.5 and Gemma 3 accept images. Their decoders use native
+blocks, and transformers' own image encoders: [Images](images.md).
 
 <a id="layers-with-latents"></a>
 

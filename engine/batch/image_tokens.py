@@ -21,3 +21,27 @@ def text_of(token_ids: Ints, images: Sequence[Image]) -> Ints:
     for image in images:
         kept[image.at : image.end] = False
     return token_ids[kept]
+
+
+def end_outside(
+    images: Sequence[Image], start: int, end: int, num_tokens: int, page_size: int
+) -> int:
+    """Return the end of a chunk that begins at `start` and does not end within an image: at most
+    `end` if there is such a page boundary, else the next one, or the end of the prompt.
+
+    Args:
+        start: page aligned.
+        end: page aligned, or num_tokens, the length of the prompt.
+    """
+
+    def within(token: int) -> bool:
+        return any(image.at < token < image.end for image in images)
+
+    shorter = end
+    while shorter > start and within(shorter):
+        shorter = (shorter - 1) // page_size * page_size
+    if shorter > start:
+        return shorter
+    while within(end):
+        end = min(end + page_size, num_tokens)
+    return end

@@ -3,11 +3,12 @@
 In some models image tokens have positions like those of text. In others they are axial: an image
 takes as many positions as its longer side has tokens, however many tokens it has. Its
 tokens differ by row and column. Positions after an image are therefore smaller than token indices.
+Tokens of a video also differ by time, and a video takes as many positions as its longest axis.
 
 Source: Qwen2-VL, Wang et al. 2024, section 2.1 (M-RoPE).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,7 @@ AXES = 3  # time, height, width
 class VisibleImage:
     """Tokens [first, last) of an image. They start at token `place` of the step.
 
+    row: of the step, whose request has the image.
     image: None on a rank that receives its embeddings from another one.
     """
 
@@ -35,6 +37,7 @@ class VisibleImage:
     first: int
     last: int
     place: int
+    row: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +106,7 @@ class RowImages:
             if self._axial:
                 moved = np.tile(moved, (AXES, 1)) if moved.ndim == 1 else moved
                 moved[:, place : place + end - start] = positions_of(images, start, end)
-            seen += _seen(images, start, end, place)
+            seen += _seen(images, start, end, place, row)
         return EncodedImage(known, moved, tuple(seen))
 
     def _acquired(self, slot: int, request: Request) -> None:
@@ -125,8 +128,9 @@ class RowImages:
 
 
 def shift_of(images: Sequence[Image]) -> int:
-    """Return position minus token index after these images. Never above 0."""
-    return sum(max(image.rows, image.columns) - image.num_tokens for image in images)
+    """Return position minus token index after these images."""
+    *_, (_, _, shift) = [(None, 0, 0), *_placed(images)]
+    return shift
 
 
 def positions_of(images: Sequence[Image], start: int, end: int) -> NDArray[np.int32]:
@@ -134,22 +138,34 @@ def positions_of(images: Sequence[Image], start: int, end: int) -> NDArray[np.in
     start]."""
     index = np.arange(start, end, dtype=np.int32)
     positions = np.tile(index, (AXES, 1))
-    shift = 0
-    for image in images:
+    for image, first, shift in _placed(images):
         inside = slice(max(image.at - start, 0), max(image.end - start, 0))
         nth = index[inside] - image.at
         rows, columns = np.divmod(nth, np.int32(image.columns))
-        positions[:, inside] = image.at + shift + np.stack((np.zeros_like(nth), rows, columns))
-        shift += max(image.rows, image.columns) - image.num_tokens
+        positions[:, inside] = first + np.stack((np.full_like(nth, image.time or 0), rows, columns))
         positions[:, inside.stop :] = index[inside.stop :] + shift
     return positions
 
 
-def _seen(images: Sequence[Image], start: int, end: int, place: int) -> list[VisibleImage]:
+def _placed(images: Sequence[Image]) -> Iterator[tuple[Image, int, int]]:
+    """Yield each image with the first position of its axes, and with position minus token index
+    after it. A video has the same first position in all of its patches."""
+    first = shift = 0
+    for image in images:
+        if image.time is None:
+            first = image.at + shift
+        after = first + max(image.rows, image.columns, (image.time or 0) + 1)
+        shift = after - image.end
+        yield image, first, shift
+
+
+def _seen(
+    images: Sequence[Image], start: int, end: int, place: int, row: int
+) -> list[VisibleImage]:
     """Return the visible images of a row that computes tokens [start, end), the first at
     `place`."""
     return [
-        VisibleImage(image, first - image.at, last - image.at, place + first - start)
+        VisibleImage(image, first - image.at, last - image.at, place + first - start, row)
         for image in images
         if (first := max(image.at, start)) < (last := min(image.end, end))
     ]

@@ -54,8 +54,9 @@ class RequestLimits:
 
     context_length counts prompt and output. num_pages is the whole pool. generates, num_labels: the
     heads that the model has. image_token_side: pixels per side of an image token; 0: no image
-    input. image_tokens_per_side: rows and columns of every image; 0: any. eos_token_ids: tokens
-    that end a response. embedding_size: numbers of an input embedding; 0: none are accepted.
+    input. image_tokens_per_side: rows and columns of every image; 0: any. video_frames: frames of a
+    temporal patch; 0: no video input. whole_images: see ModelSpec. eos_token_ids: tokens that end
+    a response. embedding_size: numbers of an input embedding; 0: none are accepted.
     """
 
     context_length: int
@@ -66,6 +67,8 @@ class RequestLimits:
     num_labels: int = 0
     image_token_side: int = 0
     image_tokens_per_side: int = 0
+    video_frames: int = 0
+    whole_images: bool = False
     eos_token_ids: tuple[int, ...] = ()
     hidden_states: StateLimit = StateLimit("hidden_states")
     routed_experts: StateLimit = StateLimit("routed_experts")
@@ -196,6 +199,11 @@ class RequestLimits:
                     if not self.image_token_side
                     else f"images[{number}]: a token of it is no square of "
                     f"{self.image_token_side} pixels a side"
+                )
+            if image.frames not in (1, self.video_frames):
+                raise InvalidRequest(
+                    f"images[{number}]: a temporal patch of {image.frames} frames, the model takes "
+                    + (f"{self.video_frames}" if self.video_frames else "no videos")
                 )
             if count and (image.rows, image.columns) != (count, count):
                 raise InvalidRequest(

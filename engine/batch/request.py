@@ -91,6 +91,8 @@ class Request:
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
     brought: bool | None = None  # result of the lower tier's lookup; False: the load is under way
     bringing: list[float] = field(default_factory=list)  # when a load began, ended, began ...
+    encoding: Any = None  # core.EncodingJob of its images; None: not looked up
+    encoded: list[float] = field(default_factory=list)  # when their encoding began and ended
     slot: int | None = field(default=None)
     match: Any = None  # features.matching.Match: created before it waits for anything else
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # computed so far
@@ -149,6 +151,11 @@ class Request:
         if len(self.bringing) % 2:
             self.bringing.append(now)
             del self.bringing[: -2 * MAX_ABSENCES]
+
+    @property
+    def is_encoding(self) -> bool:
+        """Return whether it waits for its images to be encoded."""
+        return self.encoding is not None and not self.encoding.done
 
     @property
     def is_away(self) -> bool:

@@ -57,6 +57,8 @@ class NativeCheckpoint:
                 model,
                 image_token_side=files.token_side,
                 image_tokens_per_side=files.tokens_per_side,
+                video_frames=0 if files.video is None else files.frames,
+                whole_images=files.whole,
                 axial_images=files.axial,
             )
             decoder = replace(decoder, model=model)
@@ -99,6 +101,12 @@ class NativeCheckpoint:
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
         self._check_stages(share)
+        if self.spec.whole_images and share.num_ranks > 1:
+            raise ConfigError(
+                "engine.parallel: several ranks are not supported for models whose image tokens "
+                "see all of their image. To serve texts with them, remove vision_config from "
+                "config.json"
+            )
         beside = 0
         if self._sight is not None and share.node_rank == 0:
             beside += self._sight.weight_bytes(dtype)

@@ -26,6 +26,9 @@ class ModelSpec:
             Excluded from the repr, which nodes compare, because images have their own hash there.
         image_tokens_per_side: rows and columns of every image. 0: they depend on its size. Excluded
             from the repr, too.
+        video_frames: frames of a temporal patch of a video. 0: no videos. Excluded from the repr,
+            too.
+        whole_images: tokens of an image see all tokens of their image. Excluded from the repr, too.
         axial_images: image tokens are positioned by row and column. Excluded from the repr, too.
         generates: the model has a head for tokens.
         num_labels: classes of its classification head. 0: there is none.
@@ -46,4 +49,6 @@ class ModelSpec:
     draft: DraftState | None = None
     image_token_side: int = field(default=0, repr=False)
     image_tokens_per_side: int = field(default=0, repr=False)
+    video_frames: int = field(default=0, repr=False)
+    whole_images: bool = field(default=False, repr=False)
     axial_images: bool = field(default=False, repr=False)

@@ -82,7 +82,9 @@ def stack_of(layers: tuple[Layer, ...]) -> Stack:
     whole = [layer for layer in compiled if layer is not None]
     if not layers or len(whole) < len(layers):
         return LayerByLayer(layers)
-    return InOneCall(CompiledLayers(whole), rotations, LayerByLayer(layers))
+    mixers = (layer.mixer for layer in layers if isinstance(layer.mixer, AttentionBlock))
+    whole_images = any(mixer.spec.whole_images for mixer in mixers)
+    return InOneCall(CompiledLayers(whole), rotations, LayerByLayer(layers), whole_images)
 
 
 class LayerByLayer:
@@ -160,14 +162,20 @@ class InOneCall:
     Args:
         rotations: of the angles, which layers refer to by index.
         one_by_one: the same layers, for KV stored in another dtype than the compute dtype.
+        whole_images: steps with image tokens are computed by `one_by_one`, too.
     """
 
     def __init__(
-        self, layers: CompiledLayers, rotations: Sequence[Rotation], one_by_one: LayerByLayer
+        self,
+        layers: CompiledLayers,
+        rotations: Sequence[Rotation],
+        one_by_one: LayerByLayer,
+        whole_images: bool,
     ) -> None:
         self._layers = layers
         self._one_by_one = one_by_one
         self._rotations = rotations
+        self._whole_images = whole_images
         self._pools: WeakKeyDictionary[PagedLayers, CompiledPool] = WeakKeyDictionary()
 
     def forward(
@@ -179,7 +187,7 @@ class InOneCall:
         residual: Tensor | None = None,
         group: tuple[int, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        if pool.layers[0].dtype != x.dtype:
+        if pool.layers[0].dtype != x.dtype or (self._whole_images and step.batch.seen):
             return self._one_by_one.forward(x, step, pool, residual=residual, group=group)
         batch = step.batch
         compiled = CompiledStep(

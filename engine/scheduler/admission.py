@@ -19,6 +19,7 @@ import numpy as np
 from common.config import SchedulerConfig
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
+from engine.batch.image_tokens import end_outside
 from engine.batch.request import Request
 from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
@@ -152,6 +153,8 @@ class PrefillAdmission:
         self._pages = core.pages
         self._cache = cache
         self._tiers = core.tiers
+        self._encoder = core.encoder
+        self._whole_images = core.limits.whole_images
         self._clock = core.clock
         self._retracted = retracted
         self._ratio = ratio
@@ -312,6 +315,7 @@ class PrefillAdmission:
     def _next_chunk(self, before: ExtendRow, adder: PrefillAdder) -> ExtendRow:
         num_tokens = len(before.request.token_ids)
         end = adder.cut(before.end, num_tokens)
+        end = self._outside_images(before.request, before.end, end)
         return self._row(before.request, before.slot, before.end, end, adder, before.branch)
 
     def _row(
@@ -397,10 +401,11 @@ class PrefillAdmission:
                 if returned or is_overdue(request.arrived, now):
                     break
                 continue
-            if self._is_coming(request):
+            if self._is_coming(request) or self._is_encoding(request, match.num_tokens):
                 held_back = True
                 continue
             end = adder.cut(match.num_tokens, len(request.token_ids))
+            end = self._outside_images(request, match.num_tokens, end)
             if end == match.num_tokens:
                 # the budgets of this forward are used up, not the pages: retry in the next one
                 return
@@ -425,6 +430,30 @@ class PrefillAdmission:
                 request.brought = False
                 request.bringing.append(self._clock())
         return request.brought is False
+
+    def _outside_images(self, request: Request, start: int, end: int) -> int:
+        """Return the end of a chunk. If image tokens see all of their image, no chunk ends within
+        an image, and the budgets may be exceeded for that."""
+        images = request.spec.images
+        if not self._whole_images or not images or end == start:
+            return end
+        return end_outside(images, start, end, len(request.token_ids), self._table.page_size)
+
+    def _is_encoding(self, request: Request, num_cached: int) -> bool:
+        """Return whether images behind the cached tokens are being encoded, or wait for that. Begin
+        if there is capacity. The forward encodes images that are evicted meanwhile."""
+        if self._encoder is None or not request.spec.images:
+            return False
+        if request.encoding is None:
+            images = [image for image in request.spec.images if image.end > num_cached]
+            request.encoding = self._encoder.begin(images)
+            if request.encoding is None:
+                return True
+            if request.is_encoding:
+                request.encoded = [self._clock()]
+        if not request.is_encoding and len(request.encoded) == 1:
+            request.encoded.append(self._clock())
+        return request.is_encoding
 
     def _match(self, request: Request) -> PrefixMatch:
         return self._cache.match(request.reusable_tokens, request.namespace)

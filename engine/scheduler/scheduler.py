@@ -167,6 +167,8 @@ class Scheduler:
             if request not in self._admission.waiting:
                 return None
             self._admission.waiting.remove(request)
+            if request.encoding is not None:
+                request.encoding.cancelled = True
             self._num_withdrawn += 1
             return FinishedRequest(request, finish)
         if request in self._retracted or not self._table.in_flight(slot):
@@ -201,7 +203,7 @@ class Scheduler:
         ended += [self.abort(request, finish) for request in late]
         waiting = [each for each in self._admission.waiting if each.start_by < now]
         if not self._residents and not self.paused:
-            waiting.clear()  # they are next
+            waiting = [each for each in waiting if each.is_encoding]  # the others are next
         ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
         return [finished for finished in ended if finished is not None]
 

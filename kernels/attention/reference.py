@@ -4,6 +4,7 @@ Decode rows share padded gathers of their pages, and other rows have one gather 
 made on the host, so it may wait for the device of its arguments.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -175,6 +176,45 @@ def plan_reference(
         del decode[-num_rows:]
     nowhere = torch.tensor(blind, device=kv.device) if blind else None
     return ReferencePlan(tuple(rows), tuple(groups), nowhere, num_tokens, value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpan:
+    """Queries of tokens [first, end) of a row, which start at `place` in q. They see all keys up to
+    `end`."""
+
+    row: int
+    place: int
+    first: int
+    end: int
+
+
+def plan_spans(
+    spans: Sequence[KeySpan],
+    page_ids: Tensor,
+    page_starts: Tensor,
+    kv: Tensor,
+    window: int | None,
+) -> ReferencePlan:
+    """Plan the attention of queries that see later keys. For the arguments see plan_attention.
+
+    A window limits only the earlier keys of each query.
+    """
+    page_size = kv.shape[3]
+    places = page_starts.tolist()
+    rows = []
+    for span in spans:
+        first = max(0, span.first - window + 1) if window else 0
+        first_page = first // page_size
+        place = places[span.row] + first_page
+        pages = page_ids[place : place + -(-span.end // page_size) - first_page]
+        tokens = torch.arange(span.first, span.end, device=kv.device).unsqueeze(1)
+        keys = torch.arange(first, span.end, device=kv.device)
+        mask = keys > tokens - window if window else None
+        start, past = first_page * page_size, span.place + span.end - span.first
+        chunk = Chunk(span.place, past, first - start, span.end - start, mask)
+        rows.append(ReferenceRow(pages, (chunk,)))
+    return ReferencePlan(tuple(rows), (), None, 0, None)
 
 
 def chunks_of(

@@ -4,12 +4,14 @@ answers to the prompt that its own processing of image and text makes."""
 import base64
 import io
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 pytest.importorskip("PIL")
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image as Pillow
@@ -21,9 +23,13 @@ from tests.support.vision import (
     END,
     PAD,
     PAD_ID,
+    SIDE,
+    clip,
+    greedy_vision_tokens,
     image_processor,
     make_vision_checkpoint,
     reference_vision_model,
+    with_images,
 )
 
 pytestmark = pytest.mark.long
@@ -53,24 +59,12 @@ def expected(directory: Path, image: Pillow.Image, question: str) -> str:
     return answered
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "qwen3_vl"])
-async def test_an_image_is_answered_as_transformers_answers(
-    tmp_path: Path, model_type: str
-) -> None:
-    directory = make_vision_checkpoint(tmp_path / "model", model_type=model_type)
-    noise = np.random.default_rng(3).integers(0, 256, (45, 70, 3), np.uint8)
-    image = Pillow.fromarray(noise)
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    content = [
-        {"type": "text", "text": "What is it? "},
-        {"type": "image_url", "image_url": {"url": url}},
-    ]
+async def answered(directory: Path, tmp_path: Path, content: list[dict[str, Any]]) -> list[Any]:
+    """Return the responses to the same message, sent twice."""
     async with Cluster(directory, tmp_path, rig=CPU, path="tcp") as cluster:
         base = f"http://127.0.0.1:{cluster.http_port}/v1"
         async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=0) as client:
-            answers = [
+            return [
                 await client.chat.completions.create(  # type: ignore[call-overload]
                     model=str(directory),
                     messages=[{"role": "user", "content": content}],
@@ -80,6 +74,49 @@ async def test_an_image_is_answered_as_transformers_answers(
                 )
                 for _ in range(2)
             ]
+
+
+def data_url(image: Pillow.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "qwen3_vl"])
+async def test_an_image_is_answered_as_transformers_answers(
+    tmp_path: Path, model_type: str
+) -> None:
+    directory = make_vision_checkpoint(tmp_path / "model", model_type=model_type)
+    noise = np.random.default_rng(3).integers(0, 256, (45, 70, 3), np.uint8)
+    image = Pillow.fromarray(noise)
+    content = [
+        {"type": "text", "text": "What is it? "},
+        {"type": "image_url", "image_url": {"url": data_url(image)}},
+    ]
+    answers = await answered(directory, tmp_path, content)
     wanted = expected(directory, image, "What is it? ")
+    assert [answer.choices[0].message.content for answer in answers] == [wanted] * 2
+    assert answers[1].usage.prompt_tokens_details.cached_tokens > 0
+
+
+async def test_a_video_is_answered_as_transformers_answers(tmp_path: Path) -> None:
+    directory = make_vision_checkpoint(tmp_path / "model")
+    shown = clip(3, 4, 5, 1, 1)  # a quarter of a second a patch, at 4 positions a second
+    size = 4 * SIDE, 5 * SIDE, 3
+    pixels = b"".join(patch.pixels for patch in shown)
+    frames = np.frombuffer(pixels, np.uint8).reshape(-1, *size)
+    content = [
+        {"type": "text", "text": "What is it? "},
+        {"type": "video", "video": [data_url(Pillow.fromarray(each)) for each in frames], "fps": 8},
+    ]
+    answers = await answered(directory, tmp_path, content)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    before = "<|start|>user\nWhat is it? "
+    spoken = [tokenizer.encode(text).ids for text in (before, "<|end|>\n<|start|>assistant\n")]
+    token_ids, images = with_images("", shown)
+    prompt = [*spoken[0], *token_ids, *spoken[1]]
+    placed = [msgspec.structs.replace(image, at=image.at + len(spoken[0])) for image in images]
+    tokens = greedy_vision_tokens(reference_vision_model(directory), prompt, placed, NUM_TOKENS)
+    wanted = tokenizer.decode(tokens, skip_special_tokens=True)
     assert [answer.choices[0].message.content for answer in answers] == [wanted] * 2
     assert answers[1].usage.prompt_tokens_details.cached_tokens > 0

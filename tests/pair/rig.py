@@ -366,6 +366,8 @@ class PairRig:
             self._exits.callback(node.engine.stream.close)
             self._exits.callback(node.engine.copier.close)
             self._exits.callback(node.engine.tiers.close)
+            if node.engine.encoder is not None:
+                self._exits.callback(node.engine.encoder.close)
             self._exits.callback(node.engine.weights.close)
             self._exits.callback(node.transfer.stop, TIMEOUT_S)
             node.transfer.start()

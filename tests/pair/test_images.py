@@ -140,6 +140,8 @@ def test_who_was_retracted_is_computed_anew_with_its_images(model):
     prompts = [("Look: ", picture(6, 6, 20 + i), "...") for i in range(4)]
     ratio = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
     with rig_of(model, prefill=[], decode=[size], mode="colocated", **ratio) as rig:
+        # All are admitted together, because their images are cached.
+        rig.decode[0].engine.model.seeing.encode([image for _, image, _ in prompts], None)
         asked = [ask(rig, *parts) for parts in prompts]
         rig.run()
         assert [one.tokens for one in asked] == [model.greedy(*parts) for parts in prompts]
@@ -249,8 +251,8 @@ def test_a_configuration_of_transformers_4_says_the_same(model, tmp_path):
 
 def test_embeddings_are_kept_up_to_so_many_bytes():
     class Encoder:
-        def encode(self, image):
-            return torch.full((image.num_tokens, 4), float(image.pixels[0]))
+        def encode(self, images):
+            return [torch.full((image.num_tokens, 4), float(image.pixels[0])) for image in images]
 
     seeing = VisionTower(Encoder(), most_bytes=2 * 4 * 4 * 4)
     images = [picture(2, 2, seed) for seed in range(3)]

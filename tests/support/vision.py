@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image as Pillow
@@ -27,7 +28,9 @@ from common.requests.images import Image
 from tests.support.checkpoints import END_TOKEN_ID, VOCABULARY_SIZE, make_tokenizer
 
 BEGIN, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-BEGIN_ID, PAD_ID, END_ID = 258, 259, 260  # after the tokenizer's other tokens
+VIDEO_PAD = "<|video_pad|>"
+BEGIN_ID, PAD_ID, END_ID, VIDEO_PAD_ID = 258, 259, 260, 261  # after the tokenizer's other tokens
+POSITIONS_PER_SECOND = 4  # the default of Qwen2.5-VL's configuration
 PATCH, MERGE = 4, 2
 SIDE = PATCH * MERGE
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]
@@ -36,7 +39,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' or 'image_url' in part %}" + BEGIN + PAD + END + "{% else %}"
+    "{% if part['type'] == 'image' or 'image_url' in part %}" + BEGIN + PAD + END + "{% elif "
+    "part['type'] == 'video' %}" + BEGIN + VIDEO_PAD + END + "{% else %}"
     "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
@@ -85,10 +89,11 @@ def write_vision_files(
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     make_tokenizer(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens([BEGIN, PAD, END])
+    tokenizer.add_special_tokens([BEGIN, PAD, END, VIDEO_PAD])
     assert tokenizer.token_to_id(PAD) == PAD_ID
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.chat_template = CHAT_TEMPLATE
+    written = BEGIN if model_type == "gemma3" else BEGIN + PAD + END
+    fast.chat_template = CHAT_TEMPLATE.replace(BEGIN + PAD + END, written)
     fast.save_pretrained(directory)
     return directory
 
@@ -136,11 +141,11 @@ _EXPERTS = {
 _LEARNT = {**_VISION, "num_position_embeddings": 16}
 _MARKS = {
     "image_token_id": PAD_ID,
-    "video_token_id": 261,
+    "video_token_id": VIDEO_PAD_ID,
     "vision_start_token_id": BEGIN_ID,
     "vision_end_token_id": END_ID,
 }
-SQUARE = 6  # tokens per side of every image of a LLaVA
+SQUARE = 6  # tokens per side of every image of a LLaVA or a Gemma 3
 # By model_type: of the decoder, of the image encoder, and others.
 _SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = {
     "qwen2_5_vl": (
@@ -168,6 +173,31 @@ _SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, An
         },
         {"image_token_index": PAD_ID},
     ),
+    "gemma3": (
+        {
+            "model_type": "gemma3_text",
+            **_TEXT,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 48,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "patch_size": PATCH,
+            "image_size": SQUARE * SIDE,
+        },
+        {
+            "image_token_index": PAD_ID,
+            "boi_token_index": BEGIN_ID,
+            "eoi_token_index": END_ID,
+            "mm_tokens_per_image": SQUARE**2,
+        },
+    ),
 }
 
 
@@ -192,6 +222,13 @@ def _processor(model_type: str, max_pixels: int) -> dict[str, Any]:
             "resample": 3,
             **scale,
         }
+    if model_type == "gemma3":
+        return {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": SQUARE * SIDE, "width": SQUARE * SIDE},
+            "resample": 2,
+            **scale,
+        }
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "min_pixels": SIDE**2,
@@ -208,9 +245,11 @@ def image_processor(
 ) -> Any:
     """transformers' own."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    kind = CLIPImageProcessorPil if model_type == "llava" else Qwen2VLImageProcessorPil
+    kinds = {"llava": CLIPImageProcessorPil, "gemma3": Gemma3ImageProcessorPil}
+    kind = kinds.get(model_type, Qwen2VLImageProcessorPil)
     fields = _processor(model_type, max_pixels)
     del fields["image_processor_type"]
     return kind(**(fields | options))
@@ -228,8 +267,36 @@ def picture(rows: int, columns: int, seed: int, side: int = SIDE) -> Image:
     return Image(0, rows, columns, drawn.tobytes())
 
 
-def with_images(*parts: str | Image) -> tuple[list[int], tuple[Image, ...]]:
-    """Token ids of a prompt of texts and images, and the images in their places."""
+FRAMES = 2  # of a temporal patch
+Clip = tuple[Image, ...]
+
+
+def clip(num_patches: int, rows: int, columns: int, seed: int, interval: int) -> Clip:
+    """Return the temporal patches of a video of noise, for a model with a time axis.
+
+    Args:
+        interval: positions from a patch to the next.
+    """
+    return tuple(
+        Image(0, rows, columns, patch.pixels, FRAMES, number * interval if number else None)
+        for number, patch in enumerate(patches(num_patches, rows, columns, seed))
+    )
+
+
+def patches(num_patches: int, rows: int, columns: int, seed: int) -> Clip:
+    """Return the temporal patches of a video of noise, for a model with timestamps."""
+    both = [
+        [picture(rows, columns, 100 * seed + FRAMES * number + each) for each in range(FRAMES)]
+        for number in range(num_patches)
+    ]
+    return tuple(
+        Image(0, rows, columns, b"".join(frame.pixels for frame in frames), FRAMES)
+        for frames in both
+    )
+
+
+def with_images(*parts: str | Image | Clip) -> tuple[list[int], tuple[Image, ...]]:
+    """Token ids of a prompt of texts, images and videos, and the images in their places."""
     token_ids: list[int] = []
     placed: list[Image] = []
     for part in parts:
@@ -237,8 +304,10 @@ def with_images(*parts: str | Image) -> tuple[list[int], tuple[Image, ...]]:
             token_ids += part.encode()
             continue
         token_ids.append(BEGIN_ID)
-        placed.append(Image(len(token_ids), part.rows, part.columns, part.pixels))
-        token_ids += [*part.token_ids, END_ID]
+        for image in (part,) if isinstance(part, Image) else part:
+            placed.append(msgspec.structs.replace(image, at=len(token_ids)))
+            token_ids += image.token_ids
+        token_ids.append(END_ID)
     return token_ids, tuple(placed)
 
 
@@ -258,25 +327,59 @@ def vision_inputs(
     """Return transformers' inputs for a prompt. Its image processor gets each image at its size."""
     ids = list(token_ids)
     for image in images:
-        ids[image.at : image.end] = [PAD_ID] * image.num_tokens
+        pad = PAD_ID if image.frames == 1 else VIDEO_PAD_ID
+        ids[image.at : image.end] = [pad] * image.num_tokens
     tokens = torch.tensor([ids])
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     as_they_are = {"do_resize": False}
     if model_type == "llava":
         as_they_are["do_center_crop"] = False
+    elif model_type == "gemma3":
+        inputs["token_type_ids"] = (tokens == PAD_ID).int()
     else:
-        inputs["mm_token_type_ids"] = (tokens == PAD_ID).int()
-    if images:
+        inputs["mm_token_type_ids"] = (tokens == PAD_ID).int() + 2 * (tokens == VIDEO_PAD_ID).int()
+    stills = [image for image in images if image.frames == 1]
+    if stills:
         processor = image_processor(model_type=model_type, **as_they_are)
-        arrays = [_array(image) for image in images]
+        arrays = [_array(image) for image in stills]
         inputs |= processor(arrays, return_tensors="pt", input_data_format="channels_last")
-    return inputs
+        inputs.pop("num_crops", None)
+    return inputs | _video_inputs([image for image in images if image.frames > 1])
+
+
+def _video_inputs(shown: Sequence[Image]) -> dict[str, Any]:
+    """Return transformers' inputs for videos. Its video processor needs torchvision, so these are
+    its two steps behind resizing: the scale, and Qwen2VLVideoProcessor.patchify."""
+    videos: list[list[Image]] = []
+    for image in shown:
+        if videos and videos[-1][-1].end == image.at:
+            videos[-1].append(image)
+        else:
+            videos.append([image])
+    if not videos:
+        return {}
+    values, grids, intervals = [], [], []
+    for video in videos:
+        arrays = [_array(image) for image in video]
+        frames = torch.tensor(np.concatenate(arrays)).permute(0, 3, 1, 2) / 255
+        scaled = (frames - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+        rows, columns = video[0].rows, video[0].columns
+        size = (len(video), FRAMES, 3, rows, MERGE, PATCH, columns, MERGE, PATCH)
+        apart = scaled.reshape(1, *size).permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
+        values.append(apart.reshape(len(video) * rows * columns * MERGE**2, -1))
+        grids.append([len(video), rows * MERGE, columns * MERGE])
+        intervals.append(video[1].time if len(video) > 1 else 1)
+    made = {"pixel_values_videos": torch.cat(values), "video_grid_thw": torch.tensor(grids)}
+    if any(len(video) > 1 for video in videos):
+        made["second_per_grid_ts"] = torch.tensor(intervals) / POSITIONS_PER_SECOND
+    return made
 
 
 def _array(image: Image) -> Any:
-    side = math.isqrt(len(image.pixels) // (3 * image.num_tokens))
-    pixels = np.frombuffer(image.pixels, np.uint8)
-    return pixels.reshape(image.rows * side, image.columns * side, 3)
+    side = math.isqrt(len(image.pixels) // (3 * image.num_tokens * image.frames))
+    pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.frames, -1)
+    arrays = pixels.reshape(image.frames, image.rows * side, image.columns * side, 3)
+    return arrays if image.frames > 1 else arrays[0]
 
 
 def greedy_vision_tokens(

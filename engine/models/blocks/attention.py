@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.kv_cache.states import PagedKV, own_heads
 from engine.models.blocks.norm import Norm, RmsNorm
-from engine.models.blocks.plans import attention_plan
+from engine.models.blocks.plans import attention_plan, whole_image_plan
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear, scaled
@@ -27,6 +27,7 @@ class Attention:
         sinks: each head has one more score, for a key without a value.
         qk_norm: norm of each head of queries and of keys, before rotation. None: no norm.
         of_two: the input is two vectors of each token, side by side.
+        whole_images: tokens of an image see all tokens of their image, also later ones.
         output_gate: each head's output is multiplied by the sigmoid of a gate that is projected
             beside its query.
     """
@@ -44,6 +45,7 @@ class Attention:
     sinks: bool = False
     output_gate: bool = False
     of_two: bool = False
+    whole_images: bool = False
 
     @property
     def keeps(self) -> PagedKV:
@@ -103,6 +105,11 @@ class AttentionBlock:
         x = paged_attention(
             q, kept.view, plan, scale=scale, soft_cap=spec.soft_cap, sinks=self.sinks
         )
+        if spec.whole_images and step.batch.seen:
+            whole = whole_image_plan(step, kept, window=spec.window)
+            whole.attend_into(
+                x, q, kept.view, scale=scale, soft_cap=spec.soft_cap, sinks=self.sinks
+            )
         if scales.value != 1.0:
             x = x * scales.value
         return step.product(self.output, x if gate is None else x * torch.sigmoid(gate))

@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
+from engine.batch.images import VisibleImage
 from engine.models.blocks.protocol import KeptStates, ModelStep
 from kernels.attention.paged import AttentionPlan, plan_attention
+from kernels.attention.reference import KeySpan, ReferencePlan, plan_spans
 from kernels.attention.unfolded import MaskedPlan, MaskExpansion, plan_unfolded
 
 
@@ -37,6 +39,22 @@ def attention_plan(
             value_dim=value_dim,
         ),
     )
+
+
+def whole_image_plan(step: ModelStep, kept: KeptStates, *, window: int | None) -> ReferencePlan:
+    """Return the plan of the step's image tokens, which see all tokens of their image. It attends
+    only for these, in place of `attention_plan`. No chunk ends within an image."""
+    batch = step.batch
+
+    def make() -> ReferencePlan:
+        spans = [
+            KeySpan(part.row, part.place, part.image.at + part.first, part.image.end)
+            for part in batch.seen
+            if isinstance(part, VisibleImage) and part.image is not None
+        ]
+        return plan_spans(spans, batch.page_ids, batch.page_starts[kept.table], kept.view, window)
+
+    return step.shared.get(("images", kept.table, window), make)
 
 
 class LatentPlans(NamedTuple):

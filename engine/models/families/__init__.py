@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from engine.models.decoder import DecoderSpec
 from engine.models.families.deepseek import deepseek_v2, deepseek_v3
 from engine.models.families.dots1 import dots1
-from engine.models.families.gemma import gemma2, gemma3
+from engine.models.families.gemma import gemma2, gemma3, gemma3_with_images
 from engine.models.families.gpt_oss import gpt_oss
 from engine.models.families.llama import llama, llava
 from engine.models.families.mistral import mistral, mixtral
@@ -37,6 +37,7 @@ FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
     "qwen3": qwen3,
     "qwen3_vl": qwen3_vl,
     "gemma2": gemma2,
+    "gemma3": gemma3_with_images,
     "gemma3_text": gemma3,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,

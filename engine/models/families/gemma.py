@@ -1,12 +1,14 @@
-"""Gemma 2 and 3, text only: four norms per layer, and windows in most layers.
+"""Gemma 2 and 3: four norms per layer, and windows in most layers.
 
 Gemma 2 has soft caps, and a window in every other layer. Gemma 3 has norms of queries and keys
 instead. Five of its layers with a window alternate with one without, and each of the two kinds has
-its own RoPE.
+its own RoPE. Its image tokens see all tokens of their image.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from engine.models.blocks.attention import Attention
 from engine.models.blocks.dense import DenseMlp
 from engine.models.blocks.layer import LayerSpec
 from engine.models.blocks.rotation import Rope
@@ -90,6 +92,36 @@ def gemma3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
         tied_embeddings=True,
         embedding_scale=config.integer("hidden_size") ** 0.5,
         logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
+    )
+
+
+_GEMMA3: Mapping[str, str | int] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+
+
+def gemma3_with_images(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    spec = common.beside_encoder(config, eos_token_ids, gemma3, _GEMMA3)
+    num_tokens = config.integer("mm_tokens_per_image", 256)
+    layers = []
+    for layer in spec.layers:
+        assert isinstance(layer.mixer, Attention)
+        if layer.mixer.window is not None and layer.mixer.window < num_tokens:
+            raise config.wrong("mm_tokens_per_image", f"at most the window {layer.mixer.window}")
+        layers.append(replace(layer, mixer=replace(layer.mixer, whole_images=True)))
+    return replace(
+        spec,
+        layers=tuple(layers),
+        prefix="language_model.model.",
+        head="language_model.lm_head",
+        unused=("vision_tower.", "multi_modal_projector."),
     )
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.limits import MAX_PIXEL_BYTES
-from common.model_directory import AreaSize, SquareSize, VisionFiles, vision_files
+from common.model_directory import AreaSize, SquareSize, StretchedSize, VisionFiles, vision_files
 from common.requests.images import Image
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.fields import Fields
@@ -132,13 +132,15 @@ class TransformersEncoder:
         self._files = files
         self._device, self._dtype = device, dtype
 
-    def encode(self, image: Image) -> Tensor:
-        inputs = encoder_inputs(image, self._files, self._device, self._dtype)
+    def encode(self, images: Sequence[Image]) -> Sequence[Tensor]:
+        each = [encoder_inputs(image, self._files, self._device, self._dtype) for image in images]
+        inputs = {name: torch.cat([one[name] for one in each]) for name in each[0]}
         with torch.inference_mode():
             encoded = self._model.get_image_features(**inputs)
-            features = encoded.get("deepstack_features", ())  # each a list with one entry an image
-            together = torch.cat((*encoded.pooler_output, *(each[0] for each in features)), dim=1)
-        return together.to(self._dtype)
+            # By layer, then by image.
+            made = (encoded.pooler_output, *encoded.get("deepstack_features", ()))
+            by_image = zip(*made, strict=True)
+            return [torch.cat(features, dim=1).to(self._dtype) for features in by_image]
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
         self._model.load_state_dict(weights)
@@ -151,7 +153,7 @@ class TransformersEncoder:
         pixels = bytes(3 * self._files.token_side**2 * rows * columns)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        self.encode(Image(0, rows, columns, pixels))
+        self.encode([Image(0, rows, columns, pixels)])
         return torch.cuda.max_memory_allocated(self._device) - before
 
 
@@ -172,7 +174,7 @@ def encoder_inputs(
     mean, std = (torch.tensor(each, device=device) for each in (files.mean, files.std))
     scaled = flat.view(-1, 3).float().div_(255).sub_(mean).div_(std)
     match files.size:
-        case SquareSize(side=side):
+        case SquareSize(side=side) | StretchedSize(side=side):
             whole = scaled.view(1, side, side, 3).permute(0, 3, 1, 2)
             return {"pixel_values": whole.to(dtype)}
         case AreaSize():
@@ -188,7 +190,7 @@ def _patches(scaled: Tensor, image: Image, files: VisionFiles) -> Tensor:
         scaled: [pixels, 3].
     """
     side, merge = files.patch_side, files.merge
-    apart = scaled.view(image.rows, merge, side, image.columns, merge, side, 3)
-    by_patch = apart.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
-    whole = by_patch.expand(*by_patch.shape[:5], files.frames, *by_patch.shape[6:])
+    apart = scaled.view(image.frames, image.rows, merge, side, image.columns, merge, side, 3)
+    by_patch = apart.permute(1, 4, 2, 5, 7, 0, 3, 6)
+    whole = by_patch.expand(*by_patch.shape[:5], files.frames, side, side)
     return whole.reshape(image.num_tokens * merge**2, -1)

@@ -1,16 +1,18 @@
 """Embeddings of images, cached up to a limit and otherwise encoded when a step needs them.
 
-A forward requests the embeddings of the images that its chunk has tokens of. Computing or
-recomputing a prompt therefore needs no preparation, and images in the prefix cache are not encoded.
-Encoding lengthens the forward. `MAX_PIXEL_BYTES` limits the size of each image.
+A forward requests the embeddings of the images that its chunk has tokens of. They are usually in
+the cache, because another thread has encoded them (encoder_thread.py). Otherwise the forward
+encodes them, which lengthens it. `MAX_PIXEL_BYTES` limits the size of each image.
 """
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from common.requests.images import Image
@@ -21,9 +23,10 @@ KEPT_BYTES = 256 << 20
 
 
 class VisionEncoder(Protocol):
-    def encode(self, image: Image) -> Tensor:
-        """Return [num_tokens, hidden], on the model's device and in its dtype. Features for the
-        first layers follow, with `hidden` more columns for each. Callers must not change it."""
+    def encode(self, images: Sequence[Image]) -> Sequence[Tensor]:
+        """Return [num_tokens, hidden] for each image, on the model's device and in its dtype.
+        Features for the first layers follow, with `hidden` more columns for each. Callers must not
+        change it. There is at least one image."""
         ...
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
@@ -68,8 +71,8 @@ class ImageFeatures:
 
 
 class VisionTower:
-    """The encoder with a cache of embeddings. For the forward stream. `counts` and `num_bytes` may
-    be read by other threads.
+    """The encoder with a cache of embeddings. `embed` is for the forward stream, all else for any
+    thread.
 
     Args:
         most_bytes: limit of cached embeddings, which are stored by image content. The least
@@ -83,7 +86,11 @@ class VisionTower:
         self._encoder = encoder
         self._most_bytes = most_bytes
         self._group = group
+        self._encoder_lock = threading.Lock()  # acquired before the other one
+        self._cache_lock = threading.Lock()
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._unused: set[bytes] = set()  # encoded by another thread, and not yet used by a forward
+        self._drained = False  # the encoder has no weights
         self.num_bytes = 0
         self.counts = VisionCounts()
 
@@ -93,14 +100,36 @@ class VisionTower:
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights, and discard all embeddings made with the old ones."""
-        self._forget()
-        self._encoder.refill(weights)
+        with self._encoder_lock:
+            self._forget()
+            self._encoder.refill(weights)
+            self._drained = False
 
     def drain(self) -> None:
         """Discard all embeddings, and return the memory of the weights to the system, until
         `refill`."""
-        self._forget()
-        self._encoder.drain()
+        with self._encoder_lock:
+            self._forget()
+            self._drained = True
+            self._encoder.drain()
+
+    def missing(self, images: Sequence[Image]) -> list[Image]:
+        """Return the images whose embeddings are not cached, each content once. The others become
+        the most recently used."""
+        by_name = {image.name: image for image in images}
+        with self._cache_lock:
+            for name in by_name:
+                if name in self._kept:
+                    self._kept.move_to_end(name)
+            return [image for name, image in by_name.items() if name not in self._kept]
+
+    def encode(self, images: Sequence[Image], stream: torch.cuda.Stream | None) -> None:
+        """Encode images in one call and cache their embeddings, unless they are cached.
+
+        Args:
+            stream: the calling thread's own on the device. None: it is a CPU.
+        """
+        self._encoded({image.name: image for image in images}, stream, for_later=True)
 
     def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> list[ImageFeatures]:
         """Write the embeddings of these tokens to their places.
@@ -120,26 +149,73 @@ class VisionTower:
         return features
 
     def _forget(self) -> None:
-        self._kept.clear()
-        self.num_bytes = 0
+        with self._cache_lock:
+            self._kept.clear()
+            self._unused.clear()
+            self.num_bytes = 0
 
     def _embeddings(self, image: Image) -> Tensor:
         name = image.name
-        kept = self._kept.get(name)
-        if kept is not None:
+        kept = self._found(name)
+        return self._encoded({name: image})[name] if kept is None else kept
+
+    def _found(self, name: bytes) -> Tensor | None:
+        """Return cached embeddings, for the forward stream."""
+        with self._cache_lock:
+            kept = self._kept.get(name)
+            if kept is None:
+                return None
             self._kept.move_to_end(name)
-            self.counts.found += 1
-            return kept
-        began = time.monotonic()
-        made = self._encoder.encode(image)
-        self.counts.seconds += time.monotonic() - began
-        self.counts.encoded += 1
+            # The chunk that they were encoded for is the first one that uses them.
+            self.counts.found += name not in self._unused
+            self._unused.discard(name)
+        if kept.is_cuda:  # another stream may have allocated the memory
+            kept.record_stream(torch.cuda.current_stream(kept.device))
+        return kept
+
+    def _encoded(
+        self,
+        images: Mapping[bytes, Image],
+        stream: torch.cuda.Stream | None = None,
+        *,
+        for_later: bool = False,
+    ) -> dict[bytes, Tensor]:
+        """Encode images by name, unless another thread has done so meanwhile.
+
+        Args:
+            for_later: no forward waits for them.
+        """
+        with self._encoder_lock:
+            with self._cache_lock:
+                made = {name: self._kept[name] for name in images if name in self._kept}
+            names = [name for name in images if name not in made]
+            if not names or self._drained:
+                return made
+            began = time.monotonic()
+            wanted = [images[name] for name in names]
+            if stream is None:
+                embeddings = self._encoder.encode(wanted)
+            else:
+                with torch.cuda.stream(stream):
+                    embeddings = self._encoder.encode(wanted)
+                stream.synchronize()
+            made |= zip(names, embeddings, strict=True)
+            with self._cache_lock:
+                self.counts.seconds += time.monotonic() - began
+                self.counts.encoded += len(names)
+                if for_later:
+                    self._unused.update(names)
+                for name in names:
+                    self._keep(name, made[name])
+        return made
+
+    def _keep(self, name: bytes, made: Tensor) -> None:
         self._kept[name] = made
         self.num_bytes += made.nbytes
         while self.num_bytes > self._most_bytes and len(self._kept) > 1:
-            _, gone = self._kept.popitem(last=False)
+            evicted, gone = self._kept.popitem(last=False)
+            self._unused.discard(evicted)
             self.num_bytes -= gone.nbytes
-        return made
 
 
 class ReceivingTower:

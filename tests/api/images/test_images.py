@@ -142,6 +142,26 @@ async def test_images_of_a_llava_are_squares_of_their_middle(tmp_path):
         ImageLoader(files, ImagesConfig(max_tokens_per_image=35))
 
 
+async def test_images_of_a_gemma_are_stretched_and_between_blank_lines(tmp_path):
+    directory = write_vision_files(tmp_path, model_type="gemma3")
+    shown = [encoded(drawn(50, 33)), encoded(drawn(20, 301, seed=1))]
+    async with api_for(directory) as api:
+        submit = await submitted(api, *map(part, shown), text("Which is longer?"))
+        assert "has 1 places for 0 images" not in await refused(api, part(b"no image"))
+    images = from_proto(submit.images)
+    check_images(images, submit.token_ids)
+    opened = [Pillow.open(io.BytesIO(each)) for each in shown]
+    expected = image_processor(model_type="gemma3")(opened, return_tensors="pt")["pixel_values"]
+    files = files_of(directory)
+    made = [encoder_inputs(image, files, CPU, torch.float32)["pixel_values"] for image in images]
+    torch.testing.assert_close(torch.cat(made), expected, atol=1e-5, rtol=1e-5)
+    (first, second), ids = images, list(submit.token_ids)
+    blank = list(b"\n\n")
+    assert ids[first.at - 3 : first.at] == [*blank, BEGIN_ID]
+    assert ids[first.end : second.at] == [END_ID, *blank, *blank, BEGIN_ID]
+    assert ids[second.end : second.end + 3] == [END_ID, *blank]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -157,6 +177,13 @@ def test_settings_of_images_that_are_not_supported_are_named(tmp_path, changes):
     path = write_vision_files(tmp_path, model_type="llava") / file
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     with pytest.raises(ConfigError, match=message):
+        vision_files(tmp_path)
+
+
+def test_pan_and_scan_of_a_gemma_is_not_supported(tmp_path):
+    path = write_vision_files(tmp_path, model_type="gemma3") / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_pan_and_scan": True}))
+    with pytest.raises(ConfigError, match="do_pan_and_scan is true"):
         vision_files(tmp_path)
 
 

@@ -1,0 +1,82 @@
+"""The marks of images and videos in a prompt's text, where a chat template writes others than the
+model needs."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from api.images.picture import MediaInput, VideoInput
+from api.images.videos import num_patches
+from common.errors import InvalidRequest
+from common.model_directory import VideoFiles
+
+
+class MediaMarks(Protocol):
+    """Replaces the marks in a rendered conversation whose number or text differs from those that
+    the model needs."""
+
+    def written(self, text: str, media: Sequence[MediaInput]) -> str:
+        """Return a conversation with the marks of all its images and videos.
+
+        Raises:
+            InvalidRequest: the text has more or fewer marks than there are images or videos.
+        """
+        ...
+
+
+class SurroundedMarks:
+    """Writer of images between two tokens and blank lines, as in Gemma 3."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """
+        Args:
+            names: texts of the token before an image, of its placeholder, and of that after it.
+        """
+        begin, placeholder, end = names
+        self._mark = begin
+        self._whole = f"\n\n{begin}{placeholder}{end}\n\n"
+
+    def written(self, text: str, media: Sequence[MediaInput]) -> str:
+        _check_places(text.count(self._mark), len(media), "images")
+        return text.replace(self._mark, self._whole)
+
+
+class VideoMarks:
+    """Writer of videos into rendered conversations. A chat template writes one mark for a video.
+    The mark of each temporal patch takes its place, in some models with a timestamp."""
+
+    def __init__(self, frames: int, video: VideoFiles, names: Sequence[str]) -> None:
+        """
+        Args:
+            frames: of a temporal patch.
+            names: texts of video.begin, video.placeholder and video.end.
+        """
+        begin, placeholder, end = names
+        self._frames = frames
+        self._timed = video.positions_per_second is None
+        self._mark = begin + placeholder + end if self._timed else placeholder
+
+    def written(self, text: str, media: Sequence[MediaInput]) -> str:
+        videos = [each for each in media if isinstance(each, VideoInput)]
+        if not videos:
+            return text
+        first, *others = text.split(self._mark)
+        _check_places(len(others), len(videos), "videos")
+        parts = (self._of(video) + rest for video, rest in zip(videos, others, strict=True))
+        return first + "".join(parts)
+
+    def _of(self, video: VideoInput) -> str:
+        if not self._timed:
+            return self._mark * num_patches(video, self._frames)
+        last = len(video.sources) - 1
+        starts = range(0, last + 1, self._frames)
+        ends = (min(start + self._frames - 1, last) for start in starts)
+        times = ((start + end) / 2 / video.fps for start, end in zip(starts, ends, strict=True))
+        return "".join(f"<{time:.1f} seconds>{self._mark}" for time in times)
+
+
+def _check_places(found: int, wanted: int, of_what: str) -> None:
+    if found != wanted:
+        raise InvalidRequest(
+            f"messages: the prompt has {found} places for {wanted} {of_what}; a text may not have "
+            "the model's own mark of one"
+        )

@@ -1,0 +1,115 @@
+"""The thread that encodes images beside the forward, so that steps of other requests go on.
+
+A waiting request is admitted after its images are encoded. The forward finds their embeddings in
+the cache of the VisionTower. It encodes images itself if they have been evicted by then.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES
+from common.logs import kv
+from common.requests.images import Image
+from engine.models.vision.seeing import VisionTower
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED = 4 * MAX_IMAGES  # images
+# Pixels of images that are encoded in one call. The memory for one image of this size is set aside.
+_BATCH_BYTES = MAX_PIXEL_BYTES
+
+
+class QueuedImages:
+    """Images of one request, which are encoded together or one after the other.
+
+    Attributes:
+        left: number of images that are not encoded yet.
+        cancelled: images that are not being encoded yet need not be.
+    """
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.cancelled = False
+
+    @property
+    def done(self) -> bool:
+        return self.left == 0
+
+
+class EncoderThread:
+    """Starts with the first image. All methods are the engine thread's.
+
+    Attributes:
+        notify: called from the thread whenever images are encoded.
+        batches: number of the encoder's calls.
+    """
+
+    def __init__(self, tower: VisionTower, device: torch.device) -> None:
+        self.notify: Callable[[], None] = lambda: None
+        self.batches = 0
+        self._tower = tower
+        self._device = device
+        self._queue: deque[tuple[Image, QueuedImages]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def begin(self, images: Sequence[Image]) -> QueuedImages | None:
+        """Encode the images that are not cached. Return None if the queue is full."""
+        if self._queue and len(self._queue) + len(images) > MAX_QUEUED:
+            return None
+        missing = self._tower.missing(images)
+        job = QueuedImages(len(missing))
+        if not missing:
+            return job
+        with self._changed:
+            self._queue.extend((image, job) for image in missing)
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="images", daemon=True)
+            self._thread.start()
+        return job
+
+    def close(self) -> None:
+        """End the thread after the batch that it encodes."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        cuda = self._device.type == "cuda"
+        stream = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
+        while batch := self._next_batch():
+            images = [image for image, job in batch if not job.cancelled]
+            try:
+                self._tower.encode(images, stream)
+            except Exception as error:  # noqa: BLE001  the forward meets it again and reports it
+                log.warning("images not encoded %s", kv(images=len(images), reason=repr(error)))
+            self.batches += bool(images)
+            for _, job in batch:
+                job.left -= 1
+            self.notify()
+
+    def _next_batch(self) -> list[tuple[Image, QueuedImages]]:
+        """Wait for images. Return as many as may be encoded in one call, none at the end."""
+        batch: list[tuple[Image, QueuedImages]] = []
+        num_bytes = 0
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            while self._queue:
+                num_bytes += len(self._queue[0][0].pixels)
+                if batch and num_bytes > _BATCH_BYTES:
+                    break
+                batch.append(self._queue.popleft())
+        return batch
