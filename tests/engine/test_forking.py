@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.ranks.forking import HELLO
+from engine.ranks import forking
 
 WAIT_S = 60.0
 # Each fork obeys its socket: it ends with the code in a packet, or in order at the end of file.
 PROGRAM = """
-import os, socket, sys
-from engine.ranks.forking import forked
+import os, runpy, socket, sys
 
+forked = runpy.run_path(sys.argv[2])["forked"]  # the package imports torch
 own = forked([int(each) for each in sys.argv[1].split(",")])
 packet = socket.socket(fileno=own).recv(16)
 os._exit(int(packet or b"0"))
@@ -31,7 +31,8 @@ class Forks:
     def __init__(self) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
         theirs = [end.fileno() for _, end in pairs]
-        command = [sys.executable, "-c", PROGRAM, ",".join(map(str, theirs))]
+        ends = ",".join(map(str, theirs))
+        command = [sys.executable, "-c", PROGRAM, ends, forking.__file__]
         self.process = subprocess.Popen(command, pass_fds=theirs)
         self.sockets = [ours for ours, _ in pairs]
         for _, end in pairs:
@@ -40,7 +41,7 @@ class Forks:
         for ours in self.sockets:
             ours.settimeout(WAIT_S)
             packet, (pidfd,), _, _ = socket.recv_fds(ours, 16, 1)
-            assert packet == HELLO
+            assert packet == forking.HELLO
             self.pidfds.append(pidfd)
 
     def await_end(self, number: int) -> None:

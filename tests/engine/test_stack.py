@@ -73,9 +73,19 @@ def test_one_call_gives_what_layers_give_one_by_one(
     assert torch.equal(logits(model, model.stack), logits(model, LayerByLayer(model.layers)))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "architecture, size", [("qwen3", 2), ("qwen3", 4), ("gemma2", 2), ("llama", 2)]
+    "dtype",
+    [F32, pytest.param(BF16, marks=pytest.mark.long)],
+    ids=["float32", "bfloat16"],
+)
+@pytest.mark.parametrize(
+    "architecture, size",
+    [
+        ("qwen3", 2),
+        pytest.param("qwen3", 4, marks=pytest.mark.long),
+        pytest.param("gemma2", 2, marks=pytest.mark.long),
+        ("llama", 2),
+    ],
 )
 def test_ranks_sum_in_one_call_what_they_sum_layer_by_layer(tmp_path, architecture, size, dtype):
     if not operators_here().multiplies(dtype):
