@@ -512,6 +512,7 @@ def _leading(
         sizes.num_slots,
         sizes.max_pages,
         2 * shape.num_pages,  # all are swapped out, and others in
+        forwards.spec.hidden_size if config.input_embeddings.enabled else 0,
     )
 
     def start(block_bytes: int) -> StartSteps:

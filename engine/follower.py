@@ -32,6 +32,7 @@ from engine.models import LoadableModel, Model, content, open_checkpoint, stored
 from engine.rank_jobs import FollowerJobs, TransferTaker
 from engine.ranks import Share
 from engine.ranks.expert_placement import LayerSlots
+from engine.ranks.forking import forked
 from engine.ranks.meeting import meeting_of
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -181,17 +182,19 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     transfer.close()
 
 
-def main(descriptor: int, open_transfer: OpenTransfer) -> NoReturn:
+def main(descriptors: Sequence[int], open_transfer: OpenTransfer) -> NoReturn:
     """Serve until rank 0 ends. This process ends then.
 
     Args:
-        descriptor: of the socket to rank 0.
+        descriptors: of the sockets to rank 0. With several, each is served by a fork.
         open_transfer: opens the part of hand-offs over this rank's pages.
     """
     # Only rank 0 decides when to end. Both may be sent to the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.set_inheritable(descriptor, False)
+    for each in descriptors:
+        os.set_inheritable(each, False)
+    descriptor = descriptors[0] if len(descriptors) == 1 else forked(descriptors)
     steps = socket.socket(fileno=descriptor)
     try:
         serve(steps, open_transfer)

@@ -344,10 +344,8 @@ def check_input_embeddings(config: EngineConfig, backend: str) -> None:
     Args:
         backend: of the model.
     """
-    drafter, parallel = config.speculative, config.parallel
+    drafter = config.speculative
     settings = {
-        f"parallel.tp: {parallel.tp}": parallel.tp > 1,
-        f"parallel.pp: {parallel.pp}": parallel.pp > 1,
         # A drafter with layers reads the ids of the prompt's tokens.
         f"speculative.method: {drafter.method}": drafter.has_layers,
         "model_backend: transformers": backend == "transformers",
@@ -379,7 +377,6 @@ def _check_stages(config: EngineConfig) -> None:
     drafter = config.speculative.method
     settings = {
         f"speculative.method: {drafter}": drafter != "none",
-        "lora.adapter_dir": config.lora.adapter_dir is not None,
     }
     _refuse(settings, "engine.parallel.pp 2")
 

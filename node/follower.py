@@ -1,4 +1,4 @@
-"""The program of a rank that follows rank 0 of its node: `python -m node.follower DESCRIPTOR`.
+"""The program of ranks that follow rank 0 of their node: `python -m node.follower DESCRIPTOR,...`.
 
 Rank 0 or a rank host starts it, never a user. A rank host adds the address at which other nodes
 read the pages of this rank.
@@ -28,6 +28,6 @@ def open_transfer(
 
 
 if __name__ == "__main__":
-    _, descriptor, *listen_host = sys.argv
+    _, descriptors, *listen_host = sys.argv
     opened = partial(open_transfer, listen_host=listen_host[0] if listen_host else None)
-    follower.main(int(descriptor), opened)
+    follower.main([int(each) for each in descriptors.split(",")], opened)

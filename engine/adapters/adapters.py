@@ -359,7 +359,14 @@ def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
 def shelf_of(config: LoraConfig, model: Model) -> AdapterDirectory:
     limits = AdapterLimits(config.max_rank, config.max_cpu_lora_bytes)
     pinned = model.device.type == "cuda"
-    return AdapterDirectory(config.adapter_dir, model.products, limits, model.dtype, pinned=pinned)
+    return AdapterDirectory(
+        config.adapter_dir,
+        model.products,
+        limits,
+        model.dtype,
+        pinned=pinned,
+        elsewhere=model.elsewhere,
+    )
 
 
 def load_all(config: LoraConfig, shelf: AdapterSource, library: AdapterCache) -> None:

@@ -42,7 +42,7 @@ class AdapterDirectory:
     Args:
         directory: None: there is no directory, and no adapter.
         products, dtype: of the model.
-        pinned: as in `read_adapter`.
+        pinned, elsewhere: as in `read_adapter`.
     """
 
     def __init__(
@@ -53,12 +53,14 @@ class AdapterDirectory:
         dtype: torch.dtype,
         *,
         pinned: bool,
+        elsewhere: tuple[str, ...] = (),
     ) -> None:
         self._directory = None if directory is None else directory.resolve()
         self._products = products
         self._limits = limits
         self._dtype = dtype
         self._pinned = pinned
+        self._elsewhere = elsewhere
 
     def read(self, path: str) -> LoraAdapter:
         """Read an adapter.
@@ -74,7 +76,12 @@ class AdapterDirectory:
         directory = below(root, path, "lora_path", "engine.lora.adapter_dir")
         try:
             return read_adapter(
-                directory, self._products, self._limits, self._dtype, pinned=self._pinned
+                directory,
+                self._products,
+                self._limits,
+                self._dtype,
+                pinned=self._pinned,
+                elsewhere=self._elsewhere,
             )
         except ConfigError as error:
             raise InvalidRequest(f"lora_path: {str(error).replace(f'{root}/', '')}") from None

@@ -90,6 +90,7 @@ def read_adapter(
     dtype: torch.dtype,
     *,
     pinned: bool = False,
+    elsewhere: tuple[str, ...] = (),
 ) -> LoraAdapter:
     """Read an adapter.
 
@@ -97,6 +98,7 @@ def read_adapter(
         products: of the model.
         dtype: the model's compute dtype.
         pinned: use page-locked memory.
+        elsewhere: beginnings of names of modules that other ranks have, and check.
     Raises:
         ConfigError: it does not exist, is too large, or does not fit this model. The message names
             the reason.
@@ -107,8 +109,9 @@ def read_adapter(
     stored = Checkpoint(directory, [directory / WEIGHTS])
     modules = {name: part for product in products for name, part in product.parts.items()}
     names = _modules(directory, stored.tensors)
+    own = {name for name in names if not name.startswith(elsewhere)}
     num_bytes = 0
-    for name in names:
+    for name in sorted(own):
         num_bytes += dtype.itemsize * _check_module(directory, stored.tensors, name, modules)
     _check_rank(directory, stored.tensors, names, limits.max_rank)
     if num_bytes > limits.max_bytes:
@@ -120,6 +123,8 @@ def read_adapter(
         digest.update(f"{name} {down.dtype} {up.dtype} {tuple(down.shape)} {scale!r}\n".encode())
         for tensor in (down, up):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        if name not in own:
+            continue
         part = modules[name]
         down, up = part.cut_inputs(down), kept(up, part.outputs)
         pairs[name] = LoraPair(

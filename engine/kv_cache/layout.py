@@ -360,13 +360,9 @@ class KVLayout:
             return (self,)
         (tp, pp), num_layers = shape, len(self.places)
         parts = tuple(self.share(0, tp, stage_layers(num_layers, each, pp)) for each in range(pp))
-        counts = [part.state_pages for part in parts]
-        if len(set(counts)) > 1:
-            raise ConfigError(
-                f"engine.parallel.pp: the state of a request takes {counts} pages in the stages, "
-                f"which must be equal numbers"
-            )
-        return parts
+        # Page ids are the same in all stages, so a stage may have state pages that it does not use.
+        most = max(part.state_pages for part in parts)
+        return tuple(replace(part, state_pages=most) for part in parts)
 
     def pages_by_rank(self, shape: NodeShape) -> tuple[RankPages, ...]:
         """Return the content of the pages of all ranks of a node. Called on the layout of the whole
@@ -377,9 +373,12 @@ class KVLayout:
         """
         tp, pp = shape
         try:
-            self.by_stage(shape)
+            state_pages = self.by_stage(shape)[0].state_pages
             return tuple(
-                self.rank_pages(rank, tp, stage_layers(len(self.places), stage, pp))
+                replace(
+                    self.rank_pages(rank, tp, stage_layers(len(self.places), stage, pp)),
+                    state_pages=state_pages,
+                )
                 for stage in range(pp)
                 for rank in range(tp)
             )

@@ -59,6 +59,11 @@ class Model(Protocol):
         """The products that adapters may add to. Empty if the model takes no adapters."""
         ...
 
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Beginnings of the names of modules that other stages have."""
+        ...
+
     def forward(
         self,
         batch: ForwardBatch,

@@ -156,6 +156,7 @@ class Decoder:
 
     Attributes:
         drafter: drafts tokens. None: no drafter.
+        elsewhere: beginnings of the names of modules in layers of other stages.
         drained: the drafter's name while the memory of the weights is given back, else "".
         seeing: makes embeddings of images. None: this rank does not encode images.
         receiving: receives embeddings of images from the rank that encodes them. None: there is no
@@ -184,6 +185,12 @@ class Decoder:
         self.stack = self._featured(stack_of(layers))
         self._adaptable = self._featured(LayerByLayer(layers))
         self.products = tuple(products)
+        own = range(len(spec.layers)) if stage is None else stage.layers(len(spec.layers))
+        self.elsewhere = tuple(
+            f"{spec.prefix}layers.{number}."
+            for number in range(len(spec.layers))
+            if number not in own
+        )
         self._run_layers = layers
         self._stage = stage
         self.seeing: VisionTower | None = None

@@ -76,7 +76,7 @@ class Stack(Protocol):
 
 def stack_of(layers: tuple[Layer, ...]) -> Stack:
     """Return the compiled stack if all layers have attention and a dense net with matrices in
-    panels and there is one rank, else the layer-by-layer one."""
+    panels, else the layer-by-layer one."""
     rotations: list[Rotation] = []
     compiled = [_compiled(layer, rotations) for layer in layers]
     whole = [layer for layer in compiled if layer is not None]
@@ -84,7 +84,9 @@ def stack_of(layers: tuple[Layer, ...]) -> Stack:
         return LayerByLayer(layers)
     mixers = (layer.mixer for layer in layers if isinstance(layer.mixer, AttentionBlock))
     whole_images = any(mixer.spec.whole_images for mixer in mixers)
-    return InOneCall(CompiledLayers(whole), rotations, LayerByLayer(layers), whole_images)
+    group = layers[0].group
+    summed = CompiledLayers(whole, None if group is None else group.all_reduce)
+    return InOneCall(summed, rotations, LayerByLayer(layers), whole_images)
 
 
 class LayerByLayer:
@@ -217,8 +219,6 @@ def _compiled(layer: Layer, rotations: list[Rotation]) -> CompiledLayer | None:
     """Return the compiled layer, or None if the layer has unsupported parts. Appends its rotation
     to `rotations` if missing."""
     mixer, ffn = layer.mixer, layer.ffn
-    if layer.group is not None:  # the compiled layer does not sum over ranks
-        return None
     if not isinstance(mixer, AttentionBlock) or not isinstance(ffn, DenseBlock):
         return None
     spec, pairs = mixer.spec, len(mixer.rotation.inverse_frequencies)

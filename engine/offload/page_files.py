@@ -34,6 +34,7 @@ from engine.offload.file_cache import (
     packed,
     unpacked,
 )
+from engine.offload.file_locks import check_locks
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO may block for ever. It has no effect on regular files.
@@ -258,6 +259,7 @@ def _claim(root: Path, header: bytes) -> tuple[Path, int]:
     """Return a subdirectory of `root` that no process uses, and its index file. The file is locked
     until it is closed. A subdirectory with the same header is preferred."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_locks(_FLAG, root)
     places = [root / str(number) for number in range(MOST_NODES)]
     for place in places:
         index = _lock(place) if os.path.lexists(place) else None

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from common.errors import ConfigError, EngineFault
 from common.logs import kv
 from common.process.leash import leashed
 from common.process.resources import resident_bytes
+from engine.ranks.forking import HELLO
 from engine.ranks.meeting import LoopbackMeeting, NetworkMeeting
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
@@ -62,6 +63,7 @@ from engine.ranks.share import Share
 
 _LOAD_S = 3600.0  # for weights from a slow disk
 _CLOSE_S = 5.0
+_FORKS_END_S = 0.5  # from the end of one fork to that of all, if it was killed
 _LOOK_S = 1.0  # between two looks for missing replies
 _PATIENCE_S = 5.0  # longer than in a collective, whose error is the better one if a step runs
 
@@ -159,11 +161,19 @@ class RankProcess:
 
     Attributes:
         pidfd: of the process. Owned by the process that started it, like the socket.
+        is_fork: the follower is one of the forks of `process`, and the pidfd is its own.
     """
 
     process: "subprocess.Popen[bytes]"
     socket: socket.socket
     pidfd: int
+    is_fork: bool = False
+
+    def exit_code(self) -> int | None:
+        """Return the exit code after the end of the follower. None: other forks still run."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_FORKS_END_S if self.is_fork else _CLOSE_S)
+        return self.process.returncode
 
     def close(self, deadline: float) -> None:
         """Wait for the end of the process, which has seen the end of file of its socket. Kill it at
@@ -213,16 +223,27 @@ class Followers:
         self._sockets: list[socket.socket] = []
         self._queue = JobQueue(self._sockets, self.send)
         try:
-            self._followers += [start_rank(program) for _ in range(1, parallel.ranks_per_host)]
+            self._followers += start_ranks(program, parallel.ranks_per_host - 1)
             if parallel.hosts > 1:
                 num_others = parallel.num_ranks - parallel.ranks_per_host
                 self._followers += _start_processes(relay[0], num_others, relay[1:])
+            if parallel.ranks_per_host > 2:
+                self._know_forks(parallel.ranks_per_host - 1)
             self._addressed = self._followers[: parallel.ranks_per_host]
             self._sockets += [each.socket for each in self._addressed]
             self.ranks = self._met(parallel, settings)
         except BaseException:
             self.close()
             raise
+
+    def _know_forks(self, count: int) -> None:
+        """Wait until the first followers have been forked, and know them by their own pidfds."""
+        for rank, follower in enumerate(self._followers[:count], start=1):
+            packet, files = self._received(rank, 1)
+            if packet != HELLO or len(files) != 1:
+                raise EngineFault(f"rank {rank} has not begun as a fork")
+            os.close(follower.pidfd)
+            self._followers[rank - 1] = replace(follower, pidfd=files[0], is_fork=True)
 
     def _met(self, config: ParallelConfig, settings: bytes) -> RankGroups:
         """Have all followers open their collectives, and open those of rank 0."""
@@ -375,17 +396,9 @@ class Followers:
 
     def _await(self, expected: type[_Reply], ranks: range | None = None) -> Sequence[_Reply]:
         """Wait for the replies of some followers. None: of all."""
-        deadline, replies = time.monotonic() + _LOAD_S, []
+        replies = []
         for rank in range(1, 1 + len(self._followers)) if ranks is None else ranks:
-            follower = self._followers[rank - 1]
-            ready, _, _ = select.select(
-                [follower.socket], [], [], max(0.0, deadline - time.monotonic())
-            )
-            if not ready:
-                raise EngineFault(f"rank {rank} has not started within {_LOAD_S:.0f} s")
-            packet = follower.socket.recv(MAX_PACKET_BYTES)
-            if not packet:
-                raise EngineFault(f"rank {rank} ended with code {follower.process.wait()}")
+            packet, _ = self._received(rank)
             match _from_follower.decode(packet):
                 case RankFailed(error=error, config=True):
                     raise ConfigError(error)
@@ -396,6 +409,17 @@ class Followers:
                 case message:
                     raise EngineFault(f"rank {rank} sent {type(message).__name__}")
         return replies
+
+    def _received(self, rank: int, num_files: int = 0) -> tuple[bytes, Sequence[int]]:
+        """Wait for a packet of a starting follower. Return it and its files."""
+        follower = self._followers[rank - 1]
+        ready, _, _ = select.select([follower.socket], [], [], _LOAD_S)
+        if not ready:
+            raise EngineFault(f"rank {rank} has not started within {_LOAD_S:.0f} s")
+        packet, files, _, _ = socket.recv_fds(follower.socket, MAX_PACKET_BYTES, num_files)
+        if not packet:
+            raise EngineFault(f"rank {rank} ended with code {follower.exit_code()}")
+        return packet, files
 
     def _watch(self, on_end: Callable[[], None]) -> None:
         try:
@@ -421,7 +445,7 @@ class Followers:
             if self._closed in ready:
                 return True
             if ended:
-                self._report_end(ended.pop())
+                self._report_end(sorted(ended))
                 return False
             ping.look(time.monotonic())
             if ping.late:
@@ -454,12 +478,10 @@ class Followers:
                 self._states[rank] = self._state(steps, memory_bytes)
         return bool(packet)
 
-    def _report_end(self, rank: int) -> None:
-        process = self._followers[rank - 1].process
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_CLOSE_S)
-        code = process.returncode
-        log.error("a rank has ended, and so does this node %s", kv(rank=rank, exit_code=code))
+    def _report_end(self, ranks: Sequence[int]) -> None:
+        """Report followers that have ended, because of the first of them."""
+        named, code = ", ".join(map(str, ranks)), self._followers[ranks[0] - 1].exit_code()
+        log.error("a rank has ended, and so does this node %s", kv(ranks=named, exit_code=code))
 
 
 class JobQueue:
@@ -523,6 +545,12 @@ def start_rank(program: str, *arguments: str) -> RankProcess:
     """
     (process,) = _start_processes(program, 1, arguments)
     return process
+
+
+def start_ranks(program: str, count: int) -> list[RankProcess]:
+    """Start followers, see `start_rank`. Several are forks of one process, whose pidfd they have
+    until they send their own."""
+    return _start_processes(program, count, ()) if count else []
 
 
 def _start_processes(program: str, num_sockets: int, more: Sequence[str]) -> list[RankProcess]:

@@ -31,7 +31,7 @@ from kernels.adapters.low_rank import TokensBySlot
 
 Block: TypeAlias = NDArray[np.uint8]
 
-_DTYPES = {"int32": torch.int32, "int64": torch.int64}
+_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -39,6 +39,7 @@ class StepParts(msgspec.Struct, frozen=True, array_like=True):
     """Number of tensors of each part of a step, in their order."""
 
     rows: int
+    given: int
     early: int
     verified: int
     adapters: int
@@ -53,6 +54,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         tensors: dtype, shape and first byte in the block.
         seen: first token in the step and number of tokens of each visible image.
+        given: first tokens in the step of input embeddings.
         chosen, num_prompt: see HeadInputs.
         spans: see TokensBySlot.
         fills: slots to fill with adapters.
@@ -65,6 +67,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     graph: int
     to_guess: tuple[int, ...]
     seen: tuple[tuple[int, int], ...]
+    given: tuple[int, ...]
     chosen: bool
     num_prompt: int
     spans: tuple[tuple[int, int, int], ...]
@@ -91,7 +94,8 @@ def encode(step: Step, block: Block) -> Launch:
         0 if rows is None else rows.num_decodes,
         step.graph,
         speculated.to_guess,
-        () if rows is None else _places(rows.seen),
+        tuple((one.place, one.last - one.first) for one in _images(rows)),
+        tuple(one.place for one in _given(rows)),
         step.heads.chosen,
         step.heads.num_prompt,
         () if adapters.tokens is None else adapters.tokens.spans,
@@ -107,10 +111,12 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
     """
     packed = torch.from_numpy(block)
     views = iter([_view(packed, *each) for each in launch.tensors])
-    rows, early, verified, adapters, scored, swap_out, swap_in = (
+    rows, given, early, verified, adapters, scored, swap_out, swap_in = (
         [*islice(views, count)] for count in msgspec.structs.astuple(launch.parts)
     )
-    seen = tuple(VisibleImage(None, 0, count, place) for place, count in launch.seen)
+    images = (VisibleImage(None, 0, count, place) for place, count in launch.seen)
+    embeddings = (VisibleEmbeddings(*one) for one in zip(given, launch.given, strict=True))
+    seen: tuple[VisibleImage | VisibleEmbeddings, ...] = (*images, *embeddings)
     return Step(
         ForwardBatch.of(rows, launch.num_decodes, seen) if rows else None,
         SpeculativeStep(
@@ -134,6 +140,7 @@ def _parts(step: Step) -> Sequence[Sequence[Tensor]]:
     early, verified = step.speculated.early, step.speculated.verified
     return (
         () if step.rows is None else step.rows.tensors(),
+        [one.values for one in _given(step.rows)],
         () if early is None else early.tensors(),
         () if verified is None else verified.tensors(),
         step.adapters.tensors(),
@@ -159,7 +166,11 @@ def _view(packed: Tensor, name: str, shape: tuple[int, ...], start: int) -> Tens
     return packed[start : start + num_bytes].view(dtype).view(shape)
 
 
-def _places(seen: Sequence[VisibleImage | VisibleEmbeddings]) -> tuple[tuple[int, int], ...]:
-    """Return place and number of the tokens of images. Nodes with ranks accept no embeddings."""
-    images = [one for one in seen if isinstance(one, VisibleImage)]
-    return tuple((one.place, one.last - one.first) for one in images)
+def _images(rows: ForwardBatch | None) -> Sequence[VisibleImage]:
+    seen = () if rows is None else rows.seen
+    return [one for one in seen if isinstance(one, VisibleImage)]
+
+
+def _given(rows: ForwardBatch | None) -> Sequence[VisibleEmbeddings]:
+    seen = () if rows is None else rows.seen
+    return [one for one in seen if isinstance(one, VisibleEmbeddings)]

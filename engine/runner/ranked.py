@@ -345,7 +345,12 @@ def follow(
 
 
 def largest_step(
-    num_tokens: int, num_tables: int, num_slots: int, max_pages: int, num_copies: int
+    num_tokens: int,
+    num_tables: int,
+    num_slots: int,
+    max_pages: int,
+    num_copies: int,
+    embedding_size: int = 0,
 ) -> int:
     """Return a size that no step exceeds, in bytes.
 
@@ -353,8 +358,9 @@ def largest_step(
         num_tokens: of the largest forward.
         max_pages: of one row, in all page tables together.
         num_copies: pages that are swapped.
+        embedding_size: of an input embedding, in numbers. 0: none are accepted.
     """
-    tokens = num_tokens * (_TOKEN_BYTES + 16 * num_tables)
+    tokens = num_tokens * (_TOKEN_BYTES + 16 * num_tables + 4 * embedding_size)
     pages = num_slots * max_pages + 2 * num_copies
     return (1 << 20) + 2 * tokens + _PAGE_BYTES * pages
 

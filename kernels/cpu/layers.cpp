@@ -37,6 +37,9 @@ struct Keys {  // of a layer: where they are, strides in elements
     int64_t table;  // place in the step's locations and page_starts
 };
 
+// Sums the output of a mixer or of a net over all ranks, in place. Returns 0 if a rank is lost.
+using Sum = int (*)();
+
 struct Step {
     int64_t dtype, itemsize, hidden;
     int64_t num_tokens, num_rows, num_decodes;  // the last rows are decodes, of one token each
@@ -46,6 +49,7 @@ struct Step {
     const int32_t* const* page_starts;  // of each table
     const float* const* angles;         // of each rotation
     Team* team;
+    Sum sum;  // null: there is one rank
 
     // x [num_tokens, size] + residual into `total`, normed into `normed`; total is null without one.
     void norm(const Norm& norm, const void* x, const void* residual, void* normed, void* total) const {
@@ -106,7 +110,7 @@ struct Step {
 // Layers [first, past). x [num_tokens, hidden]: embeddings, or what the layer before `first` has
 // given, and afterwards what the last layer's net has given; residual, of the same shape: what that
 // is to be added to, written first if `first` is 0. wide, other: room for `num_tokens` rows of the
-// widest outputs and of the widest inputs of any matrix.
+// widest outputs and of the widest inputs of any matrix. Without a sum, the rest is not computed.
 extern "C" void compute_layers(
     const Layer* layers, const Keys* keys, int64_t first, int64_t past, const Step* step, void* x,
     void* residual, void* wide, void* other
@@ -122,6 +126,7 @@ extern "C" void compute_layers(
         step->turn(layer, own, wide, other);
         step->attend(layer, own, (const char*)other, (char*)wide);
         step->multiply(layer.output, wide, x);
+        if (step->sum && !step->sum()) return;
         if (layer.mixer_post_norm.weight) step->norm(layer.mixer_post_norm, x, nullptr, x, nullptr);
         step->norm(layer.ffn_norm, x, residual, other, residual);
         step->multiply(layer.gate_up, other, wide);
@@ -130,6 +135,7 @@ extern "C" void compute_layers(
             step->team
         );
         step->multiply(layer.down, other, x);
+        if (step->sum && !step->sum()) return;
         if (layer.ffn_post_norm.weight) step->norm(layer.ffn_post_norm, x, nullptr, x, nullptr);
         added = x;
     }

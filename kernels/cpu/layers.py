@@ -5,7 +5,7 @@ the separate operations in `kernels` to the bit.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,10 +114,17 @@ class CompiledLayers:
 
     Args:
         layers: at least one, all with the same hidden size, dtype and operators.
+        sum_ranks: returns the sum of an output over the ranks of a node, whose parts of the layers
+            these are. None: the layers are whole.
     """
 
-    def __init__(self, layers: Sequence[CompiledLayer]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[CompiledLayer],
+        sum_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._operators = layers[0].qkv.operators
+        self._sum_ranks = sum_ranks
         self._layers = layers  # kept alive because the structures below point into them
         self._structures = (_Layer * len(layers))(*map(_structure, layers))
         matrices = [
@@ -148,6 +155,7 @@ class CompiledLayers:
             [num_tokens, hidden].
         Raises:
             ValueError: keys and values of another dtype.
+            RankLost: another rank has ended, or is too late.
         """
         if any(view.dtype != x.dtype for view in pool.views):
             raise ValueError(f"keys and values are not of {x.dtype}, as what is computed")
@@ -173,15 +181,45 @@ class CompiledLayers:
         residual = torch.empty_like(x) if residual is None else residual
         wide = x.new_empty(num_tokens, self._most_outputs)
         other = x.new_empty(num_tokens, self._most_inputs)
+        total = None if self._sum_ranks is None else _SumInPlace(self._sum_ranks, x)
+        if total is not None:
+            structure.sum = total.function
         self._operators.compute_layers(
             self._structures, pool.keys, group, structure, x, residual, wide, other
         )
+        if total is not None and total.error is not None:
+            raise total.error
         return x, residual
+
+
+class _SumInPlace:
+    """The sum over ranks that the library calls. An exception cannot pass through the library, so
+    it is kept.
+
+    Attributes:
+        function: replaces `x` by its sum. Returns 0 if there is none.
+        error: why there is none.
+    """
+
+    def __init__(self, sum_ranks: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self._sum_ranks = sum_ranks
+        self._x = x
+        self.error: BaseException | None = None
+        self.function = _SUM(self._sum)
+
+    def _sum(self) -> int:
+        try:
+            self._x.copy_(self._sum_ranks(self._x))
+        except BaseException as error:  # noqa: BLE001  it is raised after the call
+            self.error = error
+            return 0
+        return 1
 
 
 # ---- The structures of layers.cpp
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_SUM = ctypes.CFUNCTYPE(ctypes.c_int)
 
 
 class _Norm(ctypes.Structure):
@@ -225,6 +263,7 @@ class _Step(ctypes.Structure):
         *((name, _INT) for name in ("num_tokens", "num_rows", "num_decodes", "page_size")),
         *((name, _POINTER) for name in ("page_ids", "query_starts", "lengths")),
         *((name, _POINTER) for name in ("locations", "page_starts", "angles", "team")),
+        ("sum", _SUM),
     )
 
 

@@ -137,6 +137,31 @@ def test_nodes_of_one_pod_share_two_gpus_and_their_processes(render, programs_of
     assert devices == {f"cuda:{number}" for number in range(request["exactly"]["count"])}
 
 
+def test_nodes_of_a_data_parallel_group_find_each_other_and_share_no_port(programs_of):
+    programs = programs_of("dp2-one-pod")
+    nodes = [program for program in _nodes(programs) if program.role == "decode"]
+    assert {id(node.workload) for node in nodes} == {id(nodes[0].workload)}
+    parallel = [node.config.engine.parallel for node in nodes]
+    assert [each.dp_rank for each in parallel] == [*range(parallel[0].dp)] == [0, 1]
+    assert len({each.dp_group for each in parallel}) == 1
+    for node in nodes:
+        assert "emptyDir" in node.volume_at(node.config.engine.parallel.dp_group.parent)
+        assert node.container["readinessProbe"]["grpc"]["port"] == node.config.server.port
+    ports = [
+        port
+        for node in nodes
+        for port in (
+            node.config.server.port,
+            node.config.server.metrics_port,
+            node.config.transfer.listen_port,
+        )
+    ]
+    assert len({*ports}) == len(ports)
+    assert nodes[0].workload.spec["shareProcessNamespace"] is True
+    (router,) = [program for program in programs if program.role == "router"]
+    assert router.config.decode == tuple(f"dns:decode:{node.config.server.port}" for node in nodes)
+
+
 def test_a_group_is_one_prefill_node_and_decode_nodes(render, programs_of):
     (group,) = of_kind(render("multi-node-rdma"), "LeaderWorkerSet")
     assert not of_kind(render("multi-node-rdma"), "StatefulSet")

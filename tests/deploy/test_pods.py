@@ -32,23 +32,31 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
         front = program.config.server
         assert front.host == "0.0.0.0"
         ports = dict(manifests.named_ports([program.container]))
-        expected = {f"{program.role}-metrics": front.metrics_port}
+        name = _name_of(program)
+        expected = {f"{name}-metrics": front.metrics_port}
         if front.health_port is not None:
-            expected[f"{program.role}-health"] = front.health_port
+            expected[f"{name}-health"] = front.health_port
         match program.config:
             case RouterConfig(http_port=http_port):
                 expected |= {"http": http_port, "grpc": front.port}
             case PrefillConfig(transfer=transfer) | DecodeConfig(transfer=transfer):
-                expected |= {program.role: front.port}
+                expected |= {name: front.port}
                 if transfer.backend != "nixl":  # with which pages are not served over tcp
                     parallel = program.config.engine.parallel
                     if parallel.hosts > 1:
-                        expected[f"{program.role}-ranks"] = parallel.listen_port
+                        expected[f"{name}-ranks"] = parallel.listen_port
                     for rank in range(parallel.ranks_per_host):
-                        name = f"{program.role}-data" + ("", "-b", "-c", "-d")[rank]
-                        expected[name] = transfer.listen_port + rank
+                        suffix = ("", "-b", "-c", "-d")[rank]
+                        expected[f"{name}-data{suffix}"] = transfer.listen_port + rank
         assert 0 not in expected.values()
         assert ports == expected
+
+
+def _name_of(program):
+    """Return the beginning of the names of a program's ports."""
+    if program.role == "router" or not program.config.engine.parallel.dp_rank:
+        return program.role
+    return f"group-{'abcd'[program.config.engine.parallel.dp_rank]}"
 
 
 def test_ports_of_a_pod_are_different(objects):

@@ -1,6 +1,7 @@
 """The tier of files below host memory: what host memory forgets is read back, after a restart too;
 what is not whole there, or made with something else, is computed anew."""
 
+import contextlib
 import errno
 import os
 import random
@@ -13,6 +14,7 @@ from common.errors import ConfigError
 from common.requests.namespace import SHARED, page_names
 from engine.offload import page_files
 from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
+from engine.offload.file_locks import check_locks
 from engine.offload.file_tier import AFTER_FAULT_S
 from engine.offload.page_files import FileFault, PageFiles
 from tests.engine.test_tiers import KINDS, SIZE, FileTier, Talks, Told, ask, drawn, fill_the_pool
@@ -393,3 +395,30 @@ def test_versions_differ_in_every_field():
         version_of({"dtype": "float32page_size", "": "16"}, b""),
     }
     assert len(versions) == 5
+
+
+LOCAL = "27 1 254:0 / / rw,relatime - ext4 /dev/root rw\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "refused"),
+    [
+        ("nfs4", "rw,vers=4.2,local_lock=none", ""),
+        ("nfs", "rw,vers=3,nolock,local_lock=all", "nfs mounted with local_lock=all"),
+        ("nfs4", "rw,local_lock=flock", "nfs4 mounted with local_lock=flock"),
+        ("cifs", "rw,nobrl", "cifs mounted with nobrl"),
+        ("lustre", "rw,localflock", "lustre mounted with localflock"),
+        ("fuse.remote", "rw", ""),
+    ],
+)
+def test_mounts_that_hide_locks_from_other_hosts_are_refused(
+    tmp_path, caplog, kind, options, refused
+):
+    shared = tmp_path / "on shared"
+    (shared / "pages").mkdir(parents=True)
+    at = str(shared.resolve()).replace(" ", "\\040")
+    mounts = f"{LOCAL}30 27 0:50 / {at} rw,relatime shared:1 - {kind} server:/x {options}\n"
+    check_locks("disk_dir", tmp_path, mounts)  # beside it
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        check_locks("disk_dir", shared / "pages", mounts)
+    assert ("this host alone" in caplog.text) == kind.startswith("fuse")

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import queue
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,16 +19,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from common.config import (
     CacheConfig,
     EngineConfig,
+    InputEmbeddingsConfig,
     LoraConfig,
     OffloadConfig,
     ParallelConfig,
     SchedulerConfig,
 )
-from common.errors import ConfigError
+from common.errors import ConfigError, InvalidRequest
+from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
+from engine.adapters.stored import WEIGHTS
 from engine.batch.batch import PageCopies
 from engine.build import Engine, build
 from engine.follower import FollowerStream
@@ -198,6 +204,22 @@ def borrowed(root: Path, kind: str) -> dict[str, Any]:
     return {"model": str(make_tiny(root, kind)), "model_backend": "transformers"}
 
 
+def given(root: Path) -> dict[str, Any]:
+    model = str(make_checkpoint(root, "qwen3"))
+    return {"model": model, "input_embeddings": InputEmbeddingsConfig(enabled=True)}
+
+
+def serve_given(serving: Serving) -> None:
+    """Input embeddings in chunks, beside a prompt of tokens."""
+    rng, hidden = np.random.default_rng(5), serving.engine.model.spec.hidden_size
+    for length in (5, 70):
+        values = rng.normal(0, 0.02, (length, hidden)).astype(np.float32).tobytes()
+        embeddings = InputEmbeddings.of(values, length)
+        serving.add([GIVEN_TOKEN] * length, input_embeddings=embeddings, sampling=sampled())
+        serving.add(prompt(length), sampling=sampled())
+    serving.run()
+
+
 QUICK = {"dense"}
 CASES: dict[str, tuple[int, Any, int, Any]] = {
     "dense": (2, lambda root: {"model": str(make_checkpoint(root))}, NUM_PAGES, serve_text),
@@ -251,6 +273,7 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
         serve_text,
     ),
     "adapters": (2, adapted, NUM_PAGES, serve_adapters),
+    "input embeddings": (2, given, 40, serve_given),
     "transformers": (2, lambda root: borrowed(root, "granite"), NUM_PAGES, serve_two),
     "transformers, biases": (2, lambda root: borrowed(root, "jais2"), NUM_PAGES, serve_text),
     "transformers, whole KV": (2, lambda root: borrowed(root, "olmo2"), NUM_PAGES, serve_again),
@@ -314,6 +337,55 @@ def test_two_stages_of_a_model_with_images(tmp_path: Path) -> None:
     expected = answers(config_of(1, model=str(directory)), serve_images)
     stages = config_of(1, model=str(directory), parallel={"pp": 2})
     assert answers(stages, serve_images) == expected
+
+
+@pytest.mark.long
+def test_a_state_may_need_more_pages_in_one_stage_than_in_the_other(tmp_path: Path) -> None:
+    kinds = ["linear_attention", "full_attention"]
+    layers = [kinds[number in (1, 4)] for number in range(5)]  # 1 of 2 is linear, and 2 of 3
+    model = make_checkpoint(tmp_path, "qwen3_5_text", num_hidden_layers=5, layer_types=layers)
+    fields = {"model": str(model), "num_pages": 44}
+
+    def serve(serving: Serving) -> None:
+        whole = serving.engine.shape.whole
+        first, last = (whole.share(0, 1, stage).state_pages for stage in (range(2), range(2, 5)))
+        assert first < last
+        serve_again(serving)
+
+    expected = answers(config_of(1, **fields), serve)
+    assert answers(config_of(1, parallel={"pp": 2}, **fields), serve) == expected
+
+
+@pytest.mark.long
+def test_two_stages_have_the_tokens_of_one_rank_for_input_embeddings(tmp_path: Path) -> None:
+    fields = given(tmp_path)
+    expected = answers(config_of(1, 40, **fields), serve_given)
+    assert answers(config_of(1, 40, parallel={"pp": 2}, **fields), serve_given) == expected
+
+
+@pytest.mark.long
+def test_two_stages_with_adapters_have_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    """Each stage has its layers of an adapter, and refuses those that are unknown to it."""
+    fields = adapted(tmp_path)
+    extra = tmp_path / "shelf" / "extra"
+    shutil.copytree(tmp_path / "shelf" / "a", extra)
+    layer = reference_model(tmp_path / "model").config.num_hidden_layers - 1
+    with safe_open(extra / WEIGHTS, "pt") as stored:
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    for name in [each for each in tensors if f"layers.{layer}.mlp.up_proj" in each]:
+        tensors[name.replace("up_proj", "other")] = tensors.pop(name)
+    save_file(tensors, extra / WEIGHTS)
+    expected = answers(config_of(1, **fields), serve_adapters)
+
+    def serve(serving: Serving) -> None:
+        serve_adapters(serving)
+        load = serving.engine.loader.load("extra", "extra")
+        while not load.done():
+            serving.engine.loader.poll()
+        with pytest.raises(InvalidRequest, match=rf"no model\.layers\.{layer}\.mlp\.other"):
+            load.result()
+
+    assert answers(config_of(1, parallel={"pp": 2}, **fields), serve) == expected
 
 
 def test_features_of_images_must_be_added_in_the_first_stage(tmp_path: Path) -> None:
@@ -622,7 +694,6 @@ def test_what_two_stages_do_not_support_is_refused_by_name(tmp_path: Path) -> No
             build(config_of(1, parallel={"pp": 2}, **fields), FOLLOWER)
 
     refused(drafting(tmp_path / "a", "ngram", "llama"), r"speculative\.method: ngram .*pp 2")
-    refused(adapted(tmp_path / "b"), r"engine\.lora\.adapter_dir .*pp 2")
 
 
 REBALANCED = {"experts": "ep", "redundant_experts": 4, "rebalance_steps": 5}

@@ -16,11 +16,15 @@ import pytest
 import torch
 
 from common.errors import EngineFault
+from engine.kv_cache.kv import HostPool, KVPool
+from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.states import PagedKV
 from engine.rank_files import FilesOfRanks
 from engine.rank_jobs import FollowerJobs, WeightsOfRanks
 from engine.ranks import Share
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
+    CopyPages,
     DropAdapter,
     EraseSlots,
     JobDone,
@@ -35,6 +39,7 @@ from engine.runner.forwards import BegunStep
 from engine.runner.ranked import LeadingForwards, SentSteps, _CountedEvent
 from tests.engine.test_parallel_engine import PATIENCE_S, Serving, config_of, prompt, sampled
 from tests.support.checkpoints import make_checkpoint
+from tests.support.devices import CPU
 
 
 class Step:
@@ -169,6 +174,34 @@ def test_a_job_of_handoffs_gets_the_event_of_its_step_and_replies_later() -> Non
         early(b"done")
         replies = [msgspec.msgpack.decode(ours.recv(999), type=JobDone) for _ in range(2)]
         assert replies == [JobDone(8, "no"), JobDone(7, "", b"done")]
+
+
+# Seen failing with copies that begin at once.
+def test_pages_are_copied_after_the_steps_of_their_own_rank() -> None:
+    class Late(Step):
+        """A step that is computed when the test says so."""
+
+        def __init__(self) -> None:
+            self.awaited, self.computed = threading.Event(), threading.Event()
+
+        def wait(self) -> None:
+            self.awaited.set()
+            assert self.computed.wait(PATIENCE_S)
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    layout = KVLayout.of([PagedKV(1, 8)], 16, torch.float32)
+    pool, host_pool = KVPool(layout, 2, CPU), HostPool(layout, 2, CPU)
+    step, steps, none = Late(), SentSteps(), object()
+    steps.add(step)
+    with ours, theirs:
+        jobs = FollowerJobs(Share(1, 2), theirs, pool, host_pool, none, none, none)  # type: ignore[arg-type]
+        page = np.zeros(1, np.int32).tobytes()
+        jobs.take(CopyPages(1, True, page, page), steps)
+        assert step.awaited.wait(PATIENCE_S)
+        pool.tensor.view(torch.uint8).fill_(7)  # by the step
+        step.computed.set()
+        assert msgspec.msgpack.decode(ours.recv(999), type=JobDone) == JobDone(1, "")
+        assert (host_pool.tensor.view(torch.uint8)[0] == 7).all()
 
 
 # Seen failing with all slots in one job, which is too long for a packet and ends the node.

@@ -5,12 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from engine.models import load
+from common.errors import RankLost
+from engine.models import load, open_checkpoint
 from engine.models.stack import InOneCall, LayerByLayer, stack_of
+from engine.ranks import Share
 from tests.support import devices
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.devices import operators_here
 from tests.support.steps import Steps
+from tests.support.thread_ranks import run_ranks
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 WINDOWED = {
@@ -28,7 +31,7 @@ def _compiled(monkeypatch):
     devices.use("compiled", monkeypatch)
 
 
-def logits(model, stack):
+def logits(model, stack, **options):
     """Return logits of chunked prompts, of a step with prompts and single tokens, and of single
     tokens."""
     seen = []
@@ -41,7 +44,7 @@ def logits(model, stack):
             return seen[-1]
 
     model.stack = stack
-    steps = Steps(Watched(), overlap=False)
+    steps = Steps(Watched(), overlap=False, **options)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCABULARY_SIZE, (3, 70), generator=generator).tolist()
     slots = [steps.add(each) for each in tokens]
@@ -68,6 +71,56 @@ def test_one_call_gives_what_layers_give_one_by_one(
     model = load(directory, CPU, dtype, quantize)
     assert isinstance(model.stack, InOneCall)
     assert torch.equal(logits(model, model.stack), logits(model, LayerByLayer(model.layers)))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [F32, pytest.param(BF16, marks=pytest.mark.long)],
+    ids=["float32", "bfloat16"],
+)
+@pytest.mark.parametrize(
+    "architecture, size",
+    [
+        ("qwen3", 2),
+        pytest.param("qwen3", 4, marks=pytest.mark.long),
+        pytest.param("gemma2", 2, marks=pytest.mark.long),
+        ("llama", 2),
+    ],
+)
+def test_ranks_sum_in_one_call_what_they_sum_layer_by_layer(tmp_path, architecture, size, dtype):
+    if not operators_here().multiplies(dtype):
+        pytest.skip("no such compiled product here")
+    directory = make_checkpoint(tmp_path, architecture, **MODELS[architecture])
+    whole = load(directory, CPU, dtype)
+
+    def compute(share):
+        model = open_checkpoint(directory).load(CPU, dtype, "none", share)
+        assert isinstance(model.stack, InOneCall)
+        one_by_one = logits(model, LayerByLayer(model.layers), share=share)
+        return logits(model, model.stack, share=share), one_by_one
+
+    precise = {"atol": 1e-4, "rtol": 1e-4} if dtype == F32 else {"atol": 0.1, "rtol": 0.1}
+    for in_one_call, one_by_one in run_ranks(size, compute):
+        assert torch.equal(in_one_call, one_by_one)
+        torch.testing.assert_close(in_one_call, logits(whole, whole.stack), **precise)
+
+
+def test_the_loss_of_a_rank_ends_the_call(tmp_path):
+    class Lost:
+        rank, size, sums = 0, 2, 0
+
+        def all_reduce(self, x):
+            self.sums += 1
+            if self.sums == 3:
+                raise RankLost("rank 1 has ended")
+            return x
+
+    group = Lost()
+    model = open_checkpoint(make_checkpoint(tmp_path)).load(CPU, F32, "none", Share(0, 2, group))
+    assert isinstance(model.stack, InOneCall)
+    with pytest.raises(RankLost, match="rank 1 has ended"):
+        logits(model, model.stack, share=Share(0, 2, group))
+    assert group.sums == 3
 
 
 @pytest.mark.parametrize("architecture", [*MODELS, "qwen3_moe"])

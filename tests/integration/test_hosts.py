@@ -28,10 +28,11 @@ VOCABULARY = 256
 NUM_TOKENS = 200
 
 
-def host_flags(port: int, network: str, tp: int = 2) -> tuple[str, ...]:
+def host_flags(port: int, network: str, tp: int = 2, pp: int = 1) -> tuple[str, ...]:
     """Return the flags of a node on two hosts."""
     return (
         f"--engine.parallel.tp={tp}",
+        f"--engine.parallel.pp={pp}",
         "--engine.parallel.hosts=2",
         f"--engine.parallel.trusted-network={network}",
         f"--engine.parallel.listen-port={port}",
@@ -73,7 +74,8 @@ async def closing(*hosts: RankHost) -> AsyncIterator[None]:
             await host.child.ended()
 
 
-async def test_answers_of_two_hosts_are_those_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+async def test_answers_of_two_hosts_are_those_of_one_rank(tp: int, pp: int, tmp_path: Path) -> None:
     """Seen failing with the tensors of steps written one byte later on the rank host."""
     model = make_checkpoint(tmp_path / "model", "qwen3")
     ports = [*free_ports(2)]
@@ -84,8 +86,8 @@ async def test_answers_of_two_hosts_are_those_of_one_rank(tmp_path: Path) -> Non
         tmp_path,
         path="tcp",
         node_flags=("--engine.scheduler.chunked-prefill-tokens=64",),
-        prefill_flags=host_flags(ports[0], network),
-        decode_flags=host_flags(ports[1], network),
+        prefill_flags=host_flags(ports[0], network, tp, pp),
+        decode_flags=host_flags(ports[1], network, tp, pp),
     )
     hosts = [RankHost(f"host-{n}", f"127.0.0.1:{n}", tmp_path, secret) for n in ports]
     async with closing(*hosts):

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.oracle import oracle
-from tests.support.checkpoints import make_checkpoint
-from tests.support.cluster import WAIT_S, Cluster, held, slowed
+from tests.support.adapters import ALL_MODULES, make_adapter, merge
+from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
+from tests.support.cluster import WAIT_S, Cluster, free_ports, held, slowed
+from tests.support.scrapes import scraped, total
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # in one process: test_a_group_has_the_answers
 
@@ -128,3 +130,55 @@ async def test_groups_of_both_roles_hand_off(tmp_path: Path) -> None:
         await cluster.until_all_have_had_requests()
         for number, tokens in enumerate(await answers(cluster, asyncio.Event(), 6)):
             assert tokens == oracle(model).tokens(prompt(number), NUM_TOKENS)
+
+
+async def test_a_group_has_adapters_and_pages_in_memory_and_files(tmp_path: Path) -> None:
+    """The pools are small, so that prompts of the second round come from host memory or files."""
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    base = reference_model(model)
+    adapter = make_adapter(tmp_path / "shelf" / "a", base, modules=ALL_MODULES[:4])
+    prompts = [4 * prompt(number) for number in range(6)]  # fewer than 64 tokens are not loaded
+    plain = [list(oracle(model).tokens(each, 8)) for each in prompts]
+    adapted = greedy_tokens(merge(base, adapter), prompts, 8)
+    assert adapted != plain
+    metrics = [*free_ports(2)]
+    async with Cluster(
+        model,
+        tmp_path,
+        num_prefill=0,
+        num_decode=2,
+        decode_flags=(
+            "--mode=colocated",
+            "--engine.threads=1",
+            "--engine.cache.num-pages=12",
+            f"--engine.lora.adapter-dir={tmp_path / 'shelf'}",
+            "--engine.lora.preload=a",
+            f"--engine.offload.cpu-bytes={1 << 20}",
+            f"--engine.offload.disk-dir={tmp_path / 'pages'}",
+            f"--engine.offload.disk-bytes={1 << 20}",
+        ),
+        flags_of={
+            f"decode-{n}": (*group(tmp_path / "group", 2, n), f"--metrics-port={metrics[n]}")
+            for n in range(2)
+        },
+        router_flags=("--policy=round_robin",),
+    ) as cluster:
+        await cluster.until_all_have_had_requests()
+        for _ in range(2):
+            for name, expected in (("a", adapted), ("", plain)):
+                for tokens, right in zip(prompts, expected, strict=True):
+                    answer = await cluster.generate(
+                        tokens, adapter=name, max_tokens=8, ignore_eos=True
+                    )
+                    assert list(answer.token_ids) == right
+
+        async def offloaded() -> bool:
+            names = {"copy": "brought"}, {"copy": "written"}
+            return all(
+                total(scraped(port), "baton_offload_bytes_total", **each) > 0
+                for port in metrics
+                for each in names
+            )
+
+        await cluster.wait_until(offloaded, "both nodes use both tiers")
+        assert len([*(tmp_path / "pages").glob("*/pages")]) == 2

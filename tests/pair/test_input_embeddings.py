@@ -176,8 +176,6 @@ def test_nodes_refuse_embeddings_that_do_not_fit_their_prompt(values, prompt, er
 @pytest.mark.parametrize(
     "settings, backend, named",
     [
-        ({"parallel": {"tp": 2}}, "native", "engine.parallel.tp: 2"),
-        ({"parallel": {"pp": 2}}, "native", "engine.parallel.pp: 2"),
         ({"speculative": {"method": "mtp"}}, "native", "engine.speculative.method: mtp"),
         ({}, "transformers", "engine.model_backend: transformers"),
     ],

@@ -1,6 +1,6 @@
 """A follower on a CPU that measures its memory as on a GPU, with made-up results.
 
-`python -m tests.support.measuring_follower DESCRIPTOR`
+`python -m tests.support.measuring_follower DESCRIPTOR,...`
 """
 
 import sys
@@ -34,4 +34,4 @@ if __name__ == "__main__":
         mock.patch.object(load, "free_bytes", return_value=FREE_BYTES),
         mock.patch.object(build, "measure_footprint", measured),
     ):
-        follower.main(int(sys.argv[1]), open_transfer)
+        follower.main([int(each) for each in sys.argv[1].split(",")], open_transfer)

@@ -1,12 +1,17 @@
 """Measure what several ranks of a node cost, as ratios to one rank.
 
-    python -m tools.bench.ranks [--parts steps launch memory start] [--rounds 3] [--small]
+    python -m tools.bench.ranks [--parts steps launch memory start ready groups] [--rounds 3]
+        [--small]
 
 steps: decode steps of a model of 449 million random weights in float32.
 launch: microseconds of rank 0's engine thread in which it sends a step of 256 rows with 64 pages
     each to 1, 3 and 7 followers. Followers are sockets that a thread reads.
 memory: bytes of weights of each rank, and by how much they exceed 1/tp of those of one rank.
 start: seconds from the start of a node of a tiny model until it is ready.
+ready: microseconds from the time at which rank 0 publishes the pages of a hand-off until it may
+    announce them, because all other ranks have replied. With one rank there is nothing to wait for.
+groups: tokens per second of two nodes that share the experts of a tiny model, and of two nodes
+    that each have all of them, as threads of one process. Then the same with one of the nodes idle.
 
 Whatever is compared runs in turn, several times. A figure is the minimum of all runs, because other
 work only makes them longer.
@@ -19,9 +24,12 @@ import math
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +37,16 @@ import msgspec
 import numpy as np
 import torch
 
-from common.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from common.config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
 from common.requests.sampling import SamplingParams
 from engine.batch.forward import ForwardBatch
+from engine.batch.request import Request
 from engine.build import build
 from engine.loop.loop import EventLoop
 from engine.models import open_checkpoint
@@ -39,11 +54,24 @@ from engine.ranks.messages import MAX_PACKET_BYTES
 from engine.ranks.share import Share
 from engine.runner.launch_message import block_bytes, encode
 from engine.runner.step import Step
+from kvtransfer.rank_messages import OfferPaths, PublishPages, StartTransfer
+from kvtransfer.rank_messages import encode as encode_message
+from tests.support.checkpoints import make_checkpoint
+from tests.support.group_nodes import GroupNode, running
 from tests.support.specs import make_request
 from tools.bench.support import record
 from tools.bench.support.models import QWEN3_450M, QWEN3_SMALL, kept
 
 PROMPT_TOKENS = 64
+_READY_S = 60.0
+_GROUP_ROWS = 8
+# Experts with enough work to be worth sharing.
+_MOE: dict[str, Any] = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 512,
+    "num_experts": 16,
+    "num_hidden_layers": 4,
+}
 # Ranks and threads of each rank.
 KINDS = {"1 rank, 1 thread": (1, 1), "1 rank, 2 threads": (1, 2), "2 ranks": (2, 1)}
 
@@ -52,15 +80,7 @@ class _Decoding:
     """A role that has nothing but a scheduler, and notes when steps end."""
 
     def __init__(self, model: Path, ranks: int, threads: int, max_rows: int) -> None:
-        config = EngineConfig(
-            model=str(model),
-            device="cpu",
-            dtype="float32",
-            threads=threads,
-            parallel=ParallelConfig(tp=ranks),
-            cache=CacheConfig(num_pages=32 * max_rows, swap_pages=0),
-            scheduler=SchedulerConfig(max_running_requests=max_rows),
-        )
+        config = _config(model, ranks, threads, max_rows)
         self.engine = build(config, "node.follower")
         self._scheduler = self.engine.scheduler(config, lambda request, holding: None)
         self._loop = EventLoop(self, self.engine.runner)
@@ -82,19 +102,41 @@ class _Decoding:
 
     def shortest_step_s(self, rows: int, steps: int) -> float:
         """Return the shortest time between the ends of two decode steps."""
-        for number in range(rows):
-            self._added += 1
-            tokens = [1 + (self._added * 31 + place) % 200 for place in range(PROMPT_TOKENS)]
-            sampling = SamplingParams(
-                max_tokens=steps, temperature=0.0, ignore_eos=True, seed=number
-            )
-            self._scheduler.add(make_request(tokens, key=self._added, sampling=sampling))
+        self.run(rows, steps)
+        decodes = self._ends[-(steps - 5) :]
+        return min(later - earlier for earlier, later in itertools.pairwise(decodes))
+
+    def run(self, rows: int, steps: int) -> None:
+        """Answer so many requests."""
+        for request in _requests(rows, steps, self._added):
+            self._scheduler.add(request)
+        self._added += rows
         self._ends.clear()
         in_flight = None
         while self._scheduler.has_work or in_flight is not None:
             in_flight = self._loop.step(in_flight)
-        decodes = self._ends[-(steps - 5) :]
-        return min(later - earlier for earlier, later in itertools.pairwise(decodes))
+
+
+def _config(model: Path, ranks: int, threads: int, max_rows: int) -> EngineConfig:
+    return EngineConfig(
+        model=str(model),
+        device="cpu",
+        dtype="float32",
+        threads=threads,
+        parallel=ParallelConfig(tp=ranks),
+        cache=CacheConfig(num_pages=32 * max_rows, swap_pages=0),
+        scheduler=SchedulerConfig(max_running_requests=max_rows),
+    )
+
+
+def _requests(rows: int, steps: int, added: int) -> list[Request]:
+    """Return requests after those that were added before."""
+    made = []
+    for number in range(added + 1, added + rows + 1):
+        tokens = [1 + (number * 31 + place) % 200 for place in range(PROMPT_TOKENS)]
+        sampling = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True, seed=number)
+        made.append(make_request(tokens, key=number, sampling=sampling))
+    return made
 
 
 def steps(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -169,7 +211,85 @@ def start(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
     return lines, {"ranks": "{ranks}", "s": "{s:.2f}", "to one rank": "{to_one:.2f}"}
 
 
-PARTS = {"steps": steps, "launch": launch, "memory": memory, "start": start}
+def ready(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Measure the real processes of followers, with the pages of 512 tokens."""
+    model = kept(options.models, "qwen3-small", torch.float32, QWEN3_SMALL)
+    pages, lines = np.arange(32, dtype=np.int32).tobytes(), []
+    for tp in (2, 4):
+        engine = _Decoding(model, tp, 1, 2).engine
+        transfer = TransferConfig(backend="tcp").model_dump_json().encode()
+        for message in (StartTransfer(transfer, False, 1), OfferPaths(1)):
+            engine.ask_followers(encode_message(message)).result(_READY_S)
+        publish = encode_message(PublishPages(1, pages))
+        spent = []
+        for _ in range(options.rounds * 300):
+            begun = time.perf_counter()
+            engine.ask_followers(publish).result(_READY_S)
+            spent.append(time.perf_counter() - begun)
+        engine.close()
+        lines.append({"ranks": tp, "us": min(spent) * 1e6, "p50": np.median(spent) * 1e6})
+    return lines, {"ranks": "{ranks}", "us, minimum": "{us:.0f}", "us, p50": "{p50:.0f}"}
+
+
+def groups(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Compare groups of two with two nodes alone, which run at the same time on the same cores."""
+    best: dict[tuple[str, int], float] = {}
+    with tempfile.TemporaryDirectory() as root:
+        model = make_checkpoint(Path(root) / "model", "qwen3_moe", **_MOE)
+        for number, busy in itertools.product(range(options.rounds), (2, 1)):
+            alone = [_Decoding(model, 1, 1, _GROUP_ROWS) for _ in range(busy)]
+            spent = _elapsed_s([partial(each.run, _GROUP_ROWS, options.steps) for each in alone])
+            for each in alone:
+                each.engine.close()
+            best["alone", busy] = min(spent, best.get(("alone", busy), spent))
+            spent = _group_s(model, Path(root) / f"group-{number}-{busy}", busy, options.steps)
+            best["group", busy] = min(spent, best.get(("group", busy), spent))
+    lines = [
+        {
+            "kind": kind,
+            "busy": busy,
+            "rate": busy * _GROUP_ROWS * options.steps / seconds,
+            "of_alone": best["alone", busy] / seconds,
+        }
+        for (kind, busy), seconds in best.items()
+    ]
+    return lines, {
+        "nodes": "{kind}",
+        "busy": "{busy}",
+        "tokens/s": "{rate:.0f}",
+        "to nodes alone": "{of_alone:.2f}",
+    }
+
+
+def _group_s(model: Path, directory: Path, busy: int, steps: int) -> float:
+    """Return the seconds in which the first `busy` nodes of a group of two answer their
+    requests."""
+    with running(2, directory, lambda: _config(model, 1, 1, _GROUP_ROWS)) as nodes:
+
+        def answer(node: GroupNode) -> None:
+            node.add(*_requests(_GROUP_ROWS, steps, 0))
+            node.wait()
+
+        return _elapsed_s([partial(answer, node) for node in nodes[:busy]])
+
+
+def _elapsed_s(works: Sequence[Callable[[], None]]) -> float:
+    """Return the seconds in which all are done, at the same time."""
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(len(works)) as threads:
+        for each in [threads.submit(work) for work in works]:
+            each.result()
+    return time.perf_counter() - begun
+
+
+PARTS = {
+    "steps": steps,
+    "launch": launch,
+    "memory": memory,
+    "start": start,
+    "ready": ready,
+    "groups": groups,
+}
 
 
 def _model(options: argparse.Namespace) -> Path:

@@ -43,6 +43,7 @@ class TransformersModel:
         """
         self.spec = spec
         self.products: tuple[Product, ...] = ()
+        self.elsewhere: tuple[str, ...] = ()
         self.seeing: VisionTower | None = None
         self.drafter: DeviceDrafter | None = None
         self.routed: RoutedExperts | None = None
