@@ -137,6 +137,7 @@ class MetaInfo(msgspec.Struct):
     # last.
     hidden_states: list[Any] | msgspec.UnsetType = msgspec.UNSET
     routed_experts: RoutedExperts = msgspec.UNSET
+    sampling_seed: int | msgspec.UnsetType = msgspec.UNSET  # of a batch-invariant response
 
 
 class NativeResponse(msgspec.Struct, omit_defaults=True):
@@ -335,6 +336,7 @@ class _Answer:
             time.monotonic() - self._began,
             [self._prompt_states, *self._states] if self._prompt_states else msgspec.UNSET,
             self._experts.encoded,
+            msgspec.UNSET if self._end.seed is None else self._end.seed,
         )
 
 

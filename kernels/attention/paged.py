@@ -3,7 +3,7 @@
 A plan is made once per forward (and per sliding window) and used by every layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from kernels.attention.decode_plan import LONGEST_HEAD, DecodePlan, plan_decode
 from kernels.attention.extend import extend_attention
 from kernels.attention.reference import plan_reference
 from kernels.cpu.operators import DTYPES, Operators
-from kernels.narrow import NARROW, may_keep
+from kernels.narrow import NARROW, as_stored, may_keep, widened
 
 MAX_VALUE_DIM = 512  # of latents
 LATENT_HEADS = 32  # maximum per program, or half as many if numbers have 32 bits or are widened
@@ -92,11 +92,12 @@ def plan_attention(
     if not device.uses_triton(kv):
         columns = (page_ids, page_starts, query_starts, lengths)
         compiled = device.compiled(kv)
-        if compiled is None or value_dim is not None or kv.dtype not in DTYPES:
+        if compiled is None or kv.dtype not in DTYPES.keys() | NARROW:
             return plan_reference(
                 *columns, kv, num_tokens=num_tokens, window=window, value_dim=value_dim
             )
-        return _CompiledPlan(*columns, num_tokens, num_decodes, window, compiled)
+        plan = _CompiledPlan(*columns, num_tokens, num_decodes, window, compiled, value_dim)
+        return _WidenedPlan.of(plan, kv.shape[3]) if kv.dtype in NARROW else plan
     decode = None
     if num_decodes:
         decode = plan_decode(
@@ -224,7 +225,7 @@ class _TritonPlan:
 @dataclass(frozen=True, slots=True, eq=False)
 class _CompiledPlan:
     """A plan for the compiled library: extend rows first, then decode rows, each by their loop into
-    one output."""
+    one output. Over latents, the loop of extend rows computes all of them."""
 
     page_ids: Tensor
     page_starts: Tensor
@@ -234,16 +235,19 @@ class _CompiledPlan:
     num_decodes: int
     window: int | None
     operators: Operators
-    value_dim: None = None
+    value_dim: int | None
 
     def attend(
         self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
     ) -> Tensor:
         if q.stride(1) != q.shape[2]:  # the loops read a token's heads consecutively
             q = q.contiguous()
-        out = q.new_empty(self.num_tokens, q.shape[1] * q.shape[2])
-        extends = self.lengths.shape[0] - self.num_decodes
-        queries = self.num_tokens - self.num_decodes
+        num_rows, decodes, value_dim = self.lengths.shape[0], self.num_decodes, q.shape[2]
+        if self.value_dim is not None:
+            decodes, value_dim = 0, self.value_dim
+            kv = kv.expand(-1, _shares(q.shape[1], num_rows), 2, -1, -1)
+        out = q.new_empty(self.num_tokens, q.shape[1] * value_dim)
+        extends, queries = num_rows - decodes, self.num_tokens - decodes
         if extends:
             self.operators.extend_attention(
                 q[:queries],
@@ -258,7 +262,7 @@ class _CompiledPlan:
                 soft_cap=soft_cap,
                 sinks=sinks,
             )
-        if self.num_decodes:
+        if decodes:
             self.operators.decode_attention(
                 q[queries:],
                 kv,
@@ -272,6 +276,55 @@ class _CompiledPlan:
                 sinks=sinks,
             )
         return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WidenedPlan:
+    """A plan over pages in 8 bits, which are widened for each layer.
+
+    Attributes:
+        pages: int32, all that are read. `plan` numbers them by their places here.
+    """
+
+    pages: Tensor
+    plan: _CompiledPlan
+
+    @classmethod
+    def of(cls, plan: _CompiledPlan, page_size: int) -> "_WidenedPlan":
+        """Return a plan over pages in 8 bits that computes as `plan`."""
+        lengths, window = plan.lengths, plan.window
+        first = torch.zeros_like(lengths)
+        if window is not None:
+            oldest = lengths - torch.diff(plan.query_starts)
+            first = (oldest - window + 1).clamp(min=0) // page_size
+        counts = (lengths + page_size - 1) // page_size - first
+        starts = counts.cumsum(0, dtype=torch.int32) - counts
+        numbers = torch.arange(int(counts.sum()), dtype=torch.int32)
+        places = (plan.page_starts + first - starts).repeat_interleave(counts) + numbers
+        own = replace(plan, page_ids=numbers, page_starts=starts - first)
+        return cls(plan.page_ids[places], own)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.plan.num_tokens
+
+    @property
+    def value_dim(self) -> int | None:
+        return self.plan.value_dim
+
+    def attend(
+        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        wide = widened(as_stored(kv).index_select(0, self.pages), kv.dtype, q.dtype)
+        return self.plan.attend(q, wide, scale=scale, soft_cap=soft_cap, sinks=sinks)
+
+
+def _shares(heads: int, num_rows: int) -> int:
+    """Return in how many parts a row's heads are computed, so that all threads have work. It
+    affects no bit."""
+    threads = torch.get_num_threads()
+    wanted = min(heads, -(-threads // num_rows))
+    return next(count for count in range(wanted, heads + 1) if heads % count == 0)
 
 
 def check_kv(kv: Tensor, value_dim: int | None = None) -> None:
