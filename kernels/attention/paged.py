@@ -323,7 +323,7 @@ def _shares(heads: int, num_rows: int) -> int:
     """Return in how many parts a row's heads are computed, so that all threads have work. It
     affects no bit."""
     threads = torch.get_num_threads()
-    wanted = min(heads, -(-threads // num_rows))
+    wanted = min(heads, -(-threads // max(1, num_rows)))
     return next(count for count in range(wanted, heads + 1) if heads % count == 0)
 
 
