@@ -40,7 +40,7 @@ _FUNCTIONS = {
     "int8_product": "ipplpppplllp",
     "compute_layers": "ppllppppp",
 }
-_PANEL = 64  # outputs, as in products.cpp
+PANEL = 64  # outputs, as in products.cpp
 WORD_BYTES = 4  # of a row, that a product processes at once
 _PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # as `products` numbers them
 
@@ -434,7 +434,7 @@ class Operators:
         """
         matrix = matrix.contiguous()
         (outputs, inputs), group = matrix.shape, WORD_BYTES // matrix.itemsize
-        shape = (-(-outputs // _PANEL), -(-inputs // group), _PANEL, group)
+        shape = (-(-outputs // PANEL), -(-inputs // group), PANEL, group)
         # Smaller matrices, such as those of experts, would exceed a process's limit of memory
         # mappings.
         large = math.prod(shape) * matrix.itemsize >= HUGE_PAGE_BYTES

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import device
-from kernels.cpu.operators import WORD_BYTES, Operators
+from kernels.cpu.operators import PANEL, WORD_BYTES, Operators
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +29,11 @@ class HeadMatrices:
         panels = [operators.pack_panels(weight.mT) for weight in weights]
         return cls(torch.stack(panels), operators)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes, with the padding of panels. 0 where the weights are shared."""
+        return 0 if self.operators is None else self.weight.nbytes
+
     def multiply(self, x: Tensor, out: Tensor) -> None:
         """Write the products of x [n, heads, in] into out [n, heads, outputs], any strides but the
         last. With compiled products, no row affects the bits of another."""
@@ -40,7 +45,9 @@ class HeadMatrices:
 
 def packed_bytes(weights: Tensor) -> int:
     """Return the bytes that `HeadMatrices.of` allocates for such weights on this machine's CPU."""
-    return 0 if _operators(weights) is None else weights.numel() * weights.itemsize
+    heads, inputs, outputs = weights.shape
+    padded = -(-outputs // PANEL) * PANEL
+    return 0 if _operators(weights) is None else heads * inputs * padded * weights.itemsize
 
 
 def _operators(weights: Tensor) -> Operators | None:

@@ -1,4 +1,4 @@
-"""`engine.batch_invariant` with two ranks: responses are equal to the bit in any batch and chunk."""
+"""`engine.batch_invariant` with two ranks: responses have the same bits in any batch and chunk."""
 
 import asyncio
 from pathlib import Path

@@ -3,7 +3,9 @@
     python -m tools.bench.bits.cost [--models DIR] [--rounds 5] [--only moe]
 
 For each model two colocated systems run, with and without the setting. They take turns with the
-same prompts, and only one of them works at a time. A value is the minimum of the rounds.
+same prompts, and only one of them works at a time. They run twice, and start in the other order
+the second time. A value is the minimum of all rounds, in ms. CPU time changes less than the time on
+the clock where the machine has other work.
 """
 
 import argparse
@@ -11,7 +13,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import uvloop
 from tools.bench.support import record
 from tools.bench.support.load import Client, make_jobs, summary
 from tools.bench.support.models import kept
-from tools.bench.support.systems import serving
+from tools.bench.support.systems import System, serving
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 8192,
@@ -68,7 +70,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "v_head_dim": 128,
     },
 }
-_DECODE_TOKENS = 48
+_TOKENS = 48
 _PROMPT_TOKENS = 64
 _STREAMS = (1, 8)
 _LONG_PROMPTS = (128, 512, 2048)
@@ -92,50 +94,69 @@ def main() -> int:
 async def _compare(name: str, model: Path, rounds: int) -> None:
     """Print the ratios of one model."""
     least: dict[tuple[str, str], float] = {}
-    async with contextlib.AsyncExitStack() as stack:
-        clients = {}
-        for setting, flags in _SETTINGS.items():
-            system = await stack.enter_async_context(serving("colocated", model, (*_FLAGS, *flags)))
-            clients[setting] = await stack.enter_async_context(Client(system.target))
-        for number in range(rounds + 1):  # the first one warms up
-            order = [*clients] if number % 2 else [*clients][::-1]
-            for setting in order:
-                async for measure, value in _measures(clients[setting], number):
-                    if number:
-                        key = measure, setting
-                        least[key] = min(value, least.get(key, value))
+    for settings in ([*_SETTINGS], [*_SETTINGS][::-1]):
+        await _run(model, settings, rounds, least)
     rows = [
         {"measure": measure, "off": off, "on": on, "ratio": on / off}
         for (measure, setting), off in least.items()
         if setting == "off"
         for on in [least[measure, "on"]]
     ]
-    record.say(f"{name}, {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
+    record.say(f"{name}, 2 x {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
     record.table(
-        rows, {"measure": "{measure}", "off": "{off:.2f}", "on": "{on:.2f}", "ratio": "{ratio:.3f}"}
+        rows, {"measure": "{measure}", "off": "{off:.2f}", "on": "{on:.2f}", "ratio": "{ratio:.2f}"}
     )
     record.emit("bits-cost", {"model": name, "rounds": rounds}, rows)
 
 
-async def _measures(client: Client, seed: int) -> Any:
+async def _run(
+    model: Path, settings: Sequence[str], rounds: int, least: dict[tuple[str, str], float]
+) -> None:
+    """Start systems with these settings, and add the least values of their rounds to `least`, by
+    measure and setting."""
+    async with contextlib.AsyncExitStack() as stack:
+        systems = []
+        for setting in settings:
+            flags = (*_FLAGS, *_SETTINGS[setting])
+            system = await stack.enter_async_context(serving("colocated", model, flags))
+            client = await stack.enter_async_context(Client(system.target))
+            systems.append((setting, system, client))
+        for number in range(rounds + 1):  # the first one warms up
+            for setting, system, client in systems if number % 2 else systems[::-1]:
+                async for measure, value in _measures(system, client, number):
+                    if number:
+                        key = measure, setting
+                        least[key] = min(value, least.get(key, value))
+
+
+async def _measures(system: System, client: Client, seed: int) -> AsyncIterator[tuple[str, float]]:
     """Yield the name and the value of each measure of a round, in ms."""
     for streams in _STREAMS:
-        jobs = make_jobs(
-            streams,
-            prompt_tokens=_PROMPT_TOKENS,
-            output_tokens=_DECODE_TOKENS,
-            vocabulary=8000,
-            seed=seed,
-        )
-        figures = summary(await client.closed_loop(jobs, streams))
-        yield f"ms of a token, {streams} streams", figures["tpot_ms"]["p50"]
-        yield f"p99 gap in ms, {streams} streams", figures["itl_ms"]["p99"]
-        per_token = 1e3 * figures["wall_s"] / (streams * _DECODE_TOKENS)
-        yield f"ms of the run per token, {streams} streams", per_token
+        figures, cpu_ms = await _asked(system, client, streams, _PROMPT_TOKENS, _TOKENS, seed)
+        yield f"token, {streams} streams", figures["tpot_ms"]["p50"]
+        yield f"p99 gap, {streams} streams", figures["itl_ms"]["p99"]
+        yield f"CPU of a token, {streams} streams", cpu_ms / (streams * _TOKENS)
     for length in _LONG_PROMPTS:
-        jobs = make_jobs(1, prompt_tokens=length, output_tokens=1, vocabulary=8000, seed=seed)
-        figures = summary(await client.closed_loop(jobs, 1))
-        yield f"ms to the first token, {length} tokens", figures["ttft_ms"]["p50"]
+        figures, cpu_ms = await _asked(system, client, 1, length, 1, seed)
+        yield f"first token, prompt of {length}", figures["ttft_ms"]["p50"]
+        yield f"CPU of a prompt of {length}", cpu_ms
+
+
+async def _asked(
+    system: System, client: Client, streams: int, prompt_tokens: int, tokens: int, seed: int
+) -> tuple[Mapping[str, Any], float]:
+    """Return the summary of as many requests as streams, and the CPU time of the servers in ms."""
+    jobs = make_jobs(
+        streams,
+        prompt_tokens=prompt_tokens,
+        output_tokens=tokens,
+        vocabulary=8000,
+        seed=seed,
+    )
+    before = sum((await system.cpu_seconds()).values())
+    answers = await client.closed_loop(jobs, streams)
+    spent = sum((await system.cpu_seconds()).values()) - before
+    return summary(answers), 1e3 * spent
 
 
 if __name__ == "__main__":
