@@ -3,7 +3,7 @@
 A plan is made once per forward (and per sliding window) and used by every layer.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +19,8 @@ from kernels.narrow import NARROW, as_stored, may_keep, widened
 
 MAX_VALUE_DIM = 512  # of latents
 LATENT_HEADS = 32  # maximum per program, or half as many if numbers have 32 bits or are widened
+
+WIDENED_BYTES = 32 << 20  # of pages in 8 bits that are widened at a time, except for a single row
 
 
 class AttentionPlan(Protocol):
@@ -97,7 +99,7 @@ def plan_attention(
                 *columns, kv, num_tokens=num_tokens, window=window, value_dim=value_dim
             )
         plan = _CompiledPlan(*columns, num_tokens, num_decodes, window, compiled, value_dim)
-        return _WidenedPlan.of(plan, kv.shape[3]) if kv.dtype in NARROW else plan
+        return _WidenedPlan.of(plan, kv) if kv.dtype in NARROW else plan
     decode = None
     if num_decodes:
         decode = plan_decode(
@@ -280,43 +282,59 @@ class _CompiledPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _WidenedPlan:
-    """A plan over pages in 8 bits, which are widened for each layer.
+    """A plan over pages in 8 bits, which are widened for some rows at a time.
 
     Attributes:
-        pages: int32, all that are read. `plan` numbers them by their places here.
+        parts: the pages of consecutive rows, int32, and their plan, which numbers the pages by
+            their places there.
     """
 
-    pages: Tensor
-    plan: _CompiledPlan
+    parts: tuple[tuple[Tensor, _CompiledPlan], ...]
+    num_tokens: int
+    value_dim: int | None
 
     @classmethod
-    def of(cls, plan: _CompiledPlan, page_size: int) -> "_WidenedPlan":
-        """Return a plan over pages in 8 bits that computes as `plan`."""
-        lengths, window = plan.lengths, plan.window
+    def of(cls, plan: _CompiledPlan, kv: Tensor) -> "_WidenedPlan":
+        """Return a plan over pages like those of `kv` that computes as `plan`."""
+        page_size, lengths, window = kv.shape[3], plan.lengths, plan.window
         first = torch.zeros_like(lengths)
         if window is not None:
             oldest = lengths - torch.diff(plan.query_starts)
             first = (oldest - window + 1).clamp(min=0) // page_size
         counts = (lengths + page_size - 1) // page_size - first
-        starts = counts.cumsum(0, dtype=torch.int32) - counts
-        numbers = torch.arange(int(counts.sum()), dtype=torch.int32)
-        places = (plan.page_starts + first - starts).repeat_interleave(counts) + numbers
-        own = replace(plan, page_ids=numbers, page_starts=starts - first)
-        return cls(plan.page_ids[places], own)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.plan.num_tokens
-
-    @property
-    def value_dim(self) -> int | None:
-        return self.plan.value_dim
+        before = counts.cumsum(0) - counts
+        most = max(1, WIDENED_BYTES // (kv.shape[1:].numel() * torch.float32.itemsize))
+        _, sizes = torch.unique_consecutive(before // most, return_counts=True)
+        parts, begin, num_extends = [], 0, len(lengths) - plan.num_decodes
+        for size in sizes.tolist() or [0]:
+            rows, end = slice(begin, begin + size), begin + size
+            starts = plan.query_starts[begin : end + 1] - plan.query_starts[begin]
+            own = _CompiledPlan(
+                torch.arange(int(counts[rows].sum()), dtype=torch.int32),
+                (before[rows] - before[rows][:1] - first[rows]).int(),
+                starts,
+                lengths[rows],
+                int(starts[-1]),
+                end - max(begin, min(end, num_extends)),
+                window,
+                plan.operators,
+                plan.value_dim,
+            )
+            places = (plan.page_starts[rows] - own.page_starts).repeat_interleave(counts[rows])
+            parts.append((plan.page_ids[places + own.page_ids], own))
+            begin = end
+        return cls(tuple(parts), plan.num_tokens, plan.value_dim)
 
     def attend(
         self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        wide = widened(as_stored(kv).index_select(0, self.pages), kv.dtype, q.dtype)
-        return self.plan.attend(q, wide, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        outputs, begin = [], 0
+        for pages, plan in self.parts:
+            wide = widened(as_stored(kv).index_select(0, pages), kv.dtype, q.dtype)
+            own = q[begin : begin + plan.num_tokens]
+            outputs.append(plan.attend(own, wide, scale=scale, soft_cap=soft_cap, sinks=sinks))
+            begin += plan.num_tokens
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _shares(heads: int, num_rows: int) -> int:
