@@ -13,10 +13,12 @@ import torch
 from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import kv
+from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, Model
+from engine.models.blocks.attention import AttentionBlock
+from engine.models.blocks.layer import Layer
 from engine.models.decoder import Decoder
-from engine.models.probe import differing_operation
-from engine.models.stack import InOneCall
+from engine.models.probe import PRODUCTS, differing_operation
 from kernels import device as devices
 
 _SETTING = "engine.batch_invariant"
@@ -32,16 +34,20 @@ def check(
     Args:
         device, dtype: that the model is computed on and in.
     """
-    parallel, cache = config.parallel, config.cache
+    parallel = config.parallel
     for problem, found in {
         f"no GPU has been tested, and the device is {device}: set engine.device to cpu": (
             device.type != "cpu"
         ),
-        "it needs a node of one rank: set engine.parallel.tp, pp and dp to 1": (
-            parallel.num_ranks * parallel.dp > 1
+        "stages and data-parallel groups are not supported: set engine.parallel.pp and dp to 1": (
+            parallel.pp * parallel.dp > 1
         ),
-        f"KV of engine.cache.dtype {cache.dtype} is not supported: set it to auto": (
-            cache.dtype != "auto"
+        "ranks with whole experts are not supported: set engine.parallel.experts to tp": (
+            parallel.tp > 1 and parallel.experts == "ep"
+        ),
+        "only ranks that share memory add in a fixed order: set engine.parallel.collectives to "
+        "auto and hosts to 1": (
+            parallel.tp > 1 and (parallel.collectives == "gloo" or parallel.hosts > 1)
         ),
         "models of the Transformers library are not supported: serve a model of a native family": (
             servable.backend != "native"
@@ -80,19 +86,27 @@ def _check_kernels(config: EngineConfig, dtype: torch.dtype, servable: LoadableM
             )
 
 
-def check_loaded(model: Model) -> None:
-    """Probe a loaded model. Raise ConfigError if it has unsupported layers, or if an operation
-    gives other bits in another batch."""
+def keep(model: Model, layout: KVLayout) -> None:
+    """Have a loaded model compute each token in one way, and probe it. All ranks of a node call
+    this at the same time.
+
+    Args:
+        layout: of this rank's pages.
+    Raises:
+        ConfigError: the model has unsupported layers, or an operation gives other bits in another
+            batch.
+    """
     name = model.spec.architecture
-    if not isinstance(model, Decoder) or not isinstance(model.stack, InOneCall):
+    if not isinstance(model, Decoder) or not all(map(_is_supported, model.layers)):
         raise ConfigError(
             f"{_SETTING}: {name} has layers that are not supported: serve a model whose layers "
-            "are attention and a dense net, without experts, latents or states"
+            "are attention and a net, without states and without gates of attention"
         )
+    model.compute_in_one_way()
     if not model.spec.generates:
         raise ConfigError(f"{_SETTING}: {name} generates no tokens: unset it for this model")
     start = time.monotonic()
-    if operation := differing_operation(model):
+    if operation := differing_operation(model, layout):
         raise ConfigError(
             f"{_SETTING}: the bits of {name} depend on the batch here, first those of {operation}: "
             "unset it, and report this as a bug"
@@ -100,9 +114,17 @@ def check_loaded(model: Model) -> None:
     log.info("batch invariance probed %s", kv(seconds=f"{time.monotonic() - start:.2f}"))
 
 
-def arithmetic() -> str:
-    """Return a name of how this process computes. Processes with the same one compute the same
-    bits."""
+def _is_supported(layer: Layer) -> bool:
+    gated = isinstance(layer.mixer, AttentionBlock) and layer.mixer.spec.output_gate
+    return {type(layer.mixer), type(layer.ffn)} <= PRODUCTS.keys() and not gated
+
+
+def arithmetic(ranks: int) -> str:
+    """Return a name of how a node computes. Nodes with the same one compute the same bits.
+
+    Args:
+        ranks: whose sums make a layer's output.
+    """
     operators = devices.compiled_for(torch.device("cpu"))
     return " ".join(
         (
@@ -110,5 +132,6 @@ def arithmetic() -> str:
             torch.__version__,
             torch.backends.cpu.get_cpu_capability(),
             "-".join(platform.libc_ver()),
+            *([f"tp{ranks}"] if ranks > 1 else []),
         )
     )

@@ -27,7 +27,14 @@ from engine.adapters.adapters import shelf_of
 from engine.build import measured_room, pages_of
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
-from engine.load import fingerprint_of, load_part, named_weights, open_model, usable_bytes
+from engine.load import (
+    fingerprint_of,
+    keep_invariance,
+    load_part,
+    named_weights,
+    open_model,
+    usable_bytes,
+)
 from engine.models import LoadableModel, Model, content, open_checkpoint, stored_of
 from engine.rank_jobs import FollowerJobs, TransferTaker
 from engine.ranks import Share
@@ -153,6 +160,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     model, bank = load_part(config, opened, share)
     fingerprint = {} if weights_id is None else fingerprint_of(config, opened, weights_id.result())
     _send(steps, RankLoaded(usable_bytes(model.device, config), os.getpid(), fingerprint))
+    keep_invariance(config, model, share)
     message, files = _receive(steps)
     if isinstance(message, MeasureRank):
         shape = resolve_shape(

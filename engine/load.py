@@ -46,7 +46,9 @@ from engine.sizing import (
     NCCL_BYTES,
     EngineShape,
     free_bytes,
+    part_of,
     resolve_device,
+    whole_layout,
 )
 
 log = logging.getLogger(__name__)
@@ -139,8 +141,7 @@ def load(
         check_group(config, opened.device)
     if config.parallel.num_ranks == 1:
         loaded = _loaded(config, opened, weights_id, None, Share(exchange=exchange))
-        if config.batch_invariant:
-            batch_invariance.check_loaded(loaded.model)
+        keep_invariance(config, loaded.model, loaded.share)
         return loaded
     parallel = with_collectives(config, opened.device)
     with_parallel = config.model_copy(update={"parallel": parallel})
@@ -150,6 +151,7 @@ def load(
         others = [each.fingerprint for each in followers.loaded()]
         if parallel.hosts > 1:
             _check_files(fingerprint_of(config, opened, weights_id.result()), others, parallel)
+        keep_invariance(config, loaded.model, loaded.share)
         return loaded
     except BaseException:
         followers.close()
@@ -192,6 +194,14 @@ def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[
         )
     model = opened.servable.load(device, dtype, quantize, share)
     return model, bank_of(config.lora, model, usable_bytes(device, config))
+
+
+def keep_invariance(config: EngineConfig, model: Model, share: Share) -> None:
+    """Prepare a loaded part for `engine.batch_invariant`, if it is set. All ranks of a node call
+    this at the same time. Raise ConfigError as `batch_invariance.keep`."""
+    if config.batch_invariant:
+        whole = whole_layout(config, model.spec, model.dtype, model.device)
+        batch_invariance.keep(model, part_of(whole, share))
 
 
 def _loaded(
@@ -238,7 +248,9 @@ def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
         ranks=config.parallel.tp,
     )
     # Nodes without the promise may compute on each other's KV whatever their arithmetic.
-    arithmetic = {"arithmetic": batch_invariance.arithmetic()} if config.batch_invariant else {}
+    arithmetic = {}
+    if config.batch_invariant:
+        arithmetic["arithmetic"] = batch_invariance.arithmetic(config.parallel.tp)
     fields = {"dtype": str(opened.precision), "quantize": rounding}
     return {**constants(opened.servable), **fields, **arithmetic}
 

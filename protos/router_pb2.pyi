@@ -130,7 +130,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stop_string", "stop_token_id", "logprobs", "prompt_logprobs", "reasoning", "tool_calls", "versions", "prompt_hidden_states", "hidden_states", "prompt_routed_experts", "routed_experts")
+    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "stop_string", "stop_token_id", "logprobs", "prompt_logprobs", "reasoning", "tool_calls", "versions", "prompt_hidden_states", "hidden_states", "prompt_routed_experts", "routed_experts", "seed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class GenerateResponse(_message.Message):
     HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -163,7 +164,8 @@ class GenerateResponse(_message.Message):
     hidden_states: bytes
     prompt_routed_experts: bytes
     routed_experts: bytes
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallPart, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[ModelVersion, _Mapping]]] = ..., prompt_hidden_states: _Optional[bytes] = ..., hidden_states: _Optional[bytes] = ..., prompt_routed_experts: _Optional[bytes] = ..., routed_experts: _Optional[bytes] = ...) -> None: ...
+    seed: int
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.Logprobs, _Mapping]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallPart, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[ModelVersion, _Mapping]]] = ..., prompt_hidden_states: _Optional[bytes] = ..., hidden_states: _Optional[bytes] = ..., prompt_routed_experts: _Optional[bytes] = ..., routed_experts: _Optional[bytes] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ModelVersion(_message.Message):
     __slots__ = ("first_token", "weights", "system_fingerprint")

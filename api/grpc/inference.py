@@ -70,6 +70,7 @@ def _end(piece: FinalChunk) -> dict[str, Any]:
             )
             for span in piece.versions
         ],
+        "seed": piece.seed,
     }
 
 

@@ -142,6 +142,7 @@ class MetaInfo(LogprobFields):
     # last.
     hidden_states: list[Any] | msgspec.UnsetType = msgspec.UNSET
     routed_experts: RoutedExperts = msgspec.UNSET
+    sampling_seed: int | msgspec.UnsetType = msgspec.UNSET  # of a batch-invariant response
 
 
 class NativeResponse(msgspec.Struct, omit_defaults=True):
@@ -370,6 +371,8 @@ class _Answer:
         if self._prompt_states:
             meta.hidden_states = [self._prompt_states, *self._states]
         meta.routed_experts = self._experts.encoded
+        if self._end.seed is not None:
+            meta.sampling_seed = self._end.seed
         return meta
 
 

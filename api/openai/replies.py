@@ -226,10 +226,14 @@ def fingerprint_spans(last: FinalChunk) -> FingerprintSpans:
 
 
 def fingerprint_fields(last: FinalChunk) -> dict[str, Any]:
-    """Return the fingerprint of the last token, and those of all parts if there are several."""
-    fields: dict[str, Any] = {"system_fingerprint": last.version.system_fingerprint}
-    spans = fingerprint_spans(last)
-    return fields if spans is msgspec.UNSET else {**fields, "system_fingerprints": spans}
+    """Return the fingerprint of the last token, those of all parts if there are several, and the
+    seed of a batch-invariant response."""
+    fields: dict[str, Any] = {
+        "system_fingerprint": last.version.system_fingerprint,
+        "system_fingerprints": fingerprint_spans(last),
+        "seed": seed_of(last),
+    }
+    return {name: value for name, value in fields.items() if value is not msgspec.UNSET}
 
 
 class ReturnedStates:

@@ -13,6 +13,7 @@ from engine.batch.images import VisibleImage
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.experts import ExpertsBlock, RecordedExperts, RoutedExperts
 from engine.models.blocks.late_states import LateStates
+from engine.models.blocks.latent import LatentAttentionBlock
 from engine.models.blocks.layer import Layer, LayerSpec
 from engine.models.blocks.norm import Norm, RmsNorm
 from engine.models.blocks.protocol import AdaptedLinear, LayerSite, ModelStep
@@ -222,17 +223,33 @@ class Decoder:
         """
         blocks = {
             number: layer.ffn
-            for number, layer in enumerate(self.layers)
+            for number, layer in enumerate(self._run_layers)
             if isinstance(layer.ffn, ExpertsBlock)
         }
         if not blocks:
             raise ConfigError("engine.routed_experts.enabled: the model has no experts")
         k = max(block.routing.k for block in blocks.values())
         self.routed = routed = RoutedExperts(num_tokens, len(self.layers), k, self.device)
-        layers = list(self.layers)
+        layers = list(self._run_layers)
         for number, block in blocks.items():
             recorded = RecordedExperts(block.experts, number, routed)
             layers[number] = replace(layers[number], ffn=replace(block, experts=recorded))
+        self._run(layers)
+
+    def compute_in_one_way(self) -> None:
+        """Compute a token in the same way in every step from now on, even where another way is
+        faster."""
+        layers = [
+            replace(layer, mixer=layer.mixer.in_one_way())
+            if isinstance(layer.mixer, LatentAttentionBlock)
+            else layer
+            for layer in self._run_layers
+        ]
+        if layers != [*self._run_layers]:
+            self._run(layers)
+
+    def _run(self, layers: Sequence[Layer]) -> None:
+        """Run other layers with the same weights. They are computed one by one."""
         self._run_layers = tuple(layers)
         self.stack = self._adaptable = self._featured(LayerByLayer(self._run_layers))
 

@@ -16,10 +16,28 @@ from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models.blocks.attention import AttentionBlock
 from engine.models.blocks.dense import DenseBlock
+from engine.models.blocks.experts import ExpertsBlock
+from engine.models.blocks.latent import LatentAttentionBlock
 from engine.models.decoder import Decoder
 from engine.models.linear import Linear
+from engine.ranks import Group
+from kernels.narrow import as_stored
 
-_PAGE_SIZE = 16
+# The products of a supported block in the order of computation: attribute, the operation before,
+# and its own name.
+PRODUCTS: Mapping[type, Sequence[tuple[str, str, str]]] = {
+    AttentionBlock: (("qkv", "input_layernorm", "qkv_proj"), ("output", "attention", "o_proj")),
+    LatentAttentionBlock: (
+        ("down", "input_layernorm", "kv_a_proj"),
+        ("query_up", "q_a_layernorm", "q_b_proj"),
+        ("output", "attention", "o_proj"),
+    ),
+    DenseBlock: (
+        ("gate_up", "norm before the net", "gate_up_proj"),
+        ("down", "activation", "down_proj"),
+    ),
+    ExpertsBlock: (),
+}
 _NUM_PROMPT = 70  # more than a block of keys of attention
 _NUM_TOKENS = _NUM_PROMPT + 3
 _PROBED = 0  # the request whose bits are compared
@@ -54,18 +72,28 @@ _BESIDE_OTHERS = (
 )
 
 
-def differing_operation(model: Decoder) -> str:
+def differing_operation(model: Decoder, layout: KVLayout) -> str:
     """Return the name of the first operation whose bits differ between the two ways. Empty: they
-    are the same."""
+    are the same. All ranks of a node call this at the same time.
+
+    Args:
+        layout: of this rank's pages.
+    """
     with torch.inference_mode():
-        found = _first_difference(model, traced=False)
-        if not found:
+        found = _first_difference(model, layout, traced=False)
+        if not _in_any_rank(found, model.layers[0].group):
             return ""
-        return _first_difference(model, traced=True) or f"the compiled layers, seen in {found}"
+        first = _first_difference(model, layout, traced=True)
+        return first or f"the compiled layers, seen in {found or 'another rank'}"
 
 
-def _first_difference(model: Decoder, *, traced: bool) -> str:
-    alone, beside = (_computed(model, steps, traced) for steps in (_ALONE, _BESIDE_OTHERS))
+def _in_any_rank(found: str, group: Group | None) -> bool:
+    differs = torch.tensor([float(bool(found))])
+    return bool((differs if group is None else group.all_reduce(differs)).any())
+
+
+def _first_difference(model: Decoder, layout: KVLayout, *, traced: bool) -> str:
+    alone, beside = (_computed(model, layout, steps, traced) for steps in (_ALONE, _BESIDE_OTHERS))
     return next((name for name, bits in alone.items() if beside[name] != bits), "")
 
 
@@ -96,30 +124,49 @@ class _Trace:
 
     def keep(self, name: str, places: Mapping[int, int], rows: Tensor) -> None:
         """Keep the bits of tokens, whose rows are at these places."""
-        kept = self.bits.setdefault(name, {})
+        kept, rows = self.bits.setdefault(name, {}), as_stored(rows)
         for token, place in places.items():
             kept[token] = hash(rows[place].contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _named_products(model: Decoder) -> Iterator[tuple[Linear, tuple[str, str]]]:
-    """Yield each product of the layers, with the names of the operation before it and of itself."""
+    """Yield each product of the layers, with the names of the operation before it and of itself.
+
+    Experts compute rows of several tokens, so the operation after them shows a difference.
+    """
+    of_experts = ""
     for number, layer in enumerate(model.layers):
-        mixer, ffn = layer.mixer, layer.ffn
-        assert isinstance(mixer, AttentionBlock) and isinstance(ffn, DenseBlock)
-        for product, before, name in (
-            (mixer.qkv, "input_layernorm", "qkv_proj"),
-            (mixer.output, "attention", "o_proj"),
-            (ffn.gate_up, "norm before the net", "gate_up_proj"),
-            (ffn.down, "activation", "down_proj"),
-        ):
-            yield product, (f"{before} of layer {number}", f"{name} of layer {number}")
+        ffn, where = layer.ffn, f"of layer {number}"
+        yield from _products_of(layer.mixer, where, of_experts)
+        yield from _products_of(ffn, where)
+        of_experts = ""
+        if isinstance(ffn, ExpertsBlock):
+            of_experts = _experts(number)
+            yield from _products_of(ffn.shared, f"of the shared expert of layer {number}")
+
+
+def _products_of(
+    block: object, where: str, first: str = ""
+) -> Iterator[tuple[Linear, tuple[str, str]]]:
+    """Yield the products of a block.
+
+    Args:
+        first: name of the operation before the first one. Empty: that of PRODUCTS.
+    """
+    for attribute, before, name in PRODUCTS.get(type(block), ()):
+        if (product := getattr(block, attribute)) is not None:
+            yield product, (first or f"{before} {where}", f"{name} {where}")
+        first = ""
+
+
+def _experts(number: int) -> str:
+    return f"the experts of layer {number}"
 
 
 def _computed(
-    model: Decoder, steps: Sequence[Sequence[_Row]], traced: bool
+    model: Decoder, layout: KVLayout, steps: Sequence[Sequence[_Row]], traced: bool
 ) -> Mapping[str, Mapping[int, int]]:
     """Compute steps over pages of their own. Return the bits of the probed tokens by operation."""
-    layout = KVLayout.of(model.spec.layers, _PAGE_SIZE, model.dtype, None, model.spec.draft)
     requests, trace = 1 + len(_OTHERS), _Trace(model)
     pages = -(-_NUM_TOKENS // layout.page_size)
     pool = KVPool(layout, requests * layout.tables.num_tables * pages, model.device)
@@ -127,6 +174,8 @@ def _computed(
     shape = requests, _NUM_TOKENS
     tokens = torch.randint(model.spec.vocabulary_size, shape, generator=generator)
     future = torch.zeros(requests, dtype=torch.int32)
+    last, after_experts = len(model.layers) - 1, isinstance(model.layers[-1].ffn, ExpertsBlock)
+    norm = _experts(last) if after_experts else "the norm before lm_head"
     for rows in steps:
         batch = _batch(rows, tokens.int(), layout.tables.num_tables, layout.page_size, pages)
         counts = torch.diff(batch.query_starts).tolist()
@@ -138,7 +187,7 @@ def _computed(
         chosen = {place: i for i, place in enumerate(batch.sampled.tolist())}
         # Tokens from the prompt's last one on have logits both ways.
         sampled = {token: chosen[place] for token, place in own.items() if token >= _NUM_PROMPT - 1}
-        trace.keep("the norm before lm_head", sampled, hidden)
+        trace.keep(norm, sampled, hidden)
         trace.keep("lm_head", sampled, model.logits(hidden))
     for layer, (view, table) in enumerate(zip(pool.layers, pool.tables, strict=True)):
         first = table * pages  # of the probed request

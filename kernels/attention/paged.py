@@ -15,10 +15,12 @@ from kernels.attention.decode_plan import LONGEST_HEAD, DecodePlan, plan_decode
 from kernels.attention.extend import extend_attention
 from kernels.attention.reference import plan_reference
 from kernels.cpu.operators import DTYPES, Operators
-from kernels.narrow import NARROW, may_keep
+from kernels.narrow import NARROW, as_stored, may_keep, widened
 
 MAX_VALUE_DIM = 512  # of latents
 LATENT_HEADS = 32  # maximum per program, or half as many if numbers have 32 bits or are widened
+
+WIDENED_BYTES = 32 << 20  # of pages in 8 bits that are widened at a time, except for a single row
 
 
 class AttentionPlan(Protocol):
@@ -92,11 +94,12 @@ def plan_attention(
     if not device.uses_triton(kv):
         columns = (page_ids, page_starts, query_starts, lengths)
         compiled = device.compiled(kv)
-        if compiled is None or value_dim is not None or kv.dtype not in DTYPES:
+        if compiled is None or kv.dtype not in DTYPES.keys() | NARROW:
             return plan_reference(
                 *columns, kv, num_tokens=num_tokens, window=window, value_dim=value_dim
             )
-        return _CompiledPlan(*columns, num_tokens, num_decodes, window, compiled)
+        plan = _CompiledPlan(*columns, num_tokens, num_decodes, window, compiled, value_dim)
+        return _WidenedPlan.of(plan, kv) if kv.dtype in NARROW else plan
     decode = None
     if num_decodes:
         decode = plan_decode(
@@ -224,7 +227,7 @@ class _TritonPlan:
 @dataclass(frozen=True, slots=True, eq=False)
 class _CompiledPlan:
     """A plan for the compiled library: extend rows first, then decode rows, each by their loop into
-    one output."""
+    one output. Over latents, the loop of extend rows computes all of them."""
 
     page_ids: Tensor
     page_starts: Tensor
@@ -234,16 +237,19 @@ class _CompiledPlan:
     num_decodes: int
     window: int | None
     operators: Operators
-    value_dim: None = None
+    value_dim: int | None
 
     def attend(
         self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
     ) -> Tensor:
         if q.stride(1) != q.shape[2]:  # the loops read a token's heads consecutively
             q = q.contiguous()
-        out = q.new_empty(self.num_tokens, q.shape[1] * q.shape[2])
-        extends = self.lengths.shape[0] - self.num_decodes
-        queries = self.num_tokens - self.num_decodes
+        num_rows, decodes, value_dim = self.lengths.shape[0], self.num_decodes, q.shape[2]
+        if self.value_dim is not None:
+            decodes, value_dim = 0, self.value_dim
+            kv = kv.expand(-1, _shares(q.shape[1], num_rows), 2, -1, -1)
+        out = q.new_empty(self.num_tokens, q.shape[1] * value_dim)
+        extends, queries = num_rows - decodes, self.num_tokens - decodes
         if extends:
             self.operators.extend_attention(
                 q[:queries],
@@ -258,7 +264,7 @@ class _CompiledPlan:
                 soft_cap=soft_cap,
                 sinks=sinks,
             )
-        if self.num_decodes:
+        if decodes:
             self.operators.decode_attention(
                 q[queries:],
                 kv,
@@ -272,6 +278,71 @@ class _CompiledPlan:
                 sinks=sinks,
             )
         return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WidenedPlan:
+    """A plan over pages in 8 bits, which are widened for some rows at a time.
+
+    Attributes:
+        parts: the pages of consecutive rows, int32, and their plan, which numbers the pages by
+            their places there.
+    """
+
+    parts: tuple[tuple[Tensor, _CompiledPlan], ...]
+    num_tokens: int
+    value_dim: int | None
+
+    @classmethod
+    def of(cls, plan: _CompiledPlan, kv: Tensor) -> "_WidenedPlan":
+        """Return a plan over pages like those of `kv` that computes as `plan`."""
+        page_size, lengths, window = kv.shape[3], plan.lengths, plan.window
+        first = torch.zeros_like(lengths)
+        if window is not None:
+            oldest = lengths - torch.diff(plan.query_starts)
+            first = (oldest - window + 1).clamp(min=0) // page_size
+        counts = (lengths + page_size - 1) // page_size - first
+        before = counts.cumsum(0) - counts
+        most = max(1, WIDENED_BYTES // (kv.shape[1:].numel() * torch.float32.itemsize))
+        _, sizes = torch.unique_consecutive(before // most, return_counts=True)
+        parts, begin, num_extends = [], 0, len(lengths) - plan.num_decodes
+        for size in sizes.tolist() or [0]:
+            rows, end = slice(begin, begin + size), begin + size
+            starts = plan.query_starts[begin : end + 1] - plan.query_starts[begin]
+            own = _CompiledPlan(
+                torch.arange(int(counts[rows].sum()), dtype=torch.int32),
+                (before[rows] - before[rows][:1] - first[rows]).int(),
+                starts,
+                lengths[rows],
+                int(starts[-1]),
+                end - max(begin, min(end, num_extends)),
+                window,
+                plan.operators,
+                plan.value_dim,
+            )
+            places = (plan.page_starts[rows] - own.page_starts).repeat_interleave(counts[rows])
+            parts.append((plan.page_ids[places + own.page_ids], own))
+            begin = end
+        return cls(tuple(parts), plan.num_tokens, plan.value_dim)
+
+    def attend(
+        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        outputs, begin = [], 0
+        for pages, plan in self.parts:
+            wide = widened(as_stored(kv).index_select(0, pages), kv.dtype, q.dtype)
+            own = q[begin : begin + plan.num_tokens]
+            outputs.append(plan.attend(own, wide, scale=scale, soft_cap=soft_cap, sinks=sinks))
+            begin += plan.num_tokens
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _shares(heads: int, num_rows: int) -> int:
+    """Return in how many parts a row's heads are computed, so that all threads have work. It
+    affects no bit."""
+    threads = torch.get_num_threads()
+    wanted = min(heads, -(-threads // max(1, num_rows)))
+    return next(count for count in range(wanted, heads + 1) if heads % count == 0)
 
 
 def check_kv(kv: Tensor, value_dim: int | None = None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.cpu.memory import HUGE_PAGE_BYTES, empty_in_huge_pages
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `typed` numbers them
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3}
 _KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 _FUNCTIONS = {
     "add_rms_norm": "iiplplpppplldp",
@@ -24,6 +24,9 @@ _FUNCTIONS = {
     "act_and_mul": "iippllp",
     "soft_cap": "ipplldp",
     "rope_angles": "ppplldp",
+    "route": "ippppllliidlllp",
+    "add_experts": "ipppplllp",
+    "add_gated": "ippppllp",
     "decode_attention": "iplpllllppppllllllddpp",
     "extend_attention": "iplpllllppppplllllllddpp",
     "likeliest": "iplpllip",
@@ -32,11 +35,12 @@ _FUNCTIONS = {
     "embed": "ppplpllp",
     "pack_panels": "ipllpp",
     "float_product": "ipplpplllp",
+    "by_head_product": "ippllpllllllp",
     "stored_product": "iplplpplllp",
     "int8_product": "ipplpppplllp",
     "compute_layers": "ppllppppp",
 }
-_PANEL = 64  # outputs, as in products.cpp
+PANEL = 64  # outputs, as in products.cpp
 WORD_BYTES = 4  # of a row, that a product processes at once
 _PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # as `products` numbers them
 
@@ -175,6 +179,77 @@ class Operators:
             out.data_ptr(),
             num_rows,
             size,
+            self._team,
+        )
+        return out
+
+    def route(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        k: int,
+        *,
+        sigmoid: bool,
+        normalise: bool,
+        scale: float,
+        groups: int,
+        chosen_groups: int,
+        group_top: int,
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, num_experts = logits.shape
+        weights = torch.empty(num_rows, k)
+        ids = torch.empty(num_rows, k, dtype=torch.int32)
+        self._library.route(
+            DTYPES[logits.dtype],
+            logits.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            weights.data_ptr(),
+            ids.data_ptr(),
+            num_rows,
+            num_experts,
+            k,
+            sigmoid,
+            normalise,
+            scale,
+            groups,
+            chosen_groups,
+            group_top,
+            self._team,
+        )
+        return weights, ids
+
+    def add_experts(self, parts: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """Return each token's sum of weights[:, j] * parts[places[:, j]], in the order of j and in
+        float32.
+
+        Args:
+            parts: contiguous [any, hidden].
+            places, weights: contiguous int64 and float32 [n, k].
+        """
+        (num_rows, k), hidden = places.shape, parts.shape[1]
+        out = parts.new_empty(num_rows, hidden)
+        self._library.add_experts(
+            DTYPES[parts.dtype],
+            parts.data_ptr(),
+            places.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            k,
+            hidden,
+            self._team,
+        )
+        return out
+
+    def add_gated(self, y: Tensor, x: Tensor, gates: Tensor) -> Tensor:
+        out = torch.empty_like(y)
+        self._library.add_gated(
+            DTYPES[y.dtype],
+            y.data_ptr(),
+            x.data_ptr(),
+            gates.data_ptr(),
+            out.data_ptr(),
+            *y.shape,
             self._team,
         )
         return out
@@ -359,7 +434,7 @@ class Operators:
         """
         matrix = matrix.contiguous()
         (outputs, inputs), group = matrix.shape, WORD_BYTES // matrix.itemsize
-        shape = (-(-outputs // _PANEL), -(-inputs // group), _PANEL, group)
+        shape = (-(-outputs // PANEL), -(-inputs // group), PANEL, group)
         # Smaller matrices, such as those of experts, would exceed a process's limit of memory
         # mappings.
         large = math.prod(shape) * matrix.itemsize >= HUGE_PAGE_BYTES
@@ -391,6 +466,33 @@ class Operators:
             self._team,
         )
         return out
+
+    def by_head_product(self, x: Tensor, panels: Tensor, out: Tensor) -> None:
+        """Compute out[:, h] = float_product(x[:, h], panels[h]) for each head h.
+
+        Args:
+            x: [n, heads, in] of rows of whole words.
+            panels: [heads, ...], of `pack_panels` for each head.
+            out: [n, heads, outputs] of x's dtype, any strides but the last.
+        """
+        group = WORD_BYTES // x.itemsize
+        if x.stride(2) != 1 or x.stride(0) % group or x.stride(1) % group:
+            x = x.contiguous()
+        num_rows, heads, outputs = out.shape
+        self._library.by_head_product(
+            DTYPES[x.dtype],
+            panels.data_ptr(),
+            x.data_ptr(),
+            x.stride(0) // group,
+            x.stride(1) // group,
+            out.data_ptr(),
+            *out.stride()[:2],
+            num_rows,
+            heads,
+            panels.shape[2],
+            outputs,
+            self._team,
+        )
 
     def stored_product(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         """Compute `float_product` with a matrix [out, in] of x's dtype as it is stored, to the bit.

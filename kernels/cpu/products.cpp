@@ -227,7 +227,30 @@ void float_product(
     });
 }
 
-// The same, to the bit, by a matrix as it is stored, whose rows are matrix_stride numbers apart.
+// The same for each head with the panels of its own matrix, without a bias. Strides of `rows` are in
+// words, those of `out` in numbers.
+void by_head_product(
+    int dtype, const uint32_t* panels, const uint32_t* rows, int64_t stride, int64_t head_stride,
+    void* out, int64_t out_stride, int64_t out_head_stride, int64_t num_rows, int64_t heads,
+    int64_t words, int64_t num_outputs, Team* team
+) {
+    multiplied(dtype, [&](auto kind, auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        using Kind = decltype(kind);
+        const int64_t size = (num_outputs + COLUMNS - 1) / COLUMNS * COLUMNS * words;
+        const int64_t tiles = (num_rows + TILE - 1) / TILE;
+        each(heads, heads * size * 4 * tiles, team, [&](int64_t head) {
+            T* own = (T*)out + head * out_head_stride;
+            auto add = packed<Kind>(panels + head * size, rows + head * head_stride, stride, words);
+            auto finish = [=](int64_t row, int64_t column, Lanes sums) {
+                store(own + row * out_stride + column, sums, num_outputs - column);
+            };
+            multiply<Kind>(num_rows, words, num_outputs, team, add, finish);
+        });
+    });
+}
+
+// As float_product, to the bit, by a matrix as it is stored, whose rows are matrix_stride numbers apart.
 void stored_product(
     int dtype, const void* matrix, int64_t matrix_stride, const uint32_t* rows, int64_t stride,
     const void* bias, void* out, int64_t num_rows, int64_t inputs, int64_t num_outputs, Team* team

@@ -95,15 +95,28 @@ void turn_pairs(
 
 inline Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
 
+constexpr int CLAMPED = 3;
+constexpr float LIMIT = 7.0f, SLOPE = 1.702f;  // of it, see kernels/experts/grouped_mlp.py
+
 inline Lanes activated(Lanes x, int activation) {
     switch (activation) {
         case 0: return x / (1.0f + exponential(-x));
         case 1:
             for (int i = 0; i < WIDTH; i++) x[i] *= 0.5f + 0.5f * std::erf(x[i] * 0.70710678f);
             return x;
-        default:  // (1 + tanh(y)) / 2 is the sigmoid of 2 y
+        case 2:  // (1 + tanh(y)) / 2 is the sigmoid of 2 y
             return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+        default:
+            x = x > LIMIT ? Lanes{} + LIMIT : x;  // NaN stays
+            return x * sigmoid(SLOPE * x);
     }
+}
+
+// What the activated gate is multiplied by.
+inline Lanes multiplier(Lanes up, int activation) {
+    if (activation != CLAMPED) return up;
+    up = up > LIMIT ? Lanes{} + LIMIT : up;
+    return (up < -LIMIT ? Lanes{} - LIMIT : up) + 1.0f;
 }
 
 }  // namespace
@@ -208,7 +221,8 @@ void act_and_mul(
             const T* gate = (const T*)x + row * 2 * size;
             for (int64_t i = 0; i < size; i += WIDTH) {
                 Lanes up = load(gate + size + i, size - i);
-                Lanes value = activated(load(gate + i, size - i), activation) * up;
+                Lanes value = activated(load(gate + i, size - i), activation);
+                value *= multiplier(up, activation);
                 store((T*)out + row * size + i, value, size - i);
             }
         });

@@ -64,6 +64,18 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         raise ValueError(f"bias: float32 [{num_experts}], got {bias.dtype} {tuple(bias.shape)}")
     if device.uses_triton(logits):
         return route_triton(logits, routing, bias)
+    if (compiled := device.compiled(logits)) is not None:
+        return compiled.route(
+            logits,
+            bias,
+            routing.k,
+            sigmoid=routing.scores == "sigmoid",
+            normalise=routing.normalise,
+            scale=routing.scale,
+            groups=routing.groups,
+            chosen_groups=routing.chosen_groups,
+            group_top=routing.group_top,
+        )
     return route_reference(logits, routing, bias)
 
 

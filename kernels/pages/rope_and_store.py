@@ -65,9 +65,16 @@ def rope_and_store(
             raise ValueError(f"norms: contiguous [{head_dim}] expected, got {tuple(norm.shape)}")
     if device.uses_triton(qkv):
         return rope_and_store_triton(qkv, angles, kv, locations, q_norm, k_norm, eps, scales)
-    as_it_is = angles.shape[2] == head_dim // 2 and kv.dtype == qkv.dtype
-    if as_it_is and (compiled := device.compiled(qkv)) is not None:
+    compiled = device.compiled(qkv) if angles.shape[2] == head_dim // 2 else None
+    if compiled is not None and kv.dtype == qkv.dtype:
         return compiled.rope_and_store(qkv, angles, kv, locations, q_norm, k_norm, eps)
+    if compiled is not None:
+        page = qkv.new_empty(1, kv_heads, 2, len(qkv), head_dim)
+        places = torch.arange(len(qkv))
+        q = compiled.rope_and_store(qkv, angles, page, places, q_norm, k_norm, eps)
+        k, v = page[0].permute(1, 2, 0, 3)
+        _write(k, v, kv, locations, scales)
+        return q
     return rope_and_store_reference(qkv, angles, kv, locations, q_norm, k_norm, eps, scales)
 
 
@@ -81,7 +88,7 @@ def rope_and_store_reference(
     eps: float,
     scales: KVScales = UNSCALED,
 ) -> Tensor:
-    kv_heads, page_size, head_dim = kv.shape[1], kv.shape[3], kv.shape[4]
+    kv_heads, head_dim = kv.shape[1], kv.shape[4]
     packed = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     heads = packed.shape[1] - 2 * kv_heads
     rotated = packed[:, : heads + kv_heads]
@@ -90,7 +97,13 @@ def rope_and_store_reference(
         k = rms_norm_reference(packed[:, heads : heads + kv_heads], k_norm, eps)
         rotated = torch.cat((q, k), dim=1)
     rotated = rotate_reference(rotated, angles)
-    k, v = rotated[:, heads:], packed[:, heads + kv_heads :]
+    _write(rotated[:, heads:], packed[:, heads + kv_heads :], kv, locations, scales)
+    return rotated[:, :heads]
+
+
+def _write(k: Tensor, v: Tensor, kv: Tensor, locations: Tensor, scales: KVScales) -> None:
+    """Write keys and values [num_tokens, kv_heads, head_dim] to their locations."""
+    page_size = kv.shape[3]
     stored = torch.stack(
         (narrowed(k, scales.key, kv.dtype), narrowed(v, scales.value, kv.dtype)), dim=1
     )
@@ -99,7 +112,6 @@ def rope_and_store_reference(
         locations, stored = locations[live], stored[live]
     by_token = as_stored(kv).permute(0, 3, 2, 1, 4)  # [num_pages, page_size, 2, kv_heads, head_dim]
     by_token[locations // page_size, locations % page_size] = stored
-    return rotated[:, :heads]
 
 
 def rope_and_store_triton(

@@ -67,10 +67,15 @@ def rope_and_store_latents(
         raise ValueError(f"locations: int64 [{len(kv)}] expected, got {tuple(locations.shape)}")
     if device.uses_triton(kv):
         _triton(kv, norm, eps, q, angles, latents, locations, out, value_dim, interleaved)
-    elif latents.dtype == kv.dtype and (compiled := device.compiled(kv)) is not None:
+    elif (compiled := device.compiled(kv)) is not None:
+        page, places = latents, locations
+        if latents.dtype != kv.dtype:
+            page, places = kv.new_empty(1, 1, 1, *kv.shape), torch.arange(len(kv))
         compiled.rope_and_store_latents(
-            kv, norm, eps, q, angles, latents, locations, out, interleaved=interleaved
+            kv, norm, eps, q, angles, page, places, out, interleaved=interleaved
         )
+        if page is not latents:
+            _write(page[0, 0, 0], latents, locations)
     else:
         _reference(kv, norm, eps, q, angles, latents, locations, out, value_dim, interleaved)
 
@@ -94,7 +99,12 @@ def _reference(
     out.copy_(turned(q))
     latent = rms_norm_reference(kv[:, :value_dim], norm, eps)
     key = turned(kv[:, None, value_dim:])[:, 0]
-    stored, page_size = torch.cat((latent, key), dim=1), latents.shape[3]
+    _write(torch.cat((latent, key), dim=1), latents, locations)
+
+
+def _write(stored: Tensor, latents: Tensor, locations: Tensor) -> None:
+    """Write latents [num_tokens, size] to their locations."""
+    page_size = latents.shape[3]
     stored, live = as_stored(narrowed(stored, 1.0, latents.dtype)), locations >= 0
     if not bool(live.all()):
         locations, stored = locations[live], stored[live]

@@ -67,6 +67,17 @@ async def test_an_answer_streams_from_the_prompt_to_usage(client, node):
     assert usage.cached_tokens == 2
 
 
+async def test_the_end_of_a_batch_invariant_response_has_its_seed(client, node):
+    for invariant in (True, False):
+        node.change_status(fingerprint="one", batch_invariant=invariant)
+        call = client.generate("the fox")
+        submit = await node.submitted()
+        node.finish(submit.number, ids(" jumps"))
+        *_, last = await collect(call)
+        assert last.HasField("seed") == invariant
+        assert not invariant or last.seed == submit.sampling.seed
+
+
 async def test_the_tokens_of_a_message_are_bounded(client, node):
     calls = [client.generate("x", stream_interval=interval) for interval in (1024, 1025)]
     submit = await node.complete()

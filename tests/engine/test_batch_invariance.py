@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from common.config import EngineConfig
 from common.errors import ConfigError, LayoutMismatch
 from engine import batch_invariance
+from engine.kv_cache.layout import KVLayout
 from engine.load import OpenedModel, model_fields
 from engine.models import load, open_checkpoint
 from engine.models.precision import Precision
@@ -31,6 +32,14 @@ def refusal(directory, dtype=torch.float32, where=CPU, **settings):
     with pytest.raises(ConfigError) as error:
         batch_invariance.check(config, where, dtype, servable)
     return str(error.value)
+
+
+def layout_of(model, kept_in=None):
+    return KVLayout.of(model.spec.layers, 16, model.dtype, kept_in, model.spec.draft)
+
+
+def keep(model):
+    batch_invariance.keep(model, layout_of(model))
 
 
 class Uneven:
@@ -59,7 +68,25 @@ def test_a_dense_model_passes(checkpoint, monkeypatch, precision):
     quantize = "int8" if precision == "int8" else "none"
     config = EngineConfig(model=str(checkpoint), batch_invariant=True, quantize=quantize)
     batch_invariance.check(config, CPU, dtype, open_checkpoint(checkpoint))
-    batch_invariance.check_loaded(load(checkpoint, CPU, dtype, quantize))
+    keep(load(checkpoint, CPU, dtype, quantize))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_and_latents_pass(tmp_path, monkeypatch, family):
+    use("compiled", monkeypatch)
+    keep(load(make_checkpoint(tmp_path, family), CPU, torch.float32))
+
+
+def test_experts_that_depend_on_their_rows_are_named(tmp_path, monkeypatch):
+    use("compiled", monkeypatch)
+    model = load(make_checkpoint(tmp_path, "qwen3_moe"), CPU, torch.float32)
+    first, *others = model.layers
+    net = first.ffn.experts
+    gate_up = Uneven(torch.randn(64, 64))
+    broken = replace(net, nets=tuple((gate_up, down) for _, down in net.nets))
+    model.layers = replace(first, ffn=replace(first.ffn, experts=broken)), *others
+    model.stack = model._adaptable = LayerByLayer(model.layers)
+    assert differing_operation(model, layout_of(model)) == "the experts of layer 0"
 
 
 def test_a_product_that_depends_on_its_rows_is_named(checkpoint, monkeypatch):
@@ -69,7 +96,7 @@ def test_a_product_that_depends_on_its_rows_is_named(checkpoint, monkeypatch):
     down = Uneven(torch.randn(64, 96))
     model.layers = first, replace(second, ffn=replace(second.ffn, down=down))
     model.stack = model._adaptable = LayerByLayer(model.layers)
-    assert differing_operation(model) == "down_proj of layer 1"
+    assert differing_operation(model, layout_of(model)) == "down_proj of layer 1"
 
 
 @pytest.mark.parametrize(
@@ -102,17 +129,18 @@ def test_an_operation_that_depends_on_the_batch_is_named(checkpoint, monkeypatch
     monkeypatch.setattr(device, "compiled_for", lambda where: Broken())
     model = load(checkpoint, CPU, torch.float32)
     model.stack = LayerByLayer(model.layers)
-    assert differing_operation(model) == name
+    assert differing_operation(model, layout_of(model)) == name
 
 
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"parallel": {"tp": 2}}, "one rank: set engine.parallel.tp, pp and dp to 1"),
-        ({"cache": {"dtype": "fp8_e4m3"}}, "engine.cache.dtype fp8_e4m3"),
+        ({"parallel": {"pp": 2}}, "set engine.parallel.pp and dp to 1"),
+        ({"parallel": {"tp": 2, "experts": "ep"}}, "set engine.parallel.experts to tp"),
+        ({"parallel": {"tp": 2, "collectives": "gloo"}}, "set engine.parallel.collectives"),
         ({"model_backend": "transformers"}, "Transformers library"),
     ],
-    ids=["ranks", "fp8", "transformers"],
+    ids=["stages", "whole experts", "gloo", "transformers"],
 )
 def test_a_setting_is_refused(checkpoint, monkeypatch, settings, words):
     use("compiled", monkeypatch)
@@ -145,12 +173,11 @@ def test_products_that_are_not_compiled_are_refused(checkpoint, monkeypatch):
     assert "do not multiply int8" in refusal(checkpoint, quantize="int8")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "qwen3_next"])
-def test_a_family_with_other_layers_is_refused(tmp_path, monkeypatch, family):
+def test_a_family_with_states_is_refused(tmp_path, monkeypatch):
     use("compiled", monkeypatch)
-    model = load(make_checkpoint(tmp_path, family), CPU, torch.float32)
-    with pytest.raises(ConfigError, match="experts, latents or states"):
-        batch_invariance.check_loaded(model)
+    model = load(make_checkpoint(tmp_path, "qwen3_next"), CPU, torch.float32)
+    with pytest.raises(ConfigError, match="without states"):
+        keep(model)
 
 
 def test_nodes_that_compute_otherwise_do_not_pair(checkpoint, monkeypatch):

@@ -1,4 +1,4 @@
-"""Logits and KV of a request have the same bits however it is computed: dense models on a CPU."""
+"""Logits and KV of a request have the same bits however it is computed, on a CPU."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from engine.models import Model, load
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import LATENT_ARCHITECTURES, make_checkpoint
 from tests.support.devices import CPU, use
 from tests.support.steps import Recorder, Steps, prompt
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "dots1"),
+    *LATENT_ARCHITECTURES,
+)
 PRECISIONS = {
     "float32": (torch.float32, "none"),
     "bfloat16": (torch.bfloat16, "none"),
@@ -145,8 +149,9 @@ def test_a_request_has_the_same_bits_however_it_is_computed(
 ):
     use("compiled", monkeypatch)
     dtype, quantize = PRECISIONS[precision]
-    directory = make_checkpoint(tmp_path, family)
-    check(load(directory, CPU, dtype, quantize))
+    model = load(make_checkpoint(tmp_path, family), CPU, dtype, quantize)
+    model.compute_in_one_way()
+    check(model)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])

@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 import kernels
+from engine.models.linear import Matrix, StoredExpert
+from engine.models.linear.panels import PanelForm
 from kernels import device
 from kernels.adapters import low_rank
+from kernels.attention import paged
 from kernels.cpu.compiler import cache_directory, library
 from kernels.cpu.operators import ACTIVATIONS, Operators
+from kernels.experts import routing
+from kernels.experts.routing import Routing
 from kernels.layers import rope
+from kernels.layers.by_head import HeadMatrices
+from kernels.narrow import KVScales
+from kernels.pages import rope_and_store as rope_and_store_module
 from kernels.sampling import logprobs as logprobs_module
 
 ROWS = 256
@@ -27,7 +35,7 @@ COUNTS = [1, 2, 3, 5, 15, 16, 17, 63, 64, 127, ROWS]
 NO_ROWS = "has no rows"
 MOVES = "moves numbers and computes none"
 LAYERS = "consists of the other operations; tests/engine compares its logits"
-NOT_YET = "other families than dense ones use it, and torch computes it"
+NOT_YET = "only layers with states use it, and torch computes it"
 
 Operation = Callable[[Operators, Tensor, Tensor], Tensor]
 
@@ -170,6 +178,83 @@ def add_low_rank(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
     return y
 
 
+def route(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    ways = (
+        Routing(4, True),
+        Routing(3, False, "sigmoid", 2.5),
+        Routing(6, True, "sigmoid", 1.5, 8, 3, 2),
+    )
+    given = x[:, :120].contiguous()
+    routed = [routing.route(given, way, numbers(120)) for way in ways]
+    return torch.cat([part.float() for parts in routed for part in parts], 1)
+
+
+def add_experts(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    parts, places = numbers(999, 90, dtype=x.dtype), (rows[:, None] * 3 + torch.arange(3)) % 999
+    return operators.add_experts(parts, places, x[:, :3].float().contiguous())
+
+
+def add_gated(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    y, added, gates = (part.contiguous() for part in x[:, :181].split([90, 90, 1], 1))
+    return operators.add_gated(y, added, gates)
+
+
+def by_head_product(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    out = x.new_zeros(len(x), 3, 70)
+    HeadMatrices.of(numbers(3, 64, 70, dtype=x.dtype)).multiply(x.view(-1, 3, 64), out)
+    return out.flatten(1) if operators.multiplies(x.dtype) else x
+
+
+def grouped_mlp(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    """Return the sums of experts with and without biases."""
+    if not operators.multiplies(x.dtype):
+        return x
+    form, outs = PanelForm(x.dtype, operators), []
+    weights, ids = numbers(ROWS, 3)[rows].abs().contiguous(), rows[:, None] + torch.arange(3)
+    for gate in ("silu", "clamped"):
+        bias = numbers(48, dtype=x.dtype) if gate == "clamped" else None
+        stored = [
+            StoredExpert(
+                Matrix(numbers(48, WIDTH) * number), Matrix(numbers(WIDTH, 24)), bias, None
+            )
+            for number in range(1, 9)
+        ]
+        outs.append(form.experts(stored, 8, gate).apply(x, weights, ids.int() % 8))
+    return torch.cat(outs, 1)
+
+
+def attended(q: Tensor, kv: Tensor, rows: Tensor, value_dim: int | None) -> Tensor:
+    """Return attention of decode rows. All rows share their first keys."""
+    num_rows = len(rows)
+    plan = paged.plan_attention(
+        torch.arange(40, dtype=torch.int32),
+        rows.int() * 0,
+        torch.arange(num_rows + 1, dtype=torch.int32),
+        rows.int() * 9 % 640 + 1,
+        kv,
+        num_heads=q.shape[1],
+        num_tokens=num_rows,
+        num_decodes=num_rows,
+        value_dim=value_dim,
+    )
+    return paged.paged_attention(q, kv, plan, scale=0.2)
+
+
+def pages_in_8_bits(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    kv = (numbers(ROWS, 1, 2, 16, 48) * 3).to(torch.float8_e4m3fn)
+    angles = numbers(2, ROWS, 24)[:, rows].contiguous()
+    scales = KVScales(0.7, 1.3)
+    q = rope_and_store_module.rope_and_store(x, angles, kv, rows * 16, scales=scales)
+    stored = kv.view(torch.uint8)[rows, 0, :, 0].flatten(1)
+    seen = (numbers(40, 1, 2, 16, 48) * 3).to(torch.float8_e4m3fn)
+    return torch.cat((attended(q, seen, rows, None), stored.to(x.dtype)), 1)
+
+
+def over_latents(operators: Operators, x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    kept = x.dtype if dtype == torch.float32 else dtype
+    return attended(x.view(-1, 4, 48), numbers(40, 1, 1, 16, 48).to(kept), rows, 40)
+
+
 OPERATIONS: dict[str, Operation | str] = {
     "add_rms_norm": add_rms_norm,
     "rope_and_store": rope_and_store,
@@ -183,6 +268,10 @@ OPERATIONS: dict[str, Operation | str] = {
     "sample": sample,
     "apply_penalties": apply_penalties,
     "embed": embed,
+    "route": route,
+    "add_experts": add_experts,
+    "add_gated": add_gated,
+    "by_head_product": by_head_product,
     "float_product": float_product,
     "stored_product": stored_product,
     "int8_product": int8_product,
@@ -199,15 +288,20 @@ IN_TORCH: dict[str, Operation | str] = {
     "pack_pages": MOVES,
     "unpack_pages": MOVES,
     "count_tokens": MOVES,
-    "route": NOT_YET,
-    "grouped_mlp": NOT_YET,
+    "grouped_mlp": grouped_mlp,
     "gated_rms_norm": NOT_YET,
     "delta_rule": NOT_YET,
     "causal_conv": NOT_YET,
 }
+# Combinations of operations, which torch completes.
+COMBINED: dict[str, Operation] = {
+    "attention over latents": lambda *given: over_latents(*given, torch.float32),
+    "pages in 8 bits": pages_in_8_bits,
+    "latents in 8 bits": lambda *given: over_latents(*given, torch.float8_e4m3fn),
+}
 
 
-ALL = OPERATIONS | IN_TORCH
+ALL = OPERATIONS | IN_TORCH | COMBINED
 HELPERS = {"rms_norm", "rotate", "plan"}  # parts of operations
 
 

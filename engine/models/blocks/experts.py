@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.blocks.dense import DenseBlock, DenseMlp
@@ -19,6 +18,7 @@ from engine.models.quantized.experts import ExpertShape, ExpertStorage, Separate
 from engine.ranks.expert_exchange import ExpertExchange
 from kernels.experts.grouped_mlp import Gate
 from kernels.experts.routing import Routing, route
+from kernels.experts.shared_expert import add_gated
 from kernels.layers.linear import linear
 
 
@@ -192,7 +192,7 @@ class ExpertsBlock:
         shared = self.shared.forward(x, step)
         if self.shared_gate is None:
             return y + shared
-        return torch.addcmul(y, shared, torch.sigmoid(F.linear(x, self.shared_gate)))
+        return add_gated(y, shared, linear(x, self.shared_gate))
 
     def take_part(self, x: Tensor) -> None:
         weights = torch.empty(0, self.routing.k, device=x.device)

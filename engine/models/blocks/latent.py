@@ -2,7 +2,8 @@
 and value.
 
 The projections to keys and values are moved to the queries and the outputs. On a CPU, chunks are
-unfolded to keys and values where that needs less work.
+unfolded to keys and values where that needs less work. A chunk's bits then depend on its length, so
+`in_one_way` gives that up.
 """
 
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear, scaled
 from kernels.attention.paged import paged_attention
 from kernels.attention.unfolded import MaskExpansion
+from kernels.layers.by_head import HeadMatrices
 from kernels.pages.store_latents import rope_and_store_latents
 
 
@@ -82,6 +84,12 @@ class LatentAttention:
         own_up = (scaled(heads, of_head),)
         up = source.matrix("kv_b_proj", self.heads * of_head, self.rank, own_up)
         by_head = up.view(len(heads), of_head, self.rank)
+        # Contiguous, because torch's products on a CPU are ten times slower otherwise. Copies,
+        # because a view of one head would keep the whole matrix.
+        unfolding = MaskExpansion(
+            keys=_contiguous_copy(by_head[:, : self.key_dim]),
+            values=_contiguous_copy(by_head[:, self.key_dim :].transpose(1, 2)),
+        )
         return LatentAttentionBlock(
             spec=replace(self, heads=len(heads)),
             rotation=site.shared.get(self.rope, lambda: self.rope.build(source.device)),
@@ -94,12 +102,9 @@ class LatentAttention:
             query_norm=query_norm,
             query_up=query_up,
             latent_norm=self.norm.build(source, "kv_a_layernorm", self.rank),
-            # Contiguous, because torch's products on a CPU are ten times slower otherwise. Copies,
-            # because a view of one head would keep the whole matrix.
-            unfolding=MaskExpansion(
-                keys=_contiguous_copy(by_head[:, : self.key_dim]),
-                values=_contiguous_copy(by_head[:, self.key_dim :].transpose(1, 2)),
-            ),
+            unfolding=unfolding,
+            keys=source.by_head(unfolding.keys),
+            values=source.by_head(unfolding.values),
             output=source.linear(
                 {"o_proj": site.hidden_size},
                 self.heads * self.value_dim,
@@ -117,8 +122,15 @@ class LatentAttentionBlock:
     query_norm: RmsNorm | None
     query_up: Linear | None
     latent_norm: RmsNorm
-    unfolding: MaskExpansion
+    unfolding: MaskExpansion | None  # None: no chunk is unfolded
+    keys: HeadMatrices  # its matrices, for attention over latents
+    values: HeadMatrices
     output: Linear
+
+    def in_one_way(self) -> "LatentAttentionBlock":
+        """Return the block that attends to latents in all steps, so that a token's bits do not
+        depend on its chunk. Prompts take longer."""
+        return replace(self, unfolding=None)
 
     def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> tuple[Tensor, Tensor]:
         """Write latents. Return queries as `_projected` makes them, and a buffer for the queries
@@ -143,19 +155,19 @@ class LatentAttentionBlock:
     def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
         spec = self.spec
         queries, q = self.keep(x, step, kept)
-        plans = latent_plans(step, kept, self.unfolding)
         out = x.new_empty(len(x), spec.heads, spec.value_dim)
+        plans = latent_plans(step, kept, self.unfolding, heads=spec.heads, rank=spec.rank)
         chunks, unfolded = plans.chunks, 0
-        if chunks is not None:
+        if chunks is not None and self.unfolding is not None:
             unfolded = chunks.num_tokens
             parts = (queries[:unfolded, :, : spec.key_dim], q[:unfolded, :, spec.rank :])
             out[:unfolded] = chunks.attend(
                 torch.cat(parts, dim=2), kept.view, self.unfolding, scale=spec.scale
             )
         q, queries = q[unfolded:], queries[unfolded:]
-        _by_head(queries[..., : spec.key_dim], self.unfolding.keys, q[..., : spec.rank])
+        self.keys.multiply(queries[..., : spec.key_dim], q[..., : spec.rank])
         seen = paged_attention(q, kept.view, plans.rest, scale=spec.scale)
-        _by_head(seen.view(len(q), spec.heads, spec.rank), self.unfolding.values, out[unfolded:])
+        self.values.multiply(seen.view(len(q), spec.heads, spec.rank), out[unfolded:])
         return step.product(self.output, out.flatten(1))
 
     def _projected(self, x: Tensor, step: ModelStep) -> tuple[Tensor, Tensor]:
@@ -171,8 +183,3 @@ class LatentAttentionBlock:
 
 def _contiguous_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:
-    """Compute out [n, heads, b] = x [n, heads, a] times weights [heads, a, b]."""
-    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))

@@ -70,17 +70,23 @@ class LatentPlans(NamedTuple):
     rest: AttentionPlan
 
 
-def latent_plans(step: ModelStep, kept: KeptStates, unfolding: MaskExpansion) -> LatentPlans:
+def latent_plans(
+    step: ModelStep, kept: KeptStates, unfolding: MaskExpansion | None, *, heads: int, rank: int
+) -> LatentPlans:
     """Return the plans for latent attention, like `attention_plan`. Either all rows before the
     decode rows are unfolded, or none."""
+    if unfolding is None:
+        return LatentPlans(None, attention_plan(step, kept, heads=heads, value_dim=rank))
     return step.shared.get(
-        (kept.table, unfolding.keys.shape), lambda: _parted(step, kept, unfolding)
+        (kept.table, unfolding.keys.shape),
+        lambda: _parted(step, kept, unfolding, heads=heads, rank=rank),
     )
 
 
-def _parted(step: ModelStep, kept: KeptStates, unfolding: MaskExpansion) -> LatentPlans:
+def _parted(
+    step: ModelStep, kept: KeptStates, unfolding: MaskExpansion, *, heads: int, rank: int
+) -> LatentPlans:
     batch, decodes = step.batch, step.batch.num_decodes
-    heads, _, rank = unfolding.keys.shape
     long, page_starts = batch.num_rows - decodes, batch.page_starts[kept.table]
     chunks = plan_unfolded(
         batch.page_ids,

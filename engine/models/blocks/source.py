@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.models.linear import NO_CUTS, Linear, Product, Ranges, SlottedExperts
 from engine.models.quantized.experts import ExpertShape
 from engine.ranks import ExpertPart, Share
+from kernels.layers.by_head import HeadMatrices
 
 
 class BlockWeights(Protocol):
@@ -68,6 +69,14 @@ class BlockWeights(Protocol):
     def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
         """Return the kept outputs of a module's matrix [rows, columns] in the model's compute
         dtype, for callers that multiply by parts of it. None: all outputs."""
+        ...
+
+    def by_head(self, weights: Tensor) -> HeadMatrices:
+        """Return a matrix for each head, made of parts of a `matrix`.
+
+        Args:
+            weights: [heads, in, out].
+        """
         ...
 
     def experts(self, shape: ExpertShape, part: ExpertPart) -> SlottedExperts:

@@ -41,6 +41,7 @@ from engine.models.refill import found, refill
 from engine.models.weights.survey import TensorNeeds, form_for, survey
 from engine.ranks import WHOLE, ExpertPart, Share
 from engine.ranks.expert_placement import LayerSlots
+from kernels.layers.by_head import HeadMatrices
 
 AHEAD_BYTES = 512 << 20
 LOG_INTERVAL_S = 10.0
@@ -130,6 +131,9 @@ class TensorReader:
     def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
         part = MatrixPart.of(rows, columns, outputs)
         return self._own(self._matrix(module, part).floats())
+
+    def by_head(self, weights: Tensor) -> HeadMatrices:
+        return HeadMatrices.of(weights)
 
     def experts(self, shape: ExpertShape, part: ExpertPart) -> SlottedExperts:
         place = ExpertLocation(self.checkpoint, self.scheme, f"{self.prefix}experts.")

@@ -28,6 +28,7 @@ from engine.models.quantized.experts import ExpertLocation, ExpertShape
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
 from engine.ranks import WHOLE, ExpertPart, Share
+from kernels.layers.by_head import HeadMatrices, packed_bytes
 
 # Old Llama checkpoints store the inverse frequencies, which follow from the configuration.
 _IGNORED = frozenset({".rotary_emb.inv_freq"})
@@ -99,6 +100,10 @@ class TensorInventory:
         num_kept = MatrixPart.of(rows, columns, outputs).num_outputs
         self.needs.num_bytes += num_kept * columns * self.dtype.itemsize
         return _nothing((num_kept, columns), self.dtype)
+
+    def by_head(self, weights: Tensor) -> HeadMatrices:
+        self.needs.num_bytes += packed_bytes(weights)
+        return HeadMatrices(weights)
 
     def experts(self, shape: ExpertShape, part: ExpertPart) -> SlottedExperts:
         place = ExpertLocation(self.checkpoint, self.scheme, f"{self.prefix}experts.")

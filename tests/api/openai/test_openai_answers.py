@@ -116,6 +116,27 @@ async def test_a_batch_invariant_response_has_its_seed_and_says_so(api, wire, en
             assert given is None or submit.sampling.seed == given
 
 
+@pytest.mark.parametrize(
+    "endpoint, asked",
+    [
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 8}),
+        ("/generate", {"text": "x"}),
+    ],
+)
+@pytest.mark.parametrize("invariant", [True, False])
+async def test_other_apis_return_the_seed_of_a_batch_invariant_response(
+    api, endpoint, asked, invariant
+):
+    api.node.change_status(fingerprint="one", batch_invariant=invariant)
+    submit, response = await api.answered(api.post(endpoint, **asked), " one")
+    fields, name = response.json, "seed"
+    if endpoint == "/generate":
+        fields, name = fields["meta_info"], "sampling_seed"
+    expected = submit.sampling.seed if invariant else None
+    assert (expected is None) == (name not in fields) and fields.get(name) == expected
+
+
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
 async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_from(
     api, wire, endpoint

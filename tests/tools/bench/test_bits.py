@@ -5,10 +5,11 @@ from random import Random
 
 from common.config import DecodeConfig
 from common.settings import read
-from tools.bench.bits.circumstances import Circumstances
+from tools.bench.bits.circumstances import Circumstances, ComparedKind
 from tools.bench.bits.requests import Response
 
-SYSTEMS = [Circumstances.of_a_system(Random(number), "llama") for number in range(40)]
+LLAMA = ComparedKind("llama", "float32")
+SYSTEMS = [Circumstances.of_a_system(Random(number), LLAMA) for number in range(40)]
 
 
 def test_nodes_understand_the_flags_of_a_system():

@@ -16,12 +16,13 @@ import secrets
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import uvloop
 
-from tools.bench.bits.circumstances import MODELS, Circumstances
+from tools.bench.bits.circumstances import MODELS, Circumstances, ComparedKind
 from tools.bench.bits.systems import EVENTS, ComparedModel, Pair, Tally
 from tools.bench.support import record
 
@@ -35,9 +36,15 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, printed")
     parser.add_argument(
+        "--only", default="", help="only models whose name contains it, such as qwen3_moe or tp2"
+    )
+    parser.add_argument(
         "--first", action="store_true", help="end with the first pair that differs, without search"
     )
     options = parser.parse_args()
+    kinds = [kind for kind in MODELS if options.only in kind.name]
+    if not kinds:
+        parser.error(f"--only {options.only}: there are {', '.join(kind.name for kind in MODELS)}")
     seed = secrets.randbits(32) if options.seed is None else options.seed
     record.say(f"seed {seed}")
     tally = Tally()
@@ -46,7 +53,14 @@ def main() -> int:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         runner.run(
-            run(Path(directory), Random(seed), options.pairs, tally, explains=not options.first)
+            run(
+                Path(directory),
+                Random(seed),
+                options.pairs,
+                tally,
+                kinds=kinds,
+                explains=not options.first,
+            )
         )
     record.say(f"{len(tally.pairs)} pairs, {len(tally.differing)} differ")
     rows = [{"event": name, "count": count} for name, count in sorted(tally.events.items())]
@@ -60,7 +74,13 @@ def main() -> int:
 
 
 async def run(
-    directory: Path, draw: Random, num_pairs: int, tally: Tally, *, explains: bool = True
+    directory: Path,
+    draw: Random,
+    num_pairs: int,
+    tally: Tally,
+    *,
+    kinds: Sequence[ComparedKind] = MODELS,
+    explains: bool = True,
 ) -> None:
     """Compare pairs until there are `num_pairs`, and report each system.
 
@@ -70,19 +90,19 @@ async def run(
     start = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         models = [
-            await stack.enter_async_context(ComparedModel(directory / f"{number}", *each).opened())
-            for number, each in enumerate(MODELS)
+            await stack.enter_async_context(ComparedModel(directory / f"{number}", each).opened())
+            for number, each in enumerate(kinds[: -(-num_pairs // (_ROUNDS * _IN_A_ROUND))])
         ]
         while len(tally.pairs) < num_pairs:
             model = models[len(tally.pairs) // (_ROUNDS * _IN_A_ROUND) % len(models)]
-            system = Circumstances.of_a_system(draw, model.family)
+            system = Circumstances.of_a_system(draw, model.kind)
             rounds = min(_ROUNDS, -(-(num_pairs - len(tally.pairs)) // _IN_A_ROUND))
             known = len(tally.differing)
             around = [system.with_a_round(draw) for _ in range(rounds)]
             await model.compare(system, around, draw, tally)
             record.say(
                 f"{time.monotonic() - start:5.0f} s: {len(tally.pairs)} pairs, "
-                f"{len(tally.differing)} differ, {model.family}, {system.differing}"
+                f"{len(tally.differing)} differ, {model.kind.name}, {system.differing}"
             )
             for pair in tally.differing[known : known + 1]:
                 record.say(f"DIFFERS: {pair.difference}: {pair.around.differing}")

@@ -4,13 +4,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class ComparedKind(NamedTuple):
+    """A kind of model and how its nodes compute it, also the reference.
+
+    Attributes:
+        flags: further settings of all nodes.
+    """
+
+    family: str
+    dtype: str
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.family, self.dtype, *self.flags, f"tp{self.ranks}"))
+
 
 MODELS = (
-    ("llama", "float32", "none"),
-    ("qwen3", "bfloat16", "none"),
-    ("gemma2", "float32", "none"),
-    ("llama", "bfloat16", "int8"),
+    ComparedKind("llama", "float32"),
+    ComparedKind("qwen3_moe", "float32"),
+    ComparedKind("deepseek_v3", "bfloat16"),
+    ComparedKind("qwen3", "bfloat16", ("--engine.cache.dtype=fp8_e4m3",)),
+    ComparedKind("llama", "float32", ranks=2),
+    ComparedKind("gpt_oss", "bfloat16"),
+    ComparedKind("gemma2", "float32"),
+    ComparedKind("qwen2_moe", "bfloat16"),
+    ComparedKind("llama", "bfloat16", ("--quantize=int8",)),
 )
 _CACHED_PAGES = 8  # of nodes with a tier, which gets the others
 _DRAWN: dict[str, Sequence[Any]] = {
@@ -62,12 +85,12 @@ class Circumstances:
     event: str = "none"
 
     @classmethod
-    def of_a_system(cls, draw: Random, family: str) -> "Circumstances":
+    def of_a_system(cls, draw: Random, model: ComparedKind) -> "Circumstances":
         """Draw the settings of a system of a model."""
         drawn = {name: draw.choice(all_) for name, all_ in _DRAWN.items() if name not in _OF_ROUNDS}
-        if drawn["drafter"] == "eagle" and family != "llama":
+        if drawn["drafter"] == "eagle" and model.family != "llama":
             drawn["drafter"] = "ngram"
-        if drawn["split_prefill"] and drawn["drafter"] == "eagle":  # not supported together
+        if drawn["drafter"] == "eagle" or model.ranks > 1:  # not supported together
             drawn["split_prefill"] = False
         return cls(**drawn)
 

@@ -14,16 +14,18 @@ import grpc.aio
 from transformers import AutoModelForCausalLM
 
 from tests.support.adapters import make_adapter
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import LATENT_ARCHITECTURES, make_checkpoint
 from tests.support.cluster import Cluster, Node, slowed
 from tests.support.drafters import make_eagle
-from tools.bench.bits.circumstances import Circumstances
+from tools.bench.bits.circumstances import Circumstances, ComparedKind
 from tools.bench.bits.requests import ADAPTER, Request, Response, respond
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 3,
+}
+_HEADS: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 32,
@@ -79,18 +81,20 @@ class ComparedModel:
         directory: for checkpoints and logs.
     """
 
-    def __init__(self, directory: Path, family: str, dtype: str, quantize: str) -> None:
-        self.family = family
+    def __init__(self, directory: Path, kind: ComparedKind) -> None:
+        self.kind = kind
         self._directory = directory
-        self._model = make_checkpoint(directory / "model", family, **_SIZES)
+        sizes = {} if kind.family in LATENT_ARCHITECTURES else _HEADS
+        self._model = make_checkpoint(directory / "model", kind.family, **_SIZES, **sizes)
         made = AutoModelForCausalLM.from_pretrained(self._model)
         make_adapter(directory / "adapters" / ADAPTER, made)
         self._eagle = directory / "eagle"
-        if family == "llama":
+        if kind.family == "llama":
             make_eagle(self._eagle, self._model)
         self._always = (
-            f"--dtype={dtype}",
-            f"--quantize={quantize}",
+            f"--dtype={kind.dtype}",
+            f"--engine.parallel.tp={kind.ranks}",
+            *kind.flags,
             "--engine.batch-invariant",
             f"--engine.lora.adapter-dir={directory / 'adapters'}",
             f"--engine.lora.preload={ADAPTER}",

@@ -12,6 +12,7 @@ from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertShape
 from engine.ranks import WHOLE, ExpertPart, Share
+from kernels.layers.by_head import HeadMatrices
 
 
 @dataclass(slots=True)
@@ -65,6 +66,9 @@ class RandomWeights:
 
     def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
         return self._draw((rows, columns), 0.0, columns**-0.5)
+
+    def by_head(self, weights: Tensor) -> HeadMatrices:
+        return HeadMatrices.of(weights)
 
     def experts(self, shape: ExpertShape, part: ExpertPart) -> StackedLinear:
         count, hidden, inner = len(part.experts), shape.hidden, part.inner

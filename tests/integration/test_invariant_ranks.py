@@ -1,0 +1,60 @@
+"""`engine.batch_invariant` with two ranks: responses have the same bits in any batch and chunk."""
+
+import asyncio
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import Cluster
+from tools.bench.bits.requests import Request, Response, respond
+
+pytestmark = pytest.mark.slow
+COMMON = ("--engine.batch-invariant", "--engine.parallel.tp=2", "--engine.threads=1")
+
+
+async def responses(
+    model: Path, logs: Path, requests: list[Request], *flags: str, together: bool, num_prefill: int
+) -> list[Response]:
+    """Return the responses of a system, to requests one by one or all at once."""
+    async with Cluster(
+        model,
+        logs,
+        num_prefill=num_prefill,
+        node_flags=(*COMMON, *flags),
+        decode_flags=() if num_prefill else ("--mode=colocated",),
+        with_secret=False,
+    ) as cluster:
+        if together:
+            return list(await asyncio.gather(*(respond(cluster, each) for each in requests)))
+        return [await respond(cluster, each) for each in requests]
+
+
+@pytest.mark.parametrize(
+    "family, dtype",
+    [
+        pytest.param("llama", "float32", marks=pytest.mark.long),
+        pytest.param("qwen3", "bfloat16", marks=pytest.mark.long),
+        pytest.param("qwen3_moe", "float32", marks=pytest.mark.long),
+    ],
+)
+async def test_two_ranks_give_the_same_bits_in_any_batch(tmp_path, family, dtype):
+    model = make_checkpoint(tmp_path / "model", family)
+    draw = Random(3)
+    requests = [Request.of(draw) for _ in range(5)]
+    requests = [Request(each.prompt, each.sampling) for each in requests]
+    alone, beside = [
+        await responses(
+            model,
+            tmp_path / name,
+            requests,
+            f"--dtype={dtype}",
+            f"--engine.scheduler.chunked-prefill-tokens={chunk}",
+            together=num_prefill > 0,
+            num_prefill=num_prefill,
+        )
+        for name, chunk, num_prefill in (("alone", -1, 0), ("beside", 37, 1))
+    ]
+    assert all(each.invariant for each in beside)
+    assert [own.difference(other) for own, other in zip(beside, alone, strict=True)] == [""] * 5

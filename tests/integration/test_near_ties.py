@@ -1,0 +1,94 @@
+"""Kills of decode nodes under responses whose two likeliest tokens differ in the last bit of their
+logits: with `engine.batch_invariant`, no response shows that its node was lost."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import Cluster, slowed
+
+NUM_TOKENS = 40
+TOGETHER = 4
+STEP_S = 0.01  # added to each step, so that nodes are killed within responses
+
+
+def near_ties(directory: Path, family: str) -> Path:
+    """Make a checkpoint whose tokens 2i and 2i + 1 have rows of the head that differ in the last
+    bit of one number."""
+    path = make_checkpoint(directory, family) / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors["lm_head.weight"]
+    rows = head[0::2].clone()
+    largest = rows.abs().argmax(1, keepdim=True)
+    values = rows.gather(1, largest)
+    nudged = torch.nextafter(values, values + values.sign())
+    head[1::2] = rows.scatter(1, largest, nudged)[: len(head[1::2])]
+    save_file(tensors, path, metadata={"format": "pt"})
+    return directory
+
+
+@asynccontextmanager
+async def system(directory: Path, family: str) -> AsyncIterator[Cluster]:
+    model = near_ties(directory / "model", family)
+    async with Cluster(
+        model,
+        directory / "logs",
+        num_decode=2,
+        node_flags=("--engine.batch-invariant", "--engine.threads=1"),
+        router_flags=("--policy=random",),
+        with_secret=False,
+        environment=slowed(STEP_S),
+    ) as cluster:
+        yield cluster
+
+
+async def respond(cluster: Cluster, prompt: list[int], token: int, reached: asyncio.Event):
+    """Return the tokens of a response. Sets the event once there are `token` of them."""
+    tokens: list[int] = []
+    async for piece in cluster.stream(prompt, max_tokens=NUM_TOKENS, ignore_eos=True):
+        tokens += piece.token_ids
+        if len(tokens) >= token:
+            reached.set()
+    return tokens
+
+
+async def num_parted(cluster: Cluster, kills: int) -> int:
+    """Kill decode nodes at random tokens. Return how many responses differ from those without a
+    kill."""
+    draw, parted = random.Random(kills), 0
+    for _ in range(kills):
+        prompts = [draw.choices(range(1, 250), k=draw.randrange(5, 90)) for _ in range(TOGETHER)]
+        known = [await respond(cluster, each, NUM_TOKENS, asyncio.Event()) for each in prompts]
+        reached, token = asyncio.Event(), draw.randrange(1, NUM_TOKENS - 5)
+        running = [asyncio.create_task(respond(cluster, each, token, reached)) for each in prompts]
+        await reached.wait()
+        killed = draw.choice(cluster.decode)
+        await cluster.kill(killed)
+        responses = await asyncio.gather(*running)
+        parted += sum(own != other for own, other in zip(known, responses, strict=True))
+        await cluster.start_again(killed)
+        await cluster.until_whole()
+    return parted
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "family, kills",
+    [
+        ("qwen3", 5),
+        ("qwen3_moe", 5),
+        pytest.param("qwen3", 100, marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
+        pytest.param("deepseek_v3", 100, marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
+    ],
+)
+async def test_kills_do_not_show_where_two_tokens_are_equally_likely(tmp_path, family, kills):
+    async with system(tmp_path, family) as cluster:
+        assert await num_parted(cluster, kills) == 0
+        assert await cluster.metric("baton_requests_replayed_total") >= kills // 2
