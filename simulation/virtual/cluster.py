@@ -115,10 +115,14 @@ class VirtualCluster:
 
     Attributes:
         nodes: by the names of Scenario.nodes.
+        page_size: tokens per page.
     """
 
-    def __init__(self, nodes: Mapping[str, VirtualNode], router: ModelNodes) -> None:
+    def __init__(
+        self, nodes: Mapping[str, VirtualNode], router: ModelNodes, page_size: int
+    ) -> None:
         self.nodes = nodes
+        self.page_size = page_size
         self._router = router
         self._records = RequestRecords(router.base.metrics, router.base.timelines)
 
@@ -195,7 +199,8 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
         router = await make_nodes(base, model)
         following = asyncio.ensure_future(router.membership.run())
         try:
-            yield VirtualCluster(nodes, router)
+            page_size = next(iter(programs.values())).config.engine.cache.page_size
+            yield VirtualCluster(nodes, router, page_size)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -219,10 +224,26 @@ def _programs(scenario: Scenario, pools: Path) -> dict[str, RoleProgram]:
         }
         if kind == "colocated":
             fields["mode"] = "colocated"
+        for option, value in cluster.options.items():
+            _set(fields, option, value)
         config = CONFIGS[role].model_validate(fields)
         check_config(config)
         programs[name] = program_of(role, config)
     return programs
+
+
+def _set(fields: dict[str, Any], option: str, value: Any) -> None:
+    """Set an option in the fields of a configuration. Raises ConfigError if it is set already."""
+    *path, last = option.split(".")
+    for name in path:
+        fields = fields.setdefault(name, {})
+        if not isinstance(fields, dict):
+            break
+    else:
+        if last not in fields:
+            fields[last] = value
+            return
+    raise ConfigError(f"cluster.options: {option} is set by another key of the file")
 
 
 def _address(program: RoleProgram) -> str:

@@ -4,10 +4,11 @@ import asyncio
 import gc
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from common import logs
-from common.config import DecodeConfig
 from simulation.cost import StepCost
 from simulation.virtual.clock import VirtualClock
 from simulation.virtual.cluster import Response, VirtualCluster, running
@@ -16,7 +17,6 @@ from simulation.virtual.report import RunReport, make_report
 from simulation.virtual.scenario import Arrival, Fault, Scenario
 
 NAME = "sim"
-_PAGE_SIZE = DecodeConfig.model_validate({"engine": {"model": ""}}).engine.cache.page_size
 
 
 def run(scenario: Scenario, clock: VirtualClock) -> RunReport:
@@ -42,29 +42,41 @@ def run(scenario: Scenario, clock: VirtualClock) -> RunReport:
 async def _run(
     scenario: Scenario, arrivals: list[Arrival], cost: StepCost, directory: Path
 ) -> RunReport:
+    first, end = scenario.load.warm_up, len(arrivals) - scenario.load.cool_down
+    if first >= end:
+        raise ValueError(f"load: no request of {len(arrivals)} is left for the figures")
+    numbered = list(enumerate(arrivals))
     async with running(scenario, directory) as cluster:
         await cluster.until_ready()
         gc.freeze()
         begin = time.monotonic()
-        before = {name: node.busy_s for name, node in cluster.nodes.items()}
-        faults = [asyncio.ensure_future(_fail(cluster, each, begin)) for each in scenario.faults]
+        others: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(_fail(cluster, each, begin)) for each in scenario.faults
+        ]
         try:
-            responses = await _responses(cluster, arrivals, begin)
+            others += await _send(cluster, numbered[:first], begin)
+            await _until(begin + arrivals[first].at if first else begin)
+            counted_from = time.monotonic()
+            before = {name: node.busy_s for name, node in cluster.nodes.items()}
+            asked = await _send(cluster, numbered[first:end], begin)
+            others.append(asyncio.ensure_future(_send(cluster, numbered[end:], begin)))
+            responses = await asyncio.gather(*asked)
         finally:
-            for each in faults:
+            for each in others:
                 each.cancel()
         busy_s = {name: node.busy_s - before[name] for name, node in cluster.nodes.items()}
-        return make_report(responses, begin, busy_s, cost, _PAGE_SIZE)
+        return make_report(responses, counted_from, busy_s, cost, cluster.page_size)
 
 
-async def _responses(
-    cluster: VirtualCluster, arrivals: list[Arrival], begin: float
-) -> list[Response]:
+async def _send(
+    cluster: VirtualCluster, numbered: Sequence[tuple[int, Arrival]], begin: float
+) -> list[asyncio.Task[Response]]:
+    """Send requests, each at its time."""
     asked = []
-    for index, arrival in enumerate(arrivals):
+    for number, arrival in numbered:
         await _until(begin + arrival.at)
-        asked.append(asyncio.ensure_future(cluster.answer(arrival, f"request-{index}")))
-    return await asyncio.gather(*asked)
+        asked.append(asyncio.ensure_future(cluster.answer(arrival, f"request-{number}")))
+    return asked
 
 
 async def _fail(cluster: VirtualCluster, fault: Fault, begin: float) -> None:

@@ -21,6 +21,7 @@ _BLOCK_TOKENS = 512  # of a trace
 Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
 Ranks = Literal[1, 2, 4, 8]
 Nodes = Annotated[int, Meta(ge=0, le=256)]
+Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,6 +36,7 @@ class ClusterSpec(_Record, frozen=True):
         model: see `simulation.cost.models`.
         prefill_tp, decode_tp: GPUs of each node.
         path: the network of each node.
+        options: of all nodes by their names, such as engine.cache.swap_pages.
     """
 
     gpu: str
@@ -45,6 +47,7 @@ class ClusterSpec(_Record, frozen=True):
     prefill_tp: Ranks = 1
     decode_tp: Ranks = 1
     path: Literal["nvlink", "rdma400", "tcp100", "tcp25"] = "rdma400"
+    options: dict[str, Any] = {}
 
 
 class LoadSpec(_Record, frozen=True):
@@ -55,13 +58,18 @@ class LoadSpec(_Record, frozen=True):
         trace: file of JSON lines with timestamp (ms), input_length, output_length and hash_ids, in
             place of `rate`, `input` and `output`.
         requests: their number. With a trace, its first ones. 0: all.
+        warm_up: first requests, which are not part of the figures.
+        cool_down: last requests, which are not part of the figures. They keep the cluster busy
+            until all others are complete.
     """
 
     rate: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     input: Count | None = None
     output: Count | None = None
     trace: str | None = None
-    requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    requests: Requests = 0
+    warm_up: Requests = 0
+    cool_down: Requests = 0
 
 
 class Fault(_Record, frozen=True):
