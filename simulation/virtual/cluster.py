@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from api.admin.moves import MigrationService
 from api.program.nodes import ModelNodes, make_base, make_model, make_nodes
 from api.text import model_files
 from common import rpc
@@ -21,10 +22,13 @@ from node.frontend.engine_link import RoleProgram
 from node.frontend.frontend import Node
 from node.role_parts import CONFIGS
 from node.roles import other, program_of
+from protos.node_pb2 import DrainRequest, SwitchRequest
+from protos.node_pb2_grpc import NodeStub
 from router.generation import Generation
 from router.policy.load import RequestDue
 from router.record import RequestRecords
 from router.token_buffer import UNKNOWN_VERSION, ModelVersion, NodeOutput
+from router.workers import OtherProcesses
 from simulation.node.engine import SimEngine
 from simulation.node.options import check_config
 from simulation.node.tokenizer import has_model_files, write_model_files
@@ -119,10 +123,14 @@ class VirtualCluster:
     """
 
     def __init__(
-        self, nodes: Mapping[str, VirtualNode], router: ModelNodes, page_size: int
+        self,
+        nodes: Mapping[str, VirtualNode],
+        programs: Mapping[str, RoleProgram],
+        router: ModelNodes,
     ) -> None:
         self.nodes = nodes
-        self.page_size = page_size
+        self._addresses = {name: _address(program) for name, program in programs.items()}
+        self.page_size = next(iter(programs.values())).config.engine.cache.page_size
         self._router = router
         self._records = RequestRecords(router.base.metrics, router.base.timelines)
 
@@ -150,6 +158,22 @@ class VirtualCluster:
         except TimeoutError:
             response.error = "TimeoutError"
         return response
+
+    async def set_role(self, node: str, role: str) -> None:
+        await self._call(node, "Switch", SwitchRequest(role=role))
+
+    async def drain(self, node: str) -> None:
+        await self._call(node, "Drain", DrainRequest())
+
+    async def migrate(self, node: str) -> None:
+        """Let one of the node's requests continue elsewhere. Raises ServingError if none can."""
+        service = MigrationService([self._router.cluster], OtherProcesses({}))
+        await service.move("", self._addresses[node], "")
+
+    async def _call(self, node: str, method: str, request: Any) -> None:
+        """Call a node as an operator does. Raises AioRpcError if it refuses."""
+        async with rpc.make_channel(self._addresses[node]) as channel:
+            await getattr(NodeStub(channel), method)(request)  # type: ignore[no-untyped-call]
 
     async def until_ready(self) -> None:
         """Wait until all nodes serve.
@@ -199,8 +223,7 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
         router = await make_nodes(base, model)
         following = asyncio.ensure_future(router.membership.run())
         try:
-            page_size = next(iter(programs.values())).config.engine.cache.page_size
-            yield VirtualCluster(nodes, router, page_size)
+            yield VirtualCluster(nodes, programs, router)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)

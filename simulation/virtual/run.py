@@ -13,6 +13,7 @@ from simulation.cost import StepCost
 from simulation.virtual.clock import VirtualClock
 from simulation.virtual.cluster import Response, VirtualCluster, running
 from simulation.virtual.loop import VirtualLoop
+from simulation.virtual.operations import Operation
 from simulation.virtual.report import RunReport, make_report
 from simulation.virtual.scenario import Arrival, Fault, Scenario
 
@@ -53,6 +54,10 @@ async def _run(
         others: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(_fail(cluster, each, begin)) for each in scenario.faults
         ]
+        operations = [
+            asyncio.ensure_future(_operate(cluster, each, begin)) for each in scenario.operations
+        ]
+        others += operations
         try:
             others += await _send(cluster, numbered[:first], begin)
             await _until(begin + arrivals[first].at if first else begin)
@@ -61,9 +66,12 @@ async def _run(
             asked = await _send(cluster, numbered[first:end], begin)
             others.append(asyncio.ensure_future(_send(cluster, numbered[end:], begin)))
             responses = await asyncio.gather(*asked)
+            for each in operations:
+                if each.done():
+                    each.result()
         finally:
-            for each in others:
-                each.cancel()
+            for other in others:
+                other.cancel()
         busy_s = {name: node.busy_s - before[name] for name, node in cluster.nodes.items()}
         return make_report(responses, counted_from, busy_s, cost, cluster.page_size)
 
@@ -85,6 +93,11 @@ async def _fail(cluster: VirtualCluster, fault: Fault, begin: float) -> None:
         await cluster.nodes[fault.kill].kill()
     elif fault.freeze is not None and fault.seconds is not None:
         await cluster.nodes[fault.freeze].freeze(fault.seconds)
+
+
+async def _operate(cluster: VirtualCluster, operation: Operation, begin: float) -> None:
+    await _until(begin + operation.at)
+    await operation.carry_out(cluster)
 
 
 async def _until(at: float) -> None:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from common.config.router import Policy
 from simulation.plan.traffic import TraceLine, trace_lines
+from simulation.virtual.operations import Operation
 
 _MAX_BYTES = 1 << 20
 _LETTERS = range(ord("a"), ord("z") + 1)
@@ -20,7 +21,8 @@ _MOST_TOKENS = 1 << 20
 _BLOCK_TOKENS = 512  # of a trace
 Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
 Ranks = Literal[1, 2, 4, 8]
-Nodes = Annotated[int, Meta(ge=0, le=256)]
+MAX_NODES = 256  # of each kind
+Nodes = Annotated[int, Meta(ge=0, le=MAX_NODES)]
 Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
 
 
@@ -109,6 +111,7 @@ class Scenario(_Record, frozen=True):
     load: LoadSpec
     policy: Policy = "prefix_aware"
     faults: tuple[Fault, ...] = ()
+    operations: tuple[Operation, ...] = ()
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 1
 
     @property
@@ -191,6 +194,13 @@ def _problems(scenario: Scenario) -> Iterator[str]:
         yield "load: expected trace, or rate, input, output and requests"
     if scenario.policy == "session_affinity":
         yield "policy: session_affinity is not supported: the requests of a load have no sessions"
+    for operation in scenario.operations:
+        if len(operation.nodes) != 1:
+            yield "operations: expected one of set_role, drain and migrate"
+        elif operation.nodes[0] not in scenario.nodes:
+            yield f"operations: no node is called {operation.nodes[0]!r}: see cluster"
+        if (operation.set_role is None) != (operation.role is None):
+            yield "operations: set_role needs role, and only set_role has it"
     for fault in scenario.faults:
         if (fault.kill is None) == (fault.freeze is None):
             yield "faults: expected kill or freeze"
