@@ -19,7 +19,7 @@ from simulation.cost.gpus import GPUS
 from simulation.cost.models import MODELS
 from simulation.cost.step_cost import PATHS
 from simulation.plan import Candidate, Cluster, Objectives, Plan, Traffic, make_plan
-from simulation.plan.verify import Verification, Verified, verify
+from simulation.verification import Verification, Verified, verify
 
 PROGRAM = "baton plan"
 _VERIFIED_S = 300.0

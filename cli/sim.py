@@ -29,7 +29,7 @@ def main() -> int:
     Its clocks are replaced before the modules that read them are imported.
     """
     options = parser().parse_args()
-    words = command(Path(options.file), "json" if options.json else "text")
+    words = command(Path(options.file), "json" if options.json else "text", "cli.virtual")
     os.execve(words[0], words, environment())
 
 

@@ -1,6 +1,6 @@
 """Capacity planning: which layout of GPUs serves the highest rate within limits of latency.
 
-`make_plan` predicts every layout by closed forms. `verify` runs the best of them in virtual time.
+`make_plan` predicts every layout by closed forms. Nothing is simulated step by step.
 """
 
 from simulation.plan.layouts import Layout

@@ -6,7 +6,7 @@ import grpc.aio
 import msgspec
 from msgspec import Meta
 
-from common.errors import ConfigError, ServingError
+from common.errors import ConfigError
 
 
 class OperatedCluster(Protocol):
@@ -53,8 +53,6 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 await cluster.drain(self.drain)
             elif self.migrate is not None:
                 await cluster.migrate(self.migrate)
-        except ServingError as error:
-            raise ConfigError(f"operations: {self.nodes[0]} at {self.at:g} s: {error}") from error
         except grpc.aio.AioRpcError as error:
             reason = error.details()
             raise ConfigError(f"operations: {self.nodes[0]} at {self.at:g} s: {reason}") from error

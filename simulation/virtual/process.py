@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Literal
 
 
-def command(file: Path, form: Literal["text", "json"]) -> list[str]:
-    """Return the command that runs a scenario and prints its report."""
-    return [sys.executable, "-m", "simulation.virtual", str(file), form]
+def command(
+    file: Path, form: Literal["text", "json"], program: str = "simulation.virtual"
+) -> list[str]:
+    """Return the command that runs a scenario and prints its report.
+
+    Args:
+        program: module. The default one supports no planner.
+    """
+    return [sys.executable, "-m", program, str(file), form]
 
 
 def environment() -> Mapping[str, str]:

@@ -34,6 +34,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         right, wrong: complete responses that are equal to the oracle's, and the others.
         errors: failed requests by error.
         tokens_per_s: output tokens of complete responses.
+        roles: at the end of the run, by node.
         utilization: share of the time in which the device of a node computes, by node.
         hash: of the times and tokens of all responses.
     """
@@ -51,6 +52,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     tpot: Percentiles
     requests_per_s: float
     tokens_per_s: float
+    roles: dict[str, str] = {}
     utilization: dict[str, float]
     hash: str
 
@@ -135,8 +137,14 @@ def lines(report: RunReport) -> Iterable[str]:
         f"tokens/s in {report.seconds:.1f} s (simulated, +-{band})"
     )
     for name, share in report.utilization.items():
-        yield f"utilization  {name} {share:.1%} (simulated, +-{band})"
+        yield f"utilization  {name} {share:.1%} (simulated, +-{band}){_role(report, name)}"
     yield f"hash         {report.hash}"
+
+
+def _role(report: RunReport, node: str) -> str:
+    """Return the role of a node, if it has changed."""
+    role, kind = report.roles[node], node.partition("/")[0]
+    return "" if role in (kind, {"colocated": "decode"}.get(kind)) else f", now {role}"
 
 
 def _errors(report: RunReport) -> str:

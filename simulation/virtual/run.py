@@ -4,27 +4,34 @@ import asyncio
 import gc
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from common import logs
 from simulation.cost import StepCost
 from simulation.virtual.clock import VirtualClock
-from simulation.virtual.cluster import Response, VirtualCluster, running
+from simulation.virtual.cluster import ROUTER, Response, VirtualCluster, running
 from simulation.virtual.loop import VirtualLoop
 from simulation.virtual.operations import Operation
 from simulation.virtual.report import RunReport, make_report
 from simulation.virtual.scenario import Arrival, Fault, Scenario
 
 NAME = "sim"
+# Returns a planner by its flags and the address of the router. It runs until it is cancelled.
+MakePlanner = Callable[[Sequence[str], str], Callable[[], Coroutine[Any, Any, None]]]
 
 
-def run(scenario: Scenario, clock: VirtualClock) -> RunReport:
+def run(
+    scenario: Scenario, clock: VirtualClock, make_planner: MakePlanner | None = None
+) -> RunReport:
     """Run a scenario to its end.
 
     Args:
         clock: installed.
+        make_planner: None: planners are not supported.
     Raises:
         ConfigError: nodes do not support the scenario.
         ValueError: the trace or the GPU is invalid.
@@ -33,15 +40,24 @@ def run(scenario: Scenario, clock: VirtualClock) -> RunReport:
     cluster = scenario.cluster
     cost = StepCost.of(cluster.gpu, cluster.model, cluster.decode_tp)
     arrivals = list(scenario.arrivals())
+    planner = None
+    if scenario.planner is not None:
+        if make_planner is None:
+            raise ValueError("planner: only `baton sim` supports it")
+        planner = make_planner(scenario.planner.flags, ROUTER)
     with (
         tempfile.TemporaryDirectory(prefix="baton-sim-") as directory,
         asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner,
     ):
-        return runner.run(_run(scenario, arrivals, cost, Path(directory)))
+        return runner.run(_run(scenario, arrivals, cost, planner, Path(directory)))
 
 
 async def _run(
-    scenario: Scenario, arrivals: list[Arrival], cost: StepCost, directory: Path
+    scenario: Scenario,
+    arrivals: list[Arrival],
+    cost: StepCost,
+    planner: Callable[[], Coroutine[Any, Any, None]] | None,
+    directory: Path,
 ) -> RunReport:
     first, end = scenario.load.warm_up, len(arrivals) - scenario.load.cool_down
     if first >= end:
@@ -51,29 +67,40 @@ async def _run(
         await cluster.until_ready()
         gc.freeze()
         begin = time.monotonic()
-        others: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(_fail(cluster, each, begin)) for each in scenario.faults
-        ]
-        operations = [
-            asyncio.ensure_future(_operate(cluster, each, begin)) for each in scenario.operations
-        ]
-        others += operations
+        beside = _beside(cluster, scenario, planner, begin)
         try:
-            others += await _send(cluster, numbered[:first], begin)
+            warm_up = await _send(cluster, numbered[:first], begin)
             await _until(begin + arrivals[first].at if first else begin)
             counted_from = time.monotonic()
             before = {name: node.busy_s for name, node in cluster.nodes.items()}
             asked = await _send(cluster, numbered[first:end], begin)
-            others.append(asyncio.ensure_future(_send(cluster, numbered[end:], begin)))
+            cool_down = asyncio.ensure_future(_send(cluster, numbered[end:], begin))
             responses = await asyncio.gather(*asked)
-            for each in operations:
+            for each in beside:
                 if each.done():
                     each.result()
         finally:
-            for other in others:
-                other.cancel()
+            for each in beside:
+                each.cancel()
+        for unfinished in (cool_down, *warm_up):
+            unfinished.cancel()
         busy_s = {name: node.busy_s - before[name] for name, node in cluster.nodes.items()}
-        return make_report(responses, counted_from, busy_s, cost, cluster.page_size)
+        report = make_report(responses, counted_from, busy_s, cost, cluster.page_size)
+        return msgspec.structs.replace(report, roles=cluster.roles)
+
+
+def _beside(
+    cluster: VirtualCluster,
+    scenario: Scenario,
+    planner: Callable[[], Coroutine[Any, Any, None]] | None,
+    begin: float,
+) -> list[asyncio.Task[None]]:
+    """Begin everything that happens beside the load."""
+    work = [_fail(cluster, each, begin) for each in scenario.faults]
+    work += [_operate(cluster, each, begin) for each in scenario.operations]
+    if planner is not None:
+        work.append(planner())
+    return [asyncio.ensure_future(each) for each in work]
 
 
 async def _send(

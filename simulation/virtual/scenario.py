@@ -23,6 +23,7 @@ Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
 Ranks = Literal[1, 2, 4, 8]
 MAX_NODES = 256  # of each kind
 Nodes = Annotated[int, Meta(ge=0, le=MAX_NODES)]
+Positive = Annotated[float, Meta(gt=0, le=1e6)]
 Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
 
 
@@ -90,6 +91,23 @@ class Fault(_Record, frozen=True):
     seconds: Annotated[float, Meta(gt=0, le=1e6)] | None = None
 
 
+class PlannerSpec(_Record, frozen=True):
+    """The options of `baton planner`, which acts on the cluster. None: the planner's default."""
+
+    every_s: Positive | None = None
+    queued_s: Positive | None = None
+    occupied: Positive | None = None
+    spare: Positive | None = None
+    sustained_s: Positive | None = None
+    settle_s: Positive | None = None
+    running: Annotated[int, Meta(ge=0)] | None = None
+
+    @property
+    def flags(self) -> list[str]:
+        given = msgspec.structs.asdict(self).items()
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
+
+
 class Arrival(msgspec.Struct, frozen=True):
     """A request.
 
@@ -112,6 +130,7 @@ class Scenario(_Record, frozen=True):
     policy: Policy = "prefix_aware"
     faults: tuple[Fault, ...] = ()
     operations: tuple[Operation, ...] = ()
+    planner: PlannerSpec | None = None
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 1
 
     @property

@@ -77,6 +77,8 @@ def test_wrong_options_are_refused_by_name(tmp_path: Path, option: str, named: s
     ("line", "named"),
     [
         ("operations: [{drain: decode/7, at: 1}]", "decode/7"),
+        ("planner: {act: true}", "act"),
+        ("planner: {every_s: 0}", "every_s"),
         ("operations: [{at: 1}]", "one of set_role, drain and migrate"),
         ("operations: [{set_role: decode/0, at: 1}]", "role"),
         ("operations: [{drain: decode/0, role: prefill, at: 1}]", "role"),
@@ -86,3 +88,19 @@ def test_wrong_options_are_refused_by_name(tmp_path: Path, option: str, named: s
 def test_wrong_commands_are_refused_by_name(tmp_path: Path, line: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         read(written(tmp_path, f"{SMALL}{line}\n"))
+
+
+@pytest.mark.long
+def test_the_planner_changes_roles_to_fit_the_load(tmp_path: Path) -> None:
+    cluster = """cluster:
+      {gpu: h100, model: llama-3-8b, prefill: 3, decode: 1, options: {engine.cache.num_pages: 600}}
+    """
+    load = "load: {rate: 12, input: 300, output: 300, requests: 240}"
+    planner = "planner: {every_s: 0.5, sustained_s: 2, settle_s: 2}"
+    fixed = report(written(tmp_path, "\n".join((cluster, load))))
+    planned = report(written(tmp_path, "\n".join((cluster, load, planner))))
+    for found in (fixed, planned):
+        assert (found["right"], found["wrong"], found["errors"]) == (240, 0, {})
+    assert [*fixed["roles"].values()].count("decode") == 1
+    assert [*planned["roles"].values()].count("decode") in (2, 3)
+    assert planned["ttft"]["p90"] < fixed["ttft"]["p90"]

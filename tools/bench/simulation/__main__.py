@@ -5,7 +5,8 @@
 
 plans: the best layouts of ten loads by closed forms, against virtual time. clocks: one scenario in
 virtual time and on the real clock. predictions: a real cluster on this machine's processors,
-against its prediction from measured step times.
+against its prediction from measured step times. lines: the share of shipped lines that runs in
+virtual time execute.
 """
 
 import argparse
@@ -13,10 +14,10 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from tools.bench.simulation import clocks, plans, predictions
+from tools.bench.simulation import clocks, lines, plans, predictions
 from tools.bench.support.record import emit, table
 
-PARTS = ("plans", "clocks", "predictions")
+PARTS = ("plans", "clocks", "predictions", "lines")
 _CLOCKS = {
     "figure": "{figure}",
     "virtual": "{virtual:.2f}",
@@ -42,6 +43,10 @@ def main() -> None:
             rows = asyncio.run(_predictions(directory, options))
             predictions.show(rows)
             emit("simulation predictions", config, rows)
+        if "lines" in options.parts:
+            rows = lines.measure(directory)
+            lines.show(rows)
+            emit("simulation lines", config, rows)
 
 
 async def _predictions(directory: Path, options: argparse.Namespace) -> list[dict[str, object]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from simulation.plan import Cluster, Objectives, Traffic, make_plan
-from simulation.plan.verify import Verification, verify
+from simulation.verification import Verification, verify
 from tools.bench.support.record import say, table
 
 COLUMNS = {
