@@ -81,15 +81,18 @@ class Verification(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """Return a sentence on the best layout, and on ties."""
-        best = self.layouts[0]
-        if not best.capacity:
+        """Return sentences on the best layouts, and on the better kind of nodes."""
+        best = [each for each in self.layouts if each.tie] or list(self.layouts[:1])
+        if not best or not best[0].capacity:
             return "In virtual time, no layout was found to meet the objectives."
-        ties = [each.candidate.layout.name for each in self.layouts if each.tie]
-        if ties:
-            return f"In virtual time, these tie within {self.band:.0%}: {'; '.join(ties)}."
-        kind = "Disaggregated" if best.candidate.layout.prefill else "Colocated"
-        return f"In virtual time, {best.candidate.layout.name} is best. {kind} nodes are better."
+        names = "; ".join(each.candidate.layout.name for each in best)
+        found = f"is best: {names}" if len(best) == 1 else f"tie within {self.band:.0%}: {names}"
+        kinds = {bool(each.candidate.layout.prefill) for each in best}
+        if len(kinds) == 2:
+            return f"In virtual time, these {found}."
+        kind = "Disaggregated" if kinds.pop() else "Colocated"
+        these = "this" if len(best) == 1 else "these"
+        return f"In virtual time, {these} {found}. {kind} nodes are better."
 
 
 def verify(

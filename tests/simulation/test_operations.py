@@ -95,12 +95,12 @@ def test_the_planner_changes_roles_to_fit_the_load(tmp_path: Path) -> None:
     cluster = """cluster:
       {gpu: h100, model: llama-3-8b, prefill: 3, decode: 1, options: {engine.cache.num_pages: 600}}
     """
-    load = "load: {rate: 12, input: 300, output: 300, requests: 240}"
+    load = "load: {rate: 12, input: 300, output: 300, requests: 140}"
     planner = "planner: {every_s: 0.5, sustained_s: 2, settle_s: 2}"
     fixed = report(written(tmp_path, "\n".join((cluster, load))))
     planned = report(written(tmp_path, "\n".join((cluster, load, planner))))
     for found in (fixed, planned):
-        assert (found["right"], found["wrong"], found["errors"]) == (240, 0, {})
+        assert (found["right"], found["wrong"], found["errors"]) == (140, 0, {})
     assert [*fixed["roles"].values()].count("decode") == 1
     assert [*planned["roles"].values()].count("decode") in (2, 3)
     assert planned["ttft"]["p90"] < fixed["ttft"]["p90"]

@@ -25,7 +25,7 @@ SCENARIO = Scenario(
     cluster=ClusterSpec(
         gpu="h100", model="llama-3-70b", prefill=1, decode=1, prefill_tp=_TP, decode_tp=_TP
     ),
-    load=LoadSpec(rate=1.5, input=1000, output=40, requests=60),
+    load=LoadSpec(rate=0.6, input=6000, output=40, requests=40),
 )
 FIGURES = ("ttft_ms", "itl_ms", "tpot_ms")
 

@@ -71,7 +71,7 @@ def measure(directory: Path) -> list[dict[str, Any]]:
         subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
         for path, lines in json.loads(found.read_bytes()).items():
             executed.setdefault(path, set()).update(lines)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for part in PARTS:
         of_files = [(executed.get(str(file), set()), _lines(file)) for file in _files(part)]
         rows.append(
