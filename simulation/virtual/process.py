@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 
+# Of large tables, nodes use a few rows. The others take no memory if a table is a mapping of its own
+# without huge pages.
+_MEMORY = {"NUMPY_MADVISE_HUGEPAGE": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
 def command(
     file: Path, form: Literal["text", "json"], program: str = "simulation.virtual"
 ) -> list[str]:
@@ -19,6 +24,8 @@ def command(
 
 
 def environment() -> Mapping[str, str]:
-    """Return the environment of a run. Its hash seed is fixed, because the order of sets of
-    addresses decides between equal candidates."""
-    return {**os.environ, "PYTHONHASHSEED": "0"}
+    """Return the environment of a run.
+
+    Its hash seed is fixed, because the order of sets of addresses decides between equal candidates.
+    """
+    return {**os.environ, **_MEMORY, "PYTHONHASHSEED": "0"}

@@ -40,18 +40,13 @@ def main() -> None:
             table(rows, _CLOCKS)
             emit("simulation clocks", config, rows)
         if "predictions" in options.parts:
-            rows = asyncio.run(_predictions(directory, options))
+            rows = asyncio.run(predictions.measure(directory, options.models, options.rounds))
             predictions.show(rows)
             emit("simulation predictions", config, rows)
         if "lines" in options.parts:
             rows = lines.measure(directory)
             lines.show(rows)
             emit("simulation lines", config, rows)
-
-
-async def _predictions(directory: Path, options: argparse.Namespace) -> list[dict[str, object]]:
-    measured = predictions.measure(directory, options.models, options.rounds)
-    return [row async for row in measured]
 
 
 def _options() -> argparse.Namespace:
@@ -61,7 +56,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--verify", type=int, default=3, help="layouts of each plan to run (3)")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for each plan (300)")
-    parser.add_argument("--rounds", type=int, default=3, help="of predictions (3)")
+    parser.add_argument("--rounds", type=int, default=5, help="of predictions (5)")
     models = Path(tempfile.gettempdir(), "baton-bench-models")
     parser.add_argument("--models", type=Path, default=models, help=f"kept models ({models})")
     return parser.parse_args()
