@@ -209,7 +209,8 @@ class _LayoutTest:
         file.write_bytes(msgspec.json.encode(self._scenario(rate)))
         done = subprocess.run(
             command(file, "json"),
-            env=environment(),
+            # A run that is ended leaves its temporary files there.
+            env={**environment(), "TMPDIR": str(self._directory)},
             capture_output=True,
             text=True,
             timeout=max(left_s, 0.0),

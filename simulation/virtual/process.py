@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-
-# Of large tables, nodes use a few rows. The others take no memory if a table is a mapping of its own
-# without huge pages.
+# Nodes use a few rows of large tables. The other rows take no memory if a table is a mapping of its
+# own without huge pages.
 _MEMORY = {"NUMPY_MADVISE_HUGEPAGE": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 

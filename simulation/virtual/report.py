@@ -52,7 +52,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     tpot: Percentiles
     requests_per_s: float
     tokens_per_s: float
-    roles: dict[str, str] = {}
+    roles: dict[str, str]
     utilization: dict[str, float]
     hash: str
 
@@ -61,6 +61,7 @@ def make_report(
     responses: Sequence[Response],
     begin: float,
     busy_s: Mapping[str, float],
+    roles: Mapping[str, str],
     cost: StepCost,
     page_size: int,
 ) -> RunReport:
@@ -69,6 +70,7 @@ def make_report(
     Args:
         begin: time.monotonic() of the begin of the figures.
         busy_s: seconds of the steps of each node since then.
+        roles: of each node, at the end.
         page_size: tokens per page of the nodes.
     """
     complete = [each for each in responses if not each.error]
@@ -88,6 +90,7 @@ def make_report(
         tpot=_percentiles(_tpot(each.times) for each in complete if len(each.times) > 1),
         requests_per_s=len(complete) / seconds,
         tokens_per_s=sum(len(each.times) for each in complete) / seconds,
+        roles=dict(roles),
         utilization={name: busy / seconds for name, busy in busy_s.items()},
         hash=_hash(responses, begin),
     )

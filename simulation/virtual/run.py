@@ -8,8 +8,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from common import logs
 from simulation.cost import StepCost
 from simulation.virtual.clock import VirtualClock
@@ -85,8 +83,8 @@ async def _run(
         for unfinished in (cool_down, *warm_up):
             unfinished.cancel()
         busy_s = {name: node.busy_s - before[name] for name, node in cluster.nodes.items()}
-        report = make_report(responses, counted_from, busy_s, cost, cluster.page_size)
-        return msgspec.structs.replace(report, roles=cluster.roles)
+        page_size = cluster.page_size
+        return make_report(responses, counted_from, busy_s, cluster.roles, cost, page_size)
 
 
 def _beside(

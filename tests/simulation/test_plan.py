@@ -90,12 +90,8 @@ def test_virtual_time_and_closed_forms_agree(monkeypatch, capsys):
     load = ("2xH100", "--rate=5", "--input=2000", "--output=30", "--json")
     assert baton_plan(monkeypatch, *FLAGS, *load, "--verify=1") == 0
     found = json.loads(capsys.readouterr().out)["verified"]
-    split, whole = found["layouts"]
-    assert {split["name"].partition(",")[0], whole["name"].partition(",")[0]} == {
-        "1 prefill + 1 decode",
-        "2 colocated",
-    }
-    for each in (split, whole):
+    assert sorted("colocated" in each["name"] for each in found["layouts"]) == [False, True]
+    for each in found["layouts"]:
         assert each["capacity"] == pytest.approx(each["closed_form"], rel=0.3)
         within = [run["ttft"] <= 0.5 and run["tpot"] <= 0.012 for run in each["runs"]]
         assert within == sorted(within, reverse=True), "the runs are in order of their rates"
