@@ -5,7 +5,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +19,10 @@ from simulation.cost.gpus import GPUS
 from simulation.cost.models import MODELS
 from simulation.cost.step_cost import PATHS
 from simulation.plan import Candidate, Cluster, Objectives, Plan, Traffic, make_plan
+from simulation.verification import Verification, Verified, verify
 
 PROGRAM = "baton plan"
+_VERIFIED_S = 300.0
 _HEADER = ("layout", "requests/s", "TTFT p90", "TPOT p90", "KV used", "bottleneck", "")
 
 
@@ -38,20 +40,24 @@ def _gpus(text: str) -> _Gpus:
     return _Gpus(int(match[1]), kind)
 
 
-def _count(text: str) -> int:
-    """Parse a number of at least 1, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+def _at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of numbers from a least one, for argparse."""
+
+    def count(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
+        return number
+
+    return count
 
 
 def parser() -> ConfigArgumentParser:
     parser = ConfigArgumentParser(
         prog=PROGRAM,
         description="Predict which split into prefill and decode nodes, or which colocated nodes, "
-        "serve a load within limits of TTFT and TPOT. All figures are simulated: a cost model and "
-        "closed forms of queues. Starts nothing and needs no GPU.",
+        "serve a load within limits of TTFT and TPOT. All figures are simulated: a cost model, "
+        "closed forms of queues, and the best layouts in virtual time. Needs no GPU.",
     )
     kinds, models = ", ".join(GPUS), ", ".join(MODELS)
     parser.add_argument(
@@ -77,14 +83,31 @@ def parser() -> ConfigArgumentParser:
         parser.add_argument_group("load", "--load, or --rate with --input and --output."),
         ("--load", Path, None, "FILE", "JSON lines: timestamp (ms), input_length, output_length"),
         ("--rate", client.positive, None, "R", "requests a second (the mean rate of --load)"),
-        ("--input", _count, None, "TOKENS", "tokens of a prompt"),
-        ("--output", _count, None, "TOKENS", "tokens of a response"),
+        ("--input", _at_least(1), None, "TOKENS", "tokens of a prompt"),
+        ("--output", _at_least(1), None, "TOKENS", "tokens of a response"),
     )
     parser.add_argument(
         "--path", choices=PATHS, default="rdma400", help="link between nodes (%(default)s)"
     )
     top = "layouts to show (%(default)s)"
-    parser.add_argument("--top", type=_count, default=5, metavar="N", help=top)
+    parser.add_argument("--top", type=_at_least(1), default=5, metavar="N", help=top)
+    add_options(
+        parser.add_argument_group("virtual time", "Runs of the best layouts by `baton sim`."),
+        (
+            "--verify",
+            _at_least(0),
+            3,
+            "K",
+            "layouts to run, and the best of each kind. 0: none (3)",
+        ),
+        (
+            "--verify-limit",
+            client.positive,
+            _VERIFIED_S,
+            "S",
+            f"seconds after which the runs are ended ({_VERIFIED_S:.0f})",
+        ),
+    )
     client.add_json_flag(parser)
     return parser
 
@@ -106,23 +129,35 @@ def main() -> int:
     try:
         traffic = _traffic(options)
         cluster = Cluster(options.gpus.number, options.gpus.kind, options.model, options.path)
-        plan = make_plan(cluster, traffic, Objectives(options.ttft, options.tpot))
+        objectives = Objectives(options.ttft, options.tpot)
+        plan = make_plan(cluster, traffic, objectives)
+        verification = _verification(plan, cluster, traffic, objectives, options)
     except ValueError as error:
         wrong(PROGRAM, str(error))
     if options.json:
-        say(json.dumps(_json(plan, traffic, options), indent=2))
+        say(json.dumps(_json(plan, verification, traffic, options), indent=2))
     else:
-        say("\n".join(_lines(plan, traffic, options)))
+        say("\n".join(_lines(plan, verification, traffic, options)))
     return 0
 
 
-def _shown(plan: Plan, top: int) -> list[Candidate]:
-    """Return the best layouts, and the best of each kind in any case."""
-    best = plan.best(disaggregated=True), plan.best(disaggregated=False)
-    return [each for i, each in enumerate(plan.candidates) if i < top or each in best]
+def _verification(
+    plan: Plan,
+    cluster: Cluster,
+    traffic: Traffic,
+    objectives: Objectives,
+    options: argparse.Namespace,
+) -> Verification | None:
+    """Return the best layouts in virtual time, or None without --verify or such layouts."""
+    if not options.verify or not plan.candidates[0].capacity:
+        return None
+    limit_s = options.verify_limit
+    return verify(plan, cluster, traffic, objectives, count=options.verify, limit_s=limit_s)
 
 
-def _lines(plan: Plan, traffic: Traffic, options: argparse.Namespace) -> Iterator[str]:
+def _lines(
+    plan: Plan, verification: Verification | None, traffic: Traffic, options: argparse.Namespace
+) -> Iterator[str]:
     band, ttft_band = f"{plan.band:.0%}", f"{plan.ttft_band:.0%}"
     yield (
         f"Simulated by a cost model and closed forms: requests/s and TPOT within {band}, TTFT "
@@ -149,10 +184,13 @@ def _lines(plan: Plan, traffic: Traffic, options: argparse.Namespace) -> Iterato
             f"simulated TPOT p90 +-{band}",
             *_HEADER[4:],
         ),
-        [_row(each) for each in _shown(plan, options.top)],
+        [_row(each) for each in plan.leaders(options.top)],
     )
     yield ""
     yield plan.verdict
+    if verification is not None:
+        yield ""
+        yield from _verified_lines(verification, plan, Objectives(options.ttft, options.tpot))
     yield from _advice(plan, traffic, options)
 
 
@@ -165,6 +203,42 @@ def _row(one: Candidate) -> tuple[str, ...]:
         _milliseconds(forecast.tpot),
         f"{forecast.kv_used:.0%}",
         one.bottleneck,
+        "tie" if one.tie else "",
+    )
+
+
+def _verified_lines(
+    verification: Verification, plan: Plan, objectives: Objectives
+) -> Iterator[str]:
+    """Yield the table of layouts in virtual time. Its latencies are those at the highest rate of a
+    run within the limits."""
+    band = f"+-{plan.band:.0%}"
+    yield table(
+        (
+            "layout in virtual time",
+            f"simulated max requests/s {band}",
+            f"closed form {band}",
+            f"simulated TTFT p90 +-{plan.ttft_band:.0%}",
+            f"simulated TPOT p90 {band}",
+            "runs",
+            "",
+        ),
+        [_verified_row(each, objectives) for each in verification.layouts],
+    )
+    yield ""
+    yield verification.verdict
+
+
+def _verified_row(one: Verified, objectives: Objectives) -> tuple[str, ...]:
+    run = one.highest_within(objectives)
+    figures = (run.ttft, run.tpot) if run else (None, None)
+    capacity = "none" if one.capacity == 0 else "no time left"
+    return (
+        one.candidate.layout.name,
+        f"{one.capacity:.3g}" if one.capacity else capacity,
+        f"{one.candidate.capacity:.3g}",
+        *("" if each is None else _milliseconds(each) for each in figures),
+        str(len(one.runs)),
         "tie" if one.tie else "",
     )
 
@@ -188,7 +262,9 @@ def _advice(plan: Plan, traffic: Traffic, options: argparse.Namespace) -> Iterat
     yield f"Start the best layout: {best.layout.command(options.model, best.slots)}"
 
 
-def _json(plan: Plan, traffic: Traffic, options: argparse.Namespace) -> dict[str, object]:
+def _json(
+    plan: Plan, verification: Verification | None, traffic: Traffic, options: argparse.Namespace
+) -> dict[str, object]:
     """Return the plan as values of JSON. An infinite latency is null."""
     candidates = [
         {
@@ -196,7 +272,7 @@ def _json(plan: Plan, traffic: Traffic, options: argparse.Namespace) -> dict[str
             "name": each.layout.name,
             "command": each.layout.command(options.model, each.slots),
         }
-        for each in _shown(plan, options.top)
+        for each in plan.leaders(options.top)
     ]
     found = {
         "simulated": True,
@@ -205,9 +281,24 @@ def _json(plan: Plan, traffic: Traffic, options: argparse.Namespace) -> dict[str
         "nodes": plan.nodes,
         "layouts": candidates,
         "verdict": plan.verdict,
+        "verified": None if verification is None else _verified_json(verification),
     }
     builtins: dict[str, object] = msgspec.json.decode(msgspec.json.encode(found))
     return builtins
+
+
+def _verified_json(verification: Verification) -> dict[str, object]:
+    layouts = [
+        {
+            "name": each.candidate.layout.name,
+            "capacity": each.capacity,
+            "closed_form": each.candidate.capacity,
+            "tie": each.tie,
+            "runs": each.runs,
+        }
+        for each in verification.layouts
+    ]
+    return {"layouts": layouts, "verdict": verification.verdict}
 
 
 if __name__ == "__main__":

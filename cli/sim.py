@@ -2,9 +2,11 @@
 
 import os
 import sys
+from pathlib import Path
 
 from cli import client
 from common.settings import ConfigArgumentParser
+from simulation.virtual.process import command, environment
 
 PROGRAM = "baton sim"
 
@@ -24,13 +26,11 @@ def parser() -> ConfigArgumentParser:
 def main() -> int:
     """Replace this process with the program of the simulation.
 
-    Its clocks are replaced before the modules that read them are imported. Its hash seed is fixed,
-    because the order of sets of addresses decides between equal candidates.
+    Its clocks are replaced before the modules that read them are imported.
     """
     options = parser().parse_args()
-    form = "json" if options.json else "text"
-    command = [sys.executable, "-m", "simulation.virtual", options.file, form]
-    os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})
+    words = command(Path(options.file), "json" if options.json else "text", "cli.virtual")
+    os.execve(words[0], words, environment())
 
 
 if __name__ == "__main__":

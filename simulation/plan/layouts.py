@@ -8,7 +8,7 @@ import msgspec
 from simulation.cost.models import MODELS
 
 _CHUNKS = (512, 1024, 2048)
-_DEFAULT_ROWS = 256  # of --engine.scheduler.max-running-requests
+DEFAULT_ROWS = 256  # of --engine.scheduler.max-running-requests
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class Layout(msgspec.Struct, frozen=True):
             words.append(f"--decode-tp {self.decode_tp}")
         if self.chunk:
             words.append(f"--engine.scheduler.chunked-prefill-tokens {self.chunk}")
-        if rows > _DEFAULT_ROWS:
+        if rows > DEFAULT_ROWS:
             words.append(f"--engine.scheduler.max-running-requests {round(rows)}")
         return " ".join(words)
 

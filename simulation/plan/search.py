@@ -90,6 +90,11 @@ class Plan(msgspec.Struct, frozen=True):
         kind = [each for each in self.candidates if bool(each.layout.prefill) is disaggregated]
         return kind[0] if kind else None
 
+    def leaders(self, top: int) -> list[Candidate]:
+        """Return the best `top` candidates, and the best of each kind in any case."""
+        best = self.best(disaggregated=True), self.best(disaggregated=False)
+        return [each for i, each in enumerate(self.candidates) if i < top or each in best]
+
     @property
     def verdict(self) -> str:
         """Return a sentence on whether disaggregation pays."""

@@ -2,15 +2,23 @@
 
 import json
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from simulation.virtual.clock import VirtualClock, seed_all
 
 _USAGE = "usage: python -m simulation.virtual FILE text|json"
 
 
-def main() -> int:
+def main(load_planner: Callable[[], Any] = lambda: None) -> int:
+    """Run the scenario of the command line. Returns the exit code.
+
+    Args:
+        load_planner: called after the clocks are replaced. Returns what makes the planner of a
+            scenario, see MakePlanner.
+    """
     if len(sys.argv) != 3 or sys.argv[2] not in ("text", "json"):
         print(_USAGE, file=sys.stderr)
         return 2
@@ -24,7 +32,7 @@ def main() -> int:
     try:
         scenario = scenarios.read(Path(sys.argv[1]))
         seed_all(scenario.seed)
-        report = running.run(scenario, clock)
+        report = running.run(scenario, clock, load_planner())
     except (ValueError, config_error) as error:
         print(f"baton sim: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from api.program.nodes import ModelNodes, make_base, make_model, make_nodes
+from prometheus_client import CollectorRegistry
+
+from api.program.admin import make_admin
+from api.program.assembly import make_grpc
+from api.program.nodes import ModelNodes, RouterBase, make_base
+from api.program.pool import ModelPool, make_pool
 from api.text import model_files
 from common import rpc
 from common.config import RouterConfig
@@ -21,16 +26,22 @@ from node.frontend.engine_link import RoleProgram
 from node.frontend.frontend import Node
 from node.role_parts import CONFIGS
 from node.roles import other, program_of
+from protos.node_pb2 import DrainRequest, SwitchRequest
+from protos.node_pb2_grpc import NodeStub
+from protos.router_pb2 import MoveRequest
+from protos.router_pb2_grpc import RouterStub
 from router.generation import Generation
 from router.policy.load import RequestDue
 from router.record import RequestRecords
 from router.token_buffer import UNKNOWN_VERSION, ModelVersion, NodeOutput
+from router.workers import OtherProcesses, alone
 from simulation.node.engine import SimEngine
 from simulation.node.options import check_config
 from simulation.node.tokenizer import has_model_files, write_model_files
 from simulation.virtual.network import MemoryHost, MemoryServer
 from simulation.virtual.scenario import Arrival, Scenario
 
+ROUTER = "127.0.0.1:50050"  # as clients call it
 _FIRST_PORT = 50100
 _READY_S = 60.0
 _SETTLE_S = 10.0  # after the first node is ready, until all have paired and reported
@@ -70,13 +81,18 @@ class Response:
 
 
 class VirtualNode:
-    """A node with its own place on the network."""
+    """A node with its own place on the network.
+
+    Attributes:
+        role: its current one.
+    """
 
     def __init__(self, program: RoleProgram, host: MemoryHost) -> None:
         self._host = host
         self._engines: list[SimEngine] = []
+        self.role: str = program.role
         with rpc.use(host):
-            node = Node(program, self._spawn, partial(other, program))
+            node = Node(program, self._spawn, partial(other, program), on_role=self._has_role)
             self._task = asyncio.ensure_future(node.run())
 
     @property
@@ -104,6 +120,9 @@ class VirtualNode:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
+    def _has_role(self, program: RoleProgram) -> None:
+        self.role = program.role
+
     def _spawn(self) -> SimEngine:
         engine = SimEngine()
         self._engines.append(engine)
@@ -115,10 +134,18 @@ class VirtualCluster:
 
     Attributes:
         nodes: by the names of Scenario.nodes.
+        page_size: tokens per page.
     """
 
-    def __init__(self, nodes: Mapping[str, VirtualNode], router: ModelNodes) -> None:
+    def __init__(
+        self,
+        nodes: Mapping[str, VirtualNode],
+        programs: Mapping[str, RoleProgram],
+        router: ModelNodes,
+    ) -> None:
         self.nodes = nodes
+        self._addresses = {name: _address(program) for name, program in programs.items()}
+        self.page_size = next(iter(programs.values())).config.engine.cache.page_size
         self._router = router
         self._records = RequestRecords(router.base.metrics, router.base.timelines)
 
@@ -146,6 +173,27 @@ class VirtualCluster:
         except TimeoutError:
             response.error = "TimeoutError"
         return response
+
+    @property
+    def roles(self) -> dict[str, str]:
+        return {name: node.role for name, node in self.nodes.items()}
+
+    async def set_role(self, node: str, role: str) -> None:
+        await self._call(node, "Switch", SwitchRequest(role=role))
+
+    async def drain(self, node: str) -> None:
+        await self._call(node, "Drain", DrainRequest())
+
+    async def migrate(self, node: str) -> None:
+        """Let one of the node's requests continue elsewhere. Raises AioRpcError if none can."""
+        async with rpc.make_channel(ROUTER) as channel:
+            stub = RouterStub(channel)  # type: ignore[no-untyped-call]
+            await stub.Move(MoveRequest(source=self._addresses[node]))
+
+    async def _call(self, node: str, method: str, request: Any) -> None:
+        """Call a node as an operator does. Raises AioRpcError if it refuses."""
+        async with rpc.make_channel(self._addresses[node]) as channel:
+            await getattr(NodeStub(channel), method)(request)  # type: ignore[no-untyped-call]
 
     async def until_ready(self) -> None:
         """Wait until all nodes serve.
@@ -191,16 +239,23 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
     )
     with ExitStack() as resources, rpc.use(MemoryHost("router", servers)):
         base = make_base(config, resources)
-        model = make_model(base, config, model_files.load(config.model), resources)
-        router = await make_nodes(base, model)
-        following = asyncio.ensure_future(router.membership.run())
+        pool = await make_pool(base, config, model_files.load(config.model), resources)
+        await _serve(base, pool)
+        following = asyncio.ensure_future(pool.nodes.membership.run())
         try:
-            yield VirtualCluster(nodes, router)
+            yield VirtualCluster(nodes, programs, pool.nodes)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
             for node in nodes.values():
                 await node.kill()
+
+
+async def _serve(base: RouterBase, pool: ModelPool) -> None:
+    """Serve the router's gRPC methods, for operators and the planner."""
+    pools, others = {pool.base.name: pool}, OtherProcesses({})
+    admin = make_admin(base, pools, CollectorRegistry(), alone(), others, others, lambda: None)
+    await make_grpc(base, pools, admin.service, shares_port=False).server.start()
 
 
 def _programs(scenario: Scenario, pools: Path) -> dict[str, RoleProgram]:
@@ -219,10 +274,26 @@ def _programs(scenario: Scenario, pools: Path) -> dict[str, RoleProgram]:
         }
         if kind == "colocated":
             fields["mode"] = "colocated"
+        for option, value in cluster.options.items():
+            _set(fields, option, value)
         config = CONFIGS[role].model_validate(fields)
         check_config(config)
         programs[name] = program_of(role, config)
     return programs
+
+
+def _set(fields: dict[str, Any], option: str, value: Any) -> None:
+    """Set an option in the fields of a configuration. Raises ConfigError if it is set already."""
+    *path, last = option.split(".")
+    for name in path:
+        fields = fields.setdefault(name, {})
+        if not isinstance(fields, dict):
+            break
+    else:
+        if last not in fields:
+            fields[last] = value
+            return
+    raise ConfigError(f"cluster.options: {option} is set by another key of the file")
 
 
 def _address(program: RoleProgram) -> str:

@@ -19,6 +19,7 @@ class Percentiles(msgspec.Struct, frozen=True):
     """Seconds, or None without values."""
 
     p50: float | None
+    p90: float | None
     p99: float | None
     max: float | None
 
@@ -28,10 +29,12 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         band, ttft_band: relative errors to expect of ITL and TTFT.
-        seconds: from the begin of the load to the last token.
+        seconds: from the first request of the figures to their last token.
+        tpot: the mean time between two tokens of each response.
         right, wrong: complete responses that are equal to the oracle's, and the others.
         errors: failed requests by error.
         tokens_per_s: output tokens of complete responses.
+        roles: at the end of the run, by node.
         utilization: share of the time in which the device of a node computes, by node.
         hash: of the times and tokens of all responses.
     """
@@ -46,8 +49,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     ttft: Percentiles
     itl: Percentiles
+    tpot: Percentiles
     requests_per_s: float
     tokens_per_s: float
+    roles: dict[str, str]
     utilization: dict[str, float]
     hash: str
 
@@ -56,14 +61,16 @@ def make_report(
     responses: Sequence[Response],
     begin: float,
     busy_s: Mapping[str, float],
+    roles: Mapping[str, str],
     cost: StepCost,
     page_size: int,
 ) -> RunReport:
     """Return the report of a run.
 
     Args:
-        begin: time.monotonic() of the begin of the load.
+        begin: time.monotonic() of the begin of the figures.
         busy_s: seconds of the steps of each node since then.
+        roles: of each node, at the end.
         page_size: tokens per page of the nodes.
     """
     complete = [each for each in responses if not each.error]
@@ -80,8 +87,10 @@ def make_report(
         seconds=seconds,
         ttft=_percentiles(each.times[0] - each.sent_at for each in complete),
         itl=_percentiles(b - a for each in complete for a, b in pairwise(each.times)),
+        tpot=_percentiles(_tpot(each.times) for each in complete if len(each.times) > 1),
         requests_per_s=len(complete) / seconds,
         tokens_per_s=sum(len(each.times) for each in complete) / seconds,
+        roles=dict(roles),
         utilization={name: busy / seconds for name, busy in busy_s.items()},
         hash=_hash(responses, begin),
     )
@@ -97,9 +106,13 @@ def _percentiles(values: Iterable[float]) -> Percentiles:
     """Return nearest-rank percentiles."""
     ordered = sorted(values)
     if not ordered:
-        return Percentiles(None, None, None)
-    p50, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99))
-    return Percentiles(p50, p99, ordered[-1])
+        return Percentiles(None, None, None, None)
+    p50, p90, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
+    return Percentiles(p50, p90, p99, ordered[-1])
+
+
+def _tpot(times: Sequence[float]) -> float:
+    return (times[-1] - times[0]) / (len(times) - 1)
 
 
 def _hash(responses: Sequence[Response], begin: float) -> str:
@@ -121,13 +134,20 @@ def lines(report: RunReport) -> Iterable[str]:
     )
     yield f"TTFT         {_times(report.ttft)} (simulated, +-{ttft_band} without queues)"
     yield f"ITL          {_times(report.itl)} (simulated, +-{band})"
+    yield f"TPOT         {_times(report.tpot)} (simulated, +-{band})"
     yield (
         f"throughput   {report.requests_per_s:.3g} requests/s, {report.tokens_per_s:.4g} output "
         f"tokens/s in {report.seconds:.1f} s (simulated, +-{band})"
     )
     for name, share in report.utilization.items():
-        yield f"utilization  {name} {share:.1%} (simulated, +-{band})"
+        yield f"utilization  {name} {share:.1%} (simulated, +-{band}){_role(report, name)}"
     yield f"hash         {report.hash}"
+
+
+def _role(report: RunReport, node: str) -> str:
+    """Return the role of a node, if it has changed."""
+    role, kind = report.roles[node], node.partition("/")[0]
+    return "" if role in (kind, {"colocated": "decode"}.get(kind)) else f", now {role}"
 
 
 def _errors(report: RunReport) -> str:

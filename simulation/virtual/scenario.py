@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from common.config.router import Policy
 from simulation.plan.traffic import TraceLine, trace_lines
+from simulation.virtual.operations import Operation
 
 _MAX_BYTES = 1 << 20
 _LETTERS = range(ord("a"), ord("z") + 1)
@@ -20,7 +21,10 @@ _MOST_TOKENS = 1 << 20
 _BLOCK_TOKENS = 512  # of a trace
 Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
 Ranks = Literal[1, 2, 4, 8]
-Nodes = Annotated[int, Meta(ge=0, le=256)]
+MAX_NODES = 256  # of each kind
+Nodes = Annotated[int, Meta(ge=0, le=MAX_NODES)]
+Positive = Annotated[float, Meta(gt=0, le=1e6)]
+Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,6 +39,7 @@ class ClusterSpec(_Record, frozen=True):
         model: see `simulation.cost.models`.
         prefill_tp, decode_tp: GPUs of each node.
         path: the network of each node.
+        options: of all nodes by their names, such as engine.cache.swap_pages.
     """
 
     gpu: str
@@ -45,6 +50,7 @@ class ClusterSpec(_Record, frozen=True):
     prefill_tp: Ranks = 1
     decode_tp: Ranks = 1
     path: Literal["nvlink", "rdma400", "tcp100", "tcp25"] = "rdma400"
+    options: dict[str, Any] = {}
 
 
 class LoadSpec(_Record, frozen=True):
@@ -55,13 +61,18 @@ class LoadSpec(_Record, frozen=True):
         trace: file of JSON lines with timestamp (ms), input_length, output_length and hash_ids, in
             place of `rate`, `input` and `output`.
         requests: their number. With a trace, its first ones. 0: all.
+        warm_up: first requests, which are not part of the figures.
+        cool_down: last requests, which are not part of the figures. They keep the cluster busy
+            until all others are complete.
     """
 
     rate: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     input: Count | None = None
     output: Count | None = None
     trace: str | None = None
-    requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    requests: Requests = 0
+    warm_up: Requests = 0
+    cool_down: Requests = 0
 
 
 class Fault(_Record, frozen=True):
@@ -78,6 +89,23 @@ class Fault(_Record, frozen=True):
     kill: str | None = None
     freeze: str | None = None
     seconds: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+
+
+class PlannerSpec(_Record, frozen=True):
+    """The options of `baton planner`, which acts on the cluster. None: the planner's default."""
+
+    every_s: Positive | None = None
+    queued_s: Positive | None = None
+    occupied: Positive | None = None
+    spare: Positive | None = None
+    sustained_s: Positive | None = None
+    settle_s: Positive | None = None
+    running: Annotated[int, Meta(ge=0)] | None = None
+
+    @property
+    def flags(self) -> list[str]:
+        given = msgspec.structs.asdict(self).items()
+        return [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -101,6 +129,8 @@ class Scenario(_Record, frozen=True):
     load: LoadSpec
     policy: Policy = "prefix_aware"
     faults: tuple[Fault, ...] = ()
+    operations: tuple[Operation, ...] = ()
+    planner: PlannerSpec | None = None
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 1
 
     @property
@@ -183,6 +213,13 @@ def _problems(scenario: Scenario) -> Iterator[str]:
         yield "load: expected trace, or rate, input, output and requests"
     if scenario.policy == "session_affinity":
         yield "policy: session_affinity is not supported: the requests of a load have no sessions"
+    for operation in scenario.operations:
+        if len(operation.nodes) != 1:
+            yield "operations: expected one of set_role, drain and migrate"
+        elif operation.nodes[0] not in scenario.nodes:
+            yield f"operations: no node is called {operation.nodes[0]!r}: see cluster"
+        if (operation.set_role is None) != (operation.role is None):
+            yield "operations: set_role needs role, and only set_role has it"
     for fault in scenario.faults:
         if (fault.kill is None) == (fault.freeze is None):
             yield "faults: expected kill or freeze"

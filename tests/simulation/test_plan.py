@@ -11,7 +11,7 @@ from simulation.plan.queues import percentile, waiting
 
 LOAD = Traffic.uniform(30.0, 2000, 250)
 CLUSTER = Cluster(8, "h100", "llama-3-8b", "rdma400")
-FLAGS = ("--model=llama-3-8b", "--ttft=0.5", "--tpot=0.012", "--gpus")
+FLAGS = ("--model=llama-3-8b", "--ttft=0.5", "--tpot=0.012", "--verify=0", "--gpus")
 
 
 def baton_plan(monkeypatch, *flags):
@@ -75,6 +75,27 @@ def test_the_command_prints_a_table_a_verdict_and_flags_for_baton_up(monkeypatch
     assert found["simulated"] and found["band"]["requests"] == 0.2
     assert found["layouts"][0]["capacity"] >= found["layouts"][1]["capacity"] > 30
     assert found["layouts"][-1]["layout"]["chunk"] > 0  # the best colocated one in any case
+
+
+def test_runs_in_virtual_time_end_at_their_limit(monkeypatch, capsys):
+    load = ("2xH100", "--rate=5", "--input=500", "--output=20")
+    assert baton_plan(monkeypatch, *FLAGS, *load, "--verify=1", "--verify-limit=0.01") == 0
+    text = capsys.readouterr().out
+    assert "1 prefill + 1 decode" in text and text.count("no time left") == 2
+    assert "In virtual time, no layout was found" in text
+
+
+@pytest.mark.long
+def test_virtual_time_and_closed_forms_agree(monkeypatch, capsys):
+    load = ("2xH100", "--rate=5", "--input=2000", "--output=30", "--json")
+    assert baton_plan(monkeypatch, *FLAGS, *load, "--verify=1") == 0
+    found = json.loads(capsys.readouterr().out)["verified"]
+    assert sorted("colocated" in each["name"] for each in found["layouts"]) == [False, True]
+    for each in found["layouts"]:
+        assert each["capacity"] == pytest.approx(each["closed_form"], rel=0.3)
+        within = [run["ttft"] <= 0.5 and run["tpot"] <= 0.012 for run in each["runs"]]
+        assert within == sorted(within, reverse=True), "the runs are in order of their rates"
+        assert within[0] and not within[-1], "the capacity is between two runs"
 
 
 def test_a_trace_gives_lengths_and_rate(tmp_path, monkeypatch, capsys):

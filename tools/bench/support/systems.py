@@ -78,12 +78,22 @@ async def serving(
 
 
 @contextlib.asynccontextmanager
-async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> AsyncIterator[System]:
-    """Start a system with the flags of `baton up --device cpu`.
+async def as_up(
+    mode: Mode,
+    model: Path | str,
+    node_flags: Sequence[str] = (),
+    *,
+    device: str = "cpu",
+    router_model: str = "",
+) -> AsyncIterator[System]:
+    """Start a system with the flags of `baton up`.
 
     It has one decode node and, if disaggregated, one prefill node. Unlike in `baton up`, no request
     is refused for a long queue, because benches need long queues. Raises SystemExit as `serving`
     does.
+
+    Args:
+        router_model: directory of the router's files. "": `model`.
     """
     router, prefill, decode = (int(end.rpartition(":")[2]) for end in _free_addresses(3))
     wish = plan.RequestedSystem(
@@ -92,6 +102,7 @@ async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> Asyn
                 str(model),
                 plan.RequestedNodes(1 if mode == "disaggregated" else 0),
                 plan.RequestedNodes(1),
+                router_model=router_model,
             ),
         ),
         host=plan.HOST,
@@ -100,7 +111,7 @@ async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> Asyn
         prefill_port=prefill,
         decode_port=decode,
         metrics_port=None,
-        device="cpu",
+        device=device,
         node_flags=tuple(node_flags),
         router_flags=("--max-queue-fraction=1",),
     )
@@ -142,8 +153,9 @@ async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[list[Child
 async def _until_ready(programs: Sequence[plan.Program], children: Sequence[ChildProcess]) -> None:
     async def ready() -> None:
         for program in programs:
-            for service in program.services:
-                await until_serving(program.address, service)
+            for server in program.servers:
+                for service in server.services:
+                    await until_serving(server.address, service)
 
     async def exited(child: ChildProcess) -> None:
         await child.ended()

@@ -1,0 +1,10 @@
+"""The program of `baton sim`: a run in virtual time that may have a planner."""
+
+import sys
+from importlib import import_module
+
+from simulation.virtual.__main__ import main
+
+if __name__ == "__main__":
+    # Imported by `main` after it has replaced the clocks.
+    sys.exit(main(lambda: import_module("cli.planner.virtual").planner))

@@ -1,0 +1,261 @@
+"""The highest rate of layouts in virtual time, beside that of the closed forms.
+
+A run sends requests with the lengths of the load to the whole cluster, at one rate. The first run
+has the rate of the closed form. Further runs go up or down from there, until the rate is found
+beyond which the limits do not hold.
+"""
+
+import math
+import os
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from simulation.plan.layouts import DEFAULT_ROWS
+from simulation.plan.objectives import PERCENTILE, Objectives
+from simulation.plan.search import Candidate, Cluster, Plan
+from simulation.plan.traffic import TraceLine, Traffic
+from simulation.virtual.process import command, environment
+from simulation.virtual.scenario import MAX_NODES
+
+_STEP = 1.12  # between the rates of two runs
+_MOST_RUNS = 5  # of a layout
+_LEAST_COUNTED = 150  # requests of the figures of a run
+_SEED = 1
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A run in virtual time.
+
+    Attributes:
+        rate: requests/s.
+        ttft, tpot: 90th percentiles in seconds. None: no request was complete.
+        failed: share of requests.
+    """
+
+    rate: float
+    ttft: float | None
+    tpot: float | None
+    failed: float
+
+    def use(self, objectives: Objectives) -> float:
+        """Return the larger share of a limit that the latency takes. At most 1: within both."""
+        if self.ttft is None or self.failed > 1 - PERCENTILE:
+            return math.inf
+        return max(self.ttft / objectives.ttft, (self.tpot or 0.0) / objectives.tpot)
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """A layout in virtual time.
+
+    Attributes:
+        capacity: highest rate within the objectives, requests/s. 0: no rate that was run is. None:
+            the time ended before it was found.
+        runs: by rate.
+        tie: whether the lead of the best layout is within the band of the cost model.
+    """
+
+    candidate: Candidate
+    capacity: float | None
+    runs: tuple[Run, ...]
+    tie: bool = False
+
+    def highest_within(self, objectives: Objectives) -> Run | None:
+        """Return the run with the highest rate within the objectives."""
+        within = [each for each in self.runs if each.use(objectives) <= 1]
+        return within[-1] if within else None
+
+
+class Verification(msgspec.Struct, frozen=True):
+    """Layouts in virtual time, best first. Those whose time ended come last."""
+
+    layouts: tuple[Verified, ...]
+    band: float
+
+    @property
+    def verdict(self) -> str:
+        """Return sentences on the best layouts, and on the better kind of nodes."""
+        best = [each for each in self.layouts if each.tie] or list(self.layouts[:1])
+        if not best or not best[0].capacity:
+            return "In virtual time, no layout was found to meet the objectives."
+        names = "; ".join(each.candidate.layout.name for each in best)
+        found = f"is best: {names}" if len(best) == 1 else f"tie within {self.band:.0%}: {names}"
+        kinds = {bool(each.candidate.layout.prefill) for each in best}
+        if len(kinds) == 2:
+            return f"In virtual time, these {found}."
+        kind = "Disaggregated" if kinds.pop() else "Colocated"
+        these = "this" if len(best) == 1 else "these"
+        return f"In virtual time, {these} {found}. {kind} nodes are better."
+
+
+def verify(
+    plan: Plan,
+    cluster: Cluster,
+    traffic: Traffic,
+    objectives: Objectives,
+    *,
+    count: int,
+    limit_s: float,
+) -> Verification:
+    """Run the best layouts of a plan in virtual time, with as many processes as processors.
+
+    Args:
+        count: number of layouts. The best of each kind are run in any case.
+        limit_s: seconds after which runs are ended.
+    Raises:
+        ValueError: a run failed.
+    """
+    deadline = time.monotonic() + limit_s
+    chosen = [
+        each
+        for each in plan.leaders(count)
+        if each.capacity and max(each.layout.prefill, each.layout.decode) <= MAX_NODES
+    ]
+    with (
+        tempfile.TemporaryDirectory(prefix="baton-plan-") as directory,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+    ):
+        tests = [
+            _LayoutTest(cluster, traffic, objectives, each, Path(directory) / str(number))
+            for number, each in enumerate(chosen)
+        ]
+        found = list(pool.map(lambda test: test.verified(deadline), tests))
+    return Verification(_ranked(found, plan.band), plan.band)
+
+
+def _ranked(found: Sequence[Verified], band: float) -> tuple[Verified, ...]:
+    ranked = sorted(found, key=lambda each: -1.0 if each.capacity is None else each.capacity)
+    ranked.reverse()
+    least = (ranked[0].capacity or math.inf) / (1 + band) if ranked else math.inf
+    near = [(each.capacity or 0.0) >= least for each in ranked]
+    several = sum(near) > 1
+    return tuple(
+        msgspec.structs.replace(each, tie=several and close)
+        for each, close in zip(ranked, near, strict=True)
+    )
+
+
+class _LayoutTest:
+    """The runs of one layout.
+
+    Args:
+        directory: for its files. Does not exist yet.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        traffic: Traffic,
+        objectives: Objectives,
+        candidate: Candidate,
+        directory: Path,
+    ) -> None:
+        self._cluster = cluster
+        self._traffic = traffic
+        self._objectives = objectives
+        self._candidate = candidate
+        self._directory = directory
+
+    def verified(self, deadline: float) -> Verified:
+        """Search for the highest rate until `deadline` (time.monotonic())."""
+        self._directory.mkdir()
+        runs: list[Run] = []
+        try:
+            for rate in self._rates(runs):
+                runs.append(self._run(rate, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            capacity = None
+        else:
+            capacity = self._capacity(runs)
+        runs.sort(key=lambda each: each.rate)
+        return Verified(self._candidate, capacity, tuple(runs))
+
+    def _rates(self, runs: Sequence[Run]) -> Iterator[float]:
+        """Yield the rate of the next run, which the caller adds to `runs`. End when one of the
+        last two runs is within the limits and the other is not."""
+        rate = self._candidate.capacity
+        yield rate
+        goes_up = self._within(runs[0])
+        while len(runs) < _MOST_RUNS and self._within(runs[-1]) is goes_up:
+            rate *= _STEP if goes_up else 1 / _STEP
+            yield rate
+
+    def _within(self, run: Run) -> bool:
+        return run.use(self._objectives) <= 1
+
+    def _capacity(self, runs: Sequence[Run]) -> float:
+        """Return the rate at which the limits are reached, interpolated between two runs."""
+        within = [each for each in runs if self._within(each)]
+        beyond = [each for each in runs if not self._within(each)]
+        if not within:
+            return 0.0
+        low = max(within, key=lambda each: each.rate)
+        if not beyond:
+            return low.rate
+        high = min(beyond, key=lambda each: each.rate)
+        below, above = low.use(self._objectives), high.use(self._objectives)
+        return low.rate + (high.rate - low.rate) * (1 - below) / (above - below)
+
+    def _run(self, rate: float, left_s: float) -> Run:
+        """Run the layout at one rate. Raises TimeoutExpired, or ValueError if the run failed."""
+        file = self._directory / "sim.yaml"
+        file.write_bytes(msgspec.json.encode(self._scenario(rate)))
+        done = subprocess.run(
+            command(file, "json"),
+            # A run that is ended leaves its temporary files there.
+            env={**environment(), "TMPDIR": str(self._directory)},
+            capture_output=True,
+            text=True,
+            timeout=max(left_s, 0.0),
+        )
+        if done.returncode:
+            reason = done.stderr.strip() or "responses differ from those of the oracle"
+            raise ValueError(f"{self._candidate.layout.name} in virtual time: {reason}")
+        report = msgspec.json.decode(done.stdout)
+        failed = 1 - (report["right"] + report["wrong"]) / report["requests"]
+        return Run(rate, report["ttft"]["p90"], report["tpot"]["p90"], failed)
+
+    def _scenario(self, rate: float) -> dict[str, Any]:
+        """Return the content of the file of a run.
+
+        The first requests fill the cluster, and the last ones keep it full. By Little's law, each
+        are as many as run at the same time.
+        """
+        layout, slots = self._candidate.layout, self._candidate.slots
+        running = math.ceil(slots * layout.decode)
+        counted = max(_LEAST_COUNTED, running // 2)
+        trace = self._directory / "trace.jsonl"
+        trace.write_bytes(b"\n".join(self._trace(rate, 2 * running + counted)))
+        options: dict[str, Any] = {}
+        if layout.chunk:
+            options["engine.scheduler.chunked_prefill_tokens"] = layout.chunk
+        if slots > DEFAULT_ROWS:
+            options["engine.scheduler.max_running_requests"] = round(slots)
+        nodes = {"prefill": layout.prefill, "decode": layout.decode}
+        return {
+            "cluster": {
+                "gpu": self._cluster.gpu,
+                "model": self._cluster.model,
+                **({"colocated": layout.decode} if layout.chunk else nodes),
+                "prefill_tp": 1 if layout.chunk else layout.prefill_tp,
+                "decode_tp": layout.decode_tp,
+                "path": self._cluster.path,
+                "options": options,
+            },
+            "load": {"trace": str(trace), "warm_up": running, "cool_down": running},
+        }
+
+    def _trace(self, rate: float, requests: int) -> Iterator[bytes]:
+        """Yield lines of requests with Poisson arrivals. All rates have the same lengths."""
+        rng, at = random.Random(_SEED), 0.0
+        for _ in range(requests):
+            at += rng.expovariate(rate)
+            lengths = rng.choice(self._traffic.requests)
+            yield msgspec.json.encode(TraceLine(lengths.input, lengths.output, 1e3 * at))

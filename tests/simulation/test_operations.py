@@ -1,0 +1,106 @@
+"""`baton sim` with operators' commands and options of nodes: every response stays right."""
+
+from pathlib import Path
+
+import pytest
+
+from simulation.virtual.scenario import read
+from tests.simulation.test_virtual import SMALL, baton_sim, report, written
+
+SPLIT = "cluster: {gpu: h100, model: llama-3-8b, prefill: 2, decode: 3}"
+LOAD = "load: {rate: 8, input: 500, output: 150, requests: 60}"
+
+
+@pytest.mark.long
+def test_roles_change_and_requests_migrate_and_a_node_drains(tmp_path: Path) -> None:
+    commands = """operations:
+      - {set_role: decode/2, role: prefill, at: 1}
+      - {migrate: decode/0, at: 2}
+      - {drain: decode/1, at: 3}
+      - {set_role: prefill/0, role: decode, at: 4}
+    """
+    found = report(written(tmp_path, "\n".join((SPLIT, LOAD, commands))))
+    assert (found["right"], found["wrong"], found["errors"]) == (60, 0, {})
+    undisturbed = report(written(tmp_path, "\n".join((SPLIT, LOAD))))
+    for name in ("decode/1", "prefill/0"):  # they serve for a part of the time, or in another role
+        ratio = found["utilization"][name] / undisturbed["utilization"][name]
+        assert not 0.9 < ratio < 1.1
+
+
+@pytest.mark.long
+def test_a_command_that_the_cluster_refuses_ends_the_run(tmp_path: Path) -> None:
+    commands = "operations: [{migrate: decode/0, at: 0}]"
+    done = baton_sim(str(written(tmp_path, "\n".join((SPLIT, LOAD, commands)))))
+    assert done.returncode == 2
+    assert "operations: decode/0 at 0 s: no request that could be moved" in done.stderr
+
+
+@pytest.mark.long
+def test_retracted_requests_return_from_host_memory(tmp_path: Path) -> None:
+    """The pool has room for three of the requests. The others wait in host pages."""
+    cluster = "cluster: {gpu: h100, model: llama-3-8b, colocated: 1, options: {%s}}"
+    load = "load: {rate: 100, input: 200, output: 200, requests: 12}"
+    small = "engine.cache.num_pages: 80, engine.cache.swap_pages: 400"
+    found = report(written(tmp_path, "\n".join((cluster % small, load))))
+    roomy = report(written(tmp_path, "\n".join((cluster % "", load))))
+    for each in (found, roomy):
+        assert (each["right"], each["wrong"], each["errors"]) == (12, 0, {})
+    assert found["itl"]["max"] > 10 * roomy["itl"]["max"], "no request was retracted"
+
+
+@pytest.mark.long
+def test_first_and_last_requests_are_not_part_of_the_figures(tmp_path: Path) -> None:
+    load = "load: {rate: 20, input: 100, output: 50, requests: 30, warm_up: 5, cool_down: 15}"
+    found = report(written(tmp_path, f"{SMALL}{load}"))
+    assert (found["requests"], found["right"]) == (10, 10)
+    assert found["tpot"]["p90"] < found["itl"]["max"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("engine.quantize: int8", "engine.quantize"),
+        ("engine.model: other", "engine.model is set by another key"),
+        ("engine.model.x: 1", "engine.model.x is set by another key"),
+        ("engine.cache.pages: 1", "pages"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(tmp_path: Path, option: str, named: str) -> None:
+    cluster = f"cluster: {{gpu: h100, model: llama-3-8b, colocated: 1, options: {{{option}}}}}"
+    done = baton_sim(str(written(tmp_path, f"{SMALL}{cluster}")))
+    assert done.returncode == 2
+    assert named in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("operations: [{drain: decode/7, at: 1}]", "decode/7"),
+        ("planner: {act: true}", "act"),
+        ("planner: {every_s: 0}", "every_s"),
+        ("operations: [{at: 1}]", "one of set_role, drain and migrate"),
+        ("operations: [{set_role: decode/0, at: 1}]", "role"),
+        ("operations: [{drain: decode/0, role: prefill, at: 1}]", "role"),
+        ("operations: [{set_role: decode/0, role: router, at: 1}]", "router"),
+    ],
+)
+def test_wrong_commands_are_refused_by_name(tmp_path: Path, line: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        read(written(tmp_path, f"{SMALL}{line}\n"))
+
+
+@pytest.mark.long
+def test_the_planner_changes_roles_to_fit_the_load(tmp_path: Path) -> None:
+    cluster = """cluster:
+      {gpu: h100, model: llama-3-8b, prefill: 3, decode: 1, options: {engine.cache.num_pages: 600}}
+    """
+    load = "load: {rate: 12, input: 300, output: 300, requests: 140}"
+    planner = "planner: {every_s: 0.5, sustained_s: 2, settle_s: 2}"
+    fixed = report(written(tmp_path, "\n".join((cluster, load))))
+    planned = report(written(tmp_path, "\n".join((cluster, load, planner))))
+    for found in (fixed, planned):
+        assert (found["right"], found["wrong"], found["errors"]) == (140, 0, {})
+    assert [*fixed["roles"].values()].count("decode") == 1
+    assert [*planned["roles"].values()].count("decode") in (2, 3)
+    assert planned["ttft"]["p90"] < fixed["ttft"]["p90"]

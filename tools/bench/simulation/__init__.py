@@ -1,0 +1,1 @@
+"""Benches of simulated clusters and of capacity planning."""
