@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from api.program.admin import make_admin
 from api.program.assembly import make_grpc
-from api.program.nodes import ModelNodes, RouterBase, make_base
-from api.program.pool import ModelPool, make_pool
+from api.program.nodes import ModelNodes, ModelPool, RouterBase, make_base, make_pool
 from api.text import model_files
 from common import rpc
 from common.config import RouterConfig
