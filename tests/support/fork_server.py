@@ -24,7 +24,6 @@ import json
 import logging
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -35,6 +34,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
@@ -89,7 +89,7 @@ class _Forked:
         if timeout is not None and self.poll() is None:
             ended = os.pidfd_open(self.pid)
             try:
-                if not select.select([ended], [], [], timeout)[0]:
+                if not connection.wait([ended], timeout):
                     raise subprocess.TimeoutExpired(str(self.pid), timeout)
             finally:
                 os.close(ended)
@@ -343,7 +343,7 @@ def _fork_for(starter: int) -> int | None:
         os.close(write)
         with contextlib.suppress(ProcessLookupError):  # ended, and waited for
             ended = os.pidfd_open(between)
-            select.select([ended], [], [])
+            connection.wait([ended])
             os.close(ended)
         follow_parent(starter, signal.SIGTERM)
         return None
