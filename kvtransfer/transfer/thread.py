@@ -106,10 +106,14 @@ class EventOutlet(Generic[Event]):
 
 
 class WakeUp:
-    """Ends another thread's sleep. `wake` may be called by any thread."""
+    """Ends another thread's sleep. `wake` may be called by any thread, also after the sleeper has
+    ended. The descriptor is therefore closed when nothing refers to this object."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
     def fileno(self) -> int:
         return self._fd

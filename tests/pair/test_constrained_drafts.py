@@ -155,7 +155,10 @@ def test_every_feature_has_drafts(noise, plain, name):
 
 @pytest.fixture(
     scope="module",
-    params=["eagle", "mtp", pytest.param("draft_model", marks=pytest.mark.long)],
+    params=[
+        "eagle",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("mtp", "draft_model")),
+    ],
 )
 def with_layer(request, tmp_path_factory, noise) -> Loaded:
     """A model with a random draft layer, or a random draft model."""

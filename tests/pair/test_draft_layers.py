@@ -110,15 +110,13 @@ DRAFT_MODELS = {  # architectures of a model and of its draft model
 }
 
 
-QUICK = "windows in the draft model"
+GUESSED = ("eagle", "mtp", "eagle3", "hybrid", *DRAFT_MODELS)
+QUICK = ("eagle3", "hybrid", "windows in the draft model")
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        *("eagle", "mtp", "eagle3", "hybrid"),
-        *(pytest.param(each, marks=() if each == QUICK else LONG) for each in DRAFT_MODELS),
-    ],
+    params=[pytest.param(each, marks=() if each in QUICK else LONG) for each in GUESSED],
 )
 def guessed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
