@@ -46,7 +46,7 @@ def _send_pidfd(descriptor: int) -> None:
 
 
 def _wait(count: int) -> NoReturn:
-    """End with the exit code of the first process that fails."""
+    """End with the exit code of a process that failed. Processes that end at once have no order."""
     failed = 0
     for _ in range(count):
         _, status = os.wait()

@@ -80,7 +80,7 @@ def test_a_fork_that_exits_leaves_the_others_time_for_their_errors(forks: Forks)
     forks.await_end(1)
     assert forks.runs(0)
     forks.sockets[0].send(b"3")
-    assert forks.process.wait(WAIT_S) == 2
+    assert forks.process.wait(WAIT_S) in (2, 3)
 
 
 @pytest.mark.parametrize("victim", ["fork", "parent"])

@@ -257,7 +257,9 @@ ROOMY = Size(num_pages=256)  # a decode node grants all three at once
 @pytest.mark.parametrize("where", ["prefill node", "decode node"])
 def test_who_has_the_key_of_what_is_computed_goes_first(known: Known, where: str) -> None:
     producers = [0] if where == "prefill node" else []
-    with PairRig(known.loaded, decode=[ROOMY], policy="routing-key") as rig:
+    # In so many chunks that the two others arrive meanwhile, however slow the threads are.
+    steps = {"chunked_prefill_tokens": 16}
+    with PairRig(known.loaded, decode=[ROOMY], policy="routing-key", **steps) as rig:
         under_way = rig.ask([3] * 400, 2, prefill=producers, routing_key=7)
         other = rig.ask([4] * 200, 2, prefill=producers, routing_key=2)
         alike = rig.ask([5] * 60, 2, prefill=producers, routing_key=7)
