@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import device
-from kernels.attention.decode_plan import LONGEST_HEAD
+from kernels.attention.split_plan import LONGEST_HEAD
 from kernels.attention.reference import Chunk, attend_chunk, chunks_of, gathered_tokens
 from kernels.cpu.operators import DTYPES, Operators
 
