@@ -146,9 +146,7 @@ def _divided(
     """
     num_rows, kv_heads = lengths.shape[0], kv.shape[1]
     num_extends, num_queries = num_rows - num_decodes, num_tokens - num_decodes
-    plan = partial(
-        plan_split, lengths, kv, num_heads=num_heads, window=window, value_dim=value_dim
-    )
+    plan = partial(plan_split, lengths, kv, num_heads=num_heads, window=window, value_dim=value_dim)
     lanes = None
     if num_extends:
         lanes = lanes_of_items(

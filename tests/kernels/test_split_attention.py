@@ -1,4 +1,4 @@
-"""Rows with several queries whose keys are split among programs: what is split, and what results."""
+"""Rows with several queries whose keys are split among programs: which are split, and results."""
 
 import pytest
 import torch

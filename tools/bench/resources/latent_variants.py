@@ -57,9 +57,7 @@ class LatentModel:
 
     def _attend(self, num_decodes: int, num_tokens: int) -> None:
         latents = self.pool.layers[1]
-        starts, each = (
-            torch.zeros(num_decodes + rows, dtype=torch.int32) for rows in (2, 1)
-        )
+        starts, each = (torch.zeros(num_decodes + rows, dtype=torch.int32) for rows in (2, 1))
         plan = plan_attention(
             each,
             each,
