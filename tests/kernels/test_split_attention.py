@@ -1,5 +1,7 @@
 """Rows with several queries whose keys are split among programs: which are split, and results."""
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -170,7 +172,7 @@ def test_contexts_above_8k_have_two_programs_for_each_multiprocessor(
     for context in (8193, 10000, 8448, 16384, 32768 + 65, 131072):
         tiles = first_tiles(monkeypatch, [context] * rows, drafts, heads, kv_heads)
         assert (len(tiles) - 1) * kv_heads >= 2 * H200
-        sizes = {end - start for start, end in zip(tiles, tiles[1:], strict=False)}
+        sizes = {end - start for start, end in itertools.pairwise(tiles)}
         assert max(sizes) - min(sizes) <= 1
 
 
@@ -182,7 +184,7 @@ def test_short_contexts_have_programs_of_two_tiles(monkeypatch):
 def test_one_long_row_does_not_leave_programs_to_short_ones(monkeypatch):
     tiles = first_tiles(monkeypatch, [131072, *[200] * 31], 3, 32, 8)
     assert len(tiles) - 1 == 33
-    assert max(end - start for start, end in zip(tiles, tiles[1:], strict=False)) == 66
+    assert max(end - start for start, end in itertools.pairwise(tiles)) == 66
 
 
 @pytest.mark.gpu
