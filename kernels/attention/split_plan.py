@@ -177,7 +177,7 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
     if lanes >= MOST_LANES:
         return SplitTile(keys, warps=8)
     if head_dim > WIDEST_HEAD and not single:
-        return SplitTile(keys)
+        return SplitTile(keys, registers=255)  # all: without a limit, sm_89 spills fp8
     return SplitTile(keys, registers=MAX_REGISTERS.get(element_size))
 
 
