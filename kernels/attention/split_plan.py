@@ -176,8 +176,8 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
     keys = 64 if head_dim * held <= 256 else 32
     if lanes >= MOST_LANES:
         return SplitTile(keys, warps=8)
-    if head_dim > WIDEST_HEAD and not single:
-        return SplitTile(keys, registers=255)  # all: without a limit, sm_89 spills fp8
+    if not single:
+        return SplitTile(keys, registers=255)  # two programs fit, and a lower limit spills
     return SplitTile(keys, registers=MAX_REGISTERS.get(element_size))
 
 
