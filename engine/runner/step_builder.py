@@ -19,6 +19,9 @@ from engine.runner.step import Step
 from engine.sampling.composition import NOTHING_ASKED, SamplingFeatures, SamplingInputs
 from engine.sampling.heads import HeadInputs
 
+# Tokens of prompts whose attention splits keys, once with few queries in a part and once with many.
+SHORT_PROMPTS = (2, 20)
+
 
 class StepBuilder:
     """The requests of an engine as steps need them. Engine thread only.
@@ -100,6 +103,9 @@ class StepBuilder:
             yield _rehearsal(mixed, sampling), sampling
         for sampling in self._features.rehearsals(num_slots, 0, spec):
             yield _rehearsal(decode, sampling), sampling
+        for count in SHORT_PROMPTS:
+            short = mixed_rehearsal(count, 1, num_tables, tables.page_size, state_pages)
+            yield Step(short, heads=HeadInputs(chosen=False)), NOTHING_ASKED
         if num_slots > 1:  # otherwise there is no slot for a draft
             verify, batch = verify_rehearsal(
                 num_slots // 2, num_tables, tables.page_size, state_pages

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device, early_launch
-from kernels.attention.decode_plan import LONGEST_HEAD
+from kernels.attention.split_plan import LONGEST_HEAD
 from kernels.attention.tiles import (
     LOG2_E,
     as_operand,

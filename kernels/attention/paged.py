@@ -4,16 +4,23 @@ A plan is made once per forward (and per sliding window) and used by every layer
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kernels import device
-from kernels.attention.decode import decode_attention
-from kernels.attention.decode_plan import LONGEST_HEAD, DecodePlan, plan_decode
 from kernels.attention.extend import extend_attention
 from kernels.attention.reference import plan_reference
+from kernels.attention.split_kv import split_attention
+from kernels.attention.split_plan import (
+    LONGEST_HEAD,
+    MOST_LANES,
+    SplitPlan,
+    lanes_of_items,
+    plan_split,
+)
 from kernels.cpu.operators import DTYPES, Operators
 from kernels.narrow import NARROW, as_stored, may_keep, widened
 
@@ -100,27 +107,69 @@ def plan_attention(
             )
         plan = _CompiledPlan(*columns, num_tokens, num_decodes, window, compiled, value_dim)
         return _WidenedPlan.of(plan, kv) if kv.dtype in NARROW else plan
-    decode = None
-    if num_decodes:
-        decode = plan_decode(
-            lengths,
-            kv if value_dim is None else latents_as_heads(kv, num_heads),
-            num_heads=num_heads,
-            num_rows=num_decodes,
-            window=window,
-            value_dim=value_dim,
-        )
+    pool = kv if value_dim is None else latents_as_heads(kv, num_heads)
+    num_whole, splits = _divided(
+        query_starts,
+        lengths,
+        pool,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        num_decodes=num_decodes,
+        window=window,
+        value_dim=value_dim,
+    )
     return _TritonPlan(
         page_ids,
         page_starts,
         query_starts,
         lengths,
         num_tokens,
-        num_decodes,
+        num_whole,
+        splits,
         window,
         value_dim,
-        decode,
     )
+
+
+def _divided(
+    query_starts: Tensor,
+    lengths: Tensor,
+    kv: Tensor,
+    *,
+    num_heads: int,
+    num_tokens: int,
+    num_decodes: int,
+    window: int | None,
+    value_dim: int | None,
+) -> tuple[int, tuple[SplitPlan, ...]]:
+    """Return how many first rows are computed without splitting their keys, and the plans of the
+    others.
+
+    Rows that verify drafts share a plan with the decode rows beside them.
+    """
+    num_rows, kv_heads = lengths.shape[0], kv.shape[1]
+    num_extends, num_queries = num_rows - num_decodes, num_tokens - num_decodes
+    plan = partial(plan_split, lengths, kv, num_heads=num_heads, window=window, value_dim=value_dim)
+    lanes = None
+    if num_extends:
+        lanes = lanes_of_items(
+            num_extends,
+            num_queries,
+            group=num_heads // kv_heads,
+            kv_heads=kv_heads,
+            head_dim=kv.shape[4],
+            element_size=kv.element_size(),
+            multiprocessors=device.num_multiprocessors(kv.device),
+        )
+    if lanes is not None and lanes < MOST_LANES:
+        together = plan(num_rows, num_tokens, lanes=lanes, query_starts=query_starts)
+        return 0, (together,)
+    splits = []
+    if lanes is not None:
+        splits.append(plan(num_extends, num_queries, lanes=lanes, query_starts=query_starts))
+    if num_decodes:
+        splits.append(plan(num_decodes, num_decodes))
+    return num_extends if lanes is None else 0, tuple(splits)
 
 
 def paged_attention(
@@ -171,18 +220,18 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TritonPlan:
-    """A plan for Triton: extend rows first, then decode rows, each by their kernel into one
-    output."""
+    """A plan for Triton: first rows whose keys are not split, then the others, each by their kernel
+    into one output."""
 
     page_ids: Tensor
     page_starts: Tensor
     query_starts: Tensor
     lengths: Tensor
     num_tokens: int
-    num_decodes: int
+    num_whole: int
+    splits: tuple[SplitPlan, ...]
     window: int | None
     value_dim: int | None
-    decode: DecodePlan | None
 
     def attend(
         self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
@@ -191,8 +240,7 @@ class _TritonPlan:
         if self.value_dim is not None:
             head_dim, kv = self.value_dim, latents_as_heads(kv, heads)
         out = torch.empty(num_tokens, heads * head_dim, dtype=q.dtype, device=q.device)
-        num_extends = self.lengths.shape[0] - self.num_decodes
-        if num_extends:
+        if self.num_whole:
             extend_attention(
                 q,
                 kv,
@@ -201,21 +249,21 @@ class _TritonPlan:
                 self.query_starts,
                 self.lengths,
                 out,
-                num_rows=num_extends,
-                num_queries=num_tokens - self.num_decodes,
+                num_rows=self.num_whole,
+                num_queries=num_tokens - (self.lengths.shape[0] - self.num_whole),
                 window=self.window,
                 scale=scale,
                 soft_cap=soft_cap,
                 sinks=sinks,
             )
-        if self.decode is not None:
-            decode_attention(
+        for split in self.splits:
+            split_attention(
                 q,
                 kv,
                 self.page_ids,
                 self.page_starts,
                 self.lengths,
-                self.decode,
+                split,
                 out,
                 scale=scale,
                 soft_cap=soft_cap,

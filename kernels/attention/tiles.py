@@ -161,7 +161,7 @@ def attend_tiles(
                 acc, top, total = _raised(acc, top, total, peaks, MASKED)
         else:
             acc, top, total = _raised(acc, top, total, peaks, MASKED)
-        weights = tl.exp2(scores * unit - _finite(top, MASKED)[:, None])
+        weights = tl.exp2(scores * unit - (finite(top) if MASKED else top)[:, None])
         total += tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return acc, top, total
@@ -171,14 +171,14 @@ def attend_tiles(
 def _raised(acc, top, total, peaks, MASKED: tl.constexpr):
     """Rescale the sums to a `top` of at least the peaks."""
     new_top = tl.maximum(top, peaks)
-    fade = tl.exp2(top - _finite(new_top, MASKED))
+    fade = tl.exp2(top - (finite(new_top) if MASKED else new_top))
     return acc * fade[:, None], new_top, total * fade
 
 
 @triton.jit
-def _finite(top, MASKED: tl.constexpr):
+def finite(top):
     """Return 0 for a row that has seen no key, because -inf - -inf would be NaN."""
-    return tl.where(top == float("-inf"), 0.0, top) if MASKED else top
+    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import device
-from kernels.attention.decode_plan import LONGEST_HEAD
 from kernels.attention.reference import Chunk, attend_chunk, chunks_of, gathered_tokens
+from kernels.attention.split_plan import LONGEST_HEAD
 from kernels.cpu.operators import DTYPES, Operators
 
 ATTENDED = 2.5  # time of a product in attention relative to a matrix product (measured on a CPU)

@@ -124,10 +124,16 @@ def launching(counts: Counter[str]) -> Iterator[None]:
 
 
 DECODE = [(1, 40), (1, 3), (1, 17)]
+# Prompts that occupy the device, and rows whose keys are split among programs.
 ROWS = {
-    "decode": (DECODE, {"_decode_kernel": 1}, {"_plan_kernel": 1}),
-    "extend": ([(20, 20), (5, 40)], {"_extend_kernel": 1}, {}),
-    "mixed": ([(20, 20), *DECODE], {"_extend_kernel": 1, "_decode_kernel": 1}, {"_plan_kernel": 1}),
+    "decode": (DECODE, {"_split_kernel": 1}, {"_plan_kernel": 1}),
+    "verify": ([(5, 40), (3, 30), *DECODE], {"_split_kernel": 1}, {"_plan_kernel": 1}),
+    "extend": ([(120, 120), (50, 127)], {"_extend_kernel": 1}, {}),
+    "mixed": (
+        [(120, 120), *DECODE],
+        {"_extend_kernel": 1, "_split_kernel": 1},
+        {"_plan_kernel": 1},
+    ),
 }
 
 

@@ -101,7 +101,7 @@ def test_a_forward_never_waits_nor_uploads_nor_pins(tmp_path: Path, architecture
         model = Watched(load(directory, GPU, torch.bfloat16), order)
         serve(Steps(model, num_slots=NUM_SLOTS), 25)
     assert model.hazards == []
-    assert any(operation.name == "_decode_kernel" for operation in order.operations)
+    assert any(operation.name == "_split_kernel" for operation in order.operations)
 
 
 def launched(order: StreamOrder, model: Model, seed: int) -> list[Operation]:

@@ -1,12 +1,11 @@
-"""The decode kernel's division of work: it decides who computes what, never what comes out."""
+"""The division of decode rows among programs. It does not change any output."""
 
 import pytest
 import torch
 from triton.runtime.jit import KernelInterface
 
 from kernels import device
-from kernels.attention import decode as decode_attention
-from kernels.attention import decode_plan
+from kernels.attention import split_kv, split_plan
 from kernels.attention.paged import paged_attention
 from tests.kernels.attention_case import SCALE, Case
 
@@ -26,23 +25,23 @@ def test_rows_are_split_among_any_number_of_programs(
 ):
     """From every row in one program to a program per tile."""
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: multiprocessors)
-    monkeypatch.setattr(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
-    monkeypatch.setattr(decode_plan, "MIN_TILES", min_tiles)
+    monkeypatch.setattr(split_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
+    monkeypatch.setattr(split_plan, "MIN_TILES", min_tiles)
     Case(SKEWED, heads=3, kv_heads=1, page_size=64).check(window)
 
 
 def test_rows_of_many_partial_results_are_combined_block_by_block(monkeypatch):
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 40)
-    monkeypatch.setattr(decode_plan, "MIN_TILES", 1)
-    monkeypatch.setattr(decode_attention, "COMBINE_NUMBERS", 4 * 2 * 32)
+    monkeypatch.setattr(split_plan, "MIN_TILES", 1)
+    monkeypatch.setattr(split_kv, "COMBINE_NUMBERS", 4 * 2 * 32)
     case = Case(SKEWED, heads=2, kv_heads=1, head_dim=24)
     case.q *= 20  # so that one key in some block outweighs all others
     case.check()
 
 
 def test_plans_and_searches_go_through_the_rows_block_by_block(monkeypatch):
-    monkeypatch.setattr(decode_plan, "PLAN_BLOCK", 4)
-    monkeypatch.setattr(decode_attention, "SEARCH_BLOCK", 2)
+    monkeypatch.setattr(split_plan, "PLAN_BLOCK", 4)
+    monkeypatch.setattr(split_kv, "SEARCH_BLOCK", 2)
     Case([(9, 9), *SKEWED, (1, 1), (1, 66)], heads=1, kv_heads=1).check()
 
 
@@ -50,29 +49,29 @@ def test_a_long_row_is_spread_over_all_programs(monkeypatch):
     """22 tiles by twos, although the long row has 20 of them: 11 programs leave a part of it. The
     first and the last have another row whole, which leaves none."""
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 12)
-    monkeypatch.setattr(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
+    monkeypatch.setattr(split_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     case = Case([(1, 64), (1, 64 * 20), (1, 64)], heads=1, kv_heads=1)
     plan = case.plan()
     paged_attention(case.q, case.kv, plan, scale=SCALE)
-    results = ~plan.decode.logs.isnan()
+    results = ~plan.splits[0].logs.isnan()
     assert results.sum() == 11
 
 
 def test_a_row_that_a_program_has_whole_leaves_no_partial_result(monkeypatch):
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 1)
-    monkeypatch.setattr(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
+    monkeypatch.setattr(split_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
     case = Case(SKEWED, heads=2, kv_heads=1)
     plan = case.plan()
     out = paged_attention(case.q, case.kv, plan, scale=SCALE)
     assert not out.isnan().any()
-    assert plan.decode.logs.isnan().all()
+    assert plan.splits[0].logs.isnan().all()
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(6, 2), (2, 2)])
 def test_every_layer_finds_the_scratch_as_the_first_one_did(monkeypatch, heads, kv_heads):
     """A count of parts that is not reset would leave rows of the next layer unwritten."""
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 40)
-    monkeypatch.setattr(decode_plan, "MIN_TILES", 1)
+    monkeypatch.setattr(split_plan, "MIN_TILES", 1)
     case = Case(SKEWED, heads=heads, kv_heads=kv_heads)
     plan = case.plan()
     layers = [paged_attention(case.q, case.kv, plan, scale=SCALE) for _ in range(2)]
@@ -81,7 +80,7 @@ def test_every_layer_finds_the_scratch_as_the_first_one_did(monkeypatch, heads, 
 
 
 def test_a_window_drops_the_tiles_before_it():
-    plan = Case([(1, 64), (1, 65), (1, 640), (1, 0)], page_size=32).plan(window=64).decode
+    plan = Case([(1, 64), (1, 65), (1, 640), (1, 0)], page_size=32).plan(window=64).splits[0]
     assert plan.tile_starts.tolist() == [0, 1, 3, 4, 5]  # padding has one, of no keys
 
 
@@ -96,11 +95,11 @@ def test_the_host_never_reads_what_the_device_holds(monkeypatch):
         return lambda *args, **kwargs: launches.append(grid)
 
     monkeypatch.setattr(KernelInterface, "__getitem__", launch)
-    case = Case([(5, 9), (1, 40), (1, 3)])
+    case = Case([(200, 209), (1, 40), (1, 3)])
     for name in ("q", "kv", "page_ids", "page_starts", "query_starts", "lengths"):
         setattr(case, name, getattr(case, name).to("meta"))  # has shapes and no numbers
     assert case.attend().shape == case.q.flatten(1).shape
-    assert len(launches) == 3  # plan, extend, decode
+    assert len(launches) == 3  # plan, whole rows, split rows
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ import torch
 
 from kernels import device
 from kernels.attention import extend as extend_attention
+from kernels.attention import paged
 from kernels.attention.extend import AttentionTile
 from tests.kernels.attention_case import Case
 
@@ -12,6 +13,7 @@ from tests.kernels.attention_case import Case
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+    monkeypatch.setattr(paged, "lanes_of_items", lambda *sizes, **kinds: None)
 
 
 @pytest.mark.parametrize("group, window", [(1, None), (1, 1), (1, 16), (3, None), (3, 5), (3, 40)])

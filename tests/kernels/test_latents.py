@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kernels import device
-from kernels.attention import decode as decode_attention
-from kernels.attention import decode_plan, paged, unfolded
 from kernels.attention import extend as extend_attention
+from kernels.attention import paged, split_kv, split_plan, unfolded
 from kernels.attention.extend import AttentionTile
 from kernels.attention.unfolded import MaskExpansion, plan_unfolded
 from kernels.layers.rope import rope_angles
@@ -48,9 +47,9 @@ def test_heads_are_divided_among_programs(monkeypatch, by_kernels):
     monkeypatch.setattr(
         extend_attention, "_tile", lambda *size, **kinds: AttentionTile(16, 16, 4, 2, 0)
     )
-    monkeypatch.setattr(decode_plan, "_tile", lambda *size: decode_plan.DecodeTile(16))
-    monkeypatch.setattr(decode_plan, "MIN_TILES", 1)
-    monkeypatch.setattr(decode_attention, "COMBINE_NUMBERS", 2 * 32)
+    monkeypatch.setattr(split_plan, "_tile", lambda *size, **kind: split_plan.SplitTile(16))
+    monkeypatch.setattr(split_plan, "MIN_TILES", 1)
+    monkeypatch.setattr(split_kv, "COMBINE_NUMBERS", 2 * 32)
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 20)
     case = Case(ROWS, **SHAPE | {"heads": 12})
     assert paged.latents_as_heads(case.kv, 12).shape[1:3] == (6, 2)

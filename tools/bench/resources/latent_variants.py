@@ -13,7 +13,7 @@ from kernels.attention.paged import paged_attention, plan_attention
 from kernels.pages.store_latents import rope_and_store_latents
 
 RANK, ROTATED, KEY_DIM, LAYERS = 512, 64, 128, 61
-PROMPT_TOKENS = 300
+PROMPTS = (2, 4096)  # one whose keys are split, and one that occupies the device
 NUM_PAGES = 4
 
 
@@ -52,8 +52,12 @@ class LatentModel:
 
     def mixed(self, n: int) -> None:
         """Run a chunk of a prompt beside decode rows."""
-        tokens, latents = n + PROMPT_TOKENS, self.pool.layers[1]
-        starts, each = (torch.zeros(rows, dtype=torch.int32) for rows in (n + 2, n + 1))
+        for prompt in PROMPTS:
+            self._attend(n, n + prompt)
+
+    def _attend(self, num_decodes: int, num_tokens: int) -> None:
+        latents = self.pool.layers[1]
+        starts, each = (torch.zeros(num_decodes + rows, dtype=torch.int32) for rows in (2, 1))
         plan = plan_attention(
             each,
             each,
@@ -61,9 +65,9 @@ class LatentModel:
             each,
             latents,
             num_heads=self.heads,
-            num_tokens=tokens,
-            num_decodes=n,
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
             value_dim=RANK,
         )
-        q = self.tensor(tokens, self.heads, RANK + ROTATED)
+        q = self.tensor(num_tokens, self.heads, RANK + ROTATED)
         paged_attention(q, latents, plan, scale=192**-0.5)

@@ -39,7 +39,8 @@ from tools.bench.resources.state_variants import HybridModel
 COUNTS = (1, 2, 16, 33, 256, 1000)  # of rows or tokens: none may need a separate kernel
 PAGE_SIZES = (16, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PROMPT_TOKENS = 300  # the prefill row of a mixed batch
+# The prefill row of a mixed batch: two whose keys are split, and one that occupies the device.
+PROMPTS = (2, 300, 4096)
 NUM_PAGES = 4
 NUM_SLOTS = 1024
 NUM_TOP = 20  # maximum logprobs of a request
@@ -222,7 +223,8 @@ class _Model:
         self._attend(num_rows=-(-n // 64), num_tokens=n + 1, num_decodes=0)
 
     def mixed(self, n: int) -> None:
-        self._attend(num_rows=n + 1, num_tokens=n + PROMPT_TOKENS, num_decodes=n)
+        for prompt in PROMPTS:
+            self._attend(num_rows=n + 1, num_tokens=n + prompt, num_decodes=n)
 
     def _attend(self, *, num_rows: int, num_tokens: int, num_decodes: int) -> None:
         shape = self.shape

@@ -1,4 +1,5 @@
-"""Part attention: decode against the read bandwidth, extend against the rate of matrix products.
+"""Part attention: decode steps and steps that verify drafts against the read bandwidth, extend
+against the rate of matrix products.
 
 Peers of extend are torch's own kernels on contiguous tensors, which a paged cache does not have.
 """
@@ -20,6 +21,7 @@ from tools.bench.gpu.setting import Setting
 
 TABLES: Tables = {
     "decode": COLUMNS,
+    "verify": COLUMNS,
     "extend": COLUMNS,
     "plan": COLUMNS,
     "latents": COLUMNS,
@@ -33,6 +35,7 @@ TABLES: Tables = {
 LARGE, SMALL = Heads(32, 8, 128), Heads(16, 8, 128)  # of 8B models and of Qwen3-0.6B
 DRY = Heads(4, 2, 32)
 PAGE_SIZE = 16
+VERIFIED = 4  # tokens of a row with three drafts
 LAYERS = 4  # in the pool, so that one layer's blocks are not adjacent
 TOLERANCE = 1e-2  # probabilities are rounded before they meet the values
 
@@ -40,7 +43,8 @@ TOLERANCE = 1e-2  # probabilities are rounded before they meet the values
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
     """Yield calls that need the same kernels as `measure`."""
     for heads in setting.sized((LARGE, SMALL), (DRY,)):
-        for rows in (Rows.decode([64]), Rows.extend(64, 64)):
+        extends = (Rows.extend(64, new) for new in (VERIFIED, 64, 2048))
+        for rows in (Rows.decode([64]), *extends):
             yield partial(_call_once, setting, rows, heads)
     for make in latents.ops(setting):
         yield partial(_make_and_call, make)
@@ -50,6 +54,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     setting.launch_kernels()
     yield from measure_ops(setting, _decodes(setting), "decode")
     yield from _skew(setting)
+    yield from measure_ops(setting, _verifies(setting), "verify")
     yield from measure_ops(setting, _extends(setting), "extend")
     yield from measure_ops(setting, _plans(setting), "plan")
     yield from measure_ops(setting, latents.ops(setting), "latents")
@@ -66,11 +71,22 @@ def _decodes(setting: Setting) -> Iterator[Callable[[], Op]]:
             yield partial(_decode, setting, case, Rows.decode(lengths), heads)
 
 
+def _verifies(setting: Setting) -> Iterator[Callable[[], Op]]:
+    """Yield verify steps of one row, which have to split its keys, and of many rows."""
+    heads = setting.sized(LARGE, DRY)
+    cases = ((1, 1024), (1, 8192), (1, 32768), (16, 8192), (64, 8192))
+    for batch, context in setting.sized(cases, ((2, 40),)):
+        lengths = tuple(context - row % 7 for row in range(batch))
+        rows = Rows((VERIFIED,) * batch, lengths)
+        yield partial(_decode, setting, f"verify {batch} x {context}", rows, heads)
+
+
 def _decode(setting: Setting, case: str, rows: Rows, heads: Heads) -> Op:
     data = make_data(setting, rows, heads)
+    kind, _, shape = case.partition(" ")
     return Op(
-        name="decode",
-        shape=f"{case.removeprefix('decode ')}, {heads}",
+        name=kind,
+        shape=f"{shape}, {heads}",
         call=data.attention(),
         error=data.error,
         tolerance=TOLERANCE,
@@ -105,7 +121,7 @@ def _skew(setting: Setting) -> Iterator[Row]:
 def _extends(setting: Setting) -> Iterator[Callable[[], Op]]:
     for heads in setting.sized((LARGE, SMALL), (DRY,)):
         for prefix, new in setting.sized(
-            ((0, 8192), (0, 1024), (8192, 2048), (8192, 256)), ((0, 20), (18, 9))
+            ((0, 8192), (0, 1024), (8192, 2048), (8192, 256), (32768, 64)), ((0, 20), (18, 9))
         ):
             yield partial(_extend, setting, prefix, new, heads)
 

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from unittest import mock
 
-from kernels.attention import decode_plan
 from kernels.attention import extend as extend_attention
-from kernels.attention.decode_plan import DecodeTile
+from kernels.attention import split_plan
 from kernels.attention.extend import AttentionTile
+from kernels.attention.split_plan import SplitTile
 from tools.bench.gpu.frame import Row, Tables, note
 from tools.bench.gpu.operations.paged import Paged, Rows
 from tools.bench.gpu.parts.attention import DRY, LARGE, TOLERANCE, make_data
@@ -45,10 +45,10 @@ class DecodeLaunch:
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        tile = DecodeTile(self.block, self.warps, self.stages, decode_plan.MAX_REGISTERS[2])
+        tile = SplitTile(self.block, self.warps, self.stages, split_plan.MAX_REGISTERS[2])
         with (
-            mock.patch.object(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", self.programs),
-            mock.patch.object(decode_plan, "_tile", return_value=tile),
+            mock.patch.object(split_plan, "PROGRAMS_PER_MULTIPROCESSOR", self.programs),
+            mock.patch.object(split_plan, "_tile", return_value=tile),
         ):
             yield
 
@@ -111,7 +111,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     for batch, context in setting.sized(((64, 8192), (1, 8192), (16, 1024), (1, 1024)), ((2, 40),)):
         rows = Rows.decode([context] * batch)
         yield from _best(setting, "decode", f"{batch} x {context}", rows, decodes)
-    for prefix, new in setting.sized(((0, 8192), (8192, 256)), ((9, 5),)):
+    for prefix, new in setting.sized(((0, 8192), (8192, 2048)), ((9, 5),)):
         rows = Rows.extend(prefix, new)
         yield from _best(setting, "extend", f"{new} after {prefix}", rows, extends)
 
@@ -123,7 +123,7 @@ def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
     for launch in once.values():
         yield partial(_call_once, setting, launch, Rows.decode([64]))
     for extend in extends:
-        yield partial(_call_once, setting, extend, Rows.extend(64, 64))
+        yield partial(_call_once, setting, extend, Rows.extend(64, 1024))
 
 
 def _launches(setting: Setting) -> tuple[Sequence[DecodeLaunch], Sequence[ExtendLaunch]]:

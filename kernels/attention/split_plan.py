@@ -1,0 +1,263 @@
+"""Division of a step's keys among programs, computed on the device.
+
+Rows are cut into items: consecutive queries that one program computes together. The keys of all
+items are cut into tiles. Every program gets an equal number of consecutive tiles, across items. So
+one long row, alone or among short ones, keeps the whole device busy. Independent of the computation
+on a tile.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import device
+
+# Starting points, to be tuned by tools/bench/gpu.
+PROGRAMS_PER_MULTIPROCESSOR = 2  # each with 64 KiB of keys and values in flight
+MIN_TILES = 2  # per program: fewer would not pay for their partial results
+LEAST_LANES = 16  # of an item, as products have at least so many rows
+MOST_LANES = 64  # of an item of many queries
+UNSPLIT_LANES = 128  # of a tile of the kernel that does not split keys
+PLAN_BLOCK = 1024  # rows with one query each
+ITEM_BLOCK = 64  # items of rows with several queries
+ROW_BLOCK = 128  # rows that are compared with these items at once
+WIDEST_HEAD = 128  # of which so many lanes do not spill registers
+LONGEST_HEAD = 256  # of keys that are not latents
+# By bytes of a stored number. Without a limit the compiler spills some registers so that more
+# programs fit than are launched.
+MAX_REGISTERS = {1: 224, 2: 168}
+
+
+class SplitTile(NamedTuple):
+    """The shape and launch parameters of one program's tile."""
+
+    keys: int
+    warps: int = 4
+    stages: int = 3  # of the load pipeline, if they fit
+    registers: int | None = None  # maximum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitPlan:
+    """The tiles of keys of each item, and scratch memory that the layers use in turn.
+
+    Attributes:
+        query_starts: of the batch, whose first rows these are. None: these are its last rows, with
+            one query each.
+        lanes: of an item, a power of two: its queries times the heads that share a KV head.
+        queries: of an item, at most.
+        num_programs: per KV head.
+    """
+
+    tile_starts: Tensor  # int32 [num_items + 1]: item i's tiles are [tile_starts[i], [i + 1])
+    partials: Tensor  # float32 [kv_heads, 2 * num_programs, queries * group, value_dim]
+    logs: Tensor  # float32 [kv_heads, 2 * num_programs, queries * group]
+    arrivals: Tensor  # int32 [kv_heads, num_items], zeros between layers
+    query_starts: Tensor | None
+    num_rows: int
+    num_items: int
+    lanes: int
+    queries: int
+    num_programs: int
+    min_tiles: int  # per program
+    tile: SplitTile
+    window: int | None
+
+
+def lanes_of_items(
+    num_rows: int,
+    num_queries: int,
+    *,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    element_size: int,
+    multiprocessors: int,
+) -> int | None:
+    """Return the lanes of an item of rows with several queries, or None if their keys are not to be
+    split.
+
+    Keys are split if rows have fewer lanes on average than a tile of the other kernel, which would
+    be mostly empty, or if all its programs together would leave multiprocessors idle.
+    """
+    least = max(LEAST_LANES, int(triton.next_power_of_2(group)))
+    most = max(least, MOST_LANES) if element_size <= 2 and head_dim <= WIDEST_HEAD else least
+    lanes = num_queries * group
+    for fitting in (least, most):
+        if lanes <= num_rows * fitting:
+            return fitting
+    programs = (lanes // UNSPLIT_LANES + num_rows) * kv_heads
+    return most if programs < multiprocessors else None
+
+
+def programs_per_head(kv_heads: int, multiprocessors: int) -> int:
+    """Return the number of programs of a KV head, whatever the lengths."""
+    return -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // kv_heads)
+
+
+def plan_split(
+    lengths: Tensor,
+    kv: Tensor,
+    num_rows: int,
+    num_queries: int,
+    *,
+    num_heads: int,
+    window: int | None,
+    lanes: int | None = None,
+    query_starts: Tensor | None = None,
+    value_dim: int | None = None,
+) -> SplitPlan:
+    """Plan rows whose keys are split. One launch, without waiting for it.
+
+    Args:
+        lengths: int32, of all rows of a batch.
+        lanes: of an item. None: as few as one query has.
+        query_starts: int32, of a batch whose first rows are planned. None: its last rows are, with
+            one query each.
+    """
+    kv_heads, head_dim = kv.shape[1], kv.shape[4]
+    group = num_heads // kv_heads
+    lanes = lanes or max(LEAST_LANES, int(triton.next_power_of_2(group)))
+    queries, num_items = 1, num_rows
+    if query_starts is not None:
+        queries = lanes // group
+        num_items = num_queries // queries + num_rows  # each row's last may be partial
+    num_programs = programs_per_head(kv_heads, device.num_multiprocessors(kv.device))
+    slots = (kv_heads, 2 * num_programs, queries * group)
+    plan = SplitPlan(
+        tile_starts=torch.empty(num_items + 1, dtype=torch.int32, device=kv.device),
+        partials=torch.empty(*slots, value_dim or head_dim, dtype=torch.float32, device=kv.device),
+        logs=torch.empty(slots, dtype=torch.float32, device=kv.device),
+        arrivals=torch.empty(kv_heads, num_items, dtype=torch.int32, device=kv.device),
+        query_starts=query_starts,
+        num_rows=num_rows,
+        num_items=num_items,
+        lanes=lanes,
+        queries=queries,
+        num_programs=num_programs,
+        min_tiles=MIN_TILES,
+        tile=_tile(head_dim, kv.element_size(), lanes, single=queries == 1),
+        window=window,
+    )
+    _plan_kernel[(1,)](
+        lengths,
+        query_starts,
+        plan.tile_starts,
+        plan.arrivals,
+        0 if query_starts is not None else lengths.shape[0] - num_rows,
+        num_rows,
+        num_items,
+        kv_heads,
+        queries,
+        window or 0,
+        plan.tile.keys,
+        PLAN_BLOCK if query_starts is None else ITEM_BLOCK,
+        ROW_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return plan
+
+
+def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> SplitTile:
+    """Return a tile with at most 16 KiB of K in half precision, or 36 KiB of latents, which are
+    longer.
+
+    Args:
+        single: an item has one query. Several take further registers.
+    """
+    held = max(2, element_size)  # bytes in registers, where narrower numbers are widened
+    if head_dim > LONGEST_HEAD:
+        return SplitTile(keys=64 // held, warps=8)
+    keys = 64 if head_dim * held <= 256 else 32
+    if lanes >= MOST_LANES:
+        return SplitTile(keys, warps=8)
+    if not single:
+        return SplitTile(keys, registers=255)  # two programs fit, and a lower limit spills
+    return SplitTile(keys, registers=MAX_REGISTERS.get(element_size))
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_items"])
+def _plan_kernel(
+    lengths_ptr,
+    query_starts_ptr,
+    tile_starts_ptr,
+    arrivals_ptr,
+    first_row,
+    num_rows,
+    num_items,
+    KV_HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+):
+    """Compute tile_starts. An item without keys gets one tile, so that a program writes its
+    zeros. One without queries gets none."""
+    tl.store(tile_starts_ptr, 0)
+    total = 0
+    for first in range(0, num_items, BLOCK):
+        items = first + tl.arange(0, BLOCK)
+        live = items < num_items
+        if query_starts_ptr is None:
+            length = tl.load(lengths_ptr + first_row + items, mask=live, other=0)
+            begin, end = keys_of_item(length - 1, length, QUERIES, WINDOW)
+        else:
+            row = tl.zeros([BLOCK], tl.int32) - 1
+            for first_of_rows in range(0, num_rows, ROW_BLOCK):
+                rows = first_of_rows + tl.arange(0, ROW_BLOCK)
+                starts = tl.load(query_starts_ptr + rows, mask=rows < num_rows, other=0)
+                numbers = tl.where(rows < num_rows, starts // QUERIES + rows, num_items)
+                row += tl.sum((numbers[None, :] <= items[:, None]).to(tl.int32), 1)
+            row = tl.minimum(row, num_rows - 1)
+            row_query = tl.load(query_starts_ptr + row)
+            num_queries = tl.load(query_starts_ptr + row + 1) - row_query
+            first_query = (items - row_query // QUERIES - row) * QUERIES
+            length = tl.load(lengths_ptr + row)
+            begin, end = keys_of_item(length - num_queries + first_query, length, QUERIES, WINDOW)
+            live = live & (first_query < num_queries)
+        tiles = tl.maximum(tl.cdiv(end, BLOCK_N), 1) - begin // BLOCK_N
+        tiles = tl.where(live, tiles, 0)
+        tl.store(tile_starts_ptr + 1 + items, total + tl.cumsum(tiles), mask=items < num_items)
+        total += tl.sum(tiles)
+    for first in range(0, num_items * KV_HEADS, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        tl.store(arrivals_ptr + places, 0, mask=places < num_items * KV_HEADS)
+
+
+@triton.jit
+def keys_of_item(oldest, length, QUERIES: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the first key that a query of an item sees, and the end of all that its queries see.
+
+    Args:
+        oldest: token of the item's first query. Negative in a row without keys.
+    """
+    end = tl.maximum(tl.minimum(oldest + QUERIES, length), 0)
+    if WINDOW:
+        return tl.maximum(oldest - WINDOW + 1, 0), end
+    else:
+        return oldest * 0, end
+
+
+@triton.jit
+def busy_programs(num_tiles, num_programs, MIN_TILES: tl.constexpr):
+    """Return how many programs get tiles: all, unless that leaves them fewer than MIN_TILES."""
+    return tl.minimum(tl.maximum(num_tiles // MIN_TILES, 1), num_programs)
+
+
+@triton.jit
+def first_tile(program, num_tiles, busy):
+    """Return the first tile of a program. Programs differ by one tile at most. Correct for up to
+    2 ** 31 / busy tiles, which are hundreds of millions of keys."""
+    return program * num_tiles // busy
+
+
+@triton.jit
+def program_of(tile, num_tiles, busy):
+    """Return the program that has this tile, the inverse of `first_tile`."""
+    return ((tile + 1) * busy - 1) // num_tiles
