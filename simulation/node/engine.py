@@ -18,6 +18,7 @@ from simulation.device.runner import SimRunner, SimStep
 from simulation.node.options import check_config
 from simulation.node.parts import SimParts
 from simulation.node.runtime import SimRuntime
+from simulation.node.wires import WireTo, healthy
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +75,15 @@ class SimEngine:
         runner: None until the engine has started.
         moves: not set while the engine is frozen, for tests of failures.
 
+    Args:
+        wire_to: the network between this node and others.
+
     Made on the event loop, on which the engine runs from then on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wire_to: WireTo = healthy) -> None:
         self.engine_socket, engine_end = socket_pair()
+        self._wire_to = wire_to
         self._channel = SimChannel(engine_end)
         self._handed_over: list[socket.socket] = []
         self.runner: SimRunner | None = None
@@ -166,7 +171,9 @@ class SimEngine:
                 config = CONFIGS[start.role].model_validate_json(start.config)
                 roles[start.role].check(parts)
                 transfer_socket = self._handed_over.pop(0)
-                runtime = SimRuntime.of(parts, start, config, self._channel, transfer_socket)
+                runtime = SimRuntime.of(
+                    parts, start, config, self._channel, transfer_socket, self._wire_to
+                )
                 role = roles[start.role].make_role(parts, runtime, config)
                 try:
                     await self._drive(role, runtime, parts)

@@ -28,8 +28,10 @@ from router.token_buffer import UNKNOWN_VERSION, ModelVersion, NodeOutput
 from simulation.node.engine import SimEngine
 from simulation.node.options import check_config
 from simulation.node.tokenizer import has_model_files, write_model_files
-from simulation.virtual.network import MemoryHost, MemoryServer
+from simulation.virtual.faults import ROUTER
+from simulation.virtual.network import MemoryHost, MemoryNetwork
 from simulation.virtual.scenario import Arrival, Scenario
+from simulation.virtual.wires import Wires
 
 _FIRST_PORT = 50100
 _READY_S = 60.0
@@ -70,7 +72,7 @@ class Response:
 
 
 class VirtualNode:
-    """A node with its own place on the network."""
+    """A node with its own place on the network. See FaultyNode."""
 
     def __init__(self, program: RoleProgram, host: MemoryHost) -> None:
         self._host = host
@@ -96,6 +98,15 @@ class VirtualNode:
         for each in self._engines:
             each.moves.set()
 
+    async def slow(self, factor: float, seconds: float) -> None:
+        """Make the steps of the device longer for a time, as a throttled GPU does."""
+        runners = [each.runner for each in self._engines if each.runner is not None]
+        for each in runners:
+            each.slowness *= factor
+        await asyncio.sleep(seconds)
+        for each in runners:
+            each.slowness /= factor
+
     async def kill(self) -> None:
         """End the node at once, as `kill -9` does: its peers see only that connections end."""
         self._host.kill()
@@ -105,20 +116,21 @@ class VirtualNode:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def _spawn(self) -> SimEngine:
-        engine = SimEngine()
+        engine = SimEngine(self._host.network.wires_of(self._host.name))
         self._engines.append(engine)
         return engine
 
 
 class VirtualCluster:
-    """A running cluster. Made by `running`.
+    """A running cluster. Made by `running`. See FaultyCluster.
 
     Attributes:
         nodes: by the names of Scenario.nodes.
     """
 
-    def __init__(self, nodes: Mapping[str, VirtualNode], router: ModelNodes) -> None:
+    def __init__(self, nodes: Mapping[str, VirtualNode], router: ModelNodes, wires: Wires) -> None:
         self.nodes = nodes
+        self.wires = wires
         self._router = router
         self._records = RequestRecords(router.base.metrics, router.base.timelines)
 
@@ -176,12 +188,11 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
     Raises:
         ConfigError: the nodes do not support the scenario.
     """
-    servers: dict[str, MemoryServer] = {}
+    network = MemoryNetwork()
     programs = _programs(scenario, directory / "pools")
     addresses = {name: _address(program) for name, program in programs.items()}
     nodes = {
-        name: VirtualNode(program, MemoryHost(addresses[name].rpartition(":")[0], servers))
-        for name, program in programs.items()
+        name: VirtualNode(program, MemoryHost(name, network)) for name, program in programs.items()
     }
     config = RouterConfig(
         model=str(_files(scenario.cluster.model, directory)),
@@ -189,13 +200,13 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
         decode=tuple(a for name, a in addresses.items() if not name.startswith("prefill")),
         policy=scenario.policy,
     )
-    with ExitStack() as resources, rpc.use(MemoryHost("router", servers)):
+    with ExitStack() as resources, rpc.use(MemoryHost(ROUTER, network)):
         base = make_base(config, resources)
         model = make_model(base, config, model_files.load(config.model), resources)
         router = await make_nodes(base, model)
         following = asyncio.ensure_future(router.membership.run())
         try:
-            yield VirtualCluster(nodes, router)
+            yield VirtualCluster(nodes, router, network.wires)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)

@@ -11,9 +11,10 @@ from common.config import DecodeConfig
 from simulation.cost import StepCost
 from simulation.virtual.clock import VirtualClock
 from simulation.virtual.cluster import Response, VirtualCluster, running
+from simulation.virtual.faults import Fault
 from simulation.virtual.loop import VirtualLoop
 from simulation.virtual.report import RunReport, make_report
-from simulation.virtual.scenario import Arrival, Fault, Scenario
+from simulation.virtual.scenario import Arrival, Scenario
 
 NAME = "sim"
 _PAGE_SIZE = DecodeConfig.model_validate({"engine": {"model": ""}}).engine.cache.page_size
@@ -69,10 +70,7 @@ async def _responses(
 
 async def _fail(cluster: VirtualCluster, fault: Fault, begin: float) -> None:
     await _until(begin + fault.at)
-    if fault.kill is not None:
-        await cluster.nodes[fault.kill].kill()
-    elif fault.freeze is not None and fault.seconds is not None:
-        await cluster.nodes[fault.freeze].freeze(fault.seconds)
+    await fault.strike(cluster)
 
 
 async def _until(at: float) -> None:

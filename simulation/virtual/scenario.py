@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from common.config.router import Policy
 from simulation.plan.traffic import TraceLine, trace_lines
+from simulation.virtual.faults import ROUTER, Fault, Record, fault_of, targets
 
 _MAX_BYTES = 1 << 20
 _LETTERS = range(ord("a"), ord("z") + 1)
@@ -23,11 +24,7 @@ Ranks = Literal[1, 2, 4, 8]
 Nodes = Annotated[int, Meta(ge=0, le=256)]
 
 
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A mapping of the file. Unknown keys are refused by name."""
-
-
-class ClusterSpec(_Record, frozen=True):
+class ClusterSpec(Record, frozen=True):
     """The nodes: `prefill` and `decode`, or `colocated`.
 
     Attributes:
@@ -47,7 +44,7 @@ class ClusterSpec(_Record, frozen=True):
     path: Literal["nvlink", "rdma400", "tcp100", "tcp25"] = "rdma400"
 
 
-class LoadSpec(_Record, frozen=True):
+class LoadSpec(Record, frozen=True):
     """The requests.
 
     Attributes:
@@ -64,22 +61,6 @@ class LoadSpec(_Record, frozen=True):
     requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
 
 
-class Fault(_Record, frozen=True):
-    """The failure of a node, named "prefill/0", "decode/1" or "colocated/0".
-
-    Attributes:
-        at: seconds after the begin of the load.
-        kill: node that ends, as if killed.
-        freeze: node whose engine stops for a time. Its frontend continues.
-        seconds: of the freeze.
-    """
-
-    at: Annotated[float, Meta(ge=0, le=1e6)]
-    kill: str | None = None
-    freeze: str | None = None
-    seconds: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-
-
 class Arrival(msgspec.Struct, frozen=True):
     """A request.
 
@@ -94,7 +75,7 @@ class Arrival(msgspec.Struct, frozen=True):
     output: int
 
 
-class Scenario(_Record, frozen=True):
+class Scenario(Record, frozen=True):
     """A run. The same file always gives the same times."""
 
     cluster: ClusterSpec
@@ -158,7 +139,7 @@ def read(file: Path) -> Scenario:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{file} is larger than {_MAX_BYTES >> 20} MiB")
         content: Any = yaml.safe_load(file.read_text())
-        scenario = msgspec.convert(content, Scenario)
+        scenario = msgspec.convert(content, Scenario, dec_hook=lambda _, fault: fault_of(fault))
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from error
     except (msgspec.ValidationError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -183,10 +164,11 @@ def _problems(scenario: Scenario) -> Iterator[str]:
         yield "load: expected trace, or rate, input, output and requests"
     if scenario.policy == "session_affinity":
         yield "policy: session_affinity is not supported: the requests of a load have no sessions"
-    for fault in scenario.faults:
-        if (fault.kill is None) == (fault.freeze is None):
-            yield "faults: expected kill or freeze"
-        if (fault.freeze is None) != (fault.seconds is None):
-            yield "faults: freeze needs seconds, and only freeze has them"
-        if (name := fault.kill or fault.freeze) not in scenario.nodes:
-            yield f"faults: no node is called {name!r}: expected one of {scenario.nodes}"
+    for index, fault in enumerate(scenario.faults):
+        names = targets(fault)
+        known = scenario.nodes if len(names) == 1 else [*scenario.nodes, ROUTER]
+        for name in names:
+            if name not in known:
+                yield f"faults[{index}]: {name!r} does not exist: expected one of {known}"
+        if len(set(names)) < len(names):
+            yield f"faults[{index}]: expected two different processes, not {names[0]!r} twice"
