@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from common.errors import ConfigError
 from common.logs import kv
 from common.process.ipc import FrameSocket, PeerGone, socket_pair
+from engine.core import EngineCore
 from node.control.engine_control import RoleEnded
 from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
 from node.role_parts import CONFIGS, DrivenRole, load_roles
@@ -72,7 +73,7 @@ class SimEngine:
     """The frontend's view of a simulated engine. EngineProcess documents the other members.
 
     Attributes:
-        runner: None until the engine has started.
+        runner, core: None until the engine has started.
         moves: not set while the engine is frozen, for tests of failures.
 
     Args:
@@ -87,6 +88,7 @@ class SimEngine:
         self._channel = SimChannel(engine_end)
         self._handed_over: list[socket.socket] = []
         self.runner: SimRunner | None = None
+        self.core: EngineCore | None = None
         self.moves = asyncio.Event()
         self.moves.set()
         self.renew_transfer_socket()
@@ -155,7 +157,7 @@ class SimEngine:
         # All host pages, because the node may become a decode node. They cost nothing here.
         wanted = roles[start.role].wants(config.engine)
         parts = SimParts.of(wanted.model_copy(update={"cache": config.engine.cache}))
-        self.runner = parts.runner
+        self.runner, self.core = parts.runner, parts.core
         log.info(
             "simulated engine %s",
             kv(

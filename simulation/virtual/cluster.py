@@ -1,8 +1,10 @@
 """A cluster in virtual time: the shipped router without HTTP and ports, and simulated nodes."""
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +15,8 @@ from api.program.nodes import ModelNodes, make_base, make_model, make_nodes
 from api.text import model_files
 from common import rpc
 from common.config import RouterConfig
-from common.errors import ConfigError, ServingError
+from common.errors import ConfigError, EngineFault, ServingError
+from common.logs import kv
 from common.request import RequestSpec
 from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
@@ -21,6 +24,7 @@ from node.frontend.engine_link import RoleProgram
 from node.frontend.frontend import Node
 from node.role_parts import CONFIGS
 from node.roles import other, program_of
+from router.cluster.cluster_state import NodeReport
 from router.generation import Generation
 from router.policy.load import RequestDue
 from router.record import RequestRecords
@@ -31,7 +35,8 @@ from simulation.node.tokenizer import has_model_files, write_model_files
 from simulation.virtual.faults import ROUTER
 from simulation.virtual.network import MemoryHost, MemoryNetwork
 from simulation.virtual.scenario import Arrival, Scenario
-from simulation.virtual.wires import Wires
+
+log = logging.getLogger(__name__)
 
 _FIRST_PORT = 50100
 _READY_S = 60.0
@@ -46,6 +51,7 @@ class Response:
         times: time.monotonic() of each token.
         version: of the last token.
         error: why the request failed. "": it did not.
+        ended_at: time.monotonic() of the end of the request.
     """
 
     arrival: Arrival
@@ -55,6 +61,7 @@ class Response:
     version: ModelVersion = UNKNOWN_VERSION
     ended: bool = False
     error: str = ""
+    ended_at: float = math.inf
 
     def note_cached_tokens(self, cached_tokens: int | None) -> None:
         """Do nothing: reports do not have the number."""
@@ -72,9 +79,14 @@ class Response:
 
 
 class VirtualNode:
-    """A node with its own place on the network. See FaultyNode."""
+    """A node with its own place on the network. See FaultyNode.
+
+    Attributes:
+        killed: whether `kill` was called.
+    """
 
     def __init__(self, program: RoleProgram, host: MemoryHost) -> None:
+        self.killed = False
         self._host = host
         self._engines: list[SimEngine] = []
         with rpc.use(host):
@@ -86,6 +98,22 @@ class VirtualNode:
         """Return the duration of all steps of its device."""
         return sum(each.runner.busy_s for each in self._engines if each.runner is not None)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._task.done()
+
+    def problems(self) -> Iterator[str]:
+        """Yield each inconsistency of the core of an engine without requests."""
+        for each in self._engines:
+            if (core := each.core) is None:
+                continue
+            if live := int(core.table.live.sum()):
+                yield f"{live} slots are in use"
+            try:
+                core.pages.check()
+            except EngineFault as error:
+                yield str(error)
+
     async def ended(self) -> None:
         """Wait until the node ends by itself."""
         await asyncio.wait({self._task})
@@ -94,21 +122,26 @@ class VirtualNode:
         """Stop the engine for a time, as a stuck device does."""
         for each in self._engines:
             each.moves.clear()
-        await asyncio.sleep(seconds)
-        for each in self._engines:
-            each.moves.set()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            for each in self._engines:
+                each.moves.set()
 
     async def slow(self, factor: float, seconds: float) -> None:
         """Make the steps of the device longer for a time, as a throttled GPU does."""
         runners = [each.runner for each in self._engines if each.runner is not None]
         for each in runners:
             each.slowness *= factor
-        await asyncio.sleep(seconds)
-        for each in runners:
-            each.slowness /= factor
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            for each in runners:
+                each.slowness /= factor
 
     async def kill(self) -> None:
         """End the node at once, as `kill -9` does: its peers see only that connections end."""
+        self.killed = True
         self._host.kill()
         for each in self._engines:
             each.close()
@@ -128,13 +161,16 @@ class VirtualCluster:
         nodes: by the names of Scenario.nodes.
     """
 
-    def __init__(self, nodes: Mapping[str, VirtualNode], router: ModelNodes, wires: Wires) -> None:
+    def __init__(
+        self, nodes: Mapping[str, VirtualNode], router: ModelNodes, network: MemoryNetwork
+    ) -> None:
         self.nodes = nodes
-        self.wires = wires
+        self.wires = network.wires
+        self._names = network.names
         self._router = router
         self._records = RequestRecords(router.base.metrics, router.base.timelines)
 
-    async def answer(self, arrival: Arrival, name: str) -> Response:
+    async def answer(self, arrival: Arrival) -> Response:
         """Send a request, and return its complete response or its error."""
         now = time.monotonic()
         response = Response(arrival, now)
@@ -144,11 +180,13 @@ class VirtualCluster:
         )
         sampling = SamplingParams(max_tokens=arrival.output, seed=1, ignore_eos=True)
         spec = RequestSpec(
-            token_ids=as_bytes(list(arrival.prompt)), sampling=sampling, request_id=name
+            token_ids=as_bytes(list(arrival.prompt)),
+            sampling=sampling,
+            request_id=arrival.name,
         )
         cluster = self._router.cluster
         try:
-            with self._records.begin(name, "", "", "") as record:
+            with self._records.begin(arrival.name, "", "", "") as record:
                 async with asyncio.timeout(budget_s):
                     cluster.check_in_time(due)
                     await Generation(spec, due, response, record, cluster).run()
@@ -157,7 +195,16 @@ class VirtualCluster:
             response.error = type(error).__name__
         except TimeoutError:
             response.error = "TimeoutError"
+        except Exception as error:
+            log.exception("the router failed %s", kv(request_id=arrival.name))
+            response.error = type(error).__name__
+        response.ended_at = time.monotonic()
         return response
+
+    async def reports(self) -> dict[str, NodeReport]:
+        """Return what the router knows of each node, by name."""
+        reports = await self._router.state.look()
+        return {self._names[each.address]: each for each in reports}
 
     async def until_ready(self) -> None:
         """Wait until all nodes serve.
@@ -199,6 +246,7 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
         prefill=tuple(a for name, a in addresses.items() if name.startswith("prefill")),
         decode=tuple(a for name, a in addresses.items() if not name.startswith("prefill")),
         policy=scenario.policy,
+        request_timeout_s=scenario.load.timeout,
     )
     with ExitStack() as resources, rpc.use(MemoryHost(ROUTER, network)):
         base = make_base(config, resources)
@@ -206,7 +254,7 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
         router = await make_nodes(base, model)
         following = asyncio.ensure_future(router.membership.run())
         try:
-            yield VirtualCluster(nodes, router, network.wires)
+            yield VirtualCluster(nodes, router, network)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -225,6 +273,7 @@ def _programs(scenario: Scenario, pools: Path) -> dict[str, RoleProgram]:
                 "model": cluster.model,
                 "device": f"sim:{cluster.gpu}",
                 "parallel": {"tp": getattr(cluster, f"{role}_tp")},
+                "cache": {"num_pages": cluster.pages},
                 "sim": {"link": cluster.path, "pool_dir": pools},
             },
         }

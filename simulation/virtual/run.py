@@ -2,9 +2,12 @@
 
 import asyncio
 import gc
+import logging
 import tempfile
 import time
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from common import logs
 from common.config import DecodeConfig
@@ -12,6 +15,7 @@ from simulation.cost import StepCost
 from simulation.virtual.clock import VirtualClock
 from simulation.virtual.cluster import Response, VirtualCluster, running
 from simulation.virtual.faults import Fault
+from simulation.virtual.invariants import TracebackLog, of_responses, unrest
 from simulation.virtual.loop import VirtualLoop
 from simulation.virtual.report import RunReport, make_report
 from simulation.virtual.scenario import Arrival, Scenario
@@ -30,6 +34,8 @@ def run(scenario: Scenario, clock: VirtualClock) -> RunReport:
         ValueError: the trace or the GPU is invalid.
     """
     logs.setup(NAME, "error", "text")
+    tracebacks = TracebackLog()
+    logging.getLogger().addHandler(tracebacks)
     cluster = scenario.cluster
     cost = StepCost.of(cluster.gpu, cluster.model, cluster.decode_tp)
     arrivals = list(scenario.arrivals())
@@ -37,7 +43,8 @@ def run(scenario: Scenario, clock: VirtualClock) -> RunReport:
         tempfile.TemporaryDirectory(prefix="baton-sim-") as directory,
         asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner,
     ):
-        return runner.run(_run(scenario, arrivals, cost, Path(directory)))
+        report = runner.run(_run(scenario, arrivals, cost, Path(directory)))
+    return replace(report, violations=[*report.violations, *tracebacks.lines])
 
 
 async def _run(
@@ -54,17 +61,19 @@ async def _run(
         finally:
             for each in faults:
                 each.cancel()
+            await asyncio.gather(*faults, return_exceptions=True)
         busy_s = {name: node.busy_s - before[name] for name, node in cluster.nodes.items()}
-        return make_report(responses, begin, busy_s, cost, _PAGE_SIZE)
+        violations = [*of_responses(responses, _PAGE_SIZE), *await unrest(cluster)]
+        return make_report(responses, begin, busy_s, cost, _PAGE_SIZE, violations)
 
 
 async def _responses(
     cluster: VirtualCluster, arrivals: list[Arrival], begin: float
 ) -> list[Response]:
     asked = []
-    for index, arrival in enumerate(arrivals):
+    for arrival in arrivals:
         await _until(begin + arrival.at)
-        asked.append(asyncio.ensure_future(cluster.answer(arrival, f"request-{index}")))
+        asked.append(asyncio.ensure_future(cluster.answer(arrival)))
     return await asyncio.gather(*asked)
 
 

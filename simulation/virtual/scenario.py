@@ -20,7 +20,9 @@ _LETTERS = range(ord("a"), ord("z") + 1)
 _MOST_TOKENS = 1 << 20
 _BLOCK_TOKENS = 512  # of a trace
 Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
+Range = tuple[int, int]
 Ranks = Literal[1, 2, 4, 8]
+NetworkPath = Literal["nvlink", "rdma400", "tcp100", "tcp25"]
 Nodes = Annotated[int, Meta(ge=0, le=256)]
 
 
@@ -32,6 +34,7 @@ class ClusterSpec(Record, frozen=True):
         model: see `simulation.cost.models`.
         prefill_tp, decode_tp: GPUs of each node.
         path: the network of each node.
+        pages: of each node's KV pool. None: as many as fit.
     """
 
     gpu: str
@@ -41,38 +44,52 @@ class ClusterSpec(Record, frozen=True):
     colocated: Nodes = 0
     prefill_tp: Ranks = 1
     decode_tp: Ranks = 1
-    path: Literal["nvlink", "rdma400", "tcp100", "tcp25"] = "rdma400"
+    path: NetworkPath = "rdma400"
+    pages: Count | None = None
 
 
 class LoadSpec(Record, frozen=True):
     """The requests.
 
     Attributes:
-        rate: requests/s with Poisson arrivals, of `input` and `output` tokens.
+        rate: requests/s with Poisson arrivals, of `input` and `output` tokens. A pair is a range.
+        prefixes: number of texts of 512 tokens, with one of which each prompt begins. 0: none.
         trace: file of JSON lines with timestamp (ms), input_length, output_length and hash_ids, in
             place of `rate`, `input` and `output`.
         requests: their number. With a trace, its first ones. 0: all.
+        only: numbers of the requests that are sent. The others are left out. None: all.
+        timeout: seconds for a complete request.
     """
 
     rate: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    input: Count | None = None
-    output: Count | None = None
+    input: int | Range | None = None
+    output: int | Range | None = None
+    prefixes: Annotated[int, Meta(ge=0, le=1000)] = 0
     trace: str | None = None
     requests: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    only: tuple[Annotated[int, Meta(ge=0)], ...] | None = None
+    timeout: Annotated[float, Meta(gt=0, le=86400)] = 600.0
 
 
 class Arrival(msgspec.Struct, frozen=True):
     """A request.
 
     Attributes:
+        number: of the request in the load.
         at: seconds after the begin of the load.
         prompt: its tokens, a byte each.
         output: tokens of the response.
     """
 
+    number: int
     at: float
     prompt: bytes
     output: int
+
+    @property
+    def name(self) -> str:
+        """Return the id of the request."""
+        return f"request-{self.number}"
 
 
 class Scenario(Record, frozen=True):
@@ -98,12 +115,14 @@ class Scenario(Record, frozen=True):
         """Yield all requests in order of arrival. Raises ValueError if the trace is invalid."""
         rng = random.Random(self.seed)
         lines = self._drawn(rng) if self.load.trace is None else self._traced(Path(self.load.trace))
-        for line in lines:
+        only = None if self.load.only is None else frozenset(self.load.only)
+        for number, line in enumerate(lines):
             num_blocks = -(-line.input_length // _BLOCK_TOKENS)
             shared = b"".join(_block(self.seed, block) for block in line.hash_ids[:num_blocks])
             rest = bytes(rng.choices(_LETTERS, k=max(0, line.input_length - len(shared))))
             prompt = (shared + rest)[: line.input_length]
-            yield Arrival(line.timestamp / 1e3, prompt, line.output_length)
+            if only is None or number in only:
+                yield Arrival(number, line.timestamp / 1e3, prompt, line.output_length)
 
     def _traced(self, file: Path) -> Iterator[TraceLine]:
         lines = islice(trace_lines(file), self.load.requests or None)
@@ -120,7 +139,12 @@ class Scenario(Record, frozen=True):
         at = 0.0
         for _ in range(load.requests):
             at += rng.expovariate(load.rate)
-            yield TraceLine(load.input, load.output, 1e3 * at)
+            shared = [rng.randrange(load.prefixes)] if load.prefixes else []
+            yield TraceLine(_count(load.input, rng), _count(load.output, rng), 1e3 * at, shared)
+
+
+def _count(value: int | Range, rng: random.Random) -> int:
+    return value if isinstance(value, int) else rng.randint(*value)
 
 
 @lru_cache(maxsize=4096)
@@ -158,6 +182,15 @@ def _problems(scenario: Scenario) -> Iterator[str]:
     if cluster.prefill_tp > 1 and not cluster.prefill:
         yield "cluster.prefill_tp is not used without cluster.prefill"
     given = [name for name in ("rate", "input", "output") if getattr(load, name) is not None]
+    for name in ("input", "output"):  # msgspec cannot limit the members of this union
+        value = getattr(load, name)
+        if value is None:
+            continue
+        least, most = value if isinstance(value, tuple) else (value, value)
+        if not 1 <= least <= most <= _MOST_TOKENS:
+            yield f"load.{name}: expected 1 to {_MOST_TOKENS}, or a range of such numbers"
+    if load.trace is not None and load.prefixes:
+        yield "load.trace excludes load.prefixes"
     if load.trace is not None and given:
         yield f"load.trace excludes {', '.join(f'load.{name}' for name in given)}"
     if load.trace is None and (len(given) < 3 or not load.requests):
