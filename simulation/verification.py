@@ -208,7 +208,7 @@ class _LayoutTest:
         file = self._directory / "sim.yaml"
         file.write_bytes(msgspec.json.encode(self._scenario(rate)))
         done = subprocess.run(
-            command(file, "json"),
+            command(str(file)),
             # A run that is ended leaves its temporary files there.
             env={**environment(), "TMPDIR": str(self._directory)},
             capture_output=True,
