@@ -1,8 +1,8 @@
 """`baton sim`: runs a simulated cluster in virtual time. Needs no GPU."""
 
+import argparse
 import os
 import sys
-from pathlib import Path
 
 from cli import client
 from common.settings import ConfigArgumentParser
@@ -11,14 +11,45 @@ from simulation.virtual.process import command, environment
 PROGRAM = "baton sim"
 
 
+_MOST_SEEDS = 1 << 31
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) >= _MOST_SEEDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid: expected 0 to {_MOST_SEEDS - 1}")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    if (number := _seed(text)) == 0:
+        raise argparse.ArgumentTypeError("expected at least 1")
+    return number
+
+
 def parser() -> ConfigArgumentParser:
     parser = ConfigArgumentParser(
         prog=PROGRAM,
         description="Run a cluster of simulated nodes in virtual time: the shipped router, nodes "
         "and hand-offs, with step times of a cost model. Prints TTFT, ITL, throughput, right "
-        "responses and a hash, which is the same in each run of a file. Opens no ports.",
+        "responses, broken rules and a hash, which is the same in each run of a file. Opens no "
+        "ports.",
     )
-    parser.add_argument("file", metavar="FILE", help="YAML file with cluster, load, policy, faults")
+    parser.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="YAML file with cluster, load, policy, faults, operations, planner",
+    )
+    parser.add_argument(
+        "--chaos",
+        type=_seed,
+        metavar="SEED",
+        help="seed that draws cluster, load and faults, in place of FILE. If a run breaks a rule, "
+        "a file with as few faults and requests as possible is printed, which repeats it",
+    )
+    parser.add_argument(
+        "--seeds", type=_number, metavar="N", help="number of seeds, from SEED on (1)"
+    )
     client.add_json_flag(parser)
     return parser
 
@@ -28,8 +59,16 @@ def main() -> int:
 
     Its clocks are replaced before the modules that read them are imported.
     """
-    options = parser().parse_args()
-    words = command(Path(options.file), "json" if options.json else "text", "cli.virtual")
+    given = parser()
+    options = given.parse_args()
+    if (options.file is None) == (options.chaos is None):
+        given.error("expected FILE or --chaos SEED")
+    if options.seeds is not None and options.chaos is None:
+        given.error("--seeds needs --chaos")
+    what = [options.file]
+    if options.chaos is not None:
+        what = ["--chaos", str(options.chaos), str(options.seeds or 1)]
+    words = command(*what, form="json" if options.json else "text", program="cli.virtual")
     os.execve(words[0], words, environment())
 
 

@@ -208,7 +208,7 @@ class _LayoutTest:
         file = self._directory / "sim.yaml"
         file.write_bytes(msgspec.json.encode(self._scenario(rate)))
         done = subprocess.run(
-            command(file, "json"),
+            command(str(file)),
             # A run that is ended leaves its temporary files there.
             env={**environment(), "TMPDIR": str(self._directory)},
             capture_output=True,
@@ -216,7 +216,8 @@ class _LayoutTest:
             timeout=max(left_s, 0.0),
         )
         if done.returncode:
-            reason = done.stderr.strip() or "responses differ from those of the oracle"
+            broken = msgspec.json.decode(done.stdout)["violations"] if done.stdout else []
+            reason = "; ".join(broken) or done.stderr.strip()
             raise ValueError(f"{self._candidate.layout.name} in virtual time: {reason}")
         report = msgspec.json.decode(done.stdout)
         failed = 1 - (report["right"] + report["wrong"]) / report["requests"]

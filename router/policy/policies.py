@@ -2,6 +2,7 @@
 
 import math
 import random
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -403,4 +404,5 @@ def make_policy(
         prefixes: index of the nodes' caches.
         rng: source of randomness.
     """
-    return _POLICIES[name](_Inputs(load, backlogs, prefixes, rng or random.Random()))
+    rng = rng or random.Random(secrets.randbits(64))  # virtual time makes `secrets` repeatable
+    return _POLICIES[name](_Inputs(load, backlogs, prefixes, rng))

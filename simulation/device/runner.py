@@ -138,6 +138,7 @@ class SimRunner:
     Attributes:
         now: the node's own time, on the clock of time.monotonic(). Set by the driver of the loop.
         busy_s: duration of all launched steps.
+        slowness: factor of the duration of steps, for tests of failures.
     """
 
     def __init__(self, device: SimDevice, cost: StepCost) -> None:
@@ -148,6 +149,7 @@ class SimRunner:
         self._reached_at = 0.0  # time.monotonic() when the last step was reached
         self.now = time.monotonic()
         self.busy_s = 0.0
+        self.slowness = 1.0
 
     def due(self, step: SimStep) -> float:
         """Return the time.monotonic() until which the driver waits for a step."""
@@ -173,6 +175,7 @@ class SimRunner:
     def launch(self, batch: ScheduleBatch) -> SimStep:
         rows = self._device.rows_of(batch)
         seconds = self._cost.step_s(_shape(batch)) if len(batch.slots) else 0.0
+        seconds *= self.slowness
         self._free_at = max(self._free_at, self.now) + seconds
         self.busy_s += seconds
         return SimStep(batch, self._free_at, seconds, lambda: self._device.compute(batch, rows))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from common.errors import ConfigError
 from common.logs import kv
 from common.process.ipc import FrameSocket, PeerGone, socket_pair
+from engine.core import EngineCore
 from node.control.engine_control import RoleEnded
 from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
 from node.role_parts import CONFIGS, DrivenRole, load_roles
@@ -18,6 +19,7 @@ from simulation.device.runner import SimRunner, SimStep
 from simulation.node.options import check_config
 from simulation.node.parts import SimParts
 from simulation.node.runtime import SimRuntime
+from simulation.node.wires import WireTo, healthy
 
 log = logging.getLogger(__name__)
 
@@ -71,17 +73,22 @@ class SimEngine:
     """The frontend's view of a simulated engine. EngineProcess documents the other members.
 
     Attributes:
-        runner: None until the engine has started.
+        runner, core: None until the engine has started.
         moves: not set while the engine is frozen, for tests of failures.
+
+    Args:
+        wire_to: the network between this node and others.
 
     Made on the event loop, on which the engine runs from then on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wire_to: WireTo = healthy) -> None:
         self.engine_socket, engine_end = socket_pair()
+        self._wire_to = wire_to
         self._channel = SimChannel(engine_end)
         self._handed_over: list[socket.socket] = []
         self.runner: SimRunner | None = None
+        self.core: EngineCore | None = None
         self.moves = asyncio.Event()
         self.moves.set()
         self.renew_transfer_socket()
@@ -150,7 +157,7 @@ class SimEngine:
         # All host pages, because the node may become a decode node. They cost nothing here.
         wanted = roles[start.role].wants(config.engine)
         parts = SimParts.of(wanted.model_copy(update={"cache": config.engine.cache}))
-        self.runner = parts.runner
+        self.runner, self.core = parts.runner, parts.core
         log.info(
             "simulated engine %s",
             kv(
@@ -166,7 +173,9 @@ class SimEngine:
                 config = CONFIGS[start.role].model_validate_json(start.config)
                 roles[start.role].check(parts)
                 transfer_socket = self._handed_over.pop(0)
-                runtime = SimRuntime.of(parts, start, config, self._channel, transfer_socket)
+                runtime = SimRuntime.of(
+                    parts, start, config, self._channel, transfer_socket, self._wire_to
+                )
                 role = roles[start.role].make_role(parts, runtime, config)
                 try:
                     await self._drive(role, runtime, parts)

@@ -19,6 +19,7 @@ from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello
 from kvtransfer.ports import LinkMember
 from kvtransfer.transfer.link import (
+    SLOWEST,
     LinkClosed,
     LinkUp,
     Notify,
@@ -29,10 +30,13 @@ from kvtransfer.transfer.link import (
 from simulation.cost import StepCost
 from simulation.device.witness import Words
 from simulation.node.pools import open_pool
+from simulation.node.wires import Wire, WireTo, healthy
 
 BACKEND = "simulated"
 GIB = 1 << 30
 _MAX_JOBS = 4096  # of one link
+_CONNECT_S = 5.0
+_RESEND_S = 0.2  # until packets that vanished are sent again
 _METRIC_PATHS = {"nvlink": "nvlink", "rdma400": "rdma", "tcp100": "tcp", "tcp25": "tcp"}
 
 
@@ -83,6 +87,8 @@ class ReadPort:
         path: see StepCost.transfer_s.
         pool: pages of this node.
         pool_directory: of the pools of all nodes.
+        wire_to: the network to other nodes.
+        read_timeout_s: that a read may take longer than at a tenth of its rate.
         free_at: time.monotonic() of the end of the last read.
     """
 
@@ -91,17 +97,24 @@ class ReadPort:
     path: str
     pool: Words
     pool_directory: Path
+    wire_to: WireTo = healthy
+    read_timeout_s: float = 5.0
     free_at: float = 0.0
 
     @property
     def gib_per_s(self) -> float:
         return 1.0 / self.cost.transfer_s(GIB, self.path)
 
-    def take(self, num_pages: int) -> tuple[float, float]:
-        """Reserve the port for a read. Returns its begin and its end."""
+    def take(self, num_pages: int, factor: float) -> tuple[float, float, float]:
+        """Reserve the port for a read. Returns its begin, its end and its deadline.
+
+        Args:
+            factor: of its duration.
+        """
         begin = max(self.free_at, time.monotonic())
-        self.free_at = begin + self.cost.transfer_s(num_pages * self.page_bytes, self.path)
-        return begin, self.free_at
+        seconds = self.cost.transfer_s(num_pages * self.page_bytes, self.path)
+        self.free_at = begin + factor * seconds
+        return begin, self.free_at, begin + self.read_timeout_s + seconds / SLOWEST
 
 
 class SimLinks:
@@ -124,6 +137,7 @@ class _Job:
     pages: PagesToRead
     begin: float
     end: float
+    deadline: float
     before: Words | None = None  # the source pages when the read began
 
 
@@ -139,31 +153,35 @@ class SimLink:
     def __init__(self, port: ReadPort, hello: PairHello, backend: str, notify: Notify) -> None:
         self.producer = hello.instance
         self._port = port
+        self._address = hello.address
         self._notify = notify
         self._loop = asyncio.get_running_loop()
         self._source: Words | None = None  # None: not connected
         self._jobs = _Jobs()
         self._closed = False
-        self._loop.call_soon(self._connect, hello, backend)
+        connect_by = time.monotonic() + _CONNECT_S
+        self._loop.call_soon(self._connect, hello, backend, connect_by)
 
     @property
     def deadline(self) -> float | None:
-        """Return None: reads are never late."""
-        return None
+        waiting = self._jobs.waiting
+        return waiting[0].deadline if waiting and waiting[0].before is not None else None
 
     def post(self, handoff: HandoffId, pages: PagesToRead) -> None:
         if self._closed:
             raise TransferError("the link is closed")
         if len(self._jobs.waiting) >= _MAX_JOBS:
             raise Overloaded(f"{_MAX_JOBS} reads are queued on this link")
-        self._jobs.waiting.append(_Job(handoff, pages, *self._port.take(len(pages.source))))
+        taken = self._port.take(len(pages.source), self._wire.factor)
+        self._jobs.waiting.append(_Job(handoff, pages, *taken))
         self._set_timer()
 
     def expect(self, destination_pages: Ints) -> None:
         """Do nothing: the memory is there."""
 
     def expire(self, now: float) -> None:
-        """Do nothing: reads are never late."""
+        if (deadline := self.deadline) is not None and now >= deadline:
+            self.close("a read passed its deadline")
 
     def join(self, timeout_s: float) -> bool:
         return True
@@ -177,8 +195,19 @@ class SimLink:
         unfinished = tuple(job.handoff for job in self._jobs.waiting)
         self._loop.call_soon(self._notify, LinkClosed(self, reason, unfinished))
 
-    def _connect(self, hello: PairHello, backend: str) -> None:
+    @property
+    def _wire(self) -> Wire:
+        return self._port.wire_to(self._address)
+
+    def _connect(self, hello: PairHello, backend: str, by: float) -> None:
         if self._closed:
+            return
+        wire = self._wire
+        if wire.is_cut or (wire.is_silent and time.monotonic() >= by):
+            self.close("the producer is unreachable")
+            return
+        if wire.is_silent:
+            self._loop.call_later(_RESEND_S, self._connect, hello, backend, by)
             return
         described = {path.backend: path.description for path in hello.paths}
         try:
@@ -204,8 +233,14 @@ class SimLink:
 
     def _advance(self) -> None:
         self._jobs.timer = None
-        job = self._jobs.waiting[0]
+        job, wire = self._jobs.waiting[0], self._wire
         assert self._source is not None
+        if wire.is_cut:
+            self.close("the connection to the producer has ended")
+            return
+        if job.before is not None and wire.is_silent:
+            self._jobs.timer = self._loop.call_later(_RESEND_S, self._advance)
+            return
         now_there = self._source[job.pages.source]
         if job.before is None:
             job.before = now_there

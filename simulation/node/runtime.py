@@ -28,6 +28,7 @@ from node.sharing.prefixes import PrefixSharing
 from simulation.node.link import BACKEND, ReadPort, SharedPages, SimLinks, SimOffers
 from simulation.node.parts import SimOperations, SimParts, UnsharedPort
 from simulation.node.tokenizer import tokenizer_hash
+from simulation.node.wires import WireTo
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class SimRuntime:
         config: NodeConfig,
         channel: WakingChannel,
         transfer_socket: socket.socket,
+        wire_to: WireTo,
     ) -> "SimRuntime":
         """Make the parts. Takes ownership of the socket."""
         clock = StepClock(first_step_s=config.engine.scheduler.first_step_timeout_s)
@@ -124,7 +126,7 @@ class SimRuntime:
         frames: FrameSocket[PairInput] = FrameSocket(transfer_socket, PairInput)
         transfer: Transfer[NodeCommand, NodeEvent] = Transfer(
             frames,
-            _sides(parts, start, config, reads),
+            _sides(parts, start, config, reads, wire_to),
             wake=driver.wake,
             engine_late_s=Lateness(clock, LONGEST_SLEEP_S).look,
             stall_s=config.engine.scheduler.step_timeout_s,
@@ -190,13 +192,19 @@ def _prepare(role: str) -> None:
 
 
 def _sides(
-    parts: SimParts, start: StartRole, config: NodeConfig, reads: ReadMetrics
+    parts: SimParts, start: StartRole, config: NodeConfig, reads: ReadMetrics, wire_to: WireTo
 ) -> Callable[[EventOutlet[NodeEvent], Callable[[], None]], TransferSides]:
     pool, num_pages = parts.pool.pages, parts.core.limits.num_pages
     region = PoolRegion(pool.ctypes.data, parts.page_bytes, num_pages)
     hello = PairHello.of(start.instance, start.address, dict(parts.fingerprint), [region], 0)
     read_port = ReadPort(
-        parts.cost, parts.page_bytes, config.engine.sim.link, pool, parts.pool_directory
+        parts.cost,
+        parts.page_bytes,
+        config.engine.sim.link,
+        pool,
+        parts.pool_directory,
+        wire_to,
+        config.transfer.read_timeout_s,
     )
     paths = TransferPaths(
         SimLinks(read_port),

@@ -1,8 +1,10 @@
 """A cluster in virtual time: the shipped router without HTTP and ports, and simulated nodes."""
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +19,8 @@ from api.program.nodes import ModelNodes, ModelPool, RouterBase, make_base, make
 from api.text import model_files
 from common import rpc
 from common.config import RouterConfig
-from common.errors import ConfigError, ServingError
+from common.errors import ConfigError, EngineFault, ServingError
+from common.logs import kv
 from common.request import RequestSpec
 from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
@@ -29,6 +32,7 @@ from protos.node_pb2 import DrainRequest, SwitchRequest
 from protos.node_pb2_grpc import NodeStub
 from protos.router_pb2 import MoveRequest
 from protos.router_pb2_grpc import RouterStub
+from router.cluster.cluster_state import NodeReport
 from router.generation import Generation
 from router.policy.load import RequestDue
 from router.record import RequestRecords
@@ -37,10 +41,13 @@ from router.workers import OtherProcesses, alone
 from simulation.node.engine import SimEngine
 from simulation.node.options import check_config
 from simulation.node.tokenizer import has_model_files, write_model_files
-from simulation.virtual.network import MemoryHost, MemoryServer
+from simulation.virtual.faults import ROUTER
+from simulation.virtual.network import MemoryHost, MemoryNetwork
 from simulation.virtual.scenario import Arrival, Scenario
 
-ROUTER = "127.0.0.1:50050"  # as clients call it
+log = logging.getLogger(__name__)
+
+ROUTER_ADDRESS = "127.0.0.1:50050"  # as clients call it
 _FIRST_PORT = 50100
 _READY_S = 60.0
 _SETTLE_S = 10.0  # after the first node is ready, until all have paired and reported
@@ -54,6 +61,7 @@ class Response:
         times: time.monotonic() of each token.
         version: of the last token.
         error: why the request failed. "": it did not.
+        ended_at: time.monotonic() of the end of the request.
     """
 
     arrival: Arrival
@@ -63,6 +71,7 @@ class Response:
     version: ModelVersion = UNKNOWN_VERSION
     ended: bool = False
     error: str = ""
+    ended_at: float = math.inf
 
     def note_cached_tokens(self, cached_tokens: int | None) -> None:
         """Do nothing: reports do not have the number."""
@@ -80,13 +89,16 @@ class Response:
 
 
 class VirtualNode:
-    """A node with its own place on the network.
+    """A node with its own place on the network. See FaultyNode.
 
     Attributes:
         role: its current one.
+        killed: whether `kill` was called.
+        drained: whether an operator drains it. It ends when its requests have moved.
     """
 
     def __init__(self, program: RoleProgram, host: MemoryHost) -> None:
+        self.killed = self.drained = False
         self._host = host
         self._engines: list[SimEngine] = []
         self.role: str = program.role
@@ -99,6 +111,22 @@ class VirtualNode:
         """Return the duration of all steps of its device."""
         return sum(each.runner.busy_s for each in self._engines if each.runner is not None)
 
+    @property
+    def has_ended(self) -> bool:
+        return self._task.done()
+
+    def problems(self) -> Iterator[str]:
+        """Yield each inconsistency of the core of an engine without requests."""
+        for each in self._engines:
+            if (core := each.core) is None:
+                continue
+            if live := int(core.table.live.sum()):
+                yield f"{live} slots are in use"
+            try:
+                core.pages.check()
+            except EngineFault as error:
+                yield str(error)
+
     async def ended(self) -> None:
         """Wait until the node ends by itself."""
         await asyncio.wait({self._task})
@@ -107,12 +135,26 @@ class VirtualNode:
         """Stop the engine for a time, as a stuck device does."""
         for each in self._engines:
             each.moves.clear()
-        await asyncio.sleep(seconds)
-        for each in self._engines:
-            each.moves.set()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            for each in self._engines:
+                each.moves.set()
+
+    async def slow(self, factor: float, seconds: float) -> None:
+        """Make the steps of the device longer for a time, as a throttled GPU does."""
+        runners = [each.runner for each in self._engines if each.runner is not None]
+        for each in runners:
+            each.slowness *= factor
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            for each in runners:
+                each.slowness /= factor
 
     async def kill(self) -> None:
         """End the node at once, as `kill -9` does: its peers see only that connections end."""
+        self.killed = True
         self._host.kill()
         for each in self._engines:
             each.close()
@@ -123,16 +165,17 @@ class VirtualNode:
         self.role = program.role
 
     def _spawn(self) -> SimEngine:
-        engine = SimEngine()
+        engine = SimEngine(self._host.network.wires_of(self._host.name))
         self._engines.append(engine)
         return engine
 
 
 class VirtualCluster:
-    """A running cluster. Made by `running`.
+    """A running cluster. Made by `running`. See FaultyCluster and OperatedCluster.
 
     Attributes:
         nodes: by the names of Scenario.nodes.
+        operator: the place on the network from which operators and the planner call.
         page_size: tokens per page.
     """
 
@@ -141,14 +184,18 @@ class VirtualCluster:
         nodes: Mapping[str, VirtualNode],
         programs: Mapping[str, RoleProgram],
         router: ModelNodes,
+        network: MemoryNetwork,
     ) -> None:
         self.nodes = nodes
-        self._addresses = {name: _address(program) for name, program in programs.items()}
+        self.wires = network.wires
+        self.operator = MemoryHost("operator", network)
         self.page_size = next(iter(programs.values())).config.engine.cache.page_size
+        self._addresses = {name: _address(program) for name, program in programs.items()}
+        self._names = network.names
         self._router = router
         self._records = RequestRecords(router.base.metrics, router.base.timelines)
 
-    async def answer(self, arrival: Arrival, name: str) -> Response:
+    async def answer(self, arrival: Arrival) -> Response:
         """Send a request, and return its complete response or its error."""
         now = time.monotonic()
         response = Response(arrival, now)
@@ -158,11 +205,13 @@ class VirtualCluster:
         )
         sampling = SamplingParams(max_tokens=arrival.output, seed=1, ignore_eos=True)
         spec = RequestSpec(
-            token_ids=as_bytes(list(arrival.prompt)), sampling=sampling, request_id=name
+            token_ids=as_bytes(list(arrival.prompt)),
+            sampling=sampling,
+            request_id=arrival.name,
         )
         cluster = self._router.cluster
         try:
-            with self._records.begin(name, "", "", "") as record:
+            with self._records.begin(arrival.name, "", "", "") as record:
                 async with asyncio.timeout(budget_s):
                     cluster.check_in_time(due)
                     await Generation(spec, due, response, record, cluster).run()
@@ -171,7 +220,16 @@ class VirtualCluster:
             response.error = type(error).__name__
         except TimeoutError:
             response.error = "TimeoutError"
+        except Exception as error:
+            log.exception("the router failed %s", kv(request_id=arrival.name))
+            response.error = type(error).__name__
+        response.ended_at = time.monotonic()
         return response
+
+    async def reports(self) -> dict[str, NodeReport]:
+        """Return what the router knows of each node, by name."""
+        reports = await self._router.state.look()
+        return {self._names[each.address]: each for each in reports}
 
     @property
     def roles(self) -> dict[str, str]:
@@ -181,11 +239,12 @@ class VirtualCluster:
         await self._call(node, "Switch", SwitchRequest(role=role))
 
     async def drain(self, node: str) -> None:
+        self.nodes[node].drained = True
         await self._call(node, "Drain", DrainRequest())
 
     async def migrate(self, node: str) -> None:
         """Let one of the node's requests continue elsewhere. Raises AioRpcError if none can."""
-        async with rpc.make_channel(ROUTER) as channel:
+        async with rpc.make_channel(ROUTER_ADDRESS) as channel:
             stub = RouterStub(channel)  # type: ignore[no-untyped-call]
             await stub.Move(MoveRequest(source=self._addresses[node]))
 
@@ -223,26 +282,26 @@ async def running(scenario: Scenario, directory: Path) -> AsyncIterator[VirtualC
     Raises:
         ConfigError: the nodes do not support the scenario.
     """
-    servers: dict[str, MemoryServer] = {}
+    network = MemoryNetwork()
     programs = _programs(scenario, directory / "pools")
     addresses = {name: _address(program) for name, program in programs.items()}
     nodes = {
-        name: VirtualNode(program, MemoryHost(addresses[name].rpartition(":")[0], servers))
-        for name, program in programs.items()
+        name: VirtualNode(program, MemoryHost(name, network)) for name, program in programs.items()
     }
     config = RouterConfig(
         model=str(_files(scenario.cluster.model, directory)),
         prefill=tuple(a for name, a in addresses.items() if name.startswith("prefill")),
         decode=tuple(a for name, a in addresses.items() if not name.startswith("prefill")),
         policy=scenario.policy,
+        request_timeout_s=scenario.load.timeout,
     )
-    with ExitStack() as resources, rpc.use(MemoryHost("router", servers)):
+    with ExitStack() as resources, rpc.use(MemoryHost(ROUTER, network)):
         base = make_base(config, resources)
         pool = await make_pool(base, config, model_files.load(config.model), resources)
         await _serve(base, pool)
         following = asyncio.ensure_future(pool.nodes.membership.run())
         try:
-            yield VirtualCluster(nodes, programs, pool.nodes)
+            yield VirtualCluster(nodes, programs, pool.nodes, network)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)

@@ -2,7 +2,7 @@
 
 Each direction of a call is a queue. One timer after another delivers its entries, because asyncio
 runs timers with equal deadlines in no defined order. Servers have only handlers for streams both
-ways, which common/rpc/services.py makes of all methods.
+ways, which common/rpc/services.py makes of all methods. Faults of Wires delay, hold or end calls.
 """
 
 import asyncio
@@ -10,14 +10,18 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from common.rpc.channels import CallingChannel
+from simulation.node.wires import Wire, WireTo
+from simulation.virtual.wires import KEEPALIVE_S, Ends, Wires
 
 LATENCY_S = 100e-6  # of a message
+_RESEND_S = 0.2  # until a lost packet is sent again
 _WINDOW = 64  # messages on the way or unread, after which writes wait
 _NO_METADATA = grpc.aio.Metadata()
 
@@ -36,10 +40,13 @@ _LATE = _Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 class _Direction:
-    """One direction of a call. Messages arrive in order, each after the latency."""
+    """One direction of a call. Messages arrive in order, each after the latency. While the wire is
+    silent, they are sent again and again.
+    """
 
-    def __init__(self, on_end: Callable[[_Status], None]) -> None:
+    def __init__(self, wire: Callable[[], Wire], on_end: Callable[[_Status], None]) -> None:
         self._loop = asyncio.get_running_loop()
+        self._wire = wire
         self._on_end = on_end
         self._under_way: deque[bytes | _Status] = deque()
         self._arrived: deque[bytes] = deque()
@@ -52,7 +59,7 @@ class _Direction:
         """Send a message, or the end, which arrives after all messages."""
         self._under_way.append(item)
         self._update_room()
-        self._loop.call_later(LATENCY_S, self._deliver)
+        self._loop.call_later(LATENCY_S * self._wire().factor, self._deliver)
 
     async def room(self) -> None:
         """Wait until the reader has read enough."""
@@ -79,6 +86,9 @@ class _Direction:
     def _deliver(self) -> None:
         if self.ended or not self._under_way:
             return
+        if self._wire().is_silent:
+            self._loop.call_later(_RESEND_S, self._deliver)
+            return
         item = self._under_way.popleft()
         if isinstance(item, bytes):
             self._arrived.append(item)
@@ -95,27 +105,70 @@ class _Direction:
 
 
 class _Connection:
-    """One call between a client and a server."""
+    """One call between a client and a server.
 
-    def __init__(self, peer: str) -> None:
-        self.peer = peer
+    Attributes:
+        ends: names of the client and the server.
+        handler: None until the request has arrived.
+        metadata: set when the server has sent its initial metadata.
+    """
+
+    def __init__(self, ends: Ends, wires: Wires) -> None:
+        client, server = self.ends = ends
+        self._wires = wires
         self.status: asyncio.Future[_Status] = asyncio.get_running_loop().create_future()
-        self.to_server = _Direction(lambda _: None)
-        self.to_client = _Direction(self.end)
+        self.to_server = _Direction(lambda: wires.wire(client, server), lambda _: None)
+        self.to_client = _Direction(lambda: wires.wire(server, client), self.end)
         self.handler: asyncio.Task[None] | None = None
-        self.metadata = asyncio.Event()  # the server has sent its initial metadata
+        self.metadata = asyncio.Event()
+        wires.connections[self] = None
+
+    @property
+    def wire(self) -> Wire:
+        """Return the condition of the worse direction."""
+        return self._wires.both(*self.ends)
 
     def end(self, status: _Status) -> None:
         """Record the status as the client sees it. Only the first one counts."""
         if not self.status.done():
             self.status.set_result(status)
         self.metadata.set()
+        if self.handler is None or self.handler.done():
+            self._wires.connections.pop(self, None)
 
-    def cut(self, status: _Status) -> None:
-        """End both directions at once."""
+    def reset(self) -> None:
+        """End both sides at once."""
+        self._end_client(_RESET)
+        self._end_server()
+
+    def close(self, status: _Status) -> None:
+        """End the client's side at once, and the server's when it is informed."""
+        self._end_client(status)
+        self._when_informed(self.ends, self._end_server)
+
+    def stop(self, status: _Status) -> None:
+        """End the server's side at once, and the client's when it is informed."""
+        self._end_server()
+        self._when_informed(self.ends[::-1], partial(self._end_client, status))
+
+    def served(self) -> None:
+        """Note the end of the handler."""
+        if self.status.done():
+            self._wires.connections.pop(self, None)
+
+    def _when_informed(self, ends: Ends, then: Callable[[], None]) -> None:
+        if self._wires.wire(*ends).is_silent:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_RESEND_S, self._when_informed, ends, then)
+        else:
+            then()
+
+    def _end_client(self, status: _Status) -> None:
         self.end(status)
-        self.to_server.cut()
         self.to_client.cut()
+
+    def _end_server(self) -> None:
+        self.to_server.cut()
         if self.handler is not None:
             self.handler.cancel()
 
@@ -128,7 +181,7 @@ class _Context:
         self._serialize = serialize
 
     def peer(self) -> str:
-        return f"{self._connection.peer}:0"
+        return f"{self._connection.ends[0]}:0"
 
     def invocation_metadata(self) -> tuple[()]:
         return ()
@@ -158,8 +211,9 @@ class _Context:
 class MemoryServer:
     """A server. See grpc.aio.Server."""
 
-    def __init__(self, servers: "dict[str, MemoryServer]") -> None:
-        self._servers = servers
+    def __init__(self, network: "MemoryNetwork", name: str) -> None:
+        self._network = network
+        self._name = name
         self._handlers: list[Any] = []
         self._context = copy_context()  # of the server's process, not of its callers
         self._address = ""
@@ -170,10 +224,11 @@ class MemoryServer:
 
     def add_insecure_port(self, address: str) -> int:
         self._address = address
+        self._network.names[address] = self._name
         return int(address.rpartition(":")[2])
 
     async def start(self) -> None:
-        self._servers[self._address] = self
+        self._network.servers[self._address] = self
 
     async def stop(self, grace: float | None = None) -> None:
         self._forget()
@@ -186,11 +241,12 @@ class MemoryServer:
         """End all calls at once, as the death of the process would."""
         self._forget()
         for each in list(self._connections):
-            each.cut(status)
+            each.stop(status)
 
     def _forget(self) -> None:
-        if self._servers.get(self._address) is self:
-            del self._servers[self._address]
+        servers = self._network.servers
+        if servers.get(self._address) is self:
+            del servers[self._address]
 
     def accept(self, connection: _Connection, method: str) -> None:
         """Begin a call whose request has arrived."""
@@ -203,7 +259,11 @@ class MemoryServer:
         connection.handler = asyncio.get_running_loop().create_task(
             self._serve(connection, handler), context=self._context.copy()
         )
-        connection.handler.add_done_callback(lambda _: self._connections.pop(connection, None))
+        connection.handler.add_done_callback(lambda _: self._ended(connection))
+
+    def _ended(self, connection: _Connection) -> None:
+        self._connections.pop(connection, None)
+        connection.served()
 
     async def _serve(self, connection: _Connection, handler: Any) -> None:
         context = _Context(connection, handler.response_serializer)
@@ -245,7 +305,7 @@ class MemoryCall:
         if self.done():
             return False
         self._cancelled = True
-        self._connection.cut(_Status(grpc.StatusCode.CANCELLED, "Locally cancelled"))
+        self._connection.close(_Status(grpc.StatusCode.CANCELLED, "Locally cancelled"))
         return True
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -344,7 +404,7 @@ class MemoryChannel(CallingChannel):
     def cut(self, status: _Status = _RESET) -> None:
         """End all calls at once, as the death of the process would."""
         for each in list(self._connections):
-            each.cut(status)
+            each.close(status)
         self._host.channels.pop(self, None)
 
     def calling(self, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> Any:
@@ -358,36 +418,58 @@ class MemoryChannel(CallingChannel):
         return call
 
     def _connect(self, method: str, timeout: float | None) -> _Connection:
-        connection = _Connection(self._host.name)
+        network = self._host.network
+        ends = (self._host.name, network.names.get(self._address, self._address))
+        connection = _Connection(ends, network.wires)
         self._connections[connection] = None
         connection.status.add_done_callback(lambda _: self._connections.pop(connection, None))
         loop = asyncio.get_running_loop()
-        loop.call_later(LATENCY_S, self._arrive, connection, method)
+        by = loop.time() + KEEPALIVE_S
+        delay_s = LATENCY_S * connection.wire.factor
+        loop.call_later(delay_s, self._arrive, connection, method, by)
         if timeout is not None:
-            late = loop.call_later(timeout, connection.cut, _LATE)
+            late = loop.call_later(timeout, connection.close, _LATE)
             connection.status.add_done_callback(lambda _: late.cancel())
         return connection
 
-    def _arrive(self, connection: _Connection, method: str) -> None:
+    def _arrive(self, connection: _Connection, method: str, by: float) -> None:
+        """Begin the call at the server, or fail it if the network does not let it arrive."""
         if connection.status.done():
             return
-        server = self._host.servers.get(self._address)
-        if server is None:
-            connection.cut(_UNREACHABLE)
+        loop, wire = asyncio.get_running_loop(), connection.wire
+        server = self._host.network.servers.get(self._address)
+        if server is None or wire.is_cut or (wire.is_silent and loop.time() >= by):
+            connection.close(_UNREACHABLE)
+        elif wire.is_silent:
+            loop.call_later(_RESEND_S, self._arrive, connection, method, by)
         else:
             server.accept(connection, method)
 
 
-class MemoryHost:
-    """One process on the network. See common.rpc.Network.
+class MemoryNetwork:
+    """The network of all processes.
 
     Attributes:
-        servers: of all hosts, by address.
+        servers: that accept calls, by address.
+        names: of the processes, by address.
     """
 
-    def __init__(self, name: str, servers: dict[str, MemoryServer]) -> None:
+    def __init__(self) -> None:
+        self.wires = Wires()
+        self.servers: dict[str, MemoryServer] = {}
+        self.names: dict[str, str] = {}
+
+    def wires_of(self, name: str) -> WireTo:
+        """Return the wires of a process, for its reads of pages."""
+        return lambda address: self.wires.both(name, self.names.get(address, address))
+
+
+class MemoryHost:
+    """One process on the network. See common.rpc.Network."""
+
+    def __init__(self, name: str, network: MemoryNetwork) -> None:
         self.name = name
-        self.servers = servers
+        self.network = network
         self.channels: dict[MemoryChannel, None] = {}
         self._own: list[MemoryServer] = []
 
@@ -397,7 +479,7 @@ class MemoryHost:
         return channel
 
     def server(self) -> Any:
-        server = MemoryServer(self.servers)
+        server = MemoryServer(self.network, self.name)
         self._own.append(server)
         return server
 

@@ -1,12 +1,11 @@
 """Operators' commands in a scenario: roles that change, nodes that drain, requests that migrate."""
 
-from typing import Annotated, Literal, Protocol
+from typing import Literal, Protocol
 
 import grpc.aio
-import msgspec
-from msgspec import Meta
 
 from common.errors import ConfigError
+from simulation.virtual.faults import At, Record
 
 
 class OperatedCluster(Protocol):
@@ -19,7 +18,7 @@ class OperatedCluster(Protocol):
     async def migrate(self, node: str) -> None: ...
 
 
-class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Operation(Record, frozen=True):
     """A command. One of `set_role`, `drain` and `migrate` names a node.
 
     Attributes:
@@ -29,7 +28,7 @@ class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         migrate: decode node, one request of which continues at another one.
     """
 
-    at: Annotated[float, Meta(ge=0, le=1e6)]
+    at: At
     set_role: str | None = None
     role: Literal["prefill", "decode"] | None = None
     drain: str | None = None

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 # Nodes use a few rows of large tables. The other rows take no memory if a table is a mapping of its
@@ -12,14 +11,15 @@ _MEMORY = {"NUMPY_MADVISE_HUGEPAGE": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def command(
-    file: Path, form: Literal["text", "json"], program: str = "simulation.virtual"
+    *what: str, form: Literal["text", "json"] = "json", program: str = "simulation.virtual"
 ) -> list[str]:
-    """Return the command that runs a scenario and prints its report.
+    """Return the command that runs scenarios and prints a report.
 
     Args:
+        what: a file, or --chaos, the first seed and the number of seeds.
         program: module. The default one supports no planner.
     """
-    return [sys.executable, "-m", program, str(file), form]
+    return [sys.executable, "-m", program, *what, form]
 
 
 def environment() -> Mapping[str, str]:

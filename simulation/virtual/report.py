@@ -9,8 +9,8 @@ from itertools import pairwise
 import msgspec
 
 from simulation.cost import StepCost
-from simulation.device.witness import expected_tokens
 from simulation.virtual.cluster import Response
+from simulation.virtual.invariants import wrong_place
 
 TTFT_BAND = 0.3
 
@@ -18,6 +18,7 @@ TTFT_BAND = 0.3
 class Percentiles(msgspec.Struct, frozen=True):
     """Seconds, or None without values."""
 
+    mean: float | None
     p50: float | None
     p90: float | None
     p99: float | None
@@ -37,6 +38,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         roles: at the end of the run, by node.
         utilization: share of the time in which the device of a node computes, by node.
         hash: of the times and tokens of all responses.
+        violations: sentences, one for each rule that the run broke.
     """
 
     simulated: bool = True
@@ -55,6 +57,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     roles: dict[str, str]
     utilization: dict[str, float]
     hash: str
+    violations: list[str]
 
 
 def make_report(
@@ -64,6 +67,7 @@ def make_report(
     roles: Mapping[str, str],
     cost: StepCost,
     page_size: int,
+    violations: list[str],
 ) -> RunReport:
     """Return the report of a run.
 
@@ -72,9 +76,10 @@ def make_report(
         busy_s: seconds of the steps of each node since then.
         roles: of each node, at the end.
         page_size: tokens per page of the nodes.
+        violations: see RunReport.
     """
     complete = [each for each in responses if not each.error]
-    right = sum(_is_right(each, page_size) for each in complete)
+    right = sum(wrong_place(each, page_size) is None for each in complete)
     last = max((time for each in responses for time in each.times), default=begin)
     seconds = max(last - begin, 1e-9)
     return RunReport(
@@ -93,22 +98,17 @@ def make_report(
         roles=dict(roles),
         utilization={name: busy / seconds for name, busy in busy_s.items()},
         hash=_hash(responses, begin),
+        violations=violations,
     )
-
-
-def _is_right(response: Response, page_size: int) -> bool:
-    arrival = response.arrival
-    expected = expected_tokens(list(arrival.prompt), arrival.output, page_size)
-    return response.token_ids == expected
 
 
 def _percentiles(values: Iterable[float]) -> Percentiles:
     """Return nearest-rank percentiles."""
     ordered = sorted(values)
     if not ordered:
-        return Percentiles(None, None, None, None)
+        return Percentiles(None, None, None, None, None)
     p50, p90, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
-    return Percentiles(p50, p90, p99, ordered[-1])
+    return Percentiles(math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
 
 
 def _tpot(times: Sequence[float]) -> float:
@@ -142,6 +142,8 @@ def lines(report: RunReport) -> Iterable[str]:
     for name, share in report.utilization.items():
         yield f"utilization  {name} {share:.1%} (simulated, +-{band}){_role(report, name)}"
     yield f"hash         {report.hash}"
+    for each in report.violations:
+        yield f"violation    {each}"
 
 
 def _role(report: RunReport, node: str) -> str:

@@ -2,20 +2,25 @@
 
 import asyncio
 import gc
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import logs
+from msgspec.structs import replace
+
+from common import logs, rpc
 from simulation.cost import StepCost
 from simulation.virtual.clock import VirtualClock
-from simulation.virtual.cluster import ROUTER, Response, VirtualCluster, running
+from simulation.virtual.cluster import ROUTER_ADDRESS, Response, VirtualCluster, running
+from simulation.virtual.faults import Fault
+from simulation.virtual.invariants import TracebackLog, of_responses, unrest
 from simulation.virtual.loop import VirtualLoop
 from simulation.virtual.operations import Operation
 from simulation.virtual.report import RunReport, make_report
-from simulation.virtual.scenario import Arrival, Fault, Scenario
+from simulation.virtual.scenario import Arrival, Scenario
 
 NAME = "sim"
 # Returns a planner by its flags and the address of the router. It runs until it is cancelled.
@@ -35,6 +40,8 @@ def run(
         ValueError: the trace or the GPU is invalid.
     """
     logs.setup(NAME, "error", "text")
+    tracebacks = TracebackLog()
+    logging.getLogger().addHandler(tracebacks)
     cluster = scenario.cluster
     cost = StepCost.of(cluster.gpu, cluster.model, cluster.decode_tp)
     arrivals = list(scenario.arrivals())
@@ -42,12 +49,13 @@ def run(
     if scenario.planner is not None:
         if make_planner is None:
             raise ValueError("planner: only `baton sim` supports it")
-        planner = make_planner(scenario.planner.flags, ROUTER)
+        planner = make_planner(scenario.planner.flags, ROUTER_ADDRESS)
     with (
         tempfile.TemporaryDirectory(prefix="baton-sim-") as directory,
         asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner,
     ):
-        return runner.run(_run(scenario, arrivals, cost, planner, Path(directory)))
+        report = runner.run(_run(scenario, arrivals, cost, planner, Path(directory)))
+    return replace(report, violations=[*report.violations, *tracebacks.lines])
 
 
 async def _run(
@@ -60,31 +68,33 @@ async def _run(
     first, end = scenario.load.warm_up, len(arrivals) - scenario.load.cool_down
     if first >= end:
         raise ValueError(f"load: no request of {len(arrivals)} is left for the figures")
-    numbered = list(enumerate(arrivals))
     async with running(scenario, directory) as cluster:
         await cluster.until_ready()
         gc.freeze()
         begin = time.monotonic()
         beside = _beside(cluster, scenario, planner, begin)
+        sent: list[asyncio.Task[Response]] = []
         try:
-            warm_up = await _send(cluster, numbered[:first], begin)
+            await _send(cluster, arrivals[:first], begin, sent)
             await _until(begin + arrivals[first].at if first else begin)
             counted_from = time.monotonic()
             before = {name: node.busy_s for name, node in cluster.nodes.items()}
-            asked = await _send(cluster, numbered[first:end], begin)
-            cool_down = asyncio.ensure_future(_send(cluster, numbered[end:], begin))
-            responses = await asyncio.gather(*asked)
+            await _send(cluster, arrivals[first:end], begin, sent)
+            beside.append(asyncio.ensure_future(_send(cluster, arrivals[end:], begin, sent)))
+            responses = await asyncio.gather(*sent[first:end])
             for each in beside:
                 if each.done():
                     each.result()
+            busy_s = {name: node.busy_s - before[name] for name, node in cluster.nodes.items()}
         finally:
-            for each in beside:
-                each.cancel()
-        for unfinished in (cool_down, *warm_up):
-            unfinished.cancel()
-        busy_s = {name: node.busy_s - before[name] for name, node in cluster.nodes.items()}
+            for task in (*beside, *sent):
+                task.cancel()
+            await asyncio.gather(*beside, *sent, return_exceptions=True)
+        ended = [each.result() for each in sent if not each.cancelled()]
         page_size = cluster.page_size
-        return make_report(responses, counted_from, busy_s, cluster.roles, cost, page_size)
+        violations = [*of_responses(ended, page_size), *await unrest(cluster)]
+        roles = cluster.roles
+        return make_report(responses, counted_from, busy_s, roles, cost, page_size, violations)
 
 
 def _beside(
@@ -98,26 +108,25 @@ def _beside(
     work += [_operate(cluster, each, begin) for each in scenario.operations]
     if planner is not None:
         work.append(planner())
-    return [asyncio.ensure_future(each) for each in work]
+    with rpc.use(cluster.operator):
+        return [asyncio.ensure_future(each) for each in work]
 
 
 async def _send(
-    cluster: VirtualCluster, numbered: Sequence[tuple[int, Arrival]], begin: float
-) -> list[asyncio.Task[Response]]:
-    """Send requests, each at its time."""
-    asked = []
-    for number, arrival in numbered:
+    cluster: VirtualCluster,
+    arrivals: Sequence[Arrival],
+    begin: float,
+    sent: list[asyncio.Task[Response]],
+) -> None:
+    """Send requests, each at its time. Append their tasks to `sent`."""
+    for arrival in arrivals:
         await _until(begin + arrival.at)
-        asked.append(asyncio.ensure_future(cluster.answer(arrival, f"request-{number}")))
-    return asked
+        sent.append(asyncio.ensure_future(cluster.answer(arrival)))
 
 
 async def _fail(cluster: VirtualCluster, fault: Fault, begin: float) -> None:
     await _until(begin + fault.at)
-    if fault.kill is not None:
-        await cluster.nodes[fault.kill].kill()
-    elif fault.freeze is not None and fault.seconds is not None:
-        await cluster.nodes[fault.freeze].freeze(fault.seconds)
+    await fault.strike(cluster)
 
 
 async def _operate(cluster: VirtualCluster, operation: Operation, begin: float) -> None:

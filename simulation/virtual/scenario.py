@@ -1,4 +1,4 @@
-"""The file that `baton sim` reads: a cluster, its load, faults and the routing policy."""
+"""The file that `baton sim` reads: a cluster, its load, its policy, and what happens to it."""
 
 import random
 from collections.abc import Iterator
@@ -13,25 +13,23 @@ from msgspec import Meta
 
 from common.config.router import Policy
 from simulation.plan.traffic import TraceLine, trace_lines
+from simulation.virtual.faults import ROUTER, Fault, Record, fault_of, targets
 from simulation.virtual.operations import Operation
 
 _MAX_BYTES = 1 << 20
 _LETTERS = range(ord("a"), ord("z") + 1)
 _MOST_TOKENS = 1 << 20
 _BLOCK_TOKENS = 512  # of a trace
-Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
+Range = tuple[int, int]
 Ranks = Literal[1, 2, 4, 8]
+NetworkPath = Literal["nvlink", "rdma400", "tcp100", "tcp25"]
 MAX_NODES = 256  # of each kind
 Nodes = Annotated[int, Meta(ge=0, le=MAX_NODES)]
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
 Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
 
 
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A mapping of the file. Unknown keys are refused by name."""
-
-
-class ClusterSpec(_Record, frozen=True):
+class ClusterSpec(Record, frozen=True):
     """The nodes: `prefill` and `decode`, or `colocated`.
 
     Attributes:
@@ -39,7 +37,7 @@ class ClusterSpec(_Record, frozen=True):
         model: see `simulation.cost.models`.
         prefill_tp, decode_tp: GPUs of each node.
         path: the network of each node.
-        options: of all nodes by their names, such as engine.cache.swap_pages.
+        options: of all nodes by their names, such as engine.cache.num_pages.
     """
 
     gpu: str
@@ -49,49 +47,39 @@ class ClusterSpec(_Record, frozen=True):
     colocated: Nodes = 0
     prefill_tp: Ranks = 1
     decode_tp: Ranks = 1
-    path: Literal["nvlink", "rdma400", "tcp100", "tcp25"] = "rdma400"
-    options: dict[str, Any] = {}
+    path: NetworkPath = "rdma400"
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class LoadSpec(_Record, frozen=True):
+class LoadSpec(Record, frozen=True):
     """The requests.
 
     Attributes:
-        rate: requests/s with Poisson arrivals, of `input` and `output` tokens.
+        rate: requests/s with Poisson arrivals, of `input` and `output` tokens. A pair is a range.
+        prefixes: number of texts of 512 tokens, with one of which each prompt begins. 0: none.
         trace: file of JSON lines with timestamp (ms), input_length, output_length and hash_ids, in
             place of `rate`, `input` and `output`.
         requests: their number. With a trace, its first ones. 0: all.
         warm_up: first requests, which are not part of the figures.
         cool_down: last requests, which are not part of the figures. They keep the cluster busy
             until all others are complete.
+        only: numbers of the requests that are sent. The others are left out. None: all.
+        timeout: seconds for a complete request.
     """
 
     rate: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    input: Count | None = None
-    output: Count | None = None
+    input: int | Range | None = None
+    output: int | Range | None = None
+    prefixes: Annotated[int, Meta(ge=0, le=1000)] = 0
     trace: str | None = None
     requests: Requests = 0
+    only: tuple[Annotated[int, Meta(ge=0)], ...] | None = None
     warm_up: Requests = 0
     cool_down: Requests = 0
+    timeout: Annotated[float, Meta(gt=0, le=86400)] = 600.0
 
 
-class Fault(_Record, frozen=True):
-    """The failure of a node, named "prefill/0", "decode/1" or "colocated/0".
-
-    Attributes:
-        at: seconds after the begin of the load.
-        kill: node that ends, as if killed.
-        freeze: node whose engine stops for a time. Its frontend continues.
-        seconds: of the freeze.
-    """
-
-    at: Annotated[float, Meta(ge=0, le=1e6)]
-    kill: str | None = None
-    freeze: str | None = None
-    seconds: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-
-
-class PlannerSpec(_Record, frozen=True):
+class PlannerSpec(Record, frozen=True):
     """The options of `baton planner`, which acts on the cluster. None: the planner's default."""
 
     every_s: Positive | None = None
@@ -112,17 +100,24 @@ class Arrival(msgspec.Struct, frozen=True):
     """A request.
 
     Attributes:
+        number: of the request in the load.
         at: seconds after the begin of the load.
         prompt: its tokens, a byte each.
         output: tokens of the response.
     """
 
+    number: int
     at: float
     prompt: bytes
     output: int
 
+    @property
+    def name(self) -> str:
+        """Return the id of the request."""
+        return f"request-{self.number}"
 
-class Scenario(_Record, frozen=True):
+
+class Scenario(Record, frozen=True):
     """A run. The same file always gives the same times."""
 
     cluster: ClusterSpec
@@ -147,12 +142,14 @@ class Scenario(_Record, frozen=True):
         """Yield all requests in order of arrival. Raises ValueError if the trace is invalid."""
         rng = random.Random(self.seed)
         lines = self._drawn(rng) if self.load.trace is None else self._traced(Path(self.load.trace))
-        for line in lines:
+        only = None if self.load.only is None else frozenset(self.load.only)
+        for number, line in enumerate(lines):
             num_blocks = -(-line.input_length // _BLOCK_TOKENS)
             shared = b"".join(_block(self.seed, block) for block in line.hash_ids[:num_blocks])
             rest = bytes(rng.choices(_LETTERS, k=max(0, line.input_length - len(shared))))
             prompt = (shared + rest)[: line.input_length]
-            yield Arrival(line.timestamp / 1e3, prompt, line.output_length)
+            if only is None or number in only:
+                yield Arrival(number, line.timestamp / 1e3, prompt, line.output_length)
 
     def _traced(self, file: Path) -> Iterator[TraceLine]:
         lines = islice(trace_lines(file), self.load.requests or None)
@@ -169,7 +166,12 @@ class Scenario(_Record, frozen=True):
         at = 0.0
         for _ in range(load.requests):
             at += rng.expovariate(load.rate)
-            yield TraceLine(load.input, load.output, 1e3 * at)
+            shared = [rng.randrange(load.prefixes)] if load.prefixes else []
+            yield TraceLine(_count(load.input, rng), _count(load.output, rng), 1e3 * at, shared)
+
+
+def _count(value: int | Range, rng: random.Random) -> int:
+    return value if isinstance(value, int) else rng.randint(*value)
 
 
 @lru_cache(maxsize=4096)
@@ -188,7 +190,7 @@ def read(file: Path) -> Scenario:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{file} is larger than {_MAX_BYTES >> 20} MiB")
         content: Any = yaml.safe_load(file.read_text())
-        scenario = msgspec.convert(content, Scenario)
+        scenario = msgspec.convert(content, Scenario, dec_hook=lambda _, fault: fault_of(fault))
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from error
     except (msgspec.ValidationError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -207,12 +209,26 @@ def _problems(scenario: Scenario) -> Iterator[str]:
     if cluster.prefill_tp > 1 and not cluster.prefill:
         yield "cluster.prefill_tp is not used without cluster.prefill"
     given = [name for name in ("rate", "input", "output") if getattr(load, name) is not None]
+    for name in ("input", "output"):  # msgspec cannot limit the members of this union
+        value = getattr(load, name)
+        if value is None:
+            continue
+        least, most = value if isinstance(value, tuple) else (value, value)
+        if not 1 <= least <= most <= _MOST_TOKENS:
+            yield f"load.{name}: expected 1 to {_MOST_TOKENS}, or a range of such numbers"
+    if load.trace is not None and load.prefixes:
+        yield "load.trace excludes load.prefixes"
     if load.trace is not None and given:
         yield f"load.trace excludes {', '.join(f'load.{name}' for name in given)}"
     if load.trace is None and (len(given) < 3 or not load.requests):
         yield "load: expected trace, or rate, input, output and requests"
     if scenario.policy == "session_affinity":
         yield "policy: session_affinity is not supported: the requests of a load have no sessions"
+    yield from _of_operations(scenario)
+    yield from _of_faults(scenario)
+
+
+def _of_operations(scenario: Scenario) -> Iterator[str]:
     for operation in scenario.operations:
         if len(operation.nodes) != 1:
             yield "operations: expected one of set_role, drain and migrate"
@@ -220,10 +236,14 @@ def _problems(scenario: Scenario) -> Iterator[str]:
             yield f"operations: no node is called {operation.nodes[0]!r}: see cluster"
         if (operation.set_role is None) != (operation.role is None):
             yield "operations: set_role needs role, and only set_role has it"
-    for fault in scenario.faults:
-        if (fault.kill is None) == (fault.freeze is None):
-            yield "faults: expected kill or freeze"
-        if (fault.freeze is None) != (fault.seconds is None):
-            yield "faults: freeze needs seconds, and only freeze has them"
-        if (name := fault.kill or fault.freeze) not in scenario.nodes:
-            yield f"faults: no node is called {name!r}: expected one of {scenario.nodes}"
+
+
+def _of_faults(scenario: Scenario) -> Iterator[str]:
+    for index, fault in enumerate(scenario.faults):
+        names = targets(fault)
+        known = scenario.nodes if len(names) == 1 else [*scenario.nodes, ROUTER]
+        for name in names:
+            if name not in known:
+                yield f"faults[{index}]: {name!r} does not exist: expected one of {known}"
+        if len(set(names)) < len(names):
+            yield f"faults[{index}]: expected two different processes, not {names[0]!r} twice"

@@ -11,7 +11,7 @@ import pytest
 from common import rpc
 from common.errors import InvalidRequest, NodeUnavailable
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc, node_pb2, node_pb2_grpc
-from simulation.virtual.network import MemoryHost
+from simulation.virtual.network import MemoryHost, MemoryNetwork
 from tests.support.cluster import free_ports
 
 WAIT_S = 60.0
@@ -63,7 +63,7 @@ class Rig:
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     (port,) = free_ports(1)
     if request.param == "memory":
-        with rpc.use(MemoryHost("127.0.0.1", {})):
+        with rpc.use(MemoryHost("127.0.0.1", MemoryNetwork())):
             made = Rig(port)
     else:
         made = Rig(port)

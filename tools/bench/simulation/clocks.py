@@ -58,7 +58,7 @@ def in_virtual_time(scenario: Scenario, directory: Path) -> dict[str, float]:
     """Run a scenario with `baton sim`. Returns the medians of FIGURES."""
     file = directory / "sim.yaml"
     file.write_bytes(msgspec.json.encode(scenario))
-    done = subprocess.run(command(file, "json"), env=environment(), stdout=subprocess.PIPE)
+    done = subprocess.run(command(str(file)), env=environment(), stdout=subprocess.PIPE)
     if done.returncode:
         raise SystemExit("baton sim failed")
     report = msgspec.json.decode(done.stdout)
