@@ -2,8 +2,8 @@
 
 `python -m tests.simulation.planted page NAME` runs a scenario with a page fault in the link, the
 swap or the cache. `python -m tests.simulation.planted bug NAME FIRST SEEDS` searches seeds for a
-bug in shipped code, and ends at the first one that finds it. Both print JSON. NAME "none" plants
-nothing.
+bug in shipped code, and ends at the first one that finds it. Both print JSON. The page fault "none"
+plants nothing.
 """
 
 import json
@@ -224,7 +224,6 @@ def a_replay_begins_a_token_early() -> None:
 
 
 BUGS: dict[str, Callable[[], None]] = {
-    "none": lambda: None,
     "early publish": a_chunk_is_published_a_page_early,
     "early free": published_pages_are_not_held,
     "leak of failed hand-offs": pages_of_failed_handoffs_stay_published,
@@ -236,6 +235,8 @@ BUGS: dict[str, Callable[[], None]] = {
     "slot reuse": a_slot_is_reused_while_a_step_has_it,
     "wrong replay offset": a_replay_begins_a_token_early,
 }
+# The first 40 seeds do not find these.
+MISSED = frozenset({"early publish", "done of a lost hand-off", "short swap", "slot reuse"})
 
 
 def run_page_fault(name: str, clock: VirtualClock) -> dict[str, Any]:
