@@ -62,7 +62,7 @@ from engine.ranks.ring import StepRing, ring_memory, whole_pages
 from engine.ranks.share import Share
 
 _LOAD_S = 3600.0  # for weights from a slow disk
-_CLOSE_S = 5.0
+_CLOSE_S = 3.0  # less than the frontend waits for the end of an engine before it kills it
 _FORKS_END_S = 0.5  # from the end of one fork to that of all, if it was killed
 _LOOK_S = 1.0  # between two looks for missing replies
 _PATIENCE_S = 5.0  # longer than in a collective, whose error is the better one if a step runs

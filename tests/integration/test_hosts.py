@@ -193,10 +193,12 @@ def freeze_rank(host: RankHost) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [(kill_host, -signal.SIGKILL), (kill_rank, 1), (freeze_rank, 1)]
+    ("end", "codes"),
+    # The leader ends first if a rank is frozen: the host may see an end in order.
+    [(kill_host, {-signal.SIGKILL}), (kill_rank, {1}), (freeze_rank, {0, 1})],
 )
 async def test_a_host_that_ends_costs_no_answer(
-    tmp_path: Path, end: Callable[[RankHost], None], code: int
+    tmp_path: Path, end: Callable[[RankHost], None], codes: set[int]
 ) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3")
     (port,) = free_ports(1)
@@ -241,6 +243,6 @@ async def test_a_host_that_ends_costs_no_answer(
         known = oracle(model)
         for each, tokens in zip(asked, await asyncio.gather(*answers), strict=True):
             assert tokens == known.tokens(each, NUM_TOKENS)
-        assert await host.ended() == code
+        assert await host.ended() in codes
         for pid in (*ranks, *relays):
             await_end(pid)
