@@ -7,14 +7,14 @@ pool and prefix cache stay.
 
 from typing import Any
 
-from common.config import EngineConfig
+from common.config import NODE_CONFIGS, EngineConfig
 from common.process.ipc import PeerGone
 from engine.build import Engine, build
 from engine.ranks.node_group import NodeGroup, join_group
 from node.control.engine_control import RoleEnded
 from node.engine_process import Begin, EngineStart, run_engine
 from node.messages import StartRole
-from node.role_parts import CONFIGS, load_roles
+from node.role_parts import load_roles
 from node.runtime import NodeRuntime
 
 
@@ -72,4 +72,4 @@ def _joined(start: EngineStart[Any]) -> NodeGroup:
 
 
 if __name__ == "__main__":
-    run_engine(CONFIGS, body, "engine")
+    run_engine(NODE_CONFIGS, body, "engine")

@@ -1,7 +1,7 @@
 """The engine process's side of its frontend: start, the channel of the engine thread, the end.
 
-An engine program consists of `run_engine(CONFIGS, body, "name")`. A frontend starts it, never a
-user. It obeys that frontend alone, and dies with it (common/process/leash.py).
+An engine program consists of `run_engine(NODE_CONFIGS, body, "name")`. A frontend starts it, never
+a user. It obeys that frontend alone, and dies with it (common/process/leash.py).
 """
 
 import contextlib

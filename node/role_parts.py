@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
+from common.config import NODE_CONFIGS, EngineConfig
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.core import EngineCore
@@ -18,8 +18,6 @@ from kvtransfer.ports import TransferPort
 from node.control.engine_control import EngineControl, FrontendChannel
 from node.queues import Grammars, RequestAdapters
 from node.sharing.prefixes import PrefixSharing
-
-CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
 
 class RoleEngine(Protocol):
@@ -89,4 +87,4 @@ class RoleModule(Protocol):
 
 def load_roles() -> Mapping[str, RoleModule]:
     """Import both roles by name, because their packages depend on this one."""
-    return {name: cast(RoleModule, import_module(f"{name}_node.engine")) for name in CONFIGS}
+    return {name: cast(RoleModule, import_module(f"{name}_node.engine")) for name in NODE_CONFIGS}

@@ -4,26 +4,24 @@ A node has the flags of its first role. Settings that only the other role has ke
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
 from pydantic import ValidationError
 
 from common import settings
-from common.config import DecodeConfig, NodeConfig, PrefillConfig
+from common.config import NODE_CONFIGS, NodeConfig
 from common.errors import ConfigError, FailedPrecondition
 from node.frontend.engine_link import RoleProgram
 from node.frontend.frontend import EngineHandle, EngineProcess, run_node
 from node.metrics import Role
 
-CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
-
 
 def main(role: Role) -> int:
     """Run a node that begins in this role. Returns its exit code."""
     about = f"Run a {role} node."
-    config = settings.read(CONFIGS[role], f"baton serve {role}", sys.argv[1:], about=about)
+    config = settings.read(NODE_CONFIGS[role], f"baton serve {role}", sys.argv[1:], about=about)
     program = program_of(role, config)
     return run_node(program, spawn=engine_of(config), other=partial(other, program))
 
@@ -65,7 +63,7 @@ def config_of(config: NodeConfig, role: str) -> NodeConfig:
     Raises:
         ConfigError: the configuration is invalid for that role.
     """
-    record = CONFIGS[role]
+    record = NODE_CONFIGS[role]
     fields = record.model_fields.items()
     try:
         return record(**{name: getattr(config, name, field.default) for name, field in fields})

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from common import logs, settings
+from common.config import NODE_CONFIGS
 from common.errors import ConfigError
 from common.logs import kv
 from common.rpc import join_address
 from node.frontend.engine_link import RoleProgram
 from node.frontend.frontend import Node, run_loop, run_nodes
-from node.role_parts import CONFIGS
 from node.roles import other, program_of
 from simulation.node.engine import SimEngine
 from simulation.node.options import check_config
@@ -35,7 +35,7 @@ def read(argument: str) -> list[RoleProgram]:
     """
     programs = []
     for role, flags in json.loads(argument):
-        config = settings.read(CONFIGS[role], f"baton serve {role}", flags)
+        config = settings.read(NODE_CONFIGS[role], f"baton serve {role}", flags)
         check_config(config)
         programs.append(program_of(role, config))
     return programs

@@ -21,6 +21,7 @@ from common.config.engine import (
     gpus_of,
 )
 from common.config.node import (
+    NODE_CONFIGS,
     DecodeConfig,
     NodeConfig,
     PrefillConfig,
@@ -42,6 +43,7 @@ from common.config.server import ServerConfig, TlsConfig
 
 __all__ = [
     "MAX_MODELS",
+    "NODE_CONFIGS",
     "CacheConfig",
     "ClientsConfig",
     "ConfigRecord",

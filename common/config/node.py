@@ -2,6 +2,7 @@
 
 import re
 import socket
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -206,6 +207,10 @@ class DecodeConfig(NodeConfig):
         if mode == "disaggregated" and server and server.tls.cert and server.tls.ca is None:
             raise ValueError("with --tls-cert it needs --tls-ca, to verify prefill nodes")
         return mode
+
+
+# By role.
+NODE_CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
 
 class RankHostServer(ProcessConfig):

@@ -8,13 +8,14 @@ import socket
 import time
 from collections.abc import Sequence
 
+from common.config import NODE_CONFIGS
 from common.errors import ConfigError
 from common.logs import kv
 from common.process.ipc import FrameSocket, PeerGone, socket_pair
 from engine.core import EngineCore
 from node.control.engine_control import RoleEnded
 from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
-from node.role_parts import CONFIGS, DrivenRole, load_roles
+from node.role_parts import DrivenRole, load_roles
 from simulation.device.runner import SimRunner, SimStep
 from simulation.node.options import check_config
 from simulation.node.parts import SimParts
@@ -152,7 +153,7 @@ class SimEngine:
 
     async def _serve(self, start: StartRole) -> None:
         roles = load_roles()
-        config = CONFIGS[start.role].model_validate_json(start.config)
+        config = NODE_CONFIGS[start.role].model_validate_json(start.config)
         check_config(config)
         # All host pages, because the node may become a decode node. They cost nothing here.
         wanted = roles[start.role].wants(config.engine)
@@ -170,7 +171,7 @@ class SimEngine:
         )
         try:
             while True:
-                config = CONFIGS[start.role].model_validate_json(start.config)
+                config = NODE_CONFIGS[start.role].model_validate_json(start.config)
                 roles[start.role].check(parts)
                 transfer_socket = self._handed_over.pop(0)
                 runtime = SimRuntime.of(

@@ -18,7 +18,7 @@ from api.program.assembly import make_grpc
 from api.program.nodes import ModelNodes, ModelPool, RouterBase, make_base, make_pool
 from api.text import model_files
 from common import rpc
-from common.config import RouterConfig
+from common.config import NODE_CONFIGS, RouterConfig
 from common.errors import ConfigError, EngineFault, ServingError
 from common.logs import kv
 from common.request import RequestSpec
@@ -26,7 +26,6 @@ from common.requests.namespace import as_bytes
 from common.requests.sampling import SamplingParams
 from node.frontend.engine_link import RoleProgram
 from node.frontend.frontend import Node
-from node.role_parts import CONFIGS
 from node.roles import other, program_of
 from protos.node_pb2 import DrainRequest, SwitchRequest
 from protos.node_pb2_grpc import NodeStub
@@ -334,7 +333,7 @@ def _programs(scenario: Scenario, pools: Path) -> dict[str, RoleProgram]:
             fields["mode"] = "colocated"
         for option, value in cluster.options.items():
             _set(fields, option, value)
-        config = CONFIGS[role].model_validate(fields)
+        config = NODE_CONFIGS[role].model_validate(fields)
         check_config(config)
         programs[name] = program_of(role, config)
     return programs

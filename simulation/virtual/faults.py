@@ -1,7 +1,7 @@
 """The faults of a scenario: what the file says, and what they do."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
 from msgspec import Meta
@@ -44,22 +44,23 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """A mapping of the file. Unknown keys are refused by name."""
 
 
-class Fault:
+@runtime_checkable  # a scenario is checked when it is read
+class Fault(Protocol):
     """A failure at a time. The key of its kind names what fails.
 
     Attributes:
         at: seconds after the begin of the load.
     """
 
-    __slots__ = ()
-    at: float
+    @property
+    def at(self) -> float: ...
 
     async def strike(self, cluster: FaultyCluster) -> None:
         """Let the fault happen, and wait until it ends."""
-        raise NotImplementedError
+        ...
 
 
-class Kill(Record, Fault, frozen=True):
+class Kill(Record, frozen=True):
     """A node ends, as if killed."""
 
     kill: str
@@ -69,7 +70,7 @@ class Kill(Record, Fault, frozen=True):
         await cluster.nodes[self.kill].kill()
 
 
-class Freeze(Record, Fault, frozen=True):
+class Freeze(Record, frozen=True):
     """The engine of a node stops for a time. Its frontend continues."""
 
     freeze: str
@@ -80,7 +81,7 @@ class Freeze(Record, Fault, frozen=True):
         await cluster.nodes[self.freeze].freeze(self.seconds)
 
 
-class SlowDevice(Record, Fault, frozen=True):
+class SlowDevice(Record, frozen=True):
     """The steps of a node take longer for a time."""
 
     slow_device: str
@@ -92,7 +93,7 @@ class SlowDevice(Record, Fault, frozen=True):
         await cluster.nodes[self.slow_device].slow(self.factor, self.seconds)
 
 
-class Cut(Record, Fault, frozen=True):
+class Cut(Record, frozen=True):
     """Connections between two processes end, and new ones are refused for a time."""
 
     cut: Pair
@@ -103,7 +104,7 @@ class Cut(Record, Fault, frozen=True):
         await cluster.wires.fail(_both(self.cut), Wire(is_cut=True), self.seconds)
 
 
-class HalfOpen(Record, Fault, frozen=True):
+class HalfOpen(Record, frozen=True):
     """Packets from the first process to the second vanish for a time. No process is informed."""
 
     half_open: Pair
@@ -114,7 +115,7 @@ class HalfOpen(Record, Fault, frozen=True):
         await cluster.wires.fail((self.half_open,), Wire(is_silent=True), self.seconds)
 
 
-class SlowLink(Record, Fault, frozen=True):
+class SlowLink(Record, frozen=True):
     """Messages and reads between two processes take longer for a time."""
 
     slow_link: Pair

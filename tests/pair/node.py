@@ -16,14 +16,13 @@ import numpy as np
 import torch
 
 from common.config import (
+    NODE_CONFIGS,
     CacheConfig,
-    DecodeConfig,
     EngineConfig,
     HiddenStatesConfig,
     InputEmbeddingsConfig,
     LoraConfig,
     OffloadConfig,
-    PrefillConfig,
     PrefixSharingConfig,
     RoutedExpertsConfig,
     SchedulerConfig,
@@ -68,7 +67,6 @@ from tests.pair.wires import FrontEnd
 from tests.support.loopback import LoopbackBackend
 
 STREAM = 1  # of the only router
-CONFIGS: dict[str, type[Any]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
 
 class AllPass:
@@ -334,7 +332,7 @@ def make_node(
 ) -> Node:
     """fields: of the role's configuration."""
     engine, engine_config = _engine(common, size)
-    config = CONFIGS[role](
+    config = NODE_CONFIGS[role](
         engine=engine_config, transfer=common.transfer, prefix_sharing=common.sharing, **fields
     )
     channel = RouterEnd(common.wake)
