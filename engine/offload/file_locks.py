@@ -1,4 +1,4 @@
-"""Whether other hosts respect the locks of files here.
+"""Check that other hosts see the locks that this host has on files.
 
 Nodes on several hosts may share a directory. Each locks its own part of it by flock. Some mounts
 keep these locks on their host, and then two nodes would write the same files.

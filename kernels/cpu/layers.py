@@ -197,8 +197,8 @@ class _SumInPlace:
     it is kept.
 
     Attributes:
-        function: replaces `x` by its sum. Returns 0 if there is none.
-        error: why there is none.
+        function: replaces `x` by its sum over ranks and returns 1. Returns 0 after an error.
+        error: raised by the sum. None: no error.
     """
 
     def __init__(self, sum_ranks: Callable[[Tensor], Tensor], x: Tensor) -> None:

@@ -2,6 +2,7 @@
 gRPC. Compared with transformers, also when a decode node is killed."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ PROMPT = [n % 251 for n in range(60)]
 NUM_EXPERTS = 3  # per token
 
 
-class Response:
+class Response(ABC):
     """The response to a request, as it arrives."""
 
     flag: str  # of nodes
@@ -37,15 +38,16 @@ class Response:
             self.add(response)
         assert len(self.token_ids) == max_tokens
 
-    def ask(self, cluster: Cluster, max_tokens: int) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def ask(self, cluster: Cluster, max_tokens: int) -> Any: ...
 
+    @abstractmethod
     def add(self, response: Any) -> None:
         """Add the rows of a message."""
 
+    @abstractmethod
     def check(self) -> None:
         """Compare with transformers."""
-        raise NotImplementedError
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -112,6 +114,9 @@ class InputEmbeddings(Response):
         given = router_pb2.InputEmbeddings(values=values, num_tokens=len(PROMPT))
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         return cluster.ask(router_pb2.GenerateRequest(input_embeddings=given, sampling=sampling))
+
+    def add(self, response: Any) -> None:
+        pass  # nothing is returned but tokens
 
     def check(self) -> None:
         assert tuple(self.token_ids) == oracle(self.model).tokens(PROMPT, len(self.token_ids))

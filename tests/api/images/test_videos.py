@@ -53,7 +53,7 @@ def timed(model):
 
 
 def placeholders(fps, indices):
-    """What transformers' processor writes for a video of patches of one token."""
+    """Return the text that transformers' processor writes for a video of patches of one token."""
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
     processor = SimpleNamespace(

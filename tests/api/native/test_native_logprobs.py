@@ -79,7 +79,7 @@ async def test_an_event_of_a_stream_has_those_so_far(api, wire):
 
 
 async def test_a_prompt_is_scored_without_generating(api):
-    """As SGLang's frontend language scores choices."""
+    """SGLang's frontend language scores choices in this way."""
     sampling = {"max_new_tokens": 0, "temperature": 0.0}
     asking = asyncio.create_task(api.post(GENERATE, sampling_params=sampling, **FROM_TOKEN_2))
     submit = await api.node.submitted()
