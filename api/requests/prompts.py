@@ -329,7 +329,7 @@ def render_conversation(messages: ChatPrompt, template: ChatTemplate, max_charac
         settings["reasoning_effort"] = messages.reasoning_effort
     continued = messages.ending is PromptEnding.CONTINUED
     if continued:
-        turns[-1]["content"] = f"{turns[-1]['content'] or ''}{_CUT}"
+        turns[-1]["content"] = _with_cut(turns[-1]["content"])
     text = template.render(
         turns,
         tools=messages.tools,
@@ -372,6 +372,16 @@ def _as_templates_know_it(turn: ChatTurn, reasoning: str) -> dict[str, Any]:
             for call in turn.tool_calls
         ]
     return message
+
+
+def _with_cut(content: str | list[dict[str, str]] | None) -> str | list[dict[str, str]]:
+    """Return this content with the mark at its end, in its last part if it has parts."""
+    if not isinstance(content, list):
+        return f"{content or ''}{_CUT}"
+    *before, last = content
+    if "text" not in last:
+        return [*content, {"type": "text", "text": _CUT}]
+    return [*before, {**last, "text": f"{last['text']}{_CUT}"}]
 
 
 def _part(part: str | MediaInput) -> dict[str, str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from api.images.picture import ImageInput
 from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, PromptEnding
 from api.requests.prompts import check_conversation, render_conversation
 from api.text.chat_template import ChatTemplate
@@ -138,6 +139,23 @@ def test_a_conversation_ends_as_it_is_asked_to():
     closing = OPENING.replace("{% endfor %}", "</s>{% endfor %}")
     continued = prompt(closing, *turns, ending=PromptEnding.CONTINUED)
     assert continued == "[user]hi</s>[assistant]ho "
+
+
+@pytest.mark.parametrize(
+    "parts, expected",
+    [
+        ((ImageInput(b"x"), "it shows "), "[user]hi</s>[assistant]<image>it shows "),
+        (("see", ImageInput(b"x")), "[user]hi</s>[assistant]see<image>"),
+    ],
+)
+def test_a_last_message_with_an_image_is_continued(parts, expected):
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{{ part.text or '<image>' }}{% endfor %}{% endif %}"
+        "</s>{% endfor %}"
+    )
+    turns = USER, ChatTurn("assistant", None, parts=parts)
+    assert prompt(source, *turns, ending=PromptEnding.CONTINUED) == expected
 
 
 def test_a_template_that_leaves_the_last_message_out_cannot_continue_it():
