@@ -18,6 +18,7 @@ from engine.models import LoadableModel, Model
 from engine.models.blocks.attention import AttentionBlock
 from engine.models.blocks.layer import Layer
 from engine.models.decoder import Decoder
+from engine.models.linear import INT8
 from engine.models.probe import PRODUCTS, differing_operation
 from kernels import device as devices
 
@@ -70,7 +71,7 @@ def _check_kernels(config: EngineConfig, dtype: torch.dtype, servable: LoadableM
             else "install a C++ compiler, or use the container image"
         )
         raise ConfigError(f"{_SETTING} needs the compiled CPU kernels: {remedy}")
-    int8 = config.quantize == "int8" or servable.spec.int8_stored
+    int8 = config.quantize == "int8" or servable.spec.format == INT8
     for needed in (dtype, torch.int8) if int8 else (dtype,):
         if not operators.multiplies(needed):
             names = [

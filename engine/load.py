@@ -244,7 +244,7 @@ def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
     rounding = rounding_of(
         opened.device,
         config.quantize,
-        int8_stored=opened.servable.spec.int8_stored,
+        opened.servable.spec.format,
         ranks=config.parallel.tp,
     )
     # Nodes without the promise may compute on each other's KV whatever their arithmetic.

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from engine.core import CoreShape
 from engine.kv_cache.layout import KVLayout
 from engine.models import ModelSpec
-from engine.models.linear import form_of, rounding_of
+from engine.models.linear import Matrix, form_of, rounding_of
 from engine.ranks import WHOLE, Share
 from engine.runner.gpu import check_allocator, has_gpu
 from kernels.narrow import FIRST_ARCHITECTURE
@@ -263,7 +263,7 @@ def _chunk_tokens(
         wanted = min(most, max(DEVICE_CHUNK_TOKENS, _tokens_in(ROOM_FRACTION * free, spec, dtype)))
         if device.type == "cpu":
             wanted = DEVICE_CHUNK_TOKENS
-            rounding = rounding_of(device, config.quantize, int8_stored=spec.int8_stored)
+            rounding = rounding_of(device, config.quantize, spec.format)
             rate = _cpu_flops(dtype, "none" if rounding == "none" else "int8")
             wanted = min(wanted, int(CPU_CHUNK_S * rate / (2 * spec.products_per_token)))
     return max(page_size, wanted // page_size * page_size)
@@ -280,7 +280,7 @@ def _cpu_flops(dtype: torch.dtype, quantize: Quantize) -> float:
     """Measure the FLOP/s that the model's own product reaches here with a matrix of a layer's size,
     in this thread and with its threads: the best of five runs."""
     x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-    linear = form_of(torch.device("cpu"), dtype, quantize).hold(weight, None)
+    linear = form_of(torch.device("cpu"), dtype, quantize).hold(Matrix(weight))
     best = float("inf")
     for _ in range(5):
         started = time.perf_counter()

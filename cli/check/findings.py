@@ -162,7 +162,7 @@ def _drafter(config: SpeculativeConfig, spec: ModelSpec) -> Iterator[Finding]:
 
 def _weights(spec: ModelSpec, device: torch.device, config: EngineConfig) -> Finding:
     """Report the format of the stored weights and the conversion at load time."""
-    rounding = rounding_of(device, config.quantize, int8_stored=spec.int8_stored)
+    rounding = rounding_of(device, config.quantize, spec.format)
     if rounding == "none":
         rounding = (
             "as stored" if spec.stored == NOT_QUANTISED else "converted to floats when loaded"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.kv_cache.states import DraftState, LayerState
+from kernels.quantised import QuantFormat
 
 NOT_QUANTISED = "not quantised"
 
@@ -21,7 +22,7 @@ class ModelSpec:
         draft: the state that a built-in drafter keeps in addition. None: there is no drafter.
         products_per_token: multiplications of a token with weights, without the head's.
         stored: storage scheme of the checkpoint's matrices, for people.
-        int8_stored: the stored matrices are int8 by channel.
+        format: the format of the checkpoint's quantised matrices, if products can use it.
         image_token_side: pixels per side of the square that an image token covers. 0: no images.
             Excluded from the repr, which nodes compare, because images have their own hash there.
         image_tokens_per_side: rows and columns of every image. 0: they depend on its size. Excluded
@@ -43,7 +44,7 @@ class ModelSpec:
     layers: tuple[LayerState, ...]
     products_per_token: int
     stored: str = NOT_QUANTISED
-    int8_stored: bool = False
+    format: QuantFormat | None = None
     generates: bool = True
     num_labels: int = 0
     draft: DraftState | None = None

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from kernels.quantised import add_product, matrix_tile
 from kernels.row_search import last_at_most
 
 GROUP_BLOCK = 1024  # pairs that an expert's program reads at once
@@ -25,13 +26,18 @@ class GroupedTile(NamedTuple):
     stages: int
 
 
-def tile_for(element_size: int) -> GroupedTile:
-    """Return the tile for an element size.
+def tile_for(element_size: int, group: int) -> GroupedTile:
+    """Return the tile for inputs of this size in bytes, and the number of inputs that share a
+    scale. 0: there are no scales.
 
     A step of few tokens is bound by reading weights. 64 rows keep it so: 64 operations per byte, of
     a GPU's 150 to 300.
     """
-    return GroupedTile(64, 128, 64, 4, 4) if element_size == 2 else GroupedTile(32, 64, 32, 4, 2)
+    tile = GroupedTile(64, 128, 64, 4, 4) if element_size == 2 else GroupedTile(32, 64, 32, 4, 2)
+    if not group:
+        return tile
+    # Products of a group have registers of their own beside the sums: twice as many columns spill.
+    return tile._replace(columns=64, depth=min(tile.depth, group & -group))
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -86,6 +92,8 @@ def _tile(ptr, rows, row_ok, cols, num_cols, STRIDE: tl.constexpr, EVEN: tl.cons
 def gate_up_kernel(
     x_ptr,
     gate_up_ptr,
+    scales_ptr,
+    zeros_ptr,
     bias_ptr,
     between_ptr,
     starts_ptr,
@@ -94,6 +102,9 @@ def gate_up_kernel(
     K: tl.constexpr,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
@@ -112,20 +123,21 @@ def gate_up_kernel(
     tokens = tl.load(order_ptr + places, mask=used, other=0) // K
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = outputs < INNER
-    gate_ptr = gate_up_ptr + expert.to(tl.int64) * (2 * INNER * HIDDEN)
-    up_ptr = gate_ptr + INNER * HIDDEN
+    rows = expert * (2 * INNER) + outputs
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     EVEN: tl.constexpr = HIDDEN % BLOCK_K == 0
     for start in range(0, HIDDEN, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         x = _tile(x_ptr, tokens, used, cols, HIDDEN, HIDDEN, EVEN)
-        gates = _tile(gate_ptr, outputs, wanted, cols, HIDDEN, HIDDEN, EVEN)
-        ups = _tile(up_ptr, outputs, wanted, cols, HIDDEN, HIDDEN, EVEN)
         if UPCAST:
-            x, gates, ups = x.to(tl.float32), gates.to(tl.float32), ups.to(tl.float32)
-        gate = tl.dot(x, tl.trans(gates), gate, input_precision="ieee")
-        up = tl.dot(x, tl.trans(ups), up, input_precision="ieee")
+            x = x.to(tl.float32)
+        gates = matrix_tile(gate_up_ptr, rows, wanted, start, HIDDEN, BLOCK_K, FORMAT)
+        ups = matrix_tile(gate_up_ptr, rows + INNER, wanted, start, HIDDEN, BLOCK_K, FORMAT)
+        gate = add_product(gate, x, gates, scales_ptr, zeros_ptr, rows, wanted, start,
+                           GROUP, GROUPS, FORMAT)  # fmt: skip
+        up = add_product(up, x, ups, scales_ptr, zeros_ptr, rows + INNER, wanted, start,
+                         GROUP, GROUPS, FORMAT)  # fmt: skip
     if bias_ptr is not None:
         biases = bias_ptr + expert * (2 * INNER) + outputs
         gate += tl.load(biases, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -148,6 +160,8 @@ def gate_up_kernel(
 def down_kernel(
     between_ptr,
     down_ptr,
+    scales_ptr,
+    zeros_ptr,
     bias_ptr,
     weights_ptr,
     parts_ptr,
@@ -156,6 +170,9 @@ def down_kernel(
     num_experts,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -171,16 +188,17 @@ def down_kernel(
     used = places < end
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = outputs < HIDDEN
-    down_ptr += expert.to(tl.int64) * (HIDDEN * INNER)
+    matrix_rows = expert * HIDDEN + outputs
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     EVEN: tl.constexpr = INNER % BLOCK_K == 0
     for start in range(0, INNER, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K)
         rows = _tile(between_ptr, places, used, cols, INNER, INNER, EVEN)
-        matrix = _tile(down_ptr, outputs, wanted, cols, INNER, INNER, EVEN)
         if UPCAST:
-            rows, matrix = rows.to(tl.float32), matrix.to(tl.float32)
-        acc = tl.dot(rows, tl.trans(matrix), acc, input_precision="ieee")
+            rows = rows.to(tl.float32)
+        matrix = matrix_tile(down_ptr, matrix_rows, wanted, start, INNER, BLOCK_K, FORMAT)
+        acc = add_product(acc, rows, matrix, scales_ptr, zeros_ptr, matrix_rows, wanted, start,
+                          GROUP, GROUPS, FORMAT)  # fmt: skip
     if bias_ptr is not None:
         biases = tl.load(bias_ptr + expert * HIDDEN + outputs, mask=wanted, other=0.0)
         acc += biases.to(tl.float32)[None, :]

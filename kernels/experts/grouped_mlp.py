@@ -4,8 +4,10 @@ Pairs of token and expert are sorted by expert, and two grouped products process
 results are added in the order of its experts, so no sum depends on the device's scheduling.
 """
 
+import math
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,8 @@ from kernels.experts.grouped_kernels import (
     tile_for,
 )
 from kernels.layers.act_and_mul import Activation, act_and_mul
+from kernels.layers.quantised_linear import quantised_linear
+from kernels.quantised import NOT_QUANTISED, Quantisation, num_inputs
 from kernels.row_search import SEARCH_BLOCK
 
 LIMIT, SLOPE = 7.0, 1.702  # of "clamped"
@@ -31,16 +35,66 @@ LIMIT, SLOPE = 7.0, 1.702  # of "clamped"
 Gate: TypeAlias = Activation | Literal["clamped"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertMatrices:
+    """One matrix of each expert.
+
+    Attributes:
+        numbers: contiguous [experts, out, in], or [experts, out, in / 2] in 4 bits.
+        bias: contiguous [experts, out].
+        quantisation: None: the numbers are weights of the inputs' dtype.
+    """
+
+    numbers: Tensor
+    bias: Tensor | None = None
+    quantisation: Quantisation | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the number of experts, outputs and inputs."""
+        count, rows, columns = self.numbers.shape
+        return count, rows, columns if self.quantisation is None else num_inputs(self.numbers)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        if self.quantisation is None:
+            return self.numbers, self.bias
+        return self.numbers, self.bias, self.quantisation.scales, self.quantisation.zeros
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return a kernel's arguments."""
+        quantisation = self.quantisation
+        own = NOT_QUANTISED if quantisation is None else quantisation.arguments(self.numbers)
+        return {"bias_ptr": self.bias, **own}
+
+    def product(self, expert: int, x: Tensor) -> Tensor:
+        numbers, bias = self.numbers[expert], None if self.bias is None else self.bias[expert]
+        if self.quantisation is None:
+            return F.linear(x, numbers, bias)
+        one = self.quantisation.with_tensors(lambda each: each[expert])
+        return quantised_linear(x, numbers, one, bias)
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise ValueError if these do not fit each other, or inputs of this dtype."""
+        if not all(each is None or each.is_contiguous() for each in self.tensors):
+            raise ValueError("experts must be contiguous")
+        if self.bias is not None and self.bias.shape != self.numbers.shape[:2]:
+            shapes = tuple(self.bias.shape), tuple(self.numbers.shape)
+            raise ValueError(f"biases {shapes[0]} do not fit {shapes[1]}")
+        if self.quantisation is not None:
+            self.quantisation.check(self.numbers)
+        elif self.numbers.dtype != dtype:
+            raise ValueError(f"experts of {self.numbers.dtype} do not fit x of {dtype}")
+
+
 def grouped_mlp(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     weights: Tensor,
     ids: Tensor,
     gate: Gate,
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Return the sum over j of weights[:, j] * down[ids[:, j]] (act(gate) * up).
 
@@ -49,37 +103,30 @@ def grouped_mlp(
 
     Args:
         x: contiguous [n, hidden].
-        gate_up: contiguous [experts, 2 * inner, hidden] of x's dtype, the gate's rows first.
-        down: contiguous [experts, hidden, inner] of x's dtype.
+        gate_up: [experts, 2 * inner, hidden], the gate's rows first.
+        down: [experts, hidden, inner].
         weights: contiguous float32 [n, k].
         ids: contiguous int32 [n, k], each below the number of experts, or that number for a pair
             that adds nothing and has the weight 0.
-        gate_up_bias, down_bias: contiguous [experts, 2 * inner] and [experts, hidden].
     Returns:
         [n, hidden] of x's dtype. The sum is in float32, of parts that are rounded to x's dtype.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
     n, hidden = x.shape
-    num_experts, inner = down.shape[0], down.shape[2]
-    if gate_up.shape != (num_experts, 2 * inner, hidden) or down.shape[1] != hidden:
-        raise ValueError(
-            f"experts {tuple(gate_up.shape)} and {tuple(down.shape)} do not fit x {tuple(x.shape)}"
-        )
-    if not x.dtype == gate_up.dtype == down.dtype:
-        raise ValueError(f"experts of {gate_up.dtype}, {down.dtype} do not fit x of {x.dtype}")
+    num_experts, width, inner = down.shape
+    if gate_up.shape != (num_experts, 2 * inner, hidden) or width != hidden:
+        raise ValueError(f"experts {gate_up.shape} and {down.shape} do not fit x {tuple(x.shape)}")
     if ids.shape != weights.shape or ids.shape[:1] != (n,) or ids.ndim != 2:
         raise ValueError(f"weights, ids: [{n}, k], got {tuple(weights.shape)}, {tuple(ids.shape)}")
     if ids.dtype != torch.int32 or weights.dtype != torch.float32:
         raise ValueError(f"weights float32, ids int32 expected, got {weights.dtype}, {ids.dtype}")
-    for bias, matrices in ((gate_up_bias, gate_up), (down_bias, down)):
-        if bias is not None and bias.shape != matrices.shape[:2]:
-            raise ValueError(f"biases {tuple(bias.shape)} do not fit {tuple(matrices.shape)}")
-    given = (x, gate_up, down, weights, ids, gate_up_bias, down_bias)
-    if not all(tensor is None or tensor.is_contiguous() for tensor in given):
+    if not all(tensor.is_contiguous() for tensor in (x, weights, ids)):
         raise ValueError("all arguments must be contiguous")
+    for matrices in (gate_up, down):
+        matrices.check(x.dtype)
     implementation = grouped_mlp_triton if device.uses_triton(x) else grouped_mlp_reference
-    return implementation(x, gate_up, down, weights, ids, gate, gate_up_bias, down_bias)
+    return implementation(x, gate_up, down, weights, ids, gate)
 
 
 def gated(x: Tensor, gate: Gate) -> Tensor:
@@ -96,22 +143,16 @@ def gated(x: Tensor, gate: Gate) -> Tensor:
 
 def grouped_mlp_reference(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     weights: Tensor,
     ids: Tensor,
     gate: Gate,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
 ) -> Tensor:
-    def linear(of_it: Tensor, matrices: Tensor, biases: Tensor | None, expert: int) -> Tensor:
-        return F.linear(of_it, matrices[expert], None if biases is None else biases[expert])
-
     def net(expert: int, rows: Tensor) -> Tensor:
-        inner = gated(linear(rows, gate_up, gate_up_bias, expert), gate)
-        return linear(inner, down, down_bias, expert)
+        return down.product(expert, gated(gate_up.product(expert, rows), gate))
 
-    return by_expert(x, weights, ids, net, len(down))
+    return by_expert(x, weights, ids, net, down.shape[0])
 
 
 def by_expert(
@@ -148,16 +189,15 @@ def by_expert(
 
 def grouped_mlp_triton(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     weights: Tensor,
     ids: Tensor,
     gate: Gate,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
 ) -> Tensor:
     (n, hidden), k = x.shape, ids.shape[1]
-    num_experts, inner, num_pairs = down.shape[0], down.shape[2], ids.numel()
+    num_experts, _, inner = down.shape
+    num_pairs = ids.numel()
     out = torch.empty_like(x)
     if not out.numel():
         return out
@@ -165,7 +205,8 @@ def grouped_mlp_triton(
     order = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
     group_kernel[(num_experts,)](ids, starts, order, num_pairs, GROUP_BLOCK, num_warps=4,
                                  enable_fp_fusion=True)  # fmt: skip
-    tile = tile_for(x.element_size())
+    first, second = gate_up.arguments, down.arguments
+    tile = tile_for(x.element_size(), math.gcd(first["GROUP"], second["GROUP"]))
     num_tiles = num_pairs // tile.rows + num_experts  # each expert's last tile may be partial
     between = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
@@ -180,12 +221,11 @@ def grouped_mlp_triton(
     }
     gate_up_kernel[(num_tiles, triton.cdiv(inner, tile.columns // 2))](
         x,
-        gate_up,
-        gate_up_bias,
-        between,
-        starts,
-        order,
-        num_experts,
+        gate_up.numbers,
+        between_ptr=between,
+        starts_ptr=starts,
+        order_ptr=order,
+        num_experts=num_experts,
         K=k,
         HIDDEN=hidden,
         INNER=inner,
@@ -193,20 +233,21 @@ def grouped_mlp_triton(
         LIMIT=LIMIT,
         SLOPE=SLOPE,
         BLOCK_N=tile.columns // 2,
+        **first,
         **common,
     )
     down_kernel[(num_tiles, triton.cdiv(hidden, tile.columns))](
         between,
-        down,
-        down_bias,
-        weights,
-        parts,
-        starts,
-        order,
-        num_experts,
+        down.numbers,
+        weights_ptr=weights,
+        parts_ptr=parts,
+        starts_ptr=starts,
+        order_ptr=order,
+        num_experts=num_experts,
         HIDDEN=hidden,
         INNER=inner,
         BLOCK_N=tile.columns,
+        **second,
         **common,
     )
     add_pairs_kernel[(n, triton.cdiv(hidden, SUM_BLOCK))](

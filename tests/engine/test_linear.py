@@ -14,9 +14,11 @@ from engine.models.linear.dense import DenseForm, DenseLinear
 from engine.models.linear.int8 import Int8Form, rounded
 from engine.models.linear.packed import PackedForm
 from engine.models.linear.panels import Int8PanelForm, PanelForm
+from engine.models.linear.widened import WidenedForm
 from engine.models.weights import load_weights, weight_bytes
 from kernels import device as devices
 from kernels.experts.routing import Routing, route
+from kernels.quantised import QuantFormat
 from tests.support import devices as test_devices
 from tests.support.checkpoints import (
     ARCHITECTURES,
@@ -83,7 +85,7 @@ def test_a_product_is_near_the_exact_one_at_any_number_of_rows(
     form = make_form()
     weight = drawn(*shape)
     bias = drawn(shape[0], seed=1).to(dtype) if biased else None
-    linear = form.hold(weight, bias)
+    linear = form.hold(Matrix(weight), bias)
     for rows in ROWS:
         x = drawn(rows, shape[1], seed=2).to(dtype)
         y = linear.apply(x)
@@ -95,7 +97,7 @@ def test_a_product_is_near_the_exact_one_at_any_number_of_rows(
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
 def test_rows_between_other_columns_are_read_where_they_are(make_form, dtype, bound):
     form = make_form()
-    linear = form.hold(drawn(96, 64), None)
+    linear = form.hold(Matrix(drawn(96, 64)))
     wide = drawn(5, 128, seed=2).to(dtype)
     torch.testing.assert_close(
         linear.apply(wide[:, 32:96]), linear.apply(wide[:, 32:96].contiguous())
@@ -106,7 +108,7 @@ def test_rows_between_other_columns_are_read_where_they_are(make_form, dtype, bo
 def test_what_is_held_does_not_change_with_what_was_stored(make_form, dtype, bound):
     form = make_form()
     stored, x = drawn(96, 64).to(dtype), drawn(3, 64, seed=2).to(dtype)
-    linear = form.hold(stored, None)
+    linear = form.hold(Matrix(stored))
     before = linear.apply(x)
     stored.zero_()
     assert torch.equal(linear.apply(x), before)
@@ -116,7 +118,7 @@ def test_what_is_held_does_not_change_with_what_was_stored(make_form, dtype, bou
 def test_the_bytes_that_are_told_are_those_that_are_taken(make_form, dtype, bound):
     form = make_form()
     for rows, columns in SHAPES:
-        assert form.hold(drawn(rows, columns), None).nbytes == form.num_bytes(rows, columns)
+        assert form.hold(Matrix(drawn(rows, columns))).nbytes == form.num_bytes(rows, columns)
 
 
 @pytest.mark.parametrize("make_form, dtype, bound", FORMS)
@@ -156,6 +158,17 @@ def test_bfloat16_is_packed_where_it_can_be_and_float32_stays_as_it_is(monkeypat
     assert form_of(cuda, torch.bfloat16, "none") == DenseForm(cuda, torch.bfloat16)
 
 
+def test_a_gpu_keeps_the_stored_format_if_it_can_widen_it(monkeypatch):
+    cuda, capability = torch.device("cuda:0"), [(8, 9)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    kept = WidenedForm(cuda, BF16)
+    assert form_of(cuda, BF16, "none", QuantFormat("fp8", 128)) == kept
+    capability[0] = (8, 6)
+    assert form_of(cuda, BF16, "none", QuantFormat("fp8", 128)) == DenseForm(cuda, BF16)
+    assert form_of(cuda, BF16, "none", QuantFormat("int4", 128)) == kept
+    assert not isinstance(form_of(CPU, BF16, "none", QuantFormat("int4", 128)), WidenedForm)
+
+
 def test_a_torch_without_packed_products_computes_with_plain_ones(monkeypatch):
     monkeypatch.setattr(onednn, "_BFLOAT16", object())
     assert form_of(CPU, torch.bfloat16, "none") == DenseForm(CPU, torch.bfloat16)
@@ -164,7 +177,7 @@ def test_a_torch_without_packed_products_computes_with_plain_ones(monkeypatch):
 @pytest.mark.parametrize("make_form", INT8)
 def test_a_row_in_int8_gives_the_same_to_the_bit_whatever_is_beside_it(make_form):
     form = make_form()
-    linear = form.hold(drawn(384, 128), drawn(384, seed=1))
+    linear = form.hold(Matrix(drawn(384, 128)), drawn(384, seed=1))
     x = drawn(40, 128, seed=2) * torch.logspace(-6, 6, 40)[:, None]
     together = linear.apply(x)
     assert torch.equal(together, torch.cat([linear.apply(row[None]) for row in x]))
@@ -178,7 +191,7 @@ def test_rows_and_channels_in_int8_have_scales_of_their_own(make_form):
     sizes = torch.logspace(-4, 4, 12)
     weight, x = drawn(12, 256) * sizes[:, None], drawn(12, 256, seed=2) * sizes[:, None]
     exact = x @ weight.T
-    error = (form.hold(weight, None).apply(x) - exact) / (sizes[:, None] * sizes)
+    error = (form.hold(Matrix(weight)).apply(x) - exact) / (sizes[:, None] * sizes)
     assert error.abs().max() <= 5e-2 * 256**0.5
 
 
@@ -186,7 +199,7 @@ def test_rows_and_channels_in_int8_have_scales_of_their_own(make_form):
 def test_a_row_of_zeros_in_int8_gives_the_bias(make_form):
     form = make_form()
     bias = drawn(96, seed=1)
-    linear = form.hold(torch.cat([drawn(95, 64), torch.zeros(1, 64)]), bias)
+    linear = form.hold(Matrix(torch.cat([drawn(95, 64), torch.zeros(1, 64)])), bias)
     assert torch.equal(linear.apply(torch.zeros(2, 64)), bias.expand(2, -1))
 
 
@@ -194,15 +207,15 @@ def test_a_row_of_zeros_in_int8_gives_the_bias(make_form):
 def test_a_large_matrix_is_quantised_as_its_channels_are_alone(make_form):
     form = make_form()
     weight, x = drawn(3000, 2048), drawn(2, 2048, seed=2)
-    linear = form.hold(weight, None)
+    linear = form.hold(Matrix(weight))
     for rows in (slice(0, 5), slice(2040, 2056), slice(2990, 3000)):
-        alone = form.hold(weight[rows], None)
+        alone = form.hold(Matrix(weight[rows]))
         assert torch.equal(linear.apply(x)[:, rows], alone.apply(x))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_row_in_panels_gives_the_same_to_the_bit_whatever_is_beside_it(dtype):
-    linear = panels(dtype).hold(drawn(200, 1500), None)
+    linear = panels(dtype).hold(Matrix(drawn(200, 1500)))
     x = drawn(500, 1500, seed=2).to(dtype)
     together = linear.apply(x)
     for start, end in ((0, 1), (5, 7), (383, 386), (100, 480)):
@@ -216,25 +229,25 @@ def test_sums_in_int8_panels_are_those_of_integers(dtype):
         drawn(130, seed=1).to(dtype),
         drawn(37, 999, seed=2).to(dtype),
     )
-    linear = int8_panels().hold(weight, bias)
-    numbers, scales = rounded(weight)
+    linear = int8_panels().hold(Matrix(weight), bias)
+    own = rounded(Matrix(weight))
     steps = 1e-30 + x.float().abs().amax(-1, keepdim=True) * torch.tensor(1 / 127.0)
     bytes = (x.float() / steps + 128.5).floor() - 128
-    sums = (bytes.double() @ numbers.double().T).float()
-    assert torch.equal(linear.apply(x), (sums * scales * steps + bias).to(dtype))
+    sums = (bytes.double() @ own.numbers.double().T).float()
+    assert torch.equal(linear.apply(x), (sums * own.scales.flatten() * steps + bias).to(dtype))
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_in_int8_that_is_not_finite_gives_nothing_finite(wrong):
     x = drawn(3, 64)
     x[1, 40] = wrong
-    y = int8_panels().hold(drawn(96, 64), None).apply(x)
+    y = int8_panels().hold(Matrix(drawn(96, 64))).apply(x)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
 def test_large_matrices_start_on_a_huge_page_and_small_ones_where_there_is_room():
     form = panels(F32)
-    large, small = (form.hold(torch.ones(rows, 1024), None) for rows in (1000, 64))
+    large, small = (form.hold(Matrix(torch.ones(rows, 1024))) for rows in (1000, 64))
     assert large.weight.data_ptr() % (2 << 20) == 0
     for linear in (large, small):
         sums = linear.apply(torch.ones(1, 1024))

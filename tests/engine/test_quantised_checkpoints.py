@@ -9,9 +9,11 @@ from common.errors import ConfigError
 from engine.models import fingerprint, load, open_checkpoint
 from engine.models.checkpoint import Checkpoint
 from engine.models.families import read_decoder
+from engine.models.linear import INT8 as BY_CHANNEL
 from engine.models.linear import choose, onednn, rounding_of
+from engine.models.linear.widened import WidenedForm, WidenedLinear
 from engine.models.spec import NOT_QUANTISED
-from engine.models.weights import load_weights, weight_bytes
+from engine.models.weights import load_weights, survey, weight_bytes
 from tests.engine.test_linear import nbytes
 from tests.support.checkpoints import make_checkpoint
 from tests.support.quantised import FORMATS, INT8, compressed, in_mxfp4, requantised
@@ -82,6 +84,20 @@ def test_experts_in_mxfp4_compute_what_transformers_makes_of_them(tmp_path):
     assert read_decoder(quantised).model.stored == "MXFP4 experts"
 
 
+def test_on_a_gpu_mxfp4_stays_as_it_is(tmp_path, monkeypatch):
+    source = make_checkpoint(tmp_path / "source", "gpt_oss", num_local_experts=3)
+    quantised, twin = in_mxfp4(source, tmp_path)
+    expected = logits(twin)
+    monkeypatch.setattr(survey, "form_of", lambda *given: WidenedForm(CPU, given[1]))
+    torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
+    checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
+    decoder = load_weights(checkpoint, spec, CPU, torch.bfloat16)
+    experts = decoder.layers[0].ffn.experts
+    assert experts.gate_up.numbers.dtype == experts.down.numbers.dtype == torch.uint8
+    taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
+    assert weight_bytes(checkpoint, spec, CPU, torch.bfloat16) == taken + decoder.ends.head.nbytes
+
+
 @multiplies_int8
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 def test_int8_by_row_is_multiplied_as_it_is(tmp_path, architecture):
@@ -101,6 +117,26 @@ def test_int8_by_row_is_multiplied_as_it_is(tmp_path, architecture):
     if architecture == "llama":  # an expert that is chosen otherwise is no small error
         expected = logits(twin)
         assert (logits(quantised) - expected).abs().max() < 0.6 * expected.std()
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 by block", "fbgemm fp8", INT8, "awq", "gptq int4", "compressed int4"]
+)
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "deepseek_v3"])
+def test_on_a_gpu_quantised_weights_stay_as_they_are(tmp_path, monkeypatch, architecture, name):
+    """Compute as a GPU would, with the references of its kernels."""
+    source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
+    quantised, twin = requantised(source, tmp_path, FORMATS[name])
+    expected = logits(twin)
+    monkeypatch.setattr(survey, "form_of", lambda *given: WidenedForm(CPU, given[1]))
+    torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
+    checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
+    decoder = load_weights(checkpoint, spec, CPU, torch.bfloat16)
+    assert isinstance(decoder.layers[0].mixer.output, WidenedLinear)
+    taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
+    if spec.tied_embeddings:
+        taken -= decoder.ends.head.nbytes
+    assert weight_bytes(checkpoint, spec, CPU, torch.bfloat16) == taken + decoder.ends.head.nbytes
 
 
 @pytest.mark.parametrize("name", ["fp8 by block", "awq", INT8])
@@ -127,10 +163,10 @@ def test_what_is_quantised_is_told_and_part_of_the_fingerprint(source, tmp_path,
 
 def test_nodes_that_round_inputs_differ_from_those_that_do_not(monkeypatch):
     monkeypatch.setattr(onednn, "multiplies_int8", lambda: True)
-    assert rounding_of(CPU, "none", int8_stored=True) == "int8 as stored"
-    assert rounding_of(torch.device("cuda"), "none", int8_stored=True) == "none"
-    assert rounding_of(CPU, "none", int8_stored=False) == "none"
-    assert rounding_of(CPU, "int8", int8_stored=True) == "int8"
+    assert rounding_of(CPU, "none", BY_CHANNEL) == "int8 as stored"
+    assert rounding_of(torch.device("cuda"), "none", BY_CHANNEL) == "none"
+    assert rounding_of(CPU, "none", None) == "none"
+    assert rounding_of(CPU, "int8", BY_CHANNEL) == "int8"
 
 
 def _weights(**changes):

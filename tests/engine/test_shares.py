@@ -304,8 +304,8 @@ def multiply_int8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_int8_by_parts_is_another_rounding() -> None:
-    assert rounding_of(CPU, "int8", int8_stored=False, ranks=2) == "int8 by parts"
-    assert rounding_of(CPU, "none", int8_stored=False, ranks=2) == "none"
+    assert rounding_of(CPU, "int8", None, ranks=2) == "int8 by parts"
+    assert rounding_of(CPU, "none", None, ranks=2) == "none"
 
 
 @pytest.mark.parametrize(

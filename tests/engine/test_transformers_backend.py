@@ -288,9 +288,9 @@ def test_one_matrix_at_a_time_is_there_twice(checkpoints):
     alive: list[int] = []
 
     class Counting(DenseForm):
-        def hold(self, weight, bias):
+        def hold(self, matrix, bias=None):
             alive.append(sum(each() is not None for each in replaced))
-            return super().hold(weight, bias)
+            return super().hold(matrix, bias)
 
     hold(model, Counting(CPU, torch.float32))
     assert alive == list(range(len(replaced), 0, -1))

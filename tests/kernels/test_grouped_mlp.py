@@ -1,12 +1,16 @@
 """Experts against each token's own sum in float64, wherever tokens go."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from kernels.experts.grouped_mlp import grouped_mlp
+from kernels.experts.grouped_mlp import ExpertMatrices, grouped_mlp
+from kernels.quantised import Quantisation, widened
 from tests.kernels.conftest import DEVICE
 from tests.kernels.test_act_and_mul import in_float64
+from tests.kernels.test_quantised_linear import quantised
 
 # tokens, hidden, inner, experts, experts per token
 SHAPES = [
@@ -32,6 +36,12 @@ def drawn(n, hidden, inner, num_experts, k, dtype=torch.float32):
     )
 
 
+def computed(x, gate_up, down, weights, ids, gate, biases=(None, None), formats=(None, None)):
+    parts = zip((gate_up, down), biases, formats, strict=True)
+    matrices = (ExpertMatrices(*each) for each in parts)
+    return grouped_mlp(x, *matrices, weights, ids, gate)
+
+
 def exact(x, gate_up, down, weights, ids, activation):
     x, gate_up, down = x.double(), gate_up.double(), down.double()
     out = torch.zeros_like(x)
@@ -49,7 +59,7 @@ def exact(x, gate_up, down, weights, ids, activation):
 )
 def test_each_token_gets_the_sum_of_its_experts(implementation, shape, activation):
     given = drawn(*shape)
-    actual = grouped_mlp(*given, activation)
+    actual = computed(*given, activation)
     torch.testing.assert_close(actual.double(), exact(*given, activation), atol=1e-5, rtol=1e-5)
 
 
@@ -58,9 +68,7 @@ def test_gpt_oss_experts_have_biases_and_gates_that_are_clamped(implementation, 
     x, gate_up, down, weights, ids = drawn(*shape)
     gate_up *= 5  # beyond the limit, on either side
     biases = [torch.randn(part.shape[:2], device=DEVICE) for part in (gate_up, down)]
-    found = grouped_mlp(
-        x, gate_up, down, weights, ids, "clamped", gate_up_bias=biases[0], down_bias=biases[1]
-    )
+    found = computed(x, gate_up, down, weights, ids, "clamped", biases)
     expected = torch.zeros_like(x, dtype=torch.float64)
     for token, (row, chosen) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
         for weight, expert in zip(row, chosen, strict=True):
@@ -77,7 +85,7 @@ def test_half_precision_is_near_the_exact_sum(implementation, dtype, tolerance):
     if dtype == torch.bfloat16 and implementation == "triton" and DEVICE.type == "cpu":
         pytest.skip("the interpreter computes bfloat16 wrongly")
     given = drawn(9, 64, 48, 4, 2, dtype)
-    actual = grouped_mlp(*given, "silu")
+    actual = computed(*given, "silu")
     assert actual.dtype == dtype
     torch.testing.assert_close(
         actual.double(), exact(*given, "silu"), atol=tolerance, rtol=tolerance
@@ -90,7 +98,7 @@ def test_all_tokens_may_want_the_same_expert(implementation, expert):
     x, gate_up, down, weights, ids = drawn(70, 32, 16, 4, 1)
     ids.fill_(expert)
     expected = exact(x, gate_up, down, weights, ids, "silu")
-    actual = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    actual = computed(x, gate_up, down, weights, ids, "silu")
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -101,9 +109,9 @@ def test_a_token_gets_the_same_to_the_bit_by_the_kernels_whatever_is_beside_it(m
         pytest.skip("numpy's products round a row by its place on this processor")
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
     x, gate_up, down, weights, ids = drawn(45, 64, 32, 4, 2)
-    together = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    together = computed(x, gate_up, down, weights, ids, "silu")
     for rows in (slice(0, 1), slice(3, 20), slice(44, 45)):
-        alone = grouped_mlp(x[rows], gate_up, down, weights[rows], ids[rows], "silu")
+        alone = computed(x[rows], gate_up, down, weights[rows], ids[rows], "silu")
         assert torch.equal(together[rows], alone)
 
 
@@ -116,13 +124,35 @@ def _rows_of_numpy_are_independent() -> bool:
     )
 
 
+# hidden, inner, inputs that share a scale
+@pytest.mark.parametrize("sizes", [(64, 48, 16), (100, 40, 64), (64, 32, 0)], ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
+def test_quantised_experts_are_computed_as_they_are(implementation, sizes, kind):
+    hidden, inner, group = sizes
+    x, _, _, weights, ids = drawn(20, hidden, inner, 5, 2)
+
+    def stack(rows, columns):
+        """Return matrices whose weights have the usual size, and the weights."""
+        numbers, quantisation, wide = quantised(5 * rows, columns, group, kind)
+        scales = (quantisation.scales / (wide.std() * columns**0.5)).to(quantisation.scales.dtype)
+        quantisation = replace(quantisation, scales=scales)
+        own = quantisation.with_tensors(lambda part: part.view(5, rows, -1))
+        return ExpertMatrices(numbers.view(5, rows, -1), None, own), widened(numbers, quantisation)
+
+    (gate_up, wide), (down, wide_down) = stack(2 * inner, hidden), stack(hidden, inner)
+    exact_stacks = wide.view(5, 2 * inner, hidden), wide_down.view(5, hidden, inner)
+    expected = exact(x, *exact_stacks, weights, ids, "silu")
+    found = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_experts_that_nobody_wants_are_not_read(implementation):
     x, gate_up, down, weights, ids = drawn(6, 32, 16, 5, 2)
     ids[:] = torch.tensor([1, 3], device=DEVICE)
-    expected = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    expected = computed(x, gate_up, down, weights, ids, "silu")
     gate_up[[0, 2, 4]] = torch.nan
     down[[0, 2, 4]] = torch.nan
-    assert torch.equal(grouped_mlp(x, gate_up, down, weights, ids, "silu"), expected)
+    assert torch.equal(computed(x, gate_up, down, weights, ids, "silu"), expected)
 
 
 def test_pairs_without_an_expert_add_nothing(implementation, monkeypatch):
@@ -138,7 +168,7 @@ def test_pairs_without_an_expert_add_nothing(implementation, monkeypatch):
         return made.fill_(torch.nan) if made.is_floating_point() else made.fill_(-(1 << 20))
 
     monkeypatch.setattr(torch, "empty", undefined)
-    found = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    found = computed(x, gate_up, down, weights, ids, "silu")
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -153,4 +183,7 @@ def test_wrong_shapes_and_dtypes_are_refused():
         (x, gate_up.transpose(1, 2).contiguous().transpose(1, 2), down, weights, ids),
     ):
         with pytest.raises(ValueError, match=r"experts|weights|contiguous"):
-            grouped_mlp(*wrong, "silu")
+            computed(*wrong, "silu")
+    of_others = Quantisation(torch.ones(4, 32, 2))
+    with pytest.raises(ValueError, match=r"scales, zeros: \(4, 32, 1\) expected"):
+        computed(x, gate_up.char(), down, weights, ids, "silu", formats=(of_others, None))

@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 MODULES = ("_proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 GROUP = 32
-BLOCK = (48, 40)  # neither divides the matrices it is used for
+BLOCK = (40, 48)  # neither divides the hidden size
 Tensors = dict[str, Tensor]
 
 

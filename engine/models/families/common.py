@@ -62,7 +62,7 @@ def decoder(
             layers=tuple(layer.mixer.keeps for layer in layers),
             products_per_token=sum(layer.products(hidden_size) for layer in layers),
             stored=stored.name,
-            int8_stored=stored.int8_channels,
+            format=stored.format,
         ),
         layers=tuple(layers),
         norm=norm,

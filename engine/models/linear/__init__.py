@@ -3,12 +3,13 @@ memory."""
 
 from engine.models.linear.choose import form_of, rounding_of
 from engine.models.linear.gathered import GatheredLinear, gathered, own_outputs
-from engine.models.linear.matrix import Matrix, StoredExpert, joined
+from engine.models.linear.matrix import INT8, Matrix, StoredExpert, common_format, joined
 from engine.models.linear.part import NO_CUTS, MatrixPart, Ranges, kept, scaled
 from engine.models.linear.product import Product
-from engine.models.linear.protocol import ExpertNet, Form, Linear, SlottedExperts, held
+from engine.models.linear.protocol import ExpertNet, Form, Linear, SlottedExperts
 
 __all__ = [
+    "INT8",
     "NO_CUTS",
     "ExpertNet",
     "Form",
@@ -20,9 +21,9 @@ __all__ = [
     "Ranges",
     "SlottedExperts",
     "StoredExpert",
+    "common_format",
     "form_of",
     "gathered",
-    "held",
     "joined",
     "kept",
     "own_outputs",

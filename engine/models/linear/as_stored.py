@@ -1,5 +1,5 @@
-"""A form that multiplies stored int8 matrices as they are, and holds other matrices in another
-form."""
+"""A form that multiplies matrices of one quantised format as they are, and holds other matrices in
+another form."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,7 @@ from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.matrix import Matrix
 from engine.models.linear.protocol import Form, Linear, StoredExperts
 from kernels.experts.grouped_mlp import Gate
+from kernels.quantised import QuantFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,18 +17,17 @@ class AsStoredForm:
     """The two forms. CPU only.
 
     Attributes:
-        int8: multiplies stored int8 matrices.
+        format: of the matrices that stay as they are.
+        quantised: multiplies them.
         rest: for all other matrices.
     """
 
-    int8: Form
+    format: QuantFormat
+    quantised: Form
     rest: Form
 
-    def hold(self, stored: Tensor, bias: Tensor | None) -> Linear:
-        return self.rest.hold(stored, bias)
-
-    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Linear:
-        return self.int8.hold_int8(stored, scale, bias)
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
+        return self._form(matrix.format).hold(matrix, bias)
 
     def rounded(self, matrix: Matrix) -> Matrix:
         return matrix
@@ -38,11 +38,11 @@ class AsStoredForm:
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
 
-    def num_bytes(self, rows: int, columns: int) -> int:
-        return self.rest.num_bytes(rows, columns)
-
-    def int8_bytes(self, rows: int, columns: int) -> int:
-        return self.int8.int8_bytes(rows, columns)
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
+        return self._form(stored).num_bytes(rows, columns, stored)
 
     def tied_bytes(self, rows: int, columns: int) -> int:
         return self.rest.tied_bytes(rows, columns)
+
+    def _form(self, stored: QuantFormat | None) -> Form:
+        return self.quantised if stored == self.format else self.rest

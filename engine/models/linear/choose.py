@@ -10,20 +10,29 @@ from engine.models.linear import onednn
 from engine.models.linear.as_stored import AsStoredForm
 from engine.models.linear.dense import DenseForm
 from engine.models.linear.int8 import Int8Form
+from engine.models.linear.matrix import INT8
 from engine.models.linear.packed import PackedForm
 from engine.models.linear.panels import Int8PanelForm, PanelForm
 from engine.models.linear.protocol import Form
+from engine.models.linear.widened import WidenedForm
 from kernels import device as devices
+from kernels.quantised import QuantFormat, widens
 
 
 def form_of(
-    device: torch.device, dtype: torch.dtype, quantize: Quantize, *, int8_stored: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Quantize,
+    stored: QuantFormat | None = None,
 ) -> Form:
-    """Return the preferred form: products compiled for this CPU, then oneDNN's, then torch's own.
+    """Return the preferred form.
+
+    On a GPU: weights as they are stored, then torch's own products. On a CPU: products compiled for
+    it, then oneDNN's, then torch's own.
 
     Args:
-        int8_stored: the checkpoint has int8 matrices by channel. They are multiplied as they are if
-            possible, and otherwise converted to floats.
+        stored: the format of the checkpoint's quantised matrices. They are multiplied as they are
+            if possible, and otherwise converted to floats.
     Raises:
         ConfigError: no form here supports the requested quantisation.
     """
@@ -31,8 +40,10 @@ def form_of(
     int8 = _int8(device)
     if quantize == "int8":
         return int8 if int8 is not None else _refused(device)
-    if int8_stored and int8 is not None:
-        return AsStoredForm(int8, form_of(device, dtype, "none"))
+    if stored == INT8 and int8 is not None:
+        return AsStoredForm(INT8, int8, form_of(device, dtype, "none"))
+    if stored is not None and device.type == "cuda" and widens(stored, device):
+        return WidenedForm(device, dtype)
     if compiled is not None and compiled.multiplies(dtype):
         return PanelForm(dtype, compiled)
     if device.type == "cpu" and dtype == torch.bfloat16 and onednn.packs_bfloat16():
@@ -41,7 +52,7 @@ def form_of(
 
 
 def rounding_of(
-    device: torch.device, quantize: Quantize, *, int8_stored: bool, ranks: int = 1
+    device: torch.device, quantize: Quantize, stored: QuantFormat | None, ranks: int = 1
 ) -> str:
     """Return how inputs and weights of products are rounded here. Nodes compare it because KV
     depends on it.
@@ -50,7 +61,7 @@ def rounding_of(
         ranks: parts of the model. Each part scales its own int8 inputs.
     """
     rounding: str = quantize
-    if quantize == "none" and int8_stored and _int8(device) is not None:
+    if quantize == "none" and stored == INT8 and _int8(device) is not None:
         rounding = "int8 as stored"
     return rounding if rounding == "none" or ranks == 1 else f"{rounding} by parts"
 

@@ -10,6 +10,7 @@ from engine.models.linear.matrix import Matrix
 from engine.models.linear.protocol import StoredExperts
 from kernels.experts.grouped_mlp import Gate
 from kernels.layers.linear import linear
+from kernels.quantised import QuantFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,12 +43,9 @@ class DenseForm:
     device: torch.device
     dtype: torch.dtype
 
-    def hold(self, stored: Tensor, bias: Tensor | None) -> DenseLinear:
-        own = stored.to(device=self.device, dtype=self.dtype, copy=True)
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> DenseLinear:
+        own = matrix.floats().to(device=self.device, dtype=self.dtype, copy=True)
         return DenseLinear(own, bias)
-
-    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> DenseLinear:
-        return self.hold(stored.float() * scale[:, None], bias)
 
     def rounded(self, matrix: Matrix) -> Matrix:
         return matrix
@@ -58,11 +56,8 @@ class DenseForm:
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> StackedLinear:
         return stack(stored, count, gate, self.device, self.dtype)
 
-    def num_bytes(self, rows: int, columns: int) -> int:
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         return rows * columns * self.dtype.itemsize
-
-    def int8_bytes(self, rows: int, columns: int) -> int:
-        return self.num_bytes(rows, columns)
 
     def tied_bytes(self, rows: int, columns: int) -> int:
         return 0

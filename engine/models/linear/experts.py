@@ -1,12 +1,15 @@
 """The feed-forward nets of experts: all in two stacks, or each as its own pair of matrices."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.models.linear.protocol import Form, Linear, StoredExperts, held
-from kernels.experts.grouped_mlp import Gate, by_expert, gated, grouped_mlp
+from engine.models.linear.matrix import Matrix
+from engine.models.linear.protocol import Form, Linear, StoredExperts
+from kernels.experts.grouped_mlp import ExpertMatrices, Gate, by_expert, gated, grouped_mlp
+from kernels.quantised import QuantFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,35 +19,25 @@ class StackedLinear:
     Attributes:
         gate_up: [experts, 2 * inner, hidden].
         down: [experts, hidden, inner].
-        gate_up_bias, down_bias: a bias for each row, or None.
     """
 
     gate: Gate
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    gate_up: ExpertMatrices
+    down: ExpertMatrices
 
     @property
     def nbytes(self) -> int:
-        parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in self._tensors if part is not None)
 
     def slot(self, number: int) -> tuple[Tensor | None, ...]:
-        parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        return tuple(None if part is None else part[number] for part in parts)
+        return tuple(None if part is None else part[number] for part in self._tensors)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return grouped_mlp(
-            x,
-            self.gate_up,
-            self.down,
-            weights,
-            ids,
-            self.gate,
-            gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias,
-        )
+        return grouped_mlp(x, self.gate_up, self.down, weights, ids, self.gate)
+
+    @property
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        return (*self.gate_up.tensors, *self.down.tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,29 +70,62 @@ class SeparateLinear:
 
 
 def stack(
-    stored: StoredExperts, count: int, gate: Gate, device: torch.device, dtype: torch.dtype
+    stored: StoredExperts,
+    count: int,
+    gate: Gate,
+    device: torch.device,
+    dtype: torch.dtype,
+    keeps: Callable[[QuantFormat | None], bool] = lambda stored: False,
 ) -> StackedLinear:
-    """Copy one expert after the other to its final place."""
-    stacks: list[Tensor | None] = []
+    """Copy one expert after the other to its final place.
+
+    Args:
+        keeps: returns whether matrices of a format stay as they are. Others become floats.
+    """
+    stacks: list[ExpertMatrices] = []
     for number, one in enumerate(stored):
-        parts = (one.gate_up.floats(), one.down.floats(), one.gate_up_bias, one.down_bias)
-        stacks = stacks or [
-            None if part is None else torch.empty((count, *part.shape), dtype=dtype, device=device)
-            for part in parts
-        ]
+        pairs = ((one.gate_up, one.gate_up_bias), (one.down, one.down_bias))
+        parts = [_as_held(*pair, dtype, keeps) for pair in pairs]
+        stacks = stacks or [_empty(part, count, device) for part in parts]
         for whole, part in zip(stacks, parts, strict=True):
-            if whole is not None and part is not None:
-                whole[number].copy_(part)
-    gate_up, down, gate_up_bias, down_bias = stacks
-    assert gate_up is not None and down is not None  # matrices always exist, unlike biases
-    return StackedLinear(gate, gate_up, down, gate_up_bias, down_bias)
+            for here, there in zip(whole.tensors, part.tensors, strict=True):
+                if here is not None and there is not None:
+                    here[number].copy_(there)
+    return StackedLinear(gate, *stacks)
+
+
+def _as_held(
+    matrix: Matrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    keeps: Callable[[QuantFormat | None], bool],
+) -> ExpertMatrices:
+    """Return the matrix of one expert as it will be held, without the first dimension."""
+    if not keeps(matrix.format):
+        return ExpertMatrices(matrix.floats().to(dtype), bias)
+    numbers, quantisation = matrix.quantised()
+    return ExpertMatrices(numbers, bias, quantisation)
+
+
+def _empty(one: ExpertMatrices, count: int, device: torch.device) -> ExpertMatrices:
+    """Return memory for so many matrices like this one."""
+
+    def like(part: Tensor) -> Tensor:
+        return torch.empty((count, *part.shape), dtype=part.dtype, device=device)
+
+    bias, quantisation = one.bias, one.quantisation
+    return ExpertMatrices(
+        like(one.numbers),
+        None if bias is None else like(bias),
+        None if quantisation is None else quantisation.with_tensors(like),
+    )
 
 
 def each(form: Form, stored: StoredExperts, gate: Gate) -> SeparateLinear:
     nets, bias_bytes = [], 0
     for one in stored:
-        gate_up = held(form, one.gate_up, one.gate_up_bias)
-        nets.append((gate_up, held(form, one.down, one.down_bias)))
+        gate_up = form.hold(one.gate_up, one.gate_up_bias)
+        nets.append((gate_up, form.hold(one.down, one.down_bias)))
         for bias in (one.gate_up_bias, one.down_bias):
             bias_bytes += 0 if bias is None else bias.nbytes
     return SeparateLinear(gate, tuple(nets), bias_bytes)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from engine.models.linear import onednn
 from engine.models.linear.experts import SeparateLinear, each
-from engine.models.linear.matrix import Matrix
+from engine.models.linear.matrix import INT8, Matrix
 from engine.models.linear.protocol import StoredExperts
 from kernels.experts.grouped_mlp import Gate
+from kernels.quantised import QuantFormat
 
 _LARGEST = 127.0
 ZERO = 128  # the byte for an input of 0, because the processor takes unsigned bytes
@@ -56,43 +57,42 @@ class Int8Channel:
 class Int8Form:
     """A form that rounds stored numbers to the nearest of 255 values per channel."""
 
-    def hold(self, stored: Tensor, bias: Tensor | None) -> Int8Channel:
-        return self.hold_int8(*rounded(stored), bias)
-
-    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Int8Channel:
-        offset = row_sums(stored) * scale * -ZERO
-        return Int8Channel(onednn.pack_int8(stored), scale, offset, bias)
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Int8Channel:
+        own = rounded(matrix)
+        scale = own.scales.flatten()
+        offset = row_sums(own.numbers) * scale * -ZERO
+        return Int8Channel(onednn.pack_int8(own.numbers), scale, offset, bias)
 
     def rounded(self, matrix: Matrix) -> Matrix:
-        return matrix if matrix.scale is not None else Matrix(*rounded(matrix.numbers))
+        return rounded(matrix)
 
     def tied(self, embedding: Tensor) -> Int8Channel:
-        return self.hold(embedding, None)
+        return self.hold(Matrix(embedding))
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
 
-    def num_bytes(self, rows: int, columns: int) -> int:
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         return rows * (columns + 2 * torch.float32.itemsize)
-
-    def int8_bytes(self, rows: int, columns: int) -> int:
-        return self.num_bytes(rows, columns)
 
     def tied_bytes(self, rows: int, columns: int) -> int:
         return self.num_bytes(rows, columns)
 
 
-def rounded(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Round [out, in] to int8 [out, in] with scales [out], float32."""
+def rounded(matrix: Matrix) -> Matrix:
+    """Return the matrix in INT8. Others are rounded to the nearest numbers."""
+    if matrix.format == INT8:
+        return matrix
+    stored = matrix.floats()
     weight = torch.empty(stored.shape, dtype=torch.int8)
-    scale = torch.empty(stored.shape[0])
+    scale = torch.empty(stored.shape[0], 1)
     rows = max(1, _BLOCK_NUMBERS // stored.shape[1])
     for start in range(0, stored.shape[0], rows):
         block = slice(start, start + rows)
         wide = stored[block].float()
-        scale[block] = wide.abs().amax(-1).div_(_LARGEST).add_(_SMALLEST)
-        weight[block] = (wide / scale[block, None]).round_()
-    return weight, scale
+        scale[block] = wide.abs().amax(-1, keepdim=True).div_(_LARGEST).add_(_SMALLEST)
+        weight[block] = (wide / scale[block]).round_()
+    return Matrix(weight, INT8, scale)
 
 
 def row_sums(numbers: Tensor) -> Tensor:

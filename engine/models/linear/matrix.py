@@ -1,26 +1,70 @@
 """A stored matrix, before it is converted to a form."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kernels.quantised import QuantFormat, Quantisation, packed, values
+
+_NOTHING = torch.empty(0)
+
+INT8 = QuantFormat("int8")  # by channel
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """A stored matrix.
+    """A stored matrix. A weight is (number - zero) * scale.
 
     Attributes:
-        numbers: [out, in], int8 if there is a scale, else floats.
-        scale: float32 [out], one for each row, or None.
+        numbers: [out, in]: floats without a format, else int8, float8_e4m3fn, or uint8 with one
+            number of 4 bits each.
+        format: None: not quantised.
+        scales: float32 [out, groups], bfloat16 for fp4. Unused without a format.
+        zeros: uint8 [out, groups], of int4. Otherwise unused.
     """
 
     numbers: Tensor
-    scale: Tensor | None = None
+    format: QuantFormat | None = None
+    scales: Tensor = _NOTHING
+    zeros: Tensor = _NOTHING
 
     def floats(self) -> Tensor:
-        return self.numbers if self.scale is None else self.numbers.float() * self.scale[:, None]
+        if self.format is None:
+            return self.numbers
+        wide = values(self.numbers, as_floats=self.format.kind == "fp4")
+        group = self.format.group or wide.shape[1]
+        for number in range(self.scales.shape[1]):
+            part = wide[:, number * group : (number + 1) * group]
+            if self.format.kind == "int4":
+                part -= self.zeros[:, number, None]
+            part *= self.scales[:, number, None]
+        return wide
+
+    def quantised(self) -> tuple[Tensor, Quantisation]:
+        """Return the numbers of a quantised matrix as kernels read them, and their scales."""
+        assert self.format is not None
+        numbers = packed(self.numbers) if self.format.bits == 4 else self.numbers
+        zeros = self.zeros if self.format.kind == "int4" else None
+        return numbers.contiguous(), Quantisation(self.scales, self.format.group, zeros)
+
+    def with_rows(self, choose: Callable[[Tensor], Tensor]) -> "Matrix":
+        """Return the rows that `choose` returns of a tensor with all rows."""
+        numbers, scales, zeros = map(choose, (self.numbers, self.scales, self.zeros))
+        return Matrix(numbers, self.format, scales, zeros)
+
+    def columns(self, inputs: range) -> "Matrix":
+        """Return these inputs of all rows, contiguous."""
+        numbers = self.numbers[:, inputs.start : inputs.stop].contiguous()
+        if self.format is None:
+            return Matrix(numbers)
+        part = self.format.within(inputs, self.numbers.shape[1])
+        if not part.group:
+            return Matrix(numbers, part, self.scales, self.zeros)
+        groups = torch.arange(inputs.start, inputs.stop, part.group) // self.format.group
+        zeros = self.zeros[:, groups].contiguous() if self.format.kind == "int4" else self.zeros
+        return Matrix(numbers, part, self.scales[:, groups].contiguous(), zeros)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,10 +84,19 @@ class StoredExpert:
 
 
 def joined(matrices: Sequence[Matrix]) -> Matrix:
-    """Join matrices along the outputs."""
+    """Join matrices along the outputs. They stay quantised if all have the same format."""
     if len(matrices) == 1:
         return matrices[0]
-    scales = [matrix.scale for matrix in matrices if matrix.scale is not None]
-    if len(scales) < len(matrices):
+    form = common_format([matrix.format for matrix in matrices])
+    if form is None:
         return Matrix(torch.cat([matrix.floats() for matrix in matrices]))
-    return Matrix(torch.cat([matrix.numbers for matrix in matrices]), torch.cat(scales))
+    numbers, scales, zeros = (
+        torch.cat([getattr(matrix, part) for matrix in matrices])
+        for part in ("numbers", "scales", "zeros")
+    )
+    return Matrix(numbers, form, scales, zeros)
+
+
+def common_format(formats: Sequence[QuantFormat | None]) -> QuantFormat | None:
+    """Return the format of matrices that are joined."""
+    return formats[0] if len(set(formats)) == 1 else None

@@ -13,6 +13,7 @@ from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.matrix import Matrix
 from engine.models.linear.protocol import StoredExperts
 from kernels.experts.grouped_mlp import Gate
+from kernels.quantised import QuantFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,26 +39,20 @@ class PackedLinear:
 class PackedForm:
     dtype: torch.dtype
 
-    def hold(self, stored: Tensor, bias: Tensor | None) -> PackedLinear:
-        return PackedLinear(onednn.pack(stored.to(self.dtype)), bias)
-
-    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> PackedLinear:
-        return self.hold(stored.float() * scale[:, None], bias)
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(onednn.pack(matrix.floats().to(self.dtype)), bias)
 
     def rounded(self, matrix: Matrix) -> Matrix:
         return matrix
 
     def tied(self, embedding: Tensor) -> PackedLinear:
-        return self.hold(embedding, None)
+        return self.hold(Matrix(embedding))
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
 
-    def num_bytes(self, rows: int, columns: int) -> int:
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         return rows * columns * self.dtype.itemsize
-
-    def int8_bytes(self, rows: int, columns: int) -> int:
-        return self.num_bytes(rows, columns)
 
     def tied_bytes(self, rows: int, columns: int) -> int:
         return self.num_bytes(rows, columns)

@@ -18,6 +18,7 @@ from engine.models.linear.protocol import Linear, StoredExperts
 from kernels.cpu.layers import PanelMatrix
 from kernels.cpu.operators import WORD_BYTES, Operators
 from kernels.experts.grouped_mlp import Gate
+from kernels.quantised import QuantFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +61,8 @@ class PanelForm:
     dtype: torch.dtype
     operators: Operators
 
-    def hold(self, stored: Tensor, bias: Tensor | None) -> Panels:
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Panels:
+        stored = matrix.floats()
         packed = self.operators.pack_panels(stored.to(self.dtype))
         outputs, inputs = stored.shape
         return Panels(self.operators, packed, (outputs, inputs), bias)
@@ -71,22 +73,16 @@ class PanelForm:
     def tied(self, embedding: Tensor) -> Linear:
         """Return the tied head. In float32 a copy in panels would take too much memory, so the head
         multiplies by the embedding itself."""
-        return DenseLinear(embedding) if self._shares else self.hold(embedding, None)
+        return DenseLinear(embedding) if self._shares else self.hold(Matrix(embedding))
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
 
-    def num_bytes(self, rows: int, columns: int) -> int:
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         return rows * columns * self.dtype.itemsize
 
     def tied_bytes(self, rows: int, columns: int) -> int:
         return 0 if self._shares else self.num_bytes(rows, columns)
-
-    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Panels:
-        return self.hold(stored.float() * scale[:, None], bias)
-
-    def int8_bytes(self, rows: int, columns: int) -> int:
-        return self.num_bytes(rows, columns)
 
     @property
     def _shares(self) -> bool:
@@ -128,29 +124,25 @@ class Int8PanelForm:
 
     operators: Operators
 
-    def hold(self, stored: Tensor, bias: Tensor | None) -> Int8Panels:
-        return self.hold_int8(*rounded(stored), bias)
-
-    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Int8Panels:
-        packed = self.operators.pack_panels(stored)
-        zeros = row_sums(stored) * ZERO
-        outputs, inputs = stored.shape
-        return Int8Panels(self.operators, packed, (outputs, inputs), scale, zeros, bias)
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Int8Panels:
+        own = rounded(matrix)
+        packed = self.operators.pack_panels(own.numbers)
+        zeros = row_sums(own.numbers) * ZERO
+        outputs, inputs = own.numbers.shape
+        scales = own.scales.flatten()
+        return Int8Panels(self.operators, packed, (outputs, inputs), scales, zeros, bias)
 
     def rounded(self, matrix: Matrix) -> Matrix:
-        return matrix if matrix.scale is not None else Matrix(*rounded(matrix.numbers))
+        return rounded(matrix)
 
     def tied(self, embedding: Tensor) -> Int8Panels:
-        return self.hold(embedding, None)
+        return self.hold(Matrix(embedding))
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
 
-    def num_bytes(self, rows: int, columns: int) -> int:
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
         return rows * (columns + 2 * torch.float32.itemsize)
 
     def tied_bytes(self, rows: int, columns: int) -> int:
-        return self.num_bytes(rows, columns)
-
-    def int8_bytes(self, rows: int, columns: int) -> int:
         return self.num_bytes(rows, columns)

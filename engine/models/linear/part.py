@@ -62,8 +62,8 @@ class MatrixPart:
 
     def cut(self, matrix: Matrix) -> Matrix:
         """Return the part of the whole matrix. Scales are those of the whole rows."""
-        scale = None if matrix.scale is None else kept(matrix.scale, self.outputs)
-        return Matrix(self.cut_inputs(kept(matrix.numbers, self.outputs)), scale)
+        rows = matrix.with_rows(lambda tensor: kept(tensor, self.outputs))
+        return rows.columns(self.inputs) if self.splits_inputs else rows
 
     def cut_inputs(self, numbers: Tensor) -> Tensor:
         """Return the kept columns of [any, columns], contiguous if any are dropped."""

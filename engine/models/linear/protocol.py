@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.models.linear.matrix import Matrix, StoredExpert
 from kernels.experts.grouped_mlp import Gate
+from kernels.quantised import QuantFormat
 
 # In order of the experts. Biases are on the model's device in the model's dtype.
 StoredExperts: TypeAlias = Iterable[StoredExpert]
@@ -65,19 +66,13 @@ class SlottedExperts(ExpertNet, Protocol):
 class Form(Protocol):
     """A format in which matrices are held in memory. All matrices of a model use the same one."""
 
-    def hold(self, stored: Tensor, bias: Tensor | None) -> Linear:
-        """Convert a stored matrix.
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
+        """Convert a stored matrix. It stays quantised if this form multiplies its format.
 
         Args:
-            stored: [out, in], possibly mapped from the checkpoint file. It is read here and never
-                again.
+            matrix: possibly mapped from the checkpoint file. It is read here and never again.
             bias: [out], on the model's device in the model's dtype. The Linear takes ownership.
         """
-        ...
-
-    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Linear:
-        """Convert int8 [out, in] with a scale for each row, float32 [out]. It stays int8 if this
-        form multiplies int8, else it becomes floats."""
         ...
 
     def rounded(self, matrix: Matrix) -> Matrix:
@@ -94,22 +89,11 @@ class Form(Protocol):
         """Convert `count` experts. Their matrices are read here and never again."""
         ...
 
-    def num_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes that `hold` allocates for a matrix [rows, columns]: its Linear's
-        nbytes."""
-        ...
-
-    def int8_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes that `hold_int8` allocates for a matrix [rows, columns]."""
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
+        """Return the bytes that `hold` allocates for a matrix [rows, columns] that is stored so:
+        its Linear's nbytes."""
         ...
 
     def tied_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that `tied` allocates in addition to the embedding."""
         ...
-
-
-def held(form: Form, matrix: Matrix, bias: Tensor | None = None) -> Linear:
-    """Convert a stored matrix to `form`. int8 stays as it is if the form multiplies int8."""
-    if matrix.scale is None:
-        return form.hold(matrix.numbers, bias)
-    return form.hold_int8(matrix.numbers, matrix.scale, bias)

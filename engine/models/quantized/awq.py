@@ -8,7 +8,8 @@ from torch import Tensor
 from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
-from engine.models.quantized.packed import floats, group_size, unpacked
+from engine.models.quantized.packed import group_size, in_4_bits, unpacked
+from kernels.quantised import QuantFormat
 
 _BITS = 4
 _WORDS = 32 // _BITS
@@ -24,8 +25,8 @@ class Awq:
         return f"AWQ int4, groups of {self.group}"
 
     @property
-    def int8_channels(self) -> bool:
-        return False
+    def format(self) -> QuantFormat:
+        return QuantFormat("int4", max(self.group, 0))
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -53,7 +54,7 @@ class Awq:
         numbers = _in_order(checkpoint.read(f"{module}.qweight")).t()
         zeros = _in_order(checkpoint.read(f"{module}.qzeros")).t()
         scales = checkpoint.read(f"{module}.scales").t()
-        return Matrix(floats(numbers, scales, zeros, None))
+        return in_4_bits(numbers, scales, zeros, self.format.group)
 
 
 def _in_order(words: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ import torch
 
 from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
-from engine.models.linear import Matrix
+from engine.models.linear import INT8, Matrix
 from engine.models.quantized.fp8 import Fp8
-from engine.models.quantized.packed import BITS, floats, group_size, unpacked
+from engine.models.quantized.packed import BITS, floats, group_size, in_4_bits, unpacked
 from engine.models.quantized.protocol import Scheme
+from kernels.quantised import QuantFormat
 
 _ACTIVATIONS = frozenset({".input_scale", ".input_zero_point", ".k_scale", ".v_scale"})
 
@@ -23,7 +24,7 @@ class Int8Stored:
     """int8 with a scale for each row, symmetric around zero."""
 
     name: str = "int8 by channel"
-    int8_channels: bool = True
+    format: QuantFormat = INT8
     ignored: frozenset[str] = _ACTIVATIONS
     numbers: str = ".weight"
 
@@ -39,8 +40,9 @@ class Int8Stored:
         }
 
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
-        scale = checkpoint.read(f"{module}.weight_scale").float().reshape(-1)
-        return Matrix(checkpoint.read(f"{module}.weight"), scale.expand(rows).clone())
+        scales = checkpoint.read(f"{module}.weight_scale").float().reshape(-1, 1)
+        numbers = checkpoint.read(f"{module}.weight")
+        return Matrix(numbers, INT8, scales.expand(rows, 1).contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,13 @@ class CompressedTensor:
 
     Attributes:
         group: inputs per group. -1: one group.
+        reordered: groups are not consecutive inputs.
     """
 
     bits: int
     group: int
     symmetric: bool
+    reordered: bool
 
     @property
     def name(self) -> str:
@@ -63,8 +67,10 @@ class CompressedTensor:
         return f"packed int{self.bits}, {groups}"
 
     @property
-    def int8_channels(self) -> bool:
-        return False
+    def format(self) -> QuantFormat | None:
+        if self.bits != 4 or self.reordered:
+            return None
+        return QuantFormat("int4", max(self.group, 0))
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -107,6 +113,8 @@ class CompressedTensor:
         if order in checkpoint.tensors:
             groups = checkpoint.read(order)
         numbers = unpacked(packed, self.bits)[:, :columns]
+        if self.format is not None and groups is None:
+            return in_4_bits(numbers, scale, zeros, self.format.group)
         return Matrix(floats(numbers, scale, zeros, groups))
 
 
@@ -134,7 +142,8 @@ def compressed_tensors(config: Fields) -> Scheme:
             if strategy not in ("channel", "group"):
                 raise weights.wrong("strategy", "channel or group")
             size = weights.group("group_size") if strategy == "group" else -1
-            return CompressedTensor(bits, size, weights.flag("symmetric", True))
+            order = "" if weights.is_null("actorder") else weights.text("actorder", "")
+            return CompressedTensor(bits, size, weights.flag("symmetric", True), order == "group")
     raise config.wrong(
         "format",
         "float-quantized or int-quantized of 8 bits, or pack-quantized of 4 or 8",

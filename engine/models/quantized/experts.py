@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.models.checkpoint import Checkpoint, TensorRequest
-from engine.models.linear import Matrix, MatrixPart, StoredExpert, joined
-from engine.models.quantized.mxfp4 import are_mxfp4, read_mxfp4, wanted_mxfp4
+from engine.models.linear import Matrix, MatrixPart, StoredExpert, common_format, joined
+from engine.models.quantized.mxfp4 import MXFP4, are_mxfp4, read_mxfp4, wanted_mxfp4
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
 from engine.ranks import ExpertPart
 from kernels.experts.grouped_mlp import Gate
+from kernels.quantised import QuantFormat
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
@@ -36,8 +37,8 @@ class ExpertStorage(Protocol):
         self, shape: "ExpertShape", place: ExpertLocation
     ) -> Mapping[str, TensorRequest]: ...
 
-    def int8_channels(self, place: ExpertLocation) -> bool:
-        """Return whether all matrices are int8 with a scale for each row."""
+    def format(self, place: ExpertLocation) -> QuantFormat | None:
+        """Return the format of all matrices that `read` returns. None: floats."""
         ...
 
     def read(self, number: int, shape: "ExpertShape", place: ExpertLocation) -> StoredExpert: ...
@@ -80,9 +81,9 @@ class SeparateExperts:
             tensors |= self._wanted(f"{number}.{self.down}", shape.hidden, shape.inner, place)
         return tensors
 
-    def int8_channels(self, place: ExpertLocation) -> bool:
+    def format(self, place: ExpertLocation) -> QuantFormat | None:
         names = (self.gate, self.up, self.down)
-        return all(_scheme(f"0.{name}", place).int8_channels for name in names)
+        return common_format([_scheme(f"0.{name}", place).format for name in names])
 
     def read(self, number: int, shape: ExpertShape, place: ExpertLocation) -> StoredExpert:
         gate, up = (
@@ -122,8 +123,8 @@ class StackedTensor:
             f"{place.prefix}{_DOWN}": TensorRequest((count, hidden, inner)),
         }
 
-    def int8_channels(self, place: ExpertLocation) -> bool:
-        return not _is_stacked(place) and self.otherwise.int8_channels(place)
+    def format(self, place: ExpertLocation) -> QuantFormat | None:
+        return None if _is_stacked(place) else self.otherwise.format(place)
 
     def read(self, number: int, shape: ExpertShape, place: ExpertLocation) -> StoredExpert:
         if not _is_stacked(place):
@@ -162,8 +163,9 @@ class InterleavedExperts:
                 tensors[module] = TensorRequest((count, columns, rows))
         return tensors
 
-    def int8_channels(self, place: ExpertLocation) -> bool:
-        return False
+    def format(self, place: ExpertLocation) -> QuantFormat | None:
+        modules = (f"{place.prefix}{name}" for name in (_GATE_UP, _DOWN))
+        return MXFP4 if all(are_mxfp4(each, place.checkpoint) for each in modules) else None
 
     def read(self, number: int, shape: ExpertShape, place: ExpertLocation) -> StoredExpert:
         def matrix(name: str) -> Matrix:
@@ -172,10 +174,15 @@ class InterleavedExperts:
                 return read_mxfp4(module, number, place.checkpoint)
             return Matrix(place.checkpoint.read(module)[number].t())
 
-        both = matrix("gate_up_proj").numbers
+        both = matrix("gate_up_proj")
         bias = place.checkpoint.read(f"{place.prefix}gate_up_proj_bias")[number]
         return StoredExpert(
-            joined([Matrix(both[::2]), Matrix(both[1::2])]),
+            joined(
+                [
+                    both.with_rows(lambda tensor: tensor[::2]),
+                    both.with_rows(lambda tensor: tensor[1::2]),
+                ]
+            ),
             matrix("down_proj"),
             bias.view(-1, 2).t().flatten(),
             place.checkpoint.read(f"{place.prefix}down_proj_bias")[number],

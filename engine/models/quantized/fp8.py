@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
+from kernels.quantised import QuantFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Fp8:
         return "fp8" if self.block is None else f"fp8 in blocks of {self.block[0]}x{self.block[1]}"
 
     @property
-    def int8_channels(self) -> bool:
-        return False
+    def format(self) -> QuantFormat:
+        return QuantFormat("fp8", 0 if self.block is None else self.block[1])
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -54,15 +55,13 @@ class Fp8:
         }
 
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
-        numbers = checkpoint.read(f"{module}.weight").float()
-        scale = checkpoint.read(self._scale(module, checkpoint)).float()
+        numbers = checkpoint.read(f"{module}.weight")
+        scales = checkpoint.read(self._scale(module, checkpoint)).float()
         if self.block is None:
-            return Matrix(numbers.mul_(scale.reshape(-1, 1)))
-        height, width = self.block
-        for place, scales in enumerate(scale):
-            band = numbers[place * height : (place + 1) * height]
-            band.mul_(scales.repeat_interleave(width)[:columns])
-        return Matrix(numbers)
+            scales = scales.reshape(-1, 1).expand(rows, 1).contiguous()
+        else:
+            scales = scales.repeat_interleave(self.block[0], 0)[:rows]
+        return Matrix(numbers, self.format, scales)
 
     @staticmethod
     def _scale(module: str, checkpoint: Checkpoint) -> str:

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
-from engine.models.quantized.packed import BITS, floats, group_size, unpacked
+from engine.models.quantized.packed import BITS, floats, group_size, in_4_bits, unpacked
+from kernels.quantised import QuantFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +20,23 @@ class Gptq:
 
     Attributes:
         zeros_less_one: zero points are stored minus one, as in the first version of the format.
+        reordered: groups are not consecutive inputs.
     """
 
     bits: int
     group: int
     zeros_less_one: bool
+    reordered: bool
 
     @property
     def name(self) -> str:
         return f"GPTQ int{self.bits}, groups of {self.group}"
 
     @property
-    def int8_channels(self) -> bool:
-        return False
+    def format(self) -> QuantFormat | None:
+        if self.bits != 4 or self.reordered:
+            return None
+        return QuantFormat("int4", max(self.group, 0))
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -63,14 +69,22 @@ class Gptq:
         zeros = unpacked(checkpoint.read(f"{module}.qzeros"), self.bits).t()
         if self.zeros_less_one:  # zero point 0 is stored as the largest number
             zeros = (zeros + 1) & (2**self.bits - 1)
-        groups = None
-        if f"{module}.g_idx" in checkpoint.tensors:
-            groups = checkpoint.read(f"{module}.g_idx")
-            size = group_size(self.group, columns, module)
-            if torch.equal(groups, torch.arange(columns, dtype=torch.int32) // size):
-                groups = None
-        scales = checkpoint.read(f"{module}.scales").t()
+        groups, scales = (
+            self._groups(module, columns, checkpoint),
+            checkpoint.read(f"{module}.scales").t(),
+        )
+        if self.format is not None and groups is None:
+            return in_4_bits(numbers, scales, zeros, self.format.group)
         return Matrix(floats(numbers, scales, zeros, groups))
+
+    def _groups(self, module: str, columns: int, checkpoint: Checkpoint) -> Tensor | None:
+        """Return the group of each input. None: groups are consecutive."""
+        if f"{module}.g_idx" not in checkpoint.tensors:
+            return None
+        groups = checkpoint.read(f"{module}.g_idx")
+        size = group_size(self.group, columns, module)
+        consecutive = torch.arange(columns, dtype=torch.int32) // size
+        return None if torch.equal(groups, consecutive) else groups
 
 
 def gptq(config: Fields) -> Gptq:
@@ -82,4 +96,4 @@ def gptq(config: Fields) -> Gptq:
     form = config.text("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise config.wrong("checkpoint_format", "gptq or gptq_v2")
-    return Gptq(bits, config.group("group_size"), zeros_less_one=form == "gptq")
+    return Gptq(bits, config.group("group_size"), form == "gptq", config.flag("desc_act", False))

@@ -12,11 +12,11 @@ from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
 from engine.models.quantized.plain import Plain
+from kernels.quantised import QuantFormat
 
 _BLOCK = 32  # inputs, in 16 bytes
 _BIAS = 127  # of exponents
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
+MXFP4 = QuantFormat("fp4", _BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Mxfp4(Plain):
     """The scheme of all modules except experts, whose storage is declared separately."""
 
     name: str = "MXFP4 experts"
+    format: QuantFormat | None = MXFP4
 
 
 def mxfp4(config: Fields) -> Mxfp4:
@@ -46,5 +47,6 @@ def read_mxfp4(module: str, number: int, checkpoint: Checkpoint) -> Matrix:
     """Return the matrix [rows, columns] of one expert."""
     packed = checkpoint.read(f"{module}_blocks")[number]
     exponents = checkpoint.read(f"{module}_scales")[number].int() - _BIAS
-    places = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(2).int()
-    return Matrix(torch.ldexp(_VALUES[places], exponents.unsqueeze(-1)).flatten(1))
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents).bfloat16()  # exact
+    return Matrix(codes, MXFP4, scales)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from engine.models.linear import Matrix
+from kernels.quantised import QuantFormat
 
 BITS = (4, 8)  # these do not straddle bytes
 
@@ -38,6 +40,17 @@ def floats(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor | None) 
         raise ConfigError(f"an input belongs to a group that is none of the {num_groups} there are")
     wide = numbers.float().sub_(zero.float()[:, groups.long()])
     return wide.mul_(scale.float()[:, groups.long()])
+
+
+def in_4_bits(numbers: Tensor, scale: Tensor, zero: Tensor, group: int) -> Matrix:
+    """Return integers from 0 to 15 as they are.
+
+    Args:
+        numbers: uint8 [out, in].
+        scale, zero: [out, groups], of consecutive groups of this size. 0: one group.
+    """
+    form, zeros = QuantFormat("int4", group), zero.to(torch.uint8).contiguous()
+    return Matrix(numbers, form, scale.float().contiguous(), zeros)
 
 
 def group_size(size: int, columns: int, module: str) -> int:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import Matrix
 from engine.models.spec import NOT_QUANTISED
+from kernels.quantised import QuantFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
     name: str = NOT_QUANTISED
-    int8_channels: bool = False
+    format: QuantFormat | None = None
     ignored: frozenset[str] = frozenset()
     numbers: str = ".weight"
 

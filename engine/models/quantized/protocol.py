@@ -5,6 +5,7 @@ from typing import Protocol
 
 from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import Matrix
+from kernels.quantised import QuantFormat
 
 
 class Scheme(Protocol):
@@ -17,8 +18,9 @@ class Scheme(Protocol):
         ...
 
     @property
-    def int8_channels(self) -> bool:
-        """True if all matrices are int8 with a scale for each row."""
+    def format(self) -> QuantFormat | None:
+        """The format in which products can use the matrices as they are stored. None: `matrix`
+        returns floats."""
         ...
 
     @property

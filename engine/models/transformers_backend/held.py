@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from common.errors import EngineFault
 from common.process.resources import trim
-from engine.models.linear import Form, Linear
+from engine.models.linear import Form, Linear, Matrix
 from engine.models.refill import drain, refill
 from engine.models.transformers_backend.skeleton import products
 
@@ -53,7 +53,7 @@ def hold(model: PreTrainedModel, form: Form) -> None:
         if module is head and weight.untyped_storage().data_ptr() == embedding:
             linear = form.tied(weight)
         else:
-            linear = form.hold(weight, bias)
+            linear = form.hold(Matrix(weight), bias)
         parent, _, leaf = name.rpartition(".")
         held = WeightHolder(linear, outputs, weight)
         model.get_submodule(parent).register_module(leaf, held)

@@ -29,7 +29,6 @@ from engine.models.linear import (
     Ranges,
     SlottedExperts,
     StoredExpert,
-    held,
     joined,
     kept,
 )
@@ -123,7 +122,7 @@ class TensorReader:
                 kept(self._stored(f"{module}.bias"), part.outputs) for module, part in parts.items()
             ]
             added = self._own(torch.cat(biases) if len(biases) > 1 else biases[0])
-        made = held(self.form, joined([self._matrix(*each) for each in parts.items()]), added)
+        made = self.form.hold(joined([self._matrix(*each) for each in parts.items()]), added)
         modules = {self.prefix + module: part for module, part in parts.items()}
         self.products.append(Product(made, modules))
         return made

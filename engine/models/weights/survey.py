@@ -2,7 +2,7 @@
 tensor."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +20,7 @@ from engine.models.linear import (
     Product,
     Ranges,
     SlottedExperts,
+    common_format,
     form_of,
 )
 from engine.models.linear.dense import DenseLinear
@@ -28,6 +29,7 @@ from engine.models.quantized.experts import ExpertLocation, ExpertShape
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
 from engine.ranks import WHOLE, ExpertPart, Share
+from kernels.experts.grouped_mlp import ExpertMatrices
 from kernels.layers.by_head import HeadMatrices, packed_bytes
 
 # Old Llama checkpoints store the inverse frequencies, which follow from the configuration.
@@ -91,9 +93,12 @@ class TensorInventory:
                 biases = num_kept if inputs is None or self.share.rank == 0 else 0
                 self._kept(f"{module}.bias", (count,), self.dtype, biases)
             total += num_kept
-        num_inputs = columns if inputs is None else len(inputs)
-        self.needs.num_bytes += self._matrix_bytes(rows, total, num_inputs)
-        return DenseLinear(_nothing((total, num_inputs), self.dtype))
+        kept_inputs = range(columns) if inputs is None else inputs
+        stored = common_format([self._scheme(module).format for module in rows])
+        if stored is not None:
+            stored = stored.within(kept_inputs, columns)
+        self.needs.num_bytes += self.form.num_bytes(total, len(kept_inputs), stored)
+        return DenseLinear(_nothing((total, len(kept_inputs)), self.dtype))
 
     def matrix(self, module: str, rows: int, columns: int, outputs: Ranges | None = None) -> Tensor:
         self._note_matrix(module, rows, columns)
@@ -110,17 +115,18 @@ class TensorInventory:
         self.needs.stored.update(shape.storage.wanted(shape, place))
         self.needs.has_experts = True
         count, hidden, size = len(part.experts), shape.hidden, len(part.inner)
-        int8 = shape.storage.int8_channels(place)
-        num_bytes = self.form.int8_bytes if int8 else self.form.num_bytes
-        one = num_bytes(2 * size, hidden) + num_bytes(hidden, size)
+        stored = shape.storage.format(place)
+        cut = None if stored is None else stored.within(part.inner, shape.inner)
+        one = self.form.num_bytes(2 * size, hidden, stored)
+        one += self.form.num_bytes(hidden, size, cut)
         if shape.storage.biased:
             down = hidden if self.share.rank == 0 or shape.has_whole(part) else 0
             one += (2 * size + down) * self.dtype.itemsize
         self.needs.num_bytes += count * one
         return StackedLinear(
             shape.gate,
-            _nothing((count, 2 * size, hidden), self.dtype),
-            _nothing((count, hidden, size), self.dtype),
+            ExpertMatrices(_nothing((count, 2 * size, hidden), self.dtype)),
+            ExpertMatrices(_nothing((count, hidden, size), self.dtype)),
         )
 
     def tensor(
@@ -168,12 +174,6 @@ class TensorInventory:
     def _note_matrix(self, module: str, rows: int, columns: int) -> None:
         scheme, module = self._scheme(module), self.prefix + module
         self.needs.stored.update(scheme.wanted(module, rows, columns, self.checkpoint))
-
-    def _matrix_bytes(self, modules: Iterable[str], rows: int, columns: int) -> int:
-        """Return the bytes of the modules' matrices joined into one."""
-        int8 = all(self._scheme(module).int8_channels for module in modules)
-        num_bytes = self.form.int8_bytes if int8 else self.form.num_bytes
-        return num_bytes(rows, columns)
 
     def _scheme(self, module: str) -> Scheme:
         return storing(self.scheme, PLAIN, self.prefix + module, self.checkpoint)
@@ -246,4 +246,4 @@ def form_for(
     spec: DecoderSpec, device: torch.device, dtype: torch.dtype, quantize: Quantize
 ) -> Form:
     """Return the form of the decoder's matrices. Raises ConfigError as `form_of`."""
-    return form_of(device, dtype, quantize, int8_stored=spec.model.int8_stored)
+    return form_of(device, dtype, quantize, spec.model.format)

@@ -4,9 +4,9 @@ Operations are called as the engine calls them, on host tensors of true widths, 
 alignment. Their memory is never accessed, so callers must record launches without running them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from unittest import mock
 
@@ -19,16 +19,18 @@ from engine.kv_cache.states import PagedKV
 from kernels import early_launch
 from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot, add_low_rank
 from kernels.attention.paged import paged_attention, plan_attention
-from kernels.experts.grouped_mlp import grouped_mlp
+from kernels.experts.grouped_mlp import ExpertMatrices, Gate, grouped_mlp
 from kernels.experts.routing import Routing, route
 from kernels.layers.act_and_mul import Activation, act_and_mul
 from kernels.layers.embedding import embed
+from kernels.layers.quantised_linear import quantised_linear
 from kernels.layers.rms_norm import add_rms_norm
 from kernels.layers.rope import rope_angles
 from kernels.narrow import FIRST_ARCHITECTURE
 from kernels.pages.pack import pack_pages, unpack_pages
 from kernels.pages.rope_and_store import rope_and_store
 from kernels.pages.store_kv import store_kv
+from kernels.quantised import NumberKind, Quantisation
 from kernels.sampling.bitmask import apply_bitmask
 from kernels.sampling.logprobs import logprobs
 from kernels.sampling.penalties import apply_penalties, count_tokens
@@ -156,25 +158,43 @@ class _Model:
         grouped = Routing(per_token, True, "sigmoid", 2.5, 8, 4, 2)  # as DeepSeek-V3
         if count >= 16 * grouped.groups:
             route(_floats(n, count), grouped, _floats(count))
-        gate_up = self.tensor(count, 2 * shape.intermediate, shape.hidden)
-        down = self.tensor(count, shape.hidden, shape.intermediate)
-        grouped_mlp(self.tensor(n, shape.hidden), gate_up, down, weights, ids, shape.activation)
+        x = self.tensor(n, shape.hidden)
+        gate_up = ExpertMatrices(self.tensor(count, 2 * shape.intermediate, shape.hidden))
+        down = ExpertMatrices(self.tensor(count, shape.hidden, shape.intermediate))
+        grouped_mlp(x, gate_up, down, weights, ids, shape.activation)
+
+    def quantised_product(self, kind: NumberKind, n: int) -> None:
+        rows, columns = 2 * self.shape.intermediate, self.shape.hidden
+        matrix = _quantised_matrix(kind, rows, columns)
+        quantised_linear(self.tensor(n, columns), *matrix)
+
+    def quantised_experts(self, kind: NumberKind, n: int) -> None:
+        assert self.shape.experts is not None
+        (count, per_token), shape = self.shape.experts, self.shape
+        weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
+        gate_up, down = (
+            ExpertMatrices(
+                numbers, self.tensor(count, rows) if kind == "fp4" else None, quantisation
+            )
+            for rows, columns in (
+                (2 * shape.intermediate, shape.hidden),
+                (shape.hidden, shape.intermediate),
+            )
+            for numbers, quantisation in [_quantised_matrix(kind, count, rows, columns)]
+        )
+        gate: Gate = "clamped" if kind == "fp4" else shape.activation
+        grouped_mlp(self.tensor(n, shape.hidden), gate_up, down, weights, ids, gate)
 
     def clamped(self, n: int) -> None:
         """Run experts of gpt-oss, which have biases."""
         assert self.shape.experts is not None
         (count, per_token), shape = self.shape.experts, self.shape
         weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
-        grouped_mlp(
-            self.tensor(n, shape.hidden),
-            self.tensor(count, 2 * shape.intermediate, shape.hidden),
-            self.tensor(count, shape.hidden, shape.intermediate),
-            weights,
-            ids,
-            "clamped",
-            gate_up_bias=self.tensor(count, 2 * shape.intermediate),
-            down_bias=self.tensor(count, shape.hidden),
+        gate_up, down = (
+            ExpertMatrices(self.tensor(count, *each), self.tensor(count, each[0]))
+            for each in ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate))
         )
+        grouped_mlp(self.tensor(n, shape.hidden), gate_up, down, weights, ids, "clamped")
 
     def adapters(self, n: int) -> None:
         """Run adapters for every product of a layer, with an adapter for each token."""
@@ -314,14 +334,14 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
         experts += [each for dtype in DTYPES for each in _states(dtype)]
         experts += [_adapters(shape, dtype) for shape in ADAPTED for dtype in DTYPES]
         experts += [*_latents(torch.bfloat16), *_latents(torch.float16)]
-        experts += _narrow() if arch >= FIRST_ARCHITECTURE else []
+        experts += [*_quantised(arch), *(_narrow() if arch >= FIRST_ARCHITECTURE else [])]
         return [*_variants(product(SHAPES, DTYPES, PAGE_SIZES)), *experts]
     early = Variant("llama3-8b bfloat16 page 16 early", _Model(LLAMA3_8B, _BF16, 16).early)
     if arch != 90:
         few = _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
         experts = [_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
         experts.append(_adapters(LLAMA3_8B, _BF16))
-        narrow = _narrow() if arch >= FIRST_ARCHITECTURE else []
+        narrow = [*_quantised(arch), *(_narrow() if arch >= FIRST_ARCHITECTURE else [])]
         return [early, *few, *experts, *_states(_BF16), *_latents(_BF16), *narrow]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
     page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
@@ -331,13 +351,52 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     experts.append(_experts(QWEN3_30B_TP2, _BF16))
     experts += [_clamped(GPT_OSS, _BF16), *_states(_BF16), *_states(torch.float32)]
     experts += [_adapters(shape, _BF16) for shape in ADAPTED]
-    experts += [*_latents(_BF16), *_narrow()]
+    experts += [*_latents(_BF16), *_narrow(), *_quantised(arch)]
     return [early, *_variants([*dtypes, *page_sizes, *others]), *experts]
 
 
 def _states(dtype: torch.dtype) -> list[Variant]:
     name, model = f"{QWEN3_NEXT} {str(dtype).removeprefix('torch.')}", HybridModel(dtype)
     return [Variant(f"{name} states", model.states), Variant(f"{name} prompts", model.prompts)]
+
+
+def _quantised_matrix(kind: NumberKind, *sizes: int) -> tuple[Tensor, Quantisation]:
+    """Return matrices [..., out, in] as checkpoints have them: fp8 and int4 in groups of 128
+    inputs, int8 by channel, fp4 as in MXFP4."""
+    *rows, columns = sizes
+    group = {"int8": 0, "fp8": 128, "int4": 128, "fp4": 32}[kind]
+    groups = columns // group if group else 1
+    match kind:
+        case "int8" | "fp8":
+            dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+            return torch.empty(sizes, dtype=dtype), Quantisation(_floats(*rows, groups), group)
+        case "int4":
+            zeros = _bytes(*rows, groups)
+            own = Quantisation(_floats(*rows, groups), group, zeros)
+            return _bytes(*rows, columns // 2), own
+        case "fp4":
+            scales = torch.empty(*rows, groups, dtype=torch.bfloat16)
+            return _bytes(*rows, columns // 2), Quantisation(scales, group)
+
+
+def _quantised(arch: int) -> list[Variant]:
+    kinds: list[NumberKind] = ["int8", "int4", "fp4"]
+    if arch >= FIRST_ARCHITECTURE:
+        kinds.append("fp8")
+    dense, gpt_oss = (_Model(shape, _BF16, 16) for shape in (LLAMA3_8B, GPT_OSS))
+    qwen = _Model(QWEN3_30B, _BF16, 16)
+    experts: Mapping[NumberKind, _Model] = {"fp4": gpt_oss, "fp8": qwen, "int4": qwen}
+    return [
+        *(
+            Variant(f"{dense.shape.name} {kind}", partial(dense.quantised_product, kind))
+            for kind in kinds
+        ),
+        *(
+            Variant(f"{model.shape.name} {kind}", partial(model.quantised_experts, kind))
+            for kind, model in experts.items()
+            if kind in kinds
+        ),
+    ]
 
 
 def _adapters(shape: Shape, dtype: torch.dtype) -> Variant:
@@ -400,6 +459,10 @@ def _ints(*sizes: int) -> Tensor:
 
 def _longs(*sizes: int) -> Tensor:
     return torch.zeros(sizes, dtype=torch.int64)
+
+
+def _bytes(*sizes: int) -> Tensor:
+    return torch.empty(sizes, dtype=torch.uint8)
 
 
 def _floats(*sizes: int) -> Tensor:

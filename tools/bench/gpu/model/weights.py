@@ -12,6 +12,7 @@ from engine.models.linear.dense import DenseLinear
 from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertShape
 from engine.ranks import WHOLE, ExpertPart, Share
+from kernels.experts.grouped_mlp import ExpertMatrices
 from kernels.layers.by_head import HeadMatrices
 
 
@@ -74,8 +75,8 @@ class RandomWeights:
         count, hidden, inner = len(part.experts), shape.hidden, part.inner
         return StackedLinear(
             shape.gate,
-            self._draw((count, 2 * len(inner), hidden), 0.0, hidden**-0.5),
-            self._draw((count, hidden, len(inner)), 0.0, len(inner) ** -0.5),
+            ExpertMatrices(self._draw((count, 2 * len(inner), hidden), 0.0, hidden**-0.5)),
+            ExpertMatrices(self._draw((count, hidden, len(inner)), 0.0, len(inner) ** -0.5)),
         )
 
     def tensor(

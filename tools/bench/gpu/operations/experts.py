@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from kernels.experts.grouped_mlp import by_expert, grouped_mlp
+from kernels.experts.grouped_mlp import ExpertMatrices, by_expert, grouped_mlp
 from kernels.experts.routing import Routing, route
 from kernels.layers.act_and_mul import act_and_mul_reference
 from tools.bench.gpu.ops import Op, relative_error
@@ -38,15 +38,18 @@ def _experts(
         between = act_and_mul_reference(of_it @ gate_up[expert].float().t(), "silu")
         return between @ down[expert].float().t()
 
+    def call() -> Tensor:
+        return grouped_mlp(x, ExpertMatrices(gate_up), ExpertMatrices(down), weights, ids, "silu")
+
     def error() -> float:
         few = slice(0, min(rows, 8))
         expected = by_expert(x[few].float(), weights[few], ids[few], exact, count)
-        return relative_error(grouped_mlp(x, gate_up, down, weights, ids, "silu")[few], expected)
+        return relative_error(call()[few], expected)
 
     return Op(
         name=f"experts {name}",
         shape=f"[{rows}, {hidden}], {k} of {count} x {inner}",
-        call=lambda: grouped_mlp(x, gate_up, down, weights, ids, "silu"),
+        call=call,
         error=error,
         tolerance=TOLERANCE,
         ceiling="matmul" if many else "read",

@@ -1,0 +1,80 @@
+"""Quantised matrices as they are stored, whose numbers a GPU widens while it multiplies."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.models.linear.dense import DenseForm
+from engine.models.linear.experts import StackedLinear, stack
+from engine.models.linear.matrix import Matrix
+from engine.models.linear.protocol import Linear, StoredExperts
+from kernels.experts.grouped_mlp import Gate
+from kernels.layers.quantised_linear import quantised_linear
+from kernels.quantised import SMALLEST_GROUP, QuantFormat, Quantisation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WidenedLinear:
+    """A quantised matrix.
+
+    Attributes:
+        numbers: [out, in], or [out, in / 2] in 4 bits.
+    """
+
+    numbers: Tensor
+    quantisation: Quantisation
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.quantisation.nbytes
+
+    def apply(self, x: Tensor) -> Tensor:
+        return quantised_linear(x, self.numbers, self.quantisation, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedForm:
+    """A form that keeps quantised matrices, and holds others in `dtype` on `device`.
+
+    Matrices become floats if a group is too small for a product, because a rank's part cuts it.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def hold(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
+        if not _keeps(matrix.format):
+            return self._rest.hold(matrix, bias)
+        numbers, quantisation = matrix.quantised()
+        own = quantisation.with_tensors(self._own)
+        return WidenedLinear(self._own(numbers), own, bias)
+
+    def rounded(self, matrix: Matrix) -> Matrix:
+        return matrix
+
+    def tied(self, embedding: Tensor) -> Linear:
+        return self._rest.tied(embedding)
+
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> StackedLinear:
+        return stack(stored, count, gate, self.device, self.dtype, _keeps)
+
+    def num_bytes(self, rows: int, columns: int, stored: QuantFormat | None = None) -> int:
+        if stored is None or not _keeps(stored):
+            return self._rest.num_bytes(rows, columns)
+        return stored.num_bytes(rows, columns)
+
+    def tied_bytes(self, rows: int, columns: int) -> int:
+        return self._rest.tied_bytes(rows, columns)
+
+    @property
+    def _rest(self) -> DenseForm:
+        return DenseForm(self.device, self.dtype)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, copy=True)
+
+
+def _keeps(stored: QuantFormat | None) -> bool:
+    return stored is not None and stored.group % SMALLEST_GROUP == 0

@@ -1,0 +1,126 @@
+"""Products with weights in 8 or 4 bits.
+
+Inputs are not rounded. A step of few rows reads half or a quarter of the bytes of a 16-bit matrix,
+and a prompt takes as many multiplications.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import device
+from kernels.quantised import Quantisation, add_product, matrix_tile, num_inputs, widened
+
+
+class ProductTile(NamedTuple):
+    """The shape and launch parameters of one program."""
+
+    rows: int
+    columns: int  # of the output
+    depth: int
+    warps: int
+    stages: int
+
+
+_FEW_ROWS = 64
+
+
+def tile_for(num_rows: int, element_size: int, group: int) -> ProductTile:
+    """Return the tile for a number of rows, and inputs of this size in bytes.
+
+    Few rows are bound by reading the matrix: narrow tiles then occupy all multiprocessors.
+    """
+    depth = min(128 if element_size == 2 else 32, group & -group)
+    if num_rows <= _FEW_ROWS:
+        return ProductTile(16 if num_rows <= 16 else _FEW_ROWS, 32, depth, 4, 4)
+    if element_size > 2:
+        return ProductTile(64, 64, depth, 4, 2)
+    return ProductTile(128, 128, min(64, depth), 8, 3)
+
+
+def quantised_linear(
+    x: Tensor, numbers: Tensor, quantisation: Quantisation, bias: Tensor | None = None
+) -> Tensor:
+    """Return x [n, in] times the weights transposed, plus bias [out]: [n, out] of x's dtype.
+
+    Args:
+        x: contiguous [n, in].
+        numbers: contiguous [out, in], or [out, in / 2] in 4 bits.
+    Raises:
+        ValueError: wrong shapes, strides or dtypes.
+    """
+    rows, columns = len(numbers), num_inputs(numbers)
+    if x.shape[1:] != (columns,) or not x.is_contiguous() or not numbers.is_contiguous():
+        raise ValueError(f"x {tuple(x.shape)} does not fit {(rows, columns)}, or has strides")
+    quantisation.check(numbers)
+    if not device.uses_triton(x):
+        product = x.float() @ widened(numbers, quantisation).t()
+        return (product if bias is None else product + bias).to(x.dtype)
+    out = x.new_empty(len(x), rows)
+    if not out.numel():
+        return out
+    arguments = quantisation.arguments(numbers)
+    tile = tile_for(len(x), x.element_size(), arguments["GROUP"])
+    grid = (triton.cdiv(rows, tile.columns), triton.cdiv(len(x), tile.rows))
+    _product_kernel[grid](
+        x,
+        numbers,
+        bias_ptr=bias,
+        out_ptr=out,
+        num_rows=len(x),
+        IN=columns,
+        OUT=rows,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        UPCAST=device.INTERPRETED,
+        **arguments,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product_kernel(
+    x_ptr,
+    numbers_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Compute one tile of the output."""
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    used, wanted = rows < num_rows, outputs < OUT
+    x_rows = x_ptr + rows[:, None].to(tl.int64) * IN
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, IN, BLOCK_K):
+        inputs = start + tl.arange(0, BLOCK_K)
+        mask = used[:, None]
+        if IN % BLOCK_K != 0:
+            mask = mask & (inputs < IN)[None, :]
+        x = tl.load(x_rows + inputs[None, :], mask=mask, other=0.0)
+        if UPCAST:
+            x = x.to(tl.float32)
+        numbers = matrix_tile(numbers_ptr, outputs, wanted, start, IN, BLOCK_K, FORMAT)
+        acc = add_product(acc, x, numbers, scales_ptr, zeros_ptr, outputs, wanted, start,
+                          GROUP, GROUPS, FORMAT)  # fmt: skip
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + outputs, mask=wanted, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + rows[:, None].to(tl.int64) * OUT + outputs[None, :]
+    tl.store(out, acc, mask=used[:, None] & wanted[None, :])
