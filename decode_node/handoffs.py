@@ -172,7 +172,10 @@ class IncomingHandoffs:
                 if not self._grant(state):
                     self.prealloc.put(state)
                     break
-            kept.barrier = self.prealloc.barrier(now, self._num_unready, floor)
+            waits = len(self.prealloc) > 0
+            kept.barrier = (
+                self.prealloc.barrier(now, self._num_unready, floor) if waits else math.inf
+            )
         self.prealloc.backlog.tick(now)
         self._keep_room()
         kept.most_urgent = self._preempt()

@@ -126,6 +126,8 @@ class RunningBatch:
     def growth(self, slots: NDArray[np.intp] | None = None) -> int:
         """Return the pages to keep free for the requests in `slots`, by default for all of them."""
         table, slots = self._table, self.slots if slots is None else slots
+        if not len(slots):
+            return 0
         missing = missing_pages(
             table.length[slots],
             table.max_length[slots],
