@@ -118,6 +118,7 @@ def _drafter(kind: str, plain: dict[str, list[Asked]], vocabulary_size: int) -> 
 @pytest.mark.parametrize(
     "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
 )
+# "random" in all features at once is quick in the test of a small pool.
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(each, marks=pytest.mark.long) for each in ("right", "random")), "ngram"]
 )

@@ -277,6 +277,7 @@ def test_a_layer_that_knows_nothing_changes_no_answer(guessed: tuple[Loaded, Loa
     assert [one.tokens for one in reported] == [one.tokens for one in plain]
 
 
+# Quick, one by one: the tests above about requests that leave the device or their node.
 @pytest.mark.parametrize(
     "guessed",
     [pytest.param(each, marks=LONG) for each in ("eagle3", "eagle", "mtp", "draft model")],

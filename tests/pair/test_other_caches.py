@@ -20,7 +20,7 @@ LENGTHS = {
     "qwen3_5_moe_text": (3, 70),
     **dict.fromkeys(LATENT_ARCHITECTURES, (1, 16, 17, LONG)),
 }
-# Their caches are those of another architecture here: deepseek_v3, qwen3_5_text.
+# Quick for deepseek_v3 and qwen3_5_text, which have the same caches.
 ALIKE = {"deepseek_v2": pytest.mark.long, "qwen3_5_moe_text": pytest.mark.long}
 
 

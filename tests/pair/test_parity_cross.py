@@ -73,7 +73,7 @@ def test_injected_retractions_change_no_answer(known, sampling, swap_pages):
 
 
 def _sampled() -> Iterator:
-    """Yield every architecture with and without overlap. `make test` runs one of each."""
+    """Yield every architecture with and without overlap. `make test` runs two of them."""
     quick = {"qwen3": False, "gemma2": True}
     for architecture, overlap in product(ARCHITECTURES, (True, False)):
         marks = [] if quick.get(architecture) is overlap else [pytest.mark.long]

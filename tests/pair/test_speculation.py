@@ -20,7 +20,7 @@ NUM_TOKENS = 40
 BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 LONG = pytest.mark.long
-OTHERS = [
+OTHERS = [  # states are quick in the test of greedy tokens
     pytest.param(architecture, marks=LONG)
     for architecture in ("gpt_oss", "deepseek_v3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text")
 ]
