@@ -21,6 +21,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from common import logs
 from common.config import (
     CacheConfig,
     EngineConfig,
@@ -598,6 +599,7 @@ def resident(pid: int) -> int:
 def be_rank_zero(config: str) -> None:
     """Build an engine of two ranks, print the pid of its follower, and run a step for each line."""
     fork_server.fork_from_this_process()
+    logs.setup("engine", "info", "text")
     with fork_server.for_followers():
         serving = Serving(EngineConfig.model_validate_json(config))
     print(*serving.engine.follower_pids, flush=True)
