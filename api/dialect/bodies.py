@@ -206,9 +206,8 @@ class BodyReader(Generic[F]):
             unsupported: further known fields, with their harmless values. At least two.
             ignore_unknown: whether to ignore unknown and unsupported fields.
         """
-        record: type[F]
         record, self._shape = _extended(fields, tuple(unsupported.items()))
-        self._decoder = msgspec.json.Decoder(record)
+        self._decoder: msgspec.json.Decoder[F] = msgspec.json.Decoder(record)
         self._ignore_unknown = ignore_unknown
         self._unsupported = tuple(unsupported.values())
         self._watched = attrgetter(*unsupported)
@@ -261,8 +260,8 @@ class BodyReader(Generic[F]):
 # Cached, because it takes milliseconds and each model of a router has its own readers.
 @cache
 def _extended(
-    fields: type[F], unsupported: tuple[tuple[str, IgnoredFields], ...]
-) -> tuple[type[F], FieldShape]:
+    fields: type[msgspec.Struct], unsupported: tuple[tuple[str, IgnoredFields], ...]
+) -> tuple[type[Any], FieldShape]:
     """Return the record with all known fields, and its shape. For the arguments see BodyReader."""
     others = dict(unsupported)
     supported = {*fields.__struct_fields__, *others}
@@ -270,7 +269,7 @@ def _extended(
         *((name, Ignored, None) for name in IGNORED if name not in supported),
         *((name, Any, None) for name in others),
     ]
-    record: type[F] = msgspec.defstruct(  # type: ignore[assignment]
+    record = msgspec.defstruct(
         fields.__name__,
         beside,
         bases=(fields,),
