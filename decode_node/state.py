@@ -199,7 +199,7 @@ class HandoffAttempt:
             if self.first_event
             else (self.first_token,)
         )
-        token_ids = np.append(self.token_ids, np.array(fresh, np.int32))
+        token_ids = np.concatenate((self.token_ids, np.array(fresh, np.int32)))
         return dataclasses.replace(request, token_ids=token_ids)
 
 

@@ -155,6 +155,8 @@ class PageAllocator:
         Raises:
             EngineFault: one of them is free.
         """
+        if not len(pages):
+            return
         total = self._total[pages]
         if np.count_nonzero(total) < len(pages):
             raise EngineFault(f"{holder.name} wants to hold free pages {pages[total == 0]}")
@@ -180,6 +182,8 @@ class PageAllocator:
         Raises:
             EngineFault: one of them is not held by `holder`.
         """
+        if not len(pages):
+            return
         held = self._of[holder][pages]
         if np.count_nonzero(held) < len(pages):
             raise EngineFault(

@@ -461,6 +461,8 @@ class PrefillAdmission:
     def _needed_pages(self, request: Request, match: PrefixMatch) -> int:
         """Return the pages that it takes from the available ones: fresh pages, plus evictable pages
         of its cached prefix, which it will hold."""
+        if not match.num_tokens:
+            return self._fresh_pages(request, match)
         loose = self._pages.held_only_by(match.pages, PageHolder.CACHE)
         return self._fresh_pages(request, match) + int(np.count_nonzero(loose))
 

@@ -187,7 +187,9 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         self._quarantined.discard(request.key)
-        self._priorities -= Counter((request.spec.priority,))
+        self._priorities[request.spec.priority] -= 1
+        if not self._priorities[request.spec.priority]:
+            del self._priorities[request.spec.priority]
         if self._requests.take(request.key) is None:
             self._returned.remove(request)
             self._num_returns += 1

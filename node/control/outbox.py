@@ -85,20 +85,30 @@ class TokenOutbox:
             tokens = np.concatenate(self._tokens)
             for stream in set(streams.tolist()):
                 mine = streams == stream
-                self._post(stream, requests[mine], tokens[mine])
+                self._post(stream, requests[mine].tobytes(), tokens[mine].tobytes())
             for column in (self._streams, self._requests, self._tokens):
                 column.clear()
-        nothing = np.empty(0, np.uint64), np.empty(0, np.uint32)
-        for stream in {*self._ended, *self._begun}:
-            self._post(stream, *nothing)
+        if self._ended or self._begun:
+            for stream in {*self._ended, *self._begun}:
+                self._post(stream, b"", b"")
 
-    def _post(self, stream: int, requests: NDArray[np.uint64], tokens: NDArray[np.uint32]) -> None:
-        columns = requests.tobytes(), tokens.tobytes()
-        beside = (self._ended, self._begun, self._logprobs, self._prompts, self._predicted)
+    def _post(self, stream: int, requests: bytes, tokens: bytes) -> None:
+        """Send new tokens, in the columns of StepTokens, and all else that is new."""
         send = self._listeners.get(stream, self._channel.post)
-        self._post_early(stream, send)
-        others = (tuple(each.pop(stream, ())) for each in beside)
-        send(StepTokens(stream, *columns, *others))  # type: ignore[arg-type]
+        if stream in self._logprobs or stream in self._prompts:
+            self._post_early(stream, send)
+        send(
+            StepTokens(
+                stream,
+                requests,
+                tokens,
+                tuple(self._ended.pop(stream, ())),
+                tuple(self._begun.pop(stream, ())),
+                tuple(self._logprobs.pop(stream, ())),
+                tuple(self._prompts.pop(stream, ())),
+                tuple(self._predicted.pop(stream, ())),
+            )
+        )
 
     def _post_early(self, stream: int, send: Callable[[StepTokens], None]) -> None:
         """Send log probabilities before the tokens, as long as they are too much for one message:

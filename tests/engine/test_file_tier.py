@@ -17,7 +17,17 @@ from engine.offload.file_cache import HEADER_BYTES, RECORD_BYTES, version_of
 from engine.offload.file_locks import check_locks
 from engine.offload.file_tier import AFTER_FAULT_S
 from engine.offload.page_files import FileFault, PageFiles
-from tests.engine.test_tiers import KINDS, SIZE, FileTier, Talks, Told, ask, drawn, fill_the_pool
+from tests.engine.test_tiers import (
+    KINDS,
+    QUICK_KINDS,
+    SIZE,
+    FileTier,
+    Talks,
+    Told,
+    ask,
+    drawn,
+    fill_the_pool,
+)
 from tests.support.engine_rig import Rig
 
 
@@ -274,7 +284,7 @@ def test_conversations_go_on_right_whatever_is_where(seed, tmp_path, windows, st
     talk(seed, tmp_path, windows, state_pages)
 
 
-@pytest.mark.parametrize("windows, state_pages", KINDS)
+@pytest.mark.parametrize("windows, state_pages", QUICK_KINDS)
 def test_conversations_go_on_from_files(tmp_path, windows, state_pages):
     rigs = [talk(seed, tmp_path / str(seed), windows, state_pages) for seed in (50, 51)]
     assert sum(rig.tiers.file_tokens for rig in rigs) > 200

@@ -1,5 +1,9 @@
 """Error of a quantized model relative to itself in float32, with the same tokens."""
 
+import functools
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -25,17 +29,29 @@ def logits_of(model: Model, tokens: list[int]) -> torch.Tensor:
     return logits_after(model, tokens, ends).float()
 
 
+@functools.cache
+def exact_logits(architecture: str) -> torch.Tensor:
+    """Return the logits in float32 of the checkpoint that every test makes anew."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = load(make_checkpoint(Path(directory), architecture), CPU, torch.float32)
+        return logits_of(model, drawn_tokens())
+
+
+def drawn_tokens() -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    tokens: list[int] = torch.randint(0, VOCABULARY_SIZE, (150,), generator=generator).tolist()
+    return tokens
+
+
 @pytest.mark.parametrize("products", ["torch", "compiled"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype, quantize, largest, usual", BOUNDS)
 def test_logits_of_the_same_tokens_stay_near_those_of_float32(
     tmp_path, monkeypatch, dtype, quantize, largest, usual, architecture, products
 ):
+    exact = exact_logits(architecture)
     devices.use(products, monkeypatch)
-    directory = make_checkpoint(tmp_path, architecture)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, VOCABULARY_SIZE, (150,), generator=generator).tolist()
-    exact = logits_of(load(directory, CPU, torch.float32), tokens)
-    error = (logits_of(load(directory, CPU, dtype, quantize), tokens) - exact) / exact.std()
+    model = load(make_checkpoint(tmp_path, architecture), CPU, dtype, quantize)
+    error = (logits_of(model, drawn_tokens()) - exact) / exact.std()
     assert error.abs().max() <= largest
     assert error.square().mean().sqrt() <= usual

@@ -7,7 +7,6 @@ import queue
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from common import logs
 from common.config import (
     CacheConfig,
     EngineConfig,
@@ -44,6 +44,7 @@ from engine.ranks.messages import CopyPages, DropAdapter, ReadAdapter
 from engine.ranks.processes import Followers, JobFailed, PingTimer
 from engine.runner.stream import WorkerStream
 from tests.engine.test_second_rank import EVERY_POOLING, EVERY_SAMPLING, drafted, prompt, sampled
+from tests.support import fork_server
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.drafters import make_draft, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
@@ -55,6 +56,12 @@ from tests.support.vision import make_vision_checkpoint, picture, with_images
 NUM_PAGES = 26
 FOLLOWER = "node.follower"
 PATIENCE_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def forked_followers() -> Iterator[None]:
+    with fork_server.for_followers():
+        yield
 
 
 def config_of(tp: int = 1, num_pages: int = NUM_PAGES, **fields: Any) -> EngineConfig:
@@ -589,49 +596,51 @@ def resident(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
-RANK_0 = """
-import sys
-from common.config import EngineConfig
-from tests.engine.test_parallel_engine import Serving, prompt, sampled
-serving = Serving(EngineConfig.model_validate_json(sys.argv[1]))
-print(*serving.engine.follower_pids, flush=True)
-if sys.stdin.readline():  # closed: nothing runs
-    serving.add(prompt(40), sampling=sampled())
-    serving.run()
-sys.stdin.read()
-"""
+def be_rank_zero(config: str) -> None:
+    """Build an engine of two ranks, print the pid of its follower, and run a step for each line."""
+    fork_server.fork_from_this_process()
+    logs.setup("engine", "info", "text")
+    with fork_server.for_followers():
+        serving = Serving(EngineConfig.model_validate_json(config))
+    print(*serving.engine.follower_pids, flush=True)
+    while sys.stdin.readline():
+        serving.add(prompt(40), sampling=sampled())
+        serving.run()
 
 
 class RankZero:
     """A process with an engine of two ranks, where nothing runs."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        command = [sys.executable, "-c", RANK_0, config.model_dump_json()]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        assert self.process.stdout is not None
-        self.follower = int(self.process.stdout.readline())
+    def __init__(self, config: EngineConfig, errors: Path) -> None:
+        read_end, self._input = os.pipe()
+        output, write_end = os.pipe()
+        with open(read_end, "rb"), open(write_end, "wb"), open(errors, "wb") as log:
+            arguments, environment = [config.model_dump_json()], {**os.environ}
+            standard = read_end, write_end, log.fileno()
+            self.process = fork_server.start(
+                __spec__.name, arguments, environment, Path.cwd(), standard
+            )
+        with open(output) as lines:
+            self.follower = int(lines.readline())
         self._pidfd = os.pidfd_open(self.follower)
 
     def run_a_step(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"run\n")
-        self.process.stdin.flush()
+        os.write(self._input, b"run\n")
 
     def follower_ends(self) -> bool:
         return select.select([self._pidfd], [], [], PATIENCE_S)[0] == [self._pidfd]
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        os.close(self._input)
         os.close(self._pidfd)
 
 
 @contextlib.contextmanager
 def rank_zero(root: Path, **parallel: Any) -> Iterator[RankZero]:
-    running = RankZero(config_of(2, model=str(make_checkpoint(root)), parallel=parallel))
+    config = config_of(2, model=str(make_checkpoint(root)), parallel=parallel)
+    running = RankZero(config, root / "errors")
     try:
         yield running
     finally:
@@ -664,15 +673,10 @@ def test_a_frozen_rank_ends_its_node(step: bool, tmp_path: Path) -> None:
 
 @pytest.mark.long  # the time in which a rank may be silent
 def test_a_rank_that_freezes_while_nothing_runs_is_named(tmp_path: Path) -> None:
-    parallel = {"collective_s": 1.0}
-    config = config_of(2, model=str(make_checkpoint(tmp_path)), parallel=parallel)
-    command = [sys.executable, "-c", RANK_0, config.model_dump_json()]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, text=True, **pipes) as first:
-        assert first.stdout is not None and first.stderr is not None
-        os.kill(int(first.stdout.readline()), signal.SIGSTOP)
-        assert first.wait(PATIENCE_S) == 1
-        errors = first.stderr.read()
+    with rank_zero(tmp_path, collective_s=1.0) as running:
+        os.kill(running.follower, signal.SIGSTOP)
+        assert running.process.wait(PATIENCE_S) == 1
+        errors = (tmp_path / "errors").read_text()
     assert "ranks do not reply" in errors and "ranks=1 " in errors
 
 
@@ -889,3 +893,7 @@ def test_all_ranks_take_the_host_pages_of_another_role(tmp_path: Path) -> None:
         assert serving.answers == first.answers
     finally:
         serving.close()
+
+
+if __name__ == "__main__":
+    be_rank_zero(sys.argv[1])

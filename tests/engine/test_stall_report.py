@@ -2,51 +2,45 @@
 
 import subprocess
 import sys
-
-STANDS_STILL = """
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any, cast
 
 from common import logs
 from common.config import EngineConfig, SchedulerConfig
+from common.requests.timeline import RequestTrace, TimelineEvent
 from engine.loop.clock import StepClock
 from node.runtime import drive
-from common.requests.timeline import RequestTrace, TimelineEvent
+from tests.support import fork_server
+
+BROKEN = "broken"
 
 
 class Stuck:
     scheduler = SimpleNamespace(awaits_steps=False)
 
-    def poll(self):
+    def poll(self) -> None:
         threading.Event().wait()
 
-    def queues(self):
+    def queues(self) -> dict[str, int]:
         return {"waiting": 0, "transfer": 2}
 
-    def handoffs(self):
+    def handoffs(self) -> Iterator[dict[str, object]]:
         yield {"queue": "transfer", "request_id": "the first", "producer": "p0:1"}
         yield {"queue": "transfer", "request_id": "the second", "producer": "p1:1"}
-        {broken}
+        if BROKEN in sys.argv:
+            raise RuntimeError("books in disorder")
 
-    def flights(self, num_ended):
+    def flights(self, num_ended: int) -> Iterator[tuple[str, RequestTrace]]:
         events = TimelineEvent(0.0, "submitted"), TimelineEvent(0.25, "opened", "at p0:1")
         for number in range(400):
             yield f"flight {number}", RequestTrace(9.0, events)
         yield "the first", RequestTrace(9.0, events)
 
 
-logs.setup("engine", "info", "text")
-config = EngineConfig(model="m", scheduler=SchedulerConfig(watchdog_timeout_s=0.2))
-engine = SimpleNamespace(runner=None, stream=None)
-drive(Stuck(), engine, config, StepClock())
-"""
-
-
-def _ended(broken: str = "") -> subprocess.CompletedProcess[str]:
-    program = STANDS_STILL.replace("{broken}", broken)
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=570, check=False
-    )
+def _ended(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return fork_server.run(__spec__.name, *arguments)
 
 
 def test_its_log_has_all_queues_every_handoff_and_every_stack():
@@ -64,6 +58,17 @@ def test_its_log_has_all_queues_every_handoff_and_every_stack():
 
 
 def test_it_ends_even_if_it_cannot_say_what_it_had():
-    ended = _ended(broken='raise RuntimeError("books in disorder")')
+    ended = _ended(BROKEN)
     assert ended.returncode == 1
     assert "engine stalled, terminating" in ended.stderr
+
+
+if __name__ == "__main__":
+    logs.setup("engine", "info", "text")
+    config = EngineConfig(model="m", scheduler=SchedulerConfig(watchdog_timeout_s=0.2))
+    drive(
+        cast(Any, Stuck()),
+        cast(Any, SimpleNamespace(runner=None, stream=None)),
+        config,
+        StepClock(),
+    )

@@ -425,6 +425,10 @@ def talk(seed: int, windows: tuple[int | None, ...] = (None,), state_pages: int 
 
 
 KINDS = [((None,), 0), ((None, None), 0), ((None, 40), 0), ((None,), 3), ((None, 24), 2)]
+QUICK_KINDS = [
+    pytest.param(*kind, marks=[] if kind in (KINDS[0], KINDS[-1]) else pytest.mark.long)
+    for kind in KINDS
+]
 
 
 @pytest.mark.long
@@ -434,7 +438,7 @@ def test_conversations_go_on_right_whatever_is_where(seed, windows, state_pages)
     talk(seed, windows, state_pages)
 
 
-@pytest.mark.parametrize("windows, state_pages", KINDS)
+@pytest.mark.parametrize("windows, state_pages", QUICK_KINDS)
 def test_conversations_are_brought_back(windows, state_pages):
     rigs = [talk(seed, windows, state_pages) for seed in (50, 51)]
     assert sum(rig.tiers.host_tokens for rig in rigs) > 500

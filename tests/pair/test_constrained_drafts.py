@@ -23,7 +23,7 @@ from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint
 from tests.support.drafters import make_draft, make_eagle, make_mtp, recall, speculator
 
-NUM_TOKENS = 90
+NUM_TOKENS = 66
 NUM_DRAFTS = 4
 HOT = {"temperature": 1.0, "seed": 5}
 OPEN, CLOSE, END = 91, 92, 258
@@ -118,7 +118,10 @@ def _drafter(kind: str, plain: dict[str, list[Asked]], vocabulary_size: int) -> 
 @pytest.mark.parametrize(
     "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
 )
-@pytest.mark.parametrize("kind", ["right", pytest.param("random", marks=pytest.mark.long), "ngram"])
+# "random" in all features at once is quick in the test of a small pool.
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(each, marks=pytest.mark.long) for each in ("right", "random")), "ngram"]
+)
 def test_responses_are_those_without_drafts(noise, plain, kind, overlap):
     """All features in one batch.
 

@@ -277,9 +277,10 @@ def test_a_layer_that_knows_nothing_changes_no_answer(guessed: tuple[Loaded, Loa
     assert [one.tokens for one in reported] == [one.tokens for one in plain]
 
 
+# Quick, one by one: the tests above about requests that leave the device or their node.
 @pytest.mark.parametrize(
     "guessed",
-    ["eagle3", *(pytest.param(each, marks=LONG) for each in ("eagle", "mtp", "draft model"))],
+    [pytest.param(each, marks=LONG) for each in ("eagle3", "eagle", "mtp", "draft model")],
     indirect=True,
 )
 def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(

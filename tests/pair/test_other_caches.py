@@ -20,8 +20,16 @@ LENGTHS = {
     "qwen3_5_moe_text": (3, 70),
     **dict.fromkeys(LATENT_ARCHITECTURES, (1, 16, 17, LONG)),
 }
+# Quick for deepseek_v3 and qwen3_5_text, which have the same caches.
+ALIKE = {"deepseek_v2": pytest.mark.long, "qwen3_5_moe_text": pytest.mark.long}
+
+
+def each(*architectures: str) -> list:
+    return [pytest.param(name, marks=ALIKE.get(name, ())) for name in architectures]
+
+
 KINDS = pytest.mark.parametrize(
-    "architecture", ["gemma3_text", "qwen3_next", *LATENT_ARCHITECTURES]
+    "architecture", each("gemma3_text", "qwen3_next", *LATENT_ARCHITECTURES)
 )
 
 
@@ -29,7 +37,7 @@ def handed(rig: PairRig) -> int:
     return sum(len(ready.pages) for ready in rig.wires.said(PagesReady))
 
 
-@pytest.mark.parametrize("architecture", LENGTHS)
+@pytest.mark.parametrize("architecture", each(*LENGTHS))
 def test_answers_are_those_of_transformers_and_only_live_pages_travel(model, architecture):
     known, lengths = model(architecture), LENGTHS[architecture]
     tables = known.tables(16)
@@ -45,12 +53,10 @@ def test_answers_are_those_of_transformers_and_only_live_pages_travel(model, arc
                 assert len(ready.pages) == pages_of_tokens + tables.state_pages
 
 
-@pytest.mark.parametrize(
-    "architecture, length",
-    [("gemma3_text", 300), ("qwen3_next", 144), *((kind, LONG) for kind in LATENT_ARCHITECTURES)],
-)
-def test_a_full_hit_here_needs_the_windows_and_states_from_there(model, architecture, length):
+@KINDS
+def test_a_full_hit_here_needs_the_windows_and_states_from_there(model, architecture):
     known = model(architecture)
+    length = {"gemma3_text": 300, "qwen3_next": 144}.get(architecture, LONG)
     with PairRig(known.loaded, prefill=[ROOM], decode=[ROOM]) as rig:
         known.check(rig.serve(prompt(length), 20))
         rig.wires.seen.clear()

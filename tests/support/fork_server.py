@@ -7,6 +7,7 @@ Imports take most of the CPU time that a short test of a cluster costs. The serv
 has imported them, has one thread and forks. A program that it starts is a child of the process that
 asked: its pid, exit code, signals, output, session and the signal at its parent's death are as if
 the program had been started by exec. Of a node the engine process is forked too, by its frontend.
+The followers of an engine are forked if the engine is in the process that asks (`for_followers`).
 Other commands are started by exec, and so is everything that tests start otherwise, `baton up` for
 example.
 
@@ -42,9 +43,14 @@ from typing import IO, Any, NoReturn
 from common.process import children, leash
 from common.process.leash import follow_parent
 
-_NODES = {"prefill_node", "decode_node"}
-PROGRAMS = {"router", "tests.support.stub_node", *_NODES}
-_ENGINE = "node.engine_main"
+# Nodes, and the engine that each of them starts.
+_ENGINES = {
+    "prefill_node": "node.engine_main",
+    "decode_node": "node.engine_main",
+    "tests.support.stub_node": "tests.support.stub_engine",
+}
+_FOLLOWER = "node.follower"
+PROGRAMS = {"router", _FOLLOWER, *_ENGINES}
 # Read by an interpreter or a library when it is loaded: each combination needs its own server.
 _EARLY = (
     "PYTHONHASHSEED",
@@ -61,6 +67,7 @@ _EARLY = (
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 120.0  # for the imports, on a busy machine
 _MESSAGE_BYTES = 1 << 17
+_MOST_FILES = 16
 
 
 @contextlib.contextmanager
@@ -74,6 +81,19 @@ def in_use() -> Iterator[None]:
         children.subprocess = before
 
 
+@contextlib.contextmanager
+def for_followers() -> Iterator[None]:
+    """Let engines of this process start their followers through a fork server meanwhile."""
+    from engine.ranks import processes
+
+    before = processes.subprocess
+    processes.subprocess = _subprocess_with(_start_program)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        processes.subprocess = before
+
+
 class _Forked:
     """The part of `subprocess.Popen` that its starters use, for a child that was forked."""
 
@@ -81,6 +101,10 @@ class _Forked:
         self.pid = pid
         self._code: int | None = None
         self._lock = threading.Lock()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._code
 
     def poll(self) -> int | None:
         return self._reap(os.WNOHANG)
@@ -147,15 +171,17 @@ def run(
 
 
 def _start_program(command: Sequence[str], **how: Any) -> "_Forked | subprocess.Popen[bytes]":
-    module, arguments = _of_leashed(command)
-    if module not in PROGRAMS or how["pass_fds"]:
+    module, arguments, at_end = _of_leashed(command)
+    passed = how.get("pass_fds", ())
+    if module not in PROGRAMS or (passed and module != _FOLLOWER):
         return subprocess.Popen(command, **how)
-    environment = how["env"] or {**os.environ}
-    output = 1 if how["stdout"] is None else how["stdout"].fileno()
-    errors = output if how["stderr"] is subprocess.STDOUT else 2
+    environment = how.get("env") or {**os.environ}
+    output = 1 if how.get("stdout") is None else how["stdout"].fileno()
+    errors = output if how.get("stderr") is subprocess.STDOUT else 2
     with open(os.devnull, "rb") as nothing:
         standard = (nothing.fileno(), output, errors)
-        return start(module, arguments, environment, how["cwd"] or Path.cwd(), standard)
+        directory = how.get("cwd") or Path.cwd()
+        return start(module, arguments, environment, directory, standard, passed, at_end)
 
 
 def start(
@@ -164,15 +190,25 @@ def start(
     environment: Mapping[str, str],
     directory: Path,
     standard: Sequence[int],
+    passed: Sequence[int] = (),
+    at_end: int = signal.SIGTERM,
 ) -> "_Forked":
-    """Start `python -m MODULE ARGUMENTS` with these three standard files."""
+    """Start `python -m MODULE ARGUMENTS`.
+
+    Args:
+        standard: its three standard files.
+        passed: further files, which keep their numbers.
+        at_end: signal that it gets when this process ends.
+    """
     request = {
         "module": module,
         "arguments": arguments,
         "environment": dict(environment),
         "directory": str(directory),
+        "numbers": [0, 1, 2, *passed],
+        "at_end": at_end,
     }
-    return _Server.of(_early(environment)).ask(request, standard)
+    return _Server.of(_early(environment)).ask(request, [*standard, *passed])
 
 
 def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -181,13 +217,14 @@ def _early(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((k, v) for k, v in single.items() if k.startswith(_EARLY)))
 
 
-def _of_leashed(command: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the module and the arguments of a leashed `python -m MODULE`, or two empty values."""
+def _of_leashed(command: Sequence[str]) -> tuple[str, list[str], int]:
+    """Return the module, the arguments and the signal of a leashed `python -m MODULE`, or empty
+    values."""
     match list(command):
-        case [_, "-I", "-S", script, _, _, sys.executable, "-m", module, *rest]:
+        case [_, "-I", "-S", script, _, number, sys.executable, "-m", module, *rest]:
             if script == leash.__file__:
-                return module, rest
-    return "", []
+                return module, rest, int(number)
+    return "", [], 0
 
 
 def fork_from_this_process() -> None:
@@ -225,12 +262,12 @@ class _Server:
         self._socket.close()
         self._process.wait()
 
-    def ask(self, request: Mapping[str, object], standard: Sequence[int]) -> _Forked:
-        """Start a program with these three standard files. Raises EOFError if the server ended."""
+    def ask(self, request: Mapping[str, object], files: Sequence[int]) -> _Forked:
+        """Start a program with these open files. Raises EOFError if the server ended."""
         # The process that forked the program has ended before the reply: it is now our child.
         _adopt_orphans(True)
         try:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], standard)
+            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
             reply = self._socket.recv(64)
         finally:
             _adopt_orphans(False)
@@ -300,14 +337,15 @@ def main(descriptor: int) -> None:
     requests = socket.socket(fileno=descriptor)
     starter = os.getppid()
     while True:
-        text, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
+        text, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, _MOST_FILES)
         if not text:
             return
         _import_programs()
-        program = _fork_for(starter)
+        request = json.loads(text)
+        program = _fork_for(starter, request["at_end"])
         if program is None:
             requests.close()
-            _run_program(json.loads(text), files)
+            _run_program(request, files)
         for file in files:
             os.close(file)
         requests.send(str(program).encode())
@@ -319,6 +357,7 @@ def _import_programs() -> None:
     import api.program.serving  # noqa: F401
     import decode_node.engine
     import decode_node.program  # noqa: F401
+    import engine.follower  # noqa: F401
     import node.roles  # noqa: F401
     import prefill_node.engine
     import prefill_node.program  # noqa: F401
@@ -329,8 +368,9 @@ def _import_programs() -> None:
     gc.freeze()
 
 
-def _fork_for(starter: int) -> int | None:
-    """Fork a child of `starter`, a subreaper, and return its pid, or None in the child itself."""
+def _fork_for(starter: int, at_end: int) -> int | None:
+    """Fork a child of `starter`, a subreaper, which gets the signal `at_end` when that ends. Return
+    its pid, or None in the child itself."""
     read, write = os.pipe()
     between = os.fork()
     if between == 0:
@@ -345,7 +385,7 @@ def _fork_for(starter: int) -> int | None:
             ended = os.pidfd_open(between)
             connection.wait([ended])
             os.close(ended)
-        follow_parent(starter, signal.SIGTERM)
+        follow_parent(starter, at_end)
         return None
     os.waitpid(between, 0)
     pid = int(os.read(read, 64))
@@ -357,13 +397,13 @@ def _fork_for(starter: int) -> int | None:
 def _run_program(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     os.setsid()
     os.chdir(request["directory"])
-    _place(files, (0, 1, 2))
+    _place(files, request["numbers"])
     os.environ.clear()
     os.environ.update(request["environment"])
     _use_python_path()
     module = request["module"]
-    if module in _NODES:
-        _fork_engine()
+    if module in _ENGINES:
+        _fork_engine(_ENGINES[module])
     os.execv = _run_instead  # type: ignore[assignment]
     _run_module(module, request["arguments"])
 
@@ -421,7 +461,7 @@ def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
     os._exit(code)
 
 
-def _fork_engine() -> None:
+def _fork_engine(engine: str) -> None:
     """Fork the engine of the frontend that this process becomes, while it has one thread."""
     from node.frontend import frontend
 
@@ -433,13 +473,13 @@ def _fork_engine() -> None:
     if pid == 0:
         ours.close()
         follow_parent(front, signal.SIGKILL)
-        _run_engine(theirs)
+        _run_engine(engine, theirs)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
 
     def start(command: Sequence[str], **how: Any) -> _Forked:
-        module, arguments = _of_leashed(command)
-        assert module == _ENGINE, command
+        module, arguments, _ = _of_leashed(command)
+        assert module == engine, command
         request = {
             "arguments": arguments,
             "environment": dict(how["env"]),
@@ -452,15 +492,15 @@ def _fork_engine() -> None:
     frontend.subprocess = _subprocess_with(start)  # type: ignore[assignment]
 
 
-def _run_engine(requests: socket.socket) -> NoReturn:
+def _run_engine(engine: str, requests: socket.socket) -> NoReturn:
     with requests:
-        text, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 8)
+        text, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, _MOST_FILES)
     if text:
         request = json.loads(text)
         _place(files, request["numbers"])
         os.environ.clear()
         os.environ.update(request["environment"])
-        _run_module(_ENGINE, request["arguments"])
+        _run_module(engine, request["arguments"])
     os._exit(0)
 
 
