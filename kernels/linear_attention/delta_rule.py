@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels import device
 from kernels.linear_attention import delta_chunks
-from kernels.linear_attention.state_cells import CellView, StateRows, token_by_token
+from kernels.linear_attention.state_cells import CellView, StateRows, addresses, token_by_token
 
 CHUNK = 64  # tokens that the reference processes together
 BLOCK_V = 32  # columns of a head's matrix that a program keeps in registers
@@ -71,6 +71,8 @@ def delta_rule(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Ten
             raise ValueError(f"a_log, dt_bias: float32 [{cells.heads}] expected")
     if device.uses_triton(x):
         return delta_rule_triton(x, gates, cells, rows)
+    if (compiled := device.compiled(x)) is not None:
+        return compiled.delta_rule(x, gates, addresses(cells, rows), (k_size, v_size), _EPS)
     return delta_rule_reference(x, gates, cells, rows)
 
 
