@@ -275,6 +275,8 @@ def test_wrong_shapes_strides_and_dtypes_are_refused():
         delta_rule(x, gates, cells._replace(view=cells.view.half()), rows)
     with pytest.raises(ValueError, match="gates"):
         delta_rule(x, gates._replace(a=gates.a[:2]), cells, rows)
+    with pytest.raises(ValueError, match="gates"):
+        delta_rule(x, gates._replace(b=gates.b.double()), cells, rows)
     with pytest.raises(ValueError, match="a_log"):
         delta_rule(x, gates._replace(a_log=gates.a_log.double()), cells, rows)
     with pytest.raises(ValueError, match="int32"):
