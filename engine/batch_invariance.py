@@ -15,7 +15,6 @@ from common.errors import ConfigError
 from common.logs import kv
 from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, Model
-from engine.models.blocks.attention import AttentionBlock
 from engine.models.blocks.layer import Layer
 from engine.models.decoder import Decoder
 from engine.models.linear import INT8
@@ -100,8 +99,7 @@ def keep(model: Model, layout: KVLayout) -> None:
     name = model.spec.architecture
     if not isinstance(model, Decoder) or not all(map(_is_supported, model.layers)):
         raise ConfigError(
-            f"{_SETTING}: {name} has layers that are not supported: serve a model whose layers "
-            "are attention and a net, without states and without gates of attention"
+            f"{_SETTING}: {name} has layers that are not supported: serve a model of another family"
         )
     model.compute_in_one_way()
     if not model.spec.generates:
@@ -116,8 +114,7 @@ def keep(model: Model, layout: KVLayout) -> None:
 
 
 def _is_supported(layer: Layer) -> bool:
-    gated = isinstance(layer.mixer, AttentionBlock) and layer.mixer.spec.output_gate
-    return {type(layer.mixer), type(layer.ffn)} <= PRODUCTS.keys() and not gated
+    return {type(layer.mixer), type(layer.ffn)} <= PRODUCTS.keys()
 
 
 def arithmetic(ranks: int) -> str:

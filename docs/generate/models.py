@@ -57,6 +57,9 @@ context. It takes 77 MB for Qwen3-Next 80B, as much as the KV of 3150 tokens.
   from the prefill node.
 - Hybrids support [speculative decoding](speculation.md#states): a state processes only accepted
   tokens.
+- On a CPU, compiled operations process tokens one by one. So neither a prompt's chunks nor other
+  requests change a bit of a state ([rule](cpu.md#states)). Hybrids support
+  [batch invariance](batch-invariance.md).
 - On a GPU, a prompt passes through the delta rule in chunks of 16 tokens. Where a prompt is cut, by
   the prefix cache or between steps, can change the last bits of a result. With
   `--engine.dtype float32`, and in rows of at most 16 tokens, tokens are computed one by one. Then

@@ -11,12 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from common.page_tables import PageTables
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
-from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.layout import NO_TABLE, KVLayout
 from engine.models.blocks.attention import AttentionBlock
+from engine.models.blocks.delta_net import DeltaNetBlock
 from engine.models.blocks.dense import DenseBlock
 from engine.models.blocks.experts import ExpertsBlock
+from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.latent import LatentAttentionBlock
 from engine.models.decoder import Decoder
 from engine.models.linear import Linear
@@ -31,6 +34,10 @@ PRODUCTS: Mapping[type, Sequence[tuple[str, str, str]]] = {
         ("down", "input_layernorm", "kv_a_proj"),
         ("query_up", "q_a_layernorm", "q_b_proj"),
         ("output", "attention", "o_proj"),
+    ),
+    DeltaNetBlock: (
+        ("projection", "input_layernorm", "in_proj"),
+        ("output", "delta rule", "out_proj"),
     ),
     DenseBlock: (
         ("gate_up", "norm before the net", "gate_up_proj"),
@@ -168,8 +175,11 @@ def _computed(
 ) -> Mapping[str, Mapping[int, int]]:
     """Compute steps over pages of their own. Return the bits of the probed tokens by operation."""
     requests, trace = 1 + len(_OTHERS), _Trace(model)
-    pages = -(-_NUM_TOKENS // layout.page_size)
-    pool = KVPool(layout, requests * layout.tables.num_tables * pages, model.device)
+    tables, pages = layout.tables, -(-_NUM_TOKENS // layout.page_size)
+    num_pages = requests * tables.num_tables * pages
+    pool = KVPool(layout, num_pages + requests * tables.state_pages, model.device)
+    states = torch.arange(num_pages, pool.num_pages, dtype=torch.int32)
+    states = states.view(requests, tables.state_pages)
     generator = torch.Generator().manual_seed(0)
     shape = requests, _NUM_TOKENS
     tokens = torch.randint(model.spec.vocabulary_size, shape, generator=generator)
@@ -177,19 +187,27 @@ def _computed(
     last, after_experts = len(model.layers) - 1, isinstance(model.layers[-1].ffn, ExpertsBlock)
     norm = _experts(last) if after_experts else "the norm before lm_head"
     for rows in steps:
-        batch = _batch(rows, tokens.int(), layout.tables.num_tables, layout.page_size, pages)
+        batch = _batch(rows, tokens.int(), states, tables, pages)
         counts = torch.diff(batch.query_starts).tolist()
         owners = [*chain(*([row.request] * n for row, n in zip(rows, counts, strict=True)))]
         positions = batch.positions.tolist()
         own = {positions[i]: i for i, owner in enumerate(owners) if owner == _PROBED}
         trace.begin(own)
-        hidden = model.forward(batch, pool, future, trace if traced else None)
+        late = LateStates()
+        hidden = model.forward(batch, pool, future, trace if traced else None, late)
+        if _has_drafts(rows):
+            late.write(batch.states_after(torch.diff(batch.query_starts)))
         chosen = {place: i for i, place in enumerate(batch.sampled.tolist())}
         # Tokens from the prompt's last one on have logits both ways.
         sampled = {token: chosen[place] for token, place in own.items() if token >= _NUM_PROMPT - 1}
         trace.keep(norm, sampled, hidden)
         trace.keep("lm_head", sampled, model.logits(hidden))
     for layer, (view, table) in enumerate(zip(pool.layers, pool.tables, strict=True)):
+        for cells in pool.cells[layer].values():
+            state = cells.read(states[_PROBED : _PROBED + 1])
+            trace.keep(f"the state of layer {layer}", {_NUM_TOKENS - 1: 0}, state)
+        if table == NO_TABLE:
+            continue
         first = table * pages  # of the probed request
         by_token = view[first : first + pages].transpose(1, 3).flatten(0, 1)
         every = {token: token for token in range(_NUM_TOKENS)}
@@ -197,13 +215,19 @@ def _computed(
     return trace.bits
 
 
+def _has_drafts(rows: Sequence[_Row]) -> bool:
+    """Return whether tokens of a step's rows of several tokens are drafts."""
+    return any(row.start >= _NUM_PROMPT and row.end - row.start > 1 for row in rows)
+
+
 def _batch(
-    rows: Sequence[_Row], tokens: Tensor, tables: int, page_size: int, pages: int
+    rows: Sequence[_Row], tokens: Tensor, states: Tensor, tables: PageTables, pages: int
 ) -> ForwardBatch:
     """Return a step. Each request has `pages` consecutive pages in each table.
 
     Args:
         tokens: int32, by request.
+        states: int32 [requests, state pages].
     """
     requests = torch.tensor([row.request for row in rows])
     starts = torch.tensor([row.start for row in rows])
@@ -212,11 +236,14 @@ def _batch(
     query_starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
     of_token = torch.arange(len(rows)).repeat_interleave(counts)
     positions = torch.arange(len(of_token)) - (query_starts[:-1] - starts)[of_token]
-    page_starts = [(requests * tables + table) * pages for table in range(tables)]
+    num_tables, page_size = tables.num_tables, tables.page_size
+    page_starts = [(requests * num_tables + table) * pages for table in range(num_tables)]
+    own, nowhere = states[requests], torch.full_like(states[requests], -1)
+    # The states of rows with drafts are written after the step.
+    late = (counts > 1).unsqueeze(1) & _has_drafts(rows)
     # All tokens of rows with drafts have logits, and the last ones of the others.
     wanted = (positions >= _NUM_PROMPT - 1) | (positions == lengths[of_token] - 1)
     long_rows = (counts > 1).nonzero()
-    nowhere = torch.zeros(len(rows), 0, dtype=torch.int32)
     return ForwardBatch(
         token_ids=tokens[requests[of_token], positions],
         positions=positions.int(),
@@ -225,11 +252,11 @@ def _batch(
         page_starts=tuple(starts.int() for starts in page_starts),
         query_starts=query_starts.int(),
         sampled=wanted.nonzero().squeeze(1),
-        state_reads=nowhere,
-        state_writes=nowhere,
+        state_reads=torch.where(starts.unsqueeze(1) > 0, own, nowhere),
+        state_writes=torch.where(late, nowhere, own),
         state_marks=torch.zeros(len(rows), dtype=torch.int32),
-        state_kept=nowhere,
-        page_ids=torch.arange(len(tokens) * tables * pages, dtype=torch.int32),
+        state_kept=torch.where(late, own, nowhere),
+        page_ids=torch.arange(len(tokens) * num_tables * pages, dtype=torch.int32),
         slots=requests,
         num_decodes=len(rows) - 1 - int(long_rows[-1]) if len(long_rows) else len(rows),
         seen=(),

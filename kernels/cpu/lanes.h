@@ -128,6 +128,8 @@ inline Lanes exponential(Lanes x) {
 // Hyperbolic tangent, within 2^-23 of it.
 inline Lanes tangent(Lanes x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
 
+inline Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
+
 // Calls work(start, count) for every WIDTH of `size` numbers: all but the last know their count when
 // they are compiled.
 template <class Work>

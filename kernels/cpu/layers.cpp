@@ -100,7 +100,8 @@ struct Step {
             dtype, layer.q_norm.dtype, qkv, columns, angles[layer.rotation], keys.start,
             keys.page_stride, keys.head_stride, keys.kv_stride, keys.token_stride,
             locations[keys.table], layer.q_norm.weight, layer.k_norm.weight, q, num_tokens,
-            layer.heads, layer.kv_heads, page_size, layer.size, layer.q_norm.eps, team
+            layer.heads, layer.kv_heads, page_size, layer.size, layer.size / 2, layer.q_norm.eps,
+            team
         );
     }
 };

@@ -18,7 +18,8 @@ void rope_and_store(
     int dtype, int norm_dtype, const void* qkv, int64_t qkv_stride, const float* angles, void* kv,
     int64_t page_stride, int64_t head_stride, int64_t kv_stride, int64_t token_stride,
     const int64_t* locations, const void* q_norm, const void* k_norm, void* q, int64_t num_tokens,
-    int64_t heads, int64_t kv_heads, int64_t page_size, int64_t size, double eps, Team* team
+    int64_t heads, int64_t kv_heads, int64_t page_size, int64_t size, int64_t pairs, double eps,
+    Team* team
 );
 
 void act_and_mul(

@@ -19,7 +19,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped": 3}
 _KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 _FUNCTIONS = {
     "add_rms_norm": "iiplplpppplldp",
-    "rope_and_store": "iiplppllllppppllllldp",
+    "rope_and_store": "iiplppllllpppplllllldp",
     "rope_and_store_latents": "iplpdpllppllpplllllllip",
     "act_and_mul": "iippllp",
     "soft_cap": "ipplldp",
@@ -27,6 +27,10 @@ _FUNCTIONS = {
     "route": "ippppllliidlllp",
     "add_experts": "ipppplllp",
     "add_gated": "ippppllp",
+    "causal_conv": "iplpppplllp",
+    "delta_rule": "ippllpllpppplllldp",
+    "gated_rms_norm": "iippllpplllldp",
+    "gate_heads": "ippllplllp",
     "decode_attention": "iplpllllppppllllllddpp",
     "extend_attention": "iplpllllppppplllllllddpp",
     "likeliest": "iplpllip",
@@ -43,6 +47,21 @@ _FUNCTIONS = {
 PANEL = 64  # outputs, as in products.cpp
 WORD_BYTES = 4  # of a row, that a product processes at once
 _PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # as `products` numbers them
+
+
+class States(ctypes.Structure):
+    """Addresses and strides of the states of a step's rows, as in delta_net.cpp. See
+    kernels/linear_attention/state_cells.py."""
+
+    _fields_ = (
+        ("cells", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("page_stride", "place_stride", "per_page", "first_page", "first", "step")
+        ),
+        *((name, ctypes.c_void_p) for name in ("starts", "reads", "writes", "marks", "kept")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "state_pages")),
+    )
 
 
 class Operators:
@@ -128,6 +147,7 @@ class Operators:
             kv_heads,
             page_size,
             head_dim,
+            angles.shape[2],
             eps,
             self._team,
         )
@@ -272,6 +292,95 @@ class Operators:
             num_tokens,
             pairs,
             scale,
+            self._team,
+        )
+        return out
+
+    def causal_conv(self, x: Tensor, columns: Tensor, weight: Tensor, states: States) -> Tensor:
+        heads, channels, width = weight.shape
+        out = x.new_empty(x.shape[0], heads, channels)
+        self._library.causal_conv(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            columns.data_ptr(),
+            weight.data_ptr(),
+            ctypes.byref(states),
+            out.data_ptr(),
+            heads,
+            channels,
+            width,
+            self._team,
+        )
+        return out
+
+    def delta_rule(
+        self,
+        x: Tensor,
+        gates: tuple[Tensor, Tensor, Tensor, Tensor],
+        states: States,
+        matrix: tuple[int, int],
+        eps: float,
+    ) -> Tensor:
+        """Apply the rule.
+
+        Args:
+            gates: a, b, a_log and dt_bias.
+            matrix: the size of a key, and of a value.
+        """
+        a, b, a_log, dt_bias = gates
+        (num_tokens, key_heads, group), (k_size, v_size) = a.shape, matrix
+        out = x.new_empty(num_tokens, key_heads * group, v_size)
+        self._library.delta_rule(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            a.data_ptr(),
+            *a.stride()[:2],
+            b.data_ptr(),
+            *b.stride()[:2],
+            a_log.data_ptr(),
+            dt_bias.data_ptr(),
+            ctypes.byref(states),
+            out.data_ptr(),
+            key_heads,
+            group,
+            k_size,
+            v_size,
+            eps,
+            self._team,
+        )
+        return out
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        num_tokens, heads, size = x.shape
+        groups = gate.shape[1]
+        out = x.new_empty(num_tokens, heads * size)
+        self._library.gated_rms_norm(
+            DTYPES[x.dtype],
+            DTYPES[weight.dtype],
+            x.data_ptr(),
+            gate.data_ptr(),
+            *gate.stride()[:2],
+            weight.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            groups,
+            heads // groups,
+            size,
+            eps,
+            self._team,
+        )
+        return out
+
+    def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self._library.gate_heads(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            gate.data_ptr(),
+            *gate.stride()[:2],
+            out.data_ptr(),
+            *gate.shape,
             self._team,
         )
         return out

@@ -43,14 +43,32 @@ void norm_row(
     }
 }
 
+// See kernels/linear_attention/gated_norm.py.
+template <class T, class W>
+void norm_and_gate(
+    const T* x, const T* gate, const W* weight, T* out, int64_t size, float eps
+) {
+    Lanes squares = {};
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        Lanes value = load(x + i, size - i);
+        squares += value * value;
+    }
+    float scale = norm_scale(squares, size, eps);
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        Lanes value = weighted<T>(load(x + i, size - i), scale, weight + i, size - i);
+        Lanes opened = load(gate + i, size - i);
+        store(out + i, rounded<T>(value) * (opened * sigmoid(opened)), size - i);
+    }
+}
+
 // ---- RoPE
 
-// Norms a head where there is a weight, then turns it: the halves are pairs.
+// Norms a head where there is a weight, then turns its first `half` pairs, which are `half` apart.
 template <class T, class W>
 void turn_head(
-    const T* x, const W* weight, const float* cos, const float* sin, T* out, int64_t size, float eps
+    const T* x, const W* weight, const float* cos, const float* sin, T* out, int64_t size,
+    int64_t half, float eps
 ) {
-    int64_t half = size / 2;
     float scale = 1.0f;
     if (weight) {
         Lanes squares = {};
@@ -70,6 +88,11 @@ void turn_head(
         Lanes c = load(cos + i, left), s = load(sin + i, left);
         store(out + i, low * c - high * s, left);
         store(out + half + i, high * c + low * s, left);
+    }
+    for (int64_t i = 2 * half; i < size; i += WIDTH) {
+        Lanes value = load(x + i, size - i);
+        if (weight) value = weighted<T>(value, scale, weight + i, size - i);
+        store(out + i, value, size - i);
     }
 }
 
@@ -92,8 +115,6 @@ void turn_pairs(
 }
 
 // ---- Activations
-
-inline Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
 
 constexpr int CLAMPED = 3;
 constexpr float LIMIT = 7.0f, SLOPE = 1.702f;  // of it, see kernels/experts/grouped_mlp.py
@@ -147,12 +168,60 @@ void add_rms_norm(
     });
 }
 
-// See kernels/pages/rope_and_store.py. Norms: both may be null.
+// See kernels/linear_attention/gated_norm.py.
+void gated_rms_norm(
+    int dtype, int weight_dtype, const void* x, const void* gate, int64_t gate_stride,
+    int64_t group_stride, const void* weight, void* out, int64_t num_tokens, int64_t groups,
+    int64_t of_group, int64_t size, double eps, Team* team
+) {
+    typed(dtype, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        const int64_t heads = groups * of_group;
+        auto run = [&](auto* kind) {
+            using W = std::remove_pointer_t<decltype(kind)>;
+            each(num_tokens, num_tokens * heads * size * 2 * sizeof(T), team, [&](int64_t token) {
+                for (int64_t head = 0; head < heads; head++) {
+                    int64_t place = (token * heads + head) * size;
+                    const T* own = (const T*)gate + token * gate_stride +
+                                   head / of_group * group_stride + head % of_group * size;
+                    norm_and_gate(
+                        (const T*)x + place, own, (const W*)weight, (T*)out + place, size, (float)eps
+                    );
+                }
+            });
+        };
+        weight_dtype == 0 ? run((float*)nullptr) : run((T*)nullptr);
+    });
+}
+
+// See kernels/layers/output_gate.py.
+void gate_heads(
+    int dtype, const void* x, const void* gate, int64_t gate_stride, int64_t head_stride, void* out,
+    int64_t num_tokens, int64_t heads, int64_t size, Team* team
+) {
+    typed(dtype, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        each(num_tokens, num_tokens * heads * size * 2 * sizeof(T), team, [&](int64_t token) {
+            for (int64_t head = 0; head < heads; head++) {
+                int64_t place = (token * heads + head) * size;
+                const T* own = (const T*)gate + token * gate_stride + head * head_stride;
+                for (int64_t i = 0; i < size; i += WIDTH) {
+                    Lanes open = rounded<T>(sigmoid(load(own + i, size - i)));
+                    Lanes value = load((const T*)x + place + i, size - i) * open;
+                    store((T*)out + place + i, value, size - i);
+                }
+            }
+        });
+    });
+}
+
+// See kernels/pages/rope_and_store.py. Norms: both may be null. Of a head, 2 * pairs numbers turn.
 void rope_and_store(
     int dtype, int norm_dtype, const void* qkv, int64_t qkv_stride, const float* angles, void* kv,
     int64_t page_stride, int64_t head_stride, int64_t kv_stride, int64_t token_stride,
     const int64_t* locations, const void* q_norm, const void* k_norm, void* q, int64_t num_tokens,
-    int64_t heads, int64_t kv_heads, int64_t page_size, int64_t size, double eps, Team* team
+    int64_t heads, int64_t kv_heads, int64_t page_size, int64_t size, int64_t pairs, double eps,
+    Team* team
 ) {
     typed(dtype, [&](auto* number) {
         using T = std::remove_pointer_t<decltype(number)>;
@@ -161,17 +230,17 @@ void rope_and_store(
             using W = std::remove_pointer_t<decltype(kind)>;
             each(num_tokens, num_tokens * columns * sizeof(T), team, [&](int64_t token) {
                 const T* x = (const T*)qkv + token * qkv_stride;
-                const float* cos = angles + token * (size / 2);
-                const float* sin = cos + num_tokens * (size / 2);
+                const float* cos = angles + token * pairs;
+                const float* sin = cos + num_tokens * pairs;
                 T* turned = (T*)q + token * heads * size;
                 for (int64_t head = 0; head < heads; head++, x += size, turned += size)
-                    turn_head(x, (const W*)q_norm, cos, sin, turned, size, (float)eps);
+                    turn_head(x, (const W*)q_norm, cos, sin, turned, size, pairs, (float)eps);
                 int64_t location = locations[token];
                 if (location < 0) return;
                 T* key = (T*)kv + location / page_size * page_stride +
                          location % page_size * token_stride;
                 for (int64_t head = 0; head < kv_heads; head++, x += size, key += head_stride) {
-                    turn_head(x, (const W*)k_norm, cos, sin, key, size, (float)eps);
+                    turn_head(x, (const W*)k_norm, cos, sin, key, size, pairs, (float)eps);
                     std::memcpy(key + kv_stride, x + kv_heads * size, size * sizeof(T));
                 }
             });

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import device
-from kernels.linear_attention.state_cells import CellView, StateRows, token_by_token
+from kernels.linear_attention.state_cells import CellView, StateRows, addresses, token_by_token
 from kernels.row_search import SEARCH_BLOCK, last_at_most
 
 TILE_TOKENS = 64  # of a program
@@ -47,6 +47,8 @@ def causal_conv(
         raise ValueError(f"cells and weight: {x.dtype} expected, the latter contiguous")
     if device.uses_triton(x):
         return causal_conv_triton(x, columns, weight, cells, rows)
+    if (compiled := device.compiled(x)) is not None:
+        return compiled.causal_conv(x, columns, weight, addresses(cells, rows))
     return causal_conv_reference(x, columns, weight, cells, rows)
 
 

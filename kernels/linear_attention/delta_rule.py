@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels import device
 from kernels.linear_attention import delta_chunks
-from kernels.linear_attention.state_cells import CellView, StateRows, token_by_token
+from kernels.linear_attention.state_cells import CellView, StateRows, addresses, token_by_token
 
 CHUNK = 64  # tokens that the reference processes together
 BLOCK_V = 32  # columns of a head's matrix that a program keeps in registers
@@ -28,7 +28,8 @@ class Gates(NamedTuple):
     """Per-head gates: g = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b).
 
     Attributes:
-        a, b: [num_tokens, key_heads, any] with a key head's value heads, columns contiguous.
+        a, b: [num_tokens, key_heads, any] with a key head's value heads, columns contiguous, of x's
+            dtype.
         a_log, dt_bias: contiguous float32 [value_heads].
     """
 
@@ -64,13 +65,18 @@ def delta_rule(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Ten
             f"float32 states and a contiguous x expected, not {cells.view.dtype}, {x.stride()}"
         )
     for gate in (gates.a, gates.b):
-        if gate.shape != (num_tokens, key_heads, group) or gate.stride(2) != 1:
-            raise ValueError(f"gates {tuple(gate.shape)} do not fit x {tuple(x.shape)}")
+        fits = gate.shape == (num_tokens, key_heads, group) and gate.dtype == x.dtype
+        if not fits or gate.stride(2) != 1:
+            raise ValueError(
+                f"gates {gate.dtype} {tuple(gate.shape)} do not fit x {x.dtype} {tuple(x.shape)}"
+            )
     for each in (gates.a_log, gates.dt_bias):
         if each.shape != (cells.heads,) or each.dtype != torch.float32:
             raise ValueError(f"a_log, dt_bias: float32 [{cells.heads}] expected")
     if device.uses_triton(x):
         return delta_rule_triton(x, gates, cells, rows)
+    if (compiled := device.compiled(x)) is not None:
+        return compiled.delta_rule(x, gates, addresses(cells, rows), (k_size, v_size), _EPS)
     return delta_rule_reference(x, gates, cells, rows)
 
 

@@ -33,6 +33,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         raise ValueError("x is to be contiguous, and columns of the gate; both of one dtype")
     if device.uses_triton(x):
         return gated_rms_norm_triton(x, gate, weight, eps)
+    if (compiled := device.compiled(x)) is not None:
+        return compiled.gated_rms_norm(x, gate, weight, eps)
     return gated_rms_norm_reference(x, gate, weight, eps)
 
 

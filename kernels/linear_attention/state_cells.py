@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.cpu.operators import States
+
 FEW = 16  # tokens: rows of at most so many are processed token by token, side by side
 
 
@@ -109,6 +111,22 @@ class StateRows:
         tensors = (self.starts, self.reads, self.writes, self.marks, self.kept)
         if any(each.dtype != torch.int32 or not each.is_contiguous() for each in tensors):
             raise ValueError("rows of states: contiguous int32 tensors expected")
+
+
+def addresses(cells: CellView, rows: StateRows) -> States:
+    """Return the arguments of compiled operations. Valid as long as the tensors."""
+    view = cells.view
+    tensors = (rows.starts, rows.reads, rows.writes, rows.marks, rows.kept)
+    return States(
+        view.data_ptr(),
+        *view.stride()[:2],
+        view.shape[1],
+        cells.first_page,
+        cells.first,
+        cells.step,
+        *(each.data_ptr() for each in tensors),
+        *rows.reads.shape,
+    )
 
 
 def token_by_token(

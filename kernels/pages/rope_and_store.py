@@ -65,7 +65,7 @@ def rope_and_store(
             raise ValueError(f"norms: contiguous [{head_dim}] expected, got {tuple(norm.shape)}")
     if device.uses_triton(qkv):
         return rope_and_store_triton(qkv, angles, kv, locations, q_norm, k_norm, eps, scales)
-    compiled = device.compiled(qkv) if angles.shape[2] == head_dim // 2 else None
+    compiled = device.compiled(qkv)
     if compiled is not None and kv.dtype == qkv.dtype:
         return compiled.rope_and_store(qkv, angles, kv, locations, q_norm, k_norm, eps)
     if compiled is not None:

@@ -16,6 +16,7 @@ from engine.models.precision import Precision
 from engine.models.probe import differing_operation
 from engine.models.stack import LayerByLayer
 from kernels import device
+from kernels.linear_attention.delta_rule import delta_rule_reference
 from kvtransfer.pairing import PairHello, PoolRegion, compare
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU, operators_here, use
@@ -71,8 +72,8 @@ def test_a_dense_model_passes(checkpoint, monkeypatch, precision):
     keep(load(checkpoint, CPU, dtype, quantize))
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
-def test_experts_and_latents_pass(tmp_path, monkeypatch, family):
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_experts_latents_and_states_pass(tmp_path, monkeypatch, family):
     use("compiled", monkeypatch)
     keep(load(make_checkpoint(tmp_path, family), CPU, torch.float32))
 
@@ -173,11 +174,20 @@ def test_products_that_are_not_compiled_are_refused(checkpoint, monkeypatch):
     assert "do not multiply int8" in refusal(checkpoint, quantize="int8")
 
 
-def test_a_family_with_states_is_refused(tmp_path, monkeypatch):
+def test_a_layer_without_a_rule_is_refused(tmp_path, monkeypatch):
     use("compiled", monkeypatch)
     model = load(make_checkpoint(tmp_path, "qwen3_next"), CPU, torch.float32)
-    with pytest.raises(ConfigError, match="without states"):
+    first, *others = model.layers
+    model.layers = replace(first, mixer=object()), *others
+    with pytest.raises(ConfigError, match="qwen3_next has layers that are not supported"):
         keep(model)
+
+
+def test_a_state_that_depends_on_chunks_is_named(tmp_path, monkeypatch):
+    use("compiled", monkeypatch)
+    model = load(make_checkpoint(tmp_path, "qwen3_5_text"), CPU, torch.float32)
+    monkeypatch.setattr("engine.models.blocks.delta_net.delta_rule", delta_rule_reference)
+    assert differing_operation(model, layout_of(model)) == "delta rule of layer 0"
 
 
 def test_nodes_that_compute_otherwise_do_not_pair(checkpoint, monkeypatch):

@@ -3,12 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from engine.kv_cache.layout import NO_TABLE
 from engine.models import Model, load
-from tests.support.checkpoints import LATENT_ARCHITECTURES, make_checkpoint
+from tests.support.checkpoints import (
+    HYBRID_ARCHITECTURES,
+    LATENT_ARCHITECTURES,
+    make_checkpoint,
+)
 from tests.support.devices import CPU, use
 from tests.support.steps import Recorder, Steps, prompt
 
@@ -16,6 +22,7 @@ FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "dots1"),
     *LATENT_ARCHITECTURES,
+    *HYBRID_ARCHITECTURES,
 )
 PRECISIONS = {
     "float32": (torch.float32, "none"),
@@ -23,7 +30,7 @@ PRECISIONS = {
     "int8": (torch.bfloat16, "int8"),
 }
 PROMPT = prompt(530)  # more than a segment of attention
-NUM_TOKENS = 12
+NUM_TOKENS = 13
 NUM_DRAFTS = 3
 
 
@@ -31,6 +38,7 @@ class Result(NamedTuple):
     tokens: list[int]
     logits: Tensor  # [NUM_TOKENS, vocabulary]
     kv: list[Tensor]  # of every layer, of all tokens but the last
+    states: list[Tensor]  # after all tokens but the last
 
 
 class Run:
@@ -58,16 +66,20 @@ class Run:
             self.keep(0, 1)
 
     def finish(self, slot: int) -> Result:
-        """Return all tokens, the kept logits, and the keys and values of every layer."""
+        """Return all tokens, the kept logits, and what every layer keeps."""
         steps = self.steps
         tokens = steps.table.tokens_of(slot).tolist()
         kv = []
         for view, place in zip(steps.pool.layers, steps.pool.layout.places, strict=True):
+            if place.table == NO_TABLE:
+                continue
             pages = steps.table.page_table[slot, place.table]
             stored = view[torch.from_numpy(pages)].permute(1, 2, 0, 3, 4).flatten(2, 3)
             kv.append(stored[:, :, : len(PROMPT) + NUM_TOKENS - 2].clone())
+        own = torch.from_numpy(steps.table.state[slot : slot + 1])
+        states = [cells.read(own) for layer in steps.pool.cells for cells in layer.values()]
         steps.close()
-        return Result(tokens, torch.stack(self.logits[:NUM_TOKENS]), kv)
+        return Result(tokens, torch.stack(self.logits[:NUM_TOKENS]), kv, states)
 
 
 def alone(model: Model, chunk: int = 10_000, page_size: int = 16) -> Result:
@@ -107,8 +119,8 @@ def replayed(model: Model, tokens: Sequence[int]) -> Result:
     return run.finish(slot)
 
 
-def verified(model: Model, tokens: Sequence[int]) -> Result:
-    """With drafts that are right."""
+def verified(model: Model, tokens: Sequence[int], right: int = NUM_DRAFTS) -> Result:
+    """With drafts of which the first ones are right."""
     run = Run(model)
     slot = run.steps.add(PROMPT)
     run.steps.prefill(slot)
@@ -116,10 +128,13 @@ def verified(model: Model, tokens: Sequence[int]) -> Result:
     table = run.steps.table
     while len(run.logits) < NUM_TOKENS:
         length = int(table.length[slot])
-        table.tokens[slot, length : length + NUM_DRAFTS] = tokens[length : length + NUM_DRAFTS]
+        drafts = np.array(tokens[length : length + right] + [0] * (NUM_DRAFTS - right))
+        drafts[right:] = (tokens[min(length + right, len(tokens) - 1)] + 1) % 256
+        table.tokens[slot, length : length + NUM_DRAFTS] = drafts
         run.steps.launch([(slot, length - 1, length + NUM_DRAFTS)], verify=True)
-        run.keep(1, None)
-        run.keep(0, 1)  # the samples of a step begin with those after rows' last tokens
+        run.keep(1, right + 2)
+        if right == NUM_DRAFTS:
+            run.keep(0, 1)  # the samples of a step begin with those after rows' last tokens
     return run.finish(slot)
 
 
@@ -132,6 +147,7 @@ def check(model: Model) -> None:
         "batch": lambda: in_a_batch(model),
         "replay": lambda: replayed(model, reference.tokens),
         "verify": lambda: verified(model, reference.tokens),
+        "rejected drafts": lambda: verified(model, reference.tokens, right=1),
     }
     for name, way in ways.items():
         result = way()
@@ -139,6 +155,8 @@ def check(model: Model) -> None:
         assert not differing, f"{name}: logits of {differing} of {NUM_TOKENS} tokens differ"
         for layer, (own, other) in enumerate(zip(result.kv, reference.kv, strict=True)):
             assert torch.equal(own, other), f"{name}: KV of layer {layer} differs"
+        for number, (own, other) in enumerate(zip(result.states, reference.states, strict=True)):
+            assert torch.equal(own, other), f"{name}: state {number} differs"
 
 
 @pytest.mark.long

@@ -37,6 +37,7 @@ async def responses(
         pytest.param("llama", "float32", marks=pytest.mark.long),
         pytest.param("qwen3", "bfloat16", marks=pytest.mark.long),
         pytest.param("qwen3_moe", "float32", marks=pytest.mark.long),
+        pytest.param("qwen3_next", "bfloat16", marks=pytest.mark.long),
     ],
 )
 async def test_two_ranks_give_the_same_bits_in_any_batch(tmp_path, family, dtype):

@@ -84,6 +84,7 @@ async def num_parted(cluster: Cluster, kills: int) -> int:
     [
         ("qwen3", 5),
         ("qwen3_moe", 5),
+        ("qwen3_next", 5),
         pytest.param("qwen3", 100, marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
         pytest.param("deepseek_v3", 100, marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
     ],

@@ -13,11 +13,6 @@ KEY_HEADS, Q, V = 2, 8, 13
 CHANNELS = 2 * Q + V
 
 
-@pytest.fixture(params=["reference", "triton"])
-def implementation(request, monkeypatch):
-    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: request.param == "triton")
-
-
 def by_head():
     """Return columns in the order of Qwen3-Next's product: q, k, v and other columns of each
     head."""
@@ -111,6 +106,23 @@ def test_a_state_gives_way_to_the_one_behind_some_of_its_rows_tokens(implementat
     one_by_one = [causal_conv(x[t : t + 1], by_head(), weight, alone, rows) for t in range(mark)]
     assert torch.equal(get(cells, 1), get(alone, 1))
     assert torch.equal(together[:mark], torch.cat(one_by_one))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_outputs_and_inputs_have_the_same_bits_wherever_a_row_is_cut(
+    operators, monkeypatch, dtype
+):
+    monkeypatch.setattr("kernels.device.compiled_for", lambda where: operators)
+    x, width = inputs(60, dtype), 4
+    weight = torch.randn(KEY_HEADS, CHANNELS, width, device=DEVICE).to(dtype)
+    whole, cut = (cells_of(KEY_HEADS, (CHANNELS, width - 1), dtype=dtype)[0] for _ in range(2))
+    expected = causal_conv(x, by_head(), weight, whole, rows_of([60], [NONE], [0]))
+    outputs, ends = [], [1, 2, 4, 21, 22, 59, 60]
+    for start, end in zip([0, *ends], ends, strict=False):
+        rows = rows_of([end - start], [0 if start else NONE], [0])
+        outputs.append(causal_conv(x[start:end], by_head(), weight, cut, rows))
+    assert torch.equal(torch.cat(outputs), expected)
+    assert torch.equal(get(cut, 0), get(whole, 0))
 
 
 def test_half_precision_is_summed_in_float32(implementation):

@@ -1,5 +1,6 @@
 """The delta rule against itself written out, token by token in float64."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,6 @@ from tests.kernels.state_case import NONE, cells_of, get, put, rows_of
 
 KEY_HEADS, GROUP, K, V = 2, 2, 16, 8
 HEADS = KEY_HEADS * GROUP
-
-
-@pytest.fixture(params=["reference", "triton"])
-def implementation(request, monkeypatch):
-    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: request.param == "triton")
-    return request.param
 
 
 def inputs(num_tokens, dtype=torch.float32, group=GROUP, v=V):
@@ -234,6 +229,40 @@ def test_a_float32_prompt_leaves_the_same_bits_wherever_it_is_cut(monkeypatch):
     assert torch.equal(get(cut, 0), get(whole, 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_outputs_and_states_have_the_same_bits_wherever_a_row_is_cut(
+    operators, monkeypatch, dtype
+):
+    """Chunks of random sizes, decode rows, and drafts of which some are accepted."""
+    monkeypatch.setattr("kernels.device.compiled_for", lambda where: operators)
+    end, v = 90, 70
+    x, gates = inputs(end, dtype, v=v)
+    whole, _ = cells_of(HEADS, (K, v))
+    marked = rows_of([end], [NONE], [0], marks=[77], kept=[3])
+    expected = delta_rule(x, gates, whole, marked)
+    cut, _ = cells_of(HEADS, (K, v))
+    draw, start, outputs = random.Random(3), 0, []
+    while start < end:
+        count = draw.choice([1, 1, 2, 17, 33])
+        stop = min(end, start + count, 77 if start < 77 else end)
+        before = NONE if start == 0 else 0
+        part, own = x[start:stop], of_row(gates, start, stop)
+        if draw.random() < 0.5:  # verified first, and written later
+            late = min(end, stop + 3)
+            more, behind = x[start:late], of_row(gates, start, late)
+            verified = delta_rule(more, behind, cut, rows_of([late - start], [before], [NONE]))
+            outputs.append(verified[: stop - start])
+            kept = rows_of([late - start], [before], [NONE], marks=[stop - start], kept=[0])
+            delta_rule(more, behind, cut, kept)
+        else:
+            outputs.append(delta_rule(part, own, cut, rows_of([len(part)], [before], [0])))
+        start = stop
+        if start == 77:
+            assert torch.equal(get(cut, 0), get(whole, 3))
+    assert torch.equal(torch.cat(outputs), expected)
+    assert torch.equal(get(cut, 0), get(whole, 0))
+
+
 def test_wrong_shapes_strides_and_dtypes_are_refused():
     x, gates = inputs(3)
     cells, _ = cells_of(HEADS, (K, V))
@@ -246,6 +275,8 @@ def test_wrong_shapes_strides_and_dtypes_are_refused():
         delta_rule(x, gates, cells._replace(view=cells.view.half()), rows)
     with pytest.raises(ValueError, match="gates"):
         delta_rule(x, gates._replace(a=gates.a[:2]), cells, rows)
+    with pytest.raises(ValueError, match="gates"):
+        delta_rule(x, gates._replace(b=gates.b.double()), cells, rows)
     with pytest.raises(ValueError, match="a_log"):
         delta_rule(x, gates._replace(a_log=gates.a_log.double()), cells, rows)
     with pytest.raises(ValueError, match="int32"):

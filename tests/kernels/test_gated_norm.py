@@ -9,13 +9,9 @@ from tests.kernels.conftest import DEVICE
 EPS = 0.03
 
 
-@pytest.mark.parametrize("kind", ["reference", "triton"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 4e-3)])
 @pytest.mark.parametrize("heads, groups, size", [(4, 2, 8), (3, 3, 13), (6, 1, 32)])
-def test_a_head_is_normed_weighted_and_gated(
-    monkeypatch, kind, dtype, tolerance, heads, groups, size
-):
-    monkeypatch.setattr("kernels.device.uses_triton", lambda tensor: kind == "triton")
+def test_a_head_is_normed_weighted_and_gated(implementation, dtype, tolerance, heads, groups, size):
     x = torch.randn(5, heads, size, device=DEVICE).to(dtype)
     gate = torch.randn(5, groups, heads // groups * size + 7, device=DEVICE).to(dtype)[..., 7:]
     weight = torch.randn(size, device=DEVICE).to(dtype)

@@ -25,6 +25,7 @@ from kernels.experts import routing
 from kernels.experts.routing import Routing
 from kernels.layers import rope
 from kernels.layers.by_head import HeadMatrices
+from kernels.linear_attention.state_cells import CellView, StateRows, addresses
 from kernels.narrow import KVScales
 from kernels.pages import rope_and_store as rope_and_store_module
 from kernels.sampling import logprobs as logprobs_module
@@ -35,7 +36,6 @@ COUNTS = [1, 2, 3, 5, 15, 16, 17, 63, 64, 127, ROWS]
 NO_ROWS = "has no rows"
 MOVES = "moves numbers and computes none"
 LAYERS = "consists of the other operations; tests/engine compares its logits"
-NOT_YET = "only layers with states use it, and torch computes it"
 
 Operation = Callable[[Operators, Tensor, Tensor], Tensor]
 
@@ -57,11 +57,14 @@ def add_rms_norm(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
 
 
 def rope_and_store(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
-    kv = x.new_zeros(ROWS, 1, 2, 16, 48)
-    angles = numbers(2, ROWS, 24)[:, rows].contiguous()
-    weight = numbers(48, dtype=x.dtype)
-    q = operators.rope_and_store(x, angles, kv, rows * 16, weight, weight, 1e-6)
-    return torch.cat((q.flatten(1), kv[rows, 0, :, 0].flatten(1)), 1)
+    """Return heads that are rotated, and some of which a part is."""
+    weight, found = numbers(48, dtype=x.dtype), []
+    for pairs in (24, 5):
+        kv = x.new_zeros(ROWS, 1, 2, 16, 48)
+        angles = numbers(2, ROWS, pairs)[:, rows].contiguous()
+        q = operators.rope_and_store(x, angles, kv, rows * 16, weight, weight, 1e-6)
+        found += [q.flatten(1), kv[rows, 0, :, 0].flatten(1)]
+    return torch.cat(found, 1)
 
 
 def rope_and_store_latents(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
@@ -99,6 +102,45 @@ def attention(operators: Operators, x: Tensor, rows: Tensor, *, decode: bool) ->
         starts = torch.arange(len(rows) + 1, dtype=torch.int32)
         operators.extend_attention(q, kv, pages, places, starts, lengths, out, **options)
     return out
+
+
+def states_of(
+    rows: Tensor, heads: int, *shape: int, dtype: torch.dtype
+) -> tuple[CellView, StateRows]:
+    """Return states of given numbers, and rows of four tokens each that write theirs elsewhere."""
+    n = len(rows)
+    view = numbers(2 * ROWS, heads, *shape, dtype=dtype).clone()
+    reads, nowhere = rows.int().view(n, 1), torch.full((n, 1), -1, dtype=torch.int32)
+    starts = torch.arange(n + 1, dtype=torch.int32) * 4
+    states = StateRows(starts, reads, reads + ROWS, torch.zeros(n, dtype=torch.int32), nowhere, 0)
+    return CellView(view, 0, 0, 1, heads), states
+
+
+def causal_conv(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    columns = torch.tensor([[*range(1, 38)], [*range(40, 3, -1)]], dtype=torch.int32)
+    cells, states = states_of(rows, 2, 37, 3, dtype=x.dtype)
+    weight = numbers(2, 37, 4, dtype=x.dtype)
+    out = operators.causal_conv(x.view(-1, 48), columns, weight, addresses(cells, states))
+    return torch.cat((out.view(len(x), -1), cells.view[rows + ROWS].flatten(1)), 1)
+
+
+def delta_rule(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    cells, states = states_of(rows, 2, 16, 7, dtype=torch.float32)
+    tokens = x.view(-1, 1, 48)
+    gates = tokens[..., :2], tokens[..., 2:4], numbers(2), numbers(2)
+    of_states, given = addresses(cells, states), tokens[..., 2:].contiguous()
+    out = operators.delta_rule(given, gates, of_states, (16, 7), 1e-6)
+    return torch.cat((out.view(len(x), -1), cells.view[rows + ROWS].flatten(1)), 1)
+
+
+def gated_rms_norm(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    heads, gate = x[:, :90].contiguous().view(-1, 2, 45), x[:, 92:182].unsqueeze(1)
+    weights = numbers(45, dtype=x.dtype), numbers(45)
+    return torch.cat([operators.gated_rms_norm(heads, gate, weight, 1e-6) for weight in weights], 1)
+
+
+def gate_heads(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    return operators.gate_heads(x[:, :74].contiguous(), x[:, 80:].view(-1, 2, 56)[..., :37])
 
 
 def likeliest(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
@@ -262,6 +304,10 @@ OPERATIONS: dict[str, Operation | str] = {
     "act_and_mul": act_and_mul,
     "soft_cap": lambda operators, x, rows: operators.soft_cap(x, 30.0),
     "rope_angles": rope_angles,
+    "causal_conv": causal_conv,
+    "delta_rule": delta_rule,
+    "gated_rms_norm": gated_rms_norm,
+    "gate_heads": gate_heads,
     "decode_attention": lambda *given: attention(*given, decode=True),
     "extend_attention": lambda *given: attention(*given, decode=False),
     "likeliest": likeliest,
@@ -289,9 +335,6 @@ IN_TORCH: dict[str, Operation | str] = {
     "unpack_pages": MOVES,
     "count_tokens": MOVES,
     "grouped_mlp": grouped_mlp,
-    "gated_rms_norm": NOT_YET,
-    "delta_rule": NOT_YET,
-    "causal_conv": NOT_YET,
 }
 # Combinations of operations, which torch completes.
 COMBINED: dict[str, Operation] = {

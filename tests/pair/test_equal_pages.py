@@ -1,5 +1,7 @@
 """Pages of the same tokens have the same bytes, whichever steps and nodes have made them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,11 +24,14 @@ def pages_of(node) -> set[bytes]:
 
 def made(loaded: Loaded, text: list[int], num_tokens: int, size: Size, **options):
     """Return the tokens of a response, and the pages that each decode node has afterwards."""
-    neighbours = options.pop("neighbours", 0)
+    neighbours, before = options.pop("neighbours", 0), options.pop("before", ())
     with PairRig(loaded, decode=[size], page_size=PAGE_SIZE, **options) as rig:
         others = [rig.ask(prompt(20 + i, 7 + i), num_tokens) for i in range(neighbours)]
+        if before:
+            rig.serve(before, 1)
         asked = rig.ask(text, num_tokens)
         rig.run(asked, *others)
+        assert bool(asked.cached_tokens) == bool(before)
         return asked.tokens, pages_of(rig.decode[0])
 
 
@@ -39,17 +44,22 @@ def made(loaded: Loaded, text: list[int], num_tokens: int, size: Size, **options
         pytest.param("qwen2_moe", "bfloat16", "auto", marks=LONG),
         pytest.param("gpt_oss", "bfloat16", "auto", marks=LONG),
         pytest.param("deepseek_v3", "float32", "auto", marks=LONG),
+        pytest.param("qwen3_next", "float32", "auto", marks=LONG),
+        ("qwen3_5_text", "bfloat16", "auto"),
+        pytest.param("qwen3_5_moe_text", "bfloat16", "fp8_e4m3", marks=LONG),
         pytest.param("qwen3", "bfloat16", "fp8_e4m3", marks=LONG),
         pytest.param("gpt_oss", "float32", "fp8_e5m2", marks=LONG),
         pytest.param("deepseek_v2", "bfloat16", "fp8_e4m3", marks=LONG),
     ],
 )
 def test_pages_of_the_same_tokens_are_equal(tmp_path, monkeypatch, family, dtype, kv_dtype):
+    """Keys and values of all tokens, and the state after the last one."""
     use("compiled", monkeypatch)
     directory = make_checkpoint(tmp_path, family)
     model = load(directory, CPU, getattr(torch, dtype))
     model.compute_in_one_way()
-    loaded, size = Loaded(directory, model), Size(kv_dtype=kv_dtype)
+    # Without prefix caches, only the last state of a request is kept.
+    loaded, size = Loaded(directory, model), Size(kv_dtype=kv_dtype, prefix_cache=False)
     alone = {"prefill": (), "chunked_prefill_tokens": 512}
     tokens, by_decode = made(loaded, PROMPT, NUM_TOKENS, size, **alone)
     text = [*PROMPT, *tokens]
@@ -57,15 +67,17 @@ def test_pages_of_the_same_tokens_are_equal(tmp_path, monkeypatch, family, dtype
     empty = bytes([0xFF]) * len(next(iter(by_prompt)))
     expected = by_prompt - {empty}
     assert len(expected) >= len(text[:-1]) // PAGE_SIZE
-    drafts = speculator("right", recall([[*text, 1, 1, 1]]), model.spec.vocabulary_size, 4)
+    cached, drafts = (
+        replace(size, prefix_cache=True),
+        speculator("right", recall([[*text, 1, 1, 1]]), model.spec.vocabulary_size, 4),
+    )
     ways = {
         "decode": by_decode,
         "chunks": made(loaded, text[:-1], 1, size, prefill=(), chunked_prefill_tokens=16)[1],
         "a batch": made(loaded, PROMPT, NUM_TOKENS, size, **alone, neighbours=3)[1],
         "a hand-off": made(loaded, PROMPT, NUM_TOKENS, size, prefill=[size])[1],
-        "drafts": made(
-            loaded, PROMPT, NUM_TOKENS, Size(kv_dtype=kv_dtype, speculator=drafts), **alone
-        )[1],
+        "drafts": made(loaded, PROMPT, NUM_TOKENS, replace(size, speculator=drafts), **alone)[1],
+        "a cached prefix": made(loaded, text[:-1], 1, cached, **alone, before=PROMPT)[1],
     }
     for way, pages in ways.items():
         assert expected <= pages, f"{way}: {len(expected - pages)} of {len(expected)} differ"

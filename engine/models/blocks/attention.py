@@ -12,6 +12,7 @@ from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear, scaled
 from kernels.attention.paged import paged_attention
+from kernels.layers.output_gate import gate_heads
 from kernels.narrow import KVScales
 from kernels.pages.rope_and_store import rope_and_store
 
@@ -112,7 +113,7 @@ class AttentionBlock:
             )
         if scales.value != 1.0:
             x = x * scales.value
-        return step.product(self.output, x if gate is None else x * torch.sigmoid(gate))
+        return step.product(self.output, x if gate is None else gate_heads(x, gate))
 
     def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> tuple[Tensor, Tensor | None]:
         """Write keys and values. Return the queries and the gates."""
@@ -132,11 +133,11 @@ class AttentionBlock:
         return q, gate
 
     def _parted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return Q, K and V side by side, and the gates, [num_tokens, heads * head_dim]."""
+        """Return Q, K and V side by side, and the gates, [num_tokens, heads, head_dim]."""
         spec = self.spec
         if not spec.output_gate:
             return x, None
         both = spec.heads * 2 * spec.head_dim
         by_head = x[:, :both].view(len(x), spec.heads, 2, spec.head_dim)
-        q, gate = by_head[:, :, 0].flatten(1), by_head[:, :, 1].flatten(1)
-        return torch.cat((q, x[:, both:]), dim=1), gate
+        q, gate = by_head.unbind(2)
+        return torch.cat((q.flatten(1), x[:, both:]), dim=1), gate

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tools.bench.cpu import figures, floor
+from tools.bench.cpu import delta_net, figures, floor
 from tools.bench.cpu.contenders import LeftOut
 from tools.bench.cpu.figures import Figure, Table
 from tools.bench.cpu.floor import Floor
@@ -157,6 +157,14 @@ def test_a_quick_run_measures_a_colocated_node_that_it_starts_and_ends(tmp_path)
     assert all(figure["median"] > 0 for figure in said["figures"])
     assert len(said["floors"]) == 1 and min(said["floors"][0]) > 0
     assert (tmp_path / "qwen3-small" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_quick_run_measures_delta_nets(tmp_path):
+    said = _quick(tmp_path, "delta")
+    assert len(said["figures"]) == len(delta_net.STEPS) and len(said["floors"]) == 1
+    assert all(figure["median"] > 0 for figure in said["figures"])
 
 
 @pytest.mark.long

@@ -28,6 +28,8 @@ MODELS = (
     ComparedKind("llama", "float32"),
     ComparedKind("qwen3_moe", "float32"),
     ComparedKind("deepseek_v3", "bfloat16"),
+    ComparedKind("qwen3_next", "float32"),
+    ComparedKind("qwen3_5_text", "bfloat16"),
     ComparedKind("qwen3", "bfloat16", ("--engine.cache.dtype=fp8_e4m3",)),
     ComparedKind("llama", "float32", ranks=2),
     ComparedKind("gpt_oss", "bfloat16"),

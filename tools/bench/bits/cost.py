@@ -69,6 +69,18 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
     },
+    # Three of four layers are delta nets.
+    "hybrid": {
+        **_COMMON,
+        "architecture": "qwen3_5_text",
+        "intermediate_size": 2304,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 12,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
 }
 _TOKENS = 48
 _PROMPT_TOKENS = 64

@@ -23,7 +23,7 @@ from tools.bench.bits.requests import ADAPTER, Request, Response, respond
 _SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,  # hybrid models have attention in the fourth one
 }
 _HEADS: dict[str, Any] = {
     "num_attention_heads": 8,

@@ -24,9 +24,19 @@ import torch
 import uvloop
 
 from tests.support.checkpoints import VOCABULARY_SIZE
+from tools.bench.cpu import delta_net
 from tools.bench.cpu import floor as cpu_floor
 from tools.bench.cpu.contenders import baton, llama, transformers
-from tools.bench.cpu.figures import Figure, agreement, best, growth, markdown, ratios, spreads
+from tools.bench.cpu.figures import (
+    Figure,
+    Table,
+    agreement,
+    best,
+    growth,
+    markdown,
+    ratios,
+    spreads,
+)
 from tools.bench.cpu.floor import Floor
 from tools.bench.cpu.rounds import Measured, Systems, Traffic, measured
 from tools.bench.support.models import QWEN3_450M, QWEN3_SMALL, TINY, kept, weight_bytes
@@ -218,12 +228,28 @@ async def _context(bench: Bench) -> tuple[Measured, list[Figure]]:
     ]
 
 
+async def _delta(bench: Bench) -> tuple[Measured, list[Figure]]:
+    """Measure the operations of a delta net in this process."""
+    floors, found = [], dict[str, list[float]]()
+    for number in range(1, bench.rounds + 1):
+        say(f"  round {number} of {bench.rounds}")
+        floors.append(cpu_floor.measured(bench.sizes.read_bytes, bench.sizes.model))
+        for step, speedup in delta_net.speedups():
+            found.setdefault(step, []).append(speedup)
+    measured = Measured(Table(), floors, {})
+    return measured, [
+        measured.figure(f"delta net, {step}: time of torch / compiled", values, "high", 1.0)
+        for step, values in found.items()
+    ]
+
+
 PARTS: dict[str, Part] = {
     "one": _one,
     "eight": _eight,
     "first": _first,
     "tiny": _tiny,
     "context": _context,
+    "delta": _delta,
 }
 
 
