@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PREFIX = "baton-sim-"
+_PREFIX = "baton-virtual-"
 _NEW = "new-"  # until the directory is locked, or another run would delete it
 
 
