@@ -43,6 +43,20 @@ def test_a_paused_node_launches_no_steps(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.long
+def test_a_killed_node_that_restarts_serves_again(tmp_path: Path) -> None:
+    """`report` checks that the run breaks no rule: the node is ready at the end."""
+    kills = "faults: [{kill: decode/1, at: 1%s}, {kill: prefill/1, at: 2%s}]"
+    lost, back = (
+        report(written(tmp_path, "\n".join((SPLIT, LOAD, kills % (restart, restart)))))
+        for restart in ("", ", restart_s: 1")
+    )
+    for found in (lost, back):
+        assert (found["right"], found["wrong"], found["errors"]) == (60, 0, {})
+    for name in ("decode/1", "prefill/1"):
+        assert back["utilization"][name] > 1.3 * lost["utilization"][name]
+
+
+@pytest.mark.long
 def test_clients_leave_and_responses_stop_early(tmp_path: Path) -> None:
     load = "load: {rate: 8, input: 500, output: 60, requests: 60, cancels: 0.5, stops: 0.5}"
     found = report(written(tmp_path, "\n".join((SPLIT, load))))
