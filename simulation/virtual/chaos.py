@@ -175,7 +175,7 @@ def _run_child(
         try:
             report: Any = run(scenario, clock, make_planner)
             outcome = Outcome(report.violations, report.hash)
-        except (Deadlock, ConfigError) as error:
+        except (Deadlock, ConfigError, ValueError) as error:
             outcome = Outcome([str(error).partition("\n")[0]])
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(msgspec.json.encode(outcome))

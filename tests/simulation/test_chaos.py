@@ -19,7 +19,7 @@ from simulation.virtual.scenario import Scenario, read
 from simulation.virtual.scratch import scratch_directory
 from tests.simulation.planted import BUGS, PAGES
 
-SEEDS = 60  # that find each bug
+SEEDS = 30  # that find each bug
 
 
 def run(module: str, *arguments: str, timeout_s: float = 500) -> "subprocess.CompletedProcess[str]":
