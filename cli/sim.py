@@ -44,8 +44,8 @@ def parser() -> ConfigArgumentParser:
         "--chaos",
         type=_seed,
         metavar="SEED",
-        help="seed that draws cluster, load and faults, in place of FILE. If a run breaks a rule, "
-        "a file with as few faults and requests as possible is printed, which repeats it",
+        help="seed that draws cluster, load, faults and operations, in place of FILE. If a run "
+        "breaks a rule, a file with as little of them as possible is printed, which repeats it",
     )
     parser.add_argument(
         "--seeds", type=_number, metavar="N", help="number of seeds, from SEED on (1)"

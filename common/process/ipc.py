@@ -169,6 +169,8 @@ class FrameSocket(Generic[T]):
                 break
             drained += len(data)
             messages += self._decoder.feed(data)
+            if len(data) < _CHUNK_BYTES:
+                return messages  # no byte was left: another call would cost as much as this one
         if self._ended and not messages:
             raise PeerGone("the frontend has closed its end")
         return messages

@@ -119,7 +119,10 @@ class SimEngine:
 
     def close(self) -> None:
         self._task.cancel()
-        self.engine_socket.close()
+        # The frontend's transport closes it at the end of file. If it were closed here, the loop
+        # would not watch the next socket that gets its number.
+        with contextlib.suppress(OSError):
+            self.engine_socket.shutdown(socket.SHUT_RDWR)
         for unused in self._handed_over:
             unused.close()
 

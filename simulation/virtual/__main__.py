@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def main(load_planner: Callable[[], Any] = lambda: None) -> int:
         case [file, "text" | "json" as form]:
             return _run_file(Path(file), clock, form, load_planner)
         case ["--chaos", first, number, "text" | "json" as form]:
-            return _run_chaos(int(first), int(number), clock, form)
+            return _run_chaos(int(first), int(number), clock, form, load_planner)
         case _:
             print(_USAGE, file=sys.stderr)
             return 2
@@ -52,14 +53,17 @@ def _run_file(file: Path, clock: VirtualClock, form: str, load_planner: Callable
     return int(bool(report.violations))
 
 
-def _run_chaos(first: int, number: int, clock: VirtualClock, form: str) -> int:
+def _run_chaos(
+    first: int, number: int, clock: VirtualClock, form: str, load_planner: Callable[[], Any]
+) -> int:
     chaos = import_module("simulation.virtual.chaos")
 
     def on_outcome(seed: int, outcome: Any) -> None:
         result = "failed, is reduced" if outcome.violations else f"hash {outcome.hash}"
         print(f"seed {seed}: {result}", file=sys.stderr)
 
-    report = chaos.search(first, number, clock, on_outcome)
+    run_one = partial(chaos.outcome_of, clock, load_planner())
+    report = chaos.search(first, number, run_one, on_outcome)
     _print(report, chaos, form)
     return int(bool(report.failures))
 

@@ -1,42 +1,29 @@
-"""Chaos by seed: clusters, loads and faults drawn by a seed, and reduced if a run breaks a rule.
+"""Runs of seeds, whose scenarios are reduced if they break a rule.
 
 Each run is a process of its own, so that a scenario has the same result as with `baton sim FILE`.
 """
 
 import hashlib
 import os
-import random
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import yaml
 from msgspec.structs import replace
 
-from common.config.router import Policy
+from common.errors import ConfigError
 from simulation.virtual.clock import VirtualClock, seed_all
-from simulation.virtual.faults import (
-    ROUTER,
-    Cut,
-    Fault,
-    Freeze,
-    HalfOpen,
-    Kill,
-    SlowDevice,
-    SlowLink,
-)
+from simulation.virtual.draw import drawn
+from simulation.virtual.faults import Fault
 from simulation.virtual.loop import Deadlock
-from simulation.virtual.run import run
-from simulation.virtual.scenario import ClusterSpec, LoadSpec, NetworkPath, Scenario
+from simulation.virtual.operations import Operation
+from simulation.virtual.run import MakePlanner, run
+from simulation.virtual.scenario import Scenario
 
 _MOST_CPU_S = 120  # of a run. A run beyond it is a violation
-_TIMEOUT_S = 120.0  # of a request. No drawn load comes near it
-_PAGE_TOKENS = 16
-_INPUTS = ((1, 100), (20, 900), (500, 3000))
-_OUTPUTS = ((1, 8), (5, 60), (30, 150))
-_POLICIES = tuple(name for name in get_args(Policy) if name != "session_affinity")
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -80,71 +67,29 @@ class ChaosReport(msgspec.Struct, frozen=True):
     hash: str
 
 
-def drawn(seed: int) -> Scenario:
-    """Return the scenario of a seed. Node 0 of each kind is never killed."""
-    rng = random.Random(f"chaos/{seed}")
-    prompt, response = rng.choice(_INPUTS), rng.choice(_OUTPUTS)
-    longest_pages = -(-(prompt[1] + response[1]) // _PAGE_TOKENS)
-    room = rng.choice((None, None, 1.3, 3.0))  # for so many of the longest requests
-    path: NetworkPath = rng.choice(get_args(NetworkPath))
-    pages = {} if room is None else {"engine.cache.num_pages": int(longest_pages * room) + 2}
-    cluster = ClusterSpec("h100", "llama-3-8b", path=path, options=pages)
-    if rng.random() < 0.15:
-        cluster = replace(cluster, colocated=rng.randint(2, 3))
-    else:
-        cluster = replace(cluster, prefill=rng.randint(1, 3), decode=rng.randint(1, 3))
-    requests = rng.randint(8, 30)
-    load = LoadSpec(
-        rate=round(rng.choice((3.0, 10.0, 40.0)) * rng.uniform(0.7, 1.4), 2),
-        input=prompt,
-        output=response,
-        prefixes=rng.choice((0, 0, 1, 3)),
-        requests=requests,
-        timeout=_TIMEOUT_S,
-    )
-    scenario = Scenario(cluster, load, rng.choice(_POLICIES), seed=seed)
-    seconds = requests / (load.rate or 1.0)
-    faults = (_fault(rng, scenario.nodes, seconds) for _ in range(rng.randint(0, 4)))
-    return replace(scenario, faults=tuple(sorted(faults, key=lambda each: each.at)))
-
-
-def _fault(rng: random.Random, nodes: Sequence[str], load_s: float) -> Fault:
-    at = round(rng.uniform(0.0, load_s), 3)
-    seconds = round(10 ** rng.uniform(-2.0, 1.3), 3)
-    factor = round(10 ** rng.uniform(0.3, 1.5), 1)
-    node = rng.choice(nodes)
-    one, other = rng.sample([*nodes, ROUTER], 2)
-    mortal = [name for name in nodes if not name.endswith("/0")]
-    kinds: list[Callable[[], Fault]] = [
-        lambda: Freeze(node, at, seconds),
-        lambda: SlowDevice(node, factor, at, seconds),
-        lambda: Cut((one, other), at, seconds),
-        lambda: HalfOpen((one, other), at, seconds),
-        lambda: SlowLink((one, other), factor, at, seconds),
-    ]
-    if mortal:
-        kinds += [lambda: Kill(rng.choice(mortal), at)] * 2
-    return rng.choice(kinds)()
-
-
 def search(
-    first: int, number: int, clock: VirtualClock, on_outcome: Callable[[int, Outcome], None]
+    first: int,
+    number: int,
+    run_one: Callable[[Scenario], Outcome],
+    on_outcome: Callable[[int, Outcome], None],
 ) -> ChaosReport:
     """Run consecutive seeds. Reduce the scenario of each one that fails.
 
     Args:
-        clock: installed.
+        run_one: see `outcome_of`.
         on_outcome: called after the first run of each seed.
     """
     failures, cpu_s, digest = [], 0.0, hashlib.sha256()
     for seed in range(first, first + number):
         scenario = drawn(seed)
-        outcome = outcome_of(scenario, clock)
+        outcome = run_one(scenario)
         on_outcome(seed, outcome)
         cpu_s += outcome.cpu_s
         digest.update(outcome.hash.encode())
         if outcome.violations:
-            small, violations = reduced(scenario, outcome.violations, partial(_broken, clock))
+            small, violations = reduced(
+                scenario, outcome.violations, lambda smaller: run_one(smaller).violations
+            )
             failures.append(Failure(seed, violations, as_yaml(small)))
     return ChaosReport(number, failures, cpu_s, digest.hexdigest()[:16])
 
@@ -152,8 +97,8 @@ def search(
 def reduced(
     scenario: Scenario, violations: list[str], broken: Callable[[Scenario], list[str]]
 ) -> tuple[Scenario, list[str]]:
-    """Remove faults, then requests, while a scenario still breaks a rule. Requests go in halves
-    first and one by one last.
+    """Remove faults and operations, then requests, while a scenario still breaks a rule. Requests
+    go in halves first and one by one last.
 
     Args:
         violations: of the scenario.
@@ -161,9 +106,8 @@ def reduced(
     Returns:
         The reduced scenario and its violations.
     """
-    for fault in scenario.faults:
-        faults = tuple(each for each in scenario.faults if each is not fault)
-        smaller = replace(scenario, faults=faults)
+    for without in _disturbances(scenario):
+        smaller = without(scenario)
         if found := broken(smaller):
             scenario, violations = smaller, found
     load = scenario.load
@@ -179,20 +123,35 @@ def reduced(
     return scenario, violations
 
 
-def _broken(clock: VirtualClock, scenario: Scenario) -> list[str]:
-    return outcome_of(scenario, clock).violations
+def _disturbances(scenario: Scenario) -> Iterator[Callable[[Scenario], Scenario]]:
+    """Yield what removes each fault, each command and the planner from a scenario."""
+    for fault in scenario.faults:
+        yield partial(_without, "faults", fault)
+    for operation in scenario.operations:
+        yield partial(_without, "operations", operation)
+    if scenario.planner is not None:
+        yield lambda left: replace(left, planner=None)
 
 
-def outcome_of(scenario: Scenario, clock: VirtualClock) -> Outcome:
+def _without(field: str, item: Fault | Operation, scenario: Scenario) -> Scenario:
+    """Return the scenario without one of its faults or operations."""
+    left = tuple(each for each in getattr(scenario, field) if each is not item)
+    return replace(scenario, **{field: left})
+
+
+def outcome_of(
+    clock: VirtualClock, make_planner: MakePlanner | None, scenario: Scenario
+) -> Outcome:
     """Run a scenario in a child of this process.
 
     Args:
         clock: installed, and never moved.
+        make_planner: see `run`.
     """
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         os.close(reading)
-        _run_child(scenario, clock, writing)
+        _run_child(clock, make_planner, scenario, writing)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         content = pipe.read()
@@ -204,7 +163,9 @@ def outcome_of(scenario: Scenario, clock: VirtualClock) -> Outcome:
     return replace(msgspec.json.decode(content, type=Outcome), cpu_s=cpu_s)
 
 
-def _run_child(scenario: Scenario, clock: VirtualClock, writing: int) -> None:
+def _run_child(
+    clock: VirtualClock, make_planner: MakePlanner | None, scenario: Scenario, writing: int
+) -> None:
     """Run a scenario, write its Outcome, and end this process."""
     code = 1
     try:
@@ -212,9 +173,9 @@ def _run_child(scenario: Scenario, clock: VirtualClock, writing: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the log. `baton sim FILE` shows it
         seed_all(scenario.seed)
         try:
-            report: Any = run(scenario, clock)
+            report: Any = run(scenario, clock, make_planner)
             outcome = Outcome(report.violations, report.hash)
-        except Deadlock as error:
+        except (Deadlock, ConfigError, ValueError) as error:
             outcome = Outcome([str(error).partition("\n")[0]])
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(msgspec.json.encode(outcome))

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from api.program.admin import make_admin
@@ -29,7 +30,7 @@ from node.frontend.frontend import Node
 from node.roles import other, program_of
 from protos.node_pb2 import DrainRequest, SwitchRequest
 from protos.node_pb2_grpc import NodeStub
-from protos.router_pb2 import MoveRequest
+from protos.router_pb2 import ContinueRequest, MoveRequest, PauseRequest
 from protos.router_pb2_grpc import RouterStub
 from router.cluster.cluster_state import NodeReport
 from router.generation import Generation
@@ -46,6 +47,7 @@ from simulation.virtual.scenario import Arrival, Scenario
 
 log = logging.getLogger(__name__)
 
+CANCELLED = "ClientCancelled"  # the error of a response whose client has left
 ROUTER_ADDRESS = "127.0.0.1:50050"  # as clients call it
 _FIRST_PORT = 50100
 _READY_S = 60.0
@@ -59,7 +61,7 @@ class Response:
     Attributes:
         times: time.monotonic() of each token.
         version: of the last token.
-        error: why the request failed. "": it did not.
+        error: name of the error with which the request failed, or CANCELLED. "": it did not fail.
         ended_at: time.monotonic() of the end of the request.
     """
 
@@ -92,23 +94,22 @@ class VirtualNode:
 
     Attributes:
         role: its current one.
-        killed: whether `kill` was called.
+        killed: whether `kill` was called, and `restart` was not since then.
         drained: whether an operator drains it. It ends when its requests have moved.
     """
 
     def __init__(self, program: RoleProgram, host: MemoryHost) -> None:
-        self.killed = self.drained = False
+        self._program = program
         self._host = host
         self._engines: list[SimEngine] = []
-        self.role: str = program.role
-        with rpc.use(host):
-            node = Node(program, self._spawn, partial(other, program), on_role=self._has_role)
-            self._task = asyncio.ensure_future(node.run())
+        self._earlier_busy_s = 0.0  # of killed processes
+        self._start()
 
     @property
     def busy_s(self) -> float:
         """Return the duration of all steps of its device."""
-        return sum(each.runner.busy_s for each in self._engines if each.runner is not None)
+        runners = (each.runner for each in self._engines)
+        return self._earlier_busy_s + sum(each.busy_s for each in runners if each is not None)
 
     @property
     def has_ended(self) -> bool:
@@ -160,6 +161,21 @@ class VirtualNode:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
+    def restart(self) -> None:
+        """Start a new process of a killed node, as its supervisor does."""
+        if self.killed:
+            self._earlier_busy_s = self.busy_s
+            self._engines = []
+            self._start()
+
+    def _start(self) -> None:
+        self.killed = self.drained = False
+        self.role: str = self._program.role
+        role = partial(other, self._program)
+        with rpc.use(self._host):
+            node = Node(self._program, self._spawn, role, on_role=self._has_role)
+            self._task = asyncio.ensure_future(node.run())
+
     def _has_role(self, program: RoleProgram) -> None:
         self.role = program.role
 
@@ -202,23 +218,30 @@ class VirtualCluster:
         due = RequestDue(
             now + budget_s * self._router.base.config.max_queue_fraction, now + budget_s
         )
-        sampling = SamplingParams(max_tokens=arrival.output, seed=1, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=arrival.output,
+            seed=1,
+            ignore_eos=True,
+            stop_token_ids=() if arrival.stop is None else (arrival.stop,),
+        )
         spec = RequestSpec(
             token_ids=as_bytes(list(arrival.prompt)),
             sampling=sampling,
             request_id=arrival.name,
         )
         cluster = self._router.cluster
+        leaving = asyncio.timeout(arrival.leaves_s)
         try:
-            with self._records.begin(arrival.name, "", "", "") as record:
-                async with asyncio.timeout(budget_s):
-                    cluster.check_in_time(due)
-                    await Generation(spec, due, response, record, cluster).run()
-                record.finish("length", 0)
+            async with leaving:
+                with self._records.begin(arrival.name, "", "", "") as record:
+                    async with asyncio.timeout(budget_s):
+                        cluster.check_in_time(due)
+                        await Generation(spec, due, response, record, cluster).run()
+                    record.finish("length", 0)
         except ServingError as error:
             response.error = type(error).__name__
         except TimeoutError:
-            response.error = "TimeoutError"
+            response.error = CANCELLED if leaving.expired() else "TimeoutError"
         except Exception as error:
             log.exception("the router failed %s", kv(request_id=arrival.name))
             response.error = type(error).__name__
@@ -238,8 +261,19 @@ class VirtualCluster:
         await self._call(node, "Switch", SwitchRequest(role=role))
 
     async def drain(self, node: str) -> None:
-        self.nodes[node].drained = True
-        await self._call(node, "Drain", DrainRequest())
+        operated = self.nodes[node]
+        operated.drained = True
+        try:
+            await self._call(node, "Drain", DrainRequest())
+        except grpc.aio.AioRpcError:
+            operated.drained = operated.has_ended  # a node that ends at once may not respond
+            raise
+
+    async def pause(self, node: str, mode: str) -> None:
+        await self._call(node, "Pause", PauseRequest(mode=mode))
+
+    async def resume(self, node: str) -> None:
+        await self._call(node, "Continue", ContinueRequest())
 
     async def migrate(self, node: str) -> None:
         """Let one of the node's requests continue elsewhere. Raises AioRpcError if none can."""

@@ -1,6 +1,7 @@
 """The faults of a scenario: what the file says, and what they do."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
@@ -20,6 +21,8 @@ class FaultyNode(Protocol):
     """A node that can fail."""
 
     async def kill(self) -> None: ...
+
+    def restart(self) -> None: ...
 
     async def freeze(self, seconds: float) -> None: ...
 
@@ -61,13 +64,24 @@ class Fault(Protocol):
 
 
 class Kill(Record, frozen=True):
-    """A node ends, as if killed."""
+    """A node ends, as if killed.
+
+    Attributes:
+        restart_s: seconds until its supervisor starts it again. None: it stays down.
+    """
 
     kill: str
     at: At
+    restart_s: Seconds | None = None
 
     async def strike(self, cluster: FaultyCluster) -> None:
-        await cluster.nodes[self.kill].kill()
+        node = cluster.nodes[self.kill]
+        await node.kill()
+        if self.restart_s is not None:
+            try:
+                await asyncio.sleep(self.restart_s)
+            finally:
+                node.restart()
 
 
 class Freeze(Record, frozen=True):
@@ -138,23 +152,32 @@ KINDS: dict[str, type[Record]] = {
 }
 
 
+def target(record: Any, kinds: Iterable[str]) -> Any:
+    """Return the value of the key that names what a record of one of these kinds concerns."""
+    return getattr(record, next(kind for kind in kinds if hasattr(record, kind)))
+
+
 def targets(fault: Fault) -> tuple[str, ...]:
     """Return the names of the processes that fail, or whose connections do."""
-    kind = next(kind for kind in KINDS if hasattr(fault, kind))
-    found = getattr(fault, kind)
+    found = target(fault, KINDS)
     return (found,) if isinstance(found, str) else found
 
 
-def fault_of(content: Any) -> Fault:
-    """Return the fault that a mapping of the file describes. Raises ValueError if it is invalid."""
-    named = [kind for kind in KINDS if isinstance(content, dict) and kind in content]
+def record_of(content: Any, kinds: Mapping[str, type[Record]]) -> Any:
+    """Return the record that a mapping of the file describes.
+
+    Args:
+        kinds: by the key that only this kind has.
+    Raises:
+        ValueError: the mapping is invalid.
+    """
+    named = [kind for kind in kinds if isinstance(content, dict) and kind in content]
     if len(named) != 1:
-        raise ValueError(f"expected one of {', '.join(KINDS)}")
+        raise ValueError(f"expected one of {', '.join(kinds)}")
     try:
-        fault: Any = msgspec.convert(content, KINDS[named[0]])
+        return msgspec.convert(content, kinds[named[0]])
     except msgspec.ValidationError as error:
         raise ValueError(f"{named[0]}: {error}") from error
-    return fault  # type: ignore[no-any-return]
 
 
 def _both(pair: Pair) -> tuple[Pair, Pair]:

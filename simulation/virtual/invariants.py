@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from router.cluster.cluster_state import NodeReport
 from simulation.device.witness import expected_tokens
@@ -27,10 +27,18 @@ class TracebackLog(logging.Handler):
             self.lines.append(f"{record.getMessage()}: {type(error).__name__}: {error}")
 
 
-def wrong_place(response: Response, page_size: int) -> int | None:
+def wrong_places(responses: Sequence[Response], page_size: int) -> dict[str, int]:
+    """Return the index of the first wrong token of each wrong response, by its name."""
+    places = ((each.arrival.name, _wrong_place(each, page_size)) for each in responses)
+    return {name: place for name, place in places if place is not None}
+
+
+def _wrong_place(response: Response, page_size: int) -> int | None:
     """Return the index of the first token that differs from the oracle's. None: all are right."""
     arrival, found = response.arrival, response.token_ids
     expected = expected_tokens(list(arrival.prompt), arrival.output, page_size)
+    if arrival.stop in expected:
+        expected = expected[: expected.index(arrival.stop) + 1]
     if response.error:
         expected = expected[: len(found)]
     if found == expected:
@@ -40,12 +48,16 @@ def wrong_place(response: Response, page_size: int) -> int | None:
     return next((place for place, (token, right) in pairs if token != right), shorter)
 
 
-def of_responses(responses: Sequence[Response], page_size: int) -> Iterator[str]:
-    """Yield each response that is wrong, hangs, or failed with an internal error."""
+def of_responses(responses: Sequence[Response], wrong: Mapping[str, int]) -> Iterator[str]:
+    """Yield each response that is wrong, hangs, or failed with an internal error.
+
+    Args:
+        wrong: see wrong_places.
+    """
     for each in responses:
         name = each.arrival.name
-        if (place := wrong_place(each, page_size)) is not None:
-            yield f"{name}: the response is wrong from token {place} on"
+        if name in wrong:
+            yield f"{name}: the response is wrong from token {wrong[name]} on"
         if each.error == "TimeoutError":
             last = max((each.sent_at, *each.times))
             if each.ended_at - last > RECOVERY_S:

@@ -3,14 +3,13 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
 
 from simulation.cost import StepCost
 from simulation.virtual.cluster import Response
-from simulation.virtual.invariants import wrong_place
 
 TTFT_BAND = 0.3
 
@@ -66,7 +65,7 @@ def make_report(
     busy_s: Mapping[str, float],
     roles: Mapping[str, str],
     cost: StepCost,
-    page_size: int,
+    wrong: Collection[str],
     violations: list[str],
 ) -> RunReport:
     """Return the report of a run.
@@ -75,11 +74,11 @@ def make_report(
         begin: time.monotonic() of the begin of the figures.
         busy_s: seconds of the steps of each node since then.
         roles: of each node, at the end.
-        page_size: tokens per page of the nodes.
+        wrong: names of responses with wrong tokens.
         violations: see RunReport.
     """
     complete = [each for each in responses if not each.error]
-    right = sum(wrong_place(each, page_size) is None for each in complete)
+    right = sum(each.arrival.name not in wrong for each in complete)
     last = max((time for each in responses for time in each.times), default=begin)
     seconds = max(last - begin, 1e-9)
     return RunReport(

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -16,11 +15,12 @@ from simulation.cost import StepCost
 from simulation.virtual.clock import VirtualClock
 from simulation.virtual.cluster import ROUTER_ADDRESS, Response, VirtualCluster, running
 from simulation.virtual.faults import Fault
-from simulation.virtual.invariants import TracebackLog, of_responses, unrest
+from simulation.virtual.invariants import TracebackLog, of_responses, unrest, wrong_places
 from simulation.virtual.loop import VirtualLoop
-from simulation.virtual.operations import Operation
+from simulation.virtual.operations import Operation, carry_out
 from simulation.virtual.report import RunReport, make_report
 from simulation.virtual.scenario import Arrival, Scenario
+from simulation.virtual.scratch import scratch_directory
 
 NAME = "sim"
 # Returns a planner by its flags and the address of the router. It runs until it is cancelled.
@@ -51,10 +51,10 @@ def run(
             raise ValueError("planner: only `baton sim` supports it")
         planner = make_planner(scenario.planner.flags, ROUTER_ADDRESS)
     with (
-        tempfile.TemporaryDirectory(prefix="baton-sim-") as directory,
+        scratch_directory() as directory,
         asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner,
     ):
-        report = runner.run(_run(scenario, arrivals, cost, planner, Path(directory)))
+        report = runner.run(_run(scenario, arrivals, cost, planner, directory))
     return replace(report, violations=[*report.violations, *tracebacks.lines])
 
 
@@ -91,10 +91,9 @@ async def _run(
                 task.cancel()
             await asyncio.gather(*beside, *sent, return_exceptions=True)
         ended = [each.result() for each in sent if not each.cancelled()]
-        page_size = cluster.page_size
-        violations = [*of_responses(ended, page_size), *await unrest(cluster)]
-        roles = cluster.roles
-        return make_report(responses, counted_from, busy_s, roles, cost, page_size, violations)
+        wrong = wrong_places(ended, cluster.page_size)
+        violations = [*of_responses(ended, wrong), *await unrest(cluster)]
+        return make_report(responses, counted_from, busy_s, cluster.roles, cost, wrong, violations)
 
 
 def _beside(
@@ -131,7 +130,7 @@ async def _fail(cluster: VirtualCluster, fault: Fault, begin: float) -> None:
 
 async def _operate(cluster: VirtualCluster, operation: Operation, begin: float) -> None:
     await _until(begin + operation.at)
-    await operation.carry_out(cluster)
+    await carry_out(operation, cluster)
 
 
 async def _until(at: float) -> None:

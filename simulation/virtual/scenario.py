@@ -1,7 +1,7 @@
 """The file that `baton sim` reads: a cluster, its load, its policy, and what happens to it."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from common.config.router import Policy
 from simulation.plan.traffic import TraceLine, trace_lines
-from simulation.virtual.faults import ROUTER, Fault, Record, fault_of, targets
-from simulation.virtual.operations import Operation
+from simulation.virtual.faults import KINDS, ROUTER, Fault, Record, record_of, targets
+from simulation.virtual.operations import COMMANDS, Operation, node_of
 
 _MAX_BYTES = 1 << 20
 _LETTERS = range(ord("a"), ord("z") + 1)
@@ -27,6 +27,7 @@ MAX_NODES = 256  # of each kind
 Nodes = Annotated[int, Meta(ge=0, le=MAX_NODES)]
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
 Requests = Annotated[int, Meta(ge=0, le=1_000_000)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class ClusterSpec(Record, frozen=True):
@@ -65,6 +66,9 @@ class LoadSpec(Record, frozen=True):
             until all others are complete.
         only: numbers of the requests that are sent. The others are left out. None: all.
         timeout: seconds for a complete request.
+        cancels: share of the requests whose clients leave at a random time, from a millisecond to
+            ten seconds after they were sent.
+        stops: share of the requests that end at a random letter, if the response has it.
     """
 
     rate: Annotated[float, Meta(gt=0, le=1e6)] | None = None
@@ -77,6 +81,8 @@ class LoadSpec(Record, frozen=True):
     warm_up: Requests = 0
     cool_down: Requests = 0
     timeout: Annotated[float, Meta(gt=0, le=86400)] = 600.0
+    cancels: Share = 0.0
+    stops: Share = 0.0
 
 
 class PlannerSpec(Record, frozen=True):
@@ -103,13 +109,17 @@ class Arrival(msgspec.Struct, frozen=True):
         number: of the request in the load.
         at: seconds after the begin of the load.
         prompt: its tokens, a byte each.
-        output: tokens of the response.
+        output: most tokens of the response.
+        leaves_s: seconds after which the client cancels it. None: it waits for the response.
+        stop: token that ends the response. None: it has all its tokens.
     """
 
     number: int
     at: float
     prompt: bytes
     output: int
+    leaves_s: float | None = None
+    stop: int | None = None
 
     @property
     def name(self) -> str:
@@ -140,7 +150,7 @@ class Scenario(Record, frozen=True):
 
     def arrivals(self) -> Iterator[Arrival]:
         """Yield all requests in order of arrival. Raises ValueError if the trace is invalid."""
-        rng = random.Random(self.seed)
+        rng, ends = random.Random(self.seed), random.Random(f"{self.seed}/ends")
         lines = self._drawn(rng) if self.load.trace is None else self._traced(Path(self.load.trace))
         only = None if self.load.only is None else frozenset(self.load.only)
         for number, line in enumerate(lines):
@@ -148,8 +158,16 @@ class Scenario(Record, frozen=True):
             shared = b"".join(_block(self.seed, block) for block in line.hash_ids[:num_blocks])
             rest = bytes(rng.choices(_LETTERS, k=max(0, line.input_length - len(shared))))
             prompt = (shared + rest)[: line.input_length]
+            leaves_s, stop = self._early_end(ends)
             if only is None or number in only:
-                yield Arrival(number, line.timestamp / 1e3, prompt, line.output_length)
+                at, output = line.timestamp / 1e3, line.output_length
+                yield Arrival(number, at, prompt, output, leaves_s, stop)
+
+    def _early_end(self, rng: random.Random) -> tuple[float | None, int | None]:
+        """Draw `leaves_s` and `stop` of the next request."""
+        leaves, stops = rng.random() < self.load.cancels, rng.random() < self.load.stops
+        leaves_s, letter = 10 ** rng.uniform(-3.0, 1.0), rng.choice(_LETTERS)
+        return (leaves_s if leaves else None, letter if stops else None)
 
     def _traced(self, file: Path) -> Iterator[TraceLine]:
         lines = islice(trace_lines(file), self.load.requests or None)
@@ -180,6 +198,9 @@ def _block(seed: int, block: int) -> bytes:
     return bytes(random.Random(f"{seed}/{block}").choices(_LETTERS, k=_BLOCK_TOKENS))
 
 
+_RECORDS: dict[type, Mapping[str, type[Record]]] = {Fault: KINDS, Operation: COMMANDS}
+
+
 def read(file: Path) -> Scenario:
     """Read a file.
 
@@ -190,7 +211,9 @@ def read(file: Path) -> Scenario:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{file} is larger than {_MAX_BYTES >> 20} MiB")
         content: Any = yaml.safe_load(file.read_text())
-        scenario = msgspec.convert(content, Scenario, dec_hook=lambda _, fault: fault_of(fault))
+        scenario = msgspec.convert(
+            content, Scenario, dec_hook=lambda kind, content: record_of(content, _RECORDS[kind])
+        )
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from error
     except (msgspec.ValidationError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -229,13 +252,9 @@ def _problems(scenario: Scenario) -> Iterator[str]:
 
 
 def _of_operations(scenario: Scenario) -> Iterator[str]:
-    for operation in scenario.operations:
-        if len(operation.nodes) != 1:
-            yield "operations: expected one of set_role, drain and migrate"
-        elif operation.nodes[0] not in scenario.nodes:
-            yield f"operations: no node is called {operation.nodes[0]!r}: see cluster"
-        if (operation.set_role is None) != (operation.role is None):
-            yield "operations: set_role needs role, and only set_role has it"
+    for index, operation in enumerate(scenario.operations):
+        if (name := node_of(operation)) not in scenario.nodes:
+            yield f"operations[{index}]: {name!r} does not exist: expected one of {scenario.nodes}"
 
 
 def _of_faults(scenario: Scenario) -> Iterator[str]:

@@ -159,19 +159,21 @@ def the_end_of_a_stream_forgets_its_handoffs() -> None:
     module("kvtransfer.protocol.producer").ProducerEnd._forget_stream = forget
 
 
-def done_of_a_lost_handoff_is_confirmed() -> None:
-    """A producer confirms Done of a hand-off whose pages it has released."""
-    actions = module("kvtransfer.protocol.actions")
-    messages = module("kvtransfer.messages")
+def reads_of_a_lost_handoff_do_not_end() -> None:
+    """A consumer keeps the pages of a hand-off that it has lost while a read wrote them.
 
-    def finish(original: Any, self: Any, stream: int, message: Any) -> None:
-        if self._known(stream, message.id) is None:
-            released = messages.PagesReleased(message.id, held=True)
-            self._actions.append(actions.SendMessage(stream, released))
-        else:
-            original(self, stream, message)
+    Two similar bugs are not observable. A producer that confirms the Done of a hand-off which it
+    has given up has sent Failed before, on the same stream. If a consumer frees the pages too
+    early, the reads of other requests follow on the same port and correct most of them.
+    """
+    late: set[Any] = set()
 
-    wrap(module("kvtransfer.protocol.producer").ProducerEnd, "_finish", finish)
+    def settle(original: Any, self: Any, id: Any) -> Any:
+        if self._landing.get(id):
+            late.add(id)
+        return [] if id in late else original(self, id)
+
+    wrap(module("kvtransfer.protocol.attempt").ConsumerLinks, "settle", settle)
 
 
 def a_handoff_is_done_before_its_reads_end() -> None:
@@ -228,15 +230,13 @@ BUGS: dict[str, Callable[[], None]] = {
     "early free": published_pages_are_not_held,
     "leak of failed hand-offs": pages_of_failed_handoffs_stay_published,
     "leak at the end of a stream": the_end_of_a_stream_forgets_its_handoffs,
-    "done of a lost hand-off": done_of_a_lost_handoff_is_confirmed,
+    "reads of a lost hand-off": reads_of_a_lost_handoff_do_not_end,
     "done before the reads": a_handoff_is_done_before_its_reads_end,
     "stale radix page": evicted_pages_stay_in_the_tree,
     "short swap": a_retracted_request_saves_a_page_too_few,
     "slot reuse": a_slot_is_reused_while_a_step_has_it,
     "wrong replay offset": a_replay_begins_a_token_early,
 }
-# The first 40 seeds do not find these.
-MISSED = frozenset({"early publish", "done of a lost hand-off", "short swap", "slot reuse"})
 
 
 def run_page_fault(name: str, clock: VirtualClock) -> dict[str, Any]:
@@ -252,12 +252,13 @@ def run_page_fault(name: str, clock: VirtualClock) -> dict[str, Any]:
 
 def find_bug(name: str, first: int, seeds: int, clock: VirtualClock) -> dict[str, Any]:
     """Run seeds until one finds the bug. Returns the seed, or None, and the CPU time."""
-    chaos = module("simulation.virtual.chaos")
+    chaos, draw = module("simulation.virtual.chaos"), module("simulation.virtual.draw")
+    planner = module("cli.planner.virtual").planner
     module("node.role_parts").load_roles()  # before the bug replaces their methods
     BUGS[name]()
     cpu_s = 0.0
     for seed in range(first, first + seeds):
-        outcome = chaos.outcome_of(chaos.drawn(seed), clock)
+        outcome = chaos.outcome_of(clock, planner, draw.drawn(seed))
         cpu_s += outcome.cpu_s
         if outcome.violations:
             return {"seed": seed, "cpu_s": cpu_s, "violations": outcome.violations}

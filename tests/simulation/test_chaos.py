@@ -3,19 +3,23 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli import sim
-from simulation.virtual.chaos import as_yaml, drawn, reduced
+from simulation.virtual.chaos import as_yaml, reduced
+from simulation.virtual.draw import drawn
 from simulation.virtual.faults import KINDS
+from simulation.virtual.operations import COMMANDS
 from simulation.virtual.process import environment
 from simulation.virtual.scenario import Scenario, read
-from tests.simulation.planted import BUGS, MISSED, PAGES
+from simulation.virtual.scratch import scratch_directory
+from tests.simulation.planted import BUGS, PAGES
 
-SEEDS = 10  # that find each bug which is not in MISSED
+SEEDS = 30  # that find each bug
 
 
 def run(module: str, *arguments: str, timeout_s: float = 500) -> "subprocess.CompletedProcess[str]":
@@ -33,25 +37,58 @@ def planted(*arguments: str) -> Any:
 
 def test_every_seed_draws_a_valid_file(tmp_path: Path) -> None:
     file, kinds = tmp_path / "sim.yaml", set()
-    for seed in range(40):
+    for seed in range(60):
         scenario = drawn(seed)
         assert scenario == drawn(seed)
         file.write_text(as_yaml(scenario))
         assert read(file) == scenario
-        kinds |= {kind for fault in scenario.faults for kind in KINDS if hasattr(fault, kind)}
-    assert kinds == KINDS.keys()
+        drawn_here = (*scenario.faults, *scenario.operations)
+        kinds |= {kind for each in drawn_here for kind in KINDS | COMMANDS if hasattr(each, kind)}
+        if scenario.planner is not None:
+            kinds.add("planner")
+    assert kinds == {*KINDS, *COMMANDS, "planner"}
 
 
-def test_a_failure_is_reduced_to_the_faults_and_requests_that_it_needs() -> None:
-    scenario = next(each for seed in range(99) if len((each := drawn(seed)).faults) == 4)
-    needed = scenario.faults[2]
+def test_a_failure_is_reduced_to_what_it_needs() -> None:
+    scenario = next(each for seed in range(999) if _has_much(each := drawn(seed)))
+    fault, operation = scenario.faults[1], scenario.operations[2]
 
     def broken(smaller: Scenario) -> list[str]:
         only = smaller.load.only or range(smaller.load.requests)
-        return ["it fails"] if needed in smaller.faults and {3, 5} <= {*only} else []
+        needed = fault in smaller.faults and operation in smaller.operations
+        return ["it fails"] if needed and {3, 5} <= {*only} else []
 
     small, violations = reduced(scenario, ["at first"], broken)
-    assert (small.faults, small.load.only, violations) == ((needed,), (3, 5), ["it fails"])
+    assert (small.faults, small.operations, small.planner) == ((fault,), (operation,), None)
+    assert (small.load.only, violations) == ((3, 5), ["it fails"])
+
+
+def _has_much(scenario: Scenario) -> bool:
+    return (
+        len(scenario.faults) > 1
+        and len(scenario.operations) > 2
+        and scenario.planner is not None
+        and len({*scenario.operations}) == len(scenario.operations)
+    )
+
+
+def test_a_run_deletes_the_directories_of_killed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import signal, os, tempfile\n"
+        "from simulation.virtual.scratch import scratch_directory\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "with scratch_directory() as directory:\n"
+        "    (directory / 'pool').touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert len([*tmp_path.iterdir()]) == 1
+    with scratch_directory() as first, scratch_directory() as second:
+        assert {*tmp_path.iterdir()} == {first, second}
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +132,7 @@ def test_a_page_fault_gives_wrong_tokens_within_a_minute(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(BUGS.keys() - MISSED))
+@pytest.mark.parametrize("name", BUGS)
 def test_seeds_find_planted_bugs(name: str) -> None:
     found = planted("bug", name, "0", str(SEEDS))
     assert found["seed"] is not None and found["violations"]

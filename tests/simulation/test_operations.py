@@ -28,11 +28,54 @@ def test_roles_change_and_requests_migrate_and_a_node_drains(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_a_paused_node_launches_no_steps(tmp_path: Path, mode: str) -> None:
+    cluster = "cluster: {gpu: h100, model: llama-3-8b, prefill: 1, decode: 1}"
+    command = f"operations: [{{pause: decode/0, mode: {mode}, at: 1, seconds: 5}}]"
+    load = "load: {rate: 8, input: 500, output: 60, requests: 16}"
+    found = report(written(tmp_path, "\n".join((cluster, load, command))))
+    if mode == "abort":
+        assert found["errors"].keys() == {"RequestAborted"}
+        assert found["right"] + found["errors"]["RequestAborted"] == 16
+    else:
+        assert (found["right"], found["wrong"], found["errors"]) == (16, 0, {})
+        assert found["itl"]["max"] > 5
+
+
+@pytest.mark.long
+def test_a_killed_node_that_restarts_serves_again(tmp_path: Path) -> None:
+    """`report` checks that the run breaks no rule: the node is ready at the end."""
+    kills = "faults: [{kill: decode/1, at: 1%s}, {kill: prefill/1, at: 2%s}]"
+    lost, back = (
+        report(written(tmp_path, "\n".join((SPLIT, LOAD, kills % (restart, restart)))))
+        for restart in ("", ", restart_s: 1")
+    )
+    for found in (lost, back):
+        assert (found["right"], found["wrong"], found["errors"]) == (60, 0, {})
+    for name in ("decode/1", "prefill/1"):
+        assert back["utilization"][name] > 1.3 * lost["utilization"][name]
+
+
+@pytest.mark.long
+def test_clients_leave_and_responses_stop_early(tmp_path: Path) -> None:
+    load = "load: {rate: 8, input: 500, output: 60, requests: 60, cancels: 0.5, stops: 0.5}"
+    found = report(written(tmp_path, "\n".join((SPLIT, load))))
+    left = found["errors"].pop("ClientCancelled")
+    assert (found["wrong"], found["errors"]) == (0, {})
+    assert 5 < left < 40 and found["right"] == 60 - left
+    tokens = found["tokens_per_s"] * found["seconds"]
+    assert tokens < 0.9 * 60 * found["right"]
+
+
+@pytest.mark.long
 def test_a_command_that_the_cluster_refuses_ends_the_run(tmp_path: Path) -> None:
     commands = "operations: [{migrate: decode/0, at: 0}]"
     done = baton_sim(str(written(tmp_path, "\n".join((SPLIT, LOAD, commands)))))
     assert done.returncode == 2
     assert "operations: decode/0 at 0 s: no request that could be moved" in done.stderr
+    optional = commands.replace("at: 0", "at: 0, optional: true")
+    found = report(written(tmp_path, "\n".join((SPLIT, LOAD, optional))))
+    assert (found["right"], found["errors"]) == (60, {})
 
 
 @pytest.mark.long
@@ -79,7 +122,9 @@ def test_wrong_options_are_refused_by_name(tmp_path: Path, option: str, named: s
         ("operations: [{drain: decode/7, at: 1}]", "decode/7"),
         ("planner: {act: true}", "act"),
         ("planner: {every_s: 0}", "every_s"),
-        ("operations: [{at: 1}]", "one of set_role, drain and migrate"),
+        ("operations: [{at: 1}]", "one of set_role, drain, migrate, pause"),
+        ("operations: [{drain: decode/0, migrate: decode/0, at: 1}]", "one of set_role"),
+        ("operations: [{pause: decode/0, mode: sleep, at: 1, seconds: 1}]", "sleep"),
         ("operations: [{set_role: decode/0, at: 1}]", "role"),
         ("operations: [{drain: decode/0, role: prefill, at: 1}]", "role"),
         ("operations: [{set_role: decode/0, role: router, at: 1}]", "router"),
