@@ -108,7 +108,7 @@ _NOT_FOR_REQUESTS = ("", "draining", "unhealthy")
 class NodeReport:
     """Latest description of one node."""
 
-    role: str  # "prefill" | "decode", as known before this report
+    role: str  # "prefill" | "decode" | "encode", as known before this report
     address: str
     state: str  # as in ClusterNode
     description: node_pb2.DescribeResponse | None  # None: unreachable
@@ -170,7 +170,7 @@ class ClusterState:
         """Add a node.
 
         Args:
-            role: "prefill" | "decode".
+            role: "prefill" | "decode" | "encode".
             channel: owned by the caller.
         """
         self._known[address] = _Known(role, address, channel)
@@ -183,6 +183,11 @@ class ClusterState:
     @property
     def members(self) -> Sequence[NodeMember]:
         return tuple(self._known.values())
+
+    @property
+    def serving(self) -> Sequence[NodeMember]:
+        """Members with weights, KV and adapters of their own, which operators change together."""
+        return tuple(known for known in self._known.values() if known.role != "encode")
 
     def fit(self, address: str, role: Role) -> bool:
         """Return whether the node has that role and its last description allows requests.
