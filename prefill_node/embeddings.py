@@ -99,7 +99,7 @@ class EmbeddingReads:
         self._clock = clock
         self._numbers = itertools.count(FIRST_NUMBER)
         self._producers: dict[str, ProducerUp] = {}  # by address
-        self._absent: set[str] = set()  # encode nodes that were waited for, and are not paired
+        self._absent: set[str] = set()  # nodes that were lost, or waited for in vain
         self._reads: dict[bytes, _Read] = {}  # by the name of the image
         self._by_id: dict[HandoffId, _Read] = {}
         self._landing: dict[HandoffId, _Landing] = {}
@@ -168,6 +168,7 @@ class EmbeddingReads:
                 producer = self._producers.get(address)
                 if producer is not None and producer.instance == instance:
                     del self._producers[address]
+                    self._is_absent(address)
             case CompletedEvent(id=id) if id in self._landing:
                 self._landed(event)
                 return True
@@ -240,9 +241,7 @@ class EmbeddingReads:
             self._end(event.id, "failed")
             return
         assert self._encoder is not None
-        read.copying = self._encoder.copy(
-            read.image, landing.pages, read.piece_bytes, read.epoch
-        )
+        read.copying = self._encoder.copy(read.image, landing.pages, read.piece_bytes, read.epoch)
         landing.copying = read.copying
 
     def _give_up(self, read: _Read) -> None:
@@ -252,10 +251,17 @@ class EmbeddingReads:
         elif read.address in self._producers:
             self._finish(read, "no_capacity")
         else:
-            if len(self._absent) >= MAX_READS:
-                self._absent.clear()
-            self._absent.add(read.address)
+            self._is_absent(read.address)
             self._finish(read, "unpaired")
+
+    def _is_absent(self, address: str) -> None:
+        """Wait for this encode node no more until it is paired."""
+        if len(self._absent) >= MAX_READS:
+            self._absent.clear()
+        self._absent.add(address)
+        for read in self._reads.values():
+            if read.id is None and read.address == address:
+                read.due = 0.0
 
     def _end(self, id: HandoffId, outcome: str) -> None:
         read = self._by_id.get(id)

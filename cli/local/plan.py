@@ -86,9 +86,9 @@ class RequestedModel:
     model: str
     prefill: RequestedNodes
     decode: RequestedNodes
-    encode: RequestedNodes = NO_NODES
     served_model_name: str = ""  # "": the name in `model`
     router_model: str = ""  # of which the router reads the files. "": `model`
+    encode: RequestedNodes = NO_NODES
 
     @property
     def name(self) -> str:

@@ -193,9 +193,9 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
                 of["prefill"], NodeShape(of["prefill_tp"], of["prefill_pp"]), of["prefill_dp"]
             ),
             plan.RequestedNodes(of["decode"], NodeShape(of["decode_tp"]), of["decode_dp"]),
-            plan.RequestedNodes(of["encode"]),
             name,
             _files_of(options, model) if simulated else "",
+            plan.RequestedNodes(of["encode"]),
         )
         for number, (model, name) in enumerate(zip(models, names, strict=True))
         for of in [{each: values[number] for each, values in counts.items()}]

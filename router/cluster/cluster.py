@@ -243,6 +243,7 @@ class Cluster:
     def in_use(self) -> Iterator[str]:
         """Addresses of the nodes that get requests, including paused ones."""
         yield from (choice.address for choice in self._choices)
+        yield from self._encoders
         for node in self._state.members:
             if self._state.fit(node.address, "prefill"):
                 yield node.address

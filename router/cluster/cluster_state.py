@@ -270,7 +270,11 @@ class ClusterState:
         report = await self._report(known)
         described = report.description
         if described is None:
-            # The last state stays: the loss of a node is reported by its stream.
+            # The last state stays: the loss of a node is reported by its stream. Encode nodes have
+            # no stream to the router.
+            if known.role == "encode" and known.state:
+                known.state = ""
+                self._on_change()
             return report
         # A description made before the node was lost does not apply to the one that came back.
         if known.num_lives == life and known.state != report.state:

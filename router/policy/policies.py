@@ -47,8 +47,9 @@ def encode_nodes(spec: RequestSpec, encoders: Sequence[str]) -> tuple[str, ...]:
 
     return tuple(
         # The ids of its tokens are drawn from its content.
-        node_of(spec.token_ids[BYTES_PER_TOKEN * image.at :][: BYTES_PER_TOKEN * _NAME_TOKENS])
+        node_of(spec.token_ids[BYTES_PER_TOKEN * image.at : BYTES_PER_TOKEN * end])
         for image in spec.images
+        for end in [min(image.at + _NAME_TOKENS, image.end)]
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import promql_parser
 import pytest
@@ -27,7 +27,7 @@ VARIABLES = {"$__rate_interval": "5m", "$__interval": "1m"}  # Grafana's own, as
 
 DECLARED: dict[str, MetricDeclaration] = {
     name: each
-    for each in (*router.DECLARED, *node.DECLARED["prefill"], *node.DECLARED["decode"])
+    for each in (*router.DECLARED, *chain.from_iterable(node.DECLARED.values()))
     for name in each.sample_names
 }
 
@@ -261,7 +261,7 @@ def test_every_metric_is_on_a_dashboard():
         for _, target in _queries(json.loads(file.read_text()))
         for metric in parsed(target["expr"], frozenset({"namespace", "instance"})).metrics
     }
-    for each in (*router.DECLARED, *node.BOTH, *node.DECODE, *node.PREFILL, *node.ENCODE):
+    for each in (*router.DECLARED, *node.BOTH, *node.DECODE, *node.ENCODE):
         if each.name.startswith("baton_") and each.name != "baton_info":
             assert shown & each.sample_names, f"{each.name} is on no dashboard"
 

@@ -162,8 +162,18 @@ def test_the_last_request_that_ends_cancels_the_read(rig: Rig) -> None:
     assert rig.num_held == 0 and not rig.reads.busy
 
 
-def test_an_encode_node_that_does_not_pair_is_waited_for_once(rig: Rig) -> None:
+def test_a_lost_encode_node_is_not_waited_for(rig: Rig) -> None:
+    rig.memory.pages.allocate(63, PageHolder.REQUEST)  # so that the read is not opened
+    rig.start(1)
     rig.reads.take(ProducerDown(UP.instance, ENCODER, "lost"))
+    rig.reads.poll()
+    assert rig.reads.take_over() == [1]
+    rig.start(2)
+    assert not rig.reads.waits(2) and rig.outcome("unpaired") == 2
+
+
+def test_an_encode_node_that_does_not_pair_is_waited_for_once() -> None:
+    rig = Rig()
     rig.start()
     assert rig.reads.waits(1)
     rig.now = PAIR_S
