@@ -197,4 +197,4 @@ class EmbeddingExports:
             whole[:, :piece_bytes] = pieces
             self._pool[torch.from_numpy(pages).long()] = whole
         if self._pool.device.type == "cuda":
-            torch.cuda.synchronize(self._pool.device)
+            torch.cuda.current_stream(self._pool.device).synchronize()

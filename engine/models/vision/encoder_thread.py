@@ -125,7 +125,7 @@ class EncoderThread:
             data = rows[: image.num_tokens * self.token_bytes]
             made = data.view(self._dtype).view(image.num_tokens, -1)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         self._tower.put(image, made, epoch)
 
     def _run(self) -> None:
