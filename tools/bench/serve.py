@@ -149,7 +149,8 @@ async def _with_images(
         await client.closed_loop(_warm_up(vocabulary, options), streams)
         await client.look(_picture(-1), WARM_UP_TOKENS)
         arriving = asyncio.create_task(arrive(client)) if rate else None
-        load = client.closed_loop(_closed_jobs(streams, vocabulary, options), streams)
+        jobs = _jobs(options.image_requests, vocabulary, options, series=streams)
+        load = client.closed_loop(jobs, streams)
         row, _ = await _timed(system, load)
         if arriving is not None:
             arriving.cancel()
@@ -172,6 +173,7 @@ def _options() -> argparse.Namespace:
     which.add_argument("--model", help="checkpoint directory; default: a tiny one made on the spot")
     which.add_argument("--images", action="store_true", help="text streams while images arrive")
     parser.add_argument("--image-rate", type=float, default=2.0, help="images/s")
+    parser.add_argument("--image-requests", type=int, default=400, help="texts while images arrive")
     parser.add_argument("--device", default="cpu", help="cpu | cuda:N, for all systems")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, GOAL_STREAMS])
     parser.add_argument("--requests-per-stream", type=int, default=6)
