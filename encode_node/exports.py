@@ -29,6 +29,7 @@ from kvtransfer.ports import (
 )
 
 MAX_OPEN = 1024  # hand-offs; more are refused
+MAX_OPEN_BYTES = 1 << 30  # of their pixels
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +148,9 @@ class EmbeddingExports:
         if len(self._exports) > MAX_OPEN:
             return f"busy: {MAX_OPEN} images are open already"
         image = source.image
+        waiting = (each.source.image.pixels for each in self._exports.values() if each.source)
+        if sum(map(len, waiting)) + len(image.pixels) > MAX_OPEN_BYTES:
+            return f"busy: open images have {MAX_OPEN_BYTES} bytes of pixels already"
         if not image.num_tokens or not image.fits(self._token_side):
             return "the number of pixels does not match the size of the image"
         num_pieces = -(-image.num_tokens * self._encoder.token_bytes // source.piece_bytes)

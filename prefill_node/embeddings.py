@@ -59,7 +59,7 @@ class _Read:
 
 @dataclass(slots=True, eq=False)
 class _Landing:
-    """Pages of a read, until no data can land there and none is copied from there."""
+    """Pages of a read, until it has ended, no data can land there and none is copied from there."""
 
     pages: Ints
     lands: bool = True
@@ -194,7 +194,8 @@ class EmbeddingReads:
             elif read.id is None and read.address in self._producers:
                 self._open(read, self._producers[read.address], now)
         for id, landing in list(self._landing.items()):
-            if not landing.lands and (landing.copying is None or landing.copying.done()):
+            copied = landing.copying is None or landing.copying.done()
+            if copied and not landing.lands and id not in self._by_id:
                 self._pages.drop(landing.pages, PageHolder.READ)
                 del self._landing[id]
 

@@ -112,6 +112,18 @@ def test_two_requests_wait_for_one_read_and_pages_are_free_after_the_copy(rig: R
     assert not rig.reads.busy and rig.num_held == 0 and rig.outcome("completed") == 1
 
 
+def test_pages_stay_until_the_encode_node_says_that_they_were_held(rig: Rig) -> None:
+    rig.start()
+    id = rig.opened()
+    rig.reads.take(ReadsEndedEvent(id))
+    rig.reads.poll()
+    assert rig.num_held == 2  # nothing lands any more, and nothing is copied yet
+    rig.reads.take(CompletedEvent(id, num_tokens=2))
+    rig.encoder.copies[0].set_result(None)
+    rig.reads.poll()
+    assert rig.reads.take_over() == [1] and rig.num_held == 0
+
+
 def test_a_cached_image_is_not_read(rig: Rig) -> None:
     rig.encoder.cached.add(IMAGE.name)
     rig.start(1, IMAGE, OTHER)
