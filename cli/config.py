@@ -9,13 +9,20 @@ from typing import Any
 
 from cli import client
 from common import settings
-from common.config import ConfigRecord, DecodeConfig, PrefillConfig, RouterConfig
+from common.config import (
+    ConfigRecord,
+    DecodeConfig,
+    EncodeConfig,
+    PrefillConfig,
+    RouterConfig,
+)
 from common.process.standard_output import say
 
 _RECORDS: Mapping[str, type[ConfigRecord]] = {
     "router": RouterConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "encode": EncodeConfig,
 }
 
 

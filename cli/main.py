@@ -66,6 +66,9 @@ COMMANDS: Mapping[str, CliCommand | CliGroup] = {
             "decode": CliCommand(
                 "Run a decode node", "decode_node", needs=_NODE, record="DecodeConfig"
             ),
+            "encode": CliCommand(
+                "Run an encode node, for images", "encode_node", needs=_NODE, record="EncodeConfig"
+            ),
         },
     ),
     "rank-host": CliCommand(

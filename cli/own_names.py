@@ -14,6 +14,7 @@ from pathlib import Path
 DISTRIBUTION = "baton-serving"  # on PyPI, `baton` is another project
 PACKAGES = (
     *("protos", "kernels", "common", "engine", "kvtransfer", "node", "prefill_node", "decode_node"),
+    "encode_node",
     *("router", "api", "simulation", "bench", "cli"),
 )
 _HERE = Path(__file__).resolve().parent.parent

@@ -475,7 +475,9 @@ def _source(
     if ticket:
         return Live(spec, ticket)
     return Prompt(
-        spec, tuple(hint for hint in state.prefix_hints if hint.address != producer.address)
+        spec,
+        tuple(hint for hint in state.prefix_hints if hint.address != producer.address),
+        state.placement.encode_addresses,
     )
 
 

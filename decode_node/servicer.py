@@ -448,6 +448,7 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: TraceContex
         ticket=submit.ticket,
         move_from=_move_from(submit),
         own_address=stream.own_address,
+        encode_addresses=_encoders(submit),
     )
     return SubmitRequest(
         stream.number,
@@ -458,6 +459,15 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: TraceContex
         time.monotonic(),
         trace,
     )
+
+
+def _encoders(submit: decode_pb2.Submit) -> tuple[str, ...]:
+    num_images = len(submit.request.images)
+    if len(submit.encode_addresses) not in (0, num_images):
+        raise InvalidRequest(
+            f"encode_addresses has {len(submit.encode_addresses)} entries for {num_images} images"
+        )
+    return tuple(map(rpc.check_address, submit.encode_addresses[: limits.MAX_IMAGES]))
 
 
 def _move_from(submit: decode_pb2.Submit) -> MigrateFrom | None:

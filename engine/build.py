@@ -467,7 +467,9 @@ def assemble(
     _report(backend, adapters)
     weights = _updater(config, loaded)
     seeing = model.seeing
-    encoder = None if seeing is None else EncoderThread(seeing, model.device)
+    encoder = None
+    if seeing is not None:
+        encoder = EncoderThread(seeing, backend.pool.tensor, spec.image_token_size, model.dtype)
     return Engine(
         replace(core, encoder=encoder),
         loaded,

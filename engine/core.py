@@ -5,12 +5,14 @@ A scheduler works on a core. Tests and benchmarks make their cores here as well.
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from common.config import EngineConfig
 from common.page_tables import PageTables
 from common.requests.images import Image
+from engine.batch.batch import Ints
 from engine.batch.limits import RequestLimits
 from engine.batch.table import SlotTable
 from engine.kv_cache.pages import PageAllocator
@@ -62,16 +64,32 @@ class InputEncoder(Protocol):
         notify: called from any thread whenever images are encoded.
         batches: number of the encoder's calls.
         num_waiting: images in the queue.
+        token_bytes: bytes of an image token's embedding.
     """
 
     notify: Callable[[], None]
     batches: int
+    token_bytes: int
 
     @property
     def num_waiting(self) -> int: ...
 
     def begin(self, images: Sequence[Image]) -> EncodingJob | None:
         """Encode images that are not cached. Return None if the queue is full."""
+        ...
+
+    def missing(self, images: Sequence[Image]) -> Sequence[Image]:
+        """Return the images whose embeddings are not cached, each content once."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Return a number that changes with the weights."""
+        ...
+
+    def copy(self, image: Image, pages: Ints, piece_bytes: int, epoch: int) -> Future[None]:
+        """Cache the embeddings whose pieces are in these pages of the engine's pool. The pages must
+        not change until it is done. Embeddings of an older epoch are dropped."""
         ...
 
     def close(self) -> None: ...

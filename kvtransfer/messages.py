@@ -10,6 +10,7 @@ import msgspec
 
 from common.addresses import PrefixHint
 from common.request import Remaining, RequestSpec
+from common.requests.images import Image
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import BYTES_PER_TOKEN, SHARED, Namespace, WeightsId
 from common.requests.timeline import PrefillTimes
@@ -33,21 +34,29 @@ class HandoffKind(Enum):
     LIVE = auto()
     PREFIX = auto()
     WEIGHTS = auto()
+    EMBEDDINGS = auto()
 
     @property
     def samples(self) -> bool:
         """Return whether a hand-off of this kind ends with a sampled token."""
         return self in (HandoffKind.PROMPT, HandoffKind.LIVE)
 
+    @property
+    def in_pieces(self) -> bool:
+        """Return whether pages have pieces of other data than KV, each in a page of its own."""
+        return self in (HandoffKind.WEIGHTS, HandoffKind.EMBEDDINGS)
+
 
 class Prompt(msgspec.Struct, frozen=True, tag=True):
     """A request whose KV the producer computes.
 
     prefix_hints: other nodes from which the producer may read the prefix that it lacks.
+    encode_addresses: the encode node of each image. Empty: there is none.
     """
 
     spec: RequestSpec
     prefix_hints: tuple[PrefixHint, ...] = ()
+    encode_addresses: tuple[str, ...] = ()
 
     kind: ClassVar[HandoffKind] = HandoffKind.PROMPT
 
@@ -110,7 +119,26 @@ class Weights(msgspec.Struct, frozen=True, tag=True):
         return self.num_pieces
 
 
-Source: TypeAlias = Prompt | Live | Prefix | Weights
+class Embeddings(msgspec.Struct, frozen=True, tag=True):
+    """The embeddings of an image, which the producer encodes. They are cut into pieces, as weights
+    are.
+
+    image: its position in a prompt has no meaning.
+    """
+
+    image: Image
+    num_pieces: int
+    piece_bytes: int
+
+    kind: ClassVar[HandoffKind] = HandoffKind.EMBEDDINGS
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of pieces, as Weights does."""
+        return self.num_pieces
+
+
+Source: TypeAlias = Prompt | Live | Prefix | Weights | Embeddings
 
 
 class PairRecord(msgspec.Struct, frozen=True, tag=True):

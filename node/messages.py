@@ -161,6 +161,7 @@ class Placement(msgspec.Struct, frozen=True):
         ticket: identifies it for migration to another node. 0: it stays.
         move_from: the node that runs it now, if any.
         own_address: of this node, as the router calls it. "": unknown.
+        encode_addresses: the encode node of each image. Empty: there is none.
     """
 
     prefill_addresses: tuple[str, ...] = ()
@@ -168,6 +169,7 @@ class Placement(msgspec.Struct, frozen=True):
     ticket: int = 0
     move_from: MigrateFrom | None = None
     own_address: str = ""
+    encode_addresses: tuple[str, ...] = ()
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, tag=True):

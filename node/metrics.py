@@ -26,7 +26,7 @@ from common.priority import CLASSES
 from common.queueing import QueueBacklog
 from node.messages import EngineStats
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "encode"]
 Refusal = Literal["invalid", "draining", "overloaded", "late", "dropped", "deadline"]
 StreamKind = Literal["router", "pair"]
 Pairing = Literal["up", "refused", "failed"]
@@ -39,7 +39,7 @@ QUEUES = (
     "fetching",  # the prefix is read from another node
     "adapter",  # the adapter has no slot
     "paused",  # decode nodes only: placed when the pause ends
-    *("bootstrap", "inflight", "pooled"),  # prefill nodes only
+    *("embeddings", "bootstrap", "inflight", "pooled"),  # prefill nodes only
     *("unpaired", "prealloc", "transfer", "migrating"),  # decode nodes only
 )
 HOLDERS = ("free", "request", "step", "read", "publication", "copy", "cache")
@@ -455,15 +455,40 @@ PREFILL_ENGINE: Mapping[str, MetricDeclaration] = {
         "baton_prefill_ahead_tokens",
         "Total prompt tokens computed while their decode node had no pages for them.",
     ),
+    "total_embedding_reads": counter(
+        "baton_embedding_reads",
+        "Total images whose embeddings this node wanted to read from an encode node. All except "
+        "completed ones are encoded here. Failed: refused, or the node was lost. Unpaired: it was "
+        "not paired. No_capacity: no free pages.",
+        outcome=("completed", "failed", "late", "unpaired", "no_capacity"),
+    ),
 }
-_ALL = {**ENGINE, **DECODE_ENGINE, **PREFILL_ENGINE}
-
+_IMAGES = ("total_images", "total_image_seconds", "total_image_batches", "images_waiting")
+ENCODE_ENGINE: Mapping[str, MetricDeclaration] = {
+    **{
+        name: ENGINE[name]
+        for name in (*_IMAGES, "image_bytes", "pages_", "total_thread_cpu", "total_process_cpu")
+    },
+    "total_embedding_exports": counter(
+        "baton_embedding_exports",
+        "Total images that prefill nodes wanted to be encoded here. Failed: the prefill node no "
+        "longer wanted it, or was lost. Refused: the queue was full, or encoding failed.",
+        outcome=("completed", "failed", "refused"),
+    ),
+}
 BOTH = (*SERVER, *ENGINE.values())
 DECODE = (*DECODE_ENGINE.values(),)
 PREFILL = (*PREFILL_ENGINE.values(),)
+ENCODE = tuple(each for each in ENCODE_ENGINE.values() if each not in BOTH)
+# The engine's metrics by role.
+OF_ROLE: Mapping[Role, Mapping[str, MetricDeclaration]] = {
+    "prefill": {**ENGINE, **PREFILL_ENGINE},
+    "decode": {**ENGINE, **DECODE_ENGINE},
+    "encode": ENCODE_ENGINE,
+}
+_ALL = {name: each for own in OF_ROLE.values() for name, each in own.items()}
 DECLARED: Mapping[Role, tuple[MetricDeclaration, ...]] = {
-    "prefill": (*BOTH, *PREFILL, *TRUST, INFO, *PROCESS),
-    "decode": (*BOTH, *DECODE, *TRUST, INFO, *PROCESS),
+    role: (*SERVER, *own.values(), *TRUST, INFO, *PROCESS) for role, own in OF_ROLE.items()
 }
 
 
@@ -524,8 +549,7 @@ class NodeMetrics:
             declared, values = _place(name)
             if declared is not None:
                 series.setdefault(declared.name, {})[values] = value
-        own = DECODE_ENGINE if self._role == "decode" else PREFILL_ENGINE
-        for declared in (*ENGINE.values(), *own.values()):
+        for declared in OF_ROLE[self._role].values():
             yield declared.family(series.get(declared.name, {}))
         yield from self.trust.families()
 

@@ -32,6 +32,7 @@ class Claim(Enum):
     ADAPTER = "adapter"  # its adapter in host memory, and perhaps a slot
     TICKET = "ticket"  # the name under which another node may continue it
     FETCH = "fetch"  # a prefix that is being fetched, or was
+    IMAGES = "images"  # embeddings of its images that are being read, or were
     RESERVATION = "reservation"  # pages for KV of another node
     MIGRATION = "migration"  # the hand-off of its migration to another node
 

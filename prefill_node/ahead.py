@@ -11,7 +11,7 @@ the end of its chunk. The KV of finished chunks stays in the cache.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,6 @@ from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.scheduler import ChunkDone
 from node.queues import RequestAdapters
 from node.request_state import Claim, Ending, RequestStage, RequestState
-from node.sharing.fetches import PrefixFetches
 from prefill_node.admission import PrefillQueues, PrefillState
 from prefill_node.pooling import NO_TOKEN
 
@@ -42,6 +41,7 @@ class PrefillAhead:
     """Computes prompts ahead, one at a time. Engine thread only.
 
     Args:
+        is_coming: returns whether a hand-off waits for data of another node, by its key.
         keys: unused keys of requests, all negative. Hand-offs have positive keys.
         max_tokens: most tokens of prompts that are computed and wait for their Grant. 0: none is
             computed ahead.
@@ -53,7 +53,7 @@ class PrefillAhead:
         *,
         cache: PrefixCache,
         adapters: RequestAdapters,
-        fetches: PrefixFetches,
+        is_coming: Callable[[int], bool],
         keys: Iterator[int],
         max_tokens: int,
     ) -> None:
@@ -61,7 +61,7 @@ class PrefillAhead:
         self._scheduler = queues.scheduled.scheduler
         self._cache = cache
         self._adapters = adapters
-        self._fetches = fetches
+        self._is_coming = is_coming
         self._keys = keys
         self._max_tokens = max_tokens
         self._current: AheadPrompt | None = None
@@ -145,7 +145,7 @@ class PrefillAhead:
         return (
             len(request.reusable_tokens) == len(request.token_ids) - 1
             and not request.engine_crashes
-            and not self._fetches.waits(request.key)
+            and not self._is_coming(request.key)
         )
 
     def _is_cached(self, request: Request) -> bool:

@@ -31,10 +31,11 @@ from node.messages import CancelPooling, FrontMessage, SubmitPooling
 from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
 from node.request_state import RequestStage, RequestState
 from node.role_parts import RoleEngine, RoleRuntime
-from node.sharing.fetches import PrefixFetchQueue
+from node.sharing.fetches import FetchQueue
 from node.sharing.prefixes import PrefixSharing
 from prefill_node.admission import HandoffAdmission, PrefillQueues
 from prefill_node.ahead import PrefillAhead
+from prefill_node.embeddings import EmbeddingReads
 from prefill_node.handoffs import HandoffHistory, OutgoingHandoffs
 from prefill_node.pooling import PoolingCalls
 
@@ -60,6 +61,7 @@ class PrefillRole:
         pooling: PoolingCalls,
         ahead: PrefillAhead,
         sharing: PrefixSharing,
+        embeddings: EmbeddingReads,
         control: EngineControl,
         port: TransferPort,
     ) -> None:
@@ -69,6 +71,7 @@ class PrefillRole:
         self._pooling = pooling
         self._ahead = ahead
         self._sharing = sharing
+        self._embeddings = embeddings
         self._control = control
         self._port = port
 
@@ -76,7 +79,7 @@ class PrefillRole:
 
     def poll(self) -> None:
         for event in self._port.take():
-            if self._sharing.take(event):
+            if self._embeddings.take(event) or self._sharing.take(event):
                 continue
             match event:
                 case ProducerUp():
@@ -91,6 +94,7 @@ class PrefillRole:
                     self._handoffs.grant(event)
                 case ClosedEvent():
                     self._handoffs.dropped(event)
+        self._embeddings.poll()
         now = time.monotonic()
         self._handoffs.schedule_prepared(now)
         self._ahead.poll(now)
@@ -124,14 +128,15 @@ class PrefillRole:
     def check_leaks(self) -> None:
         """Raise EngineFault if a page or slot has no live holder."""
         exported = [*self._handoffs.exported, *self._sharing.exported()]
-        reads = self._sharing.reads()
+        reads = [*self._sharing.reads(), *self._embeddings.reads()]
         self.scheduler.check_idle({PageHolder.PUBLICATION: exported, PageHolder.READ: reads})
 
     # Calls of the control interface ---------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        return bool(self._handoffs.busy or self._pooling or self._ahead.busy or self._sharing.busy)
+        fetches = self._sharing.busy or self._embeddings.busy
+        return bool(self._handoffs.busy or self._pooling or self._ahead.busy or fetches)
 
     def queues(self) -> dict[str, int]:
         return {**self._queues.lengths(), "pooled": len(self._pooling)}
@@ -147,6 +152,7 @@ class PrefillRole:
             **self.scheduler.counters(),
             **self._handoffs.counters(),
             **self._sharing.counters(),
+            **self._embeddings.counters(),
             "pooled_prompts": self._pooling.num_pooled,
             "tokens_ahead": self._ahead.num_tokens,
         }
@@ -233,6 +239,15 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
             handoffs.admitted(request, holding)
         ahead.admitted(request)
 
+    embeddings = EmbeddingReads(
+        engine.core.encoder,
+        runtime.port,
+        instance=runtime.instance,
+        cache=engine.core.cache,
+        pages=engine.core.pages,
+        weights=lambda: control.weights,
+        timeout_s=config.encode_timeout_s,
+    )
     scheduler = engine.scheduler(config.engine, admitted)
     scheduled = SchedulerQueue(scheduler, find)
     preparing: PreparationStages[RequestState] = PreparationStages(
@@ -240,7 +255,8 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         GrammarQueue(engine.guides),
         AdapterQueue(engine.adapters),
         TierLoadQueue(engine.core.tiers, lambda: scheduler.free_capacity().num_pages),
-        PrefixFetchQueue(sharing.fetches),
+        FetchQueue("fetching", sharing.fetches),
+        FetchQueue("embeddings", embeddings),
     )
     queues = PrefillQueues(preparing, scheduled)
     tokens = TokenBudget(steps.max_queued_tokens)  # of prompts without pages
@@ -262,6 +278,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         tables=engine.core.shape.tables,
         port=runtime.port,
         sharing=sharing,
+        embeddings=embeddings,
     )
     pooling = PoolingCalls(
         scheduled,
@@ -275,7 +292,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         queues,
         cache=engine.core.cache,
         adapters=engine.adapters,
-        fetches=sharing.fetches,
+        is_coming=lambda key: sharing.fetches.waits(key) or embeddings.waits(key),
         keys=other_keys,
         max_tokens=_max_tokens_ahead(engine, config),
     )
@@ -285,6 +302,7 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
         pooling=pooling,
         ahead=ahead,
         sharing=sharing,
+        embeddings=embeddings,
         control=control,
         port=runtime.port,
     )

@@ -39,6 +39,7 @@ from node.request_state import Claim, Ending, RequestStage
 from node.sharing.prefixes import PrefixSharing
 from node.timings import ProducerTimings, RequestHistory, of_handoff
 from prefill_node.admission import COUNTS, HandoffAdmission, PrefillQueues, PrefillState, refusal_of
+from prefill_node.embeddings import EmbeddingReads
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class OutgoingHandoffs:
         tables: PageTables,
         port: ProducerCommands,
         sharing: PrefixSharing,
+        embeddings: EmbeddingReads,
     ) -> None:
         self._admission = admission
         self._queues = queues
@@ -134,6 +136,7 @@ class OutgoingHandoffs:
         self._tables = tables
         self._port = port
         self._sharing = sharing
+        self._embeddings = embeddings
         self._states: dict[int, PrefillState] = {}  # by serial, of hand-offs that have not failed
         self._exported: dict[int, Ints] = {}  # pages held for publication, by serial
         outcomes = ("handoffs_completed", "handoffs_failed", "handoffs_aborted", "refused/dropped")
@@ -192,6 +195,9 @@ class OutgoingHandoffs:
             return state.close(error)
         self._queues.bootstrap.put(state)
         state.claims.add(Claim.FETCH, partial(self._sharing.forget, state.key))
+        if isinstance(source, Prompt) and source.encode_addresses:
+            state.claims.add(Claim.IMAGES, partial(self._embeddings.forget, state.key))
+            self._embeddings.start(state.key, source.spec.images, source.encode_addresses)
         if isinstance(source, Prompt) and source.prefix_hints:
             scheduled = self._queues.scheduled
             room, queued_s = (

@@ -239,6 +239,7 @@ def _parts(frontend: NodeFrontend, *, calls: bool, fetches: bool) -> RoleService
         frontend.engine.check_ready,
         frontend.supervision.check_length,
         on_named=producers.name if fetches else lambda addresses: None,
+        on_encoders=producers.name if calls else lambda addresses: None,
     )
     pooling = PoolingServicer(frontend.engine, frontend.supervision.check_length)
 

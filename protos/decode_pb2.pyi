@@ -83,7 +83,7 @@ class Peers(_message.Message):
     def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ..., decode_addresses: _Optional[_Iterable[str]] = ..., own_address: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request", "remaining", "ticket", "prefill_addresses", "prefix_hints", "move_from")
+    __slots__ = ("number", "request", "remaining", "ticket", "prefill_addresses", "prefix_hints", "move_from", "encode_addresses")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class Submit(_message.Message):
     PREFILL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HINTS_FIELD_NUMBER: _ClassVar[int]
     MOVE_FROM_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     number: int
     request: _request_pb2.Request
     remaining: _request_pb2.Remaining
@@ -98,7 +99,8 @@ class Submit(_message.Message):
     prefill_addresses: _containers.RepeatedScalarFieldContainer[str]
     prefix_hints: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
     move_from: MoveFrom
-    def __init__(self, number: _Optional[int] = ..., request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., remaining: _Optional[_Union[_request_pb2.Remaining, _Mapping]] = ..., ticket: _Optional[int] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., prefix_hints: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ...) -> None: ...
+    encode_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., remaining: _Optional[_Union[_request_pb2.Remaining, _Mapping]] = ..., ticket: _Optional[int] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., prefix_hints: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., encode_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class MoveFrom(_message.Message):
     __slots__ = ("address", "ticket")

@@ -22,13 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from protos import images_pb2 as protos_dot_images__pb2
 from protos import last_words_pb2 as protos_dot_last__words__pb2
 from protos import prefixes_pb2 as protos_dot_prefixes__pb2
 from protos import request_pb2 as protos_dot_request__pb2
 from protos import sampling_pb2 as protos_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/kvtransfer.proto\x12\x08\x62\x61ton.v1\x1a\x17protos/last_words.proto\x1a\x15protos/prefixes.proto\x1a\x14protos/request.proto\x1a\x15protos/sampling.proto\"\x8f\x02\n\x0c\x46romConsumer\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.baton.v1.OpenH\x00\x12 \n\x05grant\x18\x03 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x1e\n\x04\x64one\x18\x04 \x01(\x0b\x32\x0e.baton.v1.DoneH\x00\x12\"\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12(\n\theartbeat\x18\x06 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12\"\n\x06\x66orget\x18\x07 \x01(\x0b\x32\x10.baton.v1.ForgetH\x00\x42\t\n\x07message\"\xa6\x02\n\x0c\x46romProducer\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12&\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x12.baton.v1.AdmittedH\x00\x12 \n\x05ready\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12&\n\x08released\x18\x04 \x01(\x0b\x32\x12.baton.v1.ReleasedH\x00\x12\"\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x10.baton.v1.FailedH\x00\x12(\n\theartbeat\x18\x06 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12)\n\nlast_words\x18\x07 \x01(\x0b\x32\x13.baton.v1.LastWordsH\x00\x42\t\n\x07message\"\xa5\x02\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\x06\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x35\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32 .baton.v1.Hello.FingerprintEntry\x12!\n\x05paths\x18\x04 \x03(\x0b\x32\x12.baton.v1.DataPath\x12!\n\x07regions\x18\x05 \x03(\x0b\x32\x10.baton.v1.Region\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\n\n\x02tp\x18\x07 \x01(\r\x12\n\n\x02pp\x18\x08 \x01(\r\x12\x13\n\x0bstate_pages\x18\t \x01(\r\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\x08\x44\x61taPath\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\x12\x0c\n\x04rank\x18\x03 \x01(\r\"=\n\x06Region\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x04\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"?\n\tHandoffId\x12\x10\n\x08instance\x18\x01 \x01(\x06\x12\x0f\n\x07request\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xff\x01\n\x04Open\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x16\n\x0eweight_version\x18\x02 \x01(\x0c\x12&\n\tremaining\x18\x03 \x01(\x0b\x32\x13.baton.v1.Remaining\x12\"\n\x06prompt\x18\x04 \x01(\x0b\x32\x10.baton.v1.PromptH\x00\x12\x1e\n\x04live\x18\x05 \x01(\x0b\x32\x0e.baton.v1.LiveH\x00\x12\"\n\x06prefix\x18\x06 \x01(\x0b\x32\x10.baton.v1.PrefixH\x00\x12$\n\x07weights\x18\x07 \x01(\x0b\x32\x11.baton.v1.WeightsH\x00\x42\x08\n\x06source\"V\n\x06Prompt\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.baton.v1.Request\x12(\n\x0cprefix_hints\x18\x02 \x03(\x0b\x32\x12.baton.v1.PrefixAt\":\n\x04Live\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.baton.v1.Request\x12\x0e\n\x06ticket\x18\x02 \x01(\x06\">\n\x06Prefix\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x0e\n\x06ticket\x18\x03 \x01(\x06\"G\n\x07Weights\x12\x13\n\x0b\x66irst_piece\x18\x01 \x01(\r\x12\x12\n\nnum_pieces\x18\x02 \x01(\r\x12\x13\n\x0bpiece_bytes\x18\x03 \x01(\x04\"g\n\x05Grant\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x15\n\rprefix_tokens\x18\x02 \x01(\r\x12\x13\n\x0broom_tokens\x18\x03 \x01(\r\x12\x11\n\tgib_per_s\x18\x04 \x01(\x01\"Z\n\x08\x41\x64mitted\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x16\n\x0e\x63ompute_tokens\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\"\xb7\x02\n\x05Ready\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x18\n\x0b\x66irst_token\x18\x06 \x01(\rH\x00\x88\x01\x01\x12%\n\x05times\x18\x07 \x01(\x0b\x32\x16.baton.v1.PrefillTimes\x12$\n\x08logprobs\x18\x08 \x01(\x0b\x32\x12.baton.v1.Logprobs\x12+\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x12.baton.v1.Logprobs\x12\x0f\n\x07\x63hecked\x18\n \x03(\r\x12\x0c\n\x04sums\x18\x0b \x03(\x06\x12\x11\n\ttoken_ids\x18\x0c \x03(\rB\x0e\n\x0c_first_token\"Y\n\x0cPrefillTimes\x12\x13\n\x0b\x62ootstrap_s\x18\x01 \x01(\x01\x12\x11\n\twaiting_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\r\"\'\n\x04\x44one\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\"9\n\x08Released\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0c\n\x04held\x18\x02 \x01(\x08\"9\n\x06\x43\x61ncel\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\".\n\x06\x46orget\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\"c\n\x06\x46\x61iled\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"H\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\ropen_handoffs\x18\x02 \x01(\r\x12\x12\n\nconnecting\x18\x03 \x01(\x08\x32H\n\nKvTransfer\x12:\n\x04Pair\x12\x16.baton.v1.FromConsumer\x1a\x16.baton.v1.FromProducer(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/kvtransfer.proto\x12\x08\x62\x61ton.v1\x1a\x13protos/images.proto\x1a\x17protos/last_words.proto\x1a\x15protos/prefixes.proto\x1a\x14protos/request.proto\x1a\x15protos/sampling.proto\"\x8f\x02\n\x0c\x46romConsumer\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12\x1e\n\x04open\x18\x02 \x01(\x0b\x32\x0e.baton.v1.OpenH\x00\x12 \n\x05grant\x18\x03 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x1e\n\x04\x64one\x18\x04 \x01(\x0b\x32\x0e.baton.v1.DoneH\x00\x12\"\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12(\n\theartbeat\x18\x06 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12\"\n\x06\x66orget\x18\x07 \x01(\x0b\x32\x10.baton.v1.ForgetH\x00\x42\t\n\x07message\"\xa6\x02\n\x0c\x46romProducer\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12&\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x12.baton.v1.AdmittedH\x00\x12 \n\x05ready\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12&\n\x08released\x18\x04 \x01(\x0b\x32\x12.baton.v1.ReleasedH\x00\x12\"\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x10.baton.v1.FailedH\x00\x12(\n\theartbeat\x18\x06 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12)\n\nlast_words\x18\x07 \x01(\x0b\x32\x13.baton.v1.LastWordsH\x00\x42\t\n\x07message\"\xa5\x02\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\x06\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x35\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32 .baton.v1.Hello.FingerprintEntry\x12!\n\x05paths\x18\x04 \x03(\x0b\x32\x12.baton.v1.DataPath\x12!\n\x07regions\x18\x05 \x03(\x0b\x32\x10.baton.v1.Region\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\n\n\x02tp\x18\x07 \x01(\r\x12\n\n\x02pp\x18\x08 \x01(\r\x12\x13\n\x0bstate_pages\x18\t \x01(\r\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\x08\x44\x61taPath\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\x12\x0c\n\x04rank\x18\x03 \x01(\r\"=\n\x06Region\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x04\x12\x12\n\npage_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_pages\x18\x03 \x01(\r\"?\n\tHandoffId\x12\x10\n\x08instance\x18\x01 \x01(\x06\x12\x0f\n\x07request\x18\x02 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xab\x02\n\x04Open\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x16\n\x0eweight_version\x18\x02 \x01(\x0c\x12&\n\tremaining\x18\x03 \x01(\x0b\x32\x13.baton.v1.Remaining\x12\"\n\x06prompt\x18\x04 \x01(\x0b\x32\x10.baton.v1.PromptH\x00\x12\x1e\n\x04live\x18\x05 \x01(\x0b\x32\x0e.baton.v1.LiveH\x00\x12\"\n\x06prefix\x18\x06 \x01(\x0b\x32\x10.baton.v1.PrefixH\x00\x12$\n\x07weights\x18\x07 \x01(\x0b\x32\x11.baton.v1.WeightsH\x00\x12*\n\nembeddings\x18\x08 \x01(\x0b\x32\x14.baton.v1.EmbeddingsH\x00\x42\x08\n\x06source\"p\n\x06Prompt\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.baton.v1.Request\x12(\n\x0cprefix_hints\x18\x02 \x03(\x0b\x32\x12.baton.v1.PrefixAt\x12\x18\n\x10\x65ncode_addresses\x18\x03 \x03(\t\":\n\x04Live\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.baton.v1.Request\x12\x0e\n\x06ticket\x18\x02 \x01(\x06\">\n\x06Prefix\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x0e\n\x06ticket\x18\x03 \x01(\x06\"G\n\x07Weights\x12\x13\n\x0b\x66irst_piece\x18\x01 \x01(\r\x12\x12\n\nnum_pieces\x18\x02 \x01(\r\x12\x13\n\x0bpiece_bytes\x18\x03 \x01(\x04\"U\n\nEmbeddings\x12\x1e\n\x05image\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Image\x12\x12\n\nnum_pieces\x18\x02 \x01(\r\x12\x13\n\x0bpiece_bytes\x18\x03 \x01(\x04\"g\n\x05Grant\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x15\n\rprefix_tokens\x18\x02 \x01(\r\x12\x13\n\x0broom_tokens\x18\x03 \x01(\r\x12\x11\n\tgib_per_s\x18\x04 \x01(\x01\"Z\n\x08\x41\x64mitted\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x16\n\x0e\x63ompute_tokens\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\"\xb7\x02\n\x05Ready\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x18\n\x0b\x66irst_token\x18\x06 \x01(\rH\x00\x88\x01\x01\x12%\n\x05times\x18\x07 \x01(\x0b\x32\x16.baton.v1.PrefillTimes\x12$\n\x08logprobs\x18\x08 \x01(\x0b\x32\x12.baton.v1.Logprobs\x12+\n\x0fprompt_logprobs\x18\t \x01(\x0b\x32\x12.baton.v1.Logprobs\x12\x0f\n\x07\x63hecked\x18\n \x03(\r\x12\x0c\n\x04sums\x18\x0b \x03(\x06\x12\x11\n\ttoken_ids\x18\x0c \x03(\rB\x0e\n\x0c_first_token\"Y\n\x0cPrefillTimes\x12\x13\n\x0b\x62ootstrap_s\x18\x01 \x01(\x01\x12\x11\n\twaiting_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\r\"\'\n\x04\x44one\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\"9\n\x08Released\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0c\n\x04held\x18\x02 \x01(\x08\"9\n\x06\x43\x61ncel\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\".\n\x06\x46orget\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\"c\n\x06\x46\x61iled\x12\x1f\n\x02id\x18\x01 \x01(\x0b\x32\x13.baton.v1.HandoffId\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"H\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x15\n\ropen_handoffs\x18\x02 \x01(\r\x12\x12\n\nconnecting\x18\x03 \x01(\x08\x32H\n\nKvTransfer\x12:\n\x04Pair\x12\x16.baton.v1.FromConsumer\x1a\x16.baton.v1.FromProducer(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,50 +38,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO_FINGERPRINTENTRY']._loaded_options = None
   _globals['_HELLO_FINGERPRINTENTRY']._serialized_options = b'8\001'
-  _globals['_FROMCONSUMER']._serialized_start=131
-  _globals['_FROMCONSUMER']._serialized_end=402
-  _globals['_FROMPRODUCER']._serialized_start=405
-  _globals['_FROMPRODUCER']._serialized_end=699
-  _globals['_HELLO']._serialized_start=702
-  _globals['_HELLO']._serialized_end=995
-  _globals['_HELLO_FINGERPRINTENTRY']._serialized_start=945
-  _globals['_HELLO_FINGERPRINTENTRY']._serialized_end=995
-  _globals['_DATAPATH']._serialized_start=997
-  _globals['_DATAPATH']._serialized_end=1059
-  _globals['_REGION']._serialized_start=1061
-  _globals['_REGION']._serialized_end=1122
-  _globals['_HANDOFFID']._serialized_start=1124
-  _globals['_HANDOFFID']._serialized_end=1187
-  _globals['_OPEN']._serialized_start=1190
-  _globals['_OPEN']._serialized_end=1445
-  _globals['_PROMPT']._serialized_start=1447
-  _globals['_PROMPT']._serialized_end=1533
-  _globals['_LIVE']._serialized_start=1535
-  _globals['_LIVE']._serialized_end=1593
-  _globals['_PREFIX']._serialized_start=1595
-  _globals['_PREFIX']._serialized_end=1657
-  _globals['_WEIGHTS']._serialized_start=1659
-  _globals['_WEIGHTS']._serialized_end=1730
-  _globals['_GRANT']._serialized_start=1732
-  _globals['_GRANT']._serialized_end=1835
-  _globals['_ADMITTED']._serialized_start=1837
-  _globals['_ADMITTED']._serialized_end=1927
-  _globals['_READY']._serialized_start=1930
-  _globals['_READY']._serialized_end=2241
-  _globals['_PREFILLTIMES']._serialized_start=2243
-  _globals['_PREFILLTIMES']._serialized_end=2332
-  _globals['_DONE']._serialized_start=2334
-  _globals['_DONE']._serialized_end=2373
-  _globals['_RELEASED']._serialized_start=2375
-  _globals['_RELEASED']._serialized_end=2432
-  _globals['_CANCEL']._serialized_start=2434
-  _globals['_CANCEL']._serialized_end=2491
-  _globals['_FORGET']._serialized_start=2493
-  _globals['_FORGET']._serialized_end=2539
-  _globals['_FAILED']._serialized_start=2541
-  _globals['_FAILED']._serialized_end=2640
-  _globals['_HEARTBEAT']._serialized_start=2642
-  _globals['_HEARTBEAT']._serialized_end=2714
-  _globals['_KVTRANSFER']._serialized_start=2716
-  _globals['_KVTRANSFER']._serialized_end=2788
+  _globals['_FROMCONSUMER']._serialized_start=152
+  _globals['_FROMCONSUMER']._serialized_end=423
+  _globals['_FROMPRODUCER']._serialized_start=426
+  _globals['_FROMPRODUCER']._serialized_end=720
+  _globals['_HELLO']._serialized_start=723
+  _globals['_HELLO']._serialized_end=1016
+  _globals['_HELLO_FINGERPRINTENTRY']._serialized_start=966
+  _globals['_HELLO_FINGERPRINTENTRY']._serialized_end=1016
+  _globals['_DATAPATH']._serialized_start=1018
+  _globals['_DATAPATH']._serialized_end=1080
+  _globals['_REGION']._serialized_start=1082
+  _globals['_REGION']._serialized_end=1143
+  _globals['_HANDOFFID']._serialized_start=1145
+  _globals['_HANDOFFID']._serialized_end=1208
+  _globals['_OPEN']._serialized_start=1211
+  _globals['_OPEN']._serialized_end=1510
+  _globals['_PROMPT']._serialized_start=1512
+  _globals['_PROMPT']._serialized_end=1624
+  _globals['_LIVE']._serialized_start=1626
+  _globals['_LIVE']._serialized_end=1684
+  _globals['_PREFIX']._serialized_start=1686
+  _globals['_PREFIX']._serialized_end=1748
+  _globals['_WEIGHTS']._serialized_start=1750
+  _globals['_WEIGHTS']._serialized_end=1821
+  _globals['_EMBEDDINGS']._serialized_start=1823
+  _globals['_EMBEDDINGS']._serialized_end=1908
+  _globals['_GRANT']._serialized_start=1910
+  _globals['_GRANT']._serialized_end=2013
+  _globals['_ADMITTED']._serialized_start=2015
+  _globals['_ADMITTED']._serialized_end=2105
+  _globals['_READY']._serialized_start=2108
+  _globals['_READY']._serialized_end=2419
+  _globals['_PREFILLTIMES']._serialized_start=2421
+  _globals['_PREFILLTIMES']._serialized_end=2510
+  _globals['_DONE']._serialized_start=2512
+  _globals['_DONE']._serialized_end=2551
+  _globals['_RELEASED']._serialized_start=2553
+  _globals['_RELEASED']._serialized_end=2610
+  _globals['_CANCEL']._serialized_start=2612
+  _globals['_CANCEL']._serialized_end=2669
+  _globals['_FORGET']._serialized_start=2671
+  _globals['_FORGET']._serialized_end=2717
+  _globals['_FAILED']._serialized_start=2719
+  _globals['_FAILED']._serialized_end=2818
+  _globals['_HEARTBEAT']._serialized_start=2820
+  _globals['_HEARTBEAT']._serialized_end=2892
+  _globals['_KVTRANSFER']._serialized_start=2894
+  _globals['_KVTRANSFER']._serialized_end=2966
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from protos import images_pb2 as _images_pb2
 from protos import last_words_pb2 as _last_words_pb2
 from protos import prefixes_pb2 as _prefixes_pb2
 from protos import request_pb2 as _request_pb2
@@ -106,7 +107,7 @@ class HandoffId(_message.Message):
     def __init__(self, instance: _Optional[int] = ..., request: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("id", "weight_version", "remaining", "prompt", "live", "prefix", "weights")
+    __slots__ = ("id", "weight_version", "remaining", "prompt", "live", "prefix", "weights", "embeddings")
     ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +115,7 @@ class Open(_message.Message):
     LIVE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
     weight_version: bytes
     remaining: _request_pb2.Remaining
@@ -121,15 +123,18 @@ class Open(_message.Message):
     live: Live
     prefix: Prefix
     weights: Weights
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., weight_version: _Optional[bytes] = ..., remaining: _Optional[_Union[_request_pb2.Remaining, _Mapping]] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., live: _Optional[_Union[Live, _Mapping]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
+    embeddings: Embeddings
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., weight_version: _Optional[bytes] = ..., remaining: _Optional[_Union[_request_pb2.Remaining, _Mapping]] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., live: _Optional[_Union[Live, _Mapping]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., embeddings: _Optional[_Union[Embeddings, _Mapping]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("request", "prefix_hints")
+    __slots__ = ("request", "prefix_hints", "encode_addresses")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HINTS_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     request: _request_pb2.Request
     prefix_hints: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
-    def __init__(self, request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., prefix_hints: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ...) -> None: ...
+    encode_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., prefix_hints: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., encode_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Live(_message.Message):
     __slots__ = ("request", "ticket")
@@ -158,6 +163,16 @@ class Weights(_message.Message):
     num_pieces: int
     piece_bytes: int
     def __init__(self, first_piece: _Optional[int] = ..., num_pieces: _Optional[int] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
+
+class Embeddings(_message.Message):
+    __slots__ = ("image", "num_pieces", "piece_bytes")
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PIECES_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    image: _images_pb2.Image
+    num_pieces: int
+    piece_bytes: int
+    def __init__(self, image: _Optional[_Union[_images_pb2.Image, _Mapping]] = ..., num_pieces: _Optional[int] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("id", "prefix_tokens", "room_tokens", "gib_per_s")

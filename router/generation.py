@@ -26,6 +26,7 @@ from router.cluster.cluster import Cluster, FingerprintUnavailable, Placed
 from router.cluster.decode_client import DecodeCall
 from router.cluster.node_ends import LossCause, MigrationOutcome, NodeLost, may_have_crashed
 from router.policy.load import WHENEVER, PlacementKey, RequestDue
+from router.policy.policies import encode_nodes
 from router.record import RequestRecord
 from router.timelines import AttemptTimings, RequestTimeline
 from router.token_buffer import ModelVersion, NodeOutput
@@ -179,6 +180,7 @@ def submit(
             partial(timeline.receive, timings),
             move_from=move_from,
             prefix_hints=placed.prefix_at,
+            encode_addresses=encode_nodes(spec, placed.encoders),
         )
     except NodeUnavailable:
         placed.charge.close()

@@ -164,7 +164,7 @@ PROCESSES = gauge(
 NODES = gauge(
     "baton_nodes",
     "Current nodes that this router knows, by their last reported state.",
-    kind=("prefill", "decode"),
+    kind=("prefill", "decode", "encode"),
     state=NODE_STATES,
     together="most",
 )

@@ -206,10 +206,10 @@ async def make_nodes(base: RouterBase, model: ModelBase) -> ModelNodes:
     """Make these parts.
 
     Raises:
-        ConfigError: an entry of the model's prefill or decode nodes is invalid.
+        ConfigError: an entry of the model's nodes is invalid.
     """
     config, metrics = model.config, model.metrics
-    discovery = Discovery(config.prefill, config.decode)
+    discovery = Discovery(config.prefill, config.decode, config.encode)
     await discovery.start()
     changed = asyncio.Event()
     load, prefixes = NodeLoad(), PrefixIndex()

@@ -21,11 +21,13 @@ _PORT_FLAGS = {
     "router": "--port",
     "prefill_node": "--prefill-port",
     "decode_node": "--decode-port",
+    "encode_node": "--encode-port",
 }
 # An idle thread sleeps at once, so that another engine can use its core.
 _PASSIVE_WAITS = (("OMP_WAIT_POLICY", "passive"),)
 NODE_SERVICE, ROUTER_SERVICE = "baton.v1.Node", "baton.v1.Router"
-HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8000, 50050, 50100, 50200
+HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT, ENCODE_PORT = 8000, 50050, 50100, 50200, 50400
+ROLES = ("prefill", "decode", "encode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,9 @@ class RequestedNodes:
         return self.count * self.dp
 
 
+NO_NODES = RequestedNodes(0)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestedModel:
     """One model and its nodes."""
@@ -83,10 +88,15 @@ class RequestedModel:
     decode: RequestedNodes
     served_model_name: str = ""  # "": the name in `model`
     router_model: str = ""  # of which the router reads the files. "": `model`
+    encode: RequestedNodes = NO_NODES
 
     @property
     def name(self) -> str:
         return self.served_model_name or self.model
+
+    def of(self, role: str) -> RequestedNodes:
+        """Return the nodes of a role."""
+        return {"prefill": self.prefill, "decode": self.decode, "encode": self.encode}[role]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,7 @@ class RequestedSystem:
     tls: TlsConfig = field(default_factory=TlsConfig)
     secret_file: Path | None = None  # for every process; None: they have the variable
     groups: Path = Path("groups")  # directory of the groups
+    encode_port: int = ENCODE_PORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +125,21 @@ class _PlannedNode:
     """A node before its flags are known."""
 
     model: RequestedModel
-    role: str  # "prefill" | "decode"
+    role: str  # one of ROLES
     number: int  # among all nodes of this role
     group: int  # among all groups of this role
     group_rank: int
 
     @property
     def nodes(self) -> RequestedNodes:
-        return self.model.prefill if self.role == "prefill" else self.model.decode
+        return self.model.of(self.role)
 
 
 _DATA_PORT = "--transfer.listen-port"
 
 
 def programs(wish: RequestedSystem) -> list[Program]:
-    """Return the router first, then prefill nodes, then decode nodes.
+    """Return the router first, then prefill nodes, decode nodes and encode nodes.
 
     The decode nodes of a model without prefill nodes are colocated. CUDA devices are assigned to
     the ranks of all nodes in turn, and nodes on one device share its memory. On a CPU the ranks of
@@ -139,7 +150,7 @@ def programs(wish: RequestedSystem) -> list[Program]:
         ConfigError: CUDA is requested but not available, or a node has more ranks than there are
             devices.
     """
-    planned = [*_planned(wish, "prefill"), *_planned(wish, "decode")]
+    planned = [node for role in ROLES for node in _planned(wish, role)]
     nodes = [
         _node(wish, each, number, flags)
         for number, (each, flags) in enumerate(
@@ -153,7 +164,7 @@ def programs(wish: RequestedSystem) -> list[Program]:
                 for each, node in zip(planned, nodes, strict=True)
                 if each.model is model and each.role == role
             ]
-            for role in ("prefill", "decode")
+            for role in ROLES
         }
         for model in wish.models
     }
@@ -186,7 +197,7 @@ def _fleet(nodes: Sequence[Program]) -> Program:
 def _planned(wish: RequestedSystem, role: str) -> Iterator[_PlannedNode]:
     number = first_group = 0
     for model in wish.models:
-        nodes = model.prefill if role == "prefill" else model.decode
+        nodes = model.of(role)
         for index in range(nodes.total):
             group, rank = divmod(index, nodes.dp)
             yield _PlannedNode(model, role, number, first_group + group, rank)
@@ -199,7 +210,8 @@ def _node(
 ) -> Program:
     """Return the process of a node. `number`: among all processes."""
     module = f"{node.role}_node"
-    port = (wish.prefill_port if node.role == "prefill" else wish.decode_port) + node.number
+    first = {"prefill": wish.prefill_port, "decode": wish.decode_port, "encode": wish.encode_port}
+    port = first[node.role] + node.number
     has_prefill = bool(node.model.prefill.total)
     flags = (
         f"--model={node.model.model}",
@@ -207,7 +219,7 @@ def _node(
         *_tls_flags("server.tls", wish.tls, "cert", "key", "ca", "server_name"),
         *device_flags,
         *group_flags(node.nodes.dp, node.group_rank, wish.groups / f"{node.role}-{node.group}"),
-        *([] if has_prefill else ["--mode=colocated"]),
+        *(["--mode=colocated"] if node.role == "decode" and not has_prefill else []),
         *wish.node_flags,
         *_own_data_port(module, wish.node_flags),
     )
@@ -305,10 +317,10 @@ def _flags(wish: RequestedSystem, port: int, number: int) -> list[str]:
 
 
 def _own_data_port(module: str, node_flags: Sequence[str]) -> list[str]:
-    """Give decode nodes any free data port if one is requested: only a prefill node here can have
+    """Give other nodes any free data port if one is requested: only a prefill node here can have
     it."""
     asked = any(flag.startswith(_DATA_PORT) for flag in node_flags)
-    return [f"{_DATA_PORT}=0"] if asked and module == "decode_node" else []
+    return [f"{_DATA_PORT}=0"] if asked and module != "prefill_node" else []
 
 
 def _tls_flags(setting: str, config: TlsConfig, *names: str) -> list[str]:

@@ -16,7 +16,7 @@ from common.process.children import ChildProcess
 from node.frontend.frontend import exit_sentence
 
 # Callers stop before the processes that they call, so that no call waits for a stopped node.
-STOP_ORDER = ("router", "simulation.fleet", "decode_node", "prefill_node")
+STOP_ORDER = ("router", "simulation.fleet", "decode_node", "prefill_node", "encode_node")
 
 
 class LocalSystem:

@@ -16,7 +16,7 @@ from common.settings import ConfigArgumentParser
 from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
 
 NODES = ("prefill", "decode")
-ROLES = (*NODES, "router")  # in this order
+ROLES = ("encode", *NODES, "router")  # in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ def find_objections(
             yield f"{turn.role} {turn.address} is {state or 'silent'}"
     for role, model in dict.fromkeys((turn.role, turn.model) for turn in wanted):
         alike = [turn for turn in all_turns if (turn.role, turn.model) == (role, model)]
-        if len(alike) == 1 and alike[0].processes == 1:
+        # Prefill nodes encode images themselves while no encode node is there.
+        if len(alike) == 1 and alike[0].processes == 1 and role != "encode":
             yield f"{role} {alike[0].address} is the only one: requests fail while it is away"
 
 
@@ -98,7 +99,7 @@ def _of_node(node: ClusterNode, cluster: GetClusterResponse) -> str:
         and each.state == "ready"
         and each.address != node.address
     ]
-    if node.role == "prefill" or not others:
+    if node.role != "decode" or not others:
         return f"{requests} to finish here"
     held = node.pages.get("request", 0)
     room = sum(each.pages.get("free", 0) + each.pages.get("cache", 0) for each in others)

@@ -44,7 +44,8 @@ def _status_lines(address: str, cluster: GetClusterResponse) -> Iterator[str]:
         processes += f", {router.silent_processes} do not respond"
     yield f"processes {processes}"
     yield f"requests  {router.live_requests} of at most {router.max_requests}"
-    for role in ("prefill", "decode"):
+    roles = [node.role for node in cluster.nodes]
+    for role in dict.fromkeys(("prefill", "decode", *roles)):
         states = Counter(node.state for node in cluster.nodes if node.role == role)
         counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         yield f"{role:<9} {counted or 'no nodes'}"

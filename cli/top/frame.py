@@ -259,7 +259,7 @@ def _node_lines(nodes: Sequence[ClusterNode], rates: Rates, width: int) -> Itera
     title.stylize("bright_black")
     yield title
     models = list(dict.fromkeys(node.served_model for node in nodes))
-    for model, role in product(models, ("prefill", "decode")):
+    for model, role in product(models, ("prefill", "decode", "encode")):
         of_role = [node for node in nodes if (node.served_model, node.role) == (model, role)]
         if of_role:
             head = Text(role if len(models) == 1 else f"{safe(model)} {role}", "bold")

@@ -18,6 +18,7 @@ from common.config import (
     MAX_MODELS,
     ConfigRecord,
     DecodeConfig,
+    EncodeConfig,
     NodeConfig,
     PrefillConfig,
     RouterConfig,
@@ -33,6 +34,7 @@ from simulation.node.tokenizer import has_model_files, write_model_files
 PROGRAM = "baton up"
 DEMO_NAME = "baton-demo"
 _ROUTER_FLAGS = "--router-flags"
+_PORTS = {"prefill": plan.PREFILL_PORT, "decode": plan.DECODE_PORT, "encode": plan.ENCODE_PORT}
 _SIZES = "prefill_tp", "decode_tp", "prefill_pp", "prefill_dp", "decode_dp"
 # Flag, type, name of the value, and help.
 _OF_EACH_MODEL: Sequence[tuple[str, type, str, str]] = (
@@ -44,6 +46,7 @@ _OF_EACH_MODEL: Sequence[tuple[str, type, str, str]] = (
         "N",
         "number of decode nodes, or of their groups. 0: only embeddings and scores (1)",
     ),
+    ("--encode", int, "N", "number of encode nodes, for images (0)"),
     ("--prefill-tp", int, "N", "tensor-parallel ranks of each prefill node (1)"),
     ("--decode-tp", int, "N", "tensor-parallel ranks of each decode node (1)"),
     ("--prefill-pp", int, "N", "stages of each prefill node, 1 or 2 (1)"),
@@ -95,7 +98,7 @@ def _add_process_options(parser: settings.ConfigArgumentParser) -> None:
         more,
         *(
             (f"--{role}-port", _port, port, "PORT", f"port of the first {role} node ({port})")
-            for role, port in (("prefill", plan.PREFILL_PORT), ("decode", plan.DECODE_PORT))
+            for role, port in _PORTS.items()
         ),
         (
             "--metrics-port",
@@ -141,7 +144,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the flags left over for the nodes."""
     reads = parser()
     options, node_flags = reads.parse_known_args(_with_router_flags(arguments))
-    reads.reject_unknown_flags(node_flags, PrefillConfig, DecodeConfig)
+    reads.reject_unknown_flags(node_flags, PrefillConfig, DecodeConfig, EncodeConfig)
     options.models = _models(options)
     if options.draft_model:
         if len(options.models) > 1:
@@ -167,6 +170,7 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
         name: _of_each(name, given[name] or [1], len(models))
         for name in ("prefill", "decode", *_SIZES)
     }
+    counts["encode"] = _of_each("encode", options.encode or [0], len(models))
     default_names = [DEMO_NAME] if not options.model else [""]
     if simulated:
         default_names = [f"simulated/{Path(model).name}" for model in models]
@@ -179,6 +183,9 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
         for pair in zip(counts["prefill"], counts["decode"], strict=True)
     ):
         settings.wrong(PROGRAM, "--prefill and --decode must be 0 or more, and one of them 1")
+    for encode, prefill in zip(counts["encode"], counts["prefill"], strict=True):
+        if encode < 0 or (encode and (simulated or not prefill)):
+            settings.wrong(PROGRAM, "--encode needs prefill nodes, which are not simulated")
     requested = tuple(
         plan.RequestedModel(
             model,
@@ -188,6 +195,7 @@ def _models(options: argparse.Namespace) -> tuple[plan.RequestedModel, ...]:
             plan.RequestedNodes(of["decode"], NodeShape(of["decode_tp"]), of["decode_dp"]),
             name,
             _files_of(options, model) if simulated else "",
+            plan.RequestedNodes(of["encode"]),
         )
         for number, (model, name) in enumerate(zip(models, names, strict=True))
         for of in [{each: values[number] for each, values in counts.items()}]
@@ -261,6 +269,7 @@ def wish(
         http_port=options.http_port,
         prefill_port=options.prefill_port,
         decode_port=options.decode_port,
+        encode_port=options.encode_port,
         metrics_port=options.metrics_port,
         device=options.device,
         groups=options.var.absolute() / "groups",
@@ -317,6 +326,7 @@ def _check_flags(
     roles: Sequence[tuple[type[ConfigRecord], plan.RequestedNodes, list[str]]] = (
         (PrefillConfig, model.prefill, []),
         (DecodeConfig, model.decode, colocated),
+        (EncodeConfig, model.encode, []),
     )
     records: list[tuple[type[ConfigRecord], list[str]]] = [(RouterConfig, options.router_flags)]
     for record, nodes, own in roles:

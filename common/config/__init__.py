@@ -23,6 +23,7 @@ from common.config.engine import (
 from common.config.node import (
     NODE_CONFIGS,
     DecodeConfig,
+    EncodeConfig,
     NodeConfig,
     PrefillConfig,
     PrefixSharingConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "ConfigRecord",
     "CpuKernels",
     "DecodeConfig",
+    "EncodeConfig",
     "EngineConfig",
     "FingerprintChange",
     "HiddenStatesConfig",

@@ -166,6 +166,20 @@ class PrefillConfig(NodeConfig):
         description="Compute prompts while their decode node has no pages for them, if no other "
         "prompt waits. Their KV waits in the prefix cache",
     )
+    encode_timeout_s: Seconds = Field(
+        10.0,
+        description="Seconds to wait for an encode node's embeddings of an image, before this node "
+        "encodes it itself",
+    )
+
+
+class EncodeConfig(NodeConfig):
+    """A node that encodes images for prefill nodes."""
+
+    server: ServerConfig = ServerConfig(port=50400)
+    embedding_bytes: Positive = Field(
+        256 << 20, description="Bytes of the pages in which embeddings are published"
+    )
 
 
 class DecodeConfig(NodeConfig):

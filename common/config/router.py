@@ -133,6 +133,7 @@ class ModelConfig(ConfigRecord):
     served_model_name: str | None = Field(None, min_length=1)
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
+    encode: tuple[str, ...] = ()
     policy: Policy | None = None
     max_concurrent_requests: Positive | None = None
     reasoning_parser: ReasoningParser | None = None
@@ -147,8 +148,8 @@ class ModelConfig(ConfigRecord):
 
     @property
     def nodes(self) -> frozenset[str]:
-        """Entries of both roles, which belong to this model alone."""
-        return frozenset((*self.prefill, *self.decode))
+        """Entries of all roles, which belong to this model alone."""
+        return frozenset((*self.prefill, *self.decode, *self.encode))
 
 
 class RouterConfig(ConfigRecord):
@@ -176,6 +177,9 @@ class RouterConfig(ConfigRecord):
     )
     decode: tuple[str, ...] = Field(
         (), description="Decode nodes: host:port, dns:NAME:PORT or file:PATH"
+    )
+    encode: tuple[str, ...] = Field(
+        (), description="Encode nodes: host:port, dns:NAME:PORT or file:PATH. See docs/images.md"
     )
     policy: Policy = Field("prefix_aware", description="Routing policy, see docs/routing.md")
     processes: Positive = Field(
@@ -298,7 +302,7 @@ class RouterConfig(ConfigRecord):
             raise PydanticCustomError("missing", "required")
         return model
 
-    @field_validator("served_model_name", "prefill", "decode")
+    @field_validator("served_model_name", "prefill", "decode", "encode")
     @classmethod
     def _of_one_model(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("models"):

@@ -58,7 +58,7 @@ class TrustMetrics:
         )
 
 
-ROLES = ("router", "prefill", "decode", "planner")
+ROLES = ("router", "prefill", "decode", "encode", "planner")
 INFO = gauge(
     "baton_info",
     "Always 1. The labels have the version of Baton and the role of the process.",

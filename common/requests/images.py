@@ -13,6 +13,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -24,7 +25,7 @@ FIRST_IMAGE_TOKEN = 1 << 30  # ids from here on are image tokens
 _CHANNELS = 3
 
 
-class Image(msgspec.Struct, frozen=True):
+class Image(msgspec.Struct, frozen=True, dict=True):
     """An image, or a temporal patch of a video, in the form for the encoder of its model, except
     for the scale of its numbers.
 
@@ -52,7 +53,7 @@ class Image(msgspec.Struct, frozen=True):
     def end(self) -> int:
         return self.at + self.num_tokens
 
-    @property
+    @cached_property
     def name(self) -> bytes:
         """Hash of its content, 16 bytes."""
         size = self.rows.to_bytes(4, "little") + self.columns.to_bytes(4, "little")

@@ -10,6 +10,7 @@ _CONFIGURED = {
     "RouterConfig": "router",
     "PrefillConfig": "prefill-node",
     "DecodeConfig": "decode-node",
+    "EncodeConfig": "encode-node",
     "RankHostConfig": "rank-host",
 }
 _HEAD = """# CLI reference

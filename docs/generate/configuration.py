@@ -6,13 +6,14 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from common.config import DecodeConfig, PrefillConfig, RankHostConfig, RouterConfig
+from common.config import DecodeConfig, EncodeConfig, PrefillConfig, RankHostConfig, RouterConfig
 from common.settings import ENV_PREFIX, SHORT_NAMES
 
 _COMPONENTS = {
     "router": ("Router", RouterConfig),
     "prefill": ("Prefill node", PrefillConfig),
     "decode": ("Decode node", DecodeConfig),
+    "encode": ("Encode node", EncodeConfig),
     "rank-host": ("Rank host", RankHostConfig),
 }
 _HEAD = """# Configuration reference

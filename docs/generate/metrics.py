@@ -95,6 +95,7 @@ def page() -> str:
         ("Prefill and decode nodes", node.BOTH),
         ("Prefill nodes only", node.PREFILL),
         ("Decode nodes only", node.DECODE),
+        ("Encode nodes only", node.ENCODE),
         ("Planner", [each for each in planner.DECLARED if each not in common]),
         ("All processes", common),
     ):

@@ -56,6 +56,7 @@ class NativeCheckpoint:
             model = replace(
                 model,
                 image_token_side=files.token_side,
+                image_token_size=model.hidden_size * (1 + decoder.feature_layers),
                 image_tokens_per_side=files.tokens_per_side,
                 video_frames=0 if files.video is None else files.frames,
                 whole_images=files.whole,

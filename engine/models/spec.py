@@ -24,6 +24,7 @@ class ModelSpec:
         stored: storage scheme of the checkpoint's matrices, for people.
         format: the format of the checkpoint's quantised matrices, if products can use it.
         image_token_side: pixels per side of the square that an image token covers. 0: no images.
+        image_token_size: numbers of an image token's embedding, with features for the first layers.
             Excluded from the repr, which nodes compare, because images have their own hash there.
         image_tokens_per_side: rows and columns of every image. 0: they depend on its size. Excluded
             from the repr, too.
@@ -49,6 +50,7 @@ class ModelSpec:
     num_labels: int = 0
     draft: DraftState | None = None
     image_token_side: int = field(default=0, repr=False)
+    image_token_size: int = field(default=0, repr=False)
     image_tokens_per_side: int = field(default=0, repr=False)
     video_frames: int = field(default=0, repr=False)
     whole_images: bool = field(default=False, repr=False)

@@ -12,8 +12,9 @@ import msgspec
 
 from common import addresses, request
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
-from common.limits import MAX_RANKS
+from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES, MAX_RANKS
 from common.request import MAX_BUDGET_S
+from common.requests import images
 from common.requests.logprobs import from_proto, to_fields
 from common.requests.namespace import BYTES_PER_TOKEN, check_identity
 from common.requests.sampling import MAX_TOKEN_ID
@@ -22,6 +23,7 @@ from common.rpc.streams import said
 from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
+    Embeddings,
     GrantHandoff,
     HandoffFailed,
     HandoffId,
@@ -239,7 +241,9 @@ def _source(body: pb.Open) -> Source:
         case pb.Prompt() as prompt:
             _check_tokens(prompt.request.token_ids)
             spec = request.from_proto(prompt.request)
-            return Prompt(spec, addresses.from_proto(prompt.prefix_hints))
+            _at_most("encode_addresses", len(prompt.encode_addresses), MAX_IMAGES)
+            encoders = tuple(map(addresses.check_address, prompt.encode_addresses))
+            return Prompt(spec, addresses.from_proto(prompt.prefix_hints), encoders)
         case pb.Live() as live:
             _check_tokens(live.request.token_ids)
             return Live(request.from_proto(live.request), live.ticket)
@@ -248,11 +252,20 @@ def _source(body: pb.Open) -> Source:
             namespace = check_identity("namespace", prefix.namespace)
             return Prefix(prefix.token_ids, namespace, prefix.ticket)
         case pb.Weights() as weights:
-            _at_most("pieces", weights.num_pieces, MAX_TOKENS)
-            if not (weights.num_pieces and weights.piece_bytes):
-                raise ProtocolViolation("an Open without pieces")
+            _check_pieces(weights)
             return Weights(weights.first_piece, weights.num_pieces, weights.piece_bytes)
+        case pb.Embeddings() as embeddings:
+            _check_pieces(embeddings)
+            _at_most("bytes of pixels", len(embeddings.image.pixels), MAX_PIXEL_BYTES)
+            [image] = images.from_proto([embeddings.image])
+            return Embeddings(image, embeddings.num_pieces, embeddings.piece_bytes)
     raise ProtocolViolation("an Open of an unknown source")
+
+
+def _check_pieces(body: pb.Weights | pb.Embeddings) -> None:
+    _at_most("pieces", body.num_pieces, MAX_TOKENS)
+    if not (body.num_pieces and body.piece_bytes):
+        raise ProtocolViolation("an Open without pieces")
 
 
 def _open_proto(record: OpenHandoff) -> pb.Open:
@@ -266,8 +279,8 @@ def _open_proto(record: OpenHandoff) -> pb.Open:
 
 def _source_fields(source: Source) -> dict[str, Any]:
     match source:
-        case Prompt(spec, hints):
-            fields = {"request": request.to_fields(spec)}
+        case Prompt(spec, hints, encoders):
+            fields = {"request": request.to_fields(spec), "encode_addresses": encoders}
             return {"prompt": fields | {"prefix_hints": addresses.to_proto(hints)}}
         case Live(spec, ticket):
             return {"live": {"request": request.to_fields(spec), "ticket": ticket}}
@@ -275,6 +288,9 @@ def _source_fields(source: Source) -> dict[str, Any]:
             return {"prefix": msgspec.structs.asdict(source)}
         case Weights():
             return {"weights": msgspec.structs.asdict(source)}
+        case Embeddings(image):
+            [encoded] = images.to_proto([image])
+            return {"embeddings": msgspec.structs.asdict(source) | {"image": encoded}}
 
 
 def _forget(body: pb.Forget) -> InvalidatePrefix:

@@ -33,6 +33,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         check_length: raises InvalidRequest if this number of tokens can never be served.
         on_named: called with the addresses of other nodes that have part of a prompt, as its
             consumer reports them.
+        on_encoders: called with the addresses of encode nodes for its images.
         hello_s: longest wait for a consumer's Hello.
     """
 
@@ -43,9 +44,11 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         check_length: Callable[[int], None],
         *,
         on_named: Callable[[Iterable[str]], None] = lambda addresses: None,
+        on_encoders: Callable[[Iterable[str]], None] = lambda addresses: None,
         hello_s: float = HELLO_S,
     ) -> None:
         self._on_named = on_named
+        self._on_encoders = on_encoders
         self._streams = streams
         self._check_ready = check_ready
         self._check_length = check_length
@@ -100,9 +103,11 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
                 stream.outgoing.put(refusal)
                 return
         await stream.take(message)
-        hints = message.open.prompt.prefix_hints  # parsed by now, so they are addresses
-        if hints:
-            self._on_named(each.address for each in hints)
+        prompt = message.open.prompt  # parsed by now, so they are addresses
+        if prompt.prefix_hints:
+            self._on_named(each.address for each in prompt.prefix_hints)
+        if prompt.encode_addresses:
+            self._on_encoders(prompt.encode_addresses)
 
     async def _first(self, messages: AsyncIterator[kvtransfer_pb2.FromConsumer]) -> PairHello:
         try:

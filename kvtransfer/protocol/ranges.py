@@ -9,7 +9,7 @@ from common.page_tables import PageSpan, PageTables, num_pages_of
 from kvtransfer.messages import HandoffKind
 from kvtransfer.ports import PIECES, TablePages
 
-_PIECES = PageTables(1)  # weights use one page for each piece
+_PIECES = PageTables(1)  # one page for each piece
 
 
 class RangeEnds(NamedTuple):
@@ -44,7 +44,7 @@ def granted(
     Raises:
         ProtocolViolation: the grant is invalid.
     """
-    if kind is HandoffKind.WEIGHTS:
+    if kind.in_pieces:
         check_prefix(prefix_tokens, 0, 1)
         return PageRanges(_PIECES, _PIECES, num_tokens, 0, 0, ends=RangeEnds(0, num_tokens, 1))
     ends = None
@@ -65,7 +65,7 @@ def table_pages(
 ) -> tuple[TablePages, ...]:
     """Return the pages of the spans of a range by table, without those of the state."""
     of_tables = [span for span in spans if span.table < tables.num_tables]
-    if kind is HandoffKind.WEIGHTS:
+    if kind.in_pieces:
         return tuple(TablePages(PIECES, span.num_pages) for span in of_tables)
     return tuple(TablePages(span.table, span.num_pages) for span in of_tables)
 
@@ -99,7 +99,7 @@ class PageRanges:
     start: int  # the prefix that the consumer has
     next: int  # the start of the next range
     complete: bool = False
-    # For a running request (which continues meanwhile), a PREFIX and WEIGHTS: their only range
+    # For a running request (which continues meanwhile), a PREFIX and pieces: their only range
     # determines the number of tokens.
     ends: RangeEnds | None = None
 

@@ -5,7 +5,7 @@ Dispatches events of the transfer thread to them.
 
 from typing import Protocol, TypeVar
 
-from kvtransfer.messages import HandoffId, Prefix, Weights
+from kvtransfer.messages import Embeddings, HandoffId, Prefix, Weights
 from kvtransfer.ports import (
     ClosedEvent,
     CompletedEvent,
@@ -18,7 +18,7 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 
-S = TypeVar("S", Prefix, Weights, contravariant=True)
+S = TypeVar("S", Prefix, Weights, Embeddings, contravariant=True)
 
 
 class ConsumerShare(Protocol):

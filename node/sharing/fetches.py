@@ -13,7 +13,7 @@ ends it on both sides.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -370,12 +370,21 @@ class PrefixFetches:
         return fetch
 
 
-class PrefixFetchQueue:
-    """The queue for fetches. Engine thread only."""
+class Fetches(Protocol):
+    """Data that requests wait for, by the keys of the requests."""
 
-    name = "fetching"
+    def waits(self, key: int) -> bool: ...
 
-    def __init__(self, fetches: PrefixFetches) -> None:
+    def take_over(self) -> Sequence[int]:
+        """Return and remove the keys of the requests that need wait no longer."""
+        ...
+
+
+class FetchQueue:
+    """The queue for fetches of one kind. Engine thread only."""
+
+    def __init__(self, name: str, fetches: Fetches) -> None:
+        self.name = name
         self._fetches = fetches
         self._waiting: dict[int, Request] = {}  # by key
 

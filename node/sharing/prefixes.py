@@ -16,12 +16,16 @@ from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.residents import CorruptPrefix
-from kvtransfer.messages import Prefix
+from kvtransfer.messages import Embeddings, Prefix
 from kvtransfer.ports import (
+    ClosedEvent,
     ConsumerCommands,
+    FailCommand,
+    GrantedEvent,
     InvalidateCommand,
     InvalidateEvent,
     NodeEvent,
+    OpenedEvent,
     ProducerRate,
     TransferPort,
 )
@@ -154,6 +158,7 @@ class PrefixSharing:
     ) -> None:
         self._tiers = tiers
         self._weights = weights
+        self._not_encoded: set[int] = set()  # serials of rejected calls for embeddings
         self.exports = PrefixExports(
             enabled=config.enabled,
             cache=cache,
@@ -240,5 +245,14 @@ class PrefixSharing:
             case ProducerRate():
                 self.fetches.producer_rate(event)
                 return False
+            case OpenedEvent(serial=serial, source=Embeddings()):
+                self._not_encoded.add(serial)
+                self._weights.post(FailCommand(serial, "this is no encode node", retryable=False))
+                return True
+            case GrantedEvent(serial=serial) if serial in self._not_encoded:
+                return True
+            case ClosedEvent(serial=serial) if serial in self._not_encoded:
+                self._not_encoded.remove(serial)
+                return True
             case _:
                 return take(event, Prefix, self.fetches, self.exports)

@@ -117,6 +117,7 @@ class Placed(msgspec.Struct, frozen=True):
     charge: LoadReservation
     start_by: float  # time.monotonic() by which its prompt should start; -inf: not queued
     prefix_at: tuple[PrefixHint, ...] = ()  # other nodes that hold part of its prompt
+    encoders: tuple[str, ...] = ()  # all encode nodes that may be used
 
 
 class FingerprintUnavailable(NodeUnavailable):
@@ -162,6 +163,7 @@ class Cluster:
         self._readable: dict[str, tuple[PrefillChoice, ...]] = {}
         self._choices: Sequence[DecodeChoice] = ()
         self._awake: Sequence[DecodeChoice] = ()  # those that are not paused
+        self._encoders: tuple[str, ...] = ()  # encode nodes that are usable
         self._hopes = False  # ready, or it was, and one of its nodes may recover
         self._lost_at = -math.inf  # time.monotonic() when `_hopes` last ended
         self._closed = False
@@ -224,6 +226,8 @@ class Cluster:
     def refresh(self) -> None:
         """Update all nodes after a change of the members or of their descriptions."""
         self._readable.clear()
+        addresses = (node.address for node in self._state.members)
+        self._encoders = tuple(each for each in addresses if self._state.fit(each, "encode"))
         for client in self._clients.values():
             self._read(client)
             client.found(self._state.ready_instance(client.address))
@@ -239,6 +243,7 @@ class Cluster:
     def in_use(self) -> Iterator[str]:
         """Addresses of the nodes that get requests, including paused ones."""
         yield from (choice.address for choice in self._choices)
+        yield from self._encoders
         for node in self._state.members:
             if self._state.fit(node.address, "prefill"):
                 yield node.address
@@ -307,6 +312,7 @@ class Cluster:
             self._load.charge(placement, num_tokens, start_by, due.priority),
             start_by,
             self._hints.of(key, placement),
+            self._encoders,
         )
 
     def choose_target(self, key: PlacementKey, source: str, wanted: str = "") -> Placed:

@@ -108,7 +108,7 @@ _NOT_FOR_REQUESTS = ("", "draining", "unhealthy")
 class NodeReport:
     """Latest description of one node."""
 
-    role: str  # "prefill" | "decode", as known before this report
+    role: str  # "prefill" | "decode" | "encode", as known before this report
     address: str
     state: str  # as in ClusterNode
     description: node_pb2.DescribeResponse | None  # None: unreachable
@@ -170,7 +170,7 @@ class ClusterState:
         """Add a node.
 
         Args:
-            role: "prefill" | "decode".
+            role: "prefill" | "decode" | "encode".
             channel: owned by the caller.
         """
         self._known[address] = _Known(role, address, channel)
@@ -183,6 +183,11 @@ class ClusterState:
     @property
     def members(self) -> Sequence[NodeMember]:
         return tuple(self._known.values())
+
+    @property
+    def serving(self) -> Sequence[NodeMember]:
+        """Members with weights, KV and adapters of their own, which operators change together."""
+        return tuple(known for known in self._known.values() if known.role != "encode")
 
     def fit(self, address: str, role: Role) -> bool:
         """Return whether the node has that role and its last description allows requests.
@@ -265,7 +270,11 @@ class ClusterState:
         report = await self._report(known)
         described = report.description
         if described is None:
-            # The last state stays: the loss of a node is reported by its stream.
+            # The last state stays: the loss of a node is reported by its stream. Encode nodes have
+            # no stream to the router.
+            if known.role == "encode" and known.state:
+                known.state = ""
+                self._on_change()
             return report
         # A description made before the node was lost does not apply to the one that came back.
         if known.num_lives == life and known.state != report.state:

@@ -200,6 +200,7 @@ class DecodeClient:
         *,
         move_from: MoveFrom | None = None,
         prefix_hints: Sequence[PrefixHint] = (),
+        encode_addresses: Sequence[str] = (),
     ) -> "DecodeCall":
         """Submit a request. The caller must call `cancel` on the result.
 
@@ -208,6 +209,7 @@ class DecodeClient:
             on_timeline: called with the node's timeline of the request, even after `cancel`.
             move_from: source of a migration. No output comes before the request has left it.
             prefix_hints: other nodes that hold part of its prompt.
+            encode_addresses: the encode node of each image.
         Raises:
             NodeUnavailable: the node has no open stream.
         """
@@ -229,6 +231,7 @@ class DecodeClient:
             prefill_addresses=prefill,
             prefix_hints=hints.to_proto(prefix_hints),
             move_from=move_from,
+            encode_addresses=encode_addresses,
         )
         self._without_timeline[number] = on_timeline
         self._unsent.submit(submit)

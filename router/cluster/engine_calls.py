@@ -41,7 +41,7 @@ class EngineCalls:
             FailedPrecondition: a node is not paused or does not answer, or there is no node.
         """
         request = router_pb2.PauseRequest(mode=pause_mode(mode).value)
-        return await self._pause(request, self._state.members)
+        return await self._pause(request, self._state.serving)
 
     async def _pause(
         self, request: router_pb2.PauseRequest, members: Sequence[NodeMember]
@@ -67,7 +67,7 @@ class EngineCalls:
         Raises:
             FailedPrecondition: a node does not answer. The others are resumed.
         """
-        return await self._resume(self._state.members)
+        return await self._resume(self._state.serving)
 
     async def _resume(self, members: Sequence[NodeMember]) -> router_pb2.ContinueResponse:
         said: list[BroadcastResult] = []
@@ -94,7 +94,7 @@ class EngineCalls:
         prepared, pairs = await self._prepare(path), await self._pairs()
         paused = await self.pause((PauseMode.ABORT if abort else PauseMode.RETRACT).value)
         request = node_pb2.PutWeightsRequest(id=prepared)
-        said = await ask_all(self._state.members, "PutWeights", request, _WEIGHTS_S)
+        said = await ask_all(self._state.serving, "PutWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
             raise FailedPrecondition(f"{problems}. All nodes stay paused until this is repeated")
         await self._paired(pairs)
@@ -122,7 +122,7 @@ class EngineCalls:
         weights, pairs = has.get(producer), await self._pairs()
         if not weights:
             raise InvalidRequest(f"node: none is known at {producer}, or it does not respond")
-        others = [each for each in self._state.members if each.address != producer]
+        others = [each for each in self._state.serving if each.address != producer]
         takers = [each for each in others if has.get(each.address) != weights]
         mode = (PauseMode.ABORT if abort else PauseMode.RETRACT).value
         paused = router_pb2.PauseResponse()
@@ -156,7 +156,7 @@ class EngineCalls:
 
     async def _prepare(self, path: str) -> WeightsId:
         request = node_pb2.PrepareWeightsRequest(path=path)
-        said = await ask_all(self._state.members, "PrepareWeights", request, _WEIGHTS_S)
+        said = await ask_all(self._state.serving, "PrepareWeights", request, _WEIGHTS_S)
         if not said:
             raise InvalidRequest("model_path: there is no node to read it")
         if problems := _problems(said):
@@ -178,7 +178,7 @@ class EngineCalls:
             FailedPrecondition: a node failed or does not answer, or there is no node.
         """
         request = router_pb2.ReleaseMemoryRequest(tags=memory_tags(tags))
-        said = await ask_all(self._state.members, "ReleaseMemory", request, _WEIGHTS_S)
+        said = await ask_all(self._state.serving, "ReleaseMemory", request, _WEIGHTS_S)
         if not said:
             raise FailedPrecondition("there is no node whose memory can be released")
         if problems := _problems(said):
@@ -197,7 +197,7 @@ class EngineCalls:
             FailedPrecondition: a node lacks memory or does not answer. The others have resumed.
         """
         request = router_pb2.ResumeMemoryRequest(tags=memory_tags(tags))
-        _check(await ask_all(self._state.members, "ResumeMemory", request, _WEIGHTS_S))
+        _check(await ask_all(self._state.serving, "ResumeMemory", request, _WEIGHTS_S))
         return router_pb2.ResumeMemoryResponse()
 
     async def start_profile(self, num_steps: int) -> router_pb2.ProfilesResponse:
@@ -221,7 +221,7 @@ class EngineCalls:
         return await self._profiled("StopProfile", router_pb2.StopProfileRequest())
 
     async def _profiled(self, method: str, request: Any) -> router_pb2.ProfilesResponse:
-        said = await ask_all(self._state.members, method, request, _PROFILE_S)
+        said = await ask_all(self._state.serving, method, request, _PROFILE_S)
         _check(said)
         return router_pb2.ProfilesResponse(
             profiles=[
@@ -240,7 +240,7 @@ class EngineCalls:
                 theirs.
         """
         request = router_pb2.FlushCacheRequest()
-        said = await ask_all(self._state.members, "FlushCache", request, _ANSWER_S)
+        said = await ask_all(self._state.serving, "FlushCache", request, _ANSWER_S)
         _check(said)
         pages_freed = sum(each.answer.pages_freed for each in said)
         return router_pb2.FlushCacheResponse(pages_freed=pages_freed)
@@ -288,7 +288,7 @@ class AdapterCalls:
         """
         self._check(name)
         request = router_pb2.LoadAdapterRequest(name=name, path=path)
-        said = await ask_all(self._state.members, "LoadAdapter", request, _LOAD_S)
+        said = await ask_all(self._state.serving, "LoadAdapter", request, _LOAD_S)
         if not said:
             raise InvalidRequest("lora_name: there is no node to load it")
         problems = [each.problem for each in said if each.problem]
@@ -311,7 +311,7 @@ class AdapterCalls:
             InvalidRequest: a node does not answer.
         """
         self._check(name)
-        said = await self._unload(self._state.members, name)
+        said = await self._unload(self._state.serving, name)
         problems = [each.problem for each in said if each.problem]
         if problems:
             raise InvalidRequest(f"lora_name: {'; '.join(problems)}")

@@ -164,6 +164,7 @@ class Membership:
     def _update(self, members: DiscoveredNodes) -> None:
         expected: dict[str, Role] = dict.fromkeys(members.prefill, "prefill")
         expected |= dict.fromkeys(members.decode, "decode")
+        expected |= dict.fromkeys(members.encode, "encode")
         now = [(self._roles.get(address, role), address) for address, role in expected.items()]
         for gone in self._roles.keys() - expected.keys():
             del self._roles[gone]
@@ -185,7 +186,11 @@ class Membership:
         left = self._left[role, address] = asyncio.Event()
         channel = self._make_channel(address)
         self._state.join(role, address, channel)
-        keep = self._keep_prefill if role == "prefill" else self._keep_decode
+        keep = {
+            "prefill": self._keep_prefill,
+            "decode": self._keep_decode,
+            "encode": self._keep_encode,
+        }[role]
         self._tasks.create_task(keep(address, channel, left))
 
     async def _keep_prefill(
@@ -202,6 +207,13 @@ class Membership:
                 await asyncio.sleep(HANDOFFS_S)
             self._prefill.remove(address)
             self._send_peers()
+
+    async def _keep_encode(
+        self, address: str, channel: grpc.aio.Channel, left: asyncio.Event
+    ) -> None:
+        """Keep a connection for descriptions. Only prefill nodes call encode nodes."""
+        async with channel:
+            await left.wait()
 
     async def _watch_cache(self, address: str, channel: grpc.aio.Channel) -> None:
         if self._cache_watch is not None:

@@ -1,8 +1,8 @@
-"""Sources of node addresses: the parsed entries of --prefill and --decode.
+"""Sources of node addresses: the parsed entries of --prefill, --decode and --encode.
 
     host:port        that node
     dns:NAME:PORT    every address (A, AAAA) of NAME, such as a headless Service
-    file:PATH        those that a YAML or JSON file names: a list, or `prefill:` and `decode:` lists
+    file:PATH        those that a YAML or JSON file names: a list, or a list for each role
 
 A source looks up addresses on request and keeps little state. DiscoveredNodes polls and merges.
 """
@@ -11,10 +11,11 @@ import asyncio
 import itertools
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import yaml
 
@@ -24,7 +25,7 @@ from common.logs import kv
 
 log = logging.getLogger(__name__)
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "encode"]
 Addresses = tuple[str, ...]
 Resolve = Callable[[str, int], Awaitable[Addresses]]
 
@@ -193,7 +194,8 @@ _LOOK_S = 10.0  # time limit of a lookup
 _FIRST_LOOK_S = 2.0  # time limit at the start
 
 
-# Service discovery: the node addresses that the entries of --prefill and --decode give now.
+# Service discovery: the node addresses that the entries of --prefill, --decode and --encode give
+# now.
 #
 # All sources are polled and their results merged. A source that fails keeps its last result: a
 # failed resolver or a half-written file removes no node. Discovery does not contact the nodes.
@@ -203,6 +205,7 @@ class DiscoveredNodes:
 
     prefill: Addresses = ()
     decode: Addresses = ()
+    encode: Addresses = ()
 
 
 class _Entry:
@@ -245,6 +248,7 @@ class Discovery:
         self,
         prefill: Sequence[str],
         decode: Sequence[str],
+        encode: Sequence[str] = (),
         *,
         resolve: Resolve = resolve,
         times: RefreshTimes | None = None,
@@ -252,7 +256,7 @@ class Discovery:
         """Parse the entries.
 
         Args:
-            prefill, decode: entries, in the forms of sources.py.
+            prefill, decode, encode: entries, in the forms of sources.py.
             resolve: a resolver like sources.resolve.
             times: polling intervals.
         Raises:
@@ -262,14 +266,18 @@ class Discovery:
             raise ConfigError(
                 "--decode: at least one decode node is needed; or prefill nodes alone, for vectors"
             )
-        _check_once(prefill, decode)
-        roles: tuple[tuple[Role, Sequence[str]], ...] = (("prefill", prefill), ("decode", decode))
+        roles: Mapping[Role, Sequence[str]] = {
+            "prefill": prefill,
+            "decode": decode,
+            "encode": encode,
+        }
+        _check_once(roles)
         self._entries = [
             _Entry(text, role, parse(text, role, resolve, times or RefreshTimes()))
-            for role, texts in roles
+            for role, texts in roles.items()
             for text in texts
         ]
-        self._both: set[str] = set()
+        self._several: set[str] = set()
         self.members = DiscoveredNodes()
 
     async def start(self) -> None:
@@ -305,14 +313,14 @@ class Discovery:
                 on_change(members)
 
     def _merged(self) -> DiscoveredNodes:
-        prefill, decode = self._named("prefill"), self._named("decode")
-        both = prefill.keys() & decode.keys()
-        for address in sorted(both - self._both):
-            log.warning("node in both roles ignored %s", kv(node=address))
-        self._both = both
+        named = {role: self._named(role) for role in get_args(Role)}
+        counts = Counter(itertools.chain.from_iterable(named.values()))
+        several = {address for address, count in counts.items() if count > 1}
+        for address in sorted(several - self._several):
+            log.warning("node in several roles ignored %s", kv(node=address))
+        self._several = several
         return DiscoveredNodes(
-            tuple(address for address in prefill if address not in both),
-            tuple(address for address in decode if address not in both),
+            *(tuple(each for each in of if each not in several) for of in named.values())
         )
 
     def _named(self, role: Role) -> dict[str, None]:
@@ -322,9 +330,13 @@ class Discovery:
         )
 
 
-def _check_once(prefill: Sequence[str], decode: Sequence[str]) -> None:
-    for entry in (*prefill, *decode):
-        # One file can list nodes of both roles.
-        both = entry in prefill and entry in decode and not entry.startswith("file:")
-        if both or prefill.count(entry) > 1 or decode.count(entry) > 1:
-            raise ConfigError(f"--prefill, --decode: {entry} is named twice")
+def _check_once(roles: Mapping[Role, Sequence[str]]) -> None:
+    named = [
+        # One file can list nodes of all roles.
+        (entry, role if entry.startswith("file:") else "")
+        for role, entries in roles.items()
+        for entry in entries
+    ]
+    for (entry, _), count in Counter(named).items():
+        if count > 1:
+            raise ConfigError(f"--{', --'.join(roles)}: {entry} is named twice")

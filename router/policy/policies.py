@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
-from common.requests.namespace import as_bytes
+from common.request import RequestSpec
+from common.requests.namespace import BYTES_PER_TOKEN, as_bytes
 from router.policy.load import (
     DecodeChoice,
     NodeBacklogs,
@@ -27,8 +28,29 @@ _MOST_HALVINGS = 5
 _USUAL_GIB_PER_S = {"nvlink": 200.0, "cuda_ipc": 50.0, "rdma": 20.0, "cma": 8.0, "tcp": 2.0}
 _MOST_GIB_PER_S = 1e6
 _MAX_KNOWN = 1024  # nodes
+_NAME_TOKENS = 4  # first tokens of an image that stand for its content
 
 T = TypeVar("T")
+
+
+def encode_nodes(spec: RequestSpec, encoders: Sequence[str]) -> tuple[str, ...]:
+    """Return the encode node of each image, or nothing if there is none.
+
+    Rendezvous hashing by content: an image goes to the node that has its embeddings cached, and few
+    images change their node when nodes join or leave.
+    """
+    if not encoders:
+        return ()
+
+    def node_of(tokens: bytes) -> str:
+        return max(encoders, key=lambda node: xxh3_64_intdigest(tokens + node.encode()))
+
+    return tuple(
+        # The ids of its tokens are drawn from its content.
+        node_of(spec.token_ids[BYTES_PER_TOKEN * image.at : BYTES_PER_TOKEN * end])
+        for image in spec.images
+        for end in [min(image.at + _NAME_TOKENS, image.end)]
+    )
 
 
 class RotatingOrder:

@@ -58,7 +58,7 @@ def test_bash_completes_commands_flags_and_choices(script):
         {"--engine.cache.page-size"},
         {"power_of_two", "prefix_aware"},
         {"compare"},
-        {"router", "prefill", "decode"},
+        {"router", "prefill", "decode", "encode"},
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cli.local import plan
 from cli.up import options as up_options
-from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
+from common.config import DecodeConfig, EncodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from common.copy_map import NodeShape
 from common.errors import ConfigError
 from common.settings import read
@@ -25,7 +25,12 @@ WISH = plan.RequestedSystem(
     node_flags=("--engine.cache.page-size=64",),
     router_flags=("--policy=random",),
 )
-RECORDS = {"router": RouterConfig, "prefill_node": PrefillConfig, "decode_node": DecodeConfig}
+RECORDS = {
+    "router": RouterConfig,
+    "prefill_node": PrefillConfig,
+    "decode_node": DecodeConfig,
+    "encode_node": EncodeConfig,
+}
 
 
 def _of(prefill=2, decode=1, *, prefill_ranks=plan.ONE_RANK, decode_ranks=plan.ONE_RANK, **own):
@@ -63,6 +68,22 @@ def test_the_router_knows_all_nodes():
     router = _configs(WISH)["router"]
     assert router.prefill == ("127.0.0.1:50100", "127.0.0.1:50101")
     assert router.decode == ("127.0.0.1:50200",)
+
+
+def test_encode_nodes_come_last_and_the_router_knows_them():
+    model = dataclasses.replace(WISH.models[0], encode=plan.RequestedNodes(2))
+    configs = _configs(dataclasses.replace(WISH, models=(model,)))
+    assert list(configs)[-2:] == ["encode-0", "encode-1"]
+    assert configs["encode-1"].server.port == plan.ENCODE_PORT + 1
+    assert configs["encode-1"].engine.cache.page_size == 64  # or it would pair with no node
+    assert configs["router"].encode == ("127.0.0.1:50400", "127.0.0.1:50401")
+
+
+@pytest.mark.parametrize("flags", [["--prefill=0"], ["--device=sim:h100"]])
+def test_encode_nodes_need_prefill_nodes_that_compute(flags, capsys):
+    with pytest.raises(SystemExit):
+        up_options.parse(["--model=llama-3-8b", "--encode=1", *flags])
+    assert "--encode" in capsys.readouterr().err
 
 
 def test_without_prefill_nodes_decode_nodes_are_colocated():

@@ -19,12 +19,17 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig
+from common.config import DecodeConfig, EncodeConfig, NodeConfig, PrefillConfig, RouterConfig
 from common.settings import ENV_PREFIX, read
 from tests.support.programs import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
-RECORDS = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+RECORDS = {
+    "router": RouterConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "encode": EncodeConfig,
+}
 POD_IP = "10.1.2.3"
 _OLDEST_KUSTOMIZE = (5, 3)  # the first that takes several patches in one file
 

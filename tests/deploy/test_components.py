@@ -295,6 +295,7 @@ def test_every_program_is_scraped_under_its_role(render):
         for container in workload.containers:
             (port,) = [n for n, _ in named_ports([container]) if n.endswith("metrics")]
             assert roles.pop(port) == role_of(container)
+    assert roles.pop("encode-metrics") == "encode"  # of the component encode
     assert roles == {}
 
 

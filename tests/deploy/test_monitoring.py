@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import promql_parser
 import pytest
@@ -27,7 +27,7 @@ VARIABLES = {"$__rate_interval": "5m", "$__interval": "1m"}  # Grafana's own, as
 
 DECLARED: dict[str, MetricDeclaration] = {
     name: each
-    for each in (*router.DECLARED, *node.DECLARED["prefill"], *node.DECLARED["decode"])
+    for each in (*router.DECLARED, *chain.from_iterable(node.DECLARED.values()))
     for name in each.sample_names
 }
 
@@ -155,9 +155,9 @@ def test_links_to_the_runbook_can_lead_to_ones_own_site():
 def test_every_program_of_a_scrape_has_what_rules_and_dashboards_tell_it_by():
     scrape = yaml.safe_load((generated.FILE.parent / "prometheus.yml").read_text())
     (job,) = scrape["scrape_configs"]
-    # Not everybody runs a planner, and a target that is not there is an alert.
+    # Not everybody runs a planner or encode nodes, and a target that is not there is an alert.
     reported = {target["labels"]["role"] for target in job["static_configs"]}
-    assert reported == set(ROLES) - {"planner"}
+    assert reported == set(ROLES) - {"planner", "encode"}
     assert all(target["labels"].keys() == {"namespace", "role"} for target in job["static_configs"])
     assert all(len(target["targets"]) == 1 for target in job["static_configs"])  # a port a program
     assert scrape["rule_files"] == [generated.FILE.name]
@@ -261,7 +261,7 @@ def test_every_metric_is_on_a_dashboard():
         for _, target in _queries(json.loads(file.read_text()))
         for metric in parsed(target["expr"], frozenset({"namespace", "instance"})).metrics
     }
-    for each in (*router.DECLARED, *node.BOTH, *node.DECODE):
+    for each in (*router.DECLARED, *node.BOTH, *node.DECODE, *node.ENCODE):
         if each.name.startswith("baton_") and each.name != "baton_info":
             assert shown & each.sample_names, f"{each.name} is on no dashboard"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from common.config import NodeConfig, RouterConfig
 from protos import node_pb2, router_pb2
 from tests.deploy import manifests
 from tests.deploy.manifests import POD_IP, named, num_bytes, of_kind, role_of, selects, workloads
@@ -21,7 +21,7 @@ DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 _NODE = node_pb2.DESCRIPTOR.services_by_name["Node"].full_name
 _ROUTER = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
-SERVICES = {"router": _ROUTER, "prefill": _NODE, "decode": _NODE}
+SERVICES = {"router": _ROUTER, "prefill": _NODE, "decode": _NODE, "encode": _NODE}
 
 
 # Configuration ----------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
         match program.config:
             case RouterConfig(http_port=http_port):
                 expected |= {"http": http_port, "grpc": front.port}
-            case PrefillConfig(transfer=transfer) | DecodeConfig(transfer=transfer):
+            case NodeConfig(transfer=transfer):
                 expected |= {name: front.port}
                 if transfer.backend != "nixl":  # with which pages are not served over tcp
                     parallel = program.config.engine.parallel
@@ -78,7 +78,7 @@ def test_every_program_has_the_cluster_secret_in_a_file_that_others_cannot_read(
 def test_the_data_path_has_the_address_of_the_pod(programs):
     for program in programs:
         match program.config:
-            case PrefillConfig(transfer=transfer) | DecodeConfig(transfer=transfer):
+            case NodeConfig(transfer=transfer):
                 assert transfer.listen_host == POD_IP
 
 
@@ -86,7 +86,7 @@ def test_a_node_computes_with_the_cores_that_its_pod_requests(programs):
     # Seen failing without the variable: 0, every core of the machine.
     for program in programs:
         match program.config:
-            case PrefillConfig(engine=engine) | DecodeConfig(engine=engine):
+            case NodeConfig(engine=engine):
                 assert engine.threads == int(program.container["resources"]["requests"]["cpu"])
 
 
@@ -225,7 +225,11 @@ def test_images_are_ours_in_this_version(objects, name):
     node = "node-cpu" if name == "dev-cpu" else "node"
     for workload in workloads(objects):
         for container in workload.all_containers:
-            image = node if role_of(container) in ("prefill", "decode", "rank-host") else "router"
+            image = (
+                node
+                if role_of(container) in ("prefill", "decode", "encode", "rank-host")
+                else "router"
+            )
             repository, _, tag = container["image"].rpartition(":")
             assert repository.removeprefix("registry.example/") == f"baton-{image}"
             assert tag == VERSION

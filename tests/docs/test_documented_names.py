@@ -121,7 +121,7 @@ def flags_in_source(module: str) -> frozenset[str]:
 @cache
 def metrics() -> frozenset[str]:
     declared = (*router.DECLARED, *planner.DECLARED, *node.DECLARED["prefill"])
-    every = (*declared, *node.DECLARED["decode"])
+    every = (*declared, *node.DECLARED["decode"], *node.DECLARED["encode"])
     return frozenset(name for each in every for name in (each.name, *each.sample_names))
 
 

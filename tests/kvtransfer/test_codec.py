@@ -14,6 +14,7 @@ from common.limits import MAX_RANKS, MAX_STREAM_INTERVAL
 from common.priority import HIGHEST, LOWEST
 from common.request import MAX_BUDGET_S, MAX_ENGINE_CRASHES, Remaining, RequestSpec
 from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
+from common.requests.images import Image
 from common.requests.namespace import SHARED, as_bytes, namespace_of
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
@@ -21,6 +22,7 @@ from common.tracing.context import SpanName
 from kvtransfer.messages import (
     AnyMessage,
     CancelHandoff,
+    Embeddings,
     GrantHandoff,
     HandoffFailed,
     HandoffId,
@@ -107,6 +109,7 @@ times = st.builds(PrefillTimes, seconds, seconds, seconds, u32)
 hints = st.builds(PrefixHint, st.sampled_from(["127.0.0.1:1", "node:50100", "[::1]:2"]), u32)
 
 
+images = st.builds(Image, st.just(0), u32, u32, st.binary(max_size=40), st.integers(1, 2**32 - 1))
 namespaces = st.just(SHARED) | st.builds(namespace_of, text)
 token_ids = st.lists(i31, min_size=1, max_size=30).map(as_bytes)
 
@@ -139,10 +142,16 @@ def specs(draw: st.DrawFn) -> RequestSpec:
 
 
 sources = st.one_of(
-    st.builds(Prompt, specs(), st.lists(hints, max_size=MAX_HINTS).map(tuple)),
+    st.builds(
+        Prompt,
+        specs(),
+        st.lists(hints, max_size=MAX_HINTS).map(tuple),
+        st.lists(st.sampled_from(["node:50400", "[::1]:2"]), max_size=3).map(tuple),
+    ),
     st.builds(Live, specs(), u64),
     st.builds(Prefix, token_ids, namespaces, u64),
     st.builds(Weights, u32, st.integers(1, codec.MAX_TOKENS), st.integers(1, 2**64 - 1)),
+    st.builds(Embeddings, images, st.integers(1, codec.MAX_TOKENS), st.integers(1, 2**64 - 1)),
 )
 budgets = st.builds(
     Remaining, st.floats(1e-3, MAX_BUDGET_S), st.floats(0.0, MAX_BUDGET_S) | st.just(math.inf)

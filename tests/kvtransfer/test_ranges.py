@@ -22,6 +22,7 @@ def of(kind: HandoffKind, *, tokens: int = 7, prefix: int = 0, room: int = 0) ->
         pytest.param(HandoffKind.LIVE, 3, 9, id="live-prefix-within-a-page"),
         pytest.param(HandoffKind.LIVE, 8, 9, id="live-prefix-of-more-tokens"),
         pytest.param(HandoffKind.WEIGHTS, 1, 0, id="weights-with-a-prefix"),
+        pytest.param(HandoffKind.EMBEDDINGS, 1, 0, id="embeddings-with-a-prefix"),
         pytest.param(HandoffKind.PREFIX, 3, 0, id="prefix-within-a-page"),
     ],
 )
@@ -55,6 +56,7 @@ def test_an_impossible_range_is_a_violation(kind, end, num_pages, last):
         (HandoffKind.LIVE, 12, 3),
         (HandoffKind.PREFIX, 4, 1),
         (HandoffKind.WEIGHTS, 7, 7),
+        (HandoffKind.EMBEDDINGS, 7, 7),
     ],
 )
 def test_a_range_that_says_how_much_there_is_may_end_where_the_grant_allows(kind, end, num_pages):

@@ -3,11 +3,13 @@
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import RouterConfig
+from common.requests.images import Image
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from router.policy import (
     DecodeChoice,
@@ -18,9 +20,10 @@ from router.policy import (
     make_policy,
 )
 from router.policy.load import NodeBacklogs, NodeLoad
-from router.policy.policies import NAMES, NEAR_TOKENS
+from router.policy.policies import NAMES, NEAR_TOKENS, encode_nodes
 from router.policy.prefix_index import PrefixIndex
 from tests.support.fake_clock import FakeClock
+from tests.support.specs import make_spec
 
 PAGE_SIZE = 16
 
@@ -405,3 +408,22 @@ def test_links_that_differ_no_more_than_their_measurements_are_equal(rig):
     rig.choices = [linked("d0", ("cma", 6.0)), linked("d1", ("cma", 8.0))]
     picked = Counter(rig.pick([1]).decode for _ in range(100))
     assert picked["d0"] > 35 and picked["d1"] > 35
+
+
+def test_an_image_goes_to_the_same_encode_node_and_few_move_when_one_leaves() -> None:
+    images = [Image(4 * i + 1, 1, 3, bytes([i]) * 12) for i in range(64)]
+    tokens = [token for image in images for token in (7, *image.token_ids)]
+    spec = msgspec.structs.replace(make_spec(tokens), images=tuple(images))
+    nodes = [f"e{i}:1" for i in range(4)]
+    placed = encode_nodes(spec, nodes)
+    assert len(placed) == 64 and set(placed) == set(nodes)
+    assert encode_nodes(spec, nodes[::-1]) == placed  # whatever their order
+    left = encode_nodes(spec, nodes[:-1])
+    assert all(a == b for a, b in zip(placed, left, strict=True) if a != nodes[-1])
+    assert encode_nodes(spec, ()) == ()
+    # The same image elsewhere in another prompt.
+    other = msgspec.structs.replace(
+        make_spec([1, 2, 3, *images[9].token_ids]),
+        images=(msgspec.structs.replace(images[9], at=3),),
+    )
+    assert encode_nodes(other, nodes) == (placed[9],)

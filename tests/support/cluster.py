@@ -163,6 +163,7 @@ class Cluster:
         path: str = "auto",
         num_prefill: int = 1,
         num_decode: int = 1,
+        num_encode: int = 0,
         router_flags: Sequence[str] = (),
         node_flags: Sequence[str] = (),
         prefill_flags: Sequence[str] = (),
@@ -213,13 +214,16 @@ class Cluster:
         self._flags = {
             "prefill": (f"--device={rig.prefill_device}", *base, *prefill_flags),
             "decode": (f"--device={rig.decode_device}", *base, *decode_flags),
+            "encode": (f"--device={rig.prefill_device}", *base),
         }
         self._flags_of = flags_of or {}
         self._model = model
         self._environment = {**os.environ, **(environment or {})}
         self._islands = islands or {}
-        free = free_ports(2 + num_prefill + num_decode)
+        free = free_ports(2 + num_prefill + num_decode + num_encode)
         counts = {"prefill": num_prefill, "decode": num_decode}
+        if num_encode:
+            counts["encode"] = num_encode
         nodes = [
             self._node_program(role, i, next(free))
             for role, count in counts.items()
@@ -249,13 +253,15 @@ class Cluster:
         self._stub: Any
         self.prefill: list[Node] = []
         self.decode: list[Node] = []
+        self.encode: list[Node] = []
 
     async def __aenter__(self) -> Self:
         self._router = self._child(self._programs[0])
         self._channel = make_channel(self.address, self._certificates)
         self._stub = RouterStub(self._channel)  # type: ignore[no-untyped-call]
         for program in self._programs[1:]:
-            nodes = self.prefill if program.module == "prefill_node" else self.decode
+            role = program.module.removesuffix("_node")
+            nodes = {"prefill": self.prefill, "decode": self.decode, "encode": self.encode}[role]
             nodes.append(self._node(program))
         try:
             await self._until_ready([self._router, *(node.child for node in self.nodes)])
@@ -302,7 +308,7 @@ class Cluster:
 
     @property
     def nodes(self) -> list[Node]:
-        return [*self.prefill, *self.decode]
+        return [*self.prefill, *self.decode, *self.encode]
 
     @property
     def live_nodes(self) -> list[Node]:

@@ -2,16 +2,23 @@
 
     python -m tools.bench.serve                     both systems and the peer, about two minutes
     python -m tools.bench.serve --target HOST:PORT  a router that runs already, and no peer
+    python -m tools.bench.serve --images            text streams while images arrive
 
 One run measures, one after the other, a disaggregated system (router, prefill node, decode node), a
 colocated one (router, decode node), and transformers' continuous batching. All have the same random
 weights and the same prompts. Speed is reported only if the greedy responses are the same
 everywhere. Goal: at 16 streams on a CPU at least 5 x the tokens/s of transformers, which has no RPC
 overhead.
+
+With --images, text streams are measured without images, while the prefill node encodes images on
+its thread, and while an encode node does. All processes share the cores of this machine.
 """
 
 import argparse
+import asyncio
 import dataclasses
+import io
+import itertools
 import json
 import os
 import tempfile
@@ -20,20 +27,24 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvloop
+from PIL import Image as Picture
 
 from bench.traffic.workload import WorkloadRequest
 from tests.support.checkpoints import make_checkpoint
+from tests.support.vision import SIDE, make_vision_checkpoint
 from tools.bench.support.load import Answer, Client, cpu_row, make_jobs, summary
 from tools.bench.support.models import TINY
 from tools.bench.support.peer import transformers_peer
 from tools.bench.support.record import emit, say, table
-from tools.bench.support.systems import Mode, System, serving
+from tools.bench.support.systems import Mode, System, as_up, serving
 
 GOAL_STREAMS = 16
 GOAL_RATIO = 5.0
 PEER_S = 300.0
 WARM_UP_TOKENS = 8
+IMAGE_SIDE = 30  # tokens
 
 COLUMNS = {
     "system": "{system}",
@@ -57,7 +68,10 @@ Tokens = list[list[int]]
 
 def main() -> None:
     options = _options()
-    uvloop.run(_given(options) if options.target else _compared(options))
+    if options.images:
+        uvloop.run(_beside_images(options))
+    else:
+        uvloop.run(_given(options) if options.target else _compared(options))
 
 
 async def _given(options: argparse.Namespace) -> None:
@@ -92,6 +106,64 @@ async def _compared(options: argparse.Namespace) -> None:
     emit("serve", vars(options), [*rows, *peer_rows], equal_answers=equal, goal=goal)
 
 
+async def _beside_images(options: argparse.Namespace) -> None:
+    rows: list[dict[str, Any]] = []
+    seen: list[Tokens] = []
+    with tempfile.TemporaryDirectory(prefix="baton-bench-model-") as made:
+        model = make_vision_checkpoint(Path(made), max_position_embeddings=4096)
+        file = model / "preprocessor_config.json"
+        processor = json.loads(file.read_text()) | {"max_pixels": (IMAGE_SIDE * SIDE) ** 2}
+        file.write_text(json.dumps(processor))
+        for name, rate, num_encode in (
+            ("no images", 0.0, 0),
+            ("encoder thread", options.image_rate, 0),
+            ("encode node", options.image_rate, 1),
+        ):
+            say(f"{name} ...")
+            flags = ["--dtype=float32"]
+            async with as_up("disaggregated", model, flags, num_encode=num_encode) as system:
+                row, tokens = await _with_images(system, options, rate)
+            rows.append({"system": name, "load": f"{rate:g} images/s", **row})
+            seen += [tokens] if rate else []
+    table(rows, COLUMNS)
+    num_same = min(map(len, seen))
+    if seen[0][:num_same] != seen[1][:num_same]:
+        raise SystemExit("the answers differ: no speed without proof")
+    emit("serve images", vars(options), rows, compared_images=num_same)
+
+
+async def _with_images(
+    system: System, options: argparse.Namespace, rate: float
+) -> tuple[dict[str, Any], Tokens]:
+    """Run the most text streams while images arrive. Return the row of the texts, and the tokens of
+    the images."""
+    vocabulary, streams = await system.vocabulary(), max(options.streams)
+    images: list[asyncio.Task[list[int]]] = []
+
+    async def arrive(client: Client) -> None:
+        for number in itertools.count():
+            images.append(asyncio.create_task(client.look(_picture(number), WARM_UP_TOKENS)))
+            await asyncio.sleep(1 / rate)
+
+    async with Client(system.target) as client:
+        await client.closed_loop(_warm_up(vocabulary, options), streams)
+        await client.look(_picture(-1), WARM_UP_TOKENS)
+        arriving = asyncio.create_task(arrive(client)) if rate else None
+        jobs = _jobs(options.image_requests, vocabulary, options, series=streams)
+        load = client.closed_loop(jobs, streams)
+        row, _ = await _timed(system, load)
+        if arriving is not None:
+            arriving.cancel()
+        return row, await asyncio.gather(*images)
+
+
+def _picture(number: int) -> bytes:
+    side, file = IMAGE_SIDE * SIDE, io.BytesIO()
+    noise = np.random.default_rng(number + 1).integers(0, 256, (side, side, 3), np.uint8)
+    Picture.fromarray(noise).save(file, "PNG")
+    return file.getvalue()
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.serve", description=__doc__.partition("\n")[0]
@@ -99,6 +171,9 @@ def _options() -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--target", help="a router that runs already")
     which.add_argument("--model", help="checkpoint directory; default: a tiny one made on the spot")
+    which.add_argument("--images", action="store_true", help="text streams while images arrive")
+    parser.add_argument("--image-rate", type=float, default=2.0, help="images/s")
+    parser.add_argument("--image-requests", type=int, default=400, help="texts while images arrive")
     parser.add_argument("--device", default="cpu", help="cpu | cuda:N, for all systems")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, GOAL_STREAMS])
     parser.add_argument("--requests-per-stream", type=int, default=6)

@@ -8,12 +8,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES
 from common.logs import kv
 from common.requests.images import Image
+from engine.batch.batch import Ints
 from engine.models.vision.seeing import VisionTower
 
 log = logging.getLogger(__name__)
@@ -46,17 +49,27 @@ class EncoderThread:
     Attributes:
         notify: called from the thread whenever images are encoded.
         batches: number of the encoder's calls.
+        token_bytes: bytes of an image token's embedding.
+    Args:
+        pool: pages from which `copy` reads, uint8 [num_pages, page_bytes].
+        token_size, dtype: of an image token's embedding.
     """
 
-    def __init__(self, tower: VisionTower, device: torch.device) -> None:
+    def __init__(
+        self, tower: VisionTower, pool: Tensor, token_size: int, dtype: torch.dtype
+    ) -> None:
         self.notify: Callable[[], None] = lambda: None
         self.batches = 0
+        self.token_bytes = token_size * dtype.itemsize
         self._tower = tower
-        self._device = device
+        self._pool = pool
+        self._device = pool.device
+        self._dtype = dtype
         self._queue: deque[tuple[Image, QueuedImages]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._copies: ThreadPoolExecutor | None = None  # from the first copy on
 
     @property
     def num_waiting(self) -> int:
@@ -78,14 +91,42 @@ class EncoderThread:
             self._thread.start()
         return job
 
+    def missing(self, images: Sequence[Image]) -> list[Image]:
+        """Return the images whose embeddings are not cached, each content once."""
+        return self._tower.missing(images)
+
+    @property
+    def epoch(self) -> int:
+        return self._tower.epoch
+
+    def copy(self, image: Image, pages: Ints, piece_bytes: int, epoch: int) -> Future[None]:
+        """Cache the embeddings whose pieces are in these pages, on a thread of its own. The pages
+        must not change until it is done."""
+        if self._copies is None:
+            self._copies = ThreadPoolExecutor(1, "image copies")
+        copying = self._copies.submit(self._copy, image, pages, piece_bytes, epoch)
+        copying.add_done_callback(lambda _: self.notify())
+        return copying
+
     def close(self) -> None:
-        """End the thread after the batch that it encodes."""
+        """End the threads after the batch and the copy in progress."""
+        if self._copies is not None:
+            self._copies.shutdown(cancel_futures=True)
         with self._changed:
             self._closed = True
             self._queue.clear()
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
+
+    def _copy(self, image: Image, pages: Ints, piece_bytes: int, epoch: int) -> None:
+        with torch.inference_mode():
+            rows = self._pool[torch.from_numpy(pages).long(), :piece_bytes].view(-1)
+            data = rows[: image.num_tokens * self.token_bytes]
+            made = data.view(self._dtype).view(image.num_tokens, -1)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._tower.put(image, made, epoch)
 
     def _run(self) -> None:
         cuda = self._device.type == "cuda"

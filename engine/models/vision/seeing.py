@@ -74,6 +74,8 @@ class VisionTower:
     """The encoder with a cache of embeddings. `embed` is for the forward stream, all else for any
     thread.
 
+    Attributes:
+        epoch: incremented whenever all embeddings are discarded.
     Args:
         most_bytes: limit of cached embeddings, which are stored by image content. The least
             recently used are evicted first.
@@ -92,6 +94,7 @@ class VisionTower:
         self._unused: set[bytes] = set()  # encoded by another thread, and not yet used by a forward
         self._drained = False  # the encoder has no weights
         self.num_bytes = 0
+        self.epoch = 0
         self.counts = VisionCounts()
 
     def needed_bytes(self) -> int:
@@ -131,6 +134,22 @@ class VisionTower:
         """
         self._encoded({image.name: image for image in images}, stream, for_later=True)
 
+    def kept(self, image: Image) -> Tensor | None:
+        """Return cached embeddings, which must not be changed, or None."""
+        with self._cache_lock:
+            return self._kept.get(image.name)
+
+    def put(self, image: Image, made: Tensor, epoch: int) -> None:
+        """Cache embeddings that another node has made. They are complete.
+
+        Args:
+            epoch: `epoch` when they were requested. Those of older weights are dropped.
+        """
+        with self._cache_lock:
+            if image.name not in self._kept and epoch == self.epoch:
+                self._unused.add(image.name)
+                self._keep(image.name, made)
+
     def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> list[ImageFeatures]:
         """Write the embeddings of these tokens to their places.
 
@@ -153,6 +172,7 @@ class VisionTower:
             self._kept.clear()
             self._unused.clear()
             self.num_bytes = 0
+            self.epoch += 1
 
     def _embeddings(self, image: Image) -> Tensor:
         name = image.name

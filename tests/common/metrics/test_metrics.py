@@ -1,5 +1,7 @@
 """Exported metrics of the processes, compared with docs/metrics.md."""
 
+from itertools import chain
+
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,7 +17,7 @@ from router import metrics as router
 from router.metrics import RouterMetrics
 from tests.support.scrapes import check_declared
 
-ROLES = ("prefill", "decode")
+ROLES = ("prefill", "decode", "encode")
 
 
 def moving(gauges=None, distributions=None, links=()):
@@ -40,7 +42,7 @@ def value(metrics, name, **labels):
 def test_the_page_lists_what_the_programs_export():
     # `python -m docs.generate.metrics` writes it anew.
     assert docs.FILE.read_text() == docs.page()
-    for declared in (*router.DECLARED, *node.DECLARED["prefill"], *node.DECLARED["decode"]):
+    for declared in (*router.DECLARED, *chain.from_iterable(node.DECLARED.values())):
         assert f"| `{declared.name}" in docs.FILE.read_text()
 
 

@@ -1,14 +1,19 @@
 """Exports of a producer: the pages that it lends, and the time for which it holds them."""
 
+from typing import cast
+
 import pytest
 
+from common.config import PrefixSharingConfig
 from common.page_tables import PageTables
 from common.request import Remaining
+from common.requests.images import Image
 from common.requests.namespace import as_bytes
 from engine.kv_cache.pages import PageHolder
-from kvtransfer.messages import HandoffId, Prefix
+from kvtransfer.messages import Embeddings, HandoffId, Prefix
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
 from node.sharing.exports import MAX_ASKED, SHARE, PrefixExports
+from node.sharing.prefixes import PrefixSharing, SharedPort
 from tests.kvtransfer.prefix_sides import NO_TIERS, Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
@@ -95,3 +100,23 @@ def test_no_more_than_so_many_may_ask_at_once(memory: Memory) -> None:
     for serial in range(MAX_ASKED + 1):
         loans.dropped(ClosedEvent(serial, ID, False, "gone"))
     assert not len(loans)
+
+
+def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None:
+    port = Posts()
+    sharing = PrefixSharing(
+        PrefixSharingConfig(),
+        instance=1,
+        page_bytes=64,
+        cache=memory.cache,
+        pages=memory.pages,
+        tiers=NO_TIERS,
+        tables=PageTables(PAGE_SIZE),
+        weights=cast(SharedPort, port),
+    )
+    source = Embeddings(Image(0, 1, 1, b"rgb"), 1, 64)
+    assert sharing.take(OpenedEvent(1, ID, b"", Remaining(9.0), source))
+    assert port.take() == [FailCommand(1, "this is no encode node", retryable=False)]
+    closed = ClosedEvent(1, ID, False, "")
+    assert sharing.take(GrantedEvent(1, 0)) and sharing.take(closed)
+    assert not sharing.take(closed)  # a later hand-off with this serial is not one of these

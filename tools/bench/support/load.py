@@ -15,7 +15,14 @@ import numpy as np
 from bench.traffic.load import LoadGenerator, RequestOutcome, poisson
 from bench.traffic.workload import WorkloadRequest
 from common.rpc import make_channel
-from protos.router_pb2 import GenerateRequest, GenerateResponse, TokenIds
+from protos.router_pb2 import (
+    ChatMessage,
+    ChatMessages,
+    ChatPart,
+    GenerateRequest,
+    GenerateResponse,
+    TokenIds,
+)
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tools.bench.support.record import percentiles
@@ -58,8 +65,7 @@ class Client:
             start: time.perf_counter() of the run's start, from which the response's times count.
         """
         request = GenerateRequest(
-            token_ids=TokenIds(ids=job.prompt),
-            sampling=Sampling(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True),
+            token_ids=TokenIds(ids=job.prompt), sampling=_greedy(job.max_tokens)
         )
         sent = time.perf_counter() - start
         answer = Answer(job.group, len(job.prompt), due, sent, usage_reported=True)
@@ -75,6 +81,15 @@ class Client:
         answer.output_tokens = len(answer.token_ids)
         answer.ended = time.perf_counter() - start
         return answer
+
+    async def look(self, image: bytes, max_tokens: int) -> list[int]:
+        """Send a prompt of an image. Returns the tokens of its response."""
+        message = ChatMessage(role="user", parts=[ChatPart(image=image)])
+        request = GenerateRequest(
+            messages=ChatMessages(messages=[message]), sampling=_greedy(max_tokens)
+        )
+        pieces = self._stub.Generate(request, timeout=REQUEST_S)
+        return [token async for piece in pieces for token in piece.token_ids]
 
     async def closed_loop(self, jobs: Sequence[WorkloadRequest], streams: int) -> list[Answer]:
         """Run `streams` callers, each with one job in flight, until all are done. Returns job
@@ -93,6 +108,10 @@ class Client:
             due = poisson(rate, seed)
             await loop.load.open_loop(iter(jobs), due, max_in_flight=len(jobs))
         return loop.answers(jobs)
+
+
+def _greedy(max_tokens: int) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 class _InOrder:

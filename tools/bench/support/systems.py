@@ -85,6 +85,7 @@ async def as_up(
     *,
     device: str = "cpu",
     router_model: str = "",
+    num_encode: int = 0,
 ) -> AsyncIterator[System]:
     """Start a system with the flags of `baton up`.
 
@@ -94,8 +95,9 @@ async def as_up(
 
     Args:
         router_model: directory of the router's files. "": `model`.
+        num_encode: encode nodes.
     """
-    router, prefill, decode = (int(end.rpartition(":")[2]) for end in _free_addresses(3))
+    router, prefill, decode, encode = (int(end.rpartition(":")[2]) for end in _free_addresses(4))
     wish = plan.RequestedSystem(
         models=(
             plan.RequestedModel(
@@ -103,6 +105,7 @@ async def as_up(
                 plan.RequestedNodes(1 if mode == "disaggregated" else 0),
                 plan.RequestedNodes(1),
                 router_model=router_model,
+                encode=plan.RequestedNodes(num_encode),
             ),
         ),
         host=plan.HOST,
@@ -110,6 +113,7 @@ async def as_up(
         http_port=0,
         prefill_port=prefill,
         decode_port=decode,
+        encode_port=encode,
         metrics_port=None,
         device=device,
         node_flags=tuple(node_flags),

@@ -1,0 +1,1 @@
+"""The encode node process: encodes images for prefill nodes, which read the embeddings."""

@@ -1,0 +1,30 @@
+"""Services of an encode node's process."""
+
+import time
+
+from common.config import EncodeConfig
+from kvtransfer.pairs.service import PairService
+from kvtransfer.pairs.streams import PairStreams
+from node.frontend.engine_link import NodeFrontend, RoleProgram, RoleServices
+
+
+def program(config: EncodeConfig) -> RoleProgram:
+    return RoleProgram("encode", config, _parts)
+
+
+def _parts(frontend: NodeFrontend) -> RoleServices:
+    """Connect the services of an encode node. Its only callers are consumers of embeddings."""
+    streams = PairStreams(
+        frontend.transfer_socket,
+        frontend.metrics,
+        on_heartbeat=lambda late_s: frontend.supervision.heartbeat(time.monotonic(), late_s),
+    )
+    engine, supervision = frontend.engine, frontend.supervision
+    pairs = PairService(streams, engine.check_ready, supervision.check_length)
+    return RoleServices(
+        services=(pairs.register,),
+        background=(streams.run,),
+        drain=pairs.drain,
+        resume=pairs.resume,
+        end=streams.close_all,
+    )

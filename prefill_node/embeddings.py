@@ -1,0 +1,287 @@
+"""Embeddings of images that a prefill node reads from encode nodes.
+
+    started --paired, pages free--> opened --Completed--> copied --> cached
+        `--too late, refused, lost--> given up: this node encodes the image itself
+
+Reads begin with the hand-off, so that images are encoded while the request waits for its Grant. Its
+preparation ends when all of them have ended, successful or not. A read never fails a request.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from common.request import Remaining
+from common.requests.images import Image
+from common.requests.namespace import WeightsId
+from engine.batch.batch import Ints
+from engine.core import InputEncoder
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
+from kvtransfer.messages import Embeddings, HandoffId
+from kvtransfer.ports import (
+    CancelCommand,
+    CompletedEvent,
+    ConsumerCommands,
+    FailedEvent,
+    GrantCommand,
+    NodeEvent,
+    OpenCommand,
+    ProducerDown,
+    ProducerUp,
+    ReadsEndedEvent,
+)
+from node.sharing.exports import SHARE
+
+FIRST_NUMBER = 1 << 61  # of hand-offs, below those of weights
+MAX_READS = 256  # images in progress
+PAIR_S = 3.0  # longest wait for an encode node to be paired, and for pages
+GRACE_S = 1.0  # after which the encode node drops a read whose end it has not heard of
+OUTCOMES = ("completed", "failed", "late", "unpaired", "no_capacity")
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """An image in progress. Without an id it is not opened yet."""
+
+    image: Image
+    address: str
+    due: float
+    waiting: set[int] = field(default_factory=set)  # keys of the requests that wait
+    id: HandoffId | None = None
+    num_pieces: int = 0
+    piece_bytes: int = 0
+    epoch: int = 0  # of the encoder
+    copying: Future[None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Landing:
+    """Pages of a read, until it has ended, no data can land there and none is copied from there."""
+
+    pages: Ints
+    lands: bool = True
+    copying: Future[None] | None = None
+
+
+class EmbeddingReads:
+    """The reads of this node. Engine thread only. Requests by their keys.
+
+    Args:
+        encoder: None: the model has no image input, and nothing is read.
+        instance: this node's.
+        cache: of `pages`. Reads use pages that it can free.
+        weights: returns the weight version in use.
+        timeout_s: longest wait for an encode node.
+    """
+
+    def __init__(
+        self,
+        encoder: InputEncoder | None,
+        port: ConsumerCommands,
+        *,
+        instance: int,
+        cache: PrefixCache,
+        pages: PageAllocator,
+        weights: Callable[[], WeightsId],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._encoder = encoder
+        self._cache = cache
+        self._pages = pages
+        self._port = port
+        self._instance = instance
+        self._weights = weights
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._numbers = itertools.count(FIRST_NUMBER)
+        self._producers: dict[str, ProducerUp] = {}  # by address
+        self._absent: set[str] = set()  # nodes that were lost, or waited for in vain
+        self._reads: dict[bytes, _Read] = {}  # by the name of the image
+        self._by_id: dict[HandoffId, _Read] = {}
+        self._landing: dict[HandoffId, _Landing] = {}
+        self._waits: dict[int, set[bytes]] = {}  # names of images, by key
+        self._over: list[int] = []  # keys, not returned yet
+        self._counts = dict.fromkeys(OUTCOMES, 0)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._reads or self._landing)
+
+    def reads(self) -> Iterator[Ints]:
+        """Return the pages held for reads."""
+        return (landing.pages for landing in self._landing.values())
+
+    def counters(self) -> dict[str, int]:
+        return {f"embedding_reads/{outcome}": number for outcome, number in self._counts.items()}
+
+    # Requests -----------------------------------------------------------------------------------
+
+    def start(self, key: int, images: Sequence[Image], addresses: Sequence[str]) -> None:
+        """Start to read the embeddings of a request's images that are not cached here.
+
+        Args:
+            addresses: the encode node of each image.
+        """
+        if self._encoder is None:
+            return
+        of_image = dict(zip((image.name for image in images), addresses, strict=False))
+        for image in self._encoder.missing(images):
+            read = self._reads.get(image.name)
+            if read is None:
+                read = self._begin(image, of_image.get(image.name, ""))
+            if read is not None:
+                read.waiting.add(key)
+                self._waits.setdefault(key, set()).add(image.name)
+
+    def waits(self, key: int) -> bool:
+        """Return whether the request waits for a read in progress."""
+        return key in self._waits
+
+    def take_over(self) -> list[int]:
+        """Return the keys whose reads have ended since the last call, successful or not."""
+        over, self._over = self._over, []
+        return over
+
+    def forget(self, key: int) -> None:
+        """Forget an ended request, in any stage. Reads that no other request waits for end."""
+        for name in self._waits.pop(key, ()):
+            read = self._reads[name]
+            read.waiting.discard(key)
+            if not read.waiting and read.copying is None:
+                self._cancel(read, "the request has ended")
+                del self._reads[name]
+
+    # Events -------------------------------------------------------------------------------------
+
+    def take(self, event: NodeEvent) -> bool:
+        """Handle an event of the transfer thread. Returns False if it belongs to another hand-off,
+        or if other parts need it too."""
+        match event:
+            case ProducerUp(address=address):
+                self._producers[address] = event
+                self._absent.discard(address)
+            case ProducerDown(address=address, instance=instance):
+                producer = self._producers.get(address)
+                if producer is not None and producer.instance == instance:
+                    del self._producers[address]
+                    self._is_absent(address)
+            case CompletedEvent(id=id) if id in self._landing:
+                self._landed(event)
+                return True
+            case FailedEvent(id=id) if id in self._landing:
+                self._end(id, "failed")
+                return True
+            case ReadsEndedEvent(id=id) if id in self._landing:
+                self._landing[id].lands = False
+                return True
+        return False
+
+    def poll(self) -> None:
+        """Do what is due. Called in each turn of the loop."""
+        if not self.busy:
+            return
+        now = self._clock()
+        for read in list(self._reads.values()):
+            if read.copying is not None:
+                if read.copying.done():
+                    self._finish(read, "failed" if read.copying.exception() else "completed")
+            elif now >= read.due:
+                self._give_up(read)
+            elif read.id is None and read.address in self._producers:
+                self._open(read, self._producers[read.address], now)
+        for id, landing in list(self._landing.items()):
+            copied = landing.copying is None or landing.copying.done()
+            if copied and not landing.lands and id not in self._by_id:
+                self._pages.drop(landing.pages, PageHolder.READ)
+                del self._landing[id]
+
+    # --------------------------------------------------------------------------------------------
+
+    def _begin(self, image: Image, address: str) -> _Read | None:
+        """Return a new read, or None if this node encodes the image at once."""
+        if not address or address in self._absent:
+            self._counts["unpaired"] += 1
+            return None
+        if len(self._reads) >= MAX_READS:
+            self._counts["no_capacity"] += 1
+            return None
+        read = _Read(image, address, self._clock() + min(PAIR_S, self._timeout_s))
+        self._reads[image.name] = read
+        return read
+
+    def _open(self, read: _Read, producer: ProducerUp, now: float) -> None:
+        """Open the hand-off of a read if there are pages for it."""
+        assert self._encoder is not None
+        num_bytes = read.image.num_tokens * self._encoder.token_bytes
+        num_pieces = -(-num_bytes // producer.piece_bytes)
+        held = sum(len(landing.pages) for landing in self._landing.values())
+        if held + num_pieces > max(self._pages.num_pages // SHARE, 1):
+            return
+        pages = self._cache.allocate(num_pieces, PageHolder.READ)
+        if pages is None:
+            return
+        read.id = HandoffId(self._instance, next(self._numbers), 1)
+        read.num_pieces, read.piece_bytes = num_pieces, producer.piece_bytes
+        read.due, read.epoch = now + self._timeout_s, self._encoder.epoch
+        self._by_id[read.id] = read
+        self._landing[read.id] = _Landing(pages)
+        source = Embeddings(read.image, num_pieces, producer.piece_bytes)
+        remaining = Remaining(self._timeout_s + GRACE_S)
+        self._port.post(OpenCommand(read.id, producer.instance, self._weights(), remaining, source))
+        self._port.post(GrantCommand(read.id, 0, pages))
+
+    def _landed(self, event: CompletedEvent) -> None:
+        read, landing = self._by_id.get(event.id), self._landing[event.id]
+        if read is None:
+            return
+        if event.num_tokens != read.num_pieces:
+            self._end(event.id, "failed")
+            return
+        assert self._encoder is not None
+        read.copying = self._encoder.copy(read.image, landing.pages, read.piece_bytes, read.epoch)
+        landing.copying = read.copying
+
+    def _give_up(self, read: _Read) -> None:
+        if read.id is not None:
+            self._cancel(read, "the embeddings are late")
+            self._finish(read, "late")
+        elif read.address in self._producers:
+            self._finish(read, "no_capacity")
+        else:
+            self._is_absent(read.address)
+            self._finish(read, "unpaired")
+
+    def _is_absent(self, address: str) -> None:
+        """Wait for this encode node no more until it is paired."""
+        if len(self._absent) >= MAX_READS:
+            self._absent.clear()
+        self._absent.add(address)
+        for read in self._reads.values():
+            if read.id is None and read.address == address:
+                read.due = 0.0
+
+    def _end(self, id: HandoffId, outcome: str) -> None:
+        read = self._by_id.get(id)
+        if read is not None:
+            self._finish(read, outcome)
+
+    def _cancel(self, read: _Read, reason: str) -> None:
+        if read.id is not None and self._by_id.pop(read.id, None) is not None:
+            self._port.post(CancelCommand(read.id, reason))
+
+    def _finish(self, read: _Read, outcome: str) -> None:
+        """End a read, and the waits for it."""
+        self._counts[outcome] += 1
+        if read.id is not None:
+            self._by_id.pop(read.id, None)
+        del self._reads[read.image.name]
+        for key in read.waiting:
+            names = self._waits[key]
+            names.discard(read.image.name)
+            if not names:
+                del self._waits[key]
+                self._over.append(key)

@@ -1,0 +1,125 @@
+"""Encode nodes through real processes: equal answers with one, and without one when it is lost."""
+
+import asyncio
+import base64
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+pytest.importorskip("PIL")
+
+import numpy as np
+from PIL import Image as Pillow
+
+from tests.support.cluster import CPU, Cluster
+from tests.support.vision import make_vision_checkpoint
+
+pytestmark = pytest.mark.long
+
+NUM_TOKENS = 12
+
+
+def picture(seed: int) -> str:
+    noise = np.random.default_rng(seed).integers(0, 256, (45, 70, 3), np.uint8)
+    file = io.BytesIO()
+    Pillow.fromarray(noise).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+class Asking:
+    def __init__(self, client: openai.AsyncOpenAI, model: str) -> None:
+        self._client = client
+        self._model = model
+
+    async def about(self, *seeds: int, question: str = "What is it? ") -> str:
+        content: list[dict[str, Any]] = [{"type": "text", "text": question}]
+        content += [{"type": "image_url", "image_url": {"url": picture(seed)}} for seed in seeds]
+        answer = await self._client.chat.completions.create(  # type: ignore[call-overload]
+            model=self._model,
+            messages=[{"role": "user", "content": content}],
+            temperature=0,
+            max_tokens=NUM_TOKENS,
+            extra_body={"ignore_eos": True},
+        )
+        text: str = answer.choices[0].message.content
+        return text
+
+
+@asynccontextmanager
+async def asked(cluster: Cluster, directory: Path) -> AsyncIterator[Asking]:
+    base = f"http://127.0.0.1:{cluster.http_port}/v1"
+    async with openai.AsyncOpenAI(base_url=base, api_key="x", max_retries=0) as client:
+        yield Asking(client, str(directory))
+
+
+async def reads(cluster: Cluster, outcome: str) -> int:
+    counters = (await cluster.prefill[0].describe()).counters
+    return counters[f"embedding_reads/{outcome}"]
+
+
+async def until_reading(cluster: Cluster) -> None:
+    async def reading() -> bool:
+        return (await cluster.prefill[0].describe()).queues["embeddings"] == 1
+
+    await cluster.wait_until(reading, "a request waits for the encode node")
+
+
+async def nothing_is_read(cluster: Cluster) -> bool:
+    return not (await cluster.prefill[0].describe()).queues["embeddings"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+async def test_answers_are_those_without_an_encode_node(tmp_path: Path, model_type: str) -> None:
+    directory = make_vision_checkpoint(tmp_path / "model", model_type=model_type)
+    without = Cluster(directory, tmp_path / "without", rig=CPU, path="tcp")
+    async with without as cluster, asked(cluster, directory) as asking:
+        expected = [await asking.about(seed) for seed in (1, 2, 3, 4)]
+        both = await asking.about(1, 5)
+    assert len(set(expected)) > 1
+    beside = Cluster(directory, tmp_path / "with", path="tcp", num_encode=1)
+    async with beside as cluster, asked(cluster, directory) as asking:
+        (encoder,) = cluster.encode
+        assert await asking.about(1) == expected[0]
+        assert await reads(cluster, "completed") == 1
+        # The other image is read, and this one is cached on the prefill node.
+        assert await asking.about(1, 5) == both
+        assert await reads(cluster, "completed") == 2
+        exports = (await encoder.describe()).counters["embedding_exports/completed"]
+        assert exports == 2
+        # A request that is cancelled while it waits frees everything.
+        thaw = cluster.freeze(encoder)
+        waiting = asyncio.create_task(asking.about(2))
+        await until_reading(cluster)
+        waiting.cancel()
+        await cluster.wait_until(lambda: nothing_is_read(cluster), "the request is forgotten")
+        thaw()
+        await cluster.until_nothing_is_held()
+        assert (await encoder.describe()).counters["embedding_exports/failed"] == 1
+        assert await asking.about(2) == expected[1]
+        # Lost in the middle of a request, and away from then on.
+        cluster.freeze(encoder)
+        waiting = asyncio.create_task(asking.about(3))
+        await until_reading(cluster)
+        await cluster.kill(encoder)
+        assert await waiting == expected[2]
+        assert await reads(cluster, "failed") >= 1
+        assert await asking.about(4) == expected[3]
+
+
+async def test_a_late_encode_node_is_not_waited_for(tmp_path: Path) -> None:
+    directory = make_vision_checkpoint(tmp_path / "model")
+    flags = ["--encode-timeout-s=0.5"]
+    beside = Cluster(directory, tmp_path, path="nixl", num_encode=1, prefill_flags=flags)
+    async with beside as cluster, asked(cluster, directory) as asking:
+        first = await asking.about(1)
+        assert await reads(cluster, "completed") == 1
+        thaw = cluster.freeze(cluster.encode[0])
+        assert await asking.about(2)
+        assert await reads(cluster, "late") == 1
+        thaw()
+        assert await asking.about(1, question="What is it? ") == first

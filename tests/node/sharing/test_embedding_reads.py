@@ -1,0 +1,207 @@
+"""Embeddings that a prefill node reads: when it opens a hand-off, gives up, and frees its pages."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from common.page_tables import PageTables
+from common.requests.images import Image
+from engine.batch.batch import Ints
+from engine.kv_cache.pages import PageHolder
+from kvtransfer.messages import Embeddings, HandoffId
+from kvtransfer.ports import (
+    CancelCommand,
+    CompletedEvent,
+    FailedEvent,
+    GrantCommand,
+    OpenCommand,
+    ProducerDown,
+    ProducerUp,
+    ReadsEndedEvent,
+)
+from prefill_node.embeddings import PAIR_S, EmbeddingReads
+from tests.kvtransfer.prefix_sides import Memory, Posts
+from tests.kvtransfer.sides import PAGE_SIZE
+
+ENCODER = "encode:50400"
+UP = ProducerUp(7, ENCODER, "tcp", 1.0, piece_bytes=64)
+TIMEOUT_S = 10.0
+IMAGE, OTHER = (Image(0, 2, 4, bytes([colour]) * 24) for colour in (1, 2))  # 8 tokens: 2 pieces
+
+
+class FakeEncoder:
+    token_bytes = 16
+    batches = num_waiting = 0
+    epoch = 3  # when reads are opened
+
+    def __init__(self) -> None:
+        self.notify: Callable[[], None] = lambda: None
+        self.cached: set[bytes] = set()
+        self.copies: list[Future[None]] = []
+
+    def missing(self, images: Sequence[Image]) -> Sequence[Image]:
+        return [image for image in images if image.name not in self.cached]
+
+    def copy(self, image: Image, pages: Ints, piece_bytes: int, epoch: int) -> Future[None]:
+        assert (len(pages), piece_bytes, epoch) == (2, UP.piece_bytes, 3)
+        self.copies.append(Future())
+        return self.copies[-1]
+
+    def begin(self, images: Sequence[Image]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.port, self.encoder = Posts(), FakeEncoder()
+        self.memory = Memory(64, PageTables(PAGE_SIZE))
+        self.reads = EmbeddingReads(
+            self.encoder,
+            self.port,
+            instance=1,
+            cache=self.memory.cache,
+            pages=self.memory.pages,
+            weights=lambda: b"",
+            timeout_s=TIMEOUT_S,
+            clock=lambda: self.now,
+        )
+
+    def start(self, key: int = 1, *images: Image) -> None:
+        images = images or (IMAGE,)
+        self.reads.start(key, images, [ENCODER] * len(images))
+        self.reads.poll()
+
+    def opened(self) -> HandoffId:
+        opening, grant = self.port.take()
+        assert isinstance(opening, OpenCommand) and isinstance(grant, GrantCommand)
+        assert isinstance(opening.source, Embeddings) and opening.source.num_pieces == 2
+        assert opening.producer == UP.instance and len(grant.destination_pages) == 2
+        return opening.id
+
+    def outcome(self, name: str) -> int:
+        return self.reads.counters()[f"embedding_reads/{name}"]
+
+    @property
+    def num_held(self) -> int:
+        return int(self.memory.pages.holds(PageHolder.READ).sum())
+
+
+@pytest.fixture
+def rig() -> Rig:
+    rig = Rig()
+    rig.reads.take(UP)
+    return rig
+
+
+def test_two_requests_wait_for_one_read_and_pages_are_free_after_the_copy(rig: Rig) -> None:
+    rig.start(1)
+    rig.start(2)
+    id = rig.opened()
+    rig.encoder.epoch += 1  # by an update of the weights: the copy has the older number
+    assert rig.reads.take(CompletedEvent(id, num_tokens=2))
+    assert rig.reads.take(ReadsEndedEvent(id))
+    rig.reads.poll()
+    assert rig.reads.waits(1) and rig.num_held == 2  # the copy is under way
+    rig.encoder.copies[0].set_result(None)
+    rig.reads.poll()
+    assert sorted(rig.reads.take_over()) == [1, 2]
+    assert not rig.reads.busy and rig.num_held == 0 and rig.outcome("completed") == 1
+
+
+def test_pages_stay_until_the_encode_node_says_that_they_were_held(rig: Rig) -> None:
+    rig.start()
+    id = rig.opened()
+    rig.reads.take(ReadsEndedEvent(id))
+    rig.reads.poll()
+    assert rig.num_held == 2  # nothing lands any more, and nothing is copied yet
+    rig.reads.take(CompletedEvent(id, num_tokens=2))
+    rig.encoder.copies[0].set_result(None)
+    rig.reads.poll()
+    assert rig.reads.take_over() == [1] and rig.num_held == 0
+
+
+def test_a_cached_image_is_not_read(rig: Rig) -> None:
+    rig.encoder.cached.add(IMAGE.name)
+    rig.start(1, IMAGE, OTHER)
+    rig.opened()
+    assert not rig.port.take()
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_embeddings_that_are_not_whole_are_not_used(rig: Rig, pieces: int) -> None:
+    rig.start()
+    rig.reads.take(CompletedEvent(rig.opened(), num_tokens=pieces))
+    assert rig.reads.take_over() == [1] and not rig.encoder.copies
+    assert rig.outcome("failed") == 1
+
+
+def test_a_lost_read_keeps_its_pages_until_nothing_can_land(rig: Rig) -> None:
+    rig.start()
+    id = rig.opened()
+    assert rig.reads.take(FailedEvent(id, "gone", retryable=True))
+    rig.reads.poll()
+    assert rig.reads.take_over() == [1] and rig.num_held == 2
+    rig.reads.take(ReadsEndedEvent(id))
+    rig.reads.poll()
+    assert rig.num_held == 0 and not rig.reads.busy
+
+
+def test_a_late_encode_node_is_cancelled(rig: Rig) -> None:
+    rig.start()
+    id = rig.opened()
+    rig.now = TIMEOUT_S
+    rig.reads.poll()
+    (cancel,) = rig.port.take()
+    assert isinstance(cancel, CancelCommand) and cancel.id == id
+    assert rig.reads.take_over() == [1] and rig.outcome("late") == 1
+
+
+def test_the_last_request_that_ends_cancels_the_read(rig: Rig) -> None:
+    rig.start(1)
+    rig.start(2)
+    id = rig.opened()
+    rig.reads.forget(1)
+    assert not rig.port.take()
+    rig.reads.forget(2)
+    (cancel,) = rig.port.take()
+    assert isinstance(cancel, CancelCommand) and cancel.id == id
+    rig.reads.take(ReadsEndedEvent(id))
+    rig.reads.poll()
+    assert rig.num_held == 0 and not rig.reads.busy
+
+
+def test_a_lost_encode_node_is_not_waited_for(rig: Rig) -> None:
+    rig.memory.pages.allocate(63, PageHolder.REQUEST)  # so that the read is not opened
+    rig.start(1)
+    rig.reads.take(ProducerDown(UP.instance, ENCODER, "lost"))
+    rig.reads.poll()
+    assert rig.reads.take_over() == [1]
+    rig.start(2)
+    assert not rig.reads.waits(2) and rig.outcome("unpaired") == 2
+
+
+def test_an_encode_node_that_does_not_pair_is_waited_for_once() -> None:
+    rig = Rig()
+    rig.start()
+    assert rig.reads.waits(1)
+    rig.now = PAIR_S
+    rig.reads.poll()
+    assert rig.reads.take_over() == [1]
+    rig.start(2)
+    assert not rig.reads.waits(2) and rig.outcome("unpaired") == 2
+    rig.reads.take(UP)
+    rig.start(3)
+    rig.opened()
+
+
+def test_a_read_waits_for_pages_and_gives_up(rig: Rig) -> None:
+    rig.memory.pages.allocate(63, PageHolder.REQUEST)
+    rig.start()
+    assert not rig.port.take()
+    rig.now = PAIR_S
+    rig.reads.poll()
+    assert rig.reads.take_over() == [1] and rig.outcome("no_capacity") == 1
