@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import LATENT_ARCHITECTURES, make_checkpoint
 from tests.support.cluster import Cluster, Node, slowed
-from tests.support.drafters import make_eagle
+from tests.support.drafters import make_eagle, make_mtp
 from tools.bench.bits.circumstances import Circumstances, ComparedKind
 from tools.bench.bits.requests import ADAPTER, Request, Response, respond
 
@@ -89,6 +89,8 @@ class ComparedModel:
         made = AutoModelForCausalLM.from_pretrained(self._model)
         make_adapter(directory / "adapters" / ADAPTER, made)
         self._eagle = directory / "eagle"
+        if kind.family == "deepseek_v3":
+            make_mtp(self._model)
         if kind.family == "llama":
             make_eagle(self._eagle, self._model)
         self._always = (
