@@ -11,11 +11,17 @@ from engine.models import Model, load
 from tests.support.checkpoints import LATENT_ARCHITECTURES, make_checkpoint
 from tests.support.devices import CPU, use
 from tests.support.steps import Recorder, Steps, prompt
+from tests.support.tiny_models import make_tiny
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "dots1"),
     *LATENT_ARCHITECTURES,
+)
+# Computed by transformers: other norms, activations, rotations and biases.
+CLASSES = (
+    *("gpt2", "gpt_neox", "phi3", "olmo2", "starcoder2", "granite", "glm4", "apertus"),
+    *("cohere2", "llama", "gemma2"),
 )
 PRECISIONS = {
     "float32": (torch.float32, "none"),
@@ -150,6 +156,20 @@ def test_a_request_has_the_same_bits_however_it_is_computed(
     use("compiled", monkeypatch)
     dtype, quantize = PRECISIONS[precision]
     model = load(make_checkpoint(tmp_path, family), CPU, dtype, quantize)
+    model.compute_in_one_way()
+    check(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_class_of_transformers_has_the_same_bits(tmp_path, monkeypatch, kind, precision):
+    """In sizes that are no multiples of a vector."""
+    use("compiled", monkeypatch)
+    dtype, quantize = PRECISIONS[precision]
+    inner = {"n_inner": 90} if kind == "gpt2" else {"intermediate_size": 90}
+    directory = make_tiny(tmp_path, kind, max_position_embeddings=1024, **inner)
+    model = load(directory, CPU, dtype, quantize, "transformers")
     model.compute_in_one_way()
     check(model)
 
