@@ -124,7 +124,7 @@ def test_functions_of_rows_have_the_same_bits_in_any_batch(function):
         (lambda x: F.linear(x, x[0]), "mm"),
         (lambda x: torch.einsum("bnw,bmw->bnm", x, x), "bmm"),
         (lambda x: x.cumsum(1), "cumsum"),
-        (lambda x: x.mean(1), "mean values over rows"),
+        (lambda x: x.mean(1), "mean of more than a row"),
         (lambda x: torch.add(x, x, alpha=0.3), "add"),
         (lambda x: x.transpose(1, 2).sigmoid(), "other functions in steps of another size"),
     ],

@@ -109,22 +109,21 @@ class RowByRow(TorchDispatchMode):
         x, *others = args
         *outer, width = x.shape
         self._widths.append((name, width))
+        of_a_row = name != "native_layer_norm" or others[0] == [width]
         if name == "mean":
-            dims, *others = others
-            if dims not in ([-1], [len(outer)]):
-                raise self._rejected("mean values over rows")
-            others = [[-1], *others]
-        if width >= _LARGEST_ROW or (name == "native_layer_norm" and others[0] != [width]):
-            raise self._rejected(f"{name} of rows that threads divide")
+            of_a_row = others[:1] in ([[-1]], [[len(outer)]])
+            others = [[-1], *others[1:]]
+        if not of_a_row or width >= _LARGEST_ROW:
+            raise self._rejected(f"{name} of more than a row of {_LARGEST_ROW - 1} numbers")
         # Copies are aligned alike.
         rows = [func(row.clone(), *others, **given) for row in x.reshape(-1, width).split(1)]
 
         def joined(parts: Sequence[Tensor]) -> Tensor:
             return torch.cat(tuple(parts)).view(*outer, *parts[0].shape[1:])
 
-        return (
-            tuple(map(joined, zip(*rows, strict=True))) if type(rows[0]) is tuple else joined(rows)
-        )
+        if isinstance(rows[0], tuple):
+            return tuple(map(joined, zip(*rows, strict=True)))
+        return joined(rows)
 
     def _rejected(self, what: str) -> ConfigError:
         return ConfigError(

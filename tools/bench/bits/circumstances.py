@@ -26,11 +26,16 @@ class ComparedKind(NamedTuple):
     @property
     def drafters(self) -> Sequence[str]:
         """The methods of speculation with this model."""
-        layers = {"llama": "eagle", "deepseek_v3": "mtp"}
+        layers = {"llama": "eagle", "deepseek_v3": "mtp"} if self.native else {}
         return ("none", "ngram", layers.get(self.family, "ngram"))
+
+    @property
+    def native(self) -> bool:
+        return self.flags != _BY_TRANSFORMERS
 
 
 _INT8 = ("--quantize=int8",)
+_BY_TRANSFORMERS = ("--engine.model-backend=transformers",)
 MODELS = (
     ComparedKind("llama", "float32"),
     ComparedKind("qwen3_moe", "float32"),
@@ -45,6 +50,7 @@ MODELS = (
     ComparedKind("qwen3_moe", "bfloat16", ranks=2),
     ComparedKind("deepseek_v3", "bfloat16", _INT8),
     ComparedKind("qwen3_moe", "bfloat16", _INT8),
+    ComparedKind("llama", "float32", _BY_TRANSFORMERS),
 )
 _CACHED_PAGES = 8  # of nodes with a tier, which gets the others
 _DRAWN: dict[str, Sequence[Any]] = {
@@ -99,8 +105,8 @@ class Circumstances:
         """Draw the settings of a system of a model."""
         drawn = {name: draw.choice(all_) for name, all_ in _DRAWN.items() if name not in _OF_ROUNDS}
         drawn["drafter"] = draw.choice(model.drafters)
-        if drawn["drafter"] in ("mtp", "eagle") or model.ranks > 1:  # not supported together
-            drawn["split_prefill"] = False
+        if drawn["drafter"] in ("mtp", "eagle") or model.ranks > 1 or not model.native:
+            drawn["split_prefill"] = False  # not supported together
         return cls(**drawn)
 
     def with_a_round(self, draw: Random) -> "Circumstances":
