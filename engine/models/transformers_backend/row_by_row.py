@@ -28,18 +28,9 @@ _EXACT = frozenset(
         *("abs", "add", "clamp", "div", "gt", "minimum", "mul", "neg", "relu", "sub"),
         *("alias", "cat", "clone", "constant_pad_nd", "copy", "_to_copy", "detach", "lift_fresh"),
         *("empty", "empty_like", "new_empty", "full_like", "ones_like", "zeros_like"),
-        *(
-            "embedding",
-            "expand",
-            "repeat",
-            "index",
-            "index_put",
-            "index_select",
-            "masked_fill",
-            "where",
-        ),
-        *("permute", "t", "transpose", "_unsafe_view", "view", "squeeze", "unsqueeze"),
-        *("select", "slice", "split", "split_with_sizes", "stack"),
+        *("embedding", "index", "index_put", "index_select", "masked_fill", "where"),
+        *("expand", "repeat", "permute", "t", "transpose", "squeeze", "unsqueeze"),
+        *("select", "slice", "split", "split_with_sizes", "stack", "_unsafe_view", "view"),
     )
 )
 _BY_ROW = frozenset(
@@ -87,12 +78,12 @@ class RowByRow(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given, name = kwargs or {}, func.overloadpacket.__name__
-        if name in _BY_ROW and isinstance(args[0], Tensor):
+        if name in _BY_ROW and isinstance(args[0], Tensor) and args[0].ndim:
             return self._by_row(name, func, args, given)
         if name in _PRODUCTS and args[0].shape[-1] == 1:
             return args[0] * args[1]
-        two = given.get("alpha", 1) != 1 or (name == "index_put_" and any(args[3:]))  # operations
-        if name.removesuffix("_") in _EXACT and not two:
+        adds = given.get("alpha", 1) != 1 or (name == "index_put_" and any(args[3:]))
+        if name.removesuffix("_") in _EXACT and not adds:
             return func(*args, **given)
         tensors = [each for each in tree_leaves((args, given)) if isinstance(each, Tensor)]
         if not any(each.is_floating_point() or each.is_complex() for each in tensors):
