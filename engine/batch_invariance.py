@@ -7,6 +7,7 @@ It changes no operation: it is a promise, and refuses a start that cannot keep i
 import logging
 import platform
 import time
+from importlib.metadata import version
 
 import torch
 
@@ -16,7 +17,6 @@ from common.logs import kv
 from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, Model
 from engine.models.blocks.layer import Layer
-from engine.models.decoder import Decoder
 from engine.models.linear import INT8
 from engine.models.probe import PRODUCTS, differing_operation
 from kernels import device as devices
@@ -49,9 +49,8 @@ def check(
         "auto and hosts to 1": (
             parallel.tp > 1 and (parallel.collectives == "gloo" or parallel.hosts > 1)
         ),
-        "models of the Transformers library are not supported: serve a model of a native family": (
-            servable.backend != "native"
-        ),
+        "ranks of a model that the Transformers library computes are not supported: set "
+        "engine.parallel.tp to 1": parallel.tp > 1 and servable.backend != "native",
         "models with images are not supported: serve a model of text": (
             servable.spec.image_token_side > 0
         ),
@@ -97,7 +96,7 @@ def keep(model: Model, layout: KVLayout) -> None:
             batch.
     """
     name = model.spec.architecture
-    if not isinstance(model, Decoder) or not all(map(_is_supported, model.layers)):
+    if not all(map(_is_supported, model.layers)):
         raise ConfigError(
             f"{_SETTING}: {name} has layers that are not supported: serve a model of another family"
         )
@@ -117,11 +116,12 @@ def _is_supported(layer: Layer) -> bool:
     return {type(layer.mixer), type(layer.ffn)} <= PRODUCTS.keys()
 
 
-def arithmetic(ranks: int) -> str:
+def arithmetic(ranks: int, backend: str) -> str:
     """Return a name of how a node computes. Nodes with the same one compute the same bits.
 
     Args:
         ranks: whose sums make a layer's output.
+        backend: of the model, see LoadableModel.
     """
     operators = devices.compiled_for(torch.device("cpu"))
     return " ".join(
@@ -131,5 +131,6 @@ def arithmetic(ranks: int) -> str:
             torch.backends.cpu.get_cpu_capability(),
             "-".join(platform.libc_ver()),
             *([f"tp{ranks}"] if ranks > 1 else []),
+            *([f"{backend} {version(backend)}"] if backend != "native" else []),
         )
     )

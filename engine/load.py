@@ -250,7 +250,9 @@ def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
     # Nodes without the promise may compute on each other's KV whatever their arithmetic.
     arithmetic = {}
     if config.batch_invariant:
-        arithmetic["arithmetic"] = batch_invariance.arithmetic(config.parallel.tp)
+        arithmetic["arithmetic"] = batch_invariance.arithmetic(
+            config.parallel.tp, opened.servable.backend
+        )
     fields = {"dtype": str(opened.precision), "quantize": rounding}
     return {**constants(opened.servable), **fields, **arithmetic}
 

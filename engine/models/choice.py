@@ -13,6 +13,7 @@ from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.experts import RoutedExperts
 from engine.models.blocks.late_states import LateStates
+from engine.models.blocks.layer import Layer
 from engine.models.blocks.protocol import AdaptedLinear
 from engine.models.drafting import DeviceDrafter
 from engine.models.families import FAMILIES
@@ -62,6 +63,16 @@ class Model(Protocol):
     @property
     def elsewhere(self) -> tuple[str, ...]:
         """Beginnings of the names of modules that other stages have."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """Native layers. Empty if a class of transformers computes the model."""
+        ...
+
+    def compute_in_one_way(self) -> None:
+        """Compute a token in the same way in every step from now on, even where another way is
+        faster."""
         ...
 
     def forward(

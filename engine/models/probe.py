@@ -1,4 +1,4 @@
-"""A probe of whether a decoder computes a token to the same bits in every kind of step.
+"""A probe of whether a model computes a token to the same bits in every kind of step.
 
 It computes some tokens of a request alone, and again in chunks, beside other requests and as a row
 with drafts. The tokens are given, so nothing is sampled.
@@ -21,7 +21,8 @@ from engine.models.blocks.dense import DenseBlock
 from engine.models.blocks.experts import ExpertsBlock
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.latent import LatentAttentionBlock
-from engine.models.decoder import Decoder
+from engine.models.blocks.layer import Layer
+from engine.models.choice import Model
 from engine.models.linear import Linear
 from engine.ranks import Group
 from kernels.narrow import as_stored
@@ -79,7 +80,7 @@ _BESIDE_OTHERS = (
 )
 
 
-def differing_operation(model: Decoder, layout: KVLayout) -> str:
+def differing_operation(model: Model, layout: KVLayout) -> str:
     """Return the name of the first operation whose bits differ between the two ways. Empty: they
     are the same. All ranks of a node call this at the same time.
 
@@ -88,7 +89,8 @@ def differing_operation(model: Decoder, layout: KVLayout) -> str:
     """
     with torch.inference_mode():
         found = _first_difference(model, layout, traced=False)
-        if not _in_any_rank(found, model.layers[0].group):
+        group = model.layers[0].group if model.layers else None
+        if not _in_any_rank(found, group):
             return ""
         first = _first_difference(model, layout, traced=True)
         return first or f"the compiled layers, seen in {found or 'another rank'}"
@@ -99,7 +101,7 @@ def _in_any_rank(found: str, group: Group | None) -> bool:
     return bool((differs if group is None else group.all_reduce(differs)).any())
 
 
-def _first_difference(model: Decoder, layout: KVLayout, *, traced: bool) -> str:
+def _first_difference(model: Model, layout: KVLayout, *, traced: bool) -> str:
     alone, beside = (_computed(model, layout, steps, traced) for steps in (_ALONE, _BESIDE_OTHERS))
     return next((name for name, bits in alone.items() if beside[name] != bits), "")
 
@@ -114,9 +116,9 @@ class _Trace:
         bits: hashes by token.
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Model) -> None:
         self.bits: dict[str, dict[int, int]] = {}
-        self._names = dict(_named_products(model))
+        self._names = dict(_named_products(model.layers))
         self._places: Mapping[int, int] = {}
 
     def begin(self, places: Mapping[int, int]) -> None:
@@ -136,13 +138,13 @@ class _Trace:
             kept[token] = hash(rows[place].contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def _named_products(model: Decoder) -> Iterator[tuple[Linear, tuple[str, str]]]:
+def _named_products(layers: Sequence[Layer]) -> Iterator[tuple[Linear, tuple[str, str]]]:
     """Yield each product of the layers, with the names of the operation before it and of itself.
 
     Experts compute rows of several tokens, so the operation after them shows a difference.
     """
     of_experts = ""
-    for number, layer in enumerate(model.layers):
+    for number, layer in enumerate(layers):
         ffn, where = layer.ffn, f"of layer {number}"
         yield from _products_of(layer.mixer, where, of_experts)
         yield from _products_of(ffn, where)
@@ -171,7 +173,7 @@ def _experts(number: int) -> str:
 
 
 def _computed(
-    model: Decoder, layout: KVLayout, steps: Sequence[Sequence[_Row]], traced: bool
+    model: Model, layout: KVLayout, steps: Sequence[Sequence[_Row]], traced: bool
 ) -> Mapping[str, Mapping[int, int]]:
     """Compute steps over pages of their own. Return the bits of the probed tokens by operation."""
     requests, trace = 1 + len(_OTHERS), _Trace(model)
@@ -184,8 +186,8 @@ def _computed(
     shape = requests, _NUM_TOKENS
     tokens = torch.randint(model.spec.vocabulary_size, shape, generator=generator)
     future = torch.zeros(requests, dtype=torch.int32)
-    last, after_experts = len(model.layers) - 1, isinstance(model.layers[-1].ffn, ExpertsBlock)
-    norm = _experts(last) if after_experts else "the norm before lm_head"
+    after_experts = any(isinstance(layer.ffn, ExpertsBlock) for layer in model.layers[-1:])
+    norm = _experts(len(model.layers) - 1) if after_experts else "the norm before lm_head"
     for rows in steps:
         batch = _batch(rows, tokens.int(), states, tables, pages)
         counts = torch.diff(batch.query_starts).tolist()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from common.config import EngineConfig
 from common.errors import ConfigError, LayoutMismatch
@@ -15,11 +16,13 @@ from engine.models import load, open_checkpoint
 from engine.models.precision import Precision
 from engine.models.probe import differing_operation
 from engine.models.stack import LayerByLayer
+from engine.models.transformers_backend.row_by_row import RowByRow
 from kernels import device
 from kernels.linear_attention.delta_rule import delta_rule_reference
 from kvtransfer.pairing import PairHello, PoolRegion, compare
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU, operators_here, use
+from tests.support.tiny_models import make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,67 @@ def test_a_dense_model_passes(checkpoint, monkeypatch, precision):
 def test_experts_latents_and_states_pass(tmp_path, monkeypatch, family):
     use("compiled", monkeypatch)
     keep(load(make_checkpoint(tmp_path, family), CPU, torch.float32))
+
+
+@pytest.mark.parametrize("kind", ["phi3", "gpt2"])
+def test_a_class_of_transformers_without_experts_passes(tmp_path, monkeypatch, kind):
+    use("compiled", monkeypatch)
+    directory = make_tiny(tmp_path, kind)
+    config = EngineConfig(model=str(directory), batch_invariant=True)
+    batch_invariance.check(config, CPU, torch.float32, open_checkpoint(directory))
+    keep(load(directory, CPU, torch.float32))
+
+
+def test_a_class_that_multiplies_by_torch_is_refused(tmp_path, monkeypatch):
+    use("compiled", monkeypatch)
+    model = load(make_tiny(tmp_path, "qwen3_moe"), CPU, torch.float32, backend="transformers")
+    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM computes torch's .*mm,"):
+        keep(model)
+
+
+class Calls(nn.Module):
+    """A module that only calls a function of [1, n, width]."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    "function", [F.silu, torch.tanh, lambda x: x.pow(2).mean(-1, keepdim=True).rsqrt()]
+)
+def test_functions_of_rows_have_the_same_bits_in_any_batch(function):
+    x, by_row = torch.randn(1, 3000, 90), RowByRow("Class")
+    whole = by_row.call(Calls(function), x=x)
+    torch.testing.assert_close(whole, function(x))
+    for i in (0, 7, 2999):
+        assert torch.equal(by_row.call(Calls(function), x=x[:, i : i + 1]), whole[:, i : i + 1])
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (lambda x: F.linear(x, x[0]), "mm"),
+        (lambda x: torch.einsum("bnw,bmw->bnm", x, x), "bmm"),
+        (lambda x: x.cumsum(1), "cumsum"),
+        (lambda x: x.mean(1), "mean of more than a row"),
+        (lambda x: torch.add(x, x, alpha=0.3), "add"),
+        (lambda x: x.transpose(1, 2).sigmoid(), "other functions in steps of another size"),
+    ],
+    ids=["linear", "einsum", "sum of tokens", "mean of tokens", "two operations", "tokens last"],
+)
+def test_what_may_depend_on_other_rows_is_refused(function, words):
+    by_row = RowByRow("Class")
+
+    def computed():
+        with torch.inference_mode():
+            return [by_row.call(Calls(function), x=torch.randn(1, n, 90)) for n in (3, 5)]
+
+    with pytest.raises(ConfigError, match=f"Class computes .*{words}"):
+        computed()
 
 
 def test_experts_that_depend_on_their_rows_are_named(tmp_path, monkeypatch):
@@ -139,7 +203,7 @@ def test_an_operation_that_depends_on_the_batch_is_named(checkpoint, monkeypatch
         ({"parallel": {"pp": 2}}, "set engine.parallel.pp and dp to 1"),
         ({"parallel": {"tp": 2, "experts": "ep"}}, "set engine.parallel.experts to tp"),
         ({"parallel": {"tp": 2, "collectives": "gloo"}}, "set engine.parallel.collectives"),
-        ({"model_backend": "transformers"}, "Transformers library"),
+        ({"model_backend": "transformers", "parallel": {"tp": 2}}, "engine.parallel.tp to 1"),
     ],
     ids=["stages", "whole experts", "gloo", "transformers"],
 )

@@ -17,6 +17,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.devices import CPU, use
 from tests.support.steps import Recorder, Steps, prompt
+from tests.support.tiny_models import make_tiny
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"),
@@ -24,6 +25,8 @@ FAMILIES = (
     *LATENT_ARCHITECTURES,
     *HYBRID_ARCHITECTURES,
 )
+# Computed by transformers: other norms, activations, rotations and biases.
+CLASSES = (*("gpt2", "gpt_neox", "phi3", "olmo2", "starcoder2", "cohere2", "apertus", "gemma2"),)
 PRECISIONS = {
     "float32": (torch.float32, "none"),
     "bfloat16": (torch.bfloat16, "none"),
@@ -168,6 +171,22 @@ def test_a_request_has_the_same_bits_however_it_is_computed(
     use("compiled", monkeypatch)
     dtype, quantize = PRECISIONS[precision]
     model = load(make_checkpoint(tmp_path, family), CPU, dtype, quantize)
+    model.compute_in_one_way()
+    check(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "kind, precision",
+    [*((kind, "float32") for kind in CLASSES), ("gpt2", "bfloat16"), ("phi3", "int8")],
+)
+def test_a_class_of_transformers_has_the_same_bits(tmp_path, monkeypatch, kind, precision):
+    """In sizes that are no multiples of a vector."""
+    use("compiled", monkeypatch)
+    dtype, quantize = PRECISIONS[precision]
+    inner = {"n_inner": 90} if kind == "gpt2" else {"intermediate_size": 90}
+    directory = make_tiny(tmp_path, kind, max_position_embeddings=1024, **inner)
+    model = load(directory, CPU, dtype, quantize, "transformers")
     model.compute_in_one_way()
     check(model)
 

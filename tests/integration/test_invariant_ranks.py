@@ -43,8 +43,7 @@ async def responses(
 async def test_two_ranks_give_the_same_bits_in_any_batch(tmp_path, family, dtype):
     model = make_checkpoint(tmp_path / "model", family)
     draw = Random(3)
-    requests = [Request.of(draw) for _ in range(5)]
-    requests = [Request(each.prompt, each.sampling) for each in requests]
+    requests = [Request.of(draw, [""]) for _ in range(5)]
     alone, beside = [
         await responses(
             model,

@@ -1,6 +1,8 @@
 """A loaded model whose forward is that of its class in transformers, with Baton's paged
 attention."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +14,13 @@ from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.experts import RoutedExperts
 from engine.models.blocks.late_states import LateStates
+from engine.models.blocks.layer import Layer
 from engine.models.blocks.protocol import AdaptedLinear
 from engine.models.drafting import DeviceDrafter
 from engine.models.linear import Product
 from engine.models.spec import ModelSpec
 from engine.models.transformers_backend.attention import CurrentStep
+from engine.models.transformers_backend.row_by_row import RowByRow
 from engine.models.transformers_backend.skeleton import decoder_of
 from engine.models.vision.seeing import VisionTower
 
@@ -47,17 +51,27 @@ class TransformersModel:
         self.seeing: VisionTower | None = None
         self.drafter: DeviceDrafter | None = None
         self.routed: RoutedExperts | None = None
+        self.layers: Sequence[Layer] = ()
         self.device = device
         self.dtype: torch.dtype = model.dtype
         self._step = step
         self._first_position = first_position
         self._decoder = decoder_of(model)
         self._head = _without(model, self._decoder)
+        self._call_decoder: Callable[..., Any] = self._decoder
+        self._call_head: Callable[..., Any] = self._head
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules that together have all weights."""
         return self._decoder, self._head
+
+    def compute_in_one_way(self) -> None:
+        """Compute each token alone from now on, where torch's functions depend on the batch. The
+        next calls raise ConfigError if other operations depend on it."""
+        name = type(self._head).__name__
+        self._call_decoder = partial(RowByRow(name).call, self._decoder)
+        self._call_head = partial(RowByRow(name).call, self._head)
 
     def forward(
         self,
@@ -80,7 +94,7 @@ class TransformersModel:
         known = torch.where(batch.token_ids < 0, future_tokens[slots], batch.token_ids)
         positions = batch.positions.long() + self._first_position
         with self._step.of(batch, pool):
-            states = self._decoder(
+            states = self._call_decoder(
                 input_ids=known.long().unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
                 use_cache=False,
@@ -91,7 +105,9 @@ class TransformersModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [n, vocabulary], with the class's own caps and scales."""
-        output = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False, return_dict=True)
+        output = self._call_head(
+            inputs_embeds=hidden.unsqueeze(0), use_cache=False, return_dict=True
+        )
         logits: Tensor = output.logits
         return logits[0]
 

@@ -6,7 +6,7 @@ Each pair is a request in a system with `engine.batch_invariant`: with other req
 prefixes, retraction, migration, killed nodes, drafts, threads. Its tokens and log-probabilities
 must equal those of a lone, cold request on a colocated node. If they differ, circumstances are
 removed one by one while the difference stays. The run fails if a pair differs, or if a kind of
-event did not take place in 300 pairs.
+event took place less than 10 times in 300 pairs.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from tools.bench.support import record
 
 _ROUNDS = 6  # of a system
 _IN_A_ROUND = 4  # pairs
-_COMPLETE = 300  # from so many pairs on, each kind of event must have taken place
+_COMPLETE = 300  # from so many pairs on, each kind of event must have taken place often enough
+_OFTEN = 10
 
 
 def main() -> int:
@@ -67,9 +68,9 @@ def main() -> int:
     record.table(rows, {"event": "{event}", "count": "{count}"})
     differing = len(tally.differing)
     record.emit("bits", {"pairs": options.pairs, "seed": seed}, rows, differing=differing)
-    missing = [event for event in EVENTS if not tally.events[event]]
+    missing = [event for event in EVENTS if tally.events[event] < _OFTEN]
     if options.pairs >= _COMPLETE and missing:
-        record.say(f"these did not take place: {', '.join(missing)}")
+        record.say(f"these took place less than {_OFTEN} times: {', '.join(missing)}")
     return 1 if tally.differing or (options.pairs >= _COMPLETE and missing) else 0
 
 

@@ -23,7 +23,19 @@ class ComparedKind(NamedTuple):
     def name(self) -> str:
         return " ".join((self.family, self.dtype, *self.flags, f"tp{self.ranks}"))
 
+    @property
+    def drafters(self) -> Sequence[str]:
+        """The methods of speculation with this model."""
+        layers = {"llama": "eagle", "deepseek_v3": "mtp"} if self.native else {}
+        return ("none", "ngram", layers.get(self.family, "ngram"))
 
+    @property
+    def native(self) -> bool:
+        return self.flags != _BY_TRANSFORMERS
+
+
+_INT8 = ("--quantize=int8",)
+_BY_TRANSFORMERS = ("--engine.model-backend=transformers",)
 MODELS = (
     ComparedKind("llama", "float32"),
     ComparedKind("qwen3_moe", "float32"),
@@ -35,7 +47,12 @@ MODELS = (
     ComparedKind("gpt_oss", "bfloat16"),
     ComparedKind("gemma2", "float32"),
     ComparedKind("qwen2_moe", "bfloat16"),
-    ComparedKind("llama", "bfloat16", ("--quantize=int8",)),
+    ComparedKind("llama", "bfloat16", _INT8),
+    ComparedKind("deepseek_v3", "float32", ranks=2),
+    ComparedKind("qwen3_moe", "bfloat16", ranks=2),
+    ComparedKind("deepseek_v3", "bfloat16", _INT8),
+    ComparedKind("qwen3_moe", "bfloat16", _INT8),
+    ComparedKind("llama", "float32", _BY_TRANSFORMERS),
 )
 _CACHED_PAGES = 8  # of nodes with a tier, which gets the others
 _DRAWN: dict[str, Sequence[Any]] = {
@@ -45,13 +62,12 @@ _DRAWN: dict[str, Sequence[Any]] = {
     "page_size": (16, 32, 64),
     "overlap": (False, True),
     "threads": (1, 2, 3, 8),
-    "drafter": ("none", "ngram", "eagle"),
     "retraction": ("none", "swap", "recompute"),
     "tier": ("none", "none", "memory", "files"),
     "split_prefill": (False, False, True),
     "cache": ("cold", "prefix", "turn"),
     "load": (False, True),
-    "event": ("none", "kill decode", "kill prefill", "move", "switch"),
+    "event": ("none", "kill decode", *("kill prefill", "move", "switch") * 2),
 }
 _OF_ROUNDS = ("cache", "load", "event")
 _NEED_A_PAIR = ("kill prefill", "switch")
@@ -90,10 +106,9 @@ class Circumstances:
     def of_a_system(cls, draw: Random, model: ComparedKind) -> "Circumstances":
         """Draw the settings of a system of a model."""
         drawn = {name: draw.choice(all_) for name, all_ in _DRAWN.items() if name not in _OF_ROUNDS}
-        if drawn["drafter"] == "eagle" and model.family != "llama":
-            drawn["drafter"] = "ngram"
-        if drawn["drafter"] == "eagle" or model.ranks > 1:  # not supported together
-            drawn["split_prefill"] = False
+        drawn["drafter"] = draw.choice(model.drafters)
+        if drawn["drafter"] in ("mtp", "eagle") or model.ranks > 1 or not model.native:
+            drawn["split_prefill"] = False  # not supported together
         return cls(**drawn)
 
     def with_a_round(self, draw: Random) -> "Circumstances":
@@ -136,6 +151,8 @@ class Circumstances:
             yield f"{scheduler}.split-prefill-ms=1"
         if self.drafter != "none":
             yield f"--engine.speculative.method={self.drafter}"
+            yield "--engine.speculative.prompt-lookup-min=1"
+            yield "--no-engine.speculative.adaptive"
         if self.drafter == "eagle":
             yield f"--engine.speculative.draft-model={eagle}"
         if self.tier != "none":

@@ -31,13 +31,13 @@ class Request:
     adapter: str = ""
 
     @classmethod
-    def of(cls, draw: Random) -> "Request":
-        """Draw a request."""
+    def of(cls, draw: Random, adapters: Sequence[str]) -> "Request":
+        """Draw a request, with one of these adapters."""
         length = draw.choice((5, 40, 90, 200, 530))
         sampling = {**draw.choice(_WAYS), "seed": draw.getrandbits(53), "ignore_eos": True}
         sampling |= {"logprobs": draw.choice((0, 3)), "max_tokens": _NUM_TOKENS}
         prompt = tuple(draw.choices(_TOKENS, k=length + draw.randrange(20)))
-        return cls(prompt, sampling, draw.choice(("", "", ADAPTER)))
+        return cls(prompt, sampling, draw.choice(adapters))
 
     def begun(self) -> "Request":
         """Return a request with the first half of the prompt, for the prefix cache."""

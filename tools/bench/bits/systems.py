@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import LATENT_ARCHITECTURES, make_checkpoint
 from tests.support.cluster import Cluster, Node, slowed
-from tests.support.drafters import make_eagle
+from tests.support.drafters import make_eagle, make_mtp
 from tools.bench.bits.circumstances import Circumstances, ComparedKind
 from tools.bench.bits.requests import ADAPTER, Request, Response, respond
 
@@ -86,9 +86,11 @@ class ComparedModel:
         self._directory = directory
         sizes = {} if kind.family in LATENT_ARCHITECTURES else _HEADS
         self._model = make_checkpoint(directory / "model", kind.family, **_SIZES, **sizes)
-        made = AutoModelForCausalLM.from_pretrained(self._model)
-        make_adapter(directory / "adapters" / ADAPTER, made)
+        lora = self._make_adapter(directory / "adapters") if kind.native else ()
+        self._adapters = ("", "", ADAPTER) if kind.native else ("",)
         self._eagle = directory / "eagle"
+        if kind.family == "deepseek_v3":
+            make_mtp(self._model)
         if kind.family == "llama":
             make_eagle(self._eagle, self._model)
         self._always = (
@@ -96,13 +98,17 @@ class ComparedModel:
             f"--engine.parallel.tp={kind.ranks}",
             *kind.flags,
             "--engine.batch-invariant",
-            f"--engine.lora.adapter-dir={directory / 'adapters'}",
-            f"--engine.lora.preload={ADAPTER}",
+            *lora,
         )
         self._number = 0
         self._known: dict[tuple[object, ...], Response] = {}
         self._reference: Cluster
         self._alone = asyncio.Lock()
+
+    def _make_adapter(self, directory: Path) -> tuple[str, ...]:
+        """Write the adapter. Return the flags with which nodes load it."""
+        make_adapter(directory / ADAPTER, AutoModelForCausalLM.from_pretrained(self._model))
+        return f"--engine.lora.adapter-dir={directory}", f"--engine.lora.preload={ADAPTER}"
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator["ComparedModel"]:
@@ -118,7 +124,7 @@ class ComparedModel:
         num_decode = 1 if not any(each.event != "none" for each in rounds) else 2
         async with self._system(system, num_decode) as cluster:
             for around in rounds:
-                requests = [Request.of(draw) for _ in range(_TOGETHER)]
+                requests = [Request.of(draw, self._adapters) for _ in range(_TOGETHER)]
                 tally.pairs += await self._round(cluster, around, requests, draw, tally)
             await _count(cluster, tally)
 
@@ -147,7 +153,8 @@ class ComparedModel:
                 request.next_turn(response.token_ids, draw)
                 for request, response in zip(requests, before, strict=True)
             ]
-        neighbours = [Request.of(draw) for _ in range(_NEIGHBOURS if around.load else 0)]
+        count = _NEIGHBOURS if around.load else 0
+        neighbours = [Request.of(draw, self._adapters) for _ in range(count)]
         reached, token = asyncio.Event(), draw.randrange(1, 24)
         loads = [asyncio.create_task(respond(cluster, each)) for each in neighbours]
         running = [
