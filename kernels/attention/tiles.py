@@ -176,6 +176,13 @@ def _raised(acc, top, total, peaks, MASKED: tl.constexpr):
 
 
 @triton.jit
+def gated(acc, gate_ptr, inside, out_ptr):
+    """Return acc, rounded to the output's dtype, times the sigmoid of the gate, in float32."""
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    return acc.to(out_ptr.dtype.element_ty).to(tl.float32) * tl.sigmoid(gate)
+
+
+@triton.jit
 def finite(top):
     """Return 0 for a row that has seen no key, because -inf - -inf would be NaN."""
     return tl.where(top == float("-inf"), 0.0, top)

@@ -337,7 +337,11 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
 
 def _states(dtype: torch.dtype) -> list[Variant]:
     name, model = f"{QWEN3_NEXT} {str(dtype).removeprefix('torch.')}", HybridModel(dtype)
-    return [Variant(f"{name} states", model.states), Variant(f"{name} prompts", model.prompts)]
+    return [
+        Variant(f"{name} states", model.states),
+        Variant(f"{name} prompts", model.prompts),
+        Variant(f"{name} gated", model.gated),
+    ]
 
 
 def _adapters(shape: Shape, dtype: torch.dtype) -> Variant:
