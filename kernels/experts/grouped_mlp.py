@@ -165,7 +165,7 @@ def grouped_mlp_triton(
     order = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
     group_kernel[(num_experts,)](ids, starts, order, num_pairs, GROUP_BLOCK, num_warps=4,
                                  enable_fp_fusion=True)  # fmt: skip
-    tile = tile_for(x.element_size())
+    tile = tile_for(x.element_size(), num_pairs, num_experts, device.architecture())
     num_tiles = num_pairs // tile.rows + num_experts  # each expert's last tile may be partial
     between = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
