@@ -17,6 +17,7 @@ from kernels.attention.tiles import (
     as_operand,
     attend_tiles,
     block,
+    gated,
     score_scales,
     stages_that_fit,
 )
@@ -48,6 +49,7 @@ def extend_attention(
     scale: float,
     soft_cap: float | None,
     sinks: Tensor | None,
+    gate: Tensor | None,
 ) -> None:
     """Write the outputs of a batch's first rows, which have the first queries, into `out`.
 
@@ -74,11 +76,14 @@ def extend_attention(
         lengths,
         out,
         sinks,
+        gate,
         num_rows,
         score_scale,
         score_cap,
         Q_STRIDE=q.stride(0),
         Q_HEAD_STRIDE=q.stride(1),
+        GATE_STRIDE=0 if gate is None else gate.stride(0),
+        GATE_HEAD_STRIDE=0 if gate is None else gate.stride(1),
         PAGE_STRIDE=kv.stride(0),
         KV_HEAD_STRIDE=kv.stride(1),
         V_STRIDE=kv.stride(2),
@@ -154,11 +159,14 @@ def _extend_kernel(
     lengths_ptr,
     out_ptr,
     sinks_ptr,
+    gate_ptr,
     num_rows,
     scale,
     soft_cap,
     Q_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    GATE_HEAD_STRIDE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     KV_HEAD_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
@@ -273,4 +281,8 @@ def _extend_kernel(
             )
     out_places = (places * (tl.num_programs(1) * GROUP) + heads) * HEAD_DIM
     total = tl.maximum(total, 1e-30)  # 0 for a lane without a query, or a row without keys
-    tl.store(out_ptr + out_places[:, None] + dims[None, :], acc / total[:, None], mask=inside)
+    acc /= total[:, None]
+    if gate_ptr is not None:
+        gate_ptr += places[:, None] * GATE_STRIDE + heads[:, None] * GATE_HEAD_STRIDE
+        acc = gated(acc, gate_ptr + dims[None, :], inside, out_ptr)
+    tl.store(out_ptr + out_places[:, None] + dims[None, :], acc, mask=inside)

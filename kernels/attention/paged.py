@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import device
 from kernels.attention.extend import extend_attention
-from kernels.attention.reference import plan_reference
+from kernels.attention.reference import gated, plan_reference
 from kernels.attention.split_kv import split_attention
 from kernels.attention.split_plan import (
     LONGEST_HEAD,
@@ -42,7 +42,14 @@ class AttentionPlan(Protocol):
         ...
 
     def attend(
-        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        gate: Tensor | None,
     ) -> Tensor:
         """Compute `paged_attention` of checked arguments."""
 
@@ -180,6 +187,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(scale * q k) v for every query of a plan, reading live pages only.
 
@@ -195,6 +203,7 @@ def paged_attention(
         soft_cap: above 0; a score s becomes soft_cap * tanh(s / soft_cap).
         sinks: contiguous [heads] of any float dtype: the score of one more key that every query of
             the head sees, whose value is zero.
+        gate: as q, without latents: the rounded output is multiplied by its sigmoid.
     Returns:
         [num_tokens, heads * value_dim] of q's dtype.
     Raises:
@@ -215,7 +224,13 @@ def paged_attention(
         raise ValueError(f"scale and soft_cap: above 0, got {scale} and {soft_cap}")
     if sinks is not None and (sinks.shape != (q.shape[1],) or not sinks.is_contiguous()):
         raise ValueError(f"sinks: contiguous [{q.shape[1]}], got {tuple(sinks.shape)}")
-    return plan.attend(q, kv, scale=scale, soft_cap=soft_cap, sinks=sinks)
+    if gate is not None and (
+        plan.value_dim is not None
+        or (gate.shape, gate.dtype) != (q.shape, q.dtype)
+        or gate.stride(2) != 1
+    ):
+        raise ValueError(f"gate {gate.dtype} {tuple(gate.shape)} does not fit q {tuple(q.shape)}")
+    return plan.attend(q, kv, scale=scale, soft_cap=soft_cap, sinks=sinks, gate=gate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,7 +249,14 @@ class _TritonPlan:
     value_dim: int | None
 
     def attend(
-        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        gate: Tensor | None,
     ) -> Tensor:
         num_tokens, heads, head_dim = q.shape
         if self.value_dim is not None:
@@ -255,6 +277,7 @@ class _TritonPlan:
                 scale=scale,
                 soft_cap=soft_cap,
                 sinks=sinks,
+                gate=gate,
             )
         for split in self.splits:
             split_attention(
@@ -268,6 +291,7 @@ class _TritonPlan:
                 scale=scale,
                 soft_cap=soft_cap,
                 sinks=sinks,
+                gate=gate,
             )
         return out
 
@@ -288,7 +312,14 @@ class _CompiledPlan:
     value_dim: int | None
 
     def attend(
-        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        gate: Tensor | None,
     ) -> Tensor:
         if q.stride(1) != q.shape[2]:  # the loops read a token's heads consecutively
             q = q.contiguous()
@@ -325,7 +356,7 @@ class _CompiledPlan:
                 soft_cap=soft_cap,
                 sinks=sinks,
             )
-        return out
+        return gated(out, gate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -374,15 +405,24 @@ class _WidenedPlan:
         return cls(tuple(parts), plan.num_tokens, plan.value_dim)
 
     def attend(
-        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        gate: Tensor | None,
     ) -> Tensor:
         outputs, begin = [], 0
         for pages, plan in self.parts:
             wide = widened(as_stored(kv).index_select(0, pages), kv.dtype, q.dtype)
             own = q[begin : begin + plan.num_tokens]
-            outputs.append(plan.attend(own, wide, scale=scale, soft_cap=soft_cap, sinks=sinks))
+            outputs.append(
+                plan.attend(own, wide, scale=scale, soft_cap=soft_cap, sinks=sinks, gate=None)
+            )
             begin += plan.num_tokens
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return gated(outputs[0] if len(outputs) == 1 else torch.cat(outputs), gate)
 
 
 def _shares(heads: int, num_rows: int) -> int:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.layers.output_gate import gate_heads
 from kernels.narrow import as_stored, widened
 
 GROUP_BYTES = 2 << 20  # rows share a padded gather up to this size, which stays in cache
@@ -61,12 +62,19 @@ class ReferencePlan:
     value_dim: int | None  # of latents
 
     def attend(
-        self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
+        self,
+        q: Tensor,
+        kv: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        gate: Tensor | None,
     ) -> Tensor:
         num_tokens, heads, head_dim = q.shape
         out = q.new_empty(num_tokens, heads * (self.value_dim or head_dim))
         self.attend_into(out, q, kv, scale=scale, soft_cap=soft_cap, sinks=sinks)
-        return out
+        return gated(out, gate)
 
     def attend_into(
         self,
@@ -122,6 +130,12 @@ class ReferencePlan:
                 by_group,
             )
             out[group.queries] = attended[..., :value_dim]
+
+
+def gated(x: Tensor, gate: Tensor | None) -> Tensor:
+    """Return x [num_tokens, heads * head_dim] times the sigmoid of a gate [num_tokens, heads,
+    head_dim], if there is one."""
+    return x if gate is None else gate_heads(x, gate)
 
 
 def gathered_tokens(

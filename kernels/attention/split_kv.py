@@ -26,6 +26,7 @@ from kernels.attention.tiles import (
     attend_tiles,
     block,
     finite,
+    gated,
     score_scales,
     stages_that_fit,
 )
@@ -47,6 +48,7 @@ def split_attention(
     scale: float,
     soft_cap: float | None,
     sinks: Tensor | None,
+    gate: Tensor | None,
 ) -> None:
     """Write the outputs of the plan's rows into their places of `out`."""
     num_tokens, heads, key_dim = q.shape
@@ -72,6 +74,7 @@ def split_attention(
         plan.arrivals,
         out,
         sinks,
+        gate,
         lengths.shape[0] - plan.num_rows if last_rows else 0,
         num_tokens - plan.num_rows if last_rows else 0,
         plan.num_rows,
@@ -80,6 +83,8 @@ def split_attention(
         score_cap,
         Q_STRIDE=q.stride(0),
         Q_HEAD_STRIDE=q.stride(1),
+        GATE_STRIDE=0 if gate is None else gate.stride(0),
+        GATE_HEAD_STRIDE=0 if gate is None else gate.stride(1),
         PAGE_STRIDE=kv.stride(0),
         KV_HEAD_STRIDE=kv.stride(1),
         V_STRIDE=kv.stride(2),
@@ -133,6 +138,7 @@ def _split_kernel(
     arrivals_ptr,
     out_ptr,
     sinks_ptr,
+    gate_ptr,
     first_row,
     first_query,
     num_rows,
@@ -141,6 +147,8 @@ def _split_kernel(
     soft_cap,
     Q_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    GATE_HEAD_STRIDE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     KV_HEAD_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
@@ -262,8 +270,16 @@ def _split_kernel(
         row_heads = tl.num_programs(1) * GROUP
         item_out_ptr = out_ptr + head * GROUP * HEAD_DIM
         item_out_ptr += (row_query + first).to(tl.int64) * row_heads * HEAD_DIM
+        item_gate_ptr = gate_ptr
+        if gate_ptr is not None:
+            item_gate_ptr += head * GROUP * GATE_HEAD_STRIDE
+            item_gate_ptr += (row_query + first).to(tl.int64) * GATE_STRIDE
         if (item_tile >= own_tile) & (item_end <= last_tile):
             places = (lanes // GROUP * row_heads + heads) * HEAD_DIM
+            if gate_ptr is not None:
+                gates = lanes // GROUP * GATE_STRIDE + heads * GATE_HEAD_STRIDE
+                gates = item_gate_ptr + gates[:, None] + dims[None, :]
+                acc = gated(acc, gates, inside, out_ptr)
             tl.store(item_out_ptr + places[:, None] + dims[None, :], acc, mask=inside)
         else:
             slot = tl.where(tile == item_tile, num_programs + program, program)
@@ -282,6 +298,7 @@ def _split_kernel(
                         partials_ptr,
                         logs_ptr,
                         item_out_ptr,
+                        item_gate_ptr,
                         head * 2 * num_programs,
                         num_programs,
                         first_part,
@@ -289,6 +306,8 @@ def _split_kernel(
                         num_queries - first,
                         row_heads,
                         first_lane,
+                        GATE_STRIDE,
+                        GATE_HEAD_STRIDE,
                         GROUP,
                         QUERIES,
                         BLOCK_H,
@@ -305,6 +324,7 @@ def _combine(
     partials_ptr,
     logs_ptr,
     item_out_ptr,
+    item_gate_ptr,
     head_slot,
     num_programs,
     first_part,
@@ -312,6 +332,8 @@ def _combine(
     num_queries,
     row_heads,
     first_lane,
+    GATE_STRIDE: tl.constexpr,
+    GATE_HEAD_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -349,4 +371,8 @@ def _combine(
     places = (lanes // GROUP * row_heads + lanes % GROUP) * HEAD_DIM
     inside = used[:, None] & (dims < HEAD_DIM)[None, :]
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+    if item_gate_ptr is not None:
+        gates = lanes // GROUP * GATE_STRIDE + lanes % GROUP * GATE_HEAD_STRIDE
+        gates = item_gate_ptr + gates[:, None] + dims[None, :]
+        acc = gated(acc, gates, inside, item_out_ptr)
     tl.store(item_out_ptr + places[:, None] + dims[None, :], acc, mask=inside)

@@ -26,6 +26,7 @@ PLAN_BLOCK = 1024  # rows with one query each
 ITEM_BLOCK = 64  # items of rows with several queries
 ROW_BLOCK = 128  # rows that are compared with these items at once
 WIDEST_HEAD = 128  # of which so many lanes do not spill registers
+MUCH_SHARED_BYTES = 160 << 10  # of data center GPUs. Others have 99 KiB
 LONGEST_HEAD = 256  # of keys that are not latents
 # By bytes of a stored number. Without a limit the compiler spills some registers so that more
 # programs fit than are launched.
@@ -164,7 +165,7 @@ def plan_split(
 
 
 def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> SplitTile:
-    """Return a tile with at most 16 KiB of K in half precision, or 36 KiB of latents, which are
+    """Return a tile with at most 16 KiB of K in half precision, or 72 KiB of latents, which are
     longer.
 
     Args:
@@ -172,6 +173,8 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
     """
     held = max(2, element_size)  # bytes in registers, where narrower numbers are widened
     if head_dim > LONGEST_HEAD:
+        if element_size == 2 and device.shared_bytes() >= MUCH_SHARED_BYTES:
+            return SplitTile(keys=64, warps=8, stages=2)  # reads queries again less often
         return SplitTile(keys=64 // held, warps=8)
     keys = 64 if head_dim * held <= 256 else 32
     if lanes >= MOST_LANES:

@@ -138,10 +138,11 @@ def attend_tiles(
             others = tl.arange(0, BLOCK_REST)
             rest_ptr = kv_ptr + HEAD_DIM + offsets[:, None] + others[None, :]
             k_rest = _load_tile(rest_ptr, live, others, REST, BLOCK_REST, MASKED)
+            k = _widened(k, q.dtype)
             v = k
         else:
             v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
-        k, v = k.to(q.dtype), v.to(q.dtype)  # widen numbers stored in fewer bits
+        k, v = k.to(q.dtype), _widened(v, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
             scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee")
@@ -173,6 +174,13 @@ def _raised(acc, top, total, peaks, MASKED: tl.constexpr):
     new_top = tl.maximum(top, peaks)
     fade = tl.exp2(top - (finite(new_top) if MASKED else new_top))
     return acc * fade[:, None], new_top, total * fade
+
+
+@triton.jit
+def gated(acc, gate_ptr, inside, out_ptr):
+    """Return acc, rounded to the output's dtype, times the sigmoid of the gate, in float32."""
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    return acc.to(out_ptr.dtype.element_ty).to(tl.float32) * tl.sigmoid(gate)
 
 
 @triton.jit
@@ -218,6 +226,32 @@ def _load_tile(
         return tl.load(ptr, mask=(dims < HEAD_DIM)[None, :], other=0.0)
     else:
         return tl.load(ptr)
+
+
+@triton.jit
+def _widened(x, wanted: tl.constexpr):
+    """Return numbers that may be stored in fewer bits in the dtype of a product.
+
+    Pairs of 8-bit floats become float16 before the product's operand is made of them. The compiler
+    would otherwise read the transposed operand byte by byte. It moves no operation with effects.
+    """
+    if (x.dtype.primitive_bitwidth == 8) & (wanted == tl.float16):
+        FORMAT: tl.constexpr = "e4m3x2" if x.dtype == tl.float8e4nv else "e5m2x2"
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+            + " cvt.rn.f16x2."
+            + FORMAT
+            + " $0, low; cvt.rn.f16x2."
+            + FORMAT
+            + " $1, high; }",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        return x.to(wanted)
 
 
 @triton.jit

@@ -9,14 +9,15 @@ from kernels.quantised import add_product, matrix_tile
 from kernels.row_search import last_at_most
 
 GROUP_BLOCK = 1024  # pairs that an expert's program reads at once
+MANY_PAIRS = 64  # of an expert on average, from which on the larger tile is mostly full
 SUM_BLOCK = 1024  # 16 bytes per thread in 16-bit, in 4 warps
 
 
 class GroupedTile(NamedTuple):
     """The shape and launch parameters of one program of a product.
 
-    They do not depend on the number of tokens, because a token's rounding must not depend on other
-    tokens.
+    All tiles of a dtype have the same depth, and add products in its order. A token's rounding
+    must not depend on other tokens, whose number selects the tile.
     """
 
     rows: int
@@ -26,18 +27,28 @@ class GroupedTile(NamedTuple):
     stages: int
 
 
-def tile_for(element_size: int, group: int) -> GroupedTile:
-    """Return the tile for inputs of this size in bytes, and the number of inputs that share a
-    scale. 0: there are no scales.
+def tile_for(
+    element_size: int, num_pairs: int, num_experts: int, architecture: int, group: int
+) -> GroupedTile:
+    """Return the tile for a number of pairs, of which experts have different shares.
 
     A step of few tokens is bound by reading weights. 64 rows keep it so: 64 operations per byte, of
-    a GPU's 150 to 300.
+    a GPU's 150 to 300. With many tokens, a tile of twice the rows and columns halves the bytes that
+    each operation reads from the L2 cache.
+
+    Args:
+        architecture: 90 for compute capability 9.0. On others, the sums of the larger tile would
+            not fit their registers or shared memory.
+        group: inputs that share a scale. 0: there are no scales.
     """
-    tile = GroupedTile(64, 128, 64, 4, 4) if element_size == 2 else GroupedTile(32, 64, 32, 4, 2)
-    if not group:
-        return tile
-    # Products of a group have registers of their own beside the sums: twice as many columns spill.
-    return tile._replace(columns=64, depth=min(tile.depth, group & -group))
+    tile = GroupedTile(64, 128, 64, 4, 4)
+    if element_size != 2:
+        tile = GroupedTile(32, 64, 32, 4, 2)
+    if group:
+        # Products of a group have registers of their own: twice as many columns would spill.
+        return tile._replace(columns=64, depth=min(tile.depth, group & -group))
+    large = architecture // 10 in (9, 10) and num_pairs >= MANY_PAIRS * num_experts
+    return GroupedTile(128, 256, 64, 8, 3) if element_size == 2 and large else tile
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

@@ -206,7 +206,8 @@ def grouped_mlp_triton(
     group_kernel[(num_experts,)](ids, starts, order, num_pairs, GROUP_BLOCK, num_warps=4,
                                  enable_fp_fusion=True)  # fmt: skip
     first, second = gate_up.arguments, down.arguments
-    tile = tile_for(x.element_size(), math.gcd(first["GROUP"], second["GROUP"]))
+    group = math.gcd(first["GROUP"], second["GROUP"])
+    tile = tile_for(x.element_size(), num_pairs, num_experts, device.architecture(), group)
     num_tiles = num_pairs // tile.rows + num_experts  # each expert's last tile may be partial
     between = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)

@@ -23,6 +23,7 @@ def rope_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     scales: KVScales = UNSCALED,
+    gated: bool = False,
 ) -> Tensor:
     """Norm (optionally) and rotate Q and K, and write K and V of each token to its location.
 
@@ -41,6 +42,8 @@ def rope_and_store(
         q_norm, k_norm: contiguous [head_dim] weights of an RMSNorm over each head, of qkv's dtype
             or float32; both or neither.
         scales: of K and V in a narrow dtype.
+        gated: each head's query is followed by a gate of as many numbers, which is skipped. Q then
+            has twice the columns.
     Returns:
         Q, [num_tokens, heads, head_dim].
     Raises:
@@ -49,7 +52,8 @@ def rope_and_store(
     if kv.ndim != 5 or kv.shape[2] != 2 or kv.shape[4] % 2:
         raise ValueError(f"kv: [pages, kv_heads, 2, page_size, head_dim], got {tuple(kv.shape)}")
     kv_heads, head_dim = kv.shape[1], kv.shape[4]
-    if qkv.ndim != 2 or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
+    of_queries = qkv.shape[-1] - 2 * kv_heads * head_dim
+    if qkv.ndim != 2 or of_queries <= 0 or of_queries % (head_dim * (2 if gated else 1)):
         raise ValueError(f"qkv {tuple(qkv.shape)} does not fit kv {tuple(kv.shape)}")
     if not may_keep(kv.dtype, qkv.dtype) or qkv.stride(1) != 1 or kv.stride(4) != 1:
         raise ValueError(f"qkv {qkv.dtype} {qkv.stride()} does not fit kv {kv.dtype} {kv.stride()}")
@@ -64,7 +68,9 @@ def rope_and_store(
         if norm is not None and (norm.shape != (head_dim,) or norm.stride(0) != 1):
             raise ValueError(f"norms: contiguous [{head_dim}] expected, got {tuple(norm.shape)}")
     if device.uses_triton(qkv):
-        return rope_and_store_triton(qkv, angles, kv, locations, q_norm, k_norm, eps, scales)
+        return rope_and_store_triton(qkv, angles, kv, locations, q_norm, k_norm, eps, scales, gated)
+    if gated:
+        qkv = _without_gates(qkv, of_queries, head_dim)
     compiled = device.compiled(qkv)
     if compiled is not None and kv.dtype == qkv.dtype:
         return compiled.rope_and_store(qkv, angles, kv, locations, q_norm, k_norm, eps)
@@ -76,6 +82,11 @@ def rope_and_store(
         _write(k, v, kv, locations, scales)
         return q
     return rope_and_store_reference(qkv, angles, kv, locations, q_norm, k_norm, eps, scales)
+
+
+def _without_gates(qkv: Tensor, of_queries: int, head_dim: int) -> Tensor:
+    queries = qkv[:, :of_queries].view(len(qkv), of_queries // (2 * head_dim), 2, head_dim)[:, :, 0]
+    return torch.cat((queries.flatten(1), qkv[:, of_queries:]), dim=1)
 
 
 def rope_and_store_reference(
@@ -123,9 +134,11 @@ def rope_and_store_triton(
     k_norm: Tensor | None,
     eps: float,
     scales: KVScales = UNSCALED,
+    gated: bool = False,
 ) -> Tensor:
     num_tokens, kv_heads, page_size, head_dim = qkv.shape[0], kv.shape[1], kv.shape[3], kv.shape[4]
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    of_head = 2 if gated else 1
+    heads = (qkv.shape[1] // head_dim - 2 * kv_heads) // of_head
     q = torch.empty(num_tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
         block_half = triton.next_power_of_2(head_dim // 2)
@@ -146,6 +159,7 @@ def rope_and_store_triton(
             scales.key,
             scales.value,
             heads,
+            of_head * head_dim,
             kv_heads,
             page_size,
             head_dim // 2,
@@ -179,6 +193,7 @@ def _rope_and_store_kernel(
     k_scale,
     v_scale,
     HEADS: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HALF: tl.constexpr,
@@ -207,7 +222,7 @@ def _rope_and_store_kernel(
     qkv_ptr += token * qkv_stride
     if is_q:
         mask = (head < HEADS) & (col < HALF)
-        source = qkv_ptr + places
+        source = qkv_ptr + head * Q_STRIDE + low_col
         low, high = _turned(
             source, q_norm_ptr, cosines, sines, col, low_col, gap, mask, eps, HALF, PAIRS
         )
@@ -217,7 +232,7 @@ def _rope_and_store_kernel(
     else:
         location = tl.load(locations_ptr + token)
         mask = (head < tl.where(location < 0, 0, KV_HEADS)) & (col < HALF)
-        source = qkv_ptr + HEADS * 2 * HALF + places
+        source = qkv_ptr + HEADS * Q_STRIDE + places
         low, high = _turned(
             source, k_norm_ptr, cosines, sines, col, low_col, gap, mask, eps, HALF, PAIRS
         )

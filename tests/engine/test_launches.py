@@ -152,6 +152,26 @@ def test_a_layer_launches_what_its_budget_says(tmp_path, architecture, rows):
     assert few - (many - few) == once
 
 
+# The launches of a layer's decode step, on average over layers of all kinds. They may only fall.
+PER_LAYER = {"llama": 9, "qwen3_moe": 12, "deepseek_v3": 20, "qwen3_next": 16.75}
+# What torch computes there: the sum of DeepSeek's shared expert and of the others.
+EAGER = {"deepseek_v3": {"bmm": 4, "add": 2}}
+
+
+@pytest.mark.parametrize("architecture", PER_LAYER)
+def test_a_decode_step_launches_no_more_than_before(tmp_path, architecture):
+    step = 4 if architecture == "qwen3_next" else 2  # layers, after which the kinds repeat
+    few, many = (launched(tmp_path, architecture, layers, DECODE) for layers in (step, 2 * step))
+    layers = many - few
+    assert layers.total() / step == PER_LAYER[architecture]
+    eager = {
+        name: count
+        for name, count in layers.items()
+        if name != "product" and not name.endswith("_kernel")
+    }
+    assert eager == EAGER.get(architecture, {})
+
+
 def test_a_delta_net_launches_two_kernels_for_any_rows(tmp_path):
     """Prompts are computed in chunks, and rows that verify drafts token by token."""
     of_rows = {

@@ -5,7 +5,7 @@ import torch
 
 from kernels import device
 from kernels.attention.paged import paged_attention
-from tests.kernels.attention_case import Case
+from tests.kernels.attention_case import SCALE, Case
 
 ROWS = [
     [(1, 1)],
@@ -71,6 +71,27 @@ def test_a_sink_takes_its_share_of_every_query(implementation, window):
     case.check(window, sinks=sinks, atol=1e-5, rtol=1e-4)
     half = sinks.to(torch.bfloat16)
     case.check(window, 2.0, half, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rows", [[(5, 40), (1, 64), (20, 20), (1, 7)], [(1, 0), (1, 600)]], ids=str
+)
+@pytest.mark.parametrize("kept_in", [None, torch.float8_e5m2])
+def test_outputs_are_multiplied_by_the_sigmoids_of_gates(implementation, rows, kept_in):
+    """Gates lie between the queries, as the projection leaves them."""
+    case = Case(rows, head_dim=24, kept_in=kept_in)
+    both = torch.randn(*case.q.shape[:2], 2, 24, device=case.q.device)
+    gate = both[:, :, 1]
+    attended = paged_attention(case.q, case.kv, case.plan(), scale=SCALE, gate=gate)
+    expected = case.expected().nan_to_num() * gate.double().flatten(1).sigmoid()
+    torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_gates_of_another_shape_are_refused():
+    case = Case([(1, 5)])
+    for gate in (case.q[:, :2], case.q.half()):
+        with pytest.raises(ValueError, match="gate"):
+            paged_attention(case.q, case.kv, case.plan(), scale=SCALE, gate=gate)
 
 
 def test_padding_rows_with_sinks_are_zero(implementation):

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from kernels import device
+from kernels.experts.grouped_kernels import MANY_PAIRS, tile_for
 from kernels.experts.grouped_mlp import ExpertMatrices, grouped_mlp
 from kernels.quantised import Quantisation, widened
 from tests.kernels.conftest import DEVICE
@@ -92,6 +94,18 @@ def test_half_precision_is_near_the_exact_sum(implementation, dtype, tolerance):
     )
 
 
+def test_many_pairs_are_multiplied_in_larger_tiles_of_the_same_depth(monkeypatch):
+    """The depth is the order of sums, on which a token's bits depend."""
+    few, many = (tile_for(2, pairs, 8, 90, 0) for pairs in (8 * MANY_PAIRS - 1, 8 * MANY_PAIRS))
+    assert (few.rows, many.rows, many.columns) == (64, 128, 256)
+    assert few.depth == many.depth
+    assert tile_for(2, 8 * MANY_PAIRS, 8, 80, 0) == few
+    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+    given = drawn(2 * MANY_PAIRS + 5, 72, 300, 2, 1, torch.float16)
+    actual = grouped_mlp(*given, "silu")
+    torch.testing.assert_close(actual.double(), exact(*given, "silu"), atol=4e-3, rtol=4e-3)
+
+
 @pytest.mark.parametrize("expert", [0, 2, 3])
 def test_all_tokens_may_want_the_same_expert(implementation, expert):
     """Compute correctly if the first or the last expert gets no token."""
@@ -103,8 +117,6 @@ def test_all_tokens_may_want_the_same_expert(implementation, expert):
 
 
 def test_a_token_gets_the_same_to_the_bit_by_the_kernels_whatever_is_beside_it(monkeypatch):
-    from kernels import device
-
     if device.INTERPRETED and not _rows_of_numpy_are_independent():
         pytest.skip("numpy's products round a row by its place on this processor")
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)

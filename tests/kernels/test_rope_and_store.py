@@ -95,6 +95,23 @@ def test_only_the_first_numbers_of_a_head_are_rotated_where_there_are_fewer_angl
     check(qkv, kv_heads, head_dim, [7, 0, 90, 3], [9, NOWHERE, 0, 17], norms, 1e-5, pairs)
 
 
+@pytest.mark.parametrize("pairs", [8, 3])
+def test_gates_between_the_queries_are_skipped(implementation, pairs):
+    heads, kv_heads, head_dim = 3, 2, 16
+    norms = {"q_norm": randn(head_dim), "k_norm": randn(head_dim), "eps": EPS}
+    packed = randn(4, 2 * heads + 2 * kv_heads, head_dim)
+    without = torch.cat((packed[:, : 2 * heads : 2], packed[:, 2 * heads :]), dim=1)
+    angles, locations = torch.rand(2, 4, pairs, device=DEVICE), torch.arange(4, device=DEVICE)
+    layers = [kv_layer(kv_heads, head_dim)[0] for _ in range(2)]
+    expected = rope_and_store(without.flatten(1), angles, layers[0], locations, **norms)
+    packed[:, 1 : 2 * heads : 2] = math.nan
+    q = rope_and_store(packed.flatten(1), angles, layers[1], locations, **norms, gated=True)
+    assert torch.equal(q, expected)
+    assert torch.equal(*(layer.nan_to_num() for layer in layers))
+    with pytest.raises(ValueError, match="does not fit"):
+        rope_and_store(packed[:, 1:].flatten(1), angles, layers[1], locations, gated=True)
+
+
 @pytest.mark.parametrize("locations", [[NOWHERE, 9, NOWHERE], [NOWHERE] * 3, []])
 def test_a_padding_token_has_a_query_and_its_k_and_v_go_nowhere(implementation, locations):
     qkv = randn(len(locations), (2 + 2 * 2) * 8)

@@ -52,6 +52,16 @@ def test_rows_with_several_queries_are_split_among_any_number_of_programs(
     case.check(window, 2.0, sinks, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("multiprocessors", [1, 20])
+def test_items_of_one_program_and_joined_ones_are_gated(monkeypatch, multiprocessors):
+    split(monkeypatch, 16, multiprocessors)
+    case = Case(VERIFIED, heads=3, kv_heads=1, head_dim=24)
+    gate = torch.randn(*case.q.shape[:2], 2, 24, device=DEVICE)[:, :, 1]
+    attended = paged_attention(case.q, case.kv, case.plan(), scale=SCALE, gate=gate)
+    expected = case.expected().nan_to_num() * gate.double().flatten(1).sigmoid()
+    torch.testing.assert_close(attended.double(), expected, atol=2e-6, rtol=1e-5)
+
+
 def test_a_lane_that_sees_no_key_of_a_part_takes_nothing_from_it(monkeypatch):
     """The window of an item's last query begins tiles after that of its first one, and the first
     query ends tiles before the last one."""

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from engine.kv_cache.states import PagedKV, own_heads
@@ -12,7 +11,6 @@ from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear, scaled
 from kernels.attention.paged import paged_attention
-from kernels.layers.output_gate import gate_heads
 from kernels.narrow import KVScales
 from kernels.pages.rope_and_store import rope_and_store
 
@@ -28,7 +26,8 @@ class Attention:
         sinks: each head has one more score, for a key without a value.
         qk_norm: norm of each head of queries and of keys, before rotation. None: no norm.
         of_two: the input is two vectors of each token, side by side.
-        whole_images: tokens of an image see all tokens of their image, also later ones.
+        whole_images: tokens of an image see all tokens of their image, also later ones. Not with
+            `output_gate`.
         output_gate: each head's output is multiplied by the sigmoid of a gate that is projected
             beside its query.
     """
@@ -104,7 +103,7 @@ class AttentionBlock:
         plan = attention_plan(step, kept, heads=spec.heads, window=spec.window)
         scale = spec.scale * scales.key
         x = paged_attention(
-            q, kept.view, plan, scale=scale, soft_cap=spec.soft_cap, sinks=self.sinks
+            q, kept.view, plan, scale=scale, soft_cap=spec.soft_cap, sinks=self.sinks, gate=gate
         )
         if spec.whole_images and step.batch.seen:
             whole = whole_image_plan(step, kept, window=spec.window)
@@ -113,13 +112,14 @@ class AttentionBlock:
             )
         if scales.value != 1.0:
             x = x * scales.value
-        return step.product(self.output, x if gate is None else gate_heads(x, gate))
+        return step.product(self.output, x)
 
     def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> tuple[Tensor, Tensor | None]:
-        """Write keys and values. Return the queries and the gates."""
+        """Write keys and values. Return the queries, and the gates as views of the projection,
+        [num_tokens, heads, head_dim] both."""
         batch, rotation = step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
-        qkv, gate = self._parted(step.product(self.qkv, x))
+        qkv, spec = step.product(self.qkv, x), self.spec
         q = rope_and_store(
             qkv,
             angles,
@@ -129,15 +129,9 @@ class AttentionBlock:
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
             scales=self.kv_scales.where(kept.view.dtype),
+            gated=spec.output_gate,
         )
-        return q, gate
-
-    def _parted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return Q, K and V side by side, and the gates, [num_tokens, heads, head_dim]."""
-        spec = self.spec
         if not spec.output_gate:
-            return x, None
-        both = spec.heads * 2 * spec.head_dim
-        by_head = x[:, :both].view(len(x), spec.heads, 2, spec.head_dim)
-        q, gate = by_head.unbind(2)
-        return torch.cat((q.flatten(1), x[:, both:]), dim=1), gate
+            return q, None
+        gates = qkv[:, : spec.heads * 2 * spec.head_dim]
+        return q, gates.view(len(x), spec.heads, 2, spec.head_dim)[:, :, 1]

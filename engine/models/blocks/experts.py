@@ -192,7 +192,7 @@ class ExpertsBlock:
         shared = self.shared.forward(x, step)
         if self.shared_gate is None:
             return y + shared
-        return add_gated(y, shared, linear(x, self.shared_gate))
+        return add_gated(y, shared, x, self.shared_gate)
 
     def take_part(self, x: Tensor) -> None:
         weights = torch.empty(0, self.routing.k, device=x.device)

@@ -5,9 +5,9 @@ it (`python -m tools.bench.resources --write-budgets`, for all or for some `--ar
 give the reason. Two releases of Triton have a file each: the newest, and the one that torch's
 wheels for CUDA require. With another release the comparison is skipped.
 
-The instructions are counted for one model, one with experts, a hybrid and one with latents, on one
-architecture of each generation (`COUNTED`). They are counted in machine code, or in PTX without a
-disassembler.
+The instructions are counted for one model, one with experts, a hybrid, one with latents, and wide
+heads in 8 bits, on one architecture of each generation (`COUNTED`). They are counted in machine
+code, or in PTX without a disassembler.
 """
 
 import json
@@ -44,7 +44,8 @@ def counted(rows: Iterable[Mapping[str, Any]]) -> Budgets:
     for row in (row for row in rows if row["arch"] in COUNTED):
         for variant in row["variants"]:
             model, _, operation = variant.partition(" ")
-            if model in MODELS and row["codes"] and _has_a_budget(operation):
+            known = model in MODELS or variants.WIDE in operation
+            if known and row["codes"] and _has_a_budget(operation):
                 name = operation.removeprefix(PAGE).removeprefix("bfloat16").strip()
                 name = f"sm_{row['arch']} {row['kernel']} {name}"
                 found[name] = _largest(found.get(name, {}), row["codes"])

@@ -11,6 +11,8 @@ from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
 from engine.models.blocks.delta_net import ByKeyHead, DeltaNet
 from engine.models.blocks.norm import Norm
+from kernels.attention.paged import paged_attention, plan_attention
+from kernels.experts.shared_expert import add_gated
 from kernels.linear_attention.causal_conv import causal_conv
 from kernels.linear_attention.delta_rule import Gates, delta_rule
 from kernels.linear_attention.gated_norm import gated_rms_norm
@@ -27,6 +29,7 @@ NET = DeltaNet(
     projection=ByKeyHead(),
 )
 ATTENTION = PagedKV(kv_heads=2, head_dim=256)
+HEADS, HIDDEN = 16, 2048
 ROTATED = 32  # rotated pairs of a head's numbers
 LAYERS = (NET.keeps, NET.keeps, NET.keeps, ATTENTION) * 12
 NUM_PAGES = 4
@@ -52,17 +55,38 @@ class HybridModel:
         """Run a delta net between its products, and store K that is rotated in part."""
         x, z = self._delta_net(n, self._rows(n, n))
         gated_rms_norm(x, z, self.tensor(NET.value_dim), 1e-6)
-        heads = 16 + 2 * ATTENTION.kv_heads
-        norm = torch.empty(ATTENTION.head_dim)
-        rope_and_store(
-            self.tensor(n, heads * ATTENTION.head_dim),
-            torch.empty(2, n, ROTATED),
+        self._store(n)
+
+    def gated(self, n: int) -> None:
+        """Attend with gated outputs from decode rows beside a prompt, and add a shared expert."""
+        kv = self.pool.layers[3]
+        for prompt in (0, PROMPT_TOKENS, 4096):
+            num_tokens, rows = n + prompt, n + (prompt > 0)
+            starts, each = (torch.zeros(rows + more, dtype=torch.int32) for more in (1, 0))
+            plan = plan_attention(
+                each, each, starts, each, kv, num_heads=HEADS, num_tokens=num_tokens, num_decodes=n
+            )
+            q, gate = self._store(num_tokens)
+            paged_attention(q, kv, plan, scale=ATTENTION.head_dim**-0.5, gate=gate)
+        x, weight = self.tensor(n, HIDDEN), self.tensor(1, HIDDEN)
+        add_gated(x, x, x, weight)
+
+    def _store(self, n: int) -> tuple[Tensor, Tensor]:
+        """Store K beside gated queries. Return the queries and the gates."""
+        size, norm = ATTENTION.head_dim, torch.empty(ATTENTION.head_dim)
+        qkv = self.tensor(n, (2 * HEADS + 2 * ATTENTION.kv_heads) * size)
+        angles, locations = torch.empty(2, n, ROTATED), torch.empty(n, dtype=torch.int64)
+        q = rope_and_store(
+            qkv,
+            angles,
             self.pool.layers[3],
-            torch.empty(n, dtype=torch.int64),
+            locations,
             q_norm=norm,
             k_norm=norm,
             eps=1e-6,
+            gated=True,
         )
+        return q, qkv[:, : 2 * HEADS * size].view(n, HEADS, 2, size)[:, :, 1]
 
     def prompts(self, n: int) -> None:
         """Run the recurrence of a delta net over prompts, beside decode rows."""

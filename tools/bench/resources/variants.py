@@ -19,6 +19,7 @@ from engine.kv_cache.states import PagedKV
 from kernels import early_launch
 from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot, add_low_rank
 from kernels.attention.paged import paged_attention, plan_attention
+from kernels.experts.grouped_kernels import MANY_PAIRS
 from kernels.experts.grouped_mlp import ExpertMatrices, Gate, grouped_mlp
 from kernels.experts.routing import Routing, route
 from kernels.layers.act_and_mul import Activation, act_and_mul
@@ -94,6 +95,7 @@ GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201088, 24, experts=(32, 4
 LLAMA3_70B_TP8 = Shape("llama3-70b-tp8", 8192, 8, 1, 128, 3584, 128256, 80)
 QWEN3_30B_TP2 = replace(QWEN3_30B, name="qwen3-30b-a3b-tp2", heads=16, kv_heads=2, intermediate=384)
 SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)
+WIDE = "wide heads"  # of operations that have a budget of their own
 QWEN3_NEXT, DEEPSEEK_V3 = "qwen3-next", "deepseek-v3"  # of hybrids, and of latents
 WITH_EXPERTS = (QWEN3_30B, MIXTRAL)
 ADAPTED = (LLAMA3_8B, QWEN2_05B)
@@ -153,14 +155,26 @@ class _Model:
 
     def experts(self, n: int) -> None:
         assert self.shape.experts is not None
-        (count, per_token), shape = self.shape.experts, self.shape
+        count, per_token = self.shape.experts
         weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
         grouped = Routing(per_token, True, "sigmoid", 2.5, 8, 4, 2)  # as DeepSeek-V3
         if count >= 16 * grouped.groups:
             route(_floats(n, count), grouped, _floats(count))
-        x = self.tensor(n, shape.hidden)
+        self._grouped(weights, ids)
+
+    def many_pairs(self, n: int) -> None:
+        """Run the products of a prompt, in larger tiles."""
+        assert self.shape.experts is not None
+        count, per_token = self.shape.experts
+        tokens = n + MANY_PAIRS * count // per_token
+        self._grouped(_floats(tokens, per_token), _ints(tokens, per_token))
+
+    def _grouped(self, weights: Tensor, ids: Tensor) -> None:
+        assert self.shape.experts is not None
+        count, shape = self.shape.experts[0], self.shape
         gate_up = ExpertMatrices(self.tensor(count, 2 * shape.intermediate, shape.hidden))
         down = ExpertMatrices(self.tensor(count, shape.hidden, shape.intermediate))
+        x = self.tensor(len(ids), shape.hidden)
         grouped_mlp(x, gate_up, down, weights, ids, shape.activation)
 
     def quantised_product(self, kind: NumberKind, n: int) -> None:
@@ -328,8 +342,9 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
             but sm_90.
     """
     if every:
-        experts = [_experts(shape, dtype) for shape in WITH_EXPERTS for dtype in DTYPES]
-        experts += [*_variants([(LLAMA3_70B_TP8, _BF16, 16)]), _experts(QWEN3_30B_TP2, _BF16)]
+        kinds = product((*WITH_EXPERTS, QWEN3_30B_TP2), DTYPES)
+        experts = [each for shape, dtype in kinds for each in _experts(shape, dtype)]
+        experts += _variants([(LLAMA3_70B_TP8, _BF16, 16)])
         experts += [_clamped(GPT_OSS, dtype) for dtype in DTYPES]
         experts += [each for dtype in DTYPES for each in _states(dtype)]
         experts += [_adapters(shape, dtype) for shape in ADAPTED for dtype in DTYPES]
@@ -339,7 +354,7 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     early = Variant("llama3-8b bfloat16 page 16 early", _Model(LLAMA3_8B, _BF16, 16).early)
     if arch != 90:
         few = _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
-        experts = [_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
+        experts = [*_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
         experts.append(_adapters(LLAMA3_8B, _BF16))
         narrow = [*_quantised(arch), *(_narrow() if arch >= FIRST_ARCHITECTURE else [])]
         return [early, *few, *experts, *_states(_BF16), *_latents(_BF16), *narrow]
@@ -347,8 +362,8 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
     shapes = (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED, LLAMA3_70B_TP8)
     others = [(shape, _BF16, 16) for shape in shapes]
-    experts = [_experts(QWEN3_30B, _BF16), _experts(QWEN3_30B, torch.float32)]
-    experts.append(_experts(QWEN3_30B_TP2, _BF16))
+    experts = [*_experts(QWEN3_30B, _BF16), *_experts(QWEN3_30B, torch.float32)]
+    experts += _experts(QWEN3_30B_TP2, _BF16)
     experts += [_clamped(GPT_OSS, _BF16), *_states(_BF16), *_states(torch.float32)]
     experts += [_adapters(shape, _BF16) for shape in ADAPTED]
     experts += [*_latents(_BF16), *_narrow(), *_quantised(arch)]
@@ -357,7 +372,11 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
 
 def _states(dtype: torch.dtype) -> list[Variant]:
     name, model = f"{QWEN3_NEXT} {str(dtype).removeprefix('torch.')}", HybridModel(dtype)
-    return [Variant(f"{name} states", model.states), Variant(f"{name} prompts", model.prompts)]
+    return [
+        Variant(f"{name} states", model.states),
+        Variant(f"{name} prompts", model.prompts),
+        Variant(f"{name} gated", model.gated),
+    ]
 
 
 def _quantised_matrix(kind: NumberKind, *sizes: int) -> tuple[Tensor, Quantisation]:
@@ -416,10 +435,11 @@ def _latents(dtype: torch.dtype) -> list[Variant]:
 def _narrow() -> list[Variant]:
     """Return the variants with keys, values and latents in 8 bits."""
     kinds = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    heads = {LLAMA3_8B: "", WIDE_HEAD: f"{WIDE} "}
     models = {
-        f"{shape.name} bfloat16 {kind}": _Model(shape, _BF16, 16, kept_in).narrow
+        f"{shape.name} bfloat16 {which}{kind}": _Model(shape, _BF16, 16, kept_in).narrow
         for kind, kept_in in kinds.items()
-        for shape in (LLAMA3_8B, WIDE_HEAD)
+        for shape, which in heads.items()
     }
     latents = LatentModel(_BF16, kept_in=torch.float8_e4m3fn)
     models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3 store"] = latents.store
@@ -427,9 +447,10 @@ def _narrow() -> list[Variant]:
     return [Variant(name, launch) for name, launch in models.items()]
 
 
-def _experts(shape: Shape, dtype: torch.dtype) -> Variant:
+def _experts(shape: Shape, dtype: torch.dtype) -> list[Variant]:
     name = f"{shape.name} {str(dtype).removeprefix('torch.')} experts"
-    return Variant(name, _Model(shape, dtype, 16).experts)
+    model = _Model(shape, dtype, 16)
+    return [Variant(name, model.experts), Variant(f"{name} of prompts", model.many_pairs)]
 
 
 def _clamped(shape: Shape, dtype: torch.dtype) -> Variant:

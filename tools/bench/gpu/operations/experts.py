@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from kernels.experts.grouped_mlp import ExpertMatrices, by_expert, grouped_mlp
 from kernels.experts.routing import Routing, route
+from kernels.experts.shared_expert import add_gated
 from kernels.layers.act_and_mul import act_and_mul_reference
 from tools.bench.gpu.ops import Op, relative_error
 from tools.bench.gpu.setting import Setting
@@ -22,6 +24,8 @@ def ops(setting: Setting) -> Iterator[Callable[[], Op]]:
     for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
         for rows in setting.sized((1, 16, 64, 256, 2048), (1, 3)):
             yield partial(_experts, setting, name, rows, *shape)
+    for rows in setting.sized((1, 64, 2048), (1, 3)):
+        yield partial(_shared, setting, rows, setting.sized(2048, 64))
 
 
 def _experts(
@@ -54,4 +58,23 @@ def _experts(
         tolerance=TOLERANCE,
         ceiling="matmul" if many else "read",
         amount=2.0 * rows * k * 3 * hidden * inner if many else wanted + 2 * x.nbytes,
+    )
+
+
+def _shared(setting: Setting, rows: int, hidden: int) -> Op:
+    y, shared, x = (setting.randn(rows, hidden) for _ in range(3))
+    weight = setting.randn(1, hidden).mul_(hidden**-0.5)
+
+    def error() -> float:
+        gates = torch.sigmoid(x.float() @ weight.float().t())
+        return relative_error(add_gated(y, shared, x, weight), y.float() + shared.float() * gates)
+
+    return Op(
+        name="add shared expert",
+        shape=f"[{rows}, {hidden}]",
+        call=lambda: add_gated(y, shared, x, weight),
+        error=error,
+        tolerance=TOLERANCE,
+        ceiling="copy",
+        amount=4 * y.nbytes,
     )
