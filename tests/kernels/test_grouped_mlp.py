@@ -102,7 +102,7 @@ def test_many_pairs_are_multiplied_in_larger_tiles_of_the_same_depth(monkeypatch
     assert tile_for(2, 8 * MANY_PAIRS, 8, 80, 0) == few
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
     given = drawn(2 * MANY_PAIRS + 5, 72, 300, 2, 1, torch.float16)
-    actual = grouped_mlp(*given, "silu")
+    actual = computed(*given, "silu")
     torch.testing.assert_close(actual.double(), exact(*given, "silu"), atol=4e-3, rtol=4e-3)
 
 
