@@ -5,6 +5,7 @@ This module has the descriptions of fields. Their types come from the records.
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -313,6 +314,12 @@ _GETS: Mapping[str, _Operation] = {
 REQUESTS = tuple(
     each.fields for each in _POSTS.values() if each.fields is not None and each.security is None
 )
+
+
+@cache
+def encoded(version: str) -> bytes:
+    """Return `document` as JSON."""
+    return msgspec.json.encode(document(version))
 
 
 def document(version: str) -> Schema:

@@ -53,7 +53,7 @@ class AdminOperations:
         self._created = int(time.time())
         self._version = {"version": VERSION}
         self._why_not_ready = why_not_ready
-        self._openapi = msgspec.json.encode(openapi.document(VERSION))
+        self._openapi = openapi.encoded(VERSION)
 
     async def models(self, request: HttpRequest) -> web.Response:
         content = {"object": "list", "data": list(map(self._entry, self._names.listed()))}

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from itertools import islice
 from operator import attrgetter
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -205,20 +206,8 @@ class BodyReader(Generic[F]):
             unsupported: further known fields, with their harmless values. At least two.
             ignore_unknown: whether to ignore unknown and unsupported fields.
         """
-        supported = {*fields.__struct_fields__, *unsupported}
-        beside = [
-            *((name, Ignored, None) for name in IGNORED if name not in supported),
-            *((name, Any, None) for name in unsupported),
-        ]
-        record: type[F] = msgspec.defstruct(  # type: ignore[assignment]
-            fields.__name__,
-            beside,
-            bases=(fields,),
-            kw_only=True,
-            forbid_unknown_fields=True,
-        )
-        self._decoder = msgspec.json.Decoder(record)
-        self._shape = FieldShape.of(record, unsupported)
+        record, self._shape = _extended(fields, tuple(unsupported.items()))
+        self._decoder: msgspec.json.Decoder[F] = msgspec.json.Decoder(record)
         self._ignore_unknown = ignore_unknown
         self._unsupported = tuple(unsupported.values())
         self._watched = attrgetter(*unsupported)
@@ -266,6 +255,28 @@ class BodyReader(Generic[F]):
             return _decoded(self._decoder, msgspec.json.encode(given))
         except msgspec.ValidationError as error:
             raise _wrong_type(str(error)) from None
+
+
+# Cached, because it takes milliseconds and each model of a router has its own readers.
+@cache
+def _extended(
+    fields: type[msgspec.Struct], unsupported: tuple[tuple[str, IgnoredFields], ...]
+) -> tuple[type[Any], FieldShape]:
+    """Return the record with all known fields, and its shape. For the arguments see BodyReader."""
+    others = dict(unsupported)
+    supported = {*fields.__struct_fields__, *others}
+    beside = [
+        *((name, Ignored, None) for name in IGNORED if name not in supported),
+        *((name, Any, None) for name in others),
+    ]
+    record = msgspec.defstruct(
+        fields.__name__,
+        beside,
+        bases=(fields,),
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+    return record, FieldShape.of(record, others)
 
 
 def _decoded(decoder: msgspec.json.Decoder[D], body: bytes | msgspec.Raw) -> D:
