@@ -25,7 +25,7 @@ from engine.ranks.meeting import LoopbackMeeting
 from engine.ranks.shm import BUFFER_BYTES, SharedMemoryGroup
 from engine.ranks.torch_group import TorchGroup
 
-NUM_CALLS = 300
+NUM_CALLS = 150
 SHAPES = ((1,), (3, 5), (16, 128), (1, 7, 2), (16, 1024))
 DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 
