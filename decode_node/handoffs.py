@@ -172,10 +172,9 @@ class IncomingHandoffs:
                 if not self._grant(state):
                     self.prealloc.put(state)
                     break
-            waits = len(self.prealloc) > 0
-            kept.barrier = (
-                self.prealloc.barrier(now, self._num_unready, floor) if waits else math.inf
-            )
+            kept.barrier = math.inf
+            if len(self.prealloc):
+                kept.barrier = self.prealloc.barrier(now, self._num_unready, floor)
         self.prealloc.backlog.tick(now)
         self._keep_room()
         kept.most_urgent = self._preempt()

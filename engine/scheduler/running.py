@@ -68,7 +68,7 @@ def missing_pages(
     A request of `length` tokens computes index length - 1 next, and its last token has no KV. A
     request that continues and whose pages are full therefore counts one page at least.
     """
-    remaining = np.clip(max_length - length, 0, CLIP_NEW_TOKENS)
+    remaining = np.minimum(np.maximum(max_length - length, 0), CLIP_NEW_TOKENS)
     tokens = length - 1 + np.ceil(remaining * ratio).astype(np.int32)
     missing = np.maximum(tokens - capacity, 0)
     pages: Ints = (missing + page_size - 1) // page_size
