@@ -51,7 +51,8 @@ _ENGINES = {
 }
 _FOLLOWER = "node.follower"
 PROGRAMS = {"router", _FOLLOWER, *_ENGINES}
-# Read by an interpreter or a library when it is loaded: each combination needs its own server.
+# Read by an interpreter or a library when it is loaded: each combination needs its own server. A
+# server has not loaded UCX, and engines of a test set HF_DEACTIVATE_ASYNC_LOAD.
 _EARLY = (
     "PYTHONHASHSEED",
     "LD_",
@@ -61,8 +62,8 @@ _EARLY = (
     "TORCH",
     "TRITON",
     "GRPC_ENABLE_FORK",
-    "HF_",
-    "UCX_",
+    "HF_HOME",
+    "HF_HUB_",
 )
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 120.0  # for the imports, on a busy machine
@@ -364,6 +365,7 @@ def _import_programs() -> None:
 
     (thread,) = os.listdir("/proc/self/task")
     assert int(thread) == os.getpid(), "a thread before the fork"
+    assert "nixl._api" not in sys.modules, "UCX before the fork"
     gc.collect()
     gc.freeze()
 
