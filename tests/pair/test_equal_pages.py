@@ -59,18 +59,17 @@ def test_pages_of_the_same_tokens_are_equal(tmp_path, monkeypatch, family, dtype
     model = load(directory, CPU, getattr(torch, dtype))
     model.compute_in_one_way()
     # Without prefix caches, only the last state of a request is kept.
-    loaded, size = Loaded(directory, model), Size(kv_dtype=kv_dtype, prefix_cache=False)
+    size = Size(num_pages=128, kv_dtype=kv_dtype, prefix_cache=False)
+    loaded = Loaded(directory, model)
     alone = {"prefill": (), "chunked_prefill_tokens": 512}
     tokens, by_decode = made(loaded, PROMPT, NUM_TOKENS, size, **alone)
     text = [*PROMPT, *tokens]
     _, by_prompt = made(loaded, text[:-1], 1, size, **alone)
-    empty = bytes([0xFF]) * len(next(iter(by_prompt)))
-    expected = by_prompt - {empty}
+    # A state does not fill its pages. Their end is as the pool was made, or as it was left.
+    expected = {page.rstrip(b"\xff") for page in by_prompt} - {b""}
     assert len(expected) >= len(text[:-1]) // PAGE_SIZE
-    cached, drafts = (
-        replace(size, prefix_cache=True),
-        speculator("right", recall([[*text, 1, 1, 1]]), model.spec.vocabulary_size, 4),
-    )
+    cached = replace(size, prefix_cache=True)
+    drafts = speculator("right", recall([[*text, 1, 1, 1]]), model.spec.vocabulary_size, 4)
     ways = {
         "decode": by_decode,
         "chunks": made(loaded, text[:-1], 1, size, prefill=(), chunked_prefill_tokens=16)[1],
@@ -80,4 +79,5 @@ def test_pages_of_the_same_tokens_are_equal(tmp_path, monkeypatch, family, dtype
         "a cached prefix": made(loaded, text[:-1], 1, cached, **alone, before=PROMPT)[1],
     }
     for way, pages in ways.items():
-        assert expected <= pages, f"{way}: {len(expected - pages)} of {len(expected)} differ"
+        missing = [own for own in expected if not any(page.startswith(own) for page in pages)]
+        assert not missing, f"{way}: {len(missing)} of {len(expected)} differ"
