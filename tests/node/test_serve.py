@@ -188,6 +188,7 @@ def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
         (submit(1, [3], client_weight=float("nan")), "client_weight must be in"),
         (submit(1, [3], prefill_addresses=["unix:/tmp/x"]), "host:port"),
         (submit(1, [3], prefill_addresses=["10.0.0.1:50100"]), "which is not a peer"),
+        (submit(1, [3], encode_addresses=["10.0.0.1:50400"]), "1 entries for 0 images"),
         (
             decode_pb2.ToNode(
                 submits=[decode_pb2.Submit(number=1, request={"token_ids": b"1234"})]
