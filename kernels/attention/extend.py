@@ -61,7 +61,14 @@ def extend_attention(
     group, head_dim = heads // kv_heads, out.shape[1] // heads
     rest = key_dim - head_dim
     masked, widened = bool(window or soft_cap), kv.element_size() < q.element_size()
-    tile = _tile(key_dim, q.element_size(), device.architecture(), masked=masked, widened=widened)
+    tile = _tile(
+        key_dim,
+        q.element_size(),
+        device.architecture(),
+        masked=masked,
+        widened=widened,
+        gated=gate is not None,
+    )
     if group > tile.rows:
         raise ValueError(f"at most {tile.rows} query heads to a KV head, got {group}")
     early = early_launch.launches_early()
@@ -118,7 +125,13 @@ def extend_attention(
 
 
 def _tile(
-    head_dim: int, element_size: int, architecture: int, *, masked: bool, widened: bool
+    head_dim: int,
+    element_size: int,
+    architecture: int,
+    *,
+    masked: bool,
+    widened: bool,
+    gated: bool,
 ) -> AttentionTile:
     """Return a tile. The numbers derive from instruction counts and are to be tuned by
     tools/bench/gpu.
@@ -128,6 +141,8 @@ def _tile(
             in shared memory. Others need more registers, and some have 100 KiB of shared memory.
         masked: scores have a window or a cap, which takes registers.
         widened: keys and values are narrower than queries, which takes registers.
+        gated: outputs have gates, which take registers where sums are copied to registers at the
+            end.
     """
     if head_dim > LONGEST_HEAD:
         rows = 32 // element_size if widened else 64 // element_size
@@ -137,7 +152,8 @@ def _tile(
     slack = 8 if architecture < 100 else 0  # later GPUs keep sums outside registers
     if architecture // 10 in (9, 10):
         if head_dim > 128:  # widening takes the registers that slack needs
-            return AttentionTile(128, 32, 8, 3, 0 if widened else slack)
+            rows = 64 if gated and architecture >= 100 else 128
+            return AttentionTile(rows, 32, 8, 3, 0 if widened else slack)
         # The larger tile would spill registers with masked scores. With narrower heads it would
         # leave no space for a second program on the multiprocessor.
         large = head_dim > 64 and not masked

@@ -127,6 +127,16 @@ def test_a_token_gets_the_same_to_the_bit_by_the_kernels_whatever_is_beside_it(m
         assert torch.equal(together[rows], alone)
 
 
+@pytest.mark.gpu
+def test_the_number_of_tokens_selects_a_tile_and_changes_no_bit():
+    x, gate_up, down, weights, ids = drawn(4 * MANY_PAIRS, 256, 512, 2, 1, torch.float16)
+    together = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    few = slice(3, 20)
+    assert torch.equal(
+        together[few], grouped_mlp(x[few], gate_up, down, weights[few], ids[few], "silu")
+    )
+
+
 def _rows_of_numpy_are_independent() -> bool:
     """Return whether a row of a product, as the interpreter has it, has the same bits anywhere."""
     left, right = torch.randn(64, 64).numpy(), torch.randn(64, 64).numpy()

@@ -133,5 +133,6 @@ class AttentionBlock:
         )
         if not spec.output_gate:
             return q, None
-        gates = qkv[:, : spec.heads * 2 * spec.head_dim]
-        return q, gates.view(len(x), spec.heads, 2, spec.head_dim)[:, :, 1]
+        # A view of all columns has the same strides for any number of tokens, also for one.
+        by_head = qkv.view(len(x), qkv.shape[1] // spec.head_dim, spec.head_dim)
+        return q, by_head[:, 1 : 2 * spec.heads : 2]

@@ -86,7 +86,7 @@ class HybridModel:
             eps=1e-6,
             gated=True,
         )
-        return q, qkv[:, : 2 * HEADS * size].view(n, HEADS, 2, size)[:, :, 1]
+        return q, qkv.view(n, qkv.shape[1] // size, size)[:, 1 : 2 * HEADS : 2]
 
     def prompts(self, n: int) -> None:
         """Run the recurrence of a delta net over prompts, beside decode rows."""
