@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
+from common.page_tables import PageTables
 from router.cluster.cluster_state import NodeReport
 from simulation.device.witness import expected_tokens
 from simulation.virtual.cluster import Response, VirtualCluster
@@ -27,10 +28,10 @@ class TracebackLog(logging.Handler):
             self.lines.append(f"{record.getMessage()}: {type(error).__name__}: {error}")
 
 
-def wrong_place(response: Response, page_size: int) -> int | None:
+def wrong_place(response: Response, tables: PageTables) -> int | None:
     """Return the index of the first token that differs from the oracle's. None: all are right."""
     arrival, found = response.arrival, response.token_ids
-    expected = expected_tokens(list(arrival.prompt), arrival.output, page_size)
+    expected = expected_tokens(list(arrival.prompt), arrival.output, tables)
     if response.error:
         expected = expected[: len(found)]
     if found == expected:
@@ -40,11 +41,11 @@ def wrong_place(response: Response, page_size: int) -> int | None:
     return next((place for place, (token, right) in pairs if token != right), shorter)
 
 
-def of_responses(responses: Sequence[Response], page_size: int) -> Iterator[str]:
+def of_responses(responses: Sequence[Response], tables: PageTables) -> Iterator[str]:
     """Yield each response that is wrong, hangs, or failed with an internal error."""
     for each in responses:
         name = each.arrival.name
-        if (place := wrong_place(each, page_size)) is not None:
+        if (place := wrong_place(each, tables)) is not None:
             yield f"{name}: the response is wrong from token {place} on"
         if each.error == "TimeoutError":
             last = max((each.sent_at, *each.times))

@@ -8,9 +8,11 @@ from itertools import pairwise
 
 import msgspec
 
+from common.page_tables import PageTables
 from simulation.cost import StepCost
 from simulation.virtual.cluster import Response
 from simulation.virtual.invariants import wrong_place
+from simulation.virtual.scenario import LatencyLimits
 
 TTFT_BAND = 0.3
 
@@ -35,6 +37,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         right, wrong: complete responses that are equal to the oracle's, and the others.
         errors: failed requests by error.
         tokens_per_s: output tokens of complete responses.
+        goodput: complete requests/s within the limits of the scenario. None: it has no limits.
         roles: at the end of the run, by node.
         utilization: share of the time in which the device of a node computes, by node.
         hash: of the times and tokens of all responses.
@@ -54,6 +57,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     tpot: Percentiles
     requests_per_s: float
     tokens_per_s: float
+    goodput: float | None
     roles: dict[str, str]
     utilization: dict[str, float]
     hash: str
@@ -65,8 +69,9 @@ def make_report(
     begin: float,
     busy_s: Mapping[str, float],
     roles: Mapping[str, str],
+    limits: LatencyLimits | None,
     cost: StepCost,
-    page_size: int,
+    tables: PageTables,
     violations: list[str],
 ) -> RunReport:
     """Return the report of a run.
@@ -75,11 +80,12 @@ def make_report(
         begin: time.monotonic() of the begin of the figures.
         busy_s: seconds of the steps of each node since then.
         roles: of each node, at the end.
-        page_size: tokens per page of the nodes.
+        limits: None: the report has no goodput.
+        tables: of the nodes.
         violations: see RunReport.
     """
     complete = [each for each in responses if not each.error]
-    right = sum(wrong_place(each, page_size) is None for each in complete)
+    right = sum(wrong_place(each, tables) is None for each in complete)
     last = max((time for each in responses for time in each.times), default=begin)
     seconds = max(last - begin, 1e-9)
     return RunReport(
@@ -95,6 +101,7 @@ def make_report(
         tpot=_percentiles(_tpot(each.times) for each in complete if len(each.times) > 1),
         requests_per_s=len(complete) / seconds,
         tokens_per_s=sum(len(each.times) for each in complete) / seconds,
+        goodput=_num_within(complete, limits) / seconds if limits is not None else None,
         roles=dict(roles),
         utilization={name: busy / seconds for name, busy in busy_s.items()},
         hash=_hash(responses, begin),
@@ -109,6 +116,15 @@ def _percentiles(values: Iterable[float]) -> Percentiles:
         return Percentiles(None, None, None, None, None)
     p50, p90, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
     return Percentiles(math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+
+
+def _num_within(complete: Sequence[Response], limits: LatencyLimits) -> int:
+    """Return the number of responses within the limits."""
+    return sum(
+        each.times[0] - each.sent_at <= limits.ttft
+        and (len(each.times) < 2 or _tpot(each.times) <= limits.tpot)
+        for each in complete
+    )
 
 
 def _tpot(times: Sequence[float]) -> float:
@@ -139,6 +155,8 @@ def lines(report: RunReport) -> Iterable[str]:
         f"throughput   {report.requests_per_s:.3g} requests/s, {report.tokens_per_s:.4g} output "
         f"tokens/s in {report.seconds:.1f} s (simulated, +-{band})"
     )
+    if report.goodput is not None:
+        yield f"goodput      {report.goodput:.3g} requests/s within the limits (simulated)"
     for name, share in report.utilization.items():
         yield f"utilization  {name} {share:.1%} (simulated, +-{band}){_role(report, name)}"
     yield f"hash         {report.hash}"

@@ -91,10 +91,18 @@ async def _run(
                 task.cancel()
             await asyncio.gather(*beside, *sent, return_exceptions=True)
         ended = [each.result() for each in sent if not each.cancelled()]
-        page_size = cluster.page_size
-        violations = [*of_responses(ended, page_size), *await unrest(cluster)]
-        roles = cluster.roles
-        return make_report(responses, counted_from, busy_s, roles, cost, page_size, violations)
+        tables = cost.kv.tables(cluster.page_size)
+        violations = [*of_responses(ended, tables), *await unrest(cluster)]
+        return make_report(
+            responses,
+            counted_from,
+            busy_s,
+            cluster.roles,
+            scenario.limits,
+            cost,
+            tables,
+            violations,
+        )
 
 
 def _beside(
