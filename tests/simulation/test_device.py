@@ -87,7 +87,7 @@ def test_a_response_continues_in_other_pages_after_a_swap():
     first = rig.prefill()
     pages = rig.pages[0]
     device, host = pages[:4], np.arange(4, dtype=np.int32)
-    other = np.array([20, 21, 22, 23], np.int32)
+    other = rig.free[:4]
     rig.table.set_pages(rig.slot, PageHolding(np.concatenate([other, pages[4:]])[None]))
     end = len(PROMPT)
     copies = {"swap_out": PageCopies(device, host), "swap_in": PageCopies(other, host)}
@@ -116,10 +116,10 @@ def test_a_wrong_page_gives_wrong_tokens(fault):
 @pytest.mark.parametrize("page, is_seen", [(1, False), (2, True), (3, True)])
 def test_only_pages_in_the_window_change_the_response(page, is_seen):
     rig = Rig(WINDOWED)
-    first = rig.prefill()
-    rig.pool[rig.pages[1, page]] += np.uint64(1)  # tokens from 31 on are seen
-    right = expected_tokens(PROMPT, 10, WINDOWED)
-    assert ([first, *rig.decode(9)] == right) is not is_seen
+    begin = [rig.prefill(), *rig.decode(2)]
+    rig.pool[rig.pages[1, page]] += np.uint64(1)
+    rest = rig.decode(7, len(PROMPT) + 2)  # token 52 is the first one, and sees those from 33 on
+    assert (begin + rest == expected_tokens(PROMPT, 10, WINDOWED)) is not is_seen
 
 
 def test_a_response_continues_from_a_kept_state():
@@ -147,18 +147,17 @@ def test_a_wrong_state_gives_wrong_tokens(fault):
 def test_accepted_drafts_are_tokens_of_the_response_and_others_leave_no_trace(tables):
     rig, right = Rig(tables), expected_tokens(PROMPT, 10, tables)
     assert rig.prefill() == right[0]
-    verified = rig.launch([right[1], 0, 0], len(PROMPT))
-    # As if all drafts were accepted. The device knows that the row begins two places earlier.
-    early = np.array([3], np.int32)
-    again = rig.launch([right[4]], len(PROMPT) + 4, early=early)
+    end = len(PROMPT)
+    verified = rig.launch([right[1], 0, right[3]], end)
+    # As if all drafts were accepted. Only the device knows that the row begins two places earlier.
+    again = rig.launch([0], end + 4, early=np.array([3], np.int32))
     runs = verified().runs
     assert runs.counts.tolist() == [2]
     assert runs.tokens[0, :2].tolist() == right[1:3]
-    rig.table.tokens[rig.slot, len(PROMPT) + 3] = right[3]
     runs = again().runs
-    assert runs.tokens[0, 0] == right[3]
-    end = len(PROMPT) + 2 + int(runs.counts[0])
-    assert rig.decode(3, end) == right[end - len(PROMPT) + 1 :][:3]
+    assert runs.counts.tolist() == [2]
+    assert runs.tokens[0].tolist() == right[3:5]
+    assert rig.decode(3, end + 4) == right[5:8]
 
 
 @pytest.mark.parametrize("acceptance, count", [(1.0, 4), (0.0, 1)])
