@@ -30,10 +30,10 @@ from engine.meters import (
     GroupMeter,
     PageMeter,
     RankMeter,
-    TierMeter,
     VisionMetrics,
 )
 from engine.models.decoder import Decoder
+from engine.offload.tier_meter import TierMeter
 from engine.profiler import Profiler
 from engine.ranks.lockstep import Stage
 from engine.runner.forwards import Forwards

@@ -509,6 +509,12 @@ class SimConfig(ConfigRecord):
         description="Directory of files with simulated pages, which nodes of a host share. "
         "Default: /dev/shm/baton-sim-UID",
     )
+    draft_acceptance: float = Field(
+        0.6,
+        ge=0,
+        le=1,
+        description="Probability that a simulated draft token is accepted, if those before it are",
+    )
 
 
 _SIMULATED = "sim:"

@@ -69,7 +69,8 @@ class SlotTable:
         self._one, self._page_size = np.array(1, np.int32), np.array(page_size, np.int32)
         max_pages = -(-context_length // page_size)
         self.tokens = np.zeros((num_slots, context_length), np.int32)
-        self.page_table = np.full((num_slots, len(windows), max_pages), NO_PAGE, np.int32)
+        # Zeros take no memory before a slot is used. Only the first `num_pages` are read.
+        self.page_table = np.zeros((num_slots, len(windows), max_pages), np.int32)
         self.first_page = np.zeros((num_slots, len(windows)), np.int32)
         self.state = np.full((num_slots, state_pages), NO_PAGE, np.int32)
         self.by_table = tuple(self.page_table[:, table] for table in range(len(windows)))

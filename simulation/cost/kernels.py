@@ -74,15 +74,18 @@ class PrefillAttention(msgspec.Struct, frozen=True):
     half_tokens: float
     start_us: float
 
-    def row_seconds(self, sheet: DataSheet, begin: int, end: int, width: int) -> float:
+    def row_seconds(self, sheet: DataSheet, begin: int, end: int, width: int, window: int) -> float:
         """Return the time for the tokens from `begin` to `end` of one row, without the start.
 
         Args:
             width: query heads times their size.
+            window: tokens that each token sees at most.
         """
         new = end - begin
         speed = self.flops_share * sheet.flops * new / (new + self.half_tokens)
-        return 2 * (end * end - begin * begin) * width / speed
+        first, last = min(begin, window), min(end, window)
+        in_window = max(end, window) - max(begin, window)
+        return 2 * (last * last - first * first + 2 * in_window * window) * width / speed
 
 
 class Experts(msgspec.Struct, frozen=True):
@@ -105,6 +108,16 @@ class Experts(msgspec.Struct, frozen=True):
         compute = tokens * per_token * 6 * hidden * inner / (self.flops_share * sheet.flops)
         activations = tokens * per_token * 6 * (hidden + inner) * BYTES / bandwidth
         return float(max(weights, compute) + activations) + self.start_us * 1e-6
+
+
+def delta_net_s(sheet: DataSheet, rows: int, tokens: int, state_bytes: int) -> float:
+    """Return the time in which a delta-net reads and writes the states of rows and adds tokens.
+
+    The shares of bandwidth and speed are assumptions: no public table has this kernel.
+    """
+    copying = 2 * rows * state_bytes / (0.8 * sheet.bandwidth)
+    compute = tokens * 2 * state_bytes / (0.25 * sheet.flops)
+    return max(copying, compute) + 15e-6
 
 
 def all_reduce_s(tp: int, num_bytes: int) -> float:

@@ -6,28 +6,71 @@ from typing import Any
 
 import msgspec
 
+from simulation.cost.kernels import BYTES
+from simulation.cost.kv_shape import KvShape
+
 _MAX_BYTES = 1 << 20  # of a config.json
 _MAX_SIZE = 1 << 24
+_MAX_LAYERS = 1024
+_STATE_BYTES = 4  # of a number of a state
+_FULL = "full_attention"
+_KINDS = (_FULL, "sliding_attention", "linear_attention")
 _EXPERTS = ("num_local_experts", "num_experts")  # fields with the number of experts
 # Fields of config.json whose models are computed in a way that the cost model lacks.
 _UNSUPPORTED = {
     "kv_lora_rank": "multi-head latent attention",
     "quantization_config": "quantized weights",
     "n_shared_experts": "shared experts",
-    "shared_expert_intermediate_size": "shared experts",
     "first_k_dense_replace": "dense layers before layers with experts",
     "mlp_only_layers": "layers without experts among those with experts",
 }
 
 
+class DeltaNet(msgspec.Struct, frozen=True):
+    """The dimensions of a gated delta-net, a layer that keeps a state in place of KV.
+
+    Attributes:
+        width: tokens of its convolution.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        """Return the queries, keys and values of a token, which pass the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Return all projections of a token: the channels, the gates, and two numbers by head."""
+        return self.channels + self.value_heads * (self.value_dim + 2)
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of the state, which is kept in float32, and of the convolution."""
+        matrices = self.value_heads * self.key_dim * self.value_dim
+        return matrices * _STATE_BYTES + self.channels * (self.width - 1) * BYTES
+
+
+NO_DELTA_NET = DeltaNet(0, 0, 0, 0, 1)
+
+
 class ModelShape(msgspec.Struct, frozen=True):
-    """The dimensions of a decoder with grouped-query attention in every layer, in bfloat16.
+    """The dimensions of a decoder with grouped-query attention, in bfloat16.
 
     Attributes:
         intermediate: hidden size of the MLP, or of each expert.
         experts: 0 in a dense model.
         experts_per_token: 0 in a dense model.
         tied: whether the head and the embeddings share their weights.
+        shared: hidden size of the expert that all tokens use. 0: there is none.
+        windowed: layers whose tokens see only a window.
+        window: tokens of the window, a token's own included.
+        recurrent: layers with a delta-net in place of attention.
     """
 
     layers: int
@@ -41,11 +84,33 @@ class ModelShape(msgspec.Struct, frozen=True):
     experts: int = 0
     experts_per_token: int = 0
     tied: bool = False
+    shared: int = 0
+    windowed: int = 0
+    window: int = 0
+    recurrent: int = 0
+    delta_net: DeltaNet = NO_DELTA_NET
+
+    @property
+    def full(self) -> int:
+        """Return the layers whose tokens see all tokens before them."""
+        return self.layers - self.windowed - self.recurrent
+
+    @property
+    def kv(self) -> KvShape:
+        layer_bytes = 2 * self.kv_heads * self.head_dim * BYTES
+        state_bytes = self.recurrent * self.delta_net.state_bytes
+        return KvShape(layer_bytes, self.full, self.windowed, self.window, state_bytes)
 
     @property
     def attention_parameters(self) -> int:
-        """Return the parameters of one layer's attention."""
+        """Return the parameters of the attention of one layer."""
         return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def recurrent_parameters(self) -> int:
+        """Return the parameters of one delta-net."""
+        net = self.delta_net
+        return self.hidden * (net.projected + net.value_heads * net.value_dim)
 
     @property
     def mlp_parameters(self) -> int:
@@ -55,8 +120,11 @@ class ModelShape(msgspec.Struct, frozen=True):
     @property
     def parameters(self) -> int:
         experts = max(1, self.experts) * self.mlp_parameters + self.hidden * self.experts
-        layer = self.attention_parameters + experts + 2 * self.hidden
-        return self.layers * layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
+        layer = experts + 3 * self.hidden * self.shared + 2 * self.hidden
+        mixers = (self.layers - self.recurrent) * self.attention_parameters
+        mixers += self.recurrent * self.recurrent_parameters
+        embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
+        return self.layers * layer + mixers + embeddings
 
 
 MODELS = {
@@ -67,6 +135,15 @@ MODELS = {
     "qwen3-8b": ModelShape(36, 4096, 32, 8, 128, 12288, 151936, 40960),
     "qwen3-32b": ModelShape(64, 5120, 64, 8, 128, 25600, 151936, 40960),
     "qwen3-30b-a3b": ModelShape(48, 2048, 32, 4, 128, 768, 151936, 40960, 128, 8),
+    "qwen3-next-80b-a3b": ModelShape(
+        *(48, 2048, 16, 2, 256, 512, 151936, 262144, 512, 10),
+        shared=512,
+        recurrent=36,
+        delta_net=DeltaNet(16, 32, 128, 128, 4),
+    ),
+    "gemma-3-12b": ModelShape(
+        *(48, 3840, 16, 8, 256, 15360, 262208, 131072), tied=True, windowed=40, window=1024
+    ),
     "mixtral-8x7b": ModelShape(32, 4096, 32, 8, 128, 14336, 32000, 32768, 8, 2),
 }
 
@@ -98,15 +175,17 @@ def _shape_of(config: Mapping[str, Any]) -> ModelShape:
     for field, what in _UNSUPPORTED.items():
         if config.get(field):
             raise ValueError(f"{field}: the cost model does not support {what}")
-    _check_attention(config)
+    kinds = _layer_kinds(config)
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     experts = next((_size(config, name) for name in _EXPERTS if config.get(name)), 0)
     per_token = _size(config, "num_experts_per_tok") if experts else 0
     if per_token > experts:
         raise ValueError(f"num_experts_per_tok is {per_token}, but there are {experts} experts")
     own_inner = experts and config.get("moe_intermediate_size")
+    shared = config.get("shared_expert_intermediate_size")
+    windowed, recurrent = kinds.count("sliding_attention"), kinds.count("linear_attention")
     return ModelShape(
-        layers=_size(config, "num_hidden_layers"),
+        layers=len(kinds),
         hidden=hidden,
         heads=heads,
         kv_heads=_size(config, "num_key_value_heads", heads),
@@ -117,6 +196,21 @@ def _shape_of(config: Mapping[str, Any]) -> ModelShape:
         experts=experts,
         experts_per_token=per_token,
         tied=bool(config.get("tie_word_embeddings", False)),
+        shared=_size(config, "shared_expert_intermediate_size") if shared else 0,
+        windowed=windowed,
+        window=_size(config, "sliding_window") if windowed else 0,
+        recurrent=recurrent,
+        delta_net=_delta_net(config) if recurrent else NO_DELTA_NET,
+    )
+
+
+def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
+    return DeltaNet(
+        key_heads=_size(config, "linear_num_key_heads"),
+        value_heads=_size(config, "linear_num_value_heads"),
+        key_dim=_size(config, "linear_key_head_dim"),
+        value_dim=_size(config, "linear_value_head_dim"),
+        width=_size(config, "linear_conv_kernel_dim"),
     )
 
 
@@ -128,10 +222,30 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     return size
 
 
-def _check_attention(config: Mapping[str, Any]) -> None:
-    """Raise ValueError unless every layer attends all tokens."""
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        kinds.add("sliding_attention")
-    if kinds:
-        raise ValueError(f"the cost model does not support layers of {', '.join(sorted(kinds))}")
+def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of each layer. Raise ValueError if the cost model lacks one."""
+    number = _size(config, "num_hidden_layers")
+    if number > _MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {number}: expected at most {_MAX_LAYERS}")
+    kinds = config.get("layer_types")
+    if kinds is None and (every := config.get("full_attention_interval")):
+        kinds = _every(number, every, "linear_attention")
+    elif kinds is None and (every := config.get("sliding_window_pattern")):
+        kinds = _every(number, every, "sliding_attention")
+    elif kinds is None and config.get("sliding_window") and config.get("use_sliding_window", True):
+        raise ValueError("sliding_window: the layers with a window are not in layer_types")
+    kinds = [_FULL] * number if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != number:
+        raise ValueError(f"layer_types: expected {number} of {', '.join(_KINDS)}")
+    if unknown := sorted({str(kind) for kind in kinds} - set(_KINDS)):
+        raise ValueError(f"the cost model does not support layers of {', '.join(unknown)}")
+    if "linear_attention" in kinds and _FULL not in kinds:
+        raise ValueError("layer_types: a model without attention is not supported")
+    return kinds
+
+
+def _every(number: int, every: Any, others: str) -> list[str]:
+    """Return layers of a kind, each n-th of which has full attention in its place."""
+    if type(every) is not int or every < 1:
+        raise ValueError(f"the interval of full attention is {every!r}: expected an integer")
+    return [others if (layer + 1) % every else _FULL for layer in range(number)]

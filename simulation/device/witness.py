@@ -1,16 +1,22 @@
 """KV that proves which tokens it was computed from: 8 bytes a page.
 
-A page's witness is the sum over its tokens of (token + 1) times a weight of the index in the page.
-The total of a request is the sum over its pages of the witness times an odd weight of the page's
-place. All sums are modulo 2**64. A sampled token is a hash of the total. So each token of a
-response depends on every page of its request, and on their order.
+A page's witness is the sum over its tokens of (token + 1) times a weight of the page table and the
+index in the page. The witness of a state page is such a sum over all tokens of the request with
+weights of their places, times an odd weight of the page. The total of a request is the sum of the
+witnesses that its newest token sees, each times an odd weight of its place: all pages of a full
+table, those from the beginning of the window on, and all state pages. All sums are modulo 2**64. A
+sampled token is a hash of the total. So each token of a response depends on every page that it
+sees, and on their order.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from common.page_tables import PageTables
 
 Words = NDArray[np.uint64]
 
@@ -21,7 +27,9 @@ _STEP, _FIRST, _SECOND = (
     for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _A_HALF, _A_PART, _MOST = np.uint64(30), np.uint64(27), np.uint64(31)
-_PLACES = 1 << 20  # distinguishes the weights of pages from those of tokens
+# Begins of the numbers whose hashes are weights: of indices in pages, of the places of pages and of
+# state pages, and of the places of tokens in states.
+_PLACES, _STATES, _STATE_TOKENS = 1 << 20, 1 << 40, 1 << 41
 
 
 def mix(values: Words) -> Words:
@@ -33,9 +41,9 @@ def mix(values: Words) -> Words:
 
 
 @lru_cache(maxsize=8)
-def token_weights(page_size: int) -> Words:
-    """Return the weight of each index in a page."""
-    return mix(np.arange(page_size, dtype=np.uint64))
+def token_weights(page_size: int, num_tables: int) -> Words:
+    """Return the weight of each index in a page, by table."""
+    return mix(np.arange(num_tables * page_size, dtype=np.uint64)).reshape(num_tables, page_size)
 
 
 @lru_cache(maxsize=8)
@@ -44,26 +52,69 @@ def place_weights(num_pages: int) -> Words:
     return mix(np.arange(_PLACES, _PLACES + num_pages, dtype=np.uint64)) | np.uint64(1)
 
 
+@lru_cache(maxsize=8)
+def state_weights(state_pages: int) -> Words:
+    """Return the weight of each state page, all odd."""
+    return mix(np.arange(_STATES, _STATES + state_pages, dtype=np.uint64)) | np.uint64(1)
+
+
+def state_token_weights(places: NDArray[np.intp]) -> Words:
+    """Return the weights of tokens in the state by their places."""
+    return mix(places.astype(np.uint64) + np.uint64(_STATE_TOKENS))
+
+
 def tokens_of(totals: Words) -> NDArray[np.int32]:
     """Return the token that follows each total. It is the byte of a letter or a space."""
     return _TEXT[(mix(totals) % np.uint64(len(_TEXT))).astype(np.intp)]
 
 
-def expected_tokens(prompt: Sequence[int], count: int, page_size: int) -> list[int]:
+def torn(before: Words, after: Words) -> Words:
+    """Return copies of pages that had these witnesses before and after the copy. The copy of a page
+    that has changed equals neither."""
+    return np.where(before == after, after, ~(after ^ before))
+
+
+def is_accepted(totals: Words, probability: float) -> NDArray[np.bool_]:
+    """Return whether a draft of the token after each total is right, with this probability."""
+    shares = mix(~totals) >> np.uint64(11)  # 53 bits
+    right: NDArray[np.bool_] = shares < np.uint64(probability * (1 << 53))
+    return right
+
+
+def expected_tokens(prompt: Sequence[int], count: int, tables: PageTables) -> list[int]:
     """Return the first `count` tokens of the response to a prompt, as every correct node has them.
 
     Args:
-        page_size: tokens per page of the nodes.
+        tables: of the nodes.
     """
-    num_pages = -(-(len(prompt) + count) // page_size)
-    known = np.zeros(num_pages * page_size, np.uint64)
-    known[: len(prompt)] = np.asarray(prompt, np.uint64) + np.uint64(1)
-    weights = np.tile(token_weights(page_size), num_pages)
-    weights = weights * np.repeat(place_weights(num_pages), page_size)
-    totals = (known * weights).sum(dtype=np.uint64, keepdims=True)
+    num_pages = tables.num_pages(len(prompt) + count)
+    weights = _weights(num_pages, tables)
+    sums = np.zeros((len(weights), num_pages * tables.page_size + 1), np.uint64)
+    known = np.asarray(prompt, np.uint64) + np.uint64(1)
+    np.cumsum(known * weights[:, : len(known)], axis=1, out=sums[:, 1 : len(known) + 1])
     tokens = []
-    for place in range(len(prompt), len(prompt) + count):
+    for num_tokens in range(len(prompt), len(prompt) + count):
+        totals = sums[:, num_tokens].sum(dtype=np.uint64, keepdims=True)
+        for table, window in tables.sliding:
+            totals -= sums[table, first_page(num_tokens, window, tables) * tables.page_size]
         token = tokens_of(totals)
         tokens.append(int(token[0]))
-        totals = totals + (token.astype(np.uint64) + np.uint64(1)) * weights[place : place + 1]
+        part = (token.astype(np.uint64) + np.uint64(1)) * weights[:, num_tokens]
+        sums[:, num_tokens + 1] = sums[:, num_tokens] + part
     return tokens
+
+
+def first_page(num_tokens: Any, window: int, tables: PageTables) -> Any:
+    """Return the first page that the last of so many tokens sees. Both are arrays or numbers."""
+    return np.maximum(num_tokens - window, 0) // tables.page_size
+
+
+def _weights(num_pages: int, tables: PageTables) -> Words:
+    """Return the weight of each token by its place: [tables and the state, places]."""
+    of_tokens = np.tile(token_weights(tables.page_size, tables.num_tables), num_pages)
+    weights = of_tokens * np.repeat(place_weights(num_pages), tables.page_size)
+    if not tables.state_pages:
+        return weights
+    of_pages = state_weights(tables.state_pages)
+    in_state = state_token_weights(np.arange(weights.shape[1])) * (of_pages * of_pages).sum()
+    return np.concatenate((weights, in_state[None]))

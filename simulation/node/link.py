@@ -28,7 +28,7 @@ from kvtransfer.transfer.link import (
     ReadEnded,
 )
 from simulation.cost import StepCost
-from simulation.device.witness import Words
+from simulation.device.witness import Words, torn
 from simulation.node.pools import open_pool
 from simulation.node.wires import Wire, WireTo, healthy
 
@@ -245,9 +245,7 @@ class SimLink:
         if job.before is None:
             job.before = now_there
         else:
-            torn = job.before != now_there
-            now_there[torn] = ~(now_there[torn] ^ job.before[torn])
-            self._port.pool[job.pages.destination] = now_there
+            self._port.pool[job.pages.destination] = torn(job.before, now_there)
             self._jobs.waiting.popleft()
             num_pages = len(job.pages.source)
             num_bytes, seconds = num_pages * self._port.page_bytes, job.end - job.begin

@@ -25,11 +25,10 @@ _UNSUPPORTED = (
     "engine.parallel.dp",
     "engine.cache.memory_fraction",
     "engine.cache.dtype",
-    "engine.offload",
+    "engine.offload.disk_dir",
     "engine.scheduler.split_prefill_ms",
     "engine.scheduler.prefill_delayer",
     "engine.lora",
-    "engine.speculative",
     "engine.hidden_states",
     "engine.routed_experts",
     "engine.input_embeddings",
@@ -50,10 +49,15 @@ def check_config(config: NodeConfig) -> None:
     """
     standard = _STANDARD[type(config)]
     changed = [name for name in _UNSUPPORTED if _value(config, name) != _value(standard, name)]
+    if config.engine.speculative.has_layers:
+        changed.append("engine.speculative.method")
     if changed:
         options = ", ".join(changed)
         raise ConfigError(f"simulated nodes do not support {options}: leave the default")
-    cost_of(config.engine)
+    if not cost_of(config.engine).has_drafts and config.engine.speculative.method != "none":
+        raise ConfigError(
+            f"engine.speculative.method: {config.engine.device} has no times of steps with drafts"
+        )
 
 
 def cost_of(config: EngineConfig) -> StepCost:

@@ -4,7 +4,7 @@ that are not simulated.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,6 @@ from common.errors import (
     FailedPrecondition,
     InvalidRequest,
 )
-from common.page_tables import PageTables
 from common.requests.images import Image
 from common.requests.namespace import UNNAMED, AdapterId, WeightsId
 from common.requests.pooling import PoolingParams
@@ -28,11 +27,14 @@ from engine.batch.request import Request
 from engine.core import CoreShape, EngineCore
 from engine.grammar.matching import CompiledGuide, Match
 from engine.scheduler.scheduler import Scheduler
+from engine.speculative import HeadDrafter, Speculator
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
 from node.control.pauses import ControlledRole, Pauses
 from node.messages import Command, ContinueGeneration, NodeCallResult, PauseGeneration
 from simulation.cost import StepCost
-from simulation.device.runner import SimDevice, SimRunner
+from simulation.device.copier import SimCopier
+from simulation.device.runner import SimRunner
+from simulation.device.sim_device import SimDevice
 from simulation.node.options import cost_of
 from simulation.node.pools import SharedPool, pool_directory
 
@@ -160,6 +162,7 @@ class SimParts:
     core: EngineCore
     cost: StepCost
     runner: SimRunner
+    copier: SimCopier
     pool: SharedPool
     pool_directory: Path
     fingerprint: Mapping[str, str]
@@ -175,30 +178,45 @@ class SimParts:
         """
         cost = cost_of(config)
         page_size = config.cache.page_size
-        num_pages = config.cache.num_pages or cost.kv_capacity_tokens // page_size
+        page_bytes = cost.kv.page_bytes(page_size)
+        num_pages = config.cache.num_pages or cost.num_pages(page_size)
         swap_pages = num_pages if config.cache.swap_pages < 0 else config.cache.swap_pages
-        tables = PageTables(page_size)
+        tier_pages = config.offload.cpu_bytes // page_bytes if config.cache.prefix_cache else 0
+        tables = cost.kv.tables(page_size)
         context = min(config.context_length or cost.context_length, cost.context_length)
-        shape = CoreShape(tables, context, num_pages, swap_pages, 0, _chunk_tokens(config))
+        chunk = _chunk_tokens(config)
+        shape = CoreShape(tables, context, num_pages, swap_pages, tier_pages, chunk)
         limits = SimLimits(context, cost.vocabulary, tables, num_pages)
-        core = EngineCore.make(config, shape, limits)
         directory = pool_directory(config.sim.pool_dir)
-        pool = SharedPool(directory, num_pages)
-        device = SimDevice(core.table, pool.pages, np.zeros(swap_pages, np.uint64))
+        pool, host_pool = (
+            SharedPool(directory, num_pages),
+            np.zeros(shape.num_host_pages, np.uint64),
+        )
+        copier = SimCopier(pool.pages, host_pool, cost, page_bytes)
+        core = EngineCore.make(config, shape, limits, copier, speculator=_speculator(config))
+        device = SimDevice(core.table, pool.pages, host_pool, config.sim.draft_acceptance)
         fingerprint = {
             "architecture": "simulated",
             "config": Path(config.model).name,
             "page_size": str(page_size),
             "weights": UNNAMED.hex(),
         }
-        runner = SimRunner(device, cost)
-        made = cls(core, cost, runner, pool, directory, fingerprint, NoAdapters(), NoGrammars())
-        return made
+        return cls(
+            core=core,
+            cost=cost,
+            runner=SimRunner(device, cost, page_bytes),
+            copier=copier,
+            pool=pool,
+            pool_directory=directory,
+            fingerprint=fingerprint,
+            adapters=NoAdapters(),
+            guides=NoGrammars(),
+        )
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page of the simulated model."""
-        return self.cost.kv_bytes_per_token * self.core.shape.tables.page_size
+        return self.cost.kv.page_bytes(self.core.shape.tables.page_size)
 
     def scheduler(
         self, config: EngineConfig, on_admit: Callable[[Request, PageHolding], None]
@@ -206,8 +224,16 @@ class SimParts:
         return Scheduler(config.scheduler, self.core, on_admit)
 
     def close(self) -> None:
+        self.copier.close()
         self.core.tiers.close()
         self.pool.close()
+
+
+def _speculator(config: EngineConfig) -> Speculator | None:
+    """Return the parts of speculation. The device makes the drafts, because no text of a simulated
+    response repeats another one."""
+    speculator = Speculator.of(config.speculative, config.scheduler.num_slots)
+    return None if speculator is None else replace(speculator, drafter=HeadDrafter())
 
 
 def _chunk_tokens(config: EngineConfig) -> int | None:

@@ -13,6 +13,7 @@ from common.process.ipc import FrameSocket, PeerGone
 from engine.kv_cache.cache_events import CacheEvents
 from engine.loop.clock import Lateness, StepClock
 from engine.loop.loop import EventLoop
+from engine.offload.tier_meter import TierMeter
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.ports import NodeCommand, NodeEvent
@@ -137,7 +138,12 @@ class SimRuntime:
             channel,
             pages_by_holder=parts.core.pages.by_holder,
             steps_finished=lambda: clock.reading.finished,
-            meters=(clock.meter, reads, parts.runner),
+            meters=(
+                clock.meter,
+                reads,
+                parts.runner,
+                TierMeter(parts.core.tiers, parts.page_bytes),
+            ),
             cache=CacheReports(CacheEvents(parts.core.cache), channel.post),
             adapters=parts.adapters,
             operations=SimOperations(),
@@ -158,6 +164,7 @@ class SimRuntime:
     def begin(self, parts: SimParts) -> None:
         """Begin to pair, and report to the frontend that requests may come."""
         self.driver.start(self.transfer)
+        parts.copier.notify = self.channel.wake
         engine = self.config.engine
         self.channel.post(
             EngineReady(
@@ -196,7 +203,10 @@ def _sides(
 ) -> Callable[[EventOutlet[NodeEvent], Callable[[], None]], TransferSides]:
     pool, num_pages = parts.pool.pages, parts.core.limits.num_pages
     region = PoolRegion(pool.ctypes.data, parts.page_bytes, num_pages)
-    hello = PairHello.of(start.instance, start.address, dict(parts.fingerprint), [region], 0)
+    state_pages = parts.core.shape.tables.state_pages
+    hello = PairHello.of(
+        start.instance, start.address, dict(parts.fingerprint), [region], state_pages
+    )
     read_port = ReadPort(
         parts.cost,
         parts.page_bytes,

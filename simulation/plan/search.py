@@ -160,6 +160,10 @@ def _node_sizes(cluster: Cluster, traffic: Traffic) -> Mapping[int, NodeSteps]:
             reason = str(error)
     if not costs:
         raise ValueError(reason)
+    if not all(each.kv.is_uniform for each in costs.values()):
+        raise ValueError(
+            f"model {cluster.model!r}: plans do not support layers with windows or states"
+        )
     limit = next(iter(costs.values())).context_length
     if traffic.longest > limit:
         raise ValueError(f"a request of {traffic.longest} tokens exceeds the context of {limit}")

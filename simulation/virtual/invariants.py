@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
+from common.page_tables import PageTables
 from router.cluster.cluster_state import NodeReport
 from simulation.device.witness import expected_tokens
 from simulation.virtual.cluster import Response, VirtualCluster
@@ -27,16 +28,16 @@ class TracebackLog(logging.Handler):
             self.lines.append(f"{record.getMessage()}: {type(error).__name__}: {error}")
 
 
-def wrong_places(responses: Sequence[Response], page_size: int) -> dict[str, int]:
+def wrong_places(responses: Sequence[Response], tables: PageTables) -> dict[str, int]:
     """Return the index of the first wrong token of each wrong response, by its name."""
-    places = ((each.arrival.name, _wrong_place(each, page_size)) for each in responses)
+    places = ((each.arrival.name, _wrong_place(each, tables)) for each in responses)
     return {name: place for name, place in places if place is not None}
 
 
-def _wrong_place(response: Response, page_size: int) -> int | None:
+def _wrong_place(response: Response, tables: PageTables) -> int | None:
     """Return the index of the first token that differs from the oracle's. None: all are right."""
     arrival, found = response.arrival, response.token_ids
-    expected = expected_tokens(list(arrival.prompt), arrival.output, page_size)
+    expected = expected_tokens(list(arrival.prompt), arrival.output, tables)
     if arrival.stop in expected:
         expected = expected[: expected.index(arrival.stop) + 1]
     if response.error:

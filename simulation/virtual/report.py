@@ -10,6 +10,7 @@ import msgspec
 
 from simulation.cost import StepCost
 from simulation.virtual.cluster import Response
+from simulation.virtual.scenario import LatencyLimits
 
 TTFT_BAND = 0.3
 
@@ -34,6 +35,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
         right, wrong: complete responses that are equal to the oracle's, and the others.
         errors: failed requests by error.
         tokens_per_s: output tokens of complete responses.
+        goodput: complete requests/s within the limits of the scenario. None: it has no limits.
         roles: at the end of the run, by node.
         utilization: share of the time in which the device of a node computes, by node.
         hash: of the times and tokens of all responses.
@@ -53,6 +55,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     tpot: Percentiles
     requests_per_s: float
     tokens_per_s: float
+    goodput: float | None
     roles: dict[str, str]
     utilization: dict[str, float]
     hash: str
@@ -64,6 +67,7 @@ def make_report(
     begin: float,
     busy_s: Mapping[str, float],
     roles: Mapping[str, str],
+    limits: LatencyLimits | None,
     cost: StepCost,
     wrong: Collection[str],
     violations: list[str],
@@ -74,6 +78,7 @@ def make_report(
         begin: time.monotonic() of the begin of the figures.
         busy_s: seconds of the steps of each node since then.
         roles: of each node, at the end.
+        limits: None: the report has no goodput.
         wrong: names of responses with wrong tokens.
         violations: see RunReport.
     """
@@ -94,6 +99,7 @@ def make_report(
         tpot=_percentiles(_tpot(each.times) for each in complete if len(each.times) > 1),
         requests_per_s=len(complete) / seconds,
         tokens_per_s=sum(len(each.times) for each in complete) / seconds,
+        goodput=_num_within(complete, limits) / seconds if limits is not None else None,
         roles=dict(roles),
         utilization={name: busy / seconds for name, busy in busy_s.items()},
         hash=_hash(responses, begin),
@@ -108,6 +114,15 @@ def _percentiles(values: Iterable[float]) -> Percentiles:
         return Percentiles(None, None, None, None, None)
     p50, p90, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
     return Percentiles(math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+
+
+def _num_within(complete: Sequence[Response], limits: LatencyLimits) -> int:
+    """Return the number of responses within the limits."""
+    return sum(
+        each.times[0] - each.sent_at <= limits.ttft
+        and (len(each.times) < 2 or _tpot(each.times) <= limits.tpot)
+        for each in complete
+    )
 
 
 def _tpot(times: Sequence[float]) -> float:
@@ -138,6 +153,8 @@ def lines(report: RunReport) -> Iterable[str]:
         f"throughput   {report.requests_per_s:.3g} requests/s, {report.tokens_per_s:.4g} output "
         f"tokens/s in {report.seconds:.1f} s (simulated, +-{band})"
     )
+    if report.goodput is not None:
+        yield f"goodput      {report.goodput:.3g} requests/s within the limits (simulated)"
     for name, share in report.utilization.items():
         yield f"utilization  {name} {share:.1%} (simulated, +-{band}){_role(report, name)}"
     yield f"hash         {report.hash}"

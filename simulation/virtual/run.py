@@ -91,9 +91,18 @@ async def _run(
                 task.cancel()
             await asyncio.gather(*beside, *sent, return_exceptions=True)
         ended = [each.result() for each in sent if not each.cancelled()]
-        wrong = wrong_places(ended, cluster.page_size)
+        wrong = wrong_places(ended, cost.kv.tables(cluster.page_size))
         violations = [*of_responses(ended, wrong), *await unrest(cluster)]
-        return make_report(responses, counted_from, busy_s, cluster.roles, cost, wrong, violations)
+        return make_report(
+            responses,
+            counted_from,
+            busy_s,
+            cluster.roles,
+            scenario.limits,
+            cost,
+            wrong,
+            violations,
+        )
 
 
 def _beside(

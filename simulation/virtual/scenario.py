@@ -102,6 +102,13 @@ class PlannerSpec(Record, frozen=True):
         return [f"--{name.replace('_', '-')}={value}" for name, value in given if value is not None]
 
 
+class LatencyLimits(Record, frozen=True):
+    """Limits of one request in seconds, for its goodput."""
+
+    ttft: Positive
+    tpot: Positive
+
+
 class Arrival(msgspec.Struct, frozen=True):
     """A request.
 
@@ -136,6 +143,7 @@ class Scenario(Record, frozen=True):
     faults: tuple[Fault, ...] = ()
     operations: tuple[Operation, ...] = ()
     planner: PlannerSpec | None = None
+    limits: LatencyLimits | None = None
     seed: Annotated[int, Meta(ge=0, lt=1 << 32)] = 1
 
     @property

@@ -19,6 +19,23 @@ cluster:
   {gpu: h100, model: llama-3-8b, prefill: 1, decode: 1, options: {engine.cache.num_pages: 130}}
 load: {rate: 12, input: [100, 900], output: [20, 120], prefixes: 2, requests: 100}
 """
+# Scenarios of faults in other memory. Pools are so small that requests of one prefix return after
+# its eviction.
+SCENARIOS = {
+    "restored": """
+cluster: {gpu: h100, model: llama-3-8b, prefill: 1, decode: 1, options: {
+  engine.cache.num_pages: 300, engine.offload.cpu_bytes: 2_000_000_000}}
+load: {rate: 8, input: [600, 1500], output: 20, prefixes: 12, requests: 40}
+""",
+    "window": """
+cluster: {gpu: h100, model: gemma-3-12b, prefill: 1, decode: 1}
+load: {rate: 8, input: [100, 1500], output: 20, requests: 20}
+""",
+    "state": """
+cluster: {gpu: h200, model: qwen3-next-80b-a3b, prefill: 1, decode: 1, prefill_tp: 2, decode_tp: 2}
+load: {rate: 8, input: [100, 1500], output: 20, requests: 20}
+""",
+}
 
 
 def wrap(owner: Any, name: str, made: Callable[..., Any]) -> None:
@@ -100,6 +117,15 @@ def cache_hit_misses_its_last_page() -> None:
     wrap(radix.PrefixCache, "match", match)
 
 
+def tier_restores_pages_in_another_order() -> None:
+    copier = module("simulation.device.copier")
+
+    def bring(original: Any, itself: Any, copies: Any) -> Any:
+        return original(itself, type(copies)(copies.device_pages, copies.host_pages[::-1]))
+
+    wrap(copier.SimCopier, "bring", bring)
+
+
 PAGES: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "wrong": link_reads_a_wrong_page,
@@ -107,6 +133,9 @@ PAGES: dict[str, Callable[[], None]] = {
     "torn": link_tears_a_page,
     "swapped": swap_exchanges_two_pages,
     "missing": cache_hit_misses_its_last_page,
+    "restored": tier_restores_pages_in_another_order,
+    "window": link_reads_a_wrong_page,
+    "state": link_leaves_a_stale_page,
 }
 
 
@@ -240,11 +269,13 @@ BUGS: dict[str, Callable[[], None]] = {
 
 
 def run_page_fault(name: str, clock: VirtualClock) -> dict[str, Any]:
-    """Run PAGE_SCENARIO with a page fault. Returns its report."""
+    """Run the scenario of a page fault with it. Returns its report."""
     msgspec, yaml = module("msgspec"), module("yaml")
     scenarios = module("simulation.virtual.scenario")
     PAGES[name]()
-    scenario = msgspec.convert(yaml.safe_load(PAGE_SCENARIO), scenarios.Scenario)
+    scenario = msgspec.convert(
+        yaml.safe_load(SCENARIOS.get(name, PAGE_SCENARIO)), scenarios.Scenario
+    )
     seed_all(scenario.seed)
     report = module("simulation.virtual.run").run(scenario, clock)
     return dict(msgspec.to_builtins(report))

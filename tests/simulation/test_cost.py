@@ -5,11 +5,17 @@ import subprocess
 import sys
 from statistics import mean
 
+import msgspec
 import pytest
+import torch
 
+from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.states import PagedKV, RecurrentState, StateCells
 from simulation.cost import StepCost, StepShape
 from simulation.cost.calibration import sample
 from simulation.cost.gpus import GPUS
+from simulation.cost.modelled import ModelledTimes
+from simulation.cost.models import MODELS, DeltaNet, model_shape
 
 LLAMA = {
     "num_hidden_layers": 32,
@@ -69,8 +75,10 @@ def test_a_checkpoint_costs_as_much_as_the_model_of_its_dimensions(tmp_path):
     for wrong, name in (
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
-        ({"sliding_window": 4096}, "sliding_attention"),
-        ({"layer_types": ["linear_attention"]}, "linear_attention"),
+        ({"sliding_window": 4096}, "layers with a window"),
+        ({"layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
+        ({"layer_types": ["full_attention"]}, "expected 32"),
+        ({"layer_types": ["linear_attention"] * 32}, "without attention"),
         ({"hidden_size": None}, "hidden_size is None"),
         ({"vocab_size": -1}, "vocab_size is -1"),
     ):
@@ -85,3 +93,60 @@ def test_the_cost_model_loads_no_heavy_library():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert not {"torch", "numpy", "transformers"} & set(loaded.stdout.split())
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "gemma-3-12b", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_pages_have_the_layout_of_the_engine(model, page_size):
+    shape = MODELS[model]
+    net = shape.delta_net
+    layers = [
+        *[PagedKV(shape.kv_heads, shape.head_dim)] * shape.full,
+        *[PagedKV(shape.kv_heads, shape.head_dim, shape.window)] * shape.windowed,
+    ]
+    if shape.recurrent:
+        matrices = StateCells("", net.value_heads, (net.key_dim, net.value_dim), torch.float32)
+        convolved = (net.channels // net.key_heads, net.width - 1)
+        states = (matrices, StateCells("", net.key_heads, convolved))
+        layers += [RecurrentState(states)] * shape.recurrent
+    layout = KVLayout.of(layers, page_size, torch.bfloat16)
+    tables = shape.kv.tables(page_size)
+    assert (tables.windows, shape.kv.page_bytes(page_size)) == (layout.windows, layout.page_bytes)
+    assert tables.state_pages == pytest.approx(layout.state_pages, rel=0.05)  # parts are not cut
+
+
+def test_a_window_and_a_state_save_the_time_of_long_contexts():
+    long, short = StepShape((1,) * 8, (100_000,) * 8), StepShape((1,) * 8, (1000,) * 8)
+    growth = {}
+    for model, tp in (("qwen3-8b", 1), ("gemma-3-12b", 1), ("qwen3-next-80b-a3b", 4)):
+        cost = StepCost.of("h100", model, tp)
+        parts = min(tp, MODELS[model].kv_heads)  # ranks with KV of their own
+        growth[model] = (cost.step_s(long) - cost.step_s(short)) * parts / cost.kv_bytes_per_token
+    assert growth["gemma-3-12b"] == pytest.approx(growth["qwen3-8b"] * 8 / 48, rel=0.1)
+    assert growth["qwen3-next-80b-a3b"] == pytest.approx(growth["qwen3-8b"], rel=0.1)
+    prompt = StepShape((8192,), (8192,))
+    full = msgspec.structs.replace(MODELS["gemma-3-12b"], windowed=0)
+    windowed_s, full_s = (
+        ModelledTimes(GPUS["h100"], each, 1).step_s(prompt)
+        for each in (MODELS["gemma-3-12b"], full)
+    )
+    assert 0.5 * full_s < windowed_s < 0.95 * full_s
+
+
+def test_windows_and_states_are_read_from_a_checkpoint(tmp_path):
+    kinds = ["sliding_attention", "linear_attention", "full_attention", "full_attention"] * 8
+    net = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_conv_kernel_dim": 4}
+    net |= {"linear_key_head_dim": 64, "linear_value_head_dim": 32}
+    config = LLAMA | net | {"layer_types": kinds, "sliding_window": 128}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    found = model_shape(str(tmp_path))
+    assert (found.full, found.windowed, found.window, found.recurrent) == (16, 8, 128, 8)
+    assert found.delta_net == DeltaNet(4, 8, 64, 32, 4)
+    for fields, expected in (
+        ({"full_attention_interval": 4}, (8, 0, 24)),
+        ({"sliding_window": 64, "sliding_window_pattern": 2}, (16, 16, 0)),
+    ):
+        file.write_text(json.dumps(LLAMA | net | fields))
+        found = model_shape(str(tmp_path))
+        assert (found.full, found.windowed, found.recurrent) == expected

@@ -38,7 +38,11 @@ def config_of(record, **engine):
     [
         ({"quantize": "int8"}, "engine.quantize"),
         ({"lora": {"adapter_dir": "/a"}}, "engine.lora"),
-        ({"speculative": {"method": "ngram"}}, "engine.speculative"),
+        ({"speculative": {"method": "mtp"}}, "engine.speculative.method"),
+        (
+            {"offload": {"cpu_bytes": 1, "disk_dir": "/a", "disk_bytes": 1}},
+            "engine.offload.disk_dir",
+        ),
         ({"device": "sim:tpu"}, "gpu 'tpu' is not supported"),
         ({"model": "gpt-9"}, "model 'gpt-9'"),
         ({"parallel": {"tp": 3}}, "tp 3 is not supported"),

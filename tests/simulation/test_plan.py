@@ -129,3 +129,9 @@ def test_wrong_flags_end_with_one_sentence(tmp_path, monkeypatch, capsys):
             baton_plan(monkeypatch, *FLAGS, *flags)
         assert ended.value.code == 2
         assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["gemma-3-12b", "qwen3-next-80b-a3b"])
+def test_models_with_windows_or_states_are_refused(model):
+    with pytest.raises(ValueError, match="windows or states"):
+        make_plan(Cluster(8, "h100", model, "rdma400"), LOAD, Objectives(0.5, 0.05))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from common.page_tables import PageTables
 from simulation.device.witness import expected_tokens
 from tests.support.cluster import free_ports, free_row
 from tests.support.data_ends import wait_for
@@ -57,7 +58,7 @@ class SimulatedCluster:
 
 
 def expected(prompt: str, count: int) -> str:
-    return bytes(expected_tokens(list(prompt.encode()), count, PAGE)).decode()
+    return bytes(expected_tokens(list(prompt.encode()), count, PageTables(PAGE))).decode()
 
 
 @pytest.fixture

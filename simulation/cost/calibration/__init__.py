@@ -39,7 +39,7 @@ def _decode_s(gpu: Gpu, rows: int, context: int, kv_heads: int) -> float:
 
 
 def _prefill_s(gpu: Gpu, rows: int, tokens: int, heads: int) -> float:
-    row = gpu.prefill.row_seconds(gpu.sheet, 0, tokens, heads * HEAD_DIM)
+    row = gpu.prefill.row_seconds(gpu.sheet, 0, tokens, heads * HEAD_DIM, window=tokens)
     return rows * row + gpu.prefill.start_us * 1e-6
 
 

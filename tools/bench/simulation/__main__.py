@@ -3,10 +3,10 @@
     python -m tools.bench.simulation                    about half an hour
     python -m tools.bench.simulation --parts clocks     some parts of it
 
-plans: the best layouts of ten loads by closed forms, against virtual time. clocks: one scenario in
-virtual time and on the real clock. predictions: a real cluster on this machine's processors,
-against its prediction from measured step times. lines: the share of shipped lines that runs in
-virtual time execute.
+plans: the best layouts of ten loads by closed forms, against virtual time. planner: the planner
+against fixed splits over a day that changes. clocks: one scenario in virtual time and on the real
+clock. predictions: a real cluster on this machine's processors, against its prediction from
+measured step times. lines: the share of shipped lines that runs in virtual time execute.
 """
 
 import argparse
@@ -14,10 +14,10 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from tools.bench.simulation import clocks, lines, plans, predictions
+from tools.bench.simulation import clocks, lines, planner, plans, predictions
 from tools.bench.support.record import emit, table
 
-PARTS = ("plans", "clocks", "predictions", "lines")
+PARTS = ("plans", "planner", "clocks", "predictions", "lines")
 _CLOCKS = {
     "figure": "{figure}",
     "virtual": "{virtual:.2f}",
@@ -35,6 +35,10 @@ def main() -> None:
             rows = list(plans.measure(options.verify, options.limit_s))
             plans.show(rows)
             emit("simulation plans", config, rows)
+        if "planner" in options.parts:
+            rows = list(planner.measure(directory))
+            planner.show(rows)
+            emit("simulation planner", config, rows)
         if "clocks" in options.parts:
             rows = asyncio.run(clocks.measure(directory))
             table(rows, _CLOCKS)
