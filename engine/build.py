@@ -244,7 +244,7 @@ class Engine:
             asked.result(EQUIP_S)
 
     def close(self) -> None:
-        """End the threads of the engine and of its parts."""
+        """End the threads and processes of the engine and of its parts, in order."""
         self.stream.close()
         self.guides.close()
         self.loader.close()
@@ -254,7 +254,7 @@ class Engine:
             self.core.encoder.close()
         self.weights.close()
         if self.loaded.followers is not None:
-            self.loaded.followers.close()
+            self.loaded.followers.end()
         if self.group is not None:
             self.group.close()
 

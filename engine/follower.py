@@ -206,6 +206,8 @@ def main(descriptors: Sequence[int], open_transfer: OpenTransfer) -> NoReturn:
     steps = socket.socket(fileno=descriptor)
     try:
         serve(steps, open_transfer)
+    except (ConnectionResetError, BrokenPipeError):
+        log.info("rank 0 has ended before it took all replies")
     except ConfigError as error:
         log.error("the rank cannot start %s", kv(reason=error))
         _fail(steps, RankFailed(str(error), config=True), 2)

@@ -224,6 +224,10 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Send a RankReport at once. The only job without a number."""
 
 
+class EndRanks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End in order. The last message. If rank 0 fails, its socket ends without it."""
+
+
 class RankStarted(msgspec.Struct, frozen=True, tag=True):
     """The rank will open its collectives now. Sent only with several hosts, whose first ranks wait
     for it before they open theirs."""

@@ -7,6 +7,7 @@ import queue
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from common.config import (
     SchedulerConfig,
 )
 from common.errors import ConfigError, InvalidRequest
+from common.process.polling import poll_ready
 from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
 from engine.adapters.stored import WEIGHTS
 from engine.batch.batch import PageCopies
@@ -646,6 +648,35 @@ def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
         os.kill(first.pid if victim == "rank 0" else running.follower, signal.SIGKILL)
         assert first.wait(PATIENCE_S) == (-signal.SIGKILL if victim == "rank 0" else 1)
         assert running.follower_ends()
+
+
+REPORTING_FOLLOWER = """
+import sys
+from engine import follower
+
+def serve(steps, open_transfer):
+    steps.send(b"report")
+    steps.recv(1)
+
+follower.serve = serve
+follower.main([int(sys.argv[1])], None)
+"""
+
+
+# Seen failing with "Connection reset by peer" in the log, and exit code 1.
+@pytest.mark.long
+def test_a_rank_whose_last_report_is_not_read_ends_in_order() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-c", REPORTING_FOLLOWER, str(theirs.fileno())]
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=[theirs.fileno()],
+        )
+    with ours:
+        poll_ready([ours], seconds=PATIENCE_S)
+    assert process.wait(PATIENCE_S) == 0
 
 
 # Seen failing with no Ping sent.
