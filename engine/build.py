@@ -254,7 +254,7 @@ class Engine:
             self.core.encoder.close()
         self.weights.close()
         if self.loaded.followers is not None:
-            self.loaded.followers.end()
+            self.loaded.followers.close(in_order=True)
         if self.group is not None:
             self.group.close()
 
@@ -506,8 +506,9 @@ def _leading(
     shape, forwards = backend.shape, runner.forwards
     assert isinstance(forwards, Forwards)
     sizes = runner.builder.sizes(forwards.spec)
+    num_tokens = largest_forward(shape, config.scheduler.num_slots)
     num_bytes = largest_step(
-        largest_forward(shape, config.scheduler.num_slots),
+        num_tokens,
         shape.tables.num_tables,
         sizes.num_slots,
         sizes.max_pages,
@@ -517,7 +518,7 @@ def _leading(
 
     def start(block_bytes: int) -> StartSteps:
         pages = shape.num_pages, shape.num_host_pages
-        return StartSteps(*pages, sizes.num_slots, sizes.max_pages, block_bytes)
+        return StartSteps(*pages, sizes.num_slots, sizes.max_pages, num_tokens, block_bytes)
 
     ring = followers.start(start, num_bytes)
     followers.watch(end_process)

@@ -340,9 +340,8 @@ def check_routed_experts(config: EngineConfig, backend: str) -> None:
     Args:
         backend: of the model.
     """
-    parallel, split_ms = config.parallel, config.scheduler.split_prefill_ms
+    split_ms = config.scheduler.split_prefill_ms
     settings = {
-        f"parallel.pp: {parallel.pp}": parallel.pp > 1,
         # Decode steps between two groups of layers would overwrite the experts of the prompt.
         f"scheduler.split_prefill_ms: {split_ms:g}": split_ms > 0,
         "model_backend: transformers": backend == "transformers",

@@ -187,6 +187,8 @@ class Decoder:
         self._adaptable = self._featured(LayerByLayer(layers))
         self.products = tuple(products)
         own = range(len(spec.layers)) if stage is None else stage.layers(len(spec.layers))
+        self._numbers = own  # of the layers
+        self._num_layers = len(spec.layers)  # of all stages
         self.elsewhere = tuple(
             f"{spec.prefix}layers.{number}."
             for number in range(len(spec.layers))
@@ -219,7 +221,7 @@ class Decoder:
         Args:
             num_tokens: of the largest forward.
         Raises:
-            ConfigError: the model has no experts.
+            ConfigError: the layers have no experts.
         """
         blocks = {
             number: layer.ffn
@@ -227,12 +229,13 @@ class Decoder:
             if isinstance(layer.ffn, ExpertsBlock)
         }
         if not blocks:
-            raise ConfigError("engine.routed_experts.enabled: the model has no experts")
+            whose = "the model has" if self._stage is None else "the layers of one stage have"
+            raise ConfigError(f"engine.routed_experts.enabled: {whose} no experts")
         k = max(block.routing.k for block in blocks.values())
-        self.routed = routed = RoutedExperts(num_tokens, len(self.layers), k, self.device)
+        self.routed = routed = RoutedExperts(num_tokens, self._num_layers, k, self.device)
         layers = list(self._run_layers)
         for number, block in blocks.items():
-            recorded = RecordedExperts(block.experts, number, routed)
+            recorded = RecordedExperts(block.experts, self._numbers[number], routed)
             layers[number] = replace(layers[number], ffn=replace(block, experts=recorded))
         self._run(layers)
 
@@ -293,12 +296,12 @@ class Decoder:
             x, residual = stack.forward(x, step, pool)
         if norm is None:
             assert stage is not None
-            stage.hold(x if residual is None else x + residual)
+            stage.hold(x if residual is None else x + residual, self._experts_of(batch.sampled))
             return x.new_empty(len(batch.sampled), self.spec.hidden_size)
         if drafter is None:
             x, _ = norm.forward(x, residual, rows=batch.sampled)
             if stage is not None:
-                stage.send_back(x)
+                stage.send_back(x, self._experts_of(batch.sampled))
             return x
         x, _ = norm.forward(x, residual)
         drafter.follow(step, x, tapped, embeddings, future_tokens, pool)
@@ -324,6 +327,10 @@ class Decoder:
         x = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         for layer in self.layers:
             layer.ffn.take_part(x)
+
+    def _experts_of(self, tokens: Tensor) -> Tensor | None:
+        """Return the experts of some tokens of the newest forward, as stages exchange them."""
+        return None if self.routed is None else self.routed.of(tokens).int()
 
     def _featured(self, stack: Stack) -> Stack:
         count = self._feature_layers

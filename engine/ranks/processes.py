@@ -35,7 +35,7 @@ from common.config import EngineConfig, ParallelConfig
 from common.errors import ConfigError, EngineFault
 from common.logs import kv
 from common.process.leash import leashed
-from common.process.polling import poll_ready
+from common.process.polling import PollSet, poll_ready
 from common.process.resources import resident_bytes
 from engine.ranks.forking import HELLO
 from engine.ranks.meeting import LoopbackMeeting, NetworkMeeting
@@ -382,20 +382,20 @@ class Followers:
         self._watcher.daemon = True
         self._watcher.start()
 
-    def end(self) -> None:
-        """End the followers in order, see `close`. Other hosts know then that the node has not
-        failed."""
-        with contextlib.suppress(EngineFault):  # one has failed meanwhile
-            self.send(_encoder.encode(EndRanks()))
-        self.close()
+    def close(self, *, in_order: bool = False) -> None:
+        """End the followers, and wait until they have ended.
 
-    def close(self) -> None:
-        """End the followers, and wait until they have ended."""
+        Args:
+            in_order: the node has not failed. Other hosts get to know.
+        """
         os.close(self._end)
         if self._watcher is not None:
             self._watcher.join()
         os.close(self._closed)
         self._queue.close()
+        if in_order:
+            with contextlib.suppress(EngineFault):  # one has failed meanwhile
+                self.send(_encoder.encode(EndRanks()))
         for follower in self._followers:
             with contextlib.suppress(OSError):  # it has closed its end
                 # A closed socket with unread replies would be an error there, and lose EndRanks.
@@ -448,9 +448,9 @@ class Followers:
         pidfds = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
         sockets = {each.socket: rank for rank, each in enumerate(self._followers, start=1)}
         ping = PingTimer(sockets.values(), self._silent_s)
-        sources: list[Any] = [*sockets, *pidfds, self._queue.waiting, self._closed]
+        sources = PollSet[Any]([*sockets, *pidfds, self._queue.waiting, self._closed])
         while True:
-            ready, _ = poll_ready(sources, self._queue.full, seconds=_LOOK_S)
+            ready, _ = sources.wait(self._queue.full, seconds=_LOOK_S)
             ended = {rank for pidfd, rank in pidfds.items() if pidfd in ready}
             for each in sockets.keys() & set(ready):
                 if not self._take_reply(each, sockets[each], ping):

@@ -1,5 +1,6 @@
 """The part of a model that a rank has."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class Stage:
         self.number = number
         self._pipe = pipe
         self._held: Tensor | None = None
+        self._experts: deque[Tensor | None] = deque()  # of steps whose states have not come back
 
     @property
     def is_first(self) -> bool:
@@ -50,9 +52,15 @@ class Stage:
     def layers(self, num_layers: int) -> range:
         return stage_layers(num_layers, self.number, NUM_STAGES)
 
-    def hold(self, x: Tensor) -> None:
-        """Keep the hidden states of the first stage until `send_held`."""
+    def hold(self, x: Tensor, experts: Tensor | None) -> None:
+        """Keep the hidden states of the first stage until `send_held`.
+
+        Args:
+            experts: int32 [n, layers, k], of the n tokens whose states come back, with zeros for
+                the layers of the other stage. None: experts are not recorded.
+        """
         self._held = x
+        self._experts.append(experts)
 
     def send_held(self) -> None:
         """Send what is held to the last stage."""
@@ -64,13 +72,21 @@ class Stage:
         """Return what the first stage sends, of the shape and dtype of `like`."""
         return self._exchange(like, 0)
 
-    def send_back(self, x: Tensor) -> None:
-        """Send the hidden states of the last stage to the first one."""
+    def send_back(self, x: Tensor, experts: Tensor | None) -> None:
+        """Send the hidden states of the last stage to the first one, and experts as in `hold`."""
         self._exchange(x, 1)
+        if experts is not None:
+            self._exchange(experts, 1)
 
-    def receive_back(self, x: Tensor) -> None:
-        """Write what the last stage sends into `x`."""
+    def receive_back(self, x: Tensor) -> Tensor | None:
+        """Write the hidden states that the last stage sends into `x`. Called once for each `hold`.
+
+        Returns:
+            The experts of all layers, int32 [n, layers, k]. None: they are not recorded.
+        """
         x.copy_(self._exchange(x, 1))
+        experts = self._experts.popleft()
+        return None if experts is None else experts + self._exchange(experts, 1)
 
     def _exchange(self, x: Tensor, sender: int) -> Tensor:
         assert self._pipe is not None

@@ -10,7 +10,7 @@ at once if the next step needs them as input, or if they are needed before there
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -66,7 +66,9 @@ class _Received:
         return self._sampling.draws(sent, early)
 
     def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
-        self._stage.receive_back(states.hidden)
+        experts = self._stage.receive_back(states.hidden)
+        if experts is not None:  # the model has those of the next step
+            states = replace(states, routed=experts.to(torch.int16))
         return self._sampling.sample(states, sent)
 
 

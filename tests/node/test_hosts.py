@@ -216,7 +216,7 @@ async def test_steps_and_jobs_come_in_order_with_their_tensors(make: Callable[..
         assert (await received(rig.ranks[number], RankLoaded)).free_bytes == number
     memory = ring_memory(BLOCK_BYTES)
     ring = StepRing(memory, BLOCK_BYTES)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, BLOCK_BYTES)), [memory])
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, BLOCK_BYTES)), [memory])
     os.close(memory)
     rings = []
     for end in ranks:
@@ -246,7 +246,7 @@ async def test_a_rank_that_does_not_read_delays_and_loses_nothing(make: Callable
     (end,) = await rig.join().ranks(1)
     await received(end, StartRank)
     memory = ring_memory(4096)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 4096)), [memory])
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 4096)), [memory])
     os.close(memory)
     jobs = [encoder.encode(CopyPages(n, True, bytes(32_000), b"")) for n in range(200)]
 
@@ -275,7 +275,7 @@ async def test_hosts_know_whether_rank_0_has_failed(
     (end,) = await host.ranks(1)
     await received(end, StartRank)
     memory = ring_memory(4096)
-    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 4096)), [memory])
+    await rig.first.send(encoder.encode(StartSteps(1, 2, 3, 4, 5, 4096)), [memory])
     os.close(memory)
     _, files = await within(end.receive())
     for file in files:
