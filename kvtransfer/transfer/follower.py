@@ -16,6 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from common.config import TransferConfig
@@ -122,7 +123,11 @@ class FollowerTransfer:
         Args:
             steps: that must end before, because they may still use the pages.
         """
-        message = decode.decode(body)
+        try:
+            message = decode.decode(body)
+        except msgspec.DecodeError as error:
+            reply(error=repr(error))
+            return
         if not isinstance(message, PublishPages) or not self._done_here(message, steps, reply):
             self._num_taken += 1
             self._work.put(partial(self._begin, message, steps, reply))
