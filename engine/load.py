@@ -386,9 +386,8 @@ def _check_stages(config: EngineConfig) -> None:
     if config.parallel.pp == 1:
         return
     drafter = config.speculative.method
-    settings = {
-        f"speculative.method: {drafter}": drafter != "none",
-    }
+    # Of those that have keys and values, others need layers of both stages or ids of tokens.
+    settings = {f"speculative.method: {drafter}": drafter not in ("none", "mtp")}
     _refuse(settings, "engine.parallel.pp 2")
 
 

@@ -95,7 +95,8 @@ class StagedForwards:
 
     @property
     def spec(self) -> ModelSpec:
-        return self._forwards.spec
+        """Return the model without a drafter, whose tokens need all layers."""
+        return _without_drafter(self._forwards.spec)
 
     @property
     def device(self) -> torch.device:
@@ -188,7 +189,8 @@ class StageRehearsal:
 
     def rehearse(self, num_tokens: int) -> None:
         """See ModelRunner. The ranks of the other stage do the same meanwhile."""
-        for step, sampling in self._builder.rehearsals(num_tokens, self._forwards.spec):
+        spec = _without_drafter(self._forwards.spec)
+        for step, sampling in self._builder.rehearsals(num_tokens, spec):
             if not self._stage.is_first:
                 launch_without_head(self._forwards, step).wait()
                 continue
@@ -197,6 +199,10 @@ class StageRehearsal:
 
     def capture(self, size: int) -> None:
         raise EngineFault("no graph is captured with stages")
+
+
+def _without_drafter(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, draft=None)
 
 
 def _has_newest_tokens(rows: ForwardBatch) -> bool:
