@@ -244,7 +244,7 @@ class Engine:
             asked.result(EQUIP_S)
 
     def close(self) -> None:
-        """End the threads of the engine and of its parts."""
+        """End the threads and processes of the engine and of its parts, in order."""
         self.stream.close()
         self.guides.close()
         self.loader.close()
@@ -254,7 +254,7 @@ class Engine:
             self.core.encoder.close()
         self.weights.close()
         if self.loaded.followers is not None:
-            self.loaded.followers.close()
+            self.loaded.followers.close(in_order=True)
         if self.group is not None:
             self.group.close()
 
@@ -508,8 +508,9 @@ def _leading(
     shape, forwards = backend.shape, runner.forwards
     assert isinstance(forwards, Forwards)
     sizes = runner.builder.sizes(forwards.spec)
+    num_tokens = largest_forward(shape, config.scheduler.num_slots)
     num_bytes = largest_step(
-        largest_forward(shape, config.scheduler.num_slots),
+        num_tokens,
         shape.tables.num_tables,
         sizes.num_slots,
         sizes.max_pages,
@@ -519,7 +520,7 @@ def _leading(
 
     def start(block_bytes: int) -> StartSteps:
         pages = shape.num_pages, shape.num_host_pages
-        return StartSteps(*pages, sizes.num_slots, sizes.max_pages, block_bytes)
+        return StartSteps(*pages, sizes.num_slots, sizes.max_pages, num_tokens, block_bytes)
 
     ring = followers.start(start, num_bytes)
     followers.watch(end_process)

@@ -25,6 +25,7 @@ from common.logs import kv
 from common.requests.namespace import WeightsId
 from engine.adapters.adapters import shelf_of
 from engine.build import measured_room, pages_of
+from engine.footprint import largest_forward
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.load import (
@@ -36,6 +37,7 @@ from engine.load import (
     usable_bytes,
 )
 from engine.models import LoadableModel, Model, content, open_checkpoint, stored_of
+from engine.models.decoder import Decoder
 from engine.rank_jobs import FollowerJobs, TransferTaker
 from engine.ranks import Share
 from engine.ranks.expert_placement import LayerSlots
@@ -166,10 +168,12 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
         shape = resolve_shape(
             config, model.spec, dtype=model.dtype, free=message.free_bytes, share=share
         )
+        _record_experts(config, model, share, largest_forward(shape, config.scheduler.num_slots))
         _send(steps, RankMeasured(measured_room(config, model, bank, share, shape)))
         message, files = _receive(steps)
     if not isinstance(message, StartSteps):
         return
+    _record_experts(config, model, share, message.num_tokens)
     pool, host_pool = pages_of(config, model, share, message.num_pages, message.num_host_pages)
     sizes = ForwardSizes(message.num_slots, message.max_pages)
     stream = FollowerStream(open_stream(model.device), partial(_fail_at, steps))
@@ -190,6 +194,15 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     transfer.close()
 
 
+def _record_experts(config: EngineConfig, model: Model, share: Share, num_tokens: int) -> None:
+    """Record the experts of this stage, if they are to be returned. Without stages, rank 0 has
+    those of all layers."""
+    if config.routed_experts.enabled and share.stage is not None:
+        assert isinstance(model, Decoder)
+        if model.routed is None:
+            model.record_experts(num_tokens)
+
+
 def main(descriptors: Sequence[int], open_transfer: OpenTransfer) -> NoReturn:
     """Serve until rank 0 ends. This process ends then.
 
@@ -206,6 +219,8 @@ def main(descriptors: Sequence[int], open_transfer: OpenTransfer) -> NoReturn:
     steps = socket.socket(fileno=descriptor)
     try:
         serve(steps, open_transfer)
+    except (ConnectionResetError, BrokenPipeError):
+        log.info("rank 0 has ended before it took all replies")
     except ConfigError as error:
         log.error("the rank cannot start %s", kv(reason=error))
         _fail(steps, RankFailed(str(error), config=True), 2)

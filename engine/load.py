@@ -342,9 +342,8 @@ def check_routed_experts(config: EngineConfig, backend: str) -> None:
     Args:
         backend: of the model.
     """
-    parallel, split_ms = config.parallel, config.scheduler.split_prefill_ms
+    split_ms = config.scheduler.split_prefill_ms
     settings = {
-        f"parallel.pp: {parallel.pp}": parallel.pp > 1,
         # Decode steps between two groups of layers would overwrite the experts of the prompt.
         f"scheduler.split_prefill_ms: {split_ms:g}": split_ms > 0,
         "model_backend: transformers": backend == "transformers",
@@ -389,9 +388,8 @@ def _check_stages(config: EngineConfig) -> None:
     if config.parallel.pp == 1:
         return
     drafter = config.speculative.method
-    settings = {
-        f"speculative.method: {drafter}": drafter != "none",
-    }
+    # Of those that have keys and values, others need layers of both stages or ids of tokens.
+    settings = {f"speculative.method: {drafter}": drafter not in ("none", "mtp")}
     _refuse(settings, "engine.parallel.pp 2")
 
 

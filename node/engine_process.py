@@ -22,6 +22,7 @@ from common.config import NodeConfig
 from common.errors import ConfigError, RankLost
 from common.logs import kv
 from common.process.ipc import FrameSocket, PeerGone
+from common.process.polling import poll_ready
 from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
 
 log = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ def _leave(exit_code: int) -> NoReturn:
 
 
 def _await_start(frames: FrameSocket[FrontMessage]) -> StartRole:
-    readable, _, _ = select.select([frames], [], [], _START_S)
+    readable, _ = poll_ready([frames], seconds=_START_S)
     try:
         messages = frames.receive() if readable else []
     except PeerGone:

@@ -3,9 +3,9 @@
 import re
 import socket
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common.config.engine import EngineConfig
 from common.config.record import ConfigRecord, Port, Positive, Seconds
@@ -213,6 +213,16 @@ class DecodeConfig(NodeConfig):
         description="KV pages of hand-offs that are granted and not finished. Default: half the "
         "pool",
     )
+
+    @model_validator(mode="after")
+    def _drafts_in_one_stage(self) -> Self:
+        drafter = self.engine.speculative.method
+        if self.engine.parallel.pp > 1 and drafter != "none":
+            raise ValueError(
+                f"engine.speculative.method: {drafter} is not supported with engine.parallel.pp 2 "
+                "on decode nodes"
+            )
+        return self
 
     @field_validator("mode")
     @classmethod

@@ -10,11 +10,12 @@ parse, on the event loop. Counting only skips from field to field, and stops at 
 Descriptors show which fields are messages.
 """
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -144,14 +145,26 @@ async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIter
     try:
         yield
     except ServingError as error:
-        await context.abort(error.status, str(error))
+        await _abort(context, error.status, str(error))
     except grpc.aio.BaseError:
         raise
     except NotImplementedError:  # from generated code: the library's servicer lacks the method
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served here")
+        await _abort(context, grpc.StatusCode.UNIMPLEMENTED, "this method is not served here")
     except Exception as error:
         log_of_faults.error("call failed by an internal error", exc_info=error)
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the log of this process")
+        await _abort(
+            context, grpc.StatusCode.INTERNAL, "internal error; see the log of this process"
+        )
+
+
+async def _abort(
+    context: "grpc.aio.ServicerContext[Any, Any]", status: grpc.StatusCode, sentence: str
+) -> NoReturn:
+    try:
+        await context.abort(status, sentence)
+    except grpc.aio.InternalError as error:
+        # The connection has ended, which grpc would log as a bug until it reports the end itself.
+        raise asyncio.CancelledError from error
 
 
 class _Recorder:

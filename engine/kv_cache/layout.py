@@ -263,7 +263,8 @@ class KVLayout:
         return cells.num_bytes(dtype) <= self.page_bytes and not self.page_bytes % dtype.itemsize
 
     def share(self, place: int, tp: int, layers: range) -> "KVLayout":
-        """Return the layout of one rank of a node, whose layers are those of its stage.
+        """Return the layout of one rank of a node, whose layers are those of its stage. The last
+        stage has the drafter.
 
         Args:
             place: of the rank among the `tp` tensor-parallel ranks of its stage.
@@ -276,11 +277,6 @@ class KVLayout:
         whole = range(len(self.places))
         if not (layers.step == 1 and whole.start <= layers.start < layers.stop <= whole.stop):
             raise ConfigError(f"no stage of {layers}: the model has {len(whole)} layers")
-        if self.draft is not None and layers != whole:
-            raise ConfigError(
-                f"a stage of {len(layers)} of {len(whole)} layers cannot serve a drafter: a model "
-                f"with a drafter needs one stage"
-            )
         if all(self.places[layer].table == NO_TABLE for layer in layers):
             raise ConfigError(
                 f"no layer from {layers.start} to {layers.stop - 1} keeps keys and values: a stage "
@@ -310,7 +306,9 @@ class KVLayout:
             places.append(LayerPlace(state, table, index, num_layers))
             num_bytes[table] += _token_bytes(state, self.dtype) * self.page_size
         part = replace(self, page_bytes=max(num_bytes), places=tuple(places), draft=None)
-        return part._and_draft(self.draft.state.share(place, tp) if self.draft else None)
+        if self.draft is None or layers.stop < len(self.places):
+            return part
+        return part._and_draft(self.draft.state.share(place, tp))
 
     def rank_pages(self, place: int, tp: int, layers: range) -> RankPages:
         """Return the content of the pages of one rank. Arguments and errors are those of `share`,

@@ -96,7 +96,7 @@ class DecoderSpec:
             yield self.layers[number].build(site.within(f"{self.prefix}layers.{number}."))
         last = share.is_last_stage
         yield self.norm.build(source, f"{self.prefix}norm", hidden) if last else None
-        yield None if self.drafter is None else self.drafter.build(site)
+        yield None if self.drafter is None or not last else self.drafter.build(site)
 
     def _first_parts(self, source: BlockWeights) -> Iterator[Any]:
         shape = self.model.vocabulary_size, self.model.hidden_size
@@ -187,6 +187,8 @@ class Decoder:
         self._adaptable = self._featured(LayerByLayer(layers))
         self.products = tuple(products)
         own = range(len(spec.layers)) if stage is None else stage.layers(len(spec.layers))
+        self._numbers = own  # of the layers
+        self._num_layers = len(spec.layers)  # of all stages
         self.elsewhere = tuple(
             f"{spec.prefix}layers.{number}."
             for number in range(len(spec.layers))
@@ -199,6 +201,7 @@ class Decoder:
         self.routed: RoutedExperts | None = None
         self._draft_layer = drafter  # only if it is the decoder's own
         self.drafter: DeviceDrafter | None = None if drafter is None else self.drafting(drafter)
+        self._sends_embeddings = stage is not None and stage.is_first and spec.drafter is not None
         self.drained = ""
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
         self._logit_soft_cap = spec.logit_soft_cap
@@ -219,7 +222,7 @@ class Decoder:
         Args:
             num_tokens: of the largest forward.
         Raises:
-            ConfigError: the model has no experts.
+            ConfigError: the layers have no experts.
         """
         blocks = {
             number: layer.ffn
@@ -227,12 +230,13 @@ class Decoder:
             if isinstance(layer.ffn, ExpertsBlock)
         }
         if not blocks:
-            raise ConfigError("engine.routed_experts.enabled: the model has no experts")
+            whose = "the model has" if self._stage is None else "the layers of one stage have"
+            raise ConfigError(f"engine.routed_experts.enabled: {whose} no experts")
         k = max(block.routing.k for block in blocks.values())
-        self.routed = routed = RoutedExperts(num_tokens, len(self.layers), k, self.device)
+        self.routed = routed = RoutedExperts(num_tokens, self._num_layers, k, self.device)
         layers = list(self._run_layers)
         for number, block in blocks.items():
-            recorded = RecordedExperts(block.experts, number, routed)
+            recorded = RecordedExperts(block.experts, self._numbers[number], routed)
             layers[number] = replace(layers[number], ffn=replace(block, experts=recorded))
         self._run(layers)
 
@@ -275,16 +279,15 @@ class Decoder:
             returns memory for them, and holds what it sends to the last stage. The last stage
             sends them back.
         """
-        stage = self._stage
+        stage, drafter, norm = self._stage, self.drafter, self.ends.norm
+        features: Sequence[ImageFeatures] = ()
         if stage is not None and not stage.is_first:
-            shape = batch.positions.shape[-1], self.spec.hidden_size
-            x = stage.receive(torch.empty(shape, dtype=self.dtype, device=self.device))
-            features: Sequence[ImageFeatures] = ()
+            x, embeddings = self._received(stage, batch)
         else:
             x, features = self._inputs(batch, future_tokens)
+            kept = drafter is not None or self._sends_embeddings
+            embeddings = x.clone() if kept else x  # the layers overwrite x
         step = ModelStep(batch, adapted, late, features)
-        drafter, norm = self.drafter, self.ends.norm
-        embeddings = x if drafter is None else x.clone()  # the layers overwrite x
         tapped: Sequence[Tensor] = ()
         if drafter is not None and drafter.taps:
             x, residual, tapped = tap(self._run_layers, drafter.taps, x, step, pool)
@@ -293,16 +296,19 @@ class Decoder:
             x, residual = stack.forward(x, step, pool)
         if norm is None:
             assert stage is not None
-            stage.hold(x if residual is None else x + residual)
+            hidden = x if residual is None else x + residual
+            held = (hidden, embeddings) if self._sends_embeddings else (hidden,)
+            stage.hold(held, self._experts_of(batch.sampled))
             return x.new_empty(len(batch.sampled), self.spec.hidden_size)
         if drafter is None:
             x, _ = norm.forward(x, residual, rows=batch.sampled)
-            if stage is not None:
-                stage.send_back(x)
-            return x
-        x, _ = norm.forward(x, residual)
-        drafter.follow(step, x, tapped, embeddings, future_tokens, pool)
-        return x.index_select(0, batch.sampled)
+        else:
+            x, _ = norm.forward(x, residual)
+            drafter.follow(step, x, tapped, embeddings, future_tokens, pool)
+            x = x.index_select(0, batch.sampled)
+        if stage is not None:
+            stage.send_back(x, self._experts_of(batch.sampled))
+        return x
 
     def begin(
         self,
@@ -325,9 +331,20 @@ class Decoder:
         for layer in self.layers:
             layer.ffn.take_part(x)
 
+    def _experts_of(self, tokens: Tensor) -> Tensor | None:
+        """Return the experts of some tokens of the newest forward, as stages exchange them."""
+        return None if self.routed is None else self.routed.of(tokens).int()
+
     def _featured(self, stack: Stack) -> Stack:
         count = self._feature_layers
         return WithFeatures(stack, count) if count else stack
+
+    def _received(self, stage: Stage, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the first stage and, for a drafter, the embeddings of their
+        tokens."""
+        shape = batch.positions.shape[-1], self.spec.hidden_size
+        x = stage.receive(torch.empty(shape, dtype=self.dtype, device=self.device))
+        return x, x if self.drafter is None else stage.receive(torch.empty_like(x))
 
     def _inputs(
         self, batch: ForwardBatch, future_tokens: Tensor

@@ -47,6 +47,7 @@ class StartSteps(msgspec.Struct, frozen=True, tag=True):
     """Allocate pages, then run steps. Comes with the memory of the blocks of steps.
 
     Attributes:
+        num_tokens: of the largest forward.
         block_bytes: see StepRing.
     """
 
@@ -54,6 +55,7 @@ class StartSteps(msgspec.Struct, frozen=True, tag=True):
     num_host_pages: int
     num_slots: int
     max_pages: int
+    num_tokens: int
     block_bytes: int
 
 
@@ -222,6 +224,10 @@ class TransferJob(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Send a RankReport at once. The only job without a number."""
+
+
+class EndRanks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End in order. The last message. If rank 0 fails, its socket ends without it."""
 
 
 class RankStarted(msgspec.Struct, frozen=True, tag=True):

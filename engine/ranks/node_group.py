@@ -10,7 +10,6 @@ therefore waits for the others, which are started again too.
 import contextlib
 import logging
 import os
-import select
 import socket
 import stat
 import struct
@@ -25,6 +24,7 @@ import torch
 from common.config import ParallelConfig
 from common.errors import ConfigError, EngineFault
 from common.logs import kv
+from common.process.polling import poll_ready
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.lockstep import Lockstep
 from engine.ranks.shm import SharedMemoryGroup, memory_bytes
@@ -158,7 +158,8 @@ def _lead(place: str, size: int, settings: str, own: Sequence[int]) -> Sequence[
             listener.listen(size)
             while len(joined) < size - 1:
                 waiting = [listener, *(each.socket for each in joined.values())]
-                ready, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
+                left_s = max(0.0, deadline - time.monotonic())
+                ready, _ = poll_ready(waiting, seconds=left_s)
                 if not ready:
                     missing = sorted({*range(1, size)} - joined.keys())
                     raise EngineFault(

@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -36,11 +35,13 @@ from common.config import EngineConfig, ParallelConfig
 from common.errors import ConfigError, EngineFault
 from common.logs import kv
 from common.process.leash import leashed
+from common.process.polling import PollSet, poll_ready
 from common.process.resources import resident_bytes
 from engine.ranks.forking import HELLO
 from engine.ranks.meeting import LoopbackMeeting, NetworkMeeting
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
+    EndRanks,
     FromFollower,
     Job,
     JobDone,
@@ -183,6 +184,7 @@ class RankProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.socket.close()
         os.close(self.pidfd)
 
 
@@ -380,15 +382,24 @@ class Followers:
         self._watcher.daemon = True
         self._watcher.start()
 
-    def close(self) -> None:
-        """End the followers, and wait until they have ended."""
+    def close(self, *, in_order: bool = False) -> None:
+        """End the followers, and wait until they have ended.
+
+        Args:
+            in_order: the node has not failed. Other hosts get to know.
+        """
         os.close(self._end)
         if self._watcher is not None:
             self._watcher.join()
         os.close(self._closed)
         self._queue.close()
+        if in_order:
+            with contextlib.suppress(EngineFault):  # one has failed meanwhile
+                self.send(_encoder.encode(EndRanks()))
         for follower in self._followers:
-            follower.socket.close()  # they end at its end of file
+            with contextlib.suppress(OSError):  # it has closed its end
+                # A closed socket with unread replies would be an error there, and lose EndRanks.
+                follower.socket.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + _CLOSE_S
         for follower in self._followers:
             follower.close(deadline)
@@ -413,10 +424,12 @@ class Followers:
     def _received(self, rank: int, num_files: int = 0) -> tuple[bytes, Sequence[int]]:
         """Wait for a packet of a starting follower. Return it and its files."""
         follower = self._followers[rank - 1]
-        ready, _, _ = select.select([follower.socket], [], [], _LOAD_S)
+        ready, _ = poll_ready([follower.socket], seconds=_LOAD_S)
         if not ready:
             raise EngineFault(f"rank {rank} has not started within {_LOAD_S:.0f} s")
-        packet, files, _, _ = socket.recv_fds(follower.socket, MAX_PACKET_BYTES, num_files)
+        packet, files = b"", list[int]()
+        with contextlib.suppress(ConnectionResetError):  # it ended with a message unread
+            packet, files, _, _ = socket.recv_fds(follower.socket, MAX_PACKET_BYTES, num_files)
         if not packet:
             raise EngineFault(f"rank {rank} ended with code {follower.exit_code()}")
         return packet, files
@@ -435,9 +448,9 @@ class Followers:
         pidfds = {each.pidfd: rank for rank, each in enumerate(self._followers, start=1)}
         sockets = {each.socket: rank for rank, each in enumerate(self._followers, start=1)}
         ping = PingTimer(sockets.values(), self._silent_s)
-        sources: list[Any] = [*sockets, *pidfds, self._queue.waiting, self._closed]
+        sources = PollSet[Any]([*sockets, *pidfds, self._queue.waiting, self._closed])
         while True:
-            ready, _, _ = select.select(sources, self._queue.full, [], _LOOK_S)
+            ready, _ = sources.wait(self._queue.full, seconds=_LOOK_S)
             ended = {rank for pidfd, rank in pidfds.items() if pidfd in ready}
             for each in sockets.keys() & set(ready):
                 if not self._take_reply(each, sockets[each], ping):
@@ -532,25 +545,19 @@ class JobQueue:
             self._send(self._packets.popleft())
 
     def _full(self) -> Sequence[socket.socket]:
-        _, writable, _ = select.select([], self._sockets, [], 0)
+        _, writable = poll_ready([], self._sockets, seconds=0.0)
         return [each for each in self._sockets if each not in writable]
 
 
-def start_rank(program: str, *arguments: str) -> RankProcess:
-    """Start a follower, which ends with the calling thread.
+def start_ranks(program: str, count: int, *arguments: str) -> list[RankProcess]:
+    """Start followers, which end with the calling thread. Several are forks of one process, whose
+    pidfd they have until each sends its own, in a packet HELLO.
 
     Args:
-        program: module that it runs.
-        arguments: after the descriptor of its socket.
+        program: module that a follower runs.
+        arguments: after the descriptors of its sockets.
     """
-    (process,) = _start_processes(program, 1, arguments)
-    return process
-
-
-def start_ranks(program: str, count: int) -> list[RankProcess]:
-    """Start followers, see `start_rank`. Several are forks of one process, whose pidfd they have
-    until they send their own."""
-    return _start_processes(program, count, ()) if count else []
+    return _start_processes(program, count, arguments) if count else []
 
 
 def _start_processes(program: str, num_sockets: int, more: Sequence[str]) -> list[RankProcess]:

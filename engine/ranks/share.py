@@ -1,5 +1,6 @@
 """The part of a model that a rank has."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,7 +42,8 @@ class Stage:
     def __init__(self, number: int, pipe: Group | None = None) -> None:
         self.number = number
         self._pipe = pipe
-        self._held: Tensor | None = None
+        self._held: Sequence[Tensor] = ()
+        self._experts: deque[Tensor | None] = deque()  # of steps whose states have not come back
 
     @property
     def is_first(self) -> bool:
@@ -50,27 +52,44 @@ class Stage:
     def layers(self, num_layers: int) -> range:
         return stage_layers(num_layers, self.number, NUM_STAGES)
 
-    def hold(self, x: Tensor) -> None:
-        """Keep the hidden states of the first stage until `send_held`."""
-        self._held = x
+    def hold(self, held: Sequence[Tensor], experts: Tensor | None) -> None:
+        """Keep the hidden states of the first stage until `send_held`.
+
+        Args:
+            held: the hidden states, and the embeddings of their tokens if the last stage has a
+                drafter.
+            experts: int32 [n, layers, k], of the n tokens whose states come back, with zeros for
+                the layers of the other stage. None: experts are not recorded.
+        """
+        self._held = held
+        self._experts.append(experts)
 
     def send_held(self) -> None:
         """Send what is held to the last stage."""
-        assert self._held is not None
-        self._exchange(self._held, 0)
-        self._held = None
+        for each in self._held:
+            self._exchange(each, 0)
+        self._held = ()
 
-    def receive(self, like: Tensor) -> Tensor:
-        """Return what the first stage sends, of the shape and dtype of `like`."""
-        return self._exchange(like, 0)
+    def receive(self, x: Tensor) -> Tensor:
+        """Return the next tensor that the first stage sends. It may be in the memory of `x`, whose
+        shape and dtype it has."""
+        return self._exchange(x, 0)
 
-    def send_back(self, x: Tensor) -> None:
-        """Send the hidden states of the last stage to the first one."""
+    def send_back(self, x: Tensor, experts: Tensor | None) -> None:
+        """Send the hidden states of the last stage to the first one, and experts as in `hold`."""
         self._exchange(x, 1)
+        if experts is not None:
+            self._exchange(experts, 1)
 
-    def receive_back(self, x: Tensor) -> None:
-        """Write what the last stage sends into `x`."""
+    def receive_back(self, x: Tensor) -> Tensor | None:
+        """Write the hidden states that the last stage sends into `x`. Called once for each `hold`.
+
+        Returns:
+            The experts of all layers, int32 [n, layers, k]. None: they are not recorded.
+        """
         x.copy_(self._exchange(x, 1))
+        experts = self._experts.popleft()
+        return None if experts is None else experts + self._exchange(experts, 1)
 
     def _exchange(self, x: Tensor, sender: int) -> Tensor:
         assert self._pipe is not None

@@ -26,6 +26,7 @@ from engine.ranks import Group, Stage
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     CaptureGraph,
+    EndRanks,
     Job,
     ReplaceHostPages,
     SampleStep,
@@ -48,7 +49,7 @@ _PAGE_BYTES = 16  # of a page in a step: its id in a table, or both ids of a cop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Launch | SampleStep | CaptureGraph | Job
+    Launch | SampleStep | CaptureGraph | EndRanks | Job
 )
 
 
@@ -321,7 +322,7 @@ def _step_follower(forwards: Forwards, ranks: RankGroups) -> _StepFollower:
 def follow(
     steps: socket.socket, ring: StepRing, forwards: Forwards, ranks: RankGroups, jobs: Jobs
 ) -> None:
-    """Run rank 0's steps and jobs until it closes its end. Never waits for a step: rank 0 is never
+    """Run rank 0's steps and jobs until it ends. Never waits for a step: rank 0 is never
     more than a few ahead. Waits for the capture of a graph.
 
     Args:
@@ -340,6 +341,8 @@ def follow(
             case ReplaceHostPages() as job:
                 forwards = jobs.with_host_pages(job, forwards)
                 follower = _step_follower(forwards, ranks)
+            case EndRanks():
+                return
             case job:
                 jobs.take(job, sent)
 

@@ -10,7 +10,7 @@ at once if the next step needs them as input, or if they are needed before there
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -66,7 +66,9 @@ class _Received:
         return self._sampling.draws(sent, early)
 
     def sample(self, states: HiddenStates, sent: Sequence[Tensor]) -> SampledTokens:
-        self._stage.receive_back(states.hidden)
+        experts = self._stage.receive_back(states.hidden)
+        if experts is not None:  # the model has those of the next step
+            states = replace(states, routed=experts.to(torch.int16))
         return self._sampling.sample(states, sent)
 
 
@@ -93,7 +95,8 @@ class StagedForwards:
 
     @property
     def spec(self) -> ModelSpec:
-        return self._forwards.spec
+        """Return the model without a drafter, whose tokens need all layers."""
+        return _without_drafter(self._forwards.spec)
 
     @property
     def device(self) -> torch.device:
@@ -186,7 +189,8 @@ class StageRehearsal:
 
     def rehearse(self, num_tokens: int) -> None:
         """See ModelRunner. The ranks of the other stage do the same meanwhile."""
-        for step, sampling in self._builder.rehearsals(num_tokens, self._forwards.spec):
+        spec = _without_drafter(self._forwards.spec)
+        for step, sampling in self._builder.rehearsals(num_tokens, spec):
             if not self._stage.is_first:
                 launch_without_head(self._forwards, step).wait()
                 continue
@@ -195,6 +199,10 @@ class StageRehearsal:
 
     def capture(self, size: int) -> None:
         raise EngineFault("no graph is captured with stages")
+
+
+def _without_drafter(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, draft=None)
 
 
 def _has_newest_tokens(rows: ForwardBatch) -> bool:

@@ -71,6 +71,8 @@ class HiddenStates:
         num_samples: the first of them, after which a token may be sampled.
         early: int32 [num_samples], number of places by which each token comes earlier because
             drafts were rejected. None: no token does.
+        routed: int16 [any or more, layers, k], the experts of the tokens. None: the model still has
+            them, because this is its newest forward.
     """
 
     model: ModelHeads
@@ -79,6 +81,7 @@ class HiddenStates:
     sampled: Tensor
     num_samples: int
     early: Tensor | None = None
+    routed: Tensor | None = None
 
     @property
     def samples(self) -> Tensor:
@@ -90,6 +93,8 @@ class HiddenStates:
 
     def experts(self, places: Tensor | slice) -> Tensor:
         """Return the experts of the tokens at some places of `hidden`, see RoutedExperts.of."""
+        if self.routed is not None:
+            return self.routed[places]
         assert self.model.routed is not None
         return self.model.routed.of(self.sampled[places])
 

@@ -1,7 +1,8 @@
 """A follower's part of the hand-offs of its node: it serves its pages and reads into them.
 
 Rank 0 decides what is published and read. A thread does its messages in order, and each has one
-reply, which a link's thread may send later.
+reply, which a link's thread may send later. The announcement of pages waits for the reply to
+PublishPages, so the caller's thread does that itself if the other thread has nothing to do.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from common.config import TransferConfig
@@ -68,6 +70,9 @@ class Reply(Protocol):
 class Awaited(Protocol):
     """The end of the steps before a job."""
 
+    @property
+    def is_done(self) -> bool: ...
+
     def wait(self) -> None: ...
 
 
@@ -106,16 +111,37 @@ class FollowerTransfer:
         self._consumers: set[int] = set()  # not dismissed
         self._open: dict[int, _OpenLink] = {}  # by rank 0's number
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._turn = threading.Lock()  # of the thread that does a message
+        self._num_taken = 0  # messages for the transfer thread
+        self._num_done = 0
         self._closed = False
         threading.Thread(target=self._run, name="transfer", daemon=True).start()
 
     def take(self, body: bytes, steps: Awaited | None, reply: Reply) -> None:
-        """Begin a job, without waiting.
+        """Begin a job, without waiting. One thread calls this.
 
         Args:
             steps: that must end before, because they may still use the pages.
         """
-        self._work.put(partial(self._begin, body, steps, reply))
+        try:
+            message = decode.decode(body)
+        except msgspec.DecodeError as error:
+            reply(error=repr(error))
+            return
+        if not isinstance(message, PublishPages) or not self._done_here(message, steps, reply):
+            self._num_taken += 1
+            self._work.put(partial(self._begin, message, steps, reply))
+
+    def _done_here(self, message: PublishPages, steps: Awaited | None, reply: Reply) -> bool:
+        """Do a message on the caller's thread, unless it has to wait."""
+        is_first = self._num_done == self._num_taken and (steps is None or steps.is_done)
+        if not is_first or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            self._try(lambda: self._do(message, reply), reply)
+        finally:
+            self._turn.release()
+        return True
 
     def close(self) -> None:
         """End the thread, and all links and paths."""
@@ -126,26 +152,29 @@ class FollowerTransfer:
     def _run(self) -> None:
         looked = time.monotonic()
         while not self._closed:
+            work: Callable[[], None] = _nothing
             with contextlib.suppress(Empty):
-                self._work.get(timeout=_LOOK_S)()
-            now = time.monotonic()
-            if now >= looked + _LOOK_S:
-                looked = now
-                for state in self._open.values():
-                    state.link.expire(now)
+                work = self._work.get(timeout=_LOOK_S)
+            with self._turn:
+                work()
+                now = time.monotonic()
+                if now >= looked + _LOOK_S:
+                    looked = now
+                    for state in self._open.values():
+                        state.link.expire(now)
 
     def _end(self) -> None:
         self._closed = True
         self._stop()
 
-    def _begin(self, body: bytes, steps: Awaited | None, reply: Reply) -> None:
+    def _begin(self, message: RankMessage, steps: Awaited | None, reply: Reply) -> None:
         def begin() -> None:
-            message = decode.decode(body)
             if steps is not None:
                 steps.wait()
             self._do(message, reply)
 
         self._try(begin, reply)
+        self._num_done += 1
 
     def _try(self, work: Callable[[], None], reply: Reply) -> None:
         try:
@@ -299,3 +328,7 @@ class FollowerTransfer:
                 state.reads.popleft()(encode(ended))
             case LinkClosed(_, reason):
                 self._work.put(partial(self._closed_link, state, reason))
+
+
+def _nothing() -> None:
+    """Do nothing: no work has come."""

@@ -35,9 +35,10 @@ from common.identity.program import identity_of, is_loopback
 from common.logs import kv
 from common.process.network import own_address
 from common.rpc.streams import StreamStatus, heard
+from engine.ranks.forking import HELLO
 from engine.ranks.meeting import NETWORK
 from engine.ranks.messages import RankFailed, StartRank, StartSteps, ToFollower
-from engine.ranks.processes import RankProcess, start_rank
+from engine.ranks.processes import RankProcess, start_ranks
 from engine.ranks.ring import StepRing, ring_memory
 from node.hosts.packets import PacketSocket
 from protos import ranks_pb2, ranks_pb2_grpc
@@ -141,9 +142,8 @@ class HostRanks:
 
     def __init__(self, first: int, config: EngineConfig, listen_host: str) -> None:
         self._config = config
-        self._processes: dict[int, RankProcess] = {}
-        for rank in range(first, first + config.parallel.ranks_per_host):
-            self._processes[rank] = start_rank("node.follower", listen_host)
+        started = start_ranks("node.follower", config.parallel.ranks_per_host, listen_host)
+        self._processes: dict[int, RankProcess] = dict(enumerate(started, first))
         self._sockets = {
             rank: PacketSocket(process.socket) for rank, process in self._processes.items()
         }
@@ -155,10 +155,22 @@ class HostRanks:
 
         Args:
             store: see StartRank.
+        Raises:
+            NodeUnavailable: one has ended.
         """
+        if len(self._processes) > 1:
+            await self._await_forks()
         settings = self._config.model_dump_json().encode()
         for rank, sock in self._sockets.items():
             await sock.send(_encoder.encode(StartRank(rank, settings, store, *logs.in_use())))
+
+    async def _await_forks(self) -> None:
+        for rank, sock in self._sockets.items():
+            packet, files = await sock.receive()
+            for each in files:
+                os.close(each)  # the end of a rank is that of its socket
+            if packet != HELLO:
+                raise _ended(rank)
 
     async def follow(self, leader: LeaderStream) -> None:
         """Pass on what the leader sends, until it has ended the node.
@@ -186,7 +198,7 @@ class HostRanks:
             if not packet:
                 break
             await leader.send(rank, packet)
-        raise NodeUnavailable(f"rank {rank} has ended")
+        raise _ended(rank)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._processes)
@@ -198,7 +210,6 @@ class HostRanks:
         deadline = time.monotonic() + _END_S
         for rank, process in self._processes.items():
             process.close(deadline)
-            self._sockets[rank].close()
             log.info("rank has ended %s", kv(rank=rank, exit_code=process.process.returncode))
         return max(process.process.returncode for process in self._processes.values())
 
@@ -228,6 +239,10 @@ class HostRanks:
     async def _send(self, packet: bytes) -> None:
         for sock in self._sockets.values():
             await sock.send(packet)
+
+
+def _ended(rank: int) -> NodeUnavailable:
+    return NodeUnavailable(f"rank {rank} has ended")
 
 
 def host_config(start: ranks_pb2.HostStart, config: RankHostConfig) -> EngineConfig:

@@ -5,7 +5,7 @@ host. What rank 0 sends to the first of these ranks goes to all, with the tensor
 rank sends goes to its socket. SERVER is the ServerConfig as JSON.
 
 Every rank host has one stream. The end of one stream ends this process, and with it the node. The
-node ends orderly when rank 0 closes its sockets.
+node has failed if rank 0 closes its sockets without EndRanks.
 """
 
 import asyncio
@@ -45,6 +45,7 @@ from engine.ranks.meeting import NETWORK
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     CaptureGraph,
+    EndRanks,
     FromFollower,
     Job,
     RankFailed,
@@ -68,7 +69,7 @@ log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
 _start: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToFollower)
 _running: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    StepHeader | SampleStep | CaptureGraph | Job
+    StepHeader | SampleStep | CaptureGraph | EndRanks | Job
 )
 _reply: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromFollower)
 
@@ -95,7 +96,7 @@ class Relay(ranks_pb2_grpc.RanksServicer):
         sockets: to rank 0, by rank on other hosts.
         start: rank 0's, for the first of these ranks.
     Attributes:
-        over: why the node ends. None: rank 0 has ended it.
+        over: why the node ends. None: rank 0 has ended it in order.
     """
 
     def __init__(
@@ -180,19 +181,19 @@ class Relay(ranks_pb2_grpc.RanksServicer):
                 await self._sockets[rank].send(packet)
 
     async def pass_on(self) -> None:
-        """Pass on what rank 0 sends, until it has ended."""
+        """Pass on what rank 0 sends, until the node ends."""
         first = next(iter(self._sockets.values()))
         try:
-            while True:
+            while not self.over.done():
                 packet, files = await first.receive()
                 if not packet:
-                    break
+                    self._fail("rank 0 has failed")
+                    return
                 for message in self._messages(packet, files):
                     for host in self._hosts:
                         await host.context.write(message)
         except Exception as error:  # noqa: BLE001  the end of the node
             self._fail(f"a message does not reach all hosts: {type(error).__name__}: {error}"[:600])
-        self._end(None)
 
     async def await_hosts(self) -> None:
         """Wait until all hosts have joined, or end the node."""
@@ -211,6 +212,9 @@ class Relay(ranks_pb2_grpc.RanksServicer):
             block = ring.block(self._number)[: header.block_bytes]
             self._number += 1
             yield from _step(packet, block)
+            return
+        if isinstance(header, EndRanks):
+            self._end(None)
             return
         if isinstance(header, StartSteps):
             self._ring = StepRing(files[0], header.block_bytes)

@@ -18,7 +18,8 @@ OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kusto
 COMPONENTS = sorted(path.parent.name for path in KUBERNETES.glob("components/*/kustomization.yaml"))
 # Components on the base, and those together that make pods of others'.
 MADE_HERE = {f"base with {name}": (name,) for name in COMPONENTS} | {
-    f"base with tls and {name}": ("tls", name) for name in ("pairs", "nvlink")
+    f"base with {name} and {other}": (name, other)
+    for name, other in (("tls", "pairs"), ("tls", "nvlink"), ("monitoring", "data-parallel"))
 }
 # Whatever is rendered, most rules hold. "base" is read without kustomize.
 RENDERINGS = ["base", *OVERLAYS, *MADE_HERE, "the guide's example"]

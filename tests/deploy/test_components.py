@@ -281,22 +281,26 @@ def test_every_overlay_but_the_one_for_a_look_around_asks_clients_for_keys(progr
 
 
 def test_every_program_is_scraped_under_its_role(render):
-    objects = render("base with monitoring")
+    """Seen failing without the second node of a pod, and with one instance for both nodes."""
+    objects = render("base with monitoring and data-parallel")
     (monitor,) = of_kind(objects, "PodMonitor")
-    endpoints = monitor["spec"]["podMetricsEndpoints"]
-    roles = {
-        endpoint["port"]: relabeling["replacement"]
-        for endpoint in endpoints
-        for relabeling in endpoint["relabelings"]
-        if relabeling["targetLabel"] == "role"
+    labels = {
+        endpoint["port"]: {
+            each["targetLabel"]: each.get("replacement", "$1") for each in endpoint["relabelings"]
+        }
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]
     }
     for workload in workloads(objects):
         assert selects(monitor["spec"]["selector"]["matchLabels"], workload.labels)
+        instances = set()
         for container in workload.containers:
             (port,) = [n for n, _ in named_ports([container]) if n.endswith("metrics")]
-            assert roles.pop(port) == role_of(container)
-    assert roles.pop("encode-metrics") == "encode"  # of the component encode
-    assert roles == {}
+            scraped = labels.pop(port)
+            assert scraped["role"] == role_of(container)
+            instances.add(scraped["instance"])
+        assert len(instances) == len(workload.containers)
+    assert labels.pop("encode-metrics")["role"] == "encode"  # of the component encode
+    assert labels == {}
 
 
 def test_the_planner_is_asked_what_it_takes_and_reaches_the_router(render):

@@ -63,7 +63,6 @@ def is_served(layout: KVLayout, tp: int, pp: int) -> bool:
     return (
         all(count % tp == 0 or tp % count == 0 for count in counts)
         and all(count % tp == 0 for count in cells)
-        and (pp == 1 or layout.draft is None)
         and all(any(states[layer].token_numbers for layer in stage) for stage in stages)
     )
 
@@ -348,7 +347,6 @@ def test_pages_are_smaller_by_the_heads_that_a_rank_lacks_and_states_have_their_
         ("dense", (0, 12, range(3)), "12 ranks .* 8 KV heads"),
         ("delta nets", (0, 16, range(6)), "16 ranks .* 8 heads of 'conv'"),
         ("delta nets", (0, 1, range(2)), "no layer from 0 to 1 keeps"),
-        ("drafter", (0, 1, range(1)), "1 of 2 layers .* drafter"),
         ("dense", (1, 1, range(3)), "no rank 1 of 1"),
         ("one head", (0, 10**6, range(3)), f"of 1000000: .* at most {MAX_RANKS}"),
         ("one head", (0, 2**70, range(3)), "at most"),

@@ -7,6 +7,8 @@ import queue
 import select
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -29,9 +31,11 @@ from common.config import (
     LoraConfig,
     OffloadConfig,
     ParallelConfig,
+    RoutedExpertsConfig,
     SchedulerConfig,
 )
 from common.errors import ConfigError, InvalidRequest
+from common.process.polling import poll_ready
 from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
 from engine.adapters.stored import WEIGHTS
 from engine.batch.batch import PageCopies
@@ -85,6 +89,7 @@ class Serving:
     def __init__(self, config: EngineConfig) -> None:
         self.answers: dict[int, list[int]] = defaultdict(list)
         self.vectors: list[Any] = []
+        self.experts: dict[tuple[int, str], bytes] = defaultdict(bytes)  # of prompts and of tokens
         self.retracted = 0
         self._added = 0
         self._drive(build(config, FOLLOWER), config)
@@ -113,6 +118,11 @@ class Serving:
         outcome = self.scheduler.finish(batch, result)
         for key, token in zip(outcome.requests, outcome.tokens, strict=True):
             self.answers[int(key)].append(int(token))
+        for chunk in outcome.chunks:
+            if chunk.prompt_logprobs is not None:
+                self.experts[chunk.request.key, "prompt"] += chunk.prompt_logprobs.routed_experts
+        for (_, number), logprobs in outcome.logprobs:
+            self.experts[number, "tokens"] += logprobs.routed_experts
         for finished in outcome.finished:
             assert not finished.finish.error
             self.engine.adapters.release(finished.request.key)
@@ -336,6 +346,42 @@ def test_two_stages_have_the_tokens_of_one_rank(
     expected = answers(config_of(1, model=model, **one), serve_again)
     parallel = {**fields.pop("parallel", {}), "pp": 2}
     assert answers(config_of(tp, model=model, parallel=parallel, **fields), serve_again) == expected
+
+
+# Seen failing with the experts of the newest forward, and without those of the last stage.
+@pytest.mark.long
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_stages_return_the_experts_of_all_layers(tp: int, tmp_path: Path) -> None:
+    """The first stage has begun the next chunk when the experts of the last stage come back."""
+    model = str(make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=5))
+    returned = RoutedExpertsConfig(enabled=True)
+    asked = {"routed_experts": True, "logprobs": 0, "max_tokens": 12}
+
+    def found(tp: int, **parallel: int) -> tuple[Any, Any]:
+        config = config_of(tp, 40, model=model, routed_experts=returned, parallel=parallel)
+        serving = Serving(config)
+        try:
+            for number, length in enumerate((5, 100, 70)):
+                serving.add(prompt(length, number), sampling=sampled(prompt_logprobs=0, **asked))
+                serving.add(prompt(length, number), sampling=sampled())
+            serving.run()
+            return serving.answers, serving.experts
+        finally:
+            serving.close()
+
+    one = found(1)
+    experts = one[1]
+    assert len(experts) == 6 and all(any(each) for each in experts.values())
+    assert found(tp, pp=2) == one
+
+
+@pytest.mark.long
+def test_a_stage_without_experts_is_refused(tmp_path: Path) -> None:
+    fields = {"num_hidden_layers": 4, "first_k_dense_replace": 2}
+    model = str(make_checkpoint(tmp_path, "deepseek_v3", **fields))
+    returned = RoutedExpertsConfig(enabled=True)
+    with pytest.raises(ConfigError, match="the layers of one stage have no experts"):
+        build(config_of(1, model=model, routed_experts=returned, parallel={"pp": 2}), FOLLOWER)
 
 
 @pytest.mark.long
@@ -655,6 +701,35 @@ def test_no_rank_outlives_another(victim: str, tmp_path: Path) -> None:
         os.kill(first.pid if victim == "rank 0" else running.follower, signal.SIGKILL)
         assert first.wait(PATIENCE_S) == (-signal.SIGKILL if victim == "rank 0" else 1)
         assert running.follower_ends()
+
+
+REPORTING_FOLLOWER = """
+import sys
+from engine import follower
+
+def serve(steps, open_transfer):
+    steps.send(b"report")
+    steps.recv(1)
+
+follower.serve = serve
+follower.main([int(sys.argv[1])], None)
+"""
+
+
+# Seen failing with "Connection reset by peer" in the log, and exit code 1.
+@pytest.mark.long
+def test_a_rank_whose_last_report_is_not_read_ends_in_order() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-c", REPORTING_FOLLOWER, str(theirs.fileno())]
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            pass_fds=[theirs.fileno()],
+        )
+    with ours:
+        poll_ready([ours], seconds=PATIENCE_S)
+    assert process.wait(PATIENCE_S) == 0
 
 
 # Seen failing with no Ping sent.

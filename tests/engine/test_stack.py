@@ -43,7 +43,7 @@ def logits(model, stack, **options):
             seen.append(model.logits(hidden))
             return seen[-1]
 
-    model.stack = stack
+    before, model.stack = model.stack, stack
     steps = Steps(Watched(), overlap=False, **options)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCABULARY_SIZE, (3, 70), generator=generator).tolist()
@@ -53,6 +53,7 @@ def logits(model, stack, **options):
     for place in range(17, 20):
         steps.launch([(slots[2], place, place + 1), (slots[1], place - 15, place - 14)])
     steps.close()
+    model.stack = before
     return torch.cat(seen)
 
 
@@ -88,6 +89,7 @@ def test_one_call_gives_what_layers_give_one_by_one(
     ],
 )
 def test_ranks_sum_in_one_call_what_they_sum_layer_by_layer(tmp_path, architecture, size, dtype):
+    """Seen failing without each of the two sums of a layer."""
     if not operators_here().multiplies(dtype):
         pytest.skip("no such compiled product here")
     directory = make_checkpoint(tmp_path, architecture, **MODELS[architecture])

@@ -6,13 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from common.config import SpeculativeConfig
 from engine.models import open_checkpoint
 from engine.ranks import Share, Stage
 from engine.runner.forwards import Forwards
-from engine.runner.staged import StagedForwards, StageRehearsal
+from engine.runner.runner import ModelRunner
+from engine.runner.staged import StagedForwards, StageRehearsal, launch_without_head
 from tests.support.checkpoints import make_checkpoint
-from tests.support.steps import Steps
+from tests.support.drafters import make_mtp
+from tests.support.steps import Steps, prompt
 from tests.support.thread_ranks import run_ranks
 
 
@@ -113,3 +117,45 @@ def test_both_stages_rehearse_together(tmp_path: Path) -> None:
 
     first, last = run_ranks(2, rehearse)
     assert first == last and max(first) == 64
+
+
+class Headless:
+    """The forwards of the last stage, whose samples are zeros."""
+
+    def __init__(self, forwards: Forwards) -> None:
+        self._forwards = forwards
+
+    def graph_of(self, rows: Any) -> int:
+        return 0
+
+    def launch(self, step: Any, sampling: Any, output: Any) -> Any:
+        output.tokens = torch.zeros(len(step.rows.slots), dtype=torch.int32)
+        return launch_without_head(self._forwards, step)
+
+
+# Seen failing with the hidden states of the first stage in place of the embeddings.
+def test_the_last_stage_keeps_for_drafts_what_one_rank_keeps(tmp_path: Path) -> None:
+    directory = make_mtp(make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=3))
+    servable = open_checkpoint(directory, "native", SpeculativeConfig(method="mtp"))
+
+    def kept(share: Share) -> list[Tensor]:
+        """Return the keys, values and vectors after two prompts, one of them in chunks."""
+        model = servable.load(torch.device("cpu"), torch.float32, "none", share)
+        steps = Steps(model, share=share, overlap=False)
+        forwards: Any = steps.runner.forwards
+        if share.stage is not None:
+            first = share.stage.is_first
+            forwards = StagedForwards(forwards, share.stage) if first else Headless(forwards)
+        steps.runner = ModelRunner(steps.runner.builder, forwards)
+        steps.prefill(steps.add(prompt(70)), chunk=32)
+        steps.prefill(steps.add(prompt(40, 1)))
+        steps.close()
+        draft = steps.pool.draft
+        return [] if draft is None else [*draft.layers, draft.vectors]
+
+    one = kept(Share())
+    first, last = run_ranks(2, lambda peers: kept(Share(stage=Stage(peers.rank, peers.group))))
+    assert not first and len(last) == len(one) > 1
+    for staged, whole in zip(last, one, strict=True):
+        assert whole.isfinite().any()
+        torch.testing.assert_close(staged, whole, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -16,6 +16,7 @@ from protos.router_pb2 import ContinueRequest, PauseRequest
 from tests.integration.oracle import Oracle, oracle
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, free_ports, held, slowed
+from tests.support.drafters import make_mtp
 from tests.support.scrapes import scraped, total
 from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
 
@@ -98,6 +99,13 @@ async def test_answers_of_stages_are_those_of_one_rank(
     await check_pair(model, tmp_path, prefill, decode, path, page_size)
 
 
+@LONG
+async def test_a_prefill_node_of_two_stages_serves_nodes_with_draft_layers(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "deepseek_v3", num_hidden_layers=5)
+    model, drafts = make_mtp(checkpoint), ("--engine.speculative.method=mtp",)
+    await check_pair(model, tmp_path, (2, 2), (1, 1), "tcp", 16, drafts)
+
+
 async def check_pair(
     model: Path,
     tmp_path: Path,
@@ -105,6 +113,7 @@ async def check_pair(
     decode: tuple[int, int],
     path: str,
     page_size: int,
+    flags: Sequence[str] = (),
 ) -> None:
     """Compare the answers of a prefill node and a decode node with such tp and pp."""
     (port,) = free_ports(1)
@@ -113,7 +122,7 @@ async def check_pair(
         model,
         tmp_path,
         path=path,
-        node_flags=(*FLAGS, *node_flags),
+        node_flags=(*FLAGS, *node_flags, *flags),
         prefill_flags=ranks(*prefill),
         decode_flags=(*ranks(*decode), f"--metrics-port={port}"),
     ) as cluster:

@@ -41,6 +41,7 @@ from kvtransfer.rank_messages import (
     ReadRankPages,
     StartTransfer,
     StopTransfer,
+    WithdrawRankPages,
     decode,
 )
 from kvtransfer.rank_messages import encode as encoded
@@ -749,6 +750,10 @@ class Steps:
         self.end = threading.Event()
         self.awaited = threading.Event()
 
+    @property
+    def is_done(self) -> bool:
+        return self.end.is_set()
+
     def wait(self) -> None:
         self.awaited.set()
         assert self.end.wait(WAIT_S)
@@ -778,6 +783,42 @@ def test_a_follower_waits_for_its_steps_before_it_uses_pages(make: Make, what: s
     assert (rig.consumer.memory[1].pages == CANARY).all()
     steps.end.set()
     assert done.get(timeout=WAIT_S) == ""
+
+
+# The announcement of pages waits for the reply, and threads change slowly on busy cores.
+def test_a_follower_publishes_at_once_if_it_has_nothing_else_to_do(make: Make) -> None:
+    follower = make((2, 2)).producer.jobs.followers[0]
+    body = encoded(PublishPages(STREAM, np.arange(2, dtype=np.int32).tobytes()))
+
+    def replied_here() -> bool:
+        threads: list[threading.Thread] = []
+
+        def reply(result: bytes = b"", error: str = "") -> None:
+            threads.append(threading.current_thread())
+
+        follower.take(body, None, reply)
+        return threads == [threading.current_thread()]
+
+    wait_for(replied_here)  # the other thread may still end what came before
+
+
+# Seen failing with every publication on the thread that calls.
+def test_a_publication_comes_after_the_messages_before_it(make: Make) -> None:
+    follower = make((2, 2)).producer.jobs.followers[0]
+    done: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+
+    def take(name: str, message: Any, steps: Steps | None) -> None:
+        body = encoded(message)
+        follower.take(body, steps, lambda result=b"", error="": done.put((name, error)))
+
+    steps, pages = Steps(), np.arange(2, dtype=np.int32).tobytes()
+    take("first", PublishPages(STREAM, pages), steps)
+    take("withdrawal", WithdrawRankPages(STREAM, pages), None)
+    take("second", PublishPages(STREAM, pages), None)
+    assert steps.awaited.wait(WAIT_S) and done.empty()
+    steps.end.set()
+    names = [done.get(timeout=WAIT_S) for _ in range(3)]
+    assert names == [("first", ""), ("withdrawal", ""), ("second", "")]
 
 
 class Refusals:

@@ -14,6 +14,7 @@ from common.config import (
     ParallelConfig,
     PrefillConfig,
     ServerConfig,
+    SpeculativeConfig,
     TlsConfig,
 )
 from common.errors import ConfigError, FailedPrecondition
@@ -166,6 +167,12 @@ def test_a_role_that_the_configuration_forbids_is_refused_with_the_reason() -> N
     grouped = prefill.program(PrefillConfig(engine=EngineConfig(model="m", parallel=parallel)))
     with pytest.raises(FailedPrecondition, match="this node is in a group"):
         other(grouped, "decode")
+    drafts = EngineConfig(
+        model="m", parallel=ParallelConfig(pp=2), speculative=SpeculativeConfig(method="mtp")
+    )
+    staged = prefill.program(PrefillConfig(engine=drafts))
+    with pytest.raises(ConfigError, match=r"as a decode node: .*mtp .* engine\.parallel\.pp 2"):
+        other(staged, "decode")
     tls = TlsConfig(cert=Path("c"), key=Path("k"))
     shown_only = prefill.program(PrefillConfig(server=ServerConfig(port=7, tls=tls), engine=engine))
     with pytest.raises(ConfigError, match="as a decode node: with --tls-cert it needs --tls-ca"):

@@ -251,7 +251,6 @@ def test_a_model_without_experts_is_refused_at_start(tmp_path):
 @pytest.mark.parametrize(
     "settings, backend, named",
     [
-        ({"parallel": {"pp": 2}}, "native", "engine.parallel.pp: 2"),
         (
             {"scheduler": {"split_prefill_ms": 20}},
             "native",

@@ -135,7 +135,7 @@ class RoutedExperts:
 
     Args:
         num_tokens: of the largest forward.
-        num_layers: all layers of the model.
+        num_layers: all layers of the model, also those of another stage.
         k: most experts per token of any layer.
 
     Attributes:
@@ -152,7 +152,7 @@ class RoutedExperts:
 
     def of(self, tokens: Tensor) -> Tensor:
         """Return the experts of some tokens of the forward, int16 [n, layers, k]. Layers without
-        experts have zeros."""
+        experts, and those of another stage, have zeros."""
         return self._ids[tokens]
 
 

@@ -133,6 +133,17 @@ async def test_a_cancelled_stream_leaves_its_method_at_once(served):
     await asyncio.wait_for(service.left.wait(), 60)
 
 
+# Seen failing without it: grpc logs a traceback.
+async def test_an_error_for_a_caller_whose_connection_has_ended_counts_as_a_cancelled_call():
+    class Lost:
+        async def abort(self, code, details):
+            raise grpc.aio.InternalError("SendStatusFromServer failed")
+
+    with pytest.raises(asyncio.CancelledError):
+        async with services.rpc_errors(Lost()):
+            raise Overloaded("come back later")
+
+
 @pytest.mark.parametrize(
     "method, data",
     [
