@@ -99,8 +99,8 @@ class Pause(Record, frozen=True):
     optional: bool = False
 
     async def command(self, cluster: OperatedCluster) -> None:
-        await cluster.pause(self.pause, self.mode)
         try:
+            await cluster.pause(self.pause, self.mode)
             await asyncio.sleep(self.seconds)
         finally:
             await cluster.resume(self.pause)

@@ -1,9 +1,12 @@
 """`baton sim` with operators' commands and options of nodes: every response stays right."""
 
+import asyncio
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
+from simulation.virtual.operations import Pause, carry_out
 from simulation.virtual.scenario import read
 from tests.simulation.test_virtual import SMALL, baton_sim, report, written
 
@@ -40,6 +43,22 @@ def test_a_paused_node_launches_no_steps(tmp_path: Path, mode: str) -> None:
     else:
         assert (found["right"], found["wrong"], found["errors"]) == (16, 0, {})
         assert found["itl"]["max"] > 5
+
+
+def test_a_node_resumes_even_if_the_run_ends_before_it_has_paused() -> None:
+    async def never(*_: str) -> None:  # as with a frozen engine
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        cluster = AsyncMock()
+        cluster.pause.side_effect = never
+        paused = asyncio.ensure_future(carry_out(Pause("decode/0", "retract", 0, 1), cluster))
+        await asyncio.sleep(0)
+        paused.cancel()
+        await asyncio.gather(paused, return_exceptions=True)
+        cluster.resume.assert_awaited_once_with("decode/0")
+
+    asyncio.run(test())
 
 
 @pytest.mark.long
