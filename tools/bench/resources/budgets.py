@@ -6,8 +6,8 @@ give the reason. Two releases of Triton have a file each: the newest, and the on
 wheels for CUDA require. With another release the comparison is skipped.
 
 The instructions are counted for one model, one with experts, a hybrid, one with latents, and
-attention of wide heads in 8 bits, on one architecture of each generation (`COUNTED`). They are counted in machine
-code, or in PTX without a disassembler.
+attention of wide heads in 8 bits, on one architecture of each generation (`COUNTED`). They are
+counted in machine code, or in PTX without a disassembler.
 """
 
 import json
