@@ -122,6 +122,7 @@ queried for the visible keys. This determines the content of a page.
   more than positions and heads of more than 256 numbers are rejected too.
 - [Several ranks](parallel.md#models-computed-by-transformers) divide a class by its own plan for
   tensor parallelism.
+- Most dense classes can be [batch-invariant](batch-invariance.md#models-computed-by-transformers).
 - This implementation has not run on a GPU yet.
 
 ## See also
