@@ -26,7 +26,11 @@ FAMILIES = (
     *HYBRID_ARCHITECTURES,
 )
 # Computed by transformers: other norms, activations, rotations and biases.
-CLASSES = (*("gpt2", "gpt_neox", "phi3", "olmo2", "starcoder2", "cohere2", "apertus", "gemma2"),)
+CLASSES = (
+    *(("gpt2", precision) for precision in ("float32", "bfloat16", "int8")),
+    *(("gpt_neox", "float32"), ("gpt_neox", "bfloat16"), ("phi3", "float32")),
+    ("cohere2", "float32"),
+)
 PRECISIONS = {
     "float32": (torch.float32, "none"),
     "bfloat16": (torch.bfloat16, "none"),
@@ -176,10 +180,7 @@ def test_a_request_has_the_same_bits_however_it_is_computed(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kind, precision",
-    [*((kind, "float32") for kind in CLASSES), ("gpt2", "bfloat16"), ("phi3", "int8")],
-)
+@pytest.mark.parametrize("kind, precision", CLASSES)
 def test_a_class_of_transformers_has_the_same_bits(tmp_path, monkeypatch, kind, precision):
     """In sizes that are no multiples of a vector."""
     use("compiled", monkeypatch)
