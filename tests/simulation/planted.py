@@ -33,7 +33,7 @@ load: {rate: 8, input: [100, 1500], output: 20, requests: 20}
 """,
     "state": """
 cluster: {gpu: h200, model: qwen3-next-80b-a3b, prefill: 1, decode: 1, prefill_tp: 2, decode_tp: 2}
-load: {rate: 8, input: [100, 1500], output: 20, requests: 20}
+load: {rate: 8, input: [600, 1500], output: 20, prefixes: 2, requests: 20}
 """,
 }
 
@@ -126,6 +126,11 @@ def tier_restores_pages_in_another_order() -> None:
     wrap(copier.SimCopier, "bring", bring)
 
 
+def prefix_hit_keeps_an_old_state() -> None:
+    device = module("simulation.device.sim_device")
+    wrap(device.SimDevice, "_resume", lambda original, itself, batch, step: None)
+
+
 PAGES: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "wrong": link_reads_a_wrong_page,
@@ -135,7 +140,7 @@ PAGES: dict[str, Callable[[], None]] = {
     "missing": cache_hit_misses_its_last_page,
     "restored": tier_restores_pages_in_another_order,
     "window": link_reads_a_wrong_page,
-    "state": link_leaves_a_stale_page,
+    "state": prefix_hit_keeps_an_old_state,
 }
 
 
