@@ -26,6 +26,7 @@ export const QUEUES = {
   grammar: "waiting for grammar compilation",
   offload_load: "loading a prefix from an offload tier",
   fetching: "fetching a prefix from another node",
+  embeddings: "waiting for embeddings of images from encode nodes",
   paused: "waiting until the node continues after a pause",
   adapter: "waiting until the LoRA adapter is on the device",
   waiting: "waiting for a forward",
@@ -53,7 +54,7 @@ export const FACTS = {
 };
 // Queues that are shown only if they are not empty.
 const RARE = new Set([
-  ...["adapter", "chunked", "fetching", "grammar"],
+  ...["adapter", "chunked", "embeddings", "fetching", "grammar"],
   ...["migrating", "offload_load", "pooled", "retracted", "unpaired"],
 ]);
 const MOST_OPEN = 4; // with more nodes of one role, cards start closed
