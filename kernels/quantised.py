@@ -102,6 +102,7 @@ class Quantisation:
             "GROUP": self.group or triton.next_power_of_2(num_inputs(numbers)),
             "GROUPS": self.scales.shape[-1],
             "FORMAT": four if numbers.dtype == torch.uint8 else "8 bits",
+            "PACKED": 2 if numbers.dtype == torch.uint8 else 1,
         }
 
 
@@ -112,6 +113,7 @@ NOT_QUANTISED: dict[str, Any] = {
     "GROUP": 0,
     "GROUPS": 0,
     "FORMAT": "floats",
+    "PACKED": 1,
 }
 
 
@@ -159,18 +161,24 @@ def widened(numbers: Tensor, quantisation: Quantisation) -> Tensor:
 
 @triton.jit
 def matrix_tile(
-    ptr, rows, row_ok, start, IN: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr
+    ptr,
+    rows,
+    row_ok,
+    start,
+    IN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Load the numbers of these rows, from the input `start` on: [rows, BLOCK_K], with zeros where
     there are none. Codes of 4 bits are integers, those of e2m1 twice the value."""
-    SHARE: tl.constexpr = 2 if FORMAT == "int4" or FORMAT == "e2m1" else 1
-    cols = start // SHARE + tl.arange(0, BLOCK_K // SHARE)
-    places = ptr + rows[:, None].to(tl.int64) * (IN // SHARE) + cols[None, :]
+    cols = start // PACKED + tl.arange(0, BLOCK_K // PACKED)
+    places = ptr + rows[:, None].to(tl.int64) * (IN // PACKED) + cols[None, :]
     mask = row_ok[:, None]
     if IN % BLOCK_K != 0:
-        mask = mask & (cols < IN // SHARE)[None, :]
+        mask = mask & (cols < IN // PACKED)[None, :]
     numbers = tl.load(places, mask=mask, other=0.0)
-    if SHARE == 2:
+    if PACKED == 2:
         numbers = tl.interleave(numbers & 15, numbers >> 4).to(tl.int32)
     if FORMAT == "e2m1":
         exponent, fraction = (numbers >> 1) & 3, numbers & 1

@@ -177,7 +177,7 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
             return SplitTile(keys=64, warps=8, stages=2)  # reads queries again less often
         return SplitTile(keys=64 // held, warps=8)
     keys = 64 if head_dim * held <= 256 else 32
-    wide = element_size > 2 and head_dim > WIDEST_HEAD and not single
+    wide = element_size > 2 and head_dim >= WIDEST_HEAD and not single
     if lanes >= MOST_LANES or wide:  # which would spill registers in 4 warps
         return SplitTile(keys, warps=8)
     if not single:

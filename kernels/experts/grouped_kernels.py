@@ -116,6 +116,7 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
@@ -135,6 +136,8 @@ def gate_up_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = outputs < INNER
     rows = expert * (2 * INNER) + outputs
+    gate_ptr = gate_up_ptr + expert.to(tl.int64) * (2 * INNER * (HIDDEN // PACKED))
+    up_ptr = gate_ptr + INNER * (HIDDEN // PACKED)
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     EVEN: tl.constexpr = HIDDEN % BLOCK_K == 0
@@ -143,8 +146,8 @@ def gate_up_kernel(
         x = _tile(x_ptr, tokens, used, cols, HIDDEN, HIDDEN, EVEN)
         if UPCAST:
             x = x.to(tl.float32)
-        gates = matrix_tile(gate_up_ptr, rows, wanted, start, HIDDEN, BLOCK_K, FORMAT)
-        ups = matrix_tile(gate_up_ptr, rows + INNER, wanted, start, HIDDEN, BLOCK_K, FORMAT)
+        gates = matrix_tile(gate_ptr, outputs, wanted, start, HIDDEN, BLOCK_K, FORMAT, PACKED)
+        ups = matrix_tile(up_ptr, outputs, wanted, start, HIDDEN, BLOCK_K, FORMAT, PACKED)
         gate = add_product(gate, x, gates, scales_ptr, zeros_ptr, rows, wanted, start,
                            GROUP, GROUPS, FORMAT)  # fmt: skip
         up = add_product(up, x, ups, scales_ptr, zeros_ptr, rows + INNER, wanted, start,
@@ -184,6 +187,7 @@ def down_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -200,6 +204,7 @@ def down_kernel(
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = outputs < HIDDEN
     matrix_rows = expert * HIDDEN + outputs
+    down_ptr += expert.to(tl.int64) * (HIDDEN * (INNER // PACKED))
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     EVEN: tl.constexpr = INNER % BLOCK_K == 0
     for start in range(0, INNER, BLOCK_K):
@@ -207,7 +212,7 @@ def down_kernel(
         rows = _tile(between_ptr, places, used, cols, INNER, INNER, EVEN)
         if UPCAST:
             rows = rows.to(tl.float32)
-        matrix = matrix_tile(down_ptr, matrix_rows, wanted, start, INNER, BLOCK_K, FORMAT)
+        matrix = matrix_tile(down_ptr, outputs, wanted, start, INNER, BLOCK_K, FORMAT, PACKED)
         acc = add_product(acc, rows, matrix, scales_ptr, zeros_ptr, matrix_rows, wanted, start,
                           GROUP, GROUPS, FORMAT)  # fmt: skip
     if bias_ptr is not None:

@@ -98,6 +98,7 @@ def _product_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -117,7 +118,7 @@ def _product_kernel(
         x = tl.load(x_rows + inputs[None, :], mask=mask, other=0.0)
         if UPCAST:
             x = x.to(tl.float32)
-        numbers = matrix_tile(numbers_ptr, outputs, wanted, start, IN, BLOCK_K, FORMAT)
+        numbers = matrix_tile(numbers_ptr, outputs, wanted, start, IN, BLOCK_K, FORMAT, PACKED)
         acc = add_product(acc, x, numbers, scales_ptr, zeros_ptr, outputs, wanted, start,
                           GROUP, GROUPS, FORMAT)  # fmt: skip
     if bias_ptr is not None:
