@@ -15,7 +15,7 @@ from common.identity.secret import operator_keys, parse
 from protos.node_pb2 import DrainRequest
 from protos.router_pb2 import GetClusterResponse
 from tests.attack.verdict import resident_bytes
-from tests.chaos.faults import Fault
+from tests.chaos.faults import COLLECTIVE_S, Fault
 from tests.chaos.keeper import Keeper
 from tests.support.cluster import Cluster, Node, children_of
 from tests.support.http_client import get
@@ -61,7 +61,11 @@ class Site:
             case "SIGSTOP of the frontend":
                 await _stopped(nodes[0].child.pid, fault.seconds)
             case "SIGSTOP of the engine":
-                await _stopped(_engine(nodes[0]), fault.seconds)
+                engine = _engine(nodes[0])
+                if fault.seconds > COLLECTIVE_S and await _has_ranks(nodes[0]):
+                    self._keeper.doom(nodes[0])  # another rank may wait for it in a collective
+                with contextlib.suppress(ProcessLookupError):  # it has ended with its node
+                    await _stopped(engine, fault.seconds)
             case "SIGTERM":
                 nodes[0].child.send(signal.SIGTERM)
             case "drain":
@@ -200,6 +204,10 @@ def _entries(pid: int, kind: str) -> int:
 def _engine(node: Node) -> int:
     (engine,) = children_of(node.child.pid)
     return engine
+
+
+async def _has_ranks(node: Node) -> bool:
+    return len((await node.describe()).pids) > 2
 
 
 async def _follower(node: Node) -> int:
