@@ -134,23 +134,24 @@ def packed(codes: Tensor) -> Tensor:
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
-def values(numbers: Tensor, *, as_floats: bool) -> Tensor:
-    """Return the values of numbers as float32, of 4-bit codes that are not packed too.
-
-    Args:
-        as_floats: uint8 is e2m1. Otherwise it is an integer.
-    """
-    if numbers.dtype == torch.uint8 and as_floats:
-        return torch.tensor(FLOATS, device=numbers.device)[numbers.int()]
-    return numbers.float()
-
-
 def widened(numbers: Tensor, quantisation: Quantisation) -> Tensor:
-    """Return the weights of one matrix, float32 [out, in]."""
-    zeros, group = quantisation.zeros, quantisation.group or num_inputs(numbers)
+    """Return the weights of one matrix, float32 [out, in], of numbers that kernels read."""
     if numbers.dtype == torch.uint8:
         numbers = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
-    wide = values(numbers, as_floats=zeros is None)
+    return weights_of(numbers, quantisation)
+
+
+def weights_of(numbers: Tensor, quantisation: Quantisation) -> Tensor:
+    """Return the weights of one matrix, float32 [out, in].
+
+    Args:
+        numbers: [out, in]. Those of 4 bits are not packed.
+    """
+    zeros, group = quantisation.zeros, quantisation.group or numbers.shape[1]
+    if numbers.dtype == torch.uint8 and zeros is None:
+        wide = torch.tensor(FLOATS, device=numbers.device)[numbers.int()]
+    else:
+        wide = numbers.float()
     for number in range(quantisation.scales.shape[-1]):
         part = wide[:, number * group : (number + 1) * group]
         if zeros is not None:

@@ -51,7 +51,7 @@ class Prompt(msgspec.Struct, frozen=True, tag=True):
     """A request whose KV the producer computes.
 
     prefix_hints: other nodes from which the producer may read the prefix that it lacks.
-    encode_addresses: the encode node of each image. Empty: there is none.
+    encode_addresses: the encode node of each image. Empty: no encode node is used.
     """
 
     spec: RequestSpec

@@ -161,7 +161,7 @@ class Placement(msgspec.Struct, frozen=True):
         ticket: identifies it for migration to another node. 0: it stays.
         move_from: the node that runs it now, if any.
         own_address: of this node, as the router calls it. "": unknown.
-        encode_addresses: the encode node of each image. Empty: there is none.
+        encode_addresses: the encode node of each image. Empty: no encode node is used.
     """
 
     prefill_addresses: tuple[str, ...] = ()

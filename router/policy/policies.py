@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def encode_nodes(spec: RequestSpec, encoders: Sequence[str]) -> tuple[str, ...]:
-    """Return the encode node of each image, or nothing if there is none.
+    """Return the encode node of each image. Empty if there are no encode nodes.
 
     Rendezvous hashing by content: an image goes to the node that has its embeddings cached, and few
     images change their node when nodes join or leave.

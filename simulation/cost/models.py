@@ -67,7 +67,7 @@ class ModelShape(msgspec.Struct, frozen=True):
         experts: 0 in a dense model.
         experts_per_token: 0 in a dense model.
         tied: whether the head and the embeddings share their weights.
-        shared: hidden size of the expert that all tokens use. 0: there is none.
+        shared: hidden size of the expert that all tokens use. 0: the model has no such expert.
         windowed: layers whose tokens see only a window.
         window: tokens of the window, a token's own included.
         recurrent: layers with a delta-net in place of attention.

@@ -31,7 +31,7 @@ def logits_of(model: Model, tokens: list[int]) -> torch.Tensor:
 
 @functools.cache
 def exact_logits(architecture: str) -> torch.Tensor:
-    """Return the logits in float32 of the checkpoint that every test makes anew."""
+    """Return the logits in float32 of the checkpoint with this architecture."""
     with tempfile.TemporaryDirectory() as directory:
         model = load(make_checkpoint(Path(directory), architecture), CPU, torch.float32)
         return logits_of(model, drawn_tokens())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.quantised import QuantFormat, Quantisation, packed, values
+from kernels.quantised import QuantFormat, Quantisation, packed, weights_of
 
 _NOTHING = torch.empty(0)
 
@@ -33,21 +33,13 @@ class Matrix:
     def floats(self) -> Tensor:
         if self.format is None:
             return self.numbers
-        wide = values(self.numbers, as_floats=self.format.kind == "fp4")
-        group = self.format.group or wide.shape[1]
-        for number in range(self.scales.shape[1]):
-            part = wide[:, number * group : (number + 1) * group]
-            if self.format.kind == "int4":
-                part -= self.zeros[:, number, None]
-            part *= self.scales[:, number, None]
-        return wide
+        return weights_of(self.numbers, self._quantisation(self.format))
 
     def quantised(self) -> tuple[Tensor, Quantisation]:
         """Return the numbers of a quantised matrix as kernels read them, and their scales."""
         assert self.format is not None
         numbers = packed(self.numbers) if self.format.bits == 4 else self.numbers
-        zeros = self.zeros if self.format.kind == "int4" else None
-        return numbers.contiguous(), Quantisation(self.scales, self.format.group, zeros)
+        return numbers.contiguous(), self._quantisation(self.format)
 
     def with_rows(self, choose: Callable[[Tensor], Tensor]) -> "Matrix":
         """Return the rows that `choose` returns of a tensor with all rows."""
@@ -65,6 +57,9 @@ class Matrix:
         groups = torch.arange(inputs.start, inputs.stop, part.group) // self.format.group
         zeros = self.zeros[:, groups].contiguous() if self.format.kind == "int4" else self.zeros
         return Matrix(numbers, part, self.scales[:, groups].contiguous(), zeros)
+
+    def _quantisation(self, form: QuantFormat) -> Quantisation:
+        return Quantisation(self.scales, form.group, self.zeros if form.kind == "int4" else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,8 +48,7 @@ class FakeEncoder:
         self.copies.append(Future())
         return self.copies[-1]
 
-    def begin(self, images: Sequence[Image]) -> None:
-        raise NotImplementedError
+    def begin(self, images: Sequence[Image]) -> None: ...
 
     def close(self) -> None: ...
 
