@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits, which kernels widen on the way to the multiplication.
+"""Weight-only quantisation: weights in 8 or 4 bits, which kernels widen when they multiply.
 
 A weight is (number - zero) * scale. Consecutive inputs of a row share scale and zero point. Numbers
 are int8, fp8 (e4m3), integers from 0 to 15, or 4-bit floats (e2m1). Two numbers of 4 bits are in a

@@ -14,7 +14,7 @@ from engine.models.linear.dense import DenseForm, DenseLinear
 from engine.models.linear.int8 import Int8Form, rounded
 from engine.models.linear.packed import PackedForm
 from engine.models.linear.panels import Int8PanelForm, PanelForm
-from engine.models.linear.widened import WidenedForm
+from engine.models.linear.weight_only import WeightOnlyForm
 from engine.models.weights import load_weights, weight_bytes
 from kernels import device as devices
 from kernels.experts.routing import Routing, route
@@ -161,12 +161,12 @@ def test_bfloat16_is_packed_where_it_can_be_and_float32_stays_as_it_is(monkeypat
 def test_a_gpu_keeps_the_stored_format_if_it_can_widen_it(monkeypatch):
     cuda, capability = torch.device("cuda:0"), [(8, 9)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    kept = WidenedForm(cuda, BF16)
+    kept = WeightOnlyForm(cuda, BF16)
     assert form_of(cuda, BF16, "none", QuantFormat("fp8", 128)) == kept
     capability[0] = (8, 6)
     assert form_of(cuda, BF16, "none", QuantFormat("fp8", 128)) == DenseForm(cuda, BF16)
     assert form_of(cuda, BF16, "none", QuantFormat("int4", 128)) == kept
-    assert not isinstance(form_of(CPU, BF16, "none", QuantFormat("int4", 128)), WidenedForm)
+    assert not isinstance(form_of(CPU, BF16, "none", QuantFormat("int4", 128)), WeightOnlyForm)
 
 
 def test_a_torch_without_packed_products_computes_with_plain_ones(monkeypatch):

@@ -11,7 +11,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.families import read_decoder
 from engine.models.linear import INT8 as BY_CHANNEL
 from engine.models.linear import choose, onednn, rounding_of
-from engine.models.linear.widened import WidenedForm, WidenedLinear
+from engine.models.linear.weight_only import WeightOnlyForm, WeightOnlyLinear
 from engine.models.spec import NOT_QUANTISED
 from engine.models.weights import load_weights, survey, weight_bytes
 from tests.engine.test_linear import nbytes
@@ -88,7 +88,7 @@ def test_on_a_gpu_mxfp4_stays_as_it_is(tmp_path, monkeypatch):
     source = make_checkpoint(tmp_path / "source", "gpt_oss", num_local_experts=3)
     quantised, twin = in_mxfp4(source, tmp_path)
     expected = logits(twin)
-    monkeypatch.setattr(survey, "form_of", lambda *given: WidenedForm(CPU, given[1]))
+    monkeypatch.setattr(survey, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
     checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
     decoder = load_weights(checkpoint, spec, CPU, torch.bfloat16)
@@ -128,11 +128,11 @@ def test_on_a_gpu_quantised_weights_stay_as_they_are(tmp_path, monkeypatch, arch
     source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
     quantised, twin = requantised(source, tmp_path, FORMATS[name])
     expected = logits(twin)
-    monkeypatch.setattr(survey, "form_of", lambda *given: WidenedForm(CPU, given[1]))
+    monkeypatch.setattr(survey, "form_of", lambda *given: WeightOnlyForm(CPU, given[1]))
     torch.testing.assert_close(logits(quantised), expected, atol=1e-5, rtol=1e-5)
     checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
     decoder = load_weights(checkpoint, spec, CPU, torch.bfloat16)
-    assert isinstance(decoder.layers[0].mixer.output, WidenedLinear)
+    assert isinstance(decoder.layers[0].mixer.output, WeightOnlyLinear)
     taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
     if spec.tied_embeddings:
         taken -= decoder.ends.head.nbytes

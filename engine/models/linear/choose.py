@@ -14,7 +14,7 @@ from engine.models.linear.matrix import INT8
 from engine.models.linear.packed import PackedForm
 from engine.models.linear.panels import Int8PanelForm, PanelForm
 from engine.models.linear.protocol import Form
-from engine.models.linear.widened import WidenedForm
+from engine.models.linear.weight_only import WeightOnlyForm
 from kernels import device as devices
 from kernels.quantised import QuantFormat, widens
 
@@ -43,7 +43,7 @@ def form_of(
     if stored == INT8 and int8 is not None:
         return AsStoredForm(INT8, int8, form_of(device, dtype, "none"))
     if stored is not None and device.type == "cuda" and widens(stored, device):
-        return WidenedForm(device, dtype)
+        return WeightOnlyForm(device, dtype)
     if compiled is not None and compiled.multiplies(dtype):
         return PanelForm(dtype, compiled)
     if device.type == "cpu" and dtype == torch.bfloat16 and onednn.packs_bfloat16():

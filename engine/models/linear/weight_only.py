@@ -1,4 +1,4 @@
-"""Quantised matrices as they are stored, whose numbers a GPU widens while it multiplies."""
+"""Weight-only quantisation on a GPU: matrices as they are stored, widened in each product."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from kernels.quantised import SMALLEST_GROUP, QuantFormat, Quantisation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WidenedLinear:
+class WeightOnlyLinear:
     """A quantised matrix.
 
     Attributes:
@@ -35,7 +35,7 @@ class WidenedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class WidenedForm:
+class WeightOnlyForm:
     """A form that keeps quantised matrices, and holds others in `dtype` on `device`.
 
     Matrices become floats if a group is too small for a product, because a rank's part cuts it.
@@ -49,7 +49,7 @@ class WidenedForm:
             return self._rest.hold(matrix, bias)
         numbers, quantisation = matrix.quantised()
         own = quantisation.with_tensors(self._own)
-        return WidenedLinear(self._own(numbers), own, bias)
+        return WeightOnlyLinear(self._own(numbers), own, bias)
 
     def rounded(self, matrix: Matrix) -> Matrix:
         return matrix
