@@ -50,6 +50,10 @@ struct Bytes {  // unsigned inputs by signed weights
 };
 #endif
 
+// Whether words are added a tile at a time, so that there is no Kind::add.
+template <class Kind>
+constexpr bool BY_TILE = false;
+
 // WIDTH words of numbers that are multiplied as they are. The first `count` exist; others are 0.
 template <class T>
 inline Words words_of(const T* numbers, int64_t count) {

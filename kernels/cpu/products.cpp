@@ -1,17 +1,18 @@
 // Products of rows with a model's matrices, which lie in panels, for processors with AVX-512.
 //
-// Few rows read a matrix as one stream, many rows read a panel of it from a near cache; no row's
+// Few rows read a matrix as one stream, many rows read a panel of it from a near cache. No row's
 // result depends on the others, nor on the threads.
 
 #include <memory>
 
 #include "lanes.h"
-#include "panels.h"
 #include "operations.h"
+#include "panels.h"
+#include "tiles.h"
 
 namespace {
 
-constexpr int64_t ROWS = 64 * TILE;  // rows that share a panel, and whose sums stay in a near cache
+constexpr int64_t ROWS = 64 * TILE;  // rows that stay in a near cache, with their sums, for all panels
 
 // Calls finish(row, column, sums) with the sums of WIDTH outputs from `column` on. add(panel, first,
 // count, sums) gives those of `count` rows from `first` on.
@@ -22,7 +23,7 @@ void multiply(
     int64_t num_panels = (num_outputs + COLUMNS - 1) / COLUMNS;
     int64_t blocks = (num_rows + ROWS - 1) / ROWS;
     auto piece = [&](int64_t number) {
-        int64_t panel = number / blocks, first = number % blocks * ROWS;
+        int64_t panel = number % num_panels, first = number / num_panels * ROWS;
         int64_t count = std::min(ROWS, num_rows - first);
         typename Kind::Sums sums[ROWS][PARTS];
         add(panel, first, count, sums[0]);
@@ -89,8 +90,45 @@ struct StoredPanel {
     static constexpr int64_t AHEAD = DEPTH * GROUP;  // numbers
 };
 
-// The same sums with a matrix [outputs, inputs] as it is stored. A row alone is multiplied on the
-// way; for several a panel is laid in a near cache.
+// Sums of one row with a matrix as it is stored, which is multiplied on the way.
+template <class Kind, class T>
+void add_lone(const StoredPanel<T>& panel, const uint32_t* row, int64_t words, Lanes* sums) {
+    for (int64_t from = 0; from < words; from += DEPTH)
+        for (int part = 0; part < PARTS; part++) {
+            Lanes sum = {};
+            panel.each_block(part, from, [&](int64_t word, Words (&columns)[WIDTH]) {
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDTH; i++)
+                    if (from + word + i < words)
+                        sum = Kind::add(sum, columns[i], Words{} + row[from + word + i]);
+            });
+            sums[part] = from ? sums[part] + sum : sum;
+        }
+}
+
+// The same sums of several rows: a part of the matrix is laid in a near cache as a panel.
+template <class Kind, class T>
+void add_laid(
+    const StoredPanel<T>& panel, const uint32_t* rows, int64_t stride, int64_t count, int64_t words,
+    Lanes* sums
+) {
+    alignas(64) uint32_t laid[DEPTH * COLUMNS];
+    for (int64_t from = 0; from < words; from += DEPTH) {
+        for (int part = 0; part < PARTS; part++)
+            panel.each_block(part, from, [&](int64_t word, Words (&columns)[WIDTH]) {
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDTH; i++)
+                    std::memcpy(
+                        laid + (word + i) * COLUMNS + part * WIDTH, &columns[i], sizeof columns[i]
+                    );
+            });
+        add_rows<Kind>(
+            laid, rows + from, stride, count, std::min(DEPTH, words - from), sums, PARTS, from == 0
+        );
+    }
+}
+
+// The same sums with a matrix [outputs, inputs] as it is stored.
 template <class Kind, class T>
 auto stored(
     const T* matrix, int64_t matrix_stride, int64_t inputs, int64_t num_outputs,
@@ -102,32 +140,9 @@ auto stored(
             std::min<int64_t>(COLUMNS, num_outputs - panel * COLUMNS), inputs
         };
         const uint32_t* inputs_of = rows + first * stride;
-        alignas(64) uint32_t laid[DEPTH * COLUMNS];
-        for (int64_t from = 0; from < words; from += DEPTH) {
-            for (int part = 0; part < PARTS; part++) {
-                Lanes sum = {};
-                own.each_block(part, from, [&](int64_t word, Words (&columns)[WIDTH]) {
-#pragma GCC unroll 16
-                    for (int i = 0; i < WIDTH; i++) {
-                        if (count > 1)
-                            std::memcpy(
-                                laid + (word + i) * COLUMNS + part * WIDTH, &columns[i],
-                                sizeof columns[i]
-                            );
-                        else if (from + word + i < words)
-                            sum = Kind::add(
-                                sum, columns[i], Words{} + inputs_of[from + word + i]
-                            );
-                    }
-                });
-                if (count == 1) sums[part] = from ? sums[part] + sum : sum;
-            }
-            if (count > 1)
-                add_rows<Kind>(
-                    laid, inputs_of + from, stride, count, std::min(DEPTH, words - from), sums,
-                    PARTS, from == 0
-                );
-        }
+        if constexpr (!BY_TILE<Kind>)
+            if (count == 1) return add_lone<Kind>(own, inputs_of, words, sums);
+        add_laid<Kind>(own, inputs_of, stride, count, words, sums);
     };
 }
 
@@ -144,7 +159,7 @@ template <class Work>
 void multiplied(int dtype, Work work) {
     if (dtype == 0) work(Floats(), (float*)nullptr);
 #if defined(__AVX512BF16__)
-    if (dtype == 1) work(Bfloats(), (bfloat16*)nullptr);
+    if (dtype == 1) work(BfloatProducts(), (bfloat16*)nullptr);
 #endif
 }
 
@@ -184,11 +199,11 @@ int products() {
 #if defined(__AVX512F__)
     kinds |= 1;
 #endif
-// Processors with tiles are faster at what oneDNN makes of them.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+    if (!may_multiply()) return kinds;
+#if defined(__AVX512BF16__)
     kinds |= 2;
 #endif
-#if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+#if defined(__AVX512VNNI__)
     kinds |= 4;
 #endif
     return kinds;
@@ -293,8 +308,8 @@ void int8_product(
             if (bias) value += load((const T*)bias + column, left);
             store((T*)out + row * num_outputs + column, value, left);
         };
-        auto add = packed<Bytes>(panels, rows.get(), words, words);
-        multiply<Bytes>(num_rows, words, num_outputs, team, add, finish);
+        auto add = packed<ByteProducts>(panels, rows.get(), words, words);
+        multiply<ByteProducts>(num_rows, words, num_outputs, team, add, finish);
     });
 #endif
 }

@@ -226,13 +226,13 @@ def test_a_start_without_compiled_kernels_is_refused(checkpoint, monkeypatch):
 
 
 def test_products_that_are_not_compiled_are_refused(checkpoint, monkeypatch):
-    class WithTiles:
-        """The library of a processor with AMX, where oneDNN multiplies all but float32."""
+    class FloatsAlone:
+        """The library of a processor with AVX-512 alone, which multiplies float32."""
 
         def multiplies(self, dtype):
             return dtype == torch.float32
 
-    monkeypatch.setattr(device, "compiled_for", lambda where: WithTiles())
+    monkeypatch.setattr(device, "compiled_for", lambda where: FloatsAlone())
     refused = refusal(checkpoint, torch.bfloat16)
     assert "do not multiply bfloat16" in refused and "set engine.dtype to float32" in refused
     assert "do not multiply int8" in refusal(checkpoint, quantize="int8")

@@ -26,14 +26,19 @@ class ComparedKind(NamedTuple):
     @property
     def drafters(self) -> Sequence[str]:
         """The methods of speculation with this model."""
-        layers = {"llama": "eagle", "deepseek_v3": "mtp"} if self.native else {}
-        return ("none", "ngram", layers.get(self.family, "ngram"))
+        return ("none", "ngram", _DRAFT_LAYERS.get(self.family, "ngram") if self.native else "ngram")
 
     @property
     def native(self) -> bool:
         return self.flags != _BY_TRANSFORMERS
 
 
+_DRAFT_LAYERS = {
+    "llama": "eagle",
+    "deepseek_v3": "mtp",
+    "qwen3_next": "mtp",
+    "qwen3_5_text": "mtp",
+}
 _INT8 = ("--quantize=int8",)
 _BY_TRANSFORMERS = ("--engine.model-backend=transformers",)
 MODELS = (

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import LATENT_ARCHITECTURES, make_checkpoint
 from tests.support.cluster import Cluster, Node, slowed
-from tests.support.drafters import make_eagle, make_mtp
+from tests.support.drafters import make_eagle, make_hybrid_mtp, make_mtp
 from tools.bench.bits.circumstances import Circumstances, ComparedKind
 from tools.bench.bits.requests import ADAPTER, Request, Response, respond
 
@@ -29,6 +29,11 @@ _HEADS: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 32,
+}
+_MTP_LAYERS = {
+    "deepseek_v3": make_mtp,
+    "qwen3_next": make_hybrid_mtp,
+    "qwen3_5_text": make_hybrid_mtp,
 }
 _STEP_S = 0.004  # added to each step, so that events happen within responses
 _TOGETHER = 4  # compared requests of a round
@@ -89,8 +94,8 @@ class ComparedModel:
         lora = self._make_adapter(directory / "adapters") if kind.native else ()
         self._adapters = ("", "", ADAPTER) if kind.native else ("",)
         self._eagle = directory / "eagle"
-        if kind.family == "deepseek_v3":
-            make_mtp(self._model)
+        if kind.family in _MTP_LAYERS:
+            _MTP_LAYERS[kind.family](self._model)
         if kind.family == "llama":
             make_eagle(self._eagle, self._model)
         self._always = (
