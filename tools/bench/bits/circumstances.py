@@ -26,7 +26,8 @@ class ComparedKind(NamedTuple):
     @property
     def drafters(self) -> Sequence[str]:
         """The methods of speculation with this model."""
-        return ("none", "ngram", _DRAFT_LAYERS.get(self.family, "ngram") if self.native else "ngram")
+        layers = _DRAFT_LAYERS if self.native else {}
+        return ("none", "ngram", layers.get(self.family, "ngram"))
 
     @property
     def native(self) -> bool:
