@@ -34,7 +34,7 @@ class System:
 
     name: str
     target: str
-    router_pid: int | None  # None: started elsewhere
+    router_pid: int
 
     async def vocabulary(self) -> int:
         async with make_channel(self.target) as channel:
@@ -48,7 +48,7 @@ class System:
 
     async def cpu_seconds(self) -> dict[str, float]:
         """Return the CPU time so far of each process on this machine, by name."""
-        pids = {"router": self.router_pid} if self.router_pid else {}
+        pids = {"router": self.router_pid}
         for node in await self.nodes():
             names = (f"{node.role} {part}" for part in _PARTS)
             pids |= dict(zip(names, node.pids, strict=False))  # no pids: the node is unreachable
