@@ -33,6 +33,9 @@ from tests.api.rig import (
 from tests.support.http_client import WAIT_S, connected, get, not_reading, sse_events
 
 MANY_TOKENS = 2000
+BOTH = pytest.mark.parametrize(
+    "endpoint, asked", [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})]
+)
 CHAT_PROMPT = [0, *ids("[user] hello\n[assistant]")]
 
 
@@ -98,9 +101,8 @@ async def test_a_streamed_completion_is_exactly_these_bytes(api, wire):
     assert rest.decode() == event % (envelope, " two", '"stop"') + "data: [DONE]\n\n"
 
 
-@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
-async def test_a_batch_invariant_response_has_its_seed_and_says_so(api, wire, endpoint):
-    asked = {"prompt": "x"} if endpoint == COMPLETIONS else {"messages": HELLO}
+@BOTH
+async def test_a_batch_invariant_response_has_its_seed_and_says_so(api, wire, endpoint, asked):
     api.node.change_status(fingerprint="one", batch_invariant=True)
     for stream in (False, True):
         for given in (None, 5):
@@ -136,73 +138,48 @@ async def test_other_apis_return_the_seed_of_a_batch_invariant_response(
     assert (expected is None) == (name not in fields) and fields.get(name) == expected
 
 
-@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
-async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_from(
-    api, wire, endpoint
-):
-    asked = {"prompt": "x"} if endpoint == COMPLETIONS else {"messages": HELLO}
-
-    async def answered(stream):
-        api.node.change_status(fingerprint="old")
-        await wire.post(endpoint, {**asked, "stream": stream})
-        number = (await api.node.submitted()).number
-        api.node.say({number: ids(" one")})
-        for fingerprint in ("unused", "new"):
-            api.node.change_status(fingerprint=fingerprint)
-        api.node.finish(number, ids(" two"))
-        return await wire.response()
-
-    spans = [
-        {"first_token": 0, "system_fingerprint": "fp_old"},
-        {"first_token": len(ids(" one")), "system_fingerprint": "fp_new"},
-    ]
-    whole = (await answered(False)).json
-    assert whole["system_fingerprint"] == "fp_new"
-    assert whole["choices"][0]["system_fingerprints"] == spans
-    events = (await answered(True)).events
-    assert [each["system_fingerprint"] for each in events] == ["fp_old", "fp_new"]
-    reported = [each["choices"][0].get("system_fingerprints") for each in events]
-    assert reported == [None, spans]
-
-
 @pytest.mark.parametrize(
     "endpoint, asked, of_stream",
     [
+        (COMPLETIONS, {"prompt": "x"}, lambda events: events[-1]),
+        (CHAT, {"messages": HELLO}, lambda events: events[-1]),
         ("/v1/responses", {"input": "x"}, lambda events: events[-1]["response"]),
         ("/v1/messages", {"messages": HELLO, "max_tokens": 9}, lambda events: events[-2]["delta"]),
     ],
 )
 @pytest.mark.parametrize("updated", [False, True])
-async def test_responses_and_messages_name_them_too(api, wire, endpoint, asked, of_stream, updated):
-    named = {"system_fingerprint": "fp_old"}
-    if updated:
-        new = {"system_fingerprint": "fp_new"}
-        spans = [{"first_token": 0, **named}, {"first_token": len(ids(" one")), **new}]
-        named = {**new, "system_fingerprints": spans}
+async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_from(
+    api, wire, endpoint, asked, of_stream, updated
+):
+    old, new = {"system_fingerprint": "fp_old"}, {"system_fingerprint": "fp_new"}
+    spans = [{"first_token": 0, **old}, {"first_token": len(ids(" one")), **new}]
+    named = {**new, "system_fingerprints": spans} if updated else old
 
     async def answered(stream):
         api.node.change_status(fingerprint="old")
         await wire.post(endpoint, {**asked, "stream": stream})
         number = (await api.node.submitted()).number
         api.node.say({number: ids(" one")})
-        if updated:
-            api.node.change_status(fingerprint="new")
+        for fingerprint in ("unused", "new") if updated else ():
+            api.node.change_status(fingerprint=fingerprint)
         api.node.finish(number, ids(" two"))
         return await wire.response()
 
     def fingerprints(answer):
-        return {name: each for name, each in answer.items() if "fingerprint" in name}
+        (choice,) = answer.get("choices", [{}])
+        return {name: each for name, each in (answer | choice).items() if "fingerprint" in name}
 
     assert fingerprints((await answered(False)).json) == named
     lines = (await answered(True)).body.splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
     assert fingerprints(of_stream(events)) == named
+    if "choices" in events[0]:
+        assert [fingerprints(each) for each in events] == [old, named]
 
 
-@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
-async def test_token_ids_are_returned_if_they_are_requested(api, wire, endpoint):
+@BOTH
+async def test_token_ids_are_returned_if_they_are_requested(api, wire, endpoint, asked):
     """A piece without text has token ids too: the text of a part of a character is not known."""
-    asked = {"prompt": "x"} if endpoint == COMPLETIONS else {"messages": HELLO}
     generated = ids(" one \u00e9 two")
 
     async def answered(stream):
