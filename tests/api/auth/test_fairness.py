@@ -143,42 +143,32 @@ async def test_a_free_slot_goes_to_the_client_with_the_fewest_for_its_weight():
     await asyncio.wait_for(waiting[0], LONG_S)
 
 
-async def test_equals_are_served_in_turn():
+@pytest.mark.parametrize(
+    "asked, order",
+    [
+        # Equals are served in turn.
+        ([("a", 0), ("a", 0), ("a", 0), ("b", 0), ("c", 0)], "a0 b0 c0 a0 a0"),
+        # Of one client the urgent is first. Seen failing with a line as they came.
+        ([("a", 0), ("a", -1), ("a", 5), ("a", 0)], "a5 a0 a0 a-1"),
+    ],
+)
+async def test_clients_that_wait_take_turns_and_the_urgent_request_of_each_is_first(asked, order):
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder = by_address("holder")
     await slots.take(holder)
-    order = []
+    served = []
 
-    async def one(client):
-        await slots.take(client)
-        order.append(client.name)
+    async def one(name, priority):
+        client = by_address(name)
+        await slots.take(client, priority)
+        served.append(f"{name}{priority}")
         slots.give_back(client)
 
-    waiting = [by_address(name) for name in ("a", "a", "a", "b", "c")]
-    tasks = [asyncio.create_task(one(client)) for client in waiting]
+    tasks = [asyncio.create_task(one(*each)) for each in asked]
     await asyncio.sleep(0)
     slots.give_back(holder)
     await asyncio.wait_for(asyncio.gather(*tasks), LONG_S)
-    assert order == ["a", "b", "c", "a", "a"]
-
-
-# Seen failing with a line as they came.
-async def test_of_one_client_the_urgent_is_served_first():
-    slots = FairShareLimiter(1, longest_wait_s=LONG_S)
-    client = by_address("a")
-    await slots.take(client)
-    order = []
-
-    async def one(priority):
-        await slots.take(client, priority)
-        order.append(priority)
-        slots.give_back(client)
-
-    tasks = [asyncio.create_task(one(priority)) for priority in (0, -1, 5, 0)]
-    await asyncio.sleep(0)
-    slots.give_back(client)
-    await asyncio.wait_for(asyncio.gather(*tasks), LONG_S)
-    assert order == [5, 0, 0, -1]
+    assert " ".join(served) == order
 
 
 # Seen failing with whoever comes last refused.
