@@ -133,6 +133,7 @@ async def test_a_second_signal_does_not_wait_for_live_requests(start):
 @pytest.mark.parametrize("flag", ["--port", "--http-port"])
 def test_a_port_that_is_taken_is_one_clear_line(start, flag):
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # others might share it
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         router = start(flag, str(taken.getsockname()[1]))
