@@ -7,7 +7,7 @@ from grpc import StatusCode
 
 from protos.router_pb2 import GetClusterRequest
 from router.cluster import decode_client
-from tests.api.rig import collect, eventually, fails, failure, pair_for, router_for
+from tests.api.rig import collect, eventually, fails, failure, pair_for, router_for, usable
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 
 
@@ -66,9 +66,9 @@ async def test_a_node_that_falls_back_is_used_only_where_no_decode_node_has_a_pr
             assert list(alone.prefill_addresses) == []
             await collect(call)
             d1.change_status(links=links_to([prefill.address]))
-            await eventually(lambda: [c.address for c in router.cluster.usable()] == [d1.address])
+            await eventually(lambda: usable(router) == [d1.address])
             d1.change_status(links=[])
-            await eventually(lambda: [c.address for c in router.cluster.usable()] == [d0.address])
+            await eventually(lambda: usable(router) == [d0.address])
 
 
 async def test_a_decode_node_that_starts_again_is_used_again_at_once(model, monkeypatch):

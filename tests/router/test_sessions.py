@@ -6,7 +6,15 @@ import pytest
 from grpc import StatusCode
 
 from api.requests.validation import MAX_SESSION_ID_CHARACTERS
-from tests.api.rig import COMPLETIONS, api_for, collect, fails, served, two_nodes
+from tests.api.rig import (
+    COMPLETIONS,
+    api_for,
+    collect,
+    fails,
+    served,
+    submitted_to_one_of,
+    two_nodes,
+)
 from tests.support.http_client import post
 
 
@@ -40,12 +48,7 @@ async def test_a_session_stays_with_its_decode_node(model, way):
 
         for session in ["a", "b", "c", "d", "a", "d", "b", "c", "c", "a"]:
             asking = asyncio.create_task(ask(session))
-            arrivals = [asyncio.create_task(node.submitted()) for node in nodes]
-            done, waiting = await asyncio.wait(arrivals, return_when="FIRST_COMPLETED")
-            for task in waiting:
-                task.cancel()
-            (arrived,) = done
-            node, submit = nodes[arrivals.index(arrived)], await arrived
+            node, submit = await submitted_to_one_of(nodes)
             node.finish(submit.number)
             await asking
             homes.setdefault(session, set()).add(node.address)

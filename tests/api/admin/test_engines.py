@@ -14,7 +14,16 @@ from common.errors import NodeUnavailable
 from protos import router_pb2
 from router.cluster import cluster
 from router.policy import PlacementKey
-from tests.api.rig import api_for, ask, collect, eventually, pair_for, router_for, submitted_or_over
+from tests.api.rig import (
+    api_for,
+    ask,
+    collect,
+    eventually,
+    pair_for,
+    router_for,
+    submitted_or_over,
+    usable,
+)
 from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 from tests.support.stub_pooling_node import StubPoolingNode
@@ -78,13 +87,9 @@ async def test_nothing_need_be_said_but_by_web_pages(api):
     assert answer["status"] == "paused"
 
 
-def _usable(router):
-    return [choice.address for choice in router.cluster.usable()]
-
-
 async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(client, router, d0, d1):
     d0.change_status(paused=True)
-    await eventually(lambda: _usable(router) == [d1.address])
+    await eventually(lambda: usable(router) == [d1.address])
     calls = [ask(client) for _ in range(4)]
     for _ in calls:
         await d1.complete()
@@ -93,7 +98,7 @@ async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(client, 
     with pytest.raises(NodeUnavailable, match="no other decode node is ready"):
         router.cluster.choose_target(PlacementKey([7]), d1.address)
     d1.change_status(paused=True)
-    await eventually(lambda: _usable(router) == [d0.address, d1.address])
+    await eventually(lambda: usable(router) == [d0.address, d1.address])
     await client.wait_until_serving()
     calls = [ask(client) for _ in range(2)]
     for node in (d0, d1):
@@ -101,14 +106,14 @@ async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(client, 
     for call in calls:
         await collect(call)
     d0.change_status(paused=False)
-    await eventually(lambda: _usable(router) == [d0.address])
+    await eventually(lambda: usable(router) == [d0.address])
 
 
 async def test_what_only_a_paused_node_can_take_waits_there(client, router, d0):
     d0.adapters = {"sql": b"s" * 16}
     d0.adapters_changed()
     d0.change_status(paused=True)
-    await eventually(lambda: len(_usable(router)) == 1 and router.cluster.adapters.by_name())
+    await eventually(lambda: len(usable(router)) == 1 and router.cluster.adapters.by_name())
     call = client.generate("x", adapter="sql")
     await d0.complete()
     await collect(call)
