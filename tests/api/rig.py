@@ -221,12 +221,10 @@ class Pair:
 @asynccontextmanager
 async def pair_for(model: Path, *, serves_alone: bool = True, **knobs: Any) -> AsyncIterator[Pair]:
     async with StubNode() as prefill:
-        addresses = [prefill.address]
-        async with StubDecodeNode(paired=addresses, serves_alone=serves_alone) as decode:
-            knobs |= {"decode": [decode.address], "prefill": addresses}
-            async with router_for(model, **knobs) as (client, router):
-                await client.wait_until_serving()
-                yield Pair(client, router, prefill, decode)
+        knobs["prefill"] = [prefill.address]
+        node = StubDecodeNode(paired=knobs["prefill"], serves_alone=serves_alone)
+        async with served(model, node, **knobs) as (client, decode, router):
+            yield Pair(client, router, prefill, decode)
 
 
 @dataclass(frozen=True, slots=True)

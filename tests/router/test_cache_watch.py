@@ -14,7 +14,7 @@ from protos.router_pb2 import GetClusterRequest, TokenIds
 from router.cluster import membership
 from router.cluster.membership import CacheWatch
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
-from tests.api.rig import collect, eventually, router_for
+from tests.api.rig import collect, eventually, served
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
 SIZE = 16
@@ -77,10 +77,9 @@ async def test_nonsense_is_not_believed(monkeypatch, nonsense):
 
 @pytest.mark.parametrize("policy, listens", [("prefix_aware", True), ("least_tokens", False)])
 async def test_nodes_are_heard_only_where_the_policy_heeds_what_they_say(model, policy, listens):
-    async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
-        nodes = {"decode": [decode.address], "prefill": [prefill.address]}
-        async with router_for(model, policy=policy, **nodes) as (client, _):
-            await client.wait_until_serving()
+    async with StubNode() as prefill:
+        prefilled = {"node": StubDecodeNode(paired=[prefill.address]), "prefill": [prefill.address]}
+        async with served(model, policy=policy, **prefilled) as (client, _, _):
             for _ in range(2):  # what was called before these has arrived before them
                 await client.stub.GetCluster(GetClusterRequest())
             assert bool(prefill.watchers) is listens
@@ -91,22 +90,21 @@ async def first_of(model: Path, *nodes: StubNode) -> AsyncIterator[Callable[...,
     """A router that hears all these nodes; and a call that returns to which of them it sends a
     prompt first."""
     prefill = [node.address for node in nodes]
-    async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
-        async with router_for(model, decode=[decode.address], prefill=prefill) as (client, _):
+    decode = StubDecodeNode(paired=prefill, serves_alone=False)
+    async with served(model, decode, prefill=prefill) as (client, _, _):
 
-            async def first(salt: str | None = None) -> str:
-                tokens = TokenIds(ids=[*PREFIX, 9])
-                call = client.generate(token_ids=tokens, cache_salt=salt)
-                submit = await decode.complete([20], STOP)
-                await collect(call)
-                address: str = submit.prefill_addresses[0]
-                return address
+        async def first(salt: str | None = None) -> str:
+            tokens = TokenIds(ids=[*PREFIX, 9])
+            call = client.generate(token_ids=tokens, cache_salt=salt)
+            submit = await decode.complete([20], STOP)
+            await collect(call)
+            address: str = submit.prefill_addresses[0]
+            return address
 
-            await client.wait_until_serving()
-            await eventually(lambda: all(node.watchers for node in nodes))
-            # Reported to several streams: the first answers may come before they all are read.
-            async with asyncio.timeout(60):
-                yield first
+        await eventually(lambda: all(node.watchers for node in nodes))
+        # Reported to several streams: the first answers may come before they all are read.
+        async with asyncio.timeout(60):
+            yield first
 
 
 async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model):

@@ -9,7 +9,7 @@ import pytest
 
 from protos.decode_pb2 import FINISH_REASON_ERROR
 from protos.router_pb2 import TokenIds
-from tests.api.rig import Client, collect, eventually, failure, router_for
+from tests.api.rig import Client, collect, eventually, failure, served
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, Submission
 
 
@@ -28,13 +28,10 @@ class Rig:
 @asynccontextmanager
 async def rig_of(model: Path, *prefill: StubNode, policy: str) -> AsyncIterator[Rig]:
     addresses = [node.address for node in prefill]
-    async with StubDecodeNode(paired=addresses, serves_alone=False) as decode:
-        knobs = {"decode": [decode.address], "prefill": addresses, "policy": policy}
-        async with router_for(model, **knobs) as (client, router):
-            await eventually(
-                lambda: any(len(choice.prefill) == 2 for choice in router.cluster.usable())
-            )
-            yield Rig(client, decode)
+    decode = StubDecodeNode(paired=addresses, serves_alone=False)
+    async with served(model, decode, prefill=addresses, policy=policy) as (client, _, router):
+        await eventually(lambda: any(len(each.prefill) == 2 for each in router.cluster.usable()))
+        yield Rig(client, decode)
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from tests.api.rig import (
     eventually,
     pair_for,
     router_for,
+    served,
     submitted_or_over,
     usable,
 )
@@ -122,17 +123,17 @@ async def test_what_only_a_paused_node_can_take_waits_there(client, router, d0):
 async def test_paused_prefill_nodes_are_named_where_all_are(model):
     async with StubNode() as p0, StubNode() as p1:
         prefill = [p0.address, p1.address]
-        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
-            async with router_for(model, decode=[decode.address], prefill=prefill) as (_, router):
+        decode = StubDecodeNode(paired=prefill, serves_alone=False)
+        async with served(model, decode, prefill=prefill) as (_, _, router):
 
-                def named():
-                    return [each.address for one in router.cluster.usable() for each in one.prefill]
+            def named():
+                return [each.address for one in router.cluster.usable() for each in one.prefill]
 
-                await eventually(lambda: named() == prefill)
-                p0.description.state = "paused"
-                await eventually(lambda: named() == [p1.address])
-                p1.description.state = "paused"
-                await eventually(lambda: named() == prefill)
+            await eventually(lambda: named() == prefill)
+            p0.description.state = "paused"
+            await eventually(lambda: named() == [p1.address])
+            p1.description.state = "paused"
+            await eventually(lambda: named() == prefill)
 
 
 async def test_texts_are_embedded_at_nodes_that_are_not_paused(model):
