@@ -56,6 +56,12 @@ class InvalidRequest(ServingError):
     status = StatusCode.INVALID_ARGUMENT
 
 
+def check_at_most(field: str, number: int, units: str, limit: int) -> None:
+    """Raise InvalidRequest if a field has more units than allowed."""
+    if number > limit:
+        raise InvalidRequest(f"{field} has {number} {units}, {limit} allowed")
+
+
 class Unauthenticated(ServingError):
     status = StatusCode.UNAUTHENTICATED
 

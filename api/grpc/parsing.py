@@ -24,7 +24,7 @@ from api.requests.generate_params import (
     any_seed,
 )
 from api.text.limits import MAX_SETTINGS_BYTES, MAX_TOOLS
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, check_at_most
 from common.requests.sampling import unchecked
 from protos.router_pb2 import (
     ChatMessage,
@@ -102,18 +102,14 @@ def from_prompt(request: GenerateRequest | TokenizeRequest) -> Prompt:
 
 
 def _messages(sent: ChatMessages) -> ChatPrompt:
-    if len(sent.tools) > MAX_TOOLS:
-        raise InvalidRequest(f"messages.tools has {len(sent.tools)} tools, {MAX_TOOLS} allowed")
-    if len(sent.template_settings) > MAX_SETTINGS_BYTES:
-        raise InvalidRequest(
-            f"messages.template_settings has {len(sent.template_settings)} characters, "
-            f"{MAX_SETTINGS_BYTES} allowed"
-        )
+    check_at_most("messages.tools", len(sent.tools), "tools", MAX_TOOLS)
+    settings = "messages.template_settings"
+    check_at_most(settings, len(sent.template_settings), "characters", MAX_SETTINGS_BYTES)
     tools = [_tool(text, f"messages.tools[{n}]") for n, text in enumerate(sent.tools)]
     return ChatPrompt(
         [_turn(number, message) for number, message in enumerate(sent.messages)],
         tools,
-        _object(sent.template_settings or "{}", "messages.template_settings"),
+        _object(sent.template_settings or "{}", settings),
         sent.reasoning_effort if sent.HasField("reasoning_effort") else None,
         PromptEnding.CONTINUED if sent.continue_final_message else PromptEnding.OPENED,
     )

@@ -33,7 +33,7 @@ from api.images.picture import (
 )
 from api.images.videos import MAX_FPS, MIN_FPS, num_patches, patches_of
 from common.config import ImagesConfig
-from common.errors import ConfigError, InvalidRequest, NodeUnavailable
+from common.errors import ConfigError, InvalidRequest, NodeUnavailable, check_at_most
 from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES
 from common.logs import kv
 from common.model_directory import VisionFiles
@@ -324,13 +324,9 @@ class ImageLoader:
         if videos and self._files.video is None:
             raise InvalidRequest("messages: this model does not support videos")
         num_images, allowed = len(media) - len(videos), self._config
-        if num_images > allowed.max_images:
-            raise InvalidRequest(f"messages has {num_images} images, {allowed.max_images} allowed")
+        check_at_most("messages", num_images, "images", allowed.max_images)
         num_frames = sum(len(video.sources) for video in videos)
-        if num_frames > allowed.max_frames:
-            raise InvalidRequest(
-                f"messages has {num_frames} frames of videos, {allowed.max_frames} allowed"
-            )
+        check_at_most("messages", num_frames, "frames of videos", allowed.max_frames)
         for video in videos:
             if len(video.sources) < 2:
                 raise InvalidRequest("messages: a video has at least 2 frames: send an image")
@@ -339,10 +335,7 @@ class ImageLoader:
                     f"messages: fps is {video.fps:g}, expected {MIN_FPS:g} to {MAX_FPS:g}"
                 )
         shown = num_images + sum(num_patches(video, self._files.frames) for video in videos)
-        if shown > MAX_IMAGES:
-            raise InvalidRequest(
-                f"messages has {shown} images and temporal patches of videos, {MAX_IMAGES} allowed"
-            )
+        check_at_most("messages", shown, "images and temporal patches of videos", MAX_IMAGES)
 
     async def read(
         self, media: Sequence[MediaInput], max_tokens: int, client: Client

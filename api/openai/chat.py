@@ -33,21 +33,14 @@ from api.dialect.tools import guided, listening, offered
 from api.openai.replies import (
     ChatLogprobs,
     ChoiceCollector,
-    FingerprintSpans,
-    HiddenState,
+    ChoiceEnd,
     ReturnedStates,
-    Seed,
-    StopReason,
-    TokenIds,
-    fingerprint_spans,
     generated_ids,
     of_chat,
-    seed_of,
-    stop_reason,
 )
 from api.parsers.events import CallPart, ParsedText, StreamParser
 from api.parsers.model_format import ModelFormat
-from api.requests.answer import FinalChunk, OutputChunk, RoutedExperts
+from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import PredictionPrompt
 from common.requests.sampling import MAX_LOGPROBS
 
@@ -71,17 +64,11 @@ class ResponseMessage(msgspec.Struct):
     tool_calls: list[ResponseToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatChoice(msgspec.Struct):
+class ChatChoice(ChoiceEnd):
     index: int
     message: ResponseMessage
     finish_reason: str
     logprobs: ChatLogprobs | None = None
-    stop_reason: StopReason = msgspec.UNSET
-    token_ids: TokenIds = msgspec.UNSET
-    system_fingerprints: FingerprintSpans = msgspec.UNSET
-    seed: Seed = msgspec.UNSET
-    hidden_states: HiddenState = msgspec.UNSET
-    routed_experts: RoutedExperts = msgspec.UNSET
 
 
 class DeltaFunction(msgspec.Struct, omit_defaults=True):
@@ -105,17 +92,11 @@ class Delta(msgspec.Struct, omit_defaults=True):
     tool_calls: list[DeltaCall] | None = None
 
 
-class ChunkChoice(msgspec.Struct):
+class ChunkChoice(ChoiceEnd):
     index: int
     delta: Delta
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
-    stop_reason: StopReason = msgspec.UNSET
-    token_ids: TokenIds = msgspec.UNSET
-    system_fingerprints: FingerprintSpans = msgspec.UNSET
-    seed: Seed = msgspec.UNSET
-    hidden_states: HiddenState = msgspec.UNSET
-    routed_experts: RoutedExperts = msgspec.UNSET
 
 
 class ChatResponseWriter:
@@ -141,11 +122,7 @@ class ChatResponseWriter:
         chunk = ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
         if isinstance(piece, FinalChunk):
             chunk.finish_reason = _reason(self._listener, piece)
-            chunk.stop_reason = stop_reason(piece)
-            chunk.system_fingerprints = fingerprint_spans(piece)
-            chunk.seed = seed_of(piece)
-            chunk.hidden_states = self._states.hidden_state
-            chunk.routed_experts = self._states.routed_experts
+            self._states.end(chunk, piece)
         if self._returns_ids:
             chunk.token_ids = generated_ids([piece])
         return chunk
@@ -157,18 +134,13 @@ class ChatResponseWriter:
             text += piece.text
             self._states.add(piece)
         heard = self._listener.hear(text, marks, last=True)
-        return ChatChoice(
-            self._index,
-            _answer(heard),
-            _reason(self._listener, last),
-            of_chat([token for piece in pieces for token in piece.tokens]),
-            stop_reason(last),
-            generated_ids(pieces) if self._returns_ids else msgspec.UNSET,
-            fingerprint_spans(last),
-            seed_of(last),
-            self._states.hidden_state,
-            self._states.routed_experts,
-        )
+        logprobs = of_chat([token for piece in pieces for token in piece.tokens])
+        reason = _reason(self._listener, last)
+        choice = ChatChoice(self._index, _answer(heard), reason, logprobs)
+        self._states.end(choice, last)
+        if self._returns_ids:
+            choice.token_ids = generated_ids(pieces)
+        return choice
 
 
 def _delta(heard: ParsedText, first: bool) -> Delta:

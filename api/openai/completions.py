@@ -23,21 +23,15 @@ from api.dialect.ignored_fields import OF_COMPLETIONS
 from api.dialect.problems import OPENAI, invalid
 from api.openai.replies import (
     ChoiceCollector,
-    FingerprintSpans,
-    HiddenState,
+    ChoiceEnd,
     ReturnedStates,
-    Seed,
-    StopReason,
     TextLogprobs,
     TextTokens,
     TokenIds,
-    fingerprint_spans,
     generated_ids,
     prompt_ids,
-    seed_of,
-    stop_reason,
 )
-from api.requests.answer import FinalChunk, OutputChunk, RoutedExperts, TokenReport
+from api.requests.answer import FinalChunk, OutputChunk, TokenReport
 from api.text.limits import MAX_CHOICES
 from common.requests.sampling import MAX_LOGPROBS
 
@@ -55,18 +49,12 @@ class CompletionFields(GenerationFields, kw_only=True):
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionChoice(ChoiceEnd):
     index: int
     text: str
     finish_reason: str | None
     logprobs: TextLogprobs | None = None
-    stop_reason: StopReason = msgspec.UNSET
-    token_ids: TokenIds = msgspec.UNSET
     prompt_token_ids: TokenIds = msgspec.UNSET
-    system_fingerprints: FingerprintSpans = msgspec.UNSET
-    seed: Seed = msgspec.UNSET
-    hidden_states: HiddenState = msgspec.UNSET
-    routed_experts: RoutedExperts = msgspec.UNSET
 
 
 class CompletionResponseWriter:
@@ -90,27 +78,20 @@ class CompletionResponseWriter:
     def chunk(self, piece: OutputChunk | FinalChunk) -> CompletionChoice | None:
         match piece:
             case FinalChunk():
-                return self._end([piece], piece)
+                return self.choice([piece], piece)
             case OutputChunk(text="", tokens=[] | ()) if self._begun and not self._returns_ids:
-                self._states.add(piece)
-                return None  # an incomplete character
+                chunk = None  # an incomplete character
             case _:
-                self._states.add(piece)
-                self._begun = True
-                return self._choice([piece], None)
+                chunk = self._choice([piece], None)
+        self._states.add(piece)
+        self._begun = True
+        return chunk
 
     def choice(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> CompletionChoice:
-        return self._end(pieces, last)
-
-    def _end(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> CompletionChoice:
         choice = self._choice(pieces, last.finish_reason)
-        choice.stop_reason = stop_reason(last)
-        choice.system_fingerprints = fingerprint_spans(last)
-        choice.seed = seed_of(last)
         for piece in pieces:
             self._states.add(piece)
-        choice.hidden_states = self._states.hidden_state
-        choice.routed_experts = self._states.routed_experts
+        self._states.end(choice, last)
         return choice
 
     def _choice(self, pieces: Sequence[OutputChunk], finish_reason: str | None) -> CompletionChoice:

@@ -55,6 +55,18 @@ Seed: TypeAlias = int | msgspec.UnsetType
 FingerprintSpans: TypeAlias = list[FingerprintSpan] | msgspec.UnsetType
 
 
+class ChoiceEnd(msgspec.Struct, kw_only=True):
+    """The fields of a choice that are known at its end, in any format. Those not requested are
+    unset."""
+
+    stop_reason: StopReason = msgspec.UNSET
+    token_ids: TokenIds = msgspec.UNSET
+    system_fingerprints: FingerprintSpans = msgspec.UNSET
+    seed: Seed = msgspec.UNSET
+    hidden_states: HiddenState = msgspec.UNSET
+    routed_experts: RoutedExperts = msgspec.UNSET
+
+
 class OpenAiUsage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
@@ -206,11 +218,6 @@ class _Chunks:
         return self._event((), usage) + DONE
 
 
-def stop_reason(last: FinalChunk) -> StopReason:
-    """Return the stop string or the id of the stop token that ended a choice, unset if none did."""
-    return msgspec.UNSET if last.stop_reason is None else last.stop_reason
-
-
 def seed_of(last: FinalChunk) -> Seed:
     """Return the seed that reproduces a batch-invariant choice as the only one of a request."""
     return msgspec.UNSET if last.seed is None else last.seed
@@ -250,15 +257,17 @@ class ReturnedStates:
         self._requested = self._requested or bool(piece.prompt_hidden_states)
         self._last = piece.hidden_states[-1] if piece.hidden_states else self._last
 
-    @property
-    def routed_experts(self) -> RoutedExperts:
-        return self._experts.encoded
+    def end(self, choice: ChoiceEnd, last: FinalChunk) -> None:
+        """Set the fields of a choice that are known with its last piece, which has been added.
 
-    @property
-    def hidden_state(self) -> HiddenState:
-        """The state. Empty if only one token was generated, as in SGLang. Unset if it was not
-        requested."""
-        return array("f", self._last).tolist() if self._requested else msgspec.UNSET
+        The hidden state is empty if only one token was generated, as in SGLang.
+        """
+        choice.stop_reason = msgspec.UNSET if last.stop_reason is None else last.stop_reason
+        choice.system_fingerprints = fingerprint_spans(last)
+        choice.seed = seed_of(last)
+        choice.routed_experts = self._experts.encoded
+        if self._requested:
+            choice.hidden_states = array("f", self._last).tolist()
 
 
 def prompt_ids(first: OutputChunk) -> list[int]:

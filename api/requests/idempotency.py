@@ -20,7 +20,7 @@ import msgspec
 from api.auth.client import Client
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import GenerateParams, RenderedPrompt, SharedPrompt
-from common.errors import InvalidRequest, RequestAborted
+from common.errors import InvalidRequest, RequestAborted, check_at_most
 
 MAX_KEY_CHARACTERS = 256
 MAX_BYTES = 64 << 20  # of all responses, as estimated
@@ -101,10 +101,7 @@ class IdempotencyCache:
         """
         if not key or not self._keep_s:
             return None
-        if len(key) > MAX_KEY_CHARACTERS:
-            raise InvalidRequest(
-                f"the idempotency key has {len(key)} characters, {MAX_KEY_CHARACTERS} allowed"
-            )
+        check_at_most("the idempotency key", len(key), "characters", MAX_KEY_CHARACTERS)
         digest = hashlib.sha256(asked()).digest()
         first = self._answers.get((client.name, key, 0))
         if first is None:

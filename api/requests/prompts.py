@@ -40,7 +40,7 @@ from api.text.limits import (
     check_prompt,
 )
 from api.text.tokenizer import RouterTokenizer, num_bytes
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, check_at_most
 from common.requests.embeddings import GIVEN_TOKEN, InputEmbeddings
 from common.requests.images import Image
 from common.requests.sampling import GuidedDecoding, ReasoningTokens, as_form, tag
@@ -287,13 +287,9 @@ def check_conversation(messages: ChatPrompt, template: ChatTemplate, max_bytes: 
     """
     if not messages.turns:
         raise InvalidRequest("messages must have at least one message")
-    if len(messages.turns) > MAX_MESSAGES:
-        raise InvalidRequest(f"messages has {len(messages.turns)} messages, {MAX_MESSAGES} allowed")
+    check_at_most("messages", len(messages.turns), "messages", MAX_MESSAGES)
     tools, settings = (len(msgspec.json.encode(x)) for x in (messages.tools, messages.settings))
-    if settings > MAX_SETTINGS_BYTES:
-        raise InvalidRequest(
-            f"chat_template_kwargs has {settings} bytes, {MAX_SETTINGS_BYTES} allowed"
-        )
+    check_at_most("chat_template_kwargs", settings, "bytes", MAX_SETTINGS_BYTES)
     size = sum(num_bytes(text) for turn in messages.turns for text in _texts(turn))
     size += tools if messages.tools else 0
     if size > max_bytes:

@@ -16,7 +16,7 @@ from api.requests.generate_params import GenerateParams, Prompt, Terms, Tokenize
 from api.requests.prompts import PromptEncoder
 from api.text.limits import ModelLimits, check_vocabulary
 from api.text.stops import Automaton, StopRules, check_characters
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, check_at_most
 from common.request import RequestSpec, check_stream_interval
 from common.requests import sampling
 from common.requests.namespace import (
@@ -97,7 +97,8 @@ async def _terms(
     check_stop(wanted.stop)
     check_stop_regex(wanted.stop_regex)
     check_bad_words(wanted.bad_words)
-    check_session_id(wanted.session_id)
+    session_id = wanted.session_id
+    check_at_most("session_id", len(session_id), "characters", MAX_SESSION_ID_CHARACTERS)
     check_stream_interval(wanted.stream_interval)
     namespace = decide_namespace(wanted.cache_salt, client.namespaces_of)
     check_tokens(params, limits)
@@ -270,10 +271,7 @@ def check_bad_words(words: Sequence[str]) -> None:
     sampling.check_bad_words(words)
     _check_characters("bad_words", words)
     total = sum(map(len, words))
-    if total > MAX_BAD_WORDS_CHARACTERS:
-        raise InvalidRequest(
-            f"sampling.bad_words has {total} characters, {MAX_BAD_WORDS_CHARACTERS} allowed"
-        )
+    check_at_most("sampling.bad_words", total, "characters", MAX_BAD_WORDS_CHARACTERS)
 
 
 def check_stop(stops: Sequence[str]) -> None:
@@ -284,11 +282,8 @@ def check_stop(stops: Sequence[str]) -> None:
 
 def _check_characters(field: str, texts: Sequence[str]) -> None:
     for number, text in enumerate(texts):
-        if len(text) > MAX_STOP_CHARACTERS:
-            raise InvalidRequest(
-                f"sampling.{field}[{number}] has {len(text)} characters, "
-                f"{MAX_STOP_CHARACTERS} allowed"
-            )
+        where = f"sampling.{field}[{number}]"
+        check_at_most(where, len(text), "characters", MAX_STOP_CHARACTERS)
 
 
 def check_stop_regex(texts: Sequence[str]) -> None:
@@ -316,18 +311,7 @@ async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules:
 
 def check_label(label: str) -> None:
     """Raise InvalidRequest for a label that is too long for logs."""
-    if len(label) > MAX_LABEL_CHARACTERS:
-        raise InvalidRequest(
-            f"request_id has {len(label)} characters, {MAX_LABEL_CHARACTERS} allowed"
-        )
-
-
-def check_session_id(session_id: str) -> None:
-    """Raise InvalidRequest for a session id that is too long to store."""
-    if len(session_id) > MAX_SESSION_ID_CHARACTERS:
-        raise InvalidRequest(
-            f"session_id has {len(session_id)} characters, {MAX_SESSION_ID_CHARACTERS} allowed"
-        )
+    check_at_most("request_id", len(label), "characters", MAX_LABEL_CHARACTERS)
 
 
 def budget_s(timeout_s: float | None, longest_s: float) -> float:
@@ -358,10 +342,7 @@ def decide_namespace(salt: str | None, owner: str) -> Namespace:
     """
     if salt == "":
         raise InvalidRequest("cache_salt is empty: omit it to share the cache")
-    if salt is not None and len(salt) > MAX_SALT_CHARACTERS:
-        raise InvalidRequest(
-            f"cache_salt has {len(salt)} characters, {MAX_SALT_CHARACTERS} allowed"
-        )
+    check_at_most("cache_salt", len(salt or ""), "characters", MAX_SALT_CHARACTERS)
     if salt is None and not owner:
         return SHARED
     return namespace_of(salt or "", owner)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from api.text.positions import LINE_START, MIDDLE, TEXT_START, Alphabet, Positions
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, check_at_most
 
 MAX_EXPRESSION_CHARACTERS = 1024
 MAX_ALL_CHARACTERS = 4096  # of all expressions of a request
@@ -74,13 +74,8 @@ class Automaton:
 def check_characters(texts: Sequence[str]) -> None:
     """Raise InvalidRequest as an Automaton does, for the length of the texts only."""
     for number, text in enumerate(texts):
-        if len(text) > MAX_EXPRESSION_CHARACTERS:
-            raise InvalidRequest(
-                f"[{number}] has {len(text)} characters, {MAX_EXPRESSION_CHARACTERS} allowed"
-            )
-    total = sum(map(len, texts))
-    if total > MAX_ALL_CHARACTERS:
-        raise InvalidRequest(f" has {total} characters, {MAX_ALL_CHARACTERS} allowed")
+        check_at_most(f"[{number}]", len(text), "characters", MAX_EXPRESSION_CHARACTERS)
+    check_at_most("", sum(map(len, texts)), "characters", MAX_ALL_CHARACTERS)
 
 
 class _Steps:

@@ -277,10 +277,16 @@ def _named(config: RouterConfig) -> tuple[str, str]:
 
 
 def print_table(title: str, findings: Sequence[Finding]) -> None:
+    styled = (f"[{STYLES[each.verdict]}]{each.verdict}" for each in findings)
+    rows = [(each.what, cell, each.remark) for each, cell in zip(findings, styled, strict=True)]
+    print_rows(title, ("", "verdict", "remark"), rows)
+
+
+def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table for people."""
     table = Table(title=title)
-    for column in ("", "verdict", "remark"):
+    for column in columns:
         table.add_column(column, overflow="fold")
-    for finding in findings:
-        style = STYLES[finding.verdict]
-        table.add_row(finding.what, f"[{style}]{finding.verdict}", finding.remark)
+    for row in rows:
+        table.add_row(*row)
     Console(highlight=False).print(table)

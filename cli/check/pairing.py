@@ -4,10 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from cli.check.findings import Finding
+from cli.check.findings import Finding, print_rows
 from cli.check.sizes import RankSizes, layout_of, opened, rank_sizes, sentence
 from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
 from common.copy_map import NodeShape, RankPages, Slice, copy_map
@@ -137,14 +134,9 @@ class Pair:
 
     def print(self) -> None:
         """Print what is read. Prints nothing if the nodes cannot pair."""
-        if not self.reads:
-            return
-        table = Table(title="reads of the decode node")
-        for column in ("rank", "reads rank", "part", "bytes there", "bytes here", "size"):
-            table.add_column(column, overflow="fold")
-        for row in self.rows():
-            table.add_row(*row)
-        Console(highlight=False).print(table)
+        columns = ("rank", "reads rank", "part", "bytes there", "bytes here", "size")
+        if self.reads:
+            print_rows("reads of the decode node", columns, self.rows())
 
 
 def _settings(prefill: PrefillConfig, decode: DecodeConfig) -> Iterator[Finding]:

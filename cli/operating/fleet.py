@@ -7,8 +7,7 @@ import json
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +70,9 @@ class Fleet:
     async def look(self, router: str) -> GetClusterResponse:
         """Return the cluster as this router knows it. Raises UnfinishedRestart if the router does
         not respond."""
-        async with self._router(router) as ask:
-            answer: GetClusterResponse = await ask("GetCluster", GetClusterRequest())
-            return answer
+        request = GetClusterRequest()
+        answer: GetClusterResponse = await self.call_router(router, "GetCluster", request)
+        return answer
 
     async def drain_router(self, address: str, *, in_turn: bool) -> None:
         """Start to drain a router. Raises UnfinishedRestart if it does not respond or refuses."""
@@ -90,8 +89,10 @@ class Fleet:
 
         Raises UnfinishedRestart if it does not respond in time or refuses.
         """
-        async with self._router(address) as ask:
-            return await ask(method, request, longest_s)
+        async with make_channel(address, self._certificates) as channel:
+            stub = RouterStub(channel)  # type: ignore[no-untyped-call]
+            call = getattr(stub, method)(request, timeout=longest_s, metadata=self._metadata)
+            return await _answer(address, call, self._sources.to_routers)
 
     async def call_node(
         self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
@@ -225,18 +226,6 @@ class Fleet:
             return young and now.state == "ready" and ready.issuperset(models)
 
         await until(back, longest_s, f"router {address} has ended, and is not ready again")
-
-    @asynccontextmanager
-    async def _router(self, address: str) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        async with make_channel(address, self._certificates) as channel:
-            stub = RouterStub(channel)  # type: ignore[no-untyped-call]
-
-            async def ask(method: str, request: Any, longest_s: float = _ANSWER_S) -> Any:
-                call = getattr(stub, method)
-                asked = call(request, timeout=longest_s, metadata=self._metadata)
-                return await _answer(address, asked, self._sources.to_routers)
-
-            yield ask
 
 
 def of_address(cluster: GetClusterResponse, address: str) -> ClusterNode | None:

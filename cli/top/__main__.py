@@ -208,19 +208,17 @@ async def _main(options: argparse.Namespace) -> int:
     async with rpc.make_channel(options.router, certificates) as channel:
         stub = RouterStub(channel)  # type: ignore[no-untyped-call]
         top = TopView(options.router, stub, metadata, key_source)
+        if not (options.json or options.once):
+            await watch(top, options.interval, console, stop)
+            return 0
         if options.json:
-            lines = asyncio.create_task(print_json(top, options.interval, once=options.once))
-            stopped = asyncio.create_task(stop.wait())
-            await asyncio.wait((lines, stopped), return_when=asyncio.FIRST_COMPLETED)
-            return lines.result() if lines.done() else 0
-        if options.once:
-            asked = asyncio.create_task(once(top, options.interval, console))
-            stopped = asyncio.create_task(stop.wait())
-            await asyncio.wait((asked, stopped), return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
-            return asked.result() if asked.done() else 0
-        await watch(top, options.interval, console, stop)
-    return 0
+            printing = print_json(top, options.interval, once=options.once)
+        else:
+            printing = once(top, options.interval, console)
+        printed, stopped = asyncio.create_task(printing), asyncio.create_task(stop.wait())
+        await asyncio.wait((printed, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        return printed.result() if printed.done() else 0
 
 
 if __name__ == "__main__":

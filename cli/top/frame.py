@@ -2,7 +2,7 @@
 functions."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -255,9 +255,7 @@ def _node_lines(nodes: Sequence[ClusterNode], rates: Rates, width: int) -> Itera
     widths = [address_width, _STATE_WIDTH, bar_width, _USED_WIDTH, *(c.width for c in columns)]
     titles = ["node", "state", "pages", "used", *(column.title for column in columns)]
     beside = [Text("queues")] if queues_width else []
-    title = _line([*map(Text, titles), *beside], [*widths, queues_width])
-    title.stylize("bright_black")
-    yield title
+    yield from _table([[*map(Text, titles), *beside]], [*widths, queues_width])
     models = list(dict.fromkeys(node.served_model for node in nodes))
     for model, role in product(models, ("prefill", "decode", "encode")):
         of_role = [node for node in nodes if (node.served_model, node.role) == (model, role)]
@@ -293,6 +291,15 @@ def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
         line.append_text(cell).append(" " * _GAP)
     line.rstrip()
     return line
+
+
+def _table(rows: Iterable[Sequence[Text]], widths: Sequence[int]) -> Iterator[Text]:
+    """Yield the lines of a table. The first row has the titles."""
+    for index, row in enumerate(rows):
+        line = _line(row, widths)
+        if index == 0:
+            line.stylize("bright_black")
+        yield line
 
 
 def _fitting(width: int, address_width: int) -> tuple[Sequence[_Column], int, int]:
@@ -376,11 +383,7 @@ def _rank_lines(nodes: Sequence[ClusterNode], width: int, *, each: bool) -> Iter
     columns.insert(0, ["ranks", *(safe(address) for address, _ in groups)])
     widths = [max(map(len, column)) for column in columns]
     widths[0] = max(1, min(widths[0], width - sum(widths[1:]) - _GAP * len(widths[1:])))
-    for index, row in enumerate(zip(*columns, strict=True)):
-        line = _line([*map(Text, row)], widths)
-        if index == 0:
-            line.stylize("bright_black")
-        yield line
+    return _table([[*map(Text, row)] for row in zip(*columns, strict=True)], widths)
 
 
 def _span(values: Sequence[int], shown: Callable[[int], str]) -> str:
@@ -412,35 +415,25 @@ def _link_lines(
     return one for each link, or else one for each path.
     """
     rows = [(Text("links"), Text("path"), Text("GB/s"))]
+
+    def add(what: str, path: str, *gib_per_s: float) -> None:
+        speeds = " … ".join(short(each * 2**30 / 1e9) for each in gib_per_s)
+        rows.append((Text(what), Text(safe(path), _PATHS.get(path, "")), Text(speeds)))
+
     if room is None or len(links) <= room:
         whole = room is None or sum(1 + len(link.members) for link, _ in links) <= room
         for link, consumer in links:
             ends = f"{safe(link.peer)} → {safe(consumer)}{_ranks(nodes, link.peer, consumer)}"
-            rows.append((Text(ends), _path(link.path), Text(_gigabytes(link.gib_per_s))))
-            rows += [
-                (
-                    Text(f"  rank {member.producer_rank} → rank {member.rank}"),
-                    _path(member.path),
-                    Text(_gigabytes(member.gib_per_s)),
-                )
-                for member in (link.members if whole else ())
-            ]
+            add(ends, link.path, link.gib_per_s)
+            for each in link.members if whole else ():
+                add(f"  rank {each.producer_rank} → rank {each.rank}", each.path, each.gib_per_s)
     else:
-        rows += [
-            (
-                Text(f"{len(speeds)} links"),
-                _path(path),
-                Text(f"{_gigabytes(min(speeds))} … {_gigabytes(max(speeds))}"),
-            )
-            for path, speeds in _by_path(links)
-        ]
+        for path in sorted({link.path for link, _ in links}):
+            speeds = [link.gib_per_s for link, _ in links if link.path == path]
+            add(f"{len(speeds)} links", path, min(speeds), max(speeds))
     widths = [max(cell.cell_len for cell in column) for column in zip(*rows, strict=True)]
     widths[0] = max(1, min(widths[0], width - widths[1] - widths[2] - 2 * _GAP))
-    for index, row in enumerate(rows):
-        line = _line(row, widths)
-        if index == 0:
-            line.stylize("bright_black")
-        yield line
+    return _table(rows, widths)
 
 
 def _ranks(nodes: Mapping[str, ClusterNode], producer: str, consumer: str) -> str:
@@ -452,19 +445,6 @@ def _ranks(nodes: Mapping[str, ClusterNode], producer: str, consumer: str) -> st
         "?" if end is None or end.state == "unreachable" else len(end.ranks) or 1 for end in ends
     ]
     return f" ({counts[0]} → {counts[1]} ranks)"
-
-
-def _by_path(links: Sequence[tuple[LinkState, str]]) -> Iterator[tuple[str, list[float]]]:
-    for path in sorted({link.path for link, _ in links}):
-        yield path, [link.gib_per_s for link, _ in links if link.path == path]
-
-
-def _path(path: str) -> Text:
-    return Text(safe(path), _PATHS.get(path, ""))
-
-
-def _gigabytes(gib_per_s: float) -> str:
-    return short(gib_per_s * 2**30 / 1e9)
 
 
 def _age(seconds: float) -> str:

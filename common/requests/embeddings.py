@@ -10,7 +10,7 @@ from typing import Self
 
 import msgspec
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, check_at_most
 from common.limits import MAX_EMBEDDING_BYTES
 from common.requests.images import FIRST_IMAGE_TOKEN
 from common.requests.namespace import BYTES_PER_TOKEN, IDENTITY_BYTES, as_bytes
@@ -42,10 +42,7 @@ class InputEmbeddings(msgspec.Struct, frozen=True):
     def of(cls, values: bytes, num_tokens: int) -> Self:
         """Return the embeddings of so many tokens. Raise InvalidRequest if they have no such shape,
         or too many bytes."""
-        if len(values) > MAX_EMBEDDING_BYTES:
-            raise InvalidRequest(
-                f"input_embeddings has {len(values)} bytes, {MAX_EMBEDDING_BYTES} allowed"
-            )
+        check_at_most("input_embeddings", len(values), "bytes", MAX_EMBEDDING_BYTES)
         if not num_tokens or not values or len(values) % (NUMBER_BYTES * num_tokens):
             raise InvalidRequest(
                 f"input_embeddings: {len(values)} bytes are not float32 [{num_tokens}, hidden size]"

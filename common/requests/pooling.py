@@ -4,7 +4,7 @@ from enum import IntEnum
 
 import msgspec
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, check_at_most
 
 MAX_LABEL_TOKENS = 256
 
@@ -41,10 +41,7 @@ class PoolingParams(msgspec.Struct, frozen=True):
 
 def check(pooling: PoolingParams) -> None:
     """Check a pooling request. Raises InvalidRequest with the field's name."""
-    if len(pooling.tokens) > MAX_LABEL_TOKENS:
-        raise InvalidRequest(
-            f"label_token_ids has {len(pooling.tokens)} tokens, {MAX_LABEL_TOKENS} allowed"
-        )
+    check_at_most("label_token_ids", len(pooling.tokens), "tokens", MAX_LABEL_TOKENS)
     if pooling.pool is PoolingMode.TOKENS and not pooling.tokens:
         raise InvalidRequest("label_token_ids is empty: at least one token is required")
     if pooling.pool is not PoolingMode.TOKENS and pooling.tokens:

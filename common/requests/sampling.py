@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, check_at_most
 from protos import sampling_pb2 as pb
 from protos.sampling_pb2 import Sampling
 
@@ -86,10 +86,7 @@ def guide_fields(guide: GuidedDecoding) -> dict[str, object]:
 
 def check_guide(guide: GuidedDecoding) -> None:
     """Check the length. Raises InvalidRequest. Only the compiler can check_guide the content."""
-    if len(guide.text) > MAX_GUIDE_CHARACTERS:
-        raise InvalidRequest(
-            f"sampling.guide has {len(guide.text)} characters, {MAX_GUIDE_CHARACTERS} allowed"
-        )
+    check_at_most("sampling.guide", len(guide.text), "characters", MAX_GUIDE_CHARACTERS)
     if guide.kind != "json_object" and not guide.text:
         raise InvalidRequest(f"sampling.guide has an empty {guide.kind}")
 
@@ -333,25 +330,22 @@ def check_lengths(
     logit_bias: Sized, allowed_token_ids: Sized, bad_word_ids: Sequence[Sized]
 ) -> None:
     """Check lengths only. Raises InvalidRequest as `check` does."""
-    _at_most("logit_bias", "tokens", logit_bias, MAX_BIASES)
-    _at_most("allowed_token_ids", "ids", allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
-    _at_most("bad_word_ids", "words", bad_word_ids, MAX_BAD_WORD_IDS)
+    check_at_most("sampling.logit_bias", len(logit_bias), "tokens", MAX_BIASES)
+    allowed = "sampling.allowed_token_ids"
+    check_at_most(allowed, len(allowed_token_ids), "ids", MAX_ALLOWED_TOKEN_IDS)
+    words = "sampling.bad_word_ids"
+    check_at_most(words, len(bad_word_ids), "words", MAX_BAD_WORD_IDS)
     for word in bad_word_ids:
-        _at_most("bad_word_ids", "tokens in a word", word, MAX_BAD_WORD_TOKENS)
+        check_at_most(words, len(word), "tokens in a word", MAX_BAD_WORD_TOKENS)
         if not len(word):
             raise InvalidRequest("sampling.bad_word_ids has an empty word")
 
 
 def check_bad_words(bad_words: Sequence[str]) -> None:
     """Check bad words. Raises InvalidRequest as `check` does."""
-    _at_most("bad_words", "words", bad_words, MAX_BAD_WORDS)
+    check_at_most("sampling.bad_words", len(bad_words), "words", MAX_BAD_WORDS)
     if not all(bad_words):
         raise InvalidRequest("sampling.bad_words has an empty string")
-
-
-def _at_most(field: str, items: str, values: Sized, limit: int) -> None:
-    if len(values) > limit:
-        raise InvalidRequest(f"sampling.{field} has {len(values)} {items}, {limit} allowed")
 
 
 def check_counts(stop_token_ids: Sized, stop: Sized, name: str = "stop") -> None:
@@ -362,12 +356,8 @@ def check_counts(stop_token_ids: Sized, stop: Sized, name: str = "stop") -> None
         stop: stop strings.
         name: of the field with `stop`.
     """
-    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"sampling.stop_token_ids has {len(stop_token_ids)} ids, {MAX_STOP_TOKEN_IDS} allowed"
-        )
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"sampling.{name} has {len(stop)} strings, {MAX_STOP_STRINGS} allowed")
+    check_at_most("sampling.stop_token_ids", len(stop_token_ids), "ids", MAX_STOP_TOKEN_IDS)
+    check_at_most(f"sampling.{name}", len(stop), "strings", MAX_STOP_STRINGS)
 
 
 def check_stop(stop: Sequence[str]) -> None:

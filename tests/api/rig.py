@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -165,15 +165,44 @@ async def served(
 
 
 @asynccontextmanager
+async def decode_nodes(
+    model: Path, count: int, **knobs: Any
+) -> AsyncIterator[tuple[Client, RunningRouter, list[StubDecodeNode]]]:
+    """A router that can place requests on as many nodes, which prefill themselves."""
+    async with AsyncExitStack() as stack:
+        nodes = [await stack.enter_async_context(StubDecodeNode()) for _ in range(count)]
+        decode = [node.address for node in nodes]
+        router = router_for(model, decode=decode, **knobs)
+        client, running = await stack.enter_async_context(router)
+        await eventually(lambda: len(running.cluster.usable()) == count)
+        yield client, running, nodes
+
+
+def usable(router: RunningRouter) -> list[str]:
+    """The decode nodes on which a request could be placed."""
+    return [choice.address for choice in router.cluster.usable()]
+
+
+async def submitted_to_one_of(
+    nodes: Sequence[StubDecodeNode],
+) -> tuple[StubDecodeNode, Submission]:
+    """The node that receives the next request, and the submission."""
+    tasks = {asyncio.create_task(node.submitted()): node for node in nodes}
+    done, _ = await asyncio.wait(tasks, return_when="FIRST_COMPLETED")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    (task,) = done
+    return tasks[task], task.result()
+
+
+@asynccontextmanager
 async def two_nodes(
     model: Path, *, policy: str = "round_robin", **knobs: Any
 ) -> AsyncIterator[tuple[Client, RunningRouter, StubDecodeNode, StubDecodeNode]]:
     """Unless a policy says otherwise, the first request goes to the first of them."""
-    async with StubDecodeNode() as d0, StubDecodeNode() as d1:
-        decode = [d0.address, d1.address]
-        async with router_for(model, decode=decode, policy=policy, **knobs) as (client, r):
-            await eventually(lambda: len(r.cluster.usable()) == 2)
-            yield client, r, d0, d1
+    async with decode_nodes(model, 2, policy=policy, **knobs) as (client, r, (d0, d1)):
+        yield client, r, d0, d1
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +221,10 @@ class Pair:
 @asynccontextmanager
 async def pair_for(model: Path, *, serves_alone: bool = True, **knobs: Any) -> AsyncIterator[Pair]:
     async with StubNode() as prefill:
-        addresses = [prefill.address]
-        async with StubDecodeNode(paired=addresses, serves_alone=serves_alone) as decode:
-            knobs |= {"decode": [decode.address], "prefill": addresses}
-            async with router_for(model, **knobs) as (client, router):
-                await client.wait_until_serving()
-                yield Pair(client, router, prefill, decode)
+        knobs["prefill"] = [prefill.address]
+        node = StubDecodeNode(paired=knobs["prefill"], serves_alone=serves_alone)
+        async with served(model, node, **knobs) as (client, decode, router):
+            yield Pair(client, router, prefill, decode)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ from tests.api.text.test_detokenizer import BYTE_LEVEL
 from tests.api.text.test_stops import cut
 
 LENGTH = StreamEnd("length")
-OPTIONS = ResponseOptions(num_prompt_tokens=5, seed=7)
 
 
-def answer(*stops: str) -> ResponseBuilder:
-    return ResponseBuilder(Detokenizer(BYTE_LEVEL), StopRules(stops).begin(), OPTIONS)
+def answer(*stops: str, marks: dict[int, str] | None = None, **options: Any) -> ResponseBuilder:
+    detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks or {})
+    asked = ResponseOptions(num_prompt_tokens=5, seed=7, **options)
+    return ResponseBuilder(detokenizer, StopRules(stops).begin(), asked)
 
 
 @given(
@@ -45,21 +46,9 @@ def test_the_answer_is_one_decode_cut_at_the_first_stop(runs, stops):
 @given(st.lists(st.integers(1, 4), max_size=12), st.booleans())
 def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes, ended):
     """A stop that begins like one holds it back, and another piece brings it."""
-    marks = {0: "<s>"}
-    detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks)
-    subject = ResponseBuilder(detokenizer, StopRules(("s>S", "STOP")).begin(), OPTIONS)
-    token_ids = [
-        0,
-        *ids("o <"),
-        *ids("s> "),
-        0,
-        0,
-        *ids("x STO"),
-        0,
-        *ids(" S"),
-        *(ids("TOP") * ended),
-        0,
-    ]
+    subject = answer("s>S", "STOP", marks={0: "<s>"})
+    texts = ["", "o <", "s> ", "", "", "x STO", "", " S", *["TOP"] * ended, ""]
+    token_ids = [token for text in texts for token in (ids(text) if text else [0])]
     text, found, begin = "", list[int](), 0
     for size in [*sizes, len(token_ids)]:
         end = LENGTH if begin + size >= len(token_ids) else None
@@ -97,12 +86,7 @@ def test_what_ended_an_answer_is_told():
     stop = StreamEnd("stop")
 
     def reason(text: str, end: StreamEnd, **options: Any) -> str | int | None:
-        subject = ResponseBuilder(
-            Detokenizer(BYTE_LEVEL),
-            StopRules(("STOP", "x")).begin(),
-            ResponseOptions(num_prompt_tokens=5, seed=7, **options),
-        )
-        last = subject.add(NodeOutput(ids(text), end))
+        last = answer("STOP", "x", **options).add(NodeOutput(ids(text), end))
         assert isinstance(last, FinalChunk)
         return last.stop_reason
 
@@ -116,11 +100,7 @@ def test_what_ended_an_answer_is_told():
 
 def test_a_stop_string_does_not_end_an_answer_that_is_too_short():
     """Seen failing where the stops look at every token."""
-    subject = ResponseBuilder(
-        Detokenizer(BYTE_LEVEL),
-        StopRules(("a",)).begin(),
-        ResponseOptions(num_prompt_tokens=5, seed=7, min_tokens=3),
-    )
+    subject = answer("a", min_tokens=3)
     tokens = [ids("a")[0]] * 5
     first, last = subject.add(NodeOutput(tokens[:2])), subject.add(NodeOutput(tokens[2:]))
     assert (first.text, last.text) == ("aa", "a")

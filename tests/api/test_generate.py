@@ -29,7 +29,6 @@ from protos.sampling_pb2 import Logprobs, Sampling
 from router.cluster.decode_client import DecodeClient
 from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, ids
 from tests.api.rig import (
-    AT_ONCE,
     BUDGETS_S,
     Client,
     collect,
@@ -180,20 +179,6 @@ async def test_the_total_budget_ends_a_request_everywhere(client, node):
             break
     assert submit is not None and submit.budget_s <= budget_s
     assert await node.cancelled() == submit.number
-
-
-async def test_more_requests_than_allowed_are_refused_at_once_where_none_may_wait(model):
-    async with served(model, max_concurrent_requests=2, clients=AT_ONCE) as (client, node, _):
-        calls = [client.generate("x") for _ in range(2)]
-        numbers = [(await node.submitted()).number for _ in calls]
-        error = await fails(client.generate("x"), StatusCode.RESOURCE_EXHAUSTED)
-        assert dict(error.trailing_metadata() or ())["retry-after"] == "1"
-        node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
-        for call in calls:
-            await collect(call)
-        call = client.generate("x")
-        await node.complete()
-        await collect(call)
 
 
 async def test_requests_may_be_called_alike_and_have_ids_of_their_own(client, node, router):
@@ -353,26 +338,6 @@ async def test_the_model_is_described(model):
         assert (answer.name, answer.context_length) == (str(model), CONTEXT_LENGTH)
         assert (answer.vocabulary_size, list(answer.eos_token_ids)) == (VOCABULARY_SIZE, [1])
         assert answer.has_chat_template
-
-
-async def test_draining_lets_live_requests_finish_and_takes_no_new_one(client, node, router):
-    call = client.generate("x")
-    number = (await node.submitted()).number
-    draining = asyncio.create_task(router.drain(10.0, asyncio.Event()))
-    await client.wait_until_serving(False)
-    assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
-    assert not draining.done()
-    node.finish(number, ids("to the end"))
-    assert (await collect(call))[0] == "to the end"
-    await draining
-
-
-async def test_draining_ends_what_does_not_finish_in_time(client, node, router):
-    call = client.generate("x")
-    await node.submitted()
-    await router.drain(0.05, asyncio.Event())
-    await fails(call, StatusCode.UNAVAILABLE)
-    await eventually(lambda: not node.streams)
 
 
 async def test_a_status_that_drains_sends_new_requests_away_and_lets_live_ones_be(client, node):

@@ -1,29 +1,14 @@
 """Large inputs at a router that runs: refused by what protocol they come, with what sentence."""
 
-from typing import Any, cast
-
 import grpc
 import pytest
 
-from api.auth.client import Client as CallingClient
-from api.auth.guard import ApiKeyGuard
-from api.grpc.inference import InferenceService
-from api.grpc.service import AdminService, CallerResolver, add_router_service
-from api.parsers.model_format import ModelFormat
-from api.pooling.vectors import PoolingService
-from api.requests.generate_params import Prompt
-from api.requests.idempotency import IdempotencyCache
-from api.requests.prompts import PromptEncoder
-from api.requests.served_model import ByModel, ServedModel
-from api.text.limits import MAX_FIELDS, ModelLimits
-from api.text.model_files import ModelFiles
+from api.text.limits import MAX_FIELDS
 from api.text.tokenizer import RouterTokenizer
-from common import rpc
 from common.errors import MAX_SENTENCE_CHARACTERS, Overloaded
 from protos import router_pb2
 from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, TokenizeRequest
 from protos.sampling_pb2 import Sampling
-from router.metrics import RouterMetrics
 from tests.api.models import CONTEXT_LENGTH, write_model
 from tests.api.rig import CHAT, COMPLETIONS, HELLO, Client, api_for, fails, router_for
 from tests.support.http_client import post
@@ -106,50 +91,19 @@ async def test_what_a_template_says_of_messages_comes_back_cut(tmp_path):
         assert len(answer.error["message"]) == MAX_SENTENCE_CHARACTERS
 
 
-class Busy:
-    """In place of prompts and tokenizer, with as much waiting as may."""
-
-    async def encode(self, prompt: Prompt, client: CallingClient) -> list[int]:
+async def test_who_meets_a_full_queue_is_told_when_to_come_back(model, monkeypatch):
+    async def full(*_: object, **__: object) -> list[int]:
         raise Overloaded("text waits")
 
-    async def decode_any(self, token_ids: list[int]) -> str:
-        raise Overloaded("text waits")
-
-
-async def test_who_meets_a_full_queue_is_told_when_to_come_back():
-    busy = Busy()
-    guard = ApiKeyGuard(
-        None, lambda shown: False, RouterMetrics(), operators_prove=False, has_secret=False
-    )
-    inference = InferenceService(
-        guard,
-        cast(IdempotencyCache, None),
-        cast(PoolingService, None),
-        ServedModel(
-            cast(ModelFiles, None),
-            cast(RouterTokenizer, busy),
-            ModelLimits(64, 320, longest_token_bytes=16),
-            cast(PromptEncoder, busy),
-            ModelFormat(),
-        ),
-        budget_s=10.0,
-    )
-    admin = AdminService(*[cast(Any, None)] * 7)
-    server = rpc.make_server()
-    port = rpc.bind(server, "127.0.0.1", 0)
-    add_router_service(
-        server, ByModel({"m": inference}), admin, CallerResolver(guard), max_fields=9
-    )
-    await server.start()
-    async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
-        client = Client(channel)
+    async with router_for(model, decode=["127.0.0.1:1"]) as (client, _):
+        monkeypatch.setattr(RouterTokenizer, "encode", full)
+        monkeypatch.setattr(RouterTokenizer, "decode_any", full)
         for call in (
             _tokenize(client, text="x"),
             client.stub.Detokenize(DetokenizeRequest(token_ids=[5])),
         ):
             error = await fails(call, Code.RESOURCE_EXHAUSTED)
             assert ("retry-after", "1") in tuple(error.trailing_metadata())
-    await rpc.stop(server, 0.0)
 
 
 def _tokenize(client: Client, **fields: object) -> object:

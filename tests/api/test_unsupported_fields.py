@@ -70,117 +70,56 @@ ANSWERED = {  # as a client keeps an answer to send it back
     "function_call": None,
     "tool_calls": None,
 }
-USAGE = {"include_usage": True}
-SAMPLED = {"temperature": 0.0, "seed": 1234}
-CHAT_OF_CLIENTS: dict[str, dict[str, Any]] = {
-    "openai": {
-        "messages": [*HELLO["messages"], ANSWERED, *HELLO["messages"]],
-        "modalities": ["text"],
-        "metadata": {},
-        "store": False,
-        "reasoning_effort": None,
-        "verbosity": "medium",
-        "logprobs": False,
-        "top_logprobs": None,
-        "tools": [],
-        "tool_choice": "auto",
-    },
-    "langchain": {
-        "messages": [{"role": "system", "content": "s", "name": "x"}, *HELLO["messages"]],
-        "stream": True,
-        "stream_options": USAGE,
-        "n": 1,
-        "temperature": 0.7,
-        "stop": None,
-        "parallel_tool_calls": False,
-    },
-    "litellm": {
-        "messages": [
-            {**ANSWERED, "provider_specific_fields": {"citations": None}},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}},
-                ],
-            },
-        ],
-        "user": "u",
-        "metadata": {"tags": ["a"]},
-        "max_tokens": 5,
-        "logit_bias": {},
-    },
-    "vllm bench": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-        "temperature": 0.0,
-        "max_completion_tokens": 8,
-        "stream": True,
-        "stream_options": USAGE,
-    },
-    "sglang bench": {
-        **HELLO,
-        "temperature": 0.0,
-        "max_completion_tokens": 8,
-        "stream": True,
-        "ignore_eos": True,
-        "lora_path": None,
-    },
-    "guidellm": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-        "stream": True,
-        "stream_options": {**USAGE, "continuous_usage_stats": True},
-        "max_completion_tokens": 8,
-        "stop": None,
-        "ignore_eos": True,
-    },
-    "lm_eval": {**HELLO, **SAMPLED, "max_tokens": 256, "stop": ["\n", "Q:"]},
-    "aiperf": {
-        "messages": [{"role": "user", "name": "", "content": "hi"}],
-        "stream": True,
-        "stream_options": USAGE,
-        "max_completion_tokens": 8,
-        "min_tokens": 0,
-    },
+# The fields of OpenAI's client, langchain, litellm, lm_eval, guidellm, aiperf and the benches of
+# vLLM and SGLang, with the values that they send.
+OF_CLIENTS: dict[str, Any] = {
+    "temperature": 0.0,
+    "n": 1,
+    "seed": 1234,
+    "logit_bias": {},
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
 }
-COMPLETIONS_OF_CLIENTS: dict[str, dict[str, Any]] = {
-    "openai": {**PROMPT, "best_of": 1, "echo": False, "logprobs": None, "suffix": None},
-    "langchain": {
-        "prompt": ["x"],
-        "best_of": 1,
-        "n": 1,
-        "logit_bias": {},
-        "top_p": 1,
-        "max_tokens": 256,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "temperature": 0.7,
-    },
-    "vllm bench": {
-        **PROMPT,
-        "temperature": 0.0,
-        "repetition_penalty": 1.0,
-        "max_tokens": 8,
-        "logprobs": None,
-        "stream": True,
-        "stream_options": USAGE,
-        "ignore_eos": True,
-    },
-    "sglang bench": {
-        **PROMPT,
-        "temperature": 0.0,
-        "best_of": 1,
-        "max_tokens": 8,
-        "stream": True,
-        "ignore_eos": True,
-    },
-    "guidellm": {
-        **PROMPT,
-        "max_tokens": 8,
-        "stop": None,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {**USAGE, "continuous_usage_stats": True},
-    },
-    "lm_eval": {"prompt": [[5, 6]], **SAMPLED, "max_tokens": 256, "stop": ["\n"]},
+CHAT_OF_CLIENTS: dict[str, Any] = {
+    **OF_CLIENTS,
+    "messages": [
+        {"role": "system", "content": "s", "name": "x"},
+        {"role": "user", "name": "", "content": "hi"},
+        ANSWERED,
+        {**ANSWERED, "provider_specific_fields": {"citations": None}},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
+        },
+    ],
+    "modalities": ["text"],
+    "metadata": {"tags": ["a"]},
+    "store": False,
+    "reasoning_effort": None,
+    "verbosity": "medium",
+    "logprobs": False,
+    "top_logprobs": None,
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "max_completion_tokens": 8,
+    "min_tokens": 0,
+    "lora_path": None,
+    "user": "u",
+}
+COMPLETION_OF_CLIENTS: dict[str, Any] = {
+    **OF_CLIENTS,
+    **PROMPT,
+    "best_of": 1,
+    "echo": False,
+    "logprobs": None,
+    "suffix": None,
+    "max_tokens": 256,
+    "top_p": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1.0,
 }
 
 
@@ -211,14 +150,12 @@ def test_what_changes_no_answer_is_taken(dialect, prompt, name):
     assert taken.requests[0].sampling == read(dialect, **seeded).requests[0].sampling
 
 
-@pytest.mark.parametrize("client", CHAT_OF_CLIENTS)
-def test_the_chats_of_clients_are_taken(client):
-    assert len(read(CHATS, **CHAT_OF_CLIENTS[client]).requests) == 1
-
-
-@pytest.mark.parametrize("client", COMPLETIONS_OF_CLIENTS)
-def test_the_completions_of_clients_are_taken(client):
-    assert len(read(COMPLETIONS, **COMPLETIONS_OF_CLIENTS[client]).requests) == 1
+@pytest.mark.parametrize("stop", [None, ["\n", "Q:"]])
+@pytest.mark.parametrize(
+    "dialect, fields", [(CHATS, CHAT_OF_CLIENTS), (COMPLETIONS, COMPLETION_OF_CLIENTS)]
+)
+def test_what_clients_send_is_taken(dialect, fields, stop):
+    assert len(read(dialect, **fields, stop=stop).requests) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cli.client import UnfinishedRestart
+from cli.operating.fleet import Fleet
 from cli.planner.__main__ import Planner, check_model, parse, rules_of
 from cli.planner.decide import (
     AddNodeAction,
@@ -332,12 +333,20 @@ class _Fleet:
         self.switched.append((address, role))
 
 
+def planner_of(fleet: _Fleet, *flags: str) -> tuple[Planner, PlannerMetrics]:
+    """Return a planner whose clock advances with each look, and its metrics."""
+    clock = partial(next, itertools.count(0.0, EVERY_S))
+    options, metrics = parse(flags), PlannerMetrics()
+    planner = Planner(
+        cast(Fleet, fleet), metrics, rules_of(options), router="", act=options.act, clock=clock
+    )
+    return planner, metrics
+
+
 @pytest.mark.parametrize("flags", [[], ["--act"]])
 async def test_a_planner_acts_only_if_it_is_told_to(flags):
-    clock = partial(next, itertools.count(0.0, EVERY_S))
-    fleet, metrics, options = _Fleet(), PlannerMetrics(), parse(flags)
-    rules = rules_of(options)
-    planner = Planner(fleet, metrics, rules, router="", act=options.act, clock=clock)  # type: ignore[arg-type]
+    fleet = _Fleet()
+    planner, metrics = planner_of(fleet, *flags)
     for _ in range(16):
         decision = await planner.look()
     assert isinstance(decision, SwitchRoleAction) and (decision.address, decision.role) == (
@@ -354,12 +363,9 @@ async def test_a_planner_acts_only_if_it_is_told_to(flags):
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
 async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags):
-    clock = partial(next, itertools.count(0.0, EVERY_S))
-    fleet, metrics = _Fleet(), PlannerMetrics()
+    fleet = _Fleet()
     fleet.busy = {"d:1": 12, "d:2": 3}
-    options = parse([*flags, "--running=10"])
-    rules = rules_of(options)
-    planner = Planner(fleet, metrics, rules, router="", act=options.act, clock=clock)  # type: ignore[arg-type]
+    planner, metrics = planner_of(fleet, *flags, "--running=10")
     for _ in range(7):  # of which the last two have seen enough
         await planner.look()
     assert fleet.moved == ([("d:1", "d:2")] * 2 if flags else [])
@@ -382,11 +388,9 @@ def test_a_planner_sees_only_the_nodes_of_its_model_and_must_name_it():
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
 async def test_a_planner_tells_its_router_what_it_sees_decides_and_does(flags):
-    clock = partial(next, itertools.count(0.0, EVERY_S))
-    fleet, options = _Fleet(), parse(flags)
+    fleet = _Fleet()
     fleet.deaf = True  # until after the decision
-    rules = rules_of(options)
-    planner = Planner(fleet, PlannerMetrics(), rules, router="", act=options.act, clock=clock)  # type: ignore[arg-type]
+    planner, _ = planner_of(fleet, *flags)
     for _ in range(16):
         await planner.look()
     assert fleet.switched == ([("d:1", "prefill")] if flags else [])

@@ -80,6 +80,9 @@ def test_flags_reach_every_depth():
         ("engine: {dtype: " + "y" * 5000 + "}", "yyy..."),
         ("engine: !!python/object/apply:os.system [id]", "could not determine a constructor"),
         ("engine: [model, m]", "node.yaml: engine: "),
+        ("engine: {modle: m}", "node.yaml: engine.modle: there is no such setting"),
+        ("engine: [", "expected"),
+        ("- a", "mapping"),
         ("engine: !!bool m", "a value does not match its YAML tag"),
         ('engine: {model: "\\ud800"}', "surrogate"),
         (
@@ -88,7 +91,7 @@ def test_flags_reach_every_depth():
         ),
     ],
 )
-def test_yaml_of_any_shape_gives_one_line(capsys, tmp_path, content, sentence):
+def test_a_wrong_file_of_any_shape_gives_one_line(capsys, tmp_path, content, sentence):
     # Seen failing, with tracebacks, and with 43 million numbers written out.
     file = tmp_path / "node.yaml"
     file.write_text(content)
@@ -193,20 +196,6 @@ def test_programs_may_share_an_environment(monkeypatch):
     monkeypatch.setenv("BATON_ENGINE__THREADS", "3")  # no router has any
     monkeypatch.setenv("BATON_ROUTER_SERVICE_HOST", "10.0.0.1")  # as Kubernetes sets it
     assert read(RouterConfig, "program", ["--model=m"]).model == "m"
-
-
-@pytest.mark.parametrize(
-    "content, said",
-    [
-        ("engine: {modle: m}", "node.yaml: engine.modle: there is no such setting"),
-        ("engine: [", "expected"),
-        ("- a", "mapping"),
-    ],
-)
-def test_a_wrong_file_names_what_is_wrong_in_it(capsys, tmp_path, content, said):
-    file = tmp_path / "node.yaml"
-    file.write_text(content)
-    assert said in _complaint(capsys, DecodeConfig, "--model=m", "--config", str(file))
 
 
 @pytest.mark.parametrize(

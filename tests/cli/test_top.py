@@ -268,11 +268,17 @@ def _top(*arguments, **streams):
     )
 
 
+def _once(*arguments, **settings):
+    """The exit code of the program, and what it has said and complained of."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with _top("--once", "--interval=0.1", *arguments, **pipes, **settings) as program:
+        said, complaints = program.communicate(timeout=WAIT_S)
+    return program.returncode, said, complaints
+
+
 def test_once_prints_a_frame_without_colours_and_exits_with_0(router):
-    flags = ["--once", "--interval=0.1", f"--router={router.address()}"]
-    with _top(*flags, stdout=subprocess.PIPE, text=True) as program:
-        said, _ = program.communicate(timeout=WAIT_S)
-    assert program.returncode == 0
+    code, said, _ = _once(f"--router={router.address()}")
+    assert code == 0
     assert "\x1b" not in said
     assert said.startswith(f"baton top  {router.address()} not ready: no decode node")
     assert said.count("unreachable") == 2
@@ -291,24 +297,16 @@ def test_an_operator_needs_no_api_key(tmp_path):
     router = Program("router", *flags)
     try:
         for given, code in (((), top.EXIT_NO_ANSWER), ((f"--secret-file={secret}",), 0)):
-            asked = ["--once", "--interval=0.1", f"--router={router.address()}", *given]
-            with _top(
-                *asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
-            ) as reported:
-                reported.communicate(timeout=WAIT_S)
-            assert reported.returncode == code
+            assert _once(f"--router={router.address()}", *given, cwd=tmp_path)[0] == code
     finally:
         router.close()
 
 
 def test_once_without_a_router_says_so_and_exits_with_1():
-    with _top("--once", "--router=127.0.0.1:1", stderr=subprocess.PIPE, text=True) as program:
-        _, said = program.communicate(timeout=WAIT_S)
-    assert program.returncode == top.EXIT_NO_ANSWER
-    assert (
-        said.startswith("baton top: no router responds at 127.0.0.1:1 (")
-        and len(said.splitlines()) == 1
-    )
+    code, _, said = _once("--router=127.0.0.1:1")
+    assert code == top.EXIT_NO_ANSWER
+    (line,) = said.splitlines()
+    assert line.startswith("baton top: no router responds at 127.0.0.1:1 (")
 
 
 @pytest.mark.parametrize("flag", ["--router=nonsense", "--interval=0", "--interval=x"])

@@ -1,8 +1,9 @@
 """Placement of prompts by the cache contents that prefill nodes report."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from protos.router_pb2 import GetClusterRequest, TokenIds
 from router.cluster import membership
 from router.cluster.membership import CacheWatch
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
-from tests.api.rig import collect, eventually, router_for
+from tests.api.rig import collect, eventually, served
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
 SIZE = 16
@@ -76,60 +77,52 @@ async def test_nonsense_is_not_believed(monkeypatch, nonsense):
 
 @pytest.mark.parametrize("policy, listens", [("prefix_aware", True), ("least_tokens", False)])
 async def test_nodes_are_heard_only_where_the_policy_heeds_what_they_say(model, policy, listens):
-    async with StubNode() as prefill, StubDecodeNode(paired=[prefill.address]) as decode:
-        nodes = {"decode": [decode.address], "prefill": [prefill.address]}
-        async with router_for(model, policy=policy, **nodes) as (client, _):
-            await client.wait_until_serving()
+    async with StubNode() as prefill:
+        prefilled = {"node": StubDecodeNode(paired=[prefill.address]), "prefill": [prefill.address]}
+        async with served(model, policy=policy, **prefilled) as (client, _, _):
             for _ in range(2):  # what was called before these has arrived before them
                 await client.stub.GetCluster(GetClusterRequest())
             assert bool(prefill.watchers) is listens
 
 
+@asynccontextmanager
+async def first_of(model: Path, *nodes: StubNode) -> AsyncIterator[Callable[..., Awaitable[str]]]:
+    """A router that hears all these nodes; and a call that returns to which of them it sends a
+    prompt first."""
+    prefill = [node.address for node in nodes]
+    decode = StubDecodeNode(paired=prefill, serves_alone=False)
+    async with served(model, decode, prefill=prefill) as (client, _, _):
+
+        async def first(salt: str | None = None) -> str:
+            tokens = TokenIds(ids=[*PREFIX, 9])
+            call = client.generate(token_ids=tokens, cache_salt=salt)
+            submit = await decode.complete([20], STOP)
+            await collect(call)
+            address: str = submit.prefill_addresses[0]
+            return address
+
+        await eventually(lambda: all(node.watchers for node in nodes))
+        # Reported to several streams: the first answers may come before they all are read.
+        async with asyncio.timeout(60):
+            yield first
+
+
 async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model):
     async with StubNode() as p0, StubNode() as p1, StubNode() as p2:
-        prefill = [p0.address, p1.address, p2.address]
-        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
-            async with router_for(model, decode=[decode.address], prefill=prefill) as (client, _):
-                await client.wait_until_serving()
-                await eventually(lambda: all(node.watchers for node in (p0, p1, p2)))
-                for holder in (p1, p2, p0):
-                    for node in (p0, p1, p2):
-                        stored = PAGES if node is holder else []
-                        node.tell_cache(page_size=SIZE, cleared=True, stored=stored)
-                    # Reported to three streams: the first answer may come before they all are read.
-                    async with asyncio.timeout(60):
-                        while True:
-                            call = client.generate(token_ids=TokenIds(ids=[*PREFIX, 9]))
-                            submit = await decode.complete([20], STOP)
-                            await collect(call)
-                            if submit.prefill_addresses[0] == holder.address:
-                                break
+        async with first_of(model, p0, p1, p2) as first:
+            for holder in (p1, p2, p0):
+                for node in (p0, p1, p2):
+                    stored = PAGES if node is holder else []
+                    node.tell_cache(page_size=SIZE, cleared=True, stored=stored)
+                while await first() != holder.address:
+                    pass
 
 
 async def test_a_prompt_goes_to_the_node_that_has_its_prefix_in_its_own_namespace(model):
-    async with StubNode() as p0, StubNode() as p1:
-        prefill = [p0.address, p1.address]
-        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
-            async with router_for(model, decode=[decode.address], prefill=prefill) as (client, _):
-                await client.wait_until_serving()
-                await eventually(lambda: p0.watchers and p1.watchers)
-                mine = page_names(PREFIX, SIZE, namespace_of("mine"))
-                p0.tell_cache(page_size=SIZE, cleared=True, stored=PAGES)
-                p1.tell_cache(page_size=SIZE, cleared=True, stored=mine)
-
-                async def first(salt: str | None) -> str:
-                    tokens = TokenIds(ids=[*PREFIX, 9])
-                    call = client.generate(token_ids=tokens, cache_salt=salt)
-                    submit = await decode.complete([20], STOP)
-                    await collect(call)
-                    address: str = submit.prefill_addresses[0]
-                    return address
-
-                # Reported to two streams: the first answers may come before both are read.
-                async with asyncio.timeout(60):
-                    while [await first(salt) for salt in (None, "mine", "mine")] != [
-                        p0.address,
-                        p1.address,
-                        p1.address,
-                    ]:
-                        pass
+    async with StubNode() as p0, StubNode() as p1, first_of(model, p0, p1) as first:
+        mine = page_names(PREFIX, SIZE, namespace_of("mine"))
+        p0.tell_cache(page_size=SIZE, cleared=True, stored=PAGES)
+        p1.tell_cache(page_size=SIZE, cleared=True, stored=mine)
+        homes = [p0.address, p1.address, p1.address]
+        while [await first(salt) for salt in (None, "mine", "mine")] != homes:
+            pass

@@ -11,7 +11,7 @@ import pytest
 from common import rpc
 from router.cluster import cluster_state
 from router.cluster.cluster_state import ClusterState
-from tests.api.rig import collect, eventually, router_for
+from tests.api.rig import collect, eventually, router_for, usable
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
 NO_MESSAGE = b"\xff"
@@ -52,7 +52,7 @@ async def test_nodes_that_send_no_messages_get_no_requests_and_harm_no_others(mo
         async with router_for(model, decode=decode, prefill=[p.address]) as (client, running):
             await client.wait_until_serving()
             await eventually(lambda: p.num_calls > 2 and d.num_calls > 2)
-            assert [choice.address for choice in running.cluster.usable()] == [node.address]
+            assert usable(running) == [node.address]
             call = client.generate("x")
             await node.complete([20])
             assert (await collect(call))[1] == [20]
@@ -64,7 +64,7 @@ async def test_a_node_that_does_not_answer_keeps_no_other_from_its_requests(mode
         silent.answering.clear()
         async with router_for(model, decode=[silent.address, node.address]) as (client, running):
             await client.wait_until_serving()
-            assert [choice.address for choice in running.cluster.usable()] == [node.address]
+            assert usable(running) == [node.address]
 
 
 async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_back():

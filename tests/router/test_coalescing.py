@@ -5,46 +5,17 @@ import asyncio
 import pytest
 
 from api.auth.client import by_address
-from api.generation import Dispatcher
 from api.grpc.parsing import from_request
 from api.requests.answer import FinalChunk, OutputChunk
-from api.requests.limiter import RequestLimiter
-from api.requests.served_model import served_model
-from api.text.model_files import ModelFiles
-from common import rpc
 from common.errors import NodeUnavailable
 from protos.decode_pb2 import FINISH_REASON_LENGTH
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
-from router.cluster.cluster import Cluster
-from router.cluster.cluster_state import ClusterState
-from router.cluster.membership import CacheWatch, Membership
-from router.cluster.pooling_nodes import PoolingNodes
-from router.cluster.sources import Discovery
-from router.metrics import RouterMetrics
-from router.policy.load import NodeBacklogs, NodeLoad
-from router.policy.policies import RoundRobin
-from router.policy.prefix_index import PrefixHints, PrefixIndex
-from router.record import RequestRecords
-from router.timelines import TimelineRecorder
 from router.token_buffer import ModelVersion, NodeOutput, StreamEnd, TokenBuffer
-from tests.api.models import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
-from tests.api.rig import eventually
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.api.rig import eventually, served
 
 
-async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one():
-    model = served_model(
-        ModelFiles(
-            name="m",
-            tokenizer_json=byte_level_tokenizer().to_str().encode(),
-            context_length=CONTEXT_LENGTH,
-            vocabulary_size=VOCABULARY_SIZE,
-            eos_token_ids=(),
-            chat_template=None,
-            special_tokens={},
-        )
-    )
+async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one(model):
     pieces: list[OutputChunk | FinalChunk] = []
     writing, may_write = asyncio.Event(), asyncio.Event()
 
@@ -53,39 +24,13 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one():
         writing.set()
         await may_write.wait()
 
-    async with StubDecodeNode() as node:
-        discovery = Discovery([], [node.address])
-        await discovery.start()
-        state = ClusterState(
-            tokenizer_hash=model.tokenizer.hash, on_change=lambda: cluster.refresh()
-        )
-        load, policy = NodeLoad(), RoundRobin()
-        cluster = Cluster(
-            *(state, policy, load, NodeBacklogs(load), PrefixHints(PrefixIndex())),
-            on_change=lambda: None,
-        )
-        membership = Membership(
-            discovery,
-            state,
-            cluster,
-            rpc.make_channel,
-            CacheWatch(PrefixIndex()),
-            PoolingNodes(rpc.make_channel, state.fit, state.paused, policy, load, cluster.backlogs),
-            budget_s=10.0,
-        )
-        metrics = RouterMetrics()
-        generator = Dispatcher(
-            model,
-            cluster,
-            RequestLimiter(1),
-            RequestRecords(metrics, TimelineRecorder(metrics, None)),
-            budget_s=10.0,
-        )
-        nodes = asyncio.create_task(membership.run())
-        await eventually(lambda: cluster.ready)
+    async with served(model) as (_, node, router):
+        (pool,) = router.pools.values()
         request = GenerateRequest(token_ids=TokenIds(ids=[5]), sampling=Sampling(max_tokens=40))
         client = by_address("10.0.0.1")
-        generating = asyncio.create_task(generator.generate(from_request(request), client, write))
+        generating = asyncio.create_task(
+            pool.answers.generate(from_request(request), client, write)
+        )
         submit = await node.submitted()
         node.say({submit.number: [20]})
         await writing.wait()
@@ -93,10 +38,9 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one():
             node.say({submit.number: [token]})
         node.finish(submit.number, reason=FINISH_REASON_LENGTH)
         node.change_status(pages_total=9)  # behind all of that, on one stream
-        await eventually(lambda: cluster.usable()[0].pages_total == 9)
+        await eventually(lambda: router.cluster.usable()[0].pages_total == 9)
         may_write.set()
         await generating
-        nodes.cancel()
     assert [list(piece.token_ids) for piece in pieces] == [[20], list(range(21, 60))]
 
 

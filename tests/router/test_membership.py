@@ -16,7 +16,7 @@ from protos.router_pb2 import GetClusterRequest
 from protos.sampling_pb2 import Sampling
 from router.cluster import membership, sources
 from router.cluster.decode_client import DecodeClient
-from tests.api.rig import Client, collect, eventually, failure, router_for
+from tests.api.rig import Client, collect, eventually, failure, router_for, usable
 from tests.support.stub_decode_node import Metronome, StubDecodeNode, StubNode, links_to
 
 
@@ -72,7 +72,7 @@ async def router_of(
 async def until_only(router: RunningRouter, *nodes: StubNode) -> None:
     """Wait until requests are placed on exactly these nodes."""
     addresses = [node.address for node in nodes]
-    await eventually(lambda: [c.address for c in router.cluster.usable()] == addresses)
+    await eventually(lambda: usable(router) == addresses)
 
 
 def peers(node: StubDecodeNode) -> list[str]:
@@ -226,18 +226,15 @@ async def test_a_node_that_leaves_while_it_is_asked_does_not_keep_others_from_jo
 
 
 async def test_a_node_has_the_role_that_it_says_wherever_it_was_found(model):
-    def usable() -> list[str]:
-        return [choice.address for choice in running.cluster.usable()]
-
     async with StubDecodeNode() as node, StubDecodeNode() as other:
         other.description.role = "prefill"
         async with router_for(model, decode=[node.address, other.address]) as (client, running):
             await client.wait_until_serving()
             await eventually(lambda: peers(node) == [other.address])
-            assert usable() == [node.address]
+            assert usable(running) == [node.address]
             # And it may take another one: nothing is waited for that it was to do as what it was.
             other.description.role = "decode"
-            await eventually(lambda: usable() == [node.address, other.address])
+            await eventually(lambda: usable(running) == [node.address, other.address])
             await eventually(lambda: peers(node) == [])
 
 

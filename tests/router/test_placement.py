@@ -9,7 +9,7 @@ import pytest
 
 from protos.decode_pb2 import FINISH_REASON_ERROR
 from protos.router_pb2 import TokenIds
-from tests.api.rig import Client, collect, eventually, failure, router_for
+from tests.api.rig import Client, collect, eventually, failure, served
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, Submission
 
 
@@ -26,23 +26,24 @@ class Rig:
 
 
 @asynccontextmanager
+async def rig_of(model: Path, *prefill: StubNode, policy: str) -> AsyncIterator[Rig]:
+    addresses = [node.address for node in prefill]
+    decode = StubDecodeNode(paired=addresses, serves_alone=False)
+    async with served(model, decode, prefill=addresses, policy=policy) as (client, _, router):
+        await eventually(lambda: any(len(each.prefill) == 2 for each in router.cluster.usable()))
+        yield Rig(client, decode)
+
+
+@asynccontextmanager
 async def placed_long(model: Path) -> AsyncIterator[tuple[Rig, Any, Submission]]:
     """With a long prompt at the first prefill node, which short ones avoid."""
     async with StubNode() as p0, StubNode() as p1:
-        prefill = [p0.address, p1.address]
-        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
-            async with router_for(
-                model, decode=[decode.address], prefill=prefill, policy="least_tokens"
-            ) as (client, router):
-                await eventually(
-                    lambda: any(len(choice.prefill) == 2 for choice in router.cluster.usable())
-                )
-                rig = Rig(client, decode)
-                call, submit = await rig.place(40)
-                for _ in range(3):
-                    _, short = await rig.place(1)
-                    assert short.prefill_addresses[0] != submit.prefill_addresses[0]
-                yield rig, call, submit
+        async with rig_of(model, p0, p1, policy="least_tokens") as rig:
+            call, submit = await rig.place(40)
+            for _ in range(3):
+                _, short = await rig.place(1)
+                assert short.prefill_addresses[0] != submit.prefill_addresses[0]
+            yield rig, call, submit
 
 
 @pytest.mark.parametrize("end", ["first token", "cancelled", "failed", "finished"])
@@ -70,15 +71,7 @@ async def test_a_reported_queue_counts_where_the_policy_is_for_it(model):
     """The queue holds requests of other routers: this one has placed nothing yet."""
     async with StubNode() as p0, StubNode() as p1:
         p0.description.prompts.queued_s = 5.0
-        prefill = [p0.address, p1.address]
-        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
-            async with router_for(
-                model, decode=[decode.address], prefill=prefill, policy="shortest_queue"
-            ) as (client, router):
-                await eventually(
-                    lambda: any(len(choice.prefill) == 2 for choice in router.cluster.usable())
-                )
-                rig = Rig(client, decode)
-                for _ in range(4):
-                    _, submit = await rig.place(1)
-                    assert list(submit.prefill_addresses) == [p1.address, p0.address]
+        async with rig_of(model, p0, p1, policy="shortest_queue") as rig:
+            for _ in range(4):
+                _, submit = await rig.place(1)
+                assert list(submit.prefill_addresses) == [p1.address, p0.address]

@@ -23,6 +23,7 @@ from tests.api.rig import (
     rest,
     served,
     submitted_or_over,
+    submitted_to_one_of,
     two_nodes,
 )
 from tests.support.stub_decode_node import StubDecodeNode, Submission
@@ -187,13 +188,7 @@ async def test_a_request_is_placed_three_times_at_most(client, d0, d1):
     call = ask(client)
     _refuse(d0, await d0.submitted(), StatusCode.UNAVAILABLE)
     _refuse(d1, await d1.submitted(), StatusCode.UNAVAILABLE)
-    last = asyncio.create_task(d0.submitted())
-    either = {last, asyncio.create_task(d1.submitted())}
-    done, pending = await asyncio.wait(either, return_when="FIRST_COMPLETED")
-    for task in pending:
-        task.cancel()
-    (third,) = done
-    _refuse(d0 if third is last else d1, third.result(), StatusCode.UNAVAILABLE)
+    _refuse(*await submitted_to_one_of((d0, d1)), StatusCode.UNAVAILABLE)
     error = await failure(call)
     assert (error.code(), error.details()) == (StatusCode.UNAVAILABLE, "this node is draining")
 

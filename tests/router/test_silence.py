@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
 
 import pytest
 from pydantic import ValidationError
@@ -22,16 +21,11 @@ from tests.api.rig import (
     served,
     submitted_or_over,
     two_nodes,
+    usable,
 )
 from tests.support.stub_decode_node import StubDecodeNode
 
-FallsSilent = Callable[[RunningRouter, StubDecodeNode], Awaitable[None]]
-
 KNOBS = {"suspect_after_s": 1.0, "dead_after_s": 1000.0}  # the stubs beat five times a second
-
-
-def _usable(router: RunningRouter) -> list[str]:
-    return [choice.address for choice in router.cluster.usable()]
 
 
 async def test_nothing_is_placed_on_a_node_that_does_not_beat_until_it_does(model):
@@ -40,13 +34,13 @@ async def test_nothing_is_placed_on_a_node_that_does_not_beat_until_it_does(mode
         live = ask(client)
         number = (await d0.submitted()).number
         d0.moves = False
-        await eventually(lambda: _usable(router) == [d1.address])
+        await eventually(lambda: usable(router) == [d1.address])
         for _ in range(4):
             call = ask(client)
             await d1.complete()
             await collect(call)
         d0.moves = True
-        await eventually(lambda: len(_usable(router)) == 2)
+        await eventually(lambda: len(usable(router)) == 2)
         # What was there waits, and nobody has done it twice.
         d0.finish(number, [20])
         assert (await collect(live))[1] == [20]
@@ -68,9 +62,9 @@ async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(
         # It is connected with again, and still gets nothing.
         await eventually(lambda: d0.streams)
         await eventually(lambda: router.cluster._clients[d0.address].status is not None)
-        assert _usable(router) == [d1.address]
+        assert usable(router) == [d1.address]
         d0.moves = True
-        await eventually(lambda: len(_usable(router)) == 2)
+        await eventually(lambda: len(usable(router)) == 2)
 
 
 async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and_dead(model):
@@ -81,8 +75,8 @@ async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and
         d0.say({number: [20]})
         await call.read()
         for d0.late_s in (1.0, 3.0):
-            usable = [d0.address, d1.address] if d0.late_s < 2.0 else [d1.address]
-            await eventually(lambda usable=usable: _usable(router) == usable)
+            those = [d0.address, d1.address] if d0.late_s < 2.0 else [d1.address]
+            await eventually(lambda those=those: usable(router) == those)
         d0.late_s = 6.0
         again = await d1.complete([22])
         assert list(again.token_ids) == [*PROMPT, 20]
@@ -156,9 +150,9 @@ async def test_a_node_that_has_never_beaten_gets_nothing(model):
         async with router_for(model, decode=[node.address]) as (_, router):
             await eventually(lambda: node.num_described)
             await eventually(lambda: router.cluster._clients[node.address].status is not None)
-            assert _usable(router) == []
+            assert usable(router) == []
             node.moves = True
-            await eventually(lambda: _usable(router) == [node.address])
+            await eventually(lambda: usable(router) == [node.address])
 
 
 def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_others():

@@ -45,22 +45,19 @@ def test_a_paused_node_launches_no_steps(tmp_path: Path, mode: str) -> None:
         assert found["itl"]["max"] > 5
 
 
-def test_a_node_resumes_even_if_the_run_ends_before_it_has_paused() -> None:
-    async def test() -> None:
-        cluster, called = AsyncMock(), asyncio.Event()
+async def test_a_node_resumes_even_if_the_run_ends_before_it_has_paused() -> None:
+    cluster, called = AsyncMock(), asyncio.Event()
 
-        async def never(*_: str) -> None:  # as with a frozen engine
-            called.set()
-            await asyncio.Event().wait()
+    async def never(*_: str) -> None:  # as with a frozen engine
+        called.set()
+        await asyncio.Event().wait()
 
-        cluster.pause.side_effect = never
-        paused = asyncio.ensure_future(carry_out(Pause("decode/0", "retract", 0, 1), cluster))
-        await asyncio.wait_for(called.wait(), 60)
-        paused.cancel()
-        await asyncio.gather(paused, return_exceptions=True)
-        cluster.resume.assert_awaited_once_with("decode/0")
-
-    asyncio.run(test())
+    cluster.pause.side_effect = never
+    paused = asyncio.ensure_future(carry_out(Pause("decode/0", "retract", 0, 1), cluster))
+    await asyncio.wait_for(called.wait(), 60)
+    paused.cancel()
+    await asyncio.gather(paused, return_exceptions=True)
+    cluster.resume.assert_awaited_once_with("decode/0")
 
 
 @pytest.mark.long

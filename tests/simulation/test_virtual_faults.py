@@ -1,11 +1,9 @@
 """Faults in virtual time: what they do to calls, links and responses."""
 
 import asyncio
-import json
-import subprocess
-import sys
+import inspect
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from simulation.virtual.clock import VirtualClock
 from simulation.virtual.loop import VirtualLoop
 from simulation.virtual.network import LATENCY_S, MemoryHost, MemoryNetwork
 from simulation.virtual.wires import KEEPALIVE_S, Wires
+from tests.simulation.test_virtual import report, written
 from tests.support.isolation import ROOT
 
 TO_SERVER, TO_CLIENT = ("client", "server"), ("server", "client")
@@ -73,125 +72,106 @@ class Rig:
         return time.monotonic() - begin
 
 
-def virtually(clock: VirtualClock, test: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner:
-        runner.run(test)
+def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in virtual time."""
+
+    def run(clock: VirtualClock, **arguments: Any) -> None:
+        with asyncio.Runner(loop_factory=lambda: VirtualLoop(clock)) as runner:
+            runner.run(test(**arguments))
+
+    given = list(inspect.signature(test).parameters.values())
+    clock = inspect.Parameter("clock", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = inspect.Signature([clock, *given])  # type: ignore[attr-defined]
+    return run
 
 
-def test_faults_of_the_same_direction_add_up_and_end(clock: VirtualClock) -> None:
-    async def test() -> None:
-        wires = Wires()
-        slow = asyncio.ensure_future(wires.fail([TO_SERVER], Wire(factor=3), 5))
-        cut = asyncio.ensure_future(wires.fail([TO_SERVER], Wire(factor=2, is_cut=True), 3))
-        await asyncio.sleep(1)
-        assert wires.wire(*TO_SERVER) == Wire(6, is_cut=True)
-        assert wires.wire(*TO_CLIENT) == HEALTHY
-        assert wires.both(*TO_CLIENT) == Wire(6, is_cut=True)
-        await cut
-        assert wires.wire(*TO_SERVER) == Wire(3)
-        await slow
-        assert wires.wire(*TO_SERVER) == HEALTHY
-
-    virtually(clock, test())
+async def connected() -> tuple[Rig, Any]:
+    """Return a client and a server, and a call between them."""
+    rig = Rig()
+    await rig.server.start()
+    call = rig.call()
+    await rig.round_trip_s(call)
+    return rig, call
 
 
-def test_a_cut_ends_both_sides_and_refuses_new_calls(clock: VirtualClock) -> None:
-    async def test() -> None:
-        rig = Rig()
-        await rig.server.start()
-        call = rig.call()
-        await rig.round_trip_s(call)
-        rig.fail(Wire(is_cut=True), 2, TO_SERVER, TO_CLIENT)
-        with pytest.raises(grpc.aio.AioRpcError, match="Socket closed"):
-            await call.read()
-        await rig.echo.ended.wait()
-        with pytest.raises(grpc.aio.AioRpcError, match="failed to connect"):
-            await rig.call().read()
-        await asyncio.sleep(2)
-        assert await rig.round_trip_s(rig.call()) < 0.01
-
-    virtually(clock, test())
+@virtually
+async def test_faults_of_the_same_direction_add_up_and_end() -> None:
+    wires = Wires()
+    slow = asyncio.ensure_future(wires.fail([TO_SERVER], Wire(factor=3), 5))
+    cut = asyncio.ensure_future(wires.fail([TO_SERVER], Wire(factor=2, is_cut=True), 3))
+    await asyncio.sleep(1)
+    assert wires.wire(*TO_SERVER) == Wire(6, is_cut=True)
+    assert wires.wire(*TO_CLIENT) == HEALTHY
+    assert wires.both(*TO_CLIENT) == Wire(6, is_cut=True)
+    await cut
+    assert wires.wire(*TO_SERVER) == Wire(3)
+    await slow
+    assert wires.wire(*TO_SERVER) == HEALTHY
 
 
-@pytest.mark.parametrize("ends", [TO_SERVER, TO_CLIENT])
-def test_packets_that_vanish_for_a_short_time_arrive_later(clock: VirtualClock, ends: Any) -> None:
-    async def test() -> None:
-        rig = Rig()
-        await rig.server.start()
-        call = rig.call()
-        await rig.round_trip_s(call)
-        rig.fail(Wire(is_silent=True), 3, ends)
-        await asyncio.sleep(0)
-        assert 3 <= await rig.round_trip_s(call) < 3.5
-        assert await rig.round_trip_s(call) < 0.01
-
-    virtually(clock, test())
+@virtually
+async def test_a_cut_ends_both_sides_and_refuses_new_calls() -> None:
+    rig, call = await connected()
+    rig.fail(Wire(is_cut=True), 2, TO_SERVER, TO_CLIENT)
+    with pytest.raises(grpc.aio.AioRpcError, match="Socket closed"):
+        await call.read()
+    await rig.echo.ended.wait()
+    with pytest.raises(grpc.aio.AioRpcError, match="failed to connect"):
+        await rig.call().read()
+    await asyncio.sleep(2)
+    assert await rig.round_trip_s(rig.call()) < 0.01
 
 
 @pytest.mark.parametrize("ends", [TO_SERVER, TO_CLIENT])
-def test_pings_end_a_connection_whose_packets_vanish(clock: VirtualClock, ends: Any) -> None:
-    async def test() -> None:
-        rig = Rig()
-        await rig.server.start()
-        call = rig.call()
-        await rig.round_trip_s(call)
-        rig.fail(Wire(is_silent=True), 60, ends)
-        begin = time.monotonic()
-        with pytest.raises(grpc.aio.AioRpcError, match="Socket closed"):
-            await call.read()
-        await rig.echo.ended.wait()
-        assert time.monotonic() - begin == pytest.approx(KEEPALIVE_S)
-        with pytest.raises(grpc.aio.AioRpcError, match="failed to connect"):
-            await rig.call().read()
-        assert time.monotonic() - begin == pytest.approx(2 * KEEPALIVE_S, rel=0.05)
-
-    virtually(clock, test())
+@virtually
+async def test_packets_that_vanish_for_a_short_time_arrive_later(ends: Any) -> None:
+    rig, call = await connected()
+    rig.fail(Wire(is_silent=True), 3, ends)
+    await asyncio.sleep(0)
+    assert 3 <= await rig.round_trip_s(call) < 3.5
+    assert await rig.round_trip_s(call) < 0.01
 
 
-def test_a_server_is_not_informed_of_a_cancelled_call_over_a_silent_wire(
-    clock: VirtualClock,
-) -> None:
-    async def test() -> None:
-        rig = Rig()
-        await rig.server.start()
-        call = rig.call()
-        await rig.round_trip_s(call)
-        rig.fail(Wire(is_silent=True), 4, TO_SERVER)
-        await asyncio.sleep(1)
-        assert call.cancel()
-        await asyncio.sleep(2)
-        assert not rig.echo.ended.is_set()
-        await asyncio.sleep(2)
-        assert rig.echo.ended.is_set()
-        assert not rig.network.wires.connections
-
-    virtually(clock, test())
+@pytest.mark.parametrize("ends", [TO_SERVER, TO_CLIENT])
+@virtually
+async def test_pings_end_a_connection_whose_packets_vanish(ends: Any) -> None:
+    rig, call = await connected()
+    rig.fail(Wire(is_silent=True), 60, ends)
+    begin = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError, match="Socket closed"):
+        await call.read()
+    await rig.echo.ended.wait()
+    assert time.monotonic() - begin == pytest.approx(KEEPALIVE_S)
+    with pytest.raises(grpc.aio.AioRpcError, match="failed to connect"):
+        await rig.call().read()
+    assert time.monotonic() - begin == pytest.approx(2 * KEEPALIVE_S, rel=0.05)
 
 
-def test_a_slow_wire_delays_messages(clock: VirtualClock) -> None:
-    async def test() -> None:
-        rig = Rig()
-        await rig.server.start()
-        call = rig.call()
-        await rig.round_trip_s(call)
-        rig.fail(Wire(factor=1000), 5, TO_SERVER)
-        await asyncio.sleep(0)
-        assert await rig.round_trip_s(call) == pytest.approx(1001 * LATENCY_S)
+@virtually
+async def test_a_server_is_not_informed_of_a_cancelled_call_over_a_silent_wire() -> None:
+    rig, call = await connected()
+    rig.fail(Wire(is_silent=True), 4, TO_SERVER)
+    await asyncio.sleep(1)
+    assert call.cancel()
+    await asyncio.sleep(2)
+    assert not rig.echo.ended.is_set()
+    await asyncio.sleep(2)
+    assert rig.echo.ended.is_set()
+    assert not rig.network.wires.connections
 
-    virtually(clock, test())
+
+@virtually
+async def test_a_slow_wire_delays_messages() -> None:
+    rig, call = await connected()
+    rig.fail(Wire(factor=1000), 5, TO_SERVER)
+    await asyncio.sleep(0)
+    assert await rig.round_trip_s(call) == pytest.approx(1001 * LATENCY_S)
 
 
 CLUSTER = """
 cluster: {gpu: h100, model: llama-3-8b, prefill: 2, decode: 2}
 load: {rate: 4, input: 400, output: 60, requests: 40}
 """
-
-
-def report(file: Path) -> Any:
-    command = [sys.executable, "-m", "cli.main", "sim", str(file), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.long
@@ -214,9 +194,7 @@ def report(file: Path) -> Any:
     ],
 )
 def test_every_response_is_right(tmp_path: Path, fault: str, longest_s: tuple[int, int]) -> None:
-    file = tmp_path / "sim.yaml"
-    file.write_text(f"{CLUSTER}faults: [{fault}]\n")
-    found = report(file)
+    found = report(written(tmp_path, f"{CLUSTER}faults: [{fault}]\n"))
     assert (found["right"], found["wrong"], found["errors"]) == (40, 0, {})
     least, most = longest_s
     assert least < max(found["itl"]["max"], found["ttft"]["max"]) < most

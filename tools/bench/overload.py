@@ -20,24 +20,19 @@ import contextlib
 import dataclasses
 import shlex
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import numpy as np
 import uvloop
 
 from bench.traffic.load import LoadGenerator, RequestOutcome
 from bench.traffic.workload import Lengths, Workload, WorkloadRequest
-from common.rpc import make_channel
-from protos.router_pb2 import GenerateRequest, TokenIds
-from protos.router_pb2_grpc import RouterStub
-from protos.sampling_pb2 import Sampling
 from tests.support.checkpoints import make_checkpoint
+from tools.bench.support.load import Client
 from tools.bench.support.record import emit, percentiles, say, table
 from tools.bench.support.systems import System, cpu_seconds_of, serving
 
@@ -73,31 +68,6 @@ COLUMNS = {
     "failed": "{failed}",
     "node cores": "{node_cores:.2f}",
 }
-
-
-class Caller:
-    """A gRPC client of a router with one budget per class. Failures are outcomes."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._stub: Any = RouterStub(channel)  # type: ignore[no-untyped-call]
-
-    async def ask(self, job: WorkloadRequest, start: float, due: float) -> RequestOutcome:
-        outcome = RequestOutcome(job.group, len(job.prompt), due, time.perf_counter() - start)
-        budget_s = BUDGETS_S[job.group]
-        request = GenerateRequest(
-            token_ids=TokenIds(ids=job.prompt),
-            sampling=Sampling(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True),
-            timeout_s=budget_s,
-        )
-        try:
-            async for message in self._stub.Generate(request, timeout=2 * budget_s):
-                if message.token_ids:
-                    outcome.chunks.append(time.perf_counter() - start)
-                    outcome.output_tokens += len(message.token_ids)
-        except grpc.aio.AioRpcError as error:
-            outcome.error, outcome.detail = error.code().name, error.details() or ""
-        outcome.ended = time.perf_counter() - start
-        return outcome
 
 
 def main() -> None:
@@ -160,8 +130,7 @@ async def _measure(
     The recovery time is that of the last request after the overload that was not served normally.
     """
     seconds, seed = options.seconds, options.seed
-    async with make_channel(system.target) as channel:
-        caller = Caller(channel)
+    async with Client(system.target, BUDGETS_S) as caller:
         patient, jobs = _jobs(options, (PATIENT,)), _jobs(options, SHARES)
         pids = [pid for node in await system.nodes() for pid in node.pids]
         found = await _capacity(caller, patient, options.streams, seconds / 2, pids)
@@ -204,7 +173,7 @@ def _arrivals(rate: float, seed: int, begin_s: float, seconds: float) -> Iterato
 
 
 async def _capacity(
-    caller: Caller,
+    caller: Client,
     jobs: Iterator[WorkloadRequest],
     callers: int,
     seconds: float,
@@ -232,7 +201,7 @@ async def _capacity(
 
 
 async def _open(
-    caller: Caller, jobs: Iterator[WorkloadRequest], due: Iterator[float]
+    caller: Client, jobs: Iterator[WorkloadRequest], due: Iterator[float]
 ) -> list[RequestOutcome]:
     load = LoadGenerator(caller.ask)
     async with load.measuring():

@@ -6,8 +6,7 @@ from grpc import StatusCode
 
 from common.requests.namespace import namespace_of, within
 from protos import router_pb2
-from tests.api.rig import CHAT, COMPLETIONS, HELLO, api_for, eventually, fails, router_for, served
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.api.rig import CHAT, COMPLETIONS, HELLO, api_for, eventually, fails, served, two_nodes
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SQL, POEMS = b"s" * 16, b"p" * 16
@@ -98,19 +97,15 @@ async def test_over_grpc_an_adapter_is_a_field(model):
 
 
 async def test_only_decode_nodes_that_have_it_are_asked(model):
-    async with StubDecodeNode() as one, StubDecodeNode() as other:
-        decode = [one.address, other.address]
-        async with router_for(model, decode=decode, policy="round_robin") as (client, router):
-            await client.wait_until_serving()
-            await eventually(lambda: len(router.cluster.usable()) == 2)
-            other.adapters = {"sql": SQL}
-            other.adapters_changed()
-            await eventually(lambda: router.cluster.adapters.by_name())
-            calls = [client.generate("x", adapter="sql") for _ in range(4)]
-            assert [(await other.submitted()).adapter for _ in calls] == [SQL] * 4
-            assert not any(message.submits for message in one.received)
-            for call in calls:
-                call.cancel()
+    async with two_nodes(model) as (client, router, one, other):
+        other.adapters = {"sql": SQL}
+        other.adapters_changed()
+        await eventually(lambda: router.cluster.adapters.by_name())
+        calls = [client.generate("x", adapter="sql") for _ in range(4)]
+        assert [(await other.submitted()).adapter for _ in calls] == [SQL] * 4
+        assert not any(message.submits for message in one.received)
+        for call in calls:
+            call.cancel()
 
 
 async def test_what_is_loaded_is_loaded_on_all_nodes_and_known_when_that_is_said(pair):

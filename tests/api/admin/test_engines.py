@@ -14,7 +14,17 @@ from common.errors import NodeUnavailable
 from protos import router_pb2
 from router.cluster import cluster
 from router.policy import PlacementKey
-from tests.api.rig import api_for, ask, collect, eventually, pair_for, router_for, submitted_or_over
+from tests.api.rig import (
+    api_for,
+    ask,
+    collect,
+    eventually,
+    pair_for,
+    router_for,
+    served,
+    submitted_or_over,
+    usable,
+)
 from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 from tests.support.stub_pooling_node import StubPoolingNode
@@ -78,13 +88,9 @@ async def test_nothing_need_be_said_but_by_web_pages(api):
     assert answer["status"] == "paused"
 
 
-def _usable(router):
-    return [choice.address for choice in router.cluster.usable()]
-
-
 async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(client, router, d0, d1):
     d0.change_status(paused=True)
-    await eventually(lambda: _usable(router) == [d1.address])
+    await eventually(lambda: usable(router) == [d1.address])
     calls = [ask(client) for _ in range(4)]
     for _ in calls:
         await d1.complete()
@@ -93,7 +99,7 @@ async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(client, 
     with pytest.raises(NodeUnavailable, match="no other decode node is ready"):
         router.cluster.choose_target(PlacementKey([7]), d1.address)
     d1.change_status(paused=True)
-    await eventually(lambda: _usable(router) == [d0.address, d1.address])
+    await eventually(lambda: usable(router) == [d0.address, d1.address])
     await client.wait_until_serving()
     calls = [ask(client) for _ in range(2)]
     for node in (d0, d1):
@@ -101,14 +107,14 @@ async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(client, 
     for call in calls:
         await collect(call)
     d0.change_status(paused=False)
-    await eventually(lambda: _usable(router) == [d0.address])
+    await eventually(lambda: usable(router) == [d0.address])
 
 
 async def test_what_only_a_paused_node_can_take_waits_there(client, router, d0):
     d0.adapters = {"sql": b"s" * 16}
     d0.adapters_changed()
     d0.change_status(paused=True)
-    await eventually(lambda: len(_usable(router)) == 1 and router.cluster.adapters.by_name())
+    await eventually(lambda: len(usable(router)) == 1 and router.cluster.adapters.by_name())
     call = client.generate("x", adapter="sql")
     await d0.complete()
     await collect(call)
@@ -117,17 +123,17 @@ async def test_what_only_a_paused_node_can_take_waits_there(client, router, d0):
 async def test_paused_prefill_nodes_are_named_where_all_are(model):
     async with StubNode() as p0, StubNode() as p1:
         prefill = [p0.address, p1.address]
-        async with StubDecodeNode(paired=prefill, serves_alone=False) as decode:
-            async with router_for(model, decode=[decode.address], prefill=prefill) as (_, router):
+        decode = StubDecodeNode(paired=prefill, serves_alone=False)
+        async with served(model, decode, prefill=prefill) as (_, _, router):
 
-                def named():
-                    return [each.address for one in router.cluster.usable() for each in one.prefill]
+            def named():
+                return [each.address for one in router.cluster.usable() for each in one.prefill]
 
-                await eventually(lambda: named() == prefill)
-                p0.description.state = "paused"
-                await eventually(lambda: named() == [p1.address])
-                p1.description.state = "paused"
-                await eventually(lambda: named() == prefill)
+            await eventually(lambda: named() == prefill)
+            p0.description.state = "paused"
+            await eventually(lambda: named() == [p1.address])
+            p1.description.state = "paused"
+            await eventually(lambda: named() == prefill)
 
 
 async def test_texts_are_embedded_at_nodes_that_are_not_paused(model):

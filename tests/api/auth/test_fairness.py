@@ -13,6 +13,13 @@ from common.errors import NodeUnavailable, Overloaded
 LONG_S = 30.0  # for what must not be waited out
 
 
+async def waiting(slots, *clients):
+    """One that waits for a slot for each of these, in this order."""
+    tasks = [asyncio.create_task(slots.take(client)) for client in clients]
+    await asyncio.sleep(0)
+    return tasks
+
+
 def take_all(shares, name, weight=1.0):
     """Take shares until the client is refused. Returns their number."""
     for number in count():
@@ -93,8 +100,7 @@ def test_addresses_of_one_network_are_one_client(addresses, client):
 async def test_2000_requests_of_one_client_leave_room_for_another_at_once():
     slots = FairShareLimiter(1024, longest_wait_s=LONG_S)
     greedy, other = by_address("10.0.0.1"), by_address("10.0.0.2")
-    asked = [asyncio.create_task(slots.take(greedy)) for _ in range(2000)]
-    await asyncio.sleep(0)
+    asked = await waiting(slots, *[greedy] * 2000)
     refused = [task for task in asked if task.done() and task.exception()]
     assert (slots.num_taken, slots.num_waiting) == (896, 224)
     assert len(refused) == 2000 - 896 - 224
@@ -112,10 +118,7 @@ async def test_a_slot_that_comes_free_goes_to_who_has_least():
     first, second = by_address("10.0.0.1"), by_address("10.0.0.2")
     for _ in range(2):
         await slots.take(first)
-    again = asyncio.create_task(slots.take(first))
-    await asyncio.sleep(0)
-    other = asyncio.create_task(slots.take(second))
-    await asyncio.sleep(0)
+    again, other = await waiting(slots, first, second)
     slots.give_back(first)
     await asyncio.wait_for(other, LONG_S)
     assert not again.done()
@@ -133,52 +136,41 @@ async def test_a_free_slot_goes_to_the_client_with_the_fewest_for_its_weight():
     for client, number in ((light, 2), (heavy, 3), (other, 3)):
         for _ in range(number):
             await slots.take(client)
-    waiting = [asyncio.create_task(slots.take(client)) for client in (light, heavy)]
-    await asyncio.sleep(0)
+    of_light, of_heavy = await waiting(slots, light, heavy)
     slots.give_back(other)
     assert (slots.num_of(light), slots.num_of(heavy), slots.num_waiting) == (3, 4, 1)
-    await asyncio.wait_for(waiting[1], LONG_S)
-    assert not waiting[0].done()
+    await asyncio.wait_for(of_heavy, LONG_S)
+    assert not of_light.done()
     slots.give_back(other)
-    await asyncio.wait_for(waiting[0], LONG_S)
+    await asyncio.wait_for(of_light, LONG_S)
 
 
-async def test_equals_are_served_in_turn():
+@pytest.mark.parametrize(
+    "asked, order",
+    [
+        # Equals are served in turn.
+        ([("a", 0), ("a", 0), ("a", 0), ("b", 0), ("c", 0)], "a0 b0 c0 a0 a0"),
+        # Of one client the urgent is first. Seen failing with a line as they came.
+        ([("a", 0), ("a", -1), ("a", 5), ("a", 0)], "a5 a0 a0 a-1"),
+    ],
+)
+async def test_clients_that_wait_take_turns_and_the_urgent_request_of_each_is_first(asked, order):
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder = by_address("holder")
     await slots.take(holder)
-    order = []
+    served = []
 
-    async def one(client):
-        await slots.take(client)
-        order.append(client.name)
+    async def one(name, priority):
+        client = by_address(name)
+        await slots.take(client, priority)
+        served.append(f"{name}{priority}")
         slots.give_back(client)
 
-    waiting = [by_address(name) for name in ("a", "a", "a", "b", "c")]
-    tasks = [asyncio.create_task(one(client)) for client in waiting]
+    tasks = [asyncio.create_task(one(*each)) for each in asked]
     await asyncio.sleep(0)
     slots.give_back(holder)
     await asyncio.wait_for(asyncio.gather(*tasks), LONG_S)
-    assert order == ["a", "b", "c", "a", "a"]
-
-
-# Seen failing with a line as they came.
-async def test_of_one_client_the_urgent_is_served_first():
-    slots = FairShareLimiter(1, longest_wait_s=LONG_S)
-    client = by_address("a")
-    await slots.take(client)
-    order = []
-
-    async def one(priority):
-        await slots.take(client, priority)
-        order.append(priority)
-        slots.give_back(client)
-
-    tasks = [asyncio.create_task(one(priority)) for priority in (0, -1, 5, 0)]
-    await asyncio.sleep(0)
-    slots.give_back(client)
-    await asyncio.wait_for(asyncio.gather(*tasks), LONG_S)
-    assert order == [5, 0, 0, -1]
+    assert " ".join(served) == order
 
 
 # Seen failing with whoever comes last refused.
@@ -187,8 +179,7 @@ async def test_of_a_full_line_the_least_urgent_is_refused():
     client = by_address("a")
     await slots.take(client)
     low = asyncio.create_task(slots.take(client, -1))
-    rest = [asyncio.create_task(slots.take(client)) for _ in range(6)]
-    await asyncio.sleep(0)
+    rest = await waiting(slots, *[client] * 6)
     assert slots.num_waiting == 7  # as many as of one client may
     with pytest.raises(Overloaded):
         await slots.take(client, -1)
@@ -220,13 +211,10 @@ async def test_who_goes_away_while_a_slot_comes_to_him_leaves_it_to_the_next():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder, gone, next_one = (by_address(name) for name in ("holder", "gone", "next"))
     await slots.take(holder)
-    leaving = asyncio.create_task(slots.take(gone))
-    await asyncio.sleep(0)
-    waiting = asyncio.create_task(slots.take(next_one))
-    await asyncio.sleep(0)
+    leaving, staying = await waiting(slots, gone, next_one)
     slots.give_back(holder)
     leaving.cancel()
-    await asyncio.wait_for(waiting, LONG_S)
+    await asyncio.wait_for(staying, LONG_S)
     assert (slots.num_taken, slots.num_of(gone), slots.num_of(next_one)) == (1, 0, 1)
 
 
@@ -234,10 +222,9 @@ async def test_waiting_ends_when_no_more_are_taken():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     client = by_address("a")
     await slots.take(client)
-    waiting = [asyncio.create_task(slots.take(client)) for _ in range(2)]
-    await asyncio.sleep(0)
+    tasks = await waiting(slots, client, client)
     slots.close(NodeUnavailable("over"))
-    for task in waiting:
+    for task in tasks:
         with pytest.raises(NodeUnavailable, match="over"):
             await asyncio.wait_for(task, LONG_S)
     assert (slots.num_taken, slots.num_waiting) == (1, 0)
@@ -248,8 +235,7 @@ async def test_who_goes_away_as_all_waits_end_gives_back_nothing():
     slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder, gone = by_address("holder"), by_address("gone")
     await slots.take(holder)
-    leaving = asyncio.create_task(slots.take(gone))
-    await asyncio.sleep(0)
+    (leaving,) = await waiting(slots, gone)
     slots.close(NodeUnavailable("over"))
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from grpc import StatusCode
+from grpc.aio import AioRpcError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -22,10 +23,11 @@ from protos.router_pb2 import (
     GetClusterRequest,
     GetModelRequest,
     ReportPlanRequest,
+    TokenIds,
     TokenizeRequest,
 )
 from tests.api.auth.rig import KEYS, NOBODY, bearer, clients_of, entry, write
-from tests.api.rig import WAIT_S, collect, eventually, fails, metric, router_for, served
+from tests.api.rig import WAIT_S, Client, collect, eventually, fails, metric, router_for, served
 
 METHODS = {
     "Generate": GenerateRequest(text="x"),
@@ -37,8 +39,15 @@ METHODS = {
 }
 
 
-def shown(name: str) -> Any:
-    return (("authorization", bearer(name)),)
+def call_of(client: Client, method: str, name: str = "", request: Any = None) -> Any:
+    """A call by the client of this name; "": without a key."""
+    metadata = (("authorization", bearer(name)),) if name else ()
+    asked = METHODS[method] if request is None else request
+    return getattr(client.stub, method)(asked, metadata=metadata, timeout=WAIT_S)
+
+
+def retry_after_s(error: AioRpcError) -> int:
+    return int(str(dict(error.trailing_metadata() or ())["retry-after"]))
 
 
 def strangers(router: RunningRouter, reason: str) -> float | None:
@@ -47,13 +56,9 @@ def strangers(router: RunningRouter, reason: str) -> float | None:
 
 async def test_without_a_key_there_is_nothing_but_health(model, keys):
     async with served(model, clients=keys) as (client, node, router):
-        stub = client.stub
-        for number, (method, request) in enumerate(METHODS.items(), 1):
-            await fails(
-                getattr(stub, method)(request, timeout=WAIT_S),
-                StatusCode.UNAUTHENTICATED,
-                "API key is missing",
-            )
+        for number, method in enumerate(METHODS, 1):
+            call = call_of(client, method)
+            await fails(call, StatusCode.UNAUTHENTICATED, "API key is missing")
             assert strangers(router, "no_key") == number
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
@@ -77,28 +82,22 @@ async def test_a_stranger_is_refused_before_he_has_said_anything(model, keys, me
 
 async def test_with_a_key_a_client_has_all_but_what_is_for_operators(model, keys):
     async with served(model, clients=keys) as (client, node, router):
-        stub = client.stub
-        alice: Any = {"metadata": shown("alice"), "timeout": WAIT_S}
-        call = stub.Generate(METHODS["Generate"], **alice)
+        call = call_of(client, "Generate", "alice")
         await node.complete()
         assert (await collect(call))[2].finish_reason == "stop"
         for method in ("Tokenize", "Detokenize", "GetModel"):
-            await getattr(stub, method)(METHODS[method], **alice)
-        await fails(
-            stub.GetCluster(GetClusterRequest(), **alice),
-            StatusCode.PERMISSION_DENIED,
-            "alice is a client's",
-        )
+            await call_of(client, method, "alice")
+        call = call_of(client, "GetCluster", "alice")
+        await fails(call, StatusCode.PERMISSION_DENIED, "alice is a client's")
         assert strangers(router, "no_operator") == 1
-        await stub.GetCluster(GetClusterRequest(), metadata=shown("op"), timeout=WAIT_S)
+        await call_of(client, "GetCluster", "op")
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
             reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
             asked = reflection_pb2.ServerReflectionRequest(list_services="")
-            call = reflection.ServerReflectionInfo(iter([asked]), **alice)
-            answer = await call.read()
-            assert "baton.v1.Router" in {
-                service.name for service in answer.list_services_response.service
-            }
+            shown = (("authorization", bearer("alice")),)
+            call = reflection.ServerReflectionInfo(iter([asked]), metadata=shown, timeout=WAIT_S)
+            listed = (await call.read()).list_services_response.service
+            assert "baton.v1.Router" in {service.name for service in listed}
             call.cancel()
 
 
@@ -127,60 +126,46 @@ async def test_what_is_no_good_key_is_told_why(model, keys, credential, reason, 
 
 async def test_a_rate_that_is_used_up_says_when_to_come_again(model, keys):
     async with router_for(model, decode=NOBODY, clients=keys) as (client, router):
-
-        def ask(name: str) -> Any:
-            return client.stub.Tokenize(
-                TokenizeRequest(text="x"), metadata=shown(name), timeout=WAIT_S
-            )
-
         for _ in range(2):
-            await ask("bob")
-        error = await fails(ask("bob"), StatusCode.RESOURCE_EXHAUSTED, "2 requests a minute")
-        retry_after = dict(error.trailing_metadata() or ())["retry-after"]
-        assert 20 <= int(str(retry_after)) <= 30
-        await ask("alice")  # who has no such limit
-        value = router.metrics.registry.get_sample_value
+            await call_of(client, "Tokenize", "bob")
+        call = call_of(client, "Tokenize", "bob")
+        error = await fails(call, StatusCode.RESOURCE_EXHAUSTED, "2 requests a minute")
+        assert 20 <= retry_after_s(error) <= 30
+        await call_of(client, "Tokenize", "alice")  # who has no such limit
         name = "baton_api_key_requests_total"
-        assert value(name, {"key": "bob", "outcome": "accepted"}) == 2
-        assert value(name, {"key": "bob", "outcome": "limited"}) == 1
-        assert value("baton_requests_rejected_total", {"reason": "limited"}) == 1
+        assert metric(router, name, key="bob", outcome="accepted") == 2
+        assert metric(router, name, key="bob", outcome="limited") == 1
+        assert metric(router, "baton_requests_rejected_total", reason="limited") == 1
 
 
 async def test_tokens_of_prompts_and_answers_count(model, tmp_path):
     clients = clients_of(tmp_path, entry("alice", limits={"tokens_per_minute": 20}))
     async with served(model, clients=clients) as (client, node, router):
-        stub = client.stub
 
         def ask(num_tokens: int) -> Any:
-            request = GenerateRequest()
-            request.token_ids.ids.extend(range(5, 5 + num_tokens))
-            return stub.Generate(request, metadata=shown("alice"), timeout=WAIT_S)
+            request = GenerateRequest(token_ids=TokenIds(ids=range(5, 5 + num_tokens)))
+            return call_of(client, "Generate", "alice", request)
 
         await fails(ask(21), StatusCode.INVALID_ARGUMENT, "20 a minute")
         call = ask(10)
         await node.complete(list(range(20, 32)))
         await collect(call)
         error = await fails(ask(1), StatusCode.RESOURCE_EXHAUSTED)
-        retry_after = dict(error.trailing_metadata() or ())["retry-after"]
-        assert 1 <= int(str(retry_after)) <= 9  # two too many, and one for the next prompt
-        value = router.metrics.registry.get_sample_value
-        assert value("baton_api_key_tokens_total", {"key": "alice", "kind": "prompt"}) == 10
-        assert value("baton_api_key_tokens_total", {"key": "alice", "kind": "generated"}) == 12
+        assert 1 <= retry_after_s(error) <= 9  # two too many, and one for the next prompt
+        tokens = "baton_api_key_tokens_total"
+        assert metric(router, tokens, key="alice", kind="prompt") == 10
+        assert metric(router, tokens, key="alice", kind="generated") == 12
         assert router.admission.num_live == 0
 
 
 async def test_a_key_has_so_many_live_requests(model, tmp_path):
     clients = clients_of(tmp_path, entry("alice", limits={"concurrent": 1}), entry("bob"))
     async with served(model, clients=clients) as (client, node, _):
-        stub = client.stub
-
-        def ask(name: str) -> Any:
-            return stub.Generate(METHODS["Generate"], metadata=shown(name), timeout=WAIT_S)
-
-        first = ask("alice")
+        first = call_of(client, "Generate", "alice")
         numbers = [(await node.submitted()).number]
-        await fails(ask("alice"), StatusCode.RESOURCE_EXHAUSTED, "1 running requests")
-        other = ask("bob")
+        second = call_of(client, "Generate", "alice")
+        await fails(second, StatusCode.RESOURCE_EXHAUSTED, "1 running requests")
+        other = call_of(client, "Generate", "bob")
         numbers.append((await node.submitted()).number)
         node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
         for call in (first, other):
@@ -196,8 +181,7 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(
     async with router_for(model, decode=NOBODY, clients=clients) as (client, router):
 
         async def gets_in(name: str) -> bool:
-            call = client.stub.GetModel(GetModelRequest(), metadata=shown(name), timeout=WAIT_S)
-            return await call.code() is StatusCode.OK
+            return await call_of(client, "GetModel", name).code() is StatusCode.OK
 
         assert await gets_in("alice")
         assert not await gets_in("bob")
@@ -223,11 +207,10 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(
 async def test_each_key_can_have_prefix_caches_of_its_own(model, keys):
     clients = keys.model_copy(update={"isolate_cache_by_key": True})
     async with served(model, clients=clients) as (client, node, _):
-        stub = client.stub
 
         async def namespace(name: str, salt: str | None = None) -> bytes:
             request = GenerateRequest(text="x", cache_salt=salt)
-            call = stub.Generate(request, metadata=shown(name), timeout=WAIT_S)
+            call = call_of(client, "Generate", name, request)
             submit = await node.complete()
             await collect(call)
             return bytes(submit.namespace)
@@ -242,7 +225,7 @@ async def test_each_key_can_have_prefix_caches_of_its_own(model, keys):
 
 async def test_without_keys_all_is_open_on_this_machine(model):
     async with router_for(model, decode=NOBODY) as (client, _):
-        await client.stub.GetCluster(GetClusterRequest(), timeout=WAIT_S)
+        await call_of(client, "GetCluster")
         any_key = (("authorization", "Bearer none"),)
         await client.stub.GetModel(GetModelRequest(), metadata=any_key, timeout=WAIT_S)
 
@@ -250,12 +233,11 @@ async def test_without_keys_all_is_open_on_this_machine(model):
 async def test_one_client_waits_for_a_slot_and_gets_it(model):
     knobs = {"max_concurrent_requests": 1, "clients": ClientsConfig(max_queue_wait_s=WAIT_S)}
     async with served(model, **knobs) as (client, node, router):
-        stub = client.stub
-        first = stub.Generate(METHODS["Generate"], timeout=WAIT_S)
+        first = call_of(client, "Generate")
         number = (await node.submitted()).number
-        second = stub.Generate(METHODS["Generate"], timeout=WAIT_S)
+        second = call_of(client, "Generate")
         await eventually(lambda: router.admission.num_waiting == 1)
-        assert router.metrics.registry.get_sample_value("baton_waiting_requests") == 1
+        assert metric(router, "baton_waiting_requests") == 1
         node.finish(number)
         await collect(first)
         await node.complete()
@@ -294,4 +276,4 @@ async def test_beyond_this_host_clients_who_need_no_key_are_told_of_in_the_log(m
     front = ServerConfig(port=0, host="0.0.0.0", insecure=True)
     async with router_for(model, decode=NOBODY, front=front) as (client, _):
         assert "clients need no API key" in caplog.text
-        await client.stub.GetCluster(GetClusterRequest(), timeout=WAIT_S)  # as on loopback
+        await call_of(client, "GetCluster")  # as on loopback

@@ -125,33 +125,35 @@ async def test_of_a_client_that_goes_nothing_is_held(served):
 
 
 @pytest.mark.parametrize(
-    "ahead",
+    "at_once, ahead",
     [
-        b"",
-        b"G",
-        request("GET", "/whole"),
-        500 * request("GET", "/whole"),
-        b"\r\n" * 10_000,
-        b"x" * (16 << 20),
+        (b"", b""),
+        (b"", b"G"),
+        (b"", request("GET", "/whole")),
+        (b"", 500 * request("GET", "/whole")),
+        (b"", b"\r\n" * 10_000),
+        (b"", b"x" * (16 << 20)),
+        # Seen failing with a connection whose reading stops while aiohttp takes no more.
+        (500 * request("GET", "/whole"), b""),
     ],
-    ids=["nothing", "one byte", "a request", "requests", "blank lines", "more than any buffer"],
+    ids=[
+        "nothing",
+        "byte",
+        "request",
+        "requests",
+        "blank lines",
+        "more than any buffer",
+        "at once",
+    ],
 )
-async def test_a_client_that_goes_is_missed_whatever_it_has_sent_behind_its_request(served, ahead):
+async def test_a_client_that_goes_is_missed_whatever_it_has_sent_behind_its_request(
+    served, at_once, ahead
+):
     async with connected(served.port) as wire:
-        await wire.send(request("GET", "/hold"))
+        await wire.send(request("GET", "/hold") + at_once)
         await served.started.wait()
         async with asyncio.timeout(WAIT_S):
             await wire.send(ahead)
-    async with asyncio.timeout(WAIT_S):
-        await served.cancelled.wait()
-    await eventually(lambda: not served.shared.members)
-
-
-# Seen failing with a connection whose reading stops while aiohttp takes no more.
-async def test_a_client_that_goes_is_missed_whatever_came_with_its_request(served):
-    async with connected(served.port) as wire:
-        await wire.send(request("GET", "/hold") + 500 * request("GET", "/whole"))
-        await served.started.wait()
     async with asyncio.timeout(WAIT_S):
         await served.cancelled.wait()
     await eventually(lambda: not served.shared.members)

@@ -5,7 +5,6 @@ import logging
 import re
 import socket
 import ssl
-import time
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -17,6 +16,7 @@ from api.http.shared import HttpContext, HttpLimits
 from common import tls
 from router.metrics import RouterMetrics
 from tests.api.http.http_site import Checked
+from tests.api.rig import eventually
 from tests.support.certificates import Authority
 
 PATIENCE_S = 60.0
@@ -73,13 +73,6 @@ async def exchange(reader, writer, body: bytes = b"hello") -> bytes:
         return await reader.readexactly(len(body))
 
 
-async def until(condition) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.01)
-
-
 async def test_requests_are_answered_over_tls_1_2_and_later_and_http_1_1(authority, tmp_path):
     config = authority.write(tmp_path)
     async with serving(config.model_copy(update={"ca": None})) as (port, shared):
@@ -92,7 +85,7 @@ async def test_requests_are_answered_over_tls_1_2_and_later_and_http_1_1(authori
                     body = b"x" * size
                     assert await exchange(reader, writer, body) == body
                 assert len(shared.members) == 1
-        await until(lambda: not shared.members)
+        await eventually(lambda: not shared.members)
 
 
 async def test_clients_must_show_a_certificate_only_where_there_is_a_ca(authority, tmp_path):
@@ -104,7 +97,7 @@ async def test_clients_must_show_a_certificate_only_where_there_is_a_ca(authorit
             # With TLS 1.3 a client learns it from what it reads.
             async with connected(port, trusting(config)) as streams:
                 await exchange(*streams)
-        await until(lambda: not shared.members)
+        await eventually(lambda: not shared.members)
 
 
 async def test_a_client_without_tls_is_let_go_and_harms_nobody(authority, tmp_path):
@@ -119,7 +112,7 @@ async def test_a_client_without_tls_is_let_go_and_harms_nobody(authority, tmp_pa
                 answer = b""
         assert b"HTTP" not in answer
         writer.close()
-        await until(lambda: not shared.members)
+        await eventually(lambda: not shared.members)
         async with connected(port, trusting(config, shows=True)) as streams:
             assert await exchange(*streams) == b"hello"
 
@@ -128,8 +121,8 @@ async def test_a_client_that_says_nothing_counts_and_is_let_go_at_the_deadline(a
     config = authority.write(tmp_path)
     async with serving(config, handshake_s=1.0, tick_s=0.1, max_connections=2) as (port, shared):
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
-        await until(lambda: len(shared.members) == 2)
-        await until(lambda: not shared.members)
+        await eventually(lambda: len(shared.members) == 2)
+        await eventually(lambda: not shared.members)
         for each in silent:
             each.settimeout(PATIENCE_S)
             with suppress(ConnectionError):
@@ -184,7 +177,7 @@ async def test_a_client_that_cannot_be_understood_is_told_so_over_tls_too(
             writer.write(b"nonsense\r\n\r\n")
             async with asyncio.timeout(PATIENCE_S):
                 assert (await reader.read()).startswith(b"HTTP/1.1 400")
-        await until(lambda: not shared.members)
+        await eventually(lambda: not shared.members)
     assert re.search(r"client connection rejected peer=127\.0\.0\.1:\d+ ", caplog.text)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 

@@ -21,19 +21,21 @@ from protos.sampling_pb2 import Logprobs
 from tests.api.models import CONTEXT_LENGTH, ids, write_model
 from tests.api.rig import (
     AT_ONCE,
-    BUDGETS_S,
     CHAT,
     COMPLETIONS,
     HELLO,
     api_for,
+    collect,
     eventually,
     fails,
     router_for,
-    submitted_or_over,
 )
 from tests.support.http_client import WAIT_S, connected, get, not_reading, sse_events
 
 MANY_TOKENS = 2000
+BOTH = pytest.mark.parametrize(
+    "endpoint, asked", [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})]
+)
 CHAT_PROMPT = [0, *ids("[user] hello\n[assistant]")]
 
 
@@ -99,9 +101,8 @@ async def test_a_streamed_completion_is_exactly_these_bytes(api, wire):
     assert rest.decode() == event % (envelope, " two", '"stop"') + "data: [DONE]\n\n"
 
 
-@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
-async def test_a_batch_invariant_response_has_its_seed_and_says_so(api, wire, endpoint):
-    asked = {"prompt": "x"} if endpoint == COMPLETIONS else {"messages": HELLO}
+@BOTH
+async def test_a_batch_invariant_response_has_its_seed_and_says_so(api, wire, endpoint, asked):
     api.node.change_status(fingerprint="one", batch_invariant=True)
     for stream in (False, True):
         for given in (None, 5):
@@ -137,73 +138,48 @@ async def test_other_apis_return_the_seed_of_a_batch_invariant_response(
     assert (expected is None) == (name not in fields) and fields.get(name) == expected
 
 
-@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
-async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_from(
-    api, wire, endpoint
-):
-    asked = {"prompt": "x"} if endpoint == COMPLETIONS else {"messages": HELLO}
-
-    async def answered(stream):
-        api.node.change_status(fingerprint="old")
-        await wire.post(endpoint, {**asked, "stream": stream})
-        number = (await api.node.submitted()).number
-        api.node.say({number: ids(" one")})
-        for fingerprint in ("unused", "new"):
-            api.node.change_status(fingerprint=fingerprint)
-        api.node.finish(number, ids(" two"))
-        return await wire.response()
-
-    spans = [
-        {"first_token": 0, "system_fingerprint": "fp_old"},
-        {"first_token": len(ids(" one")), "system_fingerprint": "fp_new"},
-    ]
-    whole = (await answered(False)).json
-    assert whole["system_fingerprint"] == "fp_new"
-    assert whole["choices"][0]["system_fingerprints"] == spans
-    events = (await answered(True)).events
-    assert [each["system_fingerprint"] for each in events] == ["fp_old", "fp_new"]
-    reported = [each["choices"][0].get("system_fingerprints") for each in events]
-    assert reported == [None, spans]
-
-
 @pytest.mark.parametrize(
     "endpoint, asked, of_stream",
     [
+        (COMPLETIONS, {"prompt": "x"}, lambda events: events[-1]),
+        (CHAT, {"messages": HELLO}, lambda events: events[-1]),
         ("/v1/responses", {"input": "x"}, lambda events: events[-1]["response"]),
         ("/v1/messages", {"messages": HELLO, "max_tokens": 9}, lambda events: events[-2]["delta"]),
     ],
 )
 @pytest.mark.parametrize("updated", [False, True])
-async def test_responses_and_messages_name_them_too(api, wire, endpoint, asked, of_stream, updated):
-    named = {"system_fingerprint": "fp_old"}
-    if updated:
-        new = {"system_fingerprint": "fp_new"}
-        spans = [{"first_token": 0, **named}, {"first_token": len(ids(" one")), **new}]
-        named = {**new, "system_fingerprints": spans}
+async def test_a_response_names_each_version_of_the_weights_that_its_tokens_are_from(
+    api, wire, endpoint, asked, of_stream, updated
+):
+    old, new = {"system_fingerprint": "fp_old"}, {"system_fingerprint": "fp_new"}
+    spans = [{"first_token": 0, **old}, {"first_token": len(ids(" one")), **new}]
+    named = {**new, "system_fingerprints": spans} if updated else old
 
     async def answered(stream):
         api.node.change_status(fingerprint="old")
         await wire.post(endpoint, {**asked, "stream": stream})
         number = (await api.node.submitted()).number
         api.node.say({number: ids(" one")})
-        if updated:
-            api.node.change_status(fingerprint="new")
+        for fingerprint in ("unused", "new") if updated else ():
+            api.node.change_status(fingerprint=fingerprint)
         api.node.finish(number, ids(" two"))
         return await wire.response()
 
     def fingerprints(answer):
-        return {name: each for name, each in answer.items() if "fingerprint" in name}
+        (choice,) = answer.get("choices", [{}])
+        return {name: each for name, each in (answer | choice).items() if "fingerprint" in name}
 
     assert fingerprints((await answered(False)).json) == named
     lines = (await answered(True)).body.splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+    events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
     assert fingerprints(of_stream(events)) == named
+    if "choices" in events[0]:
+        assert [fingerprints(each) for each in events] == [old, named]
 
 
-@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
-async def test_token_ids_are_returned_if_they_are_requested(api, wire, endpoint):
+@BOTH
+async def test_token_ids_are_returned_if_they_are_requested(api, wire, endpoint, asked):
     """A piece without text has token ids too: the text of a part of a character is not known."""
-    asked = {"prompt": "x"} if endpoint == COMPLETIONS else {"messages": HELLO}
     generated = ids(" one \u00e9 two")
 
     async def answered(stream):
@@ -469,9 +445,12 @@ async def test_more_requests_than_allowed_are_429_with_retry_after(model):
             await api.client.completions.create(model=api.model, prompt="x")
         assert refusal.value.response.headers["retry-after"] == "1"
         assert refusal.value.type == "rate_limit_error"
-        await fails(api.grpc.generate("x"), StatusCode.RESOURCE_EXHAUSTED)  # one limit for both
+        # One limit for both.
+        rejected = await fails(api.grpc.generate("x"), StatusCode.RESOURCE_EXHAUSTED)
+        assert dict(rejected.trailing_metadata() or ())["retry-after"] == "1"
         api.node.finish(number)
         assert (await asking).status == 200
+        await api.ask(COMPLETIONS, prompt="x")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -516,19 +495,6 @@ async def test_a_stream_that_fails_midway_says_so_and_not_done(api):
         await anext(stream)
 
 
-async def test_the_total_budget_is_504(model):
-    for budget_s in BUDGETS_S:
-        async with api_for(model, request_timeout_s=budget_s) as api:
-            asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-            submit = await submitted_or_over(api.node, asking)
-            answer = await asking
-            assert answer.status == 504 and f"{budget_s:g} s" in answer.error["message"]
-            if submit is not None:
-                assert await api.node.cancelled() == submit.number
-                return
-    pytest.fail("no budget has lasted to the node")
-
-
 async def test_without_a_usable_node_it_is_alive_but_not_ready(model):
     async with router_for(model, decode=["127.0.0.1:1"]) as (_, router):
         assert (await get(router.http_port, "/health")).status == 200
@@ -555,24 +521,33 @@ async def test_ready_goes_with_the_node(model, caplog):
 
 
 async def test_draining_lets_live_requests_finish_and_takes_no_new_one(api):
+    call = api.grpc.generate("x")
     asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-    number = (await api.node.submitted()).number
+    numbers = [(await api.node.submitted()).number for _ in "12"]
     draining = asyncio.create_task(api.router.drain(WAIT_S, asyncio.Event()))
-    await eventually(lambda: api.router.admission.leaving)
+    await api.grpc.wait_until_serving(False)
+    assert api.router.admission.leaving
     assert (await api.get("/ready")).json["reason"] == "the router is shutting down"
     assert (await api.get("/health")).status == 200
     assert (await api.post(COMPLETIONS, prompt="x")).status == 503
+    await fails(api.grpc.generate("x"), StatusCode.UNAVAILABLE)
     assert not draining.done()
-    api.node.finish(number, ids("to the end"))
+    for number in numbers:
+        api.node.finish(number, ids("to the end"))
     assert (await asking).json["choices"][0]["text"] == "to the end"
+    assert (await collect(call))[0] == "to the end"
     await draining
 
 
 async def test_draining_ends_what_does_not_finish_in_time(api):
+    call = api.grpc.generate("x")
     asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-    await api.node.submitted()
+    for _ in "12":
+        await api.node.submitted()
     await api.router.drain(0.05, asyncio.Event())
     assert (await asking).status == 503
+    await fails(call, StatusCode.UNAVAILABLE)
+    await eventually(lambda: not api.node.streams)
 
 
 async def test_the_model_is_listed_and_found_by_its_name(model):

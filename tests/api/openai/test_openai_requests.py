@@ -219,82 +219,63 @@ async def test_a_request_has_an_id_of_its_own_and_the_name_that_its_header_says(
     assert answer.json["id"] == f"cmpl-{submit.request_id}"
 
 
+# Values of one field each, beside a prompt.
+WRONG_VALUES: dict[str, tuple[Any, ...]] = {
+    "prompt": (None, [], ["a", 1], [[], []], [VOCABULARY_SIZE], [1] * CONTEXT_LENGTH, ["a"] * 129),
+    "n": (0, 129),
+    "max_tokens": (0, 2**31, "5", 5.5, True),
+    "temperature": (-0.5, 1e300),
+    "top_p": (0,),
+    "top_k": (-2,),
+    "min_p": (2,),
+    "frequency_penalty": (3,),
+    "presence_penalty": (-3,),
+    "repetition_penalty": (0,),
+    "seed": (0.5,),
+    "stop": (["a"] * 17, "", ["x" * 1025]),
+    "stop_token_ids": ([VOCABULARY_SIZE], [*range(17)]),
+    "stop_regex": ("a(",),
+    "stream": ("yes",),
+    "min_tokens": (-1,),
+    "allowed_token_ids": ([9999999],),
+    "bad_words": ([""], ["x"] * 65, ["x" * 1025]),
+    "logprobs": (21,),
+    "echo": (1,),
+    "prompt_logprobs_start": (-1,),
+    "best_of": (0, 129),
+    "logit_bias": ({"5": 101}, {"9999999": 1}, {"a": 1}),
+    "suffix": ("y",),
+    "use_beam_search": (True,),
+    "skip_special_tokens": (False,),
+    "add_special_tokens": (False,),
+    "lora_path": (1,),
+    "nobody_knows_this": (1,),
+}
+
+
 @pytest.mark.parametrize(
-    "fields, param",
+    "param, fields",
     [
-        ({}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, None),  # special tokens alone: a prompt for this tokenizer
-        ({"prompt": ["a", 1]}, "prompt"),
-        ({"prompt": [1.5]}, "prompt[0]"),
-        ({"prompt": [-1]}, "prompt[0]"),
-        ({"prompt": [[], []]}, "prompt"),
-        ({"prompt": [VOCABULARY_SIZE]}, "prompt"),
-        ({"prompt": [1] * CONTEXT_LENGTH}, "prompt"),
-        ({"prompt": ["a"] * 129}, "prompt"),
-        ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
-        ({"prompt": "x", "n": 0}, "n"),
-        ({"prompt": "x", "n": 129}, "n"),
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": 2**31}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": "5"}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": 5.5}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": True}, "max_tokens"),
-        ({"prompt": "x", "temperature": -0.5}, "temperature"),
-        ({"prompt": "x", "temperature": 1e300}, "temperature"),
-        ({"prompt": "x", "top_p": 0}, "top_p"),
-        ({"prompt": "x", "top_k": -2}, "top_k"),
-        ({"prompt": "x", "min_p": 2}, "min_p"),
-        ({"prompt": "x", "frequency_penalty": 3}, "frequency_penalty"),
-        ({"prompt": "x", "presence_penalty": -3}, "presence_penalty"),
-        ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
-        ({"prompt": "x", "seed": 0.5}, "seed"),
-        ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
-        ({"prompt": "x", "stop": ""}, "stop"),
-        ({"prompt": "x", "stop": ["x" * 1025]}, "stop"),
-        ({"prompt": "x", "stop": [1]}, "stop[0]"),
-        ({"prompt": "x", "stop_token_ids": [VOCABULARY_SIZE]}, "stop_token_ids"),
-        ({"prompt": "x", "stop_token_ids": list(range(17))}, "stop_token_ids"),
-        ({"prompt": "x", "stream": "yes"}, "stream"),
-        ({"prompt": "x", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"prompt": "x", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
-        ({"prompt": "x", "min_tokens": -1}, "min_tokens"),
-        ({"prompt": "x", "allowed_token_ids": [9999999]}, "allowed_token_ids"),
-        ({"prompt": "x", "bad_words": [""]}, "bad_words"),
-        ({"prompt": "x", "bad_words": ["x"] * 65}, "bad_words"),
-        ({"prompt": "x", "bad_words": ["x" * 1025]}, "bad_words"),
-        ({"prompt": "x", "logprobs": 21}, "logprobs"),
-        ({"prompt": "x", "echo": 1}, "echo"),
-        ({"prompt": "x", "prompt_logprobs_start": -1}, "prompt_logprobs_start"),
-        ({"prompt": "x", "logprobs": 1, "prompt_logprobs_start": 1}, "prompt_logprobs_start"),
+        *((name, {name: value}) for name, values in WRONG_VALUES.items() for value in values),
+        ("prompt[0]", {"prompt": [1.5]}),
+        ("prompt[0]", {"prompt": [-1]}),
+        ("prompt", {"prompt": ["a"] * 65, "n": 2}),
+        ("stop[0]", {"stop": [1]}),
+        ("stream_options.include_usage", {"stream_options": {"include_usage": 1}}),
+        ("stream_options.every", {"stream_options": {"every": 1}}),
+        ("min_tokens", {"max_tokens": 2, "min_tokens": 3}),
+        ("prompt_logprobs_start", {"logprobs": 1, "prompt_logprobs_start": 1}),
         (
-            {"prompt": [5, 6], "logprobs": 1, "echo": True, "prompt_logprobs_start": 2},
             "prompt_logprobs_start",
+            {"prompt": [5, 6], "logprobs": 1, "echo": True, "prompt_logprobs_start": 2},
         ),
-        ({"prompt": "x", "suffix": "y"}, "suffix"),
-        ({"prompt": "x", "best_of": 2, "stream": True}, "best_of"),
-        ({"prompt": "x", "best_of": 2, "n": 3}, "best_of"),
-        ({"prompt": "x", "best_of": 0}, "best_of"),
-        ({"prompt": "x", "best_of": 129}, "best_of"),
-        ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
-        ({"prompt": "x", "logit_bias": {"9999999": 1}}, "logit_bias"),
-        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
-        ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
-        ({"prompt": "x", "skip_special_tokens": False}, "skip_special_tokens"),
-        ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
-        ({"prompt": "x", "stop_regex": "a("}, "stop_regex"),
-        ({"prompt": "x", "lora_path": 1}, "lora_path"),
-        ({"prompt": "x", "nobody_knows_this": 1}, "nobody_knows_this"),
-        ({"prompt": "x", "stream_options": {"every": 1}}, "stream_options.every"),
+        ("best_of", {"best_of": 2, "stream": True}),
+        ("best_of", {"best_of": 2, "n": 3}),
     ],
     ids=str,
 )
-async def test_a_wrong_field_of_a_completion_is_named(api, fields, param):
-    if param is None:
-        await _submitted(api, COMPLETIONS, **fields)
-        return
-    answer = await api.post(COMPLETIONS, **fields)
+async def test_a_wrong_field_of_a_completion_is_named(api, param, fields):
+    answer = await api.post(COMPLETIONS, **{"prompt": "x", **fields})
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
     assert answer.error["type"] == "invalid_request_error"
     assert answer.error["message"].startswith(param.partition("[")[0].partition(".")[0])
@@ -302,10 +283,15 @@ async def test_a_wrong_field_of_a_completion_is_named(api, fields, param):
     assert not any(message.submits for message in api.node.received)
 
 
+async def test_a_prompt_is_required_and_may_be_an_empty_text(api):
+    assert await api.refused(COMPLETIONS) == (400, "prompt")
+    await _submitted(api, COMPLETIONS, prompt="")  # special tokens alone
+
+
 @pytest.mark.parametrize(
     "fields, param",
     [
-        ({}, "messages"),
+        ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -314,37 +300,27 @@ async def test_a_wrong_field_of_a_completion_is_named(api, fields, param):
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),  # the template says so
-        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
-        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": HELLO, "response_format": {"type": "x"}}, "response_format.type"),
-        ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
-        ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"messages": HELLO, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
-        (
-            {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2},
-            "max_completion_tokens",
-        ),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "x"}}, "response_format.type"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
             "messages[0].tool_calls[0].function",
         ),
         (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
-                ]
-            },
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
             "messages",  # for which this template has no place
         ),
-        (
-            {"messages": HELLO, "continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message",
-        ),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
     ids=str,
 )
 async def test_a_wrong_field_of_a_chat_is_named(api, fields, param):
-    answer = await api.post(CHAT, **fields)
+    answer = await api.post(CHAT, **{"messages": HELLO, **fields})
     assert answer.status == 400, answer.body
     assert answer.error["param"].startswith(param)
     assert not any(message.submits for message in api.node.received)

@@ -10,27 +10,25 @@ from common.queueing import ENOUGH_SAMPLES, STALL_S, QueueEntry, QueueEstimator,
 FIRST = -math.inf
 
 
-def drained(
-    *, unit_s: float = 0.01, steps: int = 50, at: float = 100.0
-) -> tuple[QueueEstimator, float]:
+def serve(drain: QueueEstimator, at: float, *took_s: float, units: int = 10) -> float:
+    """Serve entries one after the other, each in so many seconds. Return the time."""
+    for each in took_s:
+        drain.join(0, QueueEntry(FIRST, units), at)
+        at += each
+        drain.serve(0)
+        drain.tick(at)
+    return at
+
+
+def drained(unit_s: float = 0.01, steps: int = 50) -> tuple[QueueEstimator, float]:
     """A queue that has served 10 units at a time, `unit_s` each; and the time."""
     drain = QueueEstimator()
-    for key in range(steps):
-        drain.join(key, QueueEntry(FIRST, 10), at)
-        at += 10 * unit_s
-        drain.serve(key)
-        drain.tick(at)
-    return drain, at
+    return drain, serve(drain, 100.0, *[10 * unit_s] * steps)
 
 
 def test_nothing_is_known_and_nothing_refused_at_the_start():
     drain = QueueEstimator()
-    at = 0.0
-    for key in range(ENOUGH_SAMPLES - 1):
-        drain.join(key, QueueEntry(FIRST, 1000), at)
-        at += 10.0
-        drain.serve(key)
-        drain.tick(at)
+    at = serve(drain, 0.0, *[10.0] * (ENOUGH_SAMPLES - 1), units=1000)
     drain.join(100, QueueEntry(FIRST, 10**6), at)
     drain.check(QueueEntry(at, 1), at)
     assert drain.backlog == (0.0, 0.0)
@@ -38,12 +36,7 @@ def test_nothing_is_known_and_nothing_refused_at_the_start():
 
 def test_the_first_steps_of_a_process_are_no_measure():
     drain = QueueEstimator()
-    at = 0.0
-    for key in range(ENOUGH_SAMPLES):
-        drain.join(key, QueueEntry(FIRST, 10), at)
-        at += 60.0 if key < 2 else 0.1
-        drain.serve(key)
-        drain.tick(at)
+    serve(drain, 0.0, 60.0, 60.0, *[0.1] * (ENOUGH_SAMPLES - 2))
     assert drain.unit_s == pytest.approx(0.01)
 
 
@@ -74,35 +67,21 @@ def test_an_idle_queue_takes_everything_however_slow_it_was():
 
 def test_an_hour_without_work_says_nothing():
     drain, at = drained(unit_s=0.01)
-    at += 3600.0
-    drain.join(1000, QueueEntry(FIRST, 10), at)
-    drain.serve(1000)
-    drain.tick(at + 0.1)
+    serve(drain, at + 3600.0, 0.1)
     assert drain.unit_s == pytest.approx(0.01)
 
 
 def test_a_pause_in_the_midst_of_work_does_not_make_a_node_slow():
     drain, at = drained(unit_s=0.01)
-    drain.join(1000, QueueEntry(FIRST, 10), at)
-    at += 60.0
-    drain.serve(1000)
-    drain.tick(at)
+    at = serve(drain, at, 60.0)
     assert drain.unit_s < 0.01 + STALL_S / 100
-    for key in range(2000, 2100):
-        drain.join(key, QueueEntry(FIRST, 10), at)
-        at += 0.1
-        drain.serve(key)
-        drain.tick(at)
+    serve(drain, at, *[0.1] * 100)
     assert drain.unit_s == pytest.approx(0.01, rel=0.1)
 
 
 def test_a_node_that_has_become_slower_is_known_to_be_within_its_next_steps():
     drain, at = drained(unit_s=0.01, steps=500)
-    for key in range(1000, 1100):
-        drain.join(key, QueueEntry(FIRST, 10), at)
-        at += 1.0
-        drain.serve(key)
-        drain.tick(at)
+    serve(drain, at, *[1.0] * 100)
     assert drain.unit_s == pytest.approx(0.1, rel=0.1)
 
 

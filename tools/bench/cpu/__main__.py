@@ -3,8 +3,8 @@
     python -m tools.bench.cpu --llama-python PYTHON     everything
     python -m tools.bench.cpu --only one first          some parts of it
 
-The model is a Qwen3 of 0.45 billion parameters with random weights. One part uses the tiny model of
-tools.bench.serve. It is served by Baton as `baton up` starts it, by one colocated node, by that
+The model is a Qwen3 of 0.45 billion parameters with random weights. One part uses a model as large
+as the demo model. It is served by Baton as `baton up` starts it, by one colocated node, by that
 node with int8 weights, by transformers' continuous batching, and by llama.cpp on the same weights.
 
 All systems of a part run at the same time and receive requests in turns. Every round has prompts of

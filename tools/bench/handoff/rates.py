@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +28,7 @@ from kvtransfer.backends.nixl.agent import HOST, load
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.tcp.backend import TcpBackend
 from tools.bench.support.record import ROOT
+from tools.bench.support.systems import cpu_seconds_of
 
 COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
 PATHS = {"tcp": "bare socket", "nixl": "bare nixl"}  # ours: its bare peer
@@ -291,8 +291,7 @@ class _ProducerProcess:
         self.port = served.port
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds_of(self._process.pid)
 
     def end(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None

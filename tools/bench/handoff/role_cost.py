@@ -7,11 +7,12 @@ counted.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,10 +24,9 @@ from common.config import (
     PrefixSharingConfig,
     SchedulerConfig,
 )
-from common.errors import FailedPrecondition
 from common.page_tables import PageTables
 from common.request import Remaining, RequestSpec
-from common.requests.namespace import UNNAMED, WeightsId
+from common.requests.namespace import UNNAMED
 from common.requests.sampling import SamplingParams
 from decode_node import engine as decode_engine
 from decode_node.role import DecodeRole
@@ -225,58 +225,15 @@ class _Runtime:
     instance: int = CONSUMER
 
 
-class _Weights:
-    """Weights that never change."""
-
-    id, whole = UNNAMED, True
-
-    def prepare(self, path: str) -> NoReturn:
-        raise FailedPrecondition("this bench asks for none")
-
-    def put(self, weights: WeightsId) -> NoReturn:
-        raise FailedPrecondition("this bench asks for none")
-
-    def exported(self) -> NoReturn:
-        raise FailedPrecondition("this bench exports none")
-
-    def receive(self) -> NoReturn:
-        raise FailedPrecondition("this bench asks for none")
-
-    def prepare_received(self, received: object, named: str) -> NoReturn:
-        raise FailedPrecondition("this bench asks for none")
-
-
-class _Memory:
-    """Memory that is never released."""
-
-    unused = False
-
-    def check(self, tags: Collection[str]) -> NoReturn:
-        raise FailedPrecondition("this bench gives none back")
-
-    def give_back(self, tag: str) -> NoReturn:
-        raise FailedPrecondition("this bench gives none back")
-
-    def take_again(self, tag: str) -> NoReturn:
-        raise FailedPrecondition("this bench gives none back")
-
-
-class _NoProfiler:
-    """A profiler that starts no profile."""
-
-    def start(self, num_steps: int) -> NoReturn:
-        raise FailedPrecondition("this bench asks for none")
-
-    def poll(self) -> None:
-        pass
-
-    def stop(self) -> NoReturn:
-        raise FailedPrecondition("this bench asks for none")
+# Parts that no message of this bench uses, with the attributes that are read in every turn.
+_UPDATER = cast(WeightUpdater, SimpleNamespace(id=UNNAMED, whole=True))
+_MEMORY = cast(MemoryOccupation, SimpleNamespace(unused=False))
+_PROFILER = cast(Profiler, SimpleNamespace(poll=lambda: None))
 
 
 def _weights(core: EngineCore, port: TransferPort) -> WeightSharing:
     return WeightSharing(
-        cast(WeightUpdater, _Weights()),
+        _UPDATER,
         instance=CONSUMER,
         cache=core.cache,
         pages=core.pages,
@@ -293,12 +250,7 @@ def _desk(front: "_Front", core: EngineCore, weights: WeightSharing) -> EngineCo
         steps_finished=lambda: 0,
         cache=CacheReports(CacheEvents(core.cache), front.post),
         adapters=AdapterLoader(no_shelf(), AdapterCache(0, 0)),
-        operations=EngineOperations(
-            cast(WeightUpdater, _Weights()),
-            weights,
-            cast(MemoryOccupation, _Memory()),
-            cast(Profiler, _NoProfiler()),
-        ),
+        operations=EngineOperations(_UPDATER, weights, _MEMORY, _PROFILER),
     )
 
 

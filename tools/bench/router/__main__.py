@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -34,8 +33,8 @@ from typing import Any
 from tests.api.models import byte_level_tokenizer
 from tools.bench.router import peers
 from tools.bench.support.record import ROOT, emit, say, table
+from tools.bench.support.systems import cpu_seconds_of, free_addresses
 
-HOST = "127.0.0.1"
 READY_S = 60.0
 SENTENCE = "The quick brown fox jumps over the lazy dog, and again. "
 MODEL = "stub"
@@ -85,7 +84,7 @@ class System:
     targets: Mapping[str, str]  # by protocol
 
     def cpu_s(self) -> float:
-        return sum(_cpu_s(pid) for pid in _family(self.pid))
+        return sum(map(cpu_seconds_of, _family(self.pid)))
 
 
 def main() -> None:
@@ -96,20 +95,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="baton-bench-router-") as made:
         model = _write_model(Path(made))
         with contextlib.ExitStack() as programs:
-            behind = programs.enter_context(
-                _program(
-                    rest,
-                    sys.executable,
-                    "-m",
-                    "tools.bench.router.behind",
-                    "--http-workers=3",
-                    talks=True,
+            behind, clients = (
+                programs.enter_context(_program(rest, sys.executable, "-m", *command, talks=True))
+                for command in (
+                    ("tools.bench.router.behind", "--http-workers=3"),
+                    ("tools.bench.router.clients",),
                 )
             )
             node, *workers = json.loads(_line(behind))
-            clients = programs.enter_context(
-                _program(rest, sys.executable, "-m", "tools.bench.router.clients", talks=True)
-            )
             _line(clients)
             quiet = "--log-level=warning"
             routers = [("baton", "router", quiet), ("baton, logging", "router", "--log-level=info")]
@@ -119,8 +112,8 @@ def main() -> None:
                 )
                 for name, module, level in routers
             ]
-            ports = _free_ports(peers.PORTS)
-            for name, (command, target) in peers.commands(wheels, ports, workers).items():
+            addresses = free_addresses(peers.ADDRESSES)
+            for name, (command, target) in peers.commands(wheels, addresses, workers).items():
                 peer = programs.enter_context(_program(cores[:1], *command))
                 systems.append(System(name, peer.pid, {"http": target}))
             for system in systems:
@@ -235,20 +228,12 @@ def _baton(
     name: str,
     log_level: str,
 ) -> Iterator[System]:
-    port, http_port = _free_ports(2)
-    command = (
-        *(
-            python,
-            "-m",
-            module,
-            f"--model={model}",
-            f"--served-model-name={MODEL}",
-            f"--decode={node}",
-        ),
-        *(f"--port={port}", f"--http-port={http_port}", "--policy=round_robin", log_level),
-    )
-    with _program(cores, *command) as process:
-        targets = {"http": f"{HOST}:{http_port}", "grpc": f"{HOST}:{port}"}
+    targets = dict(zip(("grpc", "http"), free_addresses(2), strict=True))
+    port, http_port = (target.rpartition(":")[2] for target in targets.values())
+    served = (f"--model={model}", f"--served-model-name={MODEL}", f"--decode={node}")
+    ports = (f"--port={port}", f"--http-port={http_port}")
+    flags = (*served, *ports, "--policy=round_robin", log_level)
+    with _program(cores, python, "-m", module, *flags) as process:
         yield System(name, process.pid, targets)
 
 
@@ -315,22 +300,9 @@ def _write_model(directory: Path) -> Path:
     return directory
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind((HOST, 0))
-        return [sock.getsockname()[1] for sock in sockets]
-
-
 def _family(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(each for child in children for each in _family(int(child)))]
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ from pathlib import Path
 from tools.bench.support.record import say
 
 WHEELS = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
-PORTS = 4 * len(WHEELS)
+ADDRESSES = 4 * len(WHEELS)  # of two systems for each wheel: its own, and of its metrics
 _INSTALL_S = 300.0
-_HOST = "127.0.0.1"
 
 
 def installed(cache: Path) -> dict[str, Path]:
@@ -37,7 +36,7 @@ def installed(cache: Path) -> dict[str, Path]:
 
 
 def commands(
-    wheels: Mapping[str, Path], ports: Sequence[int], workers: Sequence[str]
+    wheels: Mapping[str, Path], addresses: Sequence[str], workers: Sequence[str]
 ) -> dict[str, tuple[list[str], str]]:
     """Return by system the command and its address.
 
@@ -45,12 +44,12 @@ def commands(
 
     Args:
         wheels: as `installed` returns them.
-        ports: PORTS free ones.
+        addresses: ADDRESSES unused ones.
         workers: host:port of three HTTP servers: one for everything, one to prefill, one to decode.
     """
     whole, prefill, decode = (f"http://{worker}" for worker in workers)
     pair = ["--prefill", prefill, "--decode", decode]
-    free = iter(ports)
+    free = iter(addresses)
     made = {}
     for name, wheel in wheels.items():
         sglang = name == "sglang-router"
@@ -58,9 +57,11 @@ def commands(
         mode = "--pd-disaggregation" if sglang else "--vllm-pd-disaggregation"
         log = ["--log-level", "warn" if sglang else "warning", "--policy", "round_robin"]
         for system, nodes in ((name, ["--worker-urls", whole]), (f"{name} PD", [mode, *pair])):
-            port, metrics = next(free), next(free)
-            listen = ["--host", _HOST, "--port", str(port), "--prometheus-port", str(metrics)]
-            made[system] = ([*start, *listen, *log, *nodes], f"{_HOST}:{port}")
+            address = next(free)
+            host, _, port = address.rpartition(":")
+            listen = ["--host", host, "--port", port]
+            listen += ["--prometheus-port", next(free).rpartition(":")[2]]
+            made[system] = ([*start, *listen, *log, *nodes], address)
     return made
 
 

@@ -12,17 +12,26 @@ measured step times. lines: the share of shipped lines that runs in virtual time
 import argparse
 import asyncio
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from tools.bench.simulation import clocks, lines, planner, plans, predictions
-from tools.bench.support.record import emit, table
+from tools.bench.support.record import emit
 
-PARTS = ("plans", "planner", "clocks", "predictions", "lines")
-_CLOCKS = {
-    "figure": "{figure}",
-    "virtual": "{virtual:.2f}",
-    "real": "{real:.2f}",
-    "ratio": "{ratio:.3f}",
+_Rows = list[dict[str, Any]]
+# Each part's measurement, whose files are in a directory, and what prints its rows.
+_PARTS: dict[str, tuple[Callable[[Any, Path], Iterable[Any]], Callable[[_Rows], None]]] = {
+    "plans": (lambda options, _: plans.measure(options.verify, options.limit_s), plans.show),
+    "planner": (lambda _, made: planner.measure(made), planner.show),
+    "clocks": (lambda _, made: asyncio.run(clocks.measure(made)), clocks.show),
+    "predictions": (
+        lambda options, made: asyncio.run(
+            predictions.measure(made, options.models, options.rounds)
+        ),
+        predictions.show,
+    ),
+    "lines": (lambda _, made: lines.measure(made), lines.show),
 }
 
 
@@ -30,34 +39,18 @@ def main() -> None:
     options = _options()
     config = {**vars(options), "models": str(options.models)}
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as made:
-        directory = Path(made)
-        if "plans" in options.parts:
-            rows = list(plans.measure(options.verify, options.limit_s))
-            plans.show(rows)
-            emit("simulation plans", config, rows)
-        if "planner" in options.parts:
-            rows = list(planner.measure(directory))
-            planner.show(rows)
-            emit("simulation planner", config, rows)
-        if "clocks" in options.parts:
-            rows = asyncio.run(clocks.measure(directory))
-            table(rows, _CLOCKS)
-            emit("simulation clocks", config, rows)
-        if "predictions" in options.parts:
-            rows = asyncio.run(predictions.measure(directory, options.models, options.rounds))
-            predictions.show(rows)
-            emit("simulation predictions", config, rows)
-        if "lines" in options.parts:
-            rows = lines.measure(directory)
-            lines.show(rows)
-            emit("simulation lines", config, rows)
+        for part in options.parts:
+            measure, show = _PARTS[part]
+            rows = list(measure(options, Path(made)))
+            show(rows)
+            emit(f"simulation {part}", config, rows)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.simulation", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--verify", type=int, default=3, help="layouts of each plan to run (3)")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for each plan (300)")
     parser.add_argument("--rounds", type=int, default=5, help="of predictions (5)")

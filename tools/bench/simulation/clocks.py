@@ -17,7 +17,7 @@ from simulation.node.tokenizer import write_model_files
 from simulation.virtual.process import command, environment
 from simulation.virtual.scenario import Arrival, ClusterSpec, LoadSpec, Scenario
 from tools.bench.support.load import Answer, Client, summary
-from tools.bench.support.record import say
+from tools.bench.support.record import say, table
 from tools.bench.support.systems import System, as_up
 
 _TP: Final = 2
@@ -28,6 +28,12 @@ SCENARIO = Scenario(
     load=LoadSpec(rate=0.6, input=6000, output=40, requests=40),
 )
 FIGURES = ("ttft_ms", "itl_ms", "tpot_ms")
+COLUMNS = {
+    "figure": "{figure}",
+    "virtual": "{virtual:.2f}",
+    "real": "{real:.2f}",
+    "ratio": "{ratio:.3f}",
+}
 
 
 async def measure(directory: Path) -> list[dict[str, Any]]:
@@ -54,15 +60,25 @@ def _row(figure: str, simulated: dict[str, Any], real: dict[str, Any]) -> dict[s
     }
 
 
+def show(rows: list[dict[str, Any]]) -> None:
+    table(rows, COLUMNS)
+
+
 def in_virtual_time(scenario: Scenario, directory: Path) -> dict[str, float]:
-    """Run a scenario with `baton sim`. Returns the medians of FIGURES."""
+    """Run a scenario. Returns the medians of FIGURES."""
+    report = simulate(scenario, directory)
+    return {figure: 1e3 * report[figure.removesuffix("_ms")]["p50"] for figure in FIGURES}
+
+
+def simulate(scenario: Scenario, directory: Path) -> Any:
+    """Run a scenario as `baton sim` does. Returns its report."""
     file = directory / "sim.yaml"
     file.write_bytes(msgspec.json.encode(scenario))
-    done = subprocess.run(command(str(file)), env=environment(), stdout=subprocess.PIPE)
+    run = command(str(file), program="cli.virtual")
+    done = subprocess.run(run, env=environment(), stdout=subprocess.PIPE)
     if done.returncode:
         raise SystemExit("baton sim failed")
-    report = msgspec.json.decode(done.stdout)
-    return {figure: 1e3 * report[figure.removesuffix("_ms")]["p50"] for figure in FIGURES}
+    return msgspec.json.decode(done.stdout)
 
 
 async def ask(system: System, arrivals: Sequence[Arrival]) -> list[Answer]:

@@ -7,21 +7,12 @@ back. The planner starts with an equal split.
 import json
 import math
 import random
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from simulation.virtual.process import command, environment
-from simulation.virtual.scenario import (
-    ClusterSpec,
-    LatencyLimits,
-    LoadSpec,
-    PlannerSpec,
-    Scenario,
-)
+from simulation.virtual.scenario import ClusterSpec, LatencyLimits, LoadSpec, PlannerSpec, Scenario
+from tools.bench.simulation.clocks import simulate
 from tools.bench.support.record import say, table
 
 DAY_S = 400.0
@@ -71,15 +62,8 @@ def _row(name: str, prefill: int, planner: PlannerSpec | None, trace: Path) -> d
         options={"engine.scheduler.max_running_requests": _ROWS},
     )
     load = LoadSpec(trace=str(trace))
-    file = trace.with_name("sim.yaml")
-    file.write_bytes(
-        msgspec.json.encode(Scenario(cluster=cluster, load=load, planner=planner, limits=LIMITS))
-    )
-    run = command(str(file), program="cli.virtual")
-    done = subprocess.run(run, env=environment(), stdout=subprocess.PIPE)
-    if done.returncode:
-        raise SystemExit("baton sim failed")
-    report = msgspec.json.decode(done.stdout)
+    scenario = Scenario(cluster=cluster, load=load, planner=planner, limits=LIMITS)
+    report = simulate(scenario, trace.parent)
     share = report["goodput"] * report["seconds"] / report["requests"]
     say(f"  {name}: {share:.1%} within the limits")
     return {

@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from bench.traffic.load import LoadGenerator, RequestOutcome, poisson
+from bench.traffic.load import LoadGenerator, RequestOutcome
 from bench.traffic.workload import WorkloadRequest
 from common.rpc import make_channel
 from protos.router_pb2 import (
@@ -28,6 +28,7 @@ from protos.sampling_pb2 import Sampling
 from tools.bench.support.record import percentiles
 
 REQUEST_S = 600.0  # timeout of a whole response
+NO_BUDGETS: Mapping[str, float] = {}
 
 
 @dataclass(slots=True)
@@ -48,7 +49,12 @@ def make_jobs(
 class Client:
     """A client with many calls over one channel. Use as an async context manager."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, budgets_s: Mapping[str, float] = NO_BUDGETS) -> None:
+        """
+        Args:
+            budgets_s: time limits of requests by their group, which their clients wait for twice.
+        """
+        self._budgets_s = budgets_s
         self._channel = make_channel(target)
         self._stub: Any = RouterStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -64,14 +70,18 @@ class Client:
         Args:
             start: time.perf_counter() of the run's start, from which the response's times count.
         """
+        budget_s = self._budgets_s.get(job.group)
         request = GenerateRequest(
-            token_ids=TokenIds(ids=job.prompt), sampling=_greedy(job.max_tokens)
+            token_ids=TokenIds(ids=job.prompt),
+            sampling=_greedy(job.max_tokens),
+            timeout_s=budget_s,
         )
+        longest_s = REQUEST_S if budget_s is None else 2 * budget_s
         sent = time.perf_counter() - start
         answer = Answer(job.group, len(job.prompt), due, sent, usage_reported=True)
         try:
             message: GenerateResponse
-            async for message in self._stub.Generate(request, timeout=REQUEST_S):
+            async for message in self._stub.Generate(request, timeout=longest_s):
                 if message.token_ids:
                     answer.chunks.append(time.perf_counter() - start)
                     answer.chunk_tokens.append(len(message.token_ids))
@@ -97,16 +107,6 @@ class Client:
         loop = _InOrder(self)
         async with loop.load.measuring():
             await loop.load.closed_loop(iter(jobs), concurrency=streams)
-        return loop.answers(jobs)
-
-    async def open_loop(
-        self, jobs: Sequence[WorkloadRequest], rate: float, seed: int
-    ) -> list[Answer]:
-        """Send Poisson arrivals at `rate` jobs per second, however slow the responses are."""
-        loop = _InOrder(self)
-        async with loop.load.measuring():
-            due = poisson(rate, seed)
-            await loop.load.open_loop(iter(jobs), due, max_in_flight=len(jobs))
         return loop.answers(jobs)
 
 

@@ -34,7 +34,7 @@ class System:
 
     name: str
     target: str
-    router_pid: int | None  # None: started elsewhere
+    router_pid: int
 
     async def vocabulary(self) -> int:
         async with make_channel(self.target) as channel:
@@ -48,7 +48,7 @@ class System:
 
     async def cpu_seconds(self) -> dict[str, float]:
         """Return the CPU time so far of each process on this machine, by name."""
-        pids = {"router": self.router_pid} if self.router_pid else {}
+        pids = {"router": self.router_pid}
         for node in await self.nodes():
             names = (f"{node.role} {part}" for part in _PARTS)
             pids |= dict(zip(names, node.pids, strict=False))  # no pids: the node is unreachable
@@ -97,7 +97,7 @@ async def as_up(
         router_model: directory of the router's files. "": `model`.
         num_encode: encode nodes.
     """
-    router, prefill, decode, encode = (int(end.rpartition(":")[2]) for end in _free_addresses(4))
+    router, prefill, decode, encode = (int(end.rpartition(":")[2]) for end in free_addresses(4))
     wish = plan.RequestedSystem(
         models=(
             plan.RequestedModel(
@@ -127,7 +127,7 @@ async def as_up(
 @contextlib.asynccontextmanager
 async def prefilling(model: Path, flags: Sequence[str]) -> AsyncIterator[str]:
     """Start one prefill node. Yields its address. Raises SystemExit as `serving` does."""
-    (address,) = _free_addresses(1)
+    (address,) = free_addresses(1)
     node = _node("prefill", address, model, flags)
     async with _running([node]):
         yield address
@@ -189,7 +189,7 @@ def _programs(
     prefill_flags: Sequence[str],
     router_flags: Sequence[str],
 ) -> list[plan.Program]:
-    router, decode, prefill = _free_addresses(3)
+    router, decode, prefill = free_addresses(3)
     nodes = [_node("decode", decode, model, [f"--mode={mode}", *node_flags])]
     ends = [f"--decode={decode}"]
     if mode == "disaggregated":
@@ -207,7 +207,8 @@ def _node(role: str, address: str, model: Path, flags: Sequence[str]) -> plan.Pr
     )
 
 
-def _free_addresses(count: int) -> list[str]:
+def free_addresses(count: int) -> list[str]:
+    """Return unused addresses of this machine, host:port."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
@@ -216,6 +217,7 @@ def _free_addresses(count: int) -> list[str]:
 
 
 def cpu_seconds_of(pid: int) -> float:
+    """Return the CPU time so far of a process on this machine."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = int(fields[11]), int(fields[12])
     return (user + system) / os.sysconf("SC_CLK_TCK")
