@@ -96,6 +96,7 @@ class DecodeRole:
         now = time.monotonic()
         for failed in self._take_events(now):  # after all events, so that lost producers are known
             self._placement.retry(failed)
+        self._sharing.poll()
         for state, ending in self._queues.expired(now):
             state.close(ending)
         self._control.poll(self, self._take)

@@ -86,7 +86,6 @@ class PrefillQueues(RequestQueues):
     ) -> None:
         self.bootstrap = BootstrapQueue()
         self.preparing = preparing
-        self.scheduled = scheduled
         self.inflight = InflightQueue()
         super().__init__(scheduled, preparing, self.bootstrap, self.inflight)
 

@@ -83,6 +83,8 @@ class PrefillAhead:
         if self._current is not None:
             if self._current.handoff.stage is not RequestStage.BOOTSTRAP or self._others_wait:
                 self.stop()
+        elif not self._queues.bootstrap:
+            self._tried.clear()
         elif self._max_tokens and not self._has_work:
             self._start(now)
 

@@ -104,7 +104,7 @@ class EmbeddingReads:
         self._by_id: dict[HandoffId, _Read] = {}
         self._landing: dict[HandoffId, _Landing] = {}
         self._waits: dict[int, set[bytes]] = {}  # names of images, by key
-        self._over: list[int] = []  # keys, not returned yet
+        self._over: dict[int, None] = {}  # keys, not returned yet
         self._counts = dict.fromkeys(OUTCOMES, 0)
 
     @property
@@ -143,11 +143,12 @@ class EmbeddingReads:
 
     def take_over(self) -> list[int]:
         """Return the keys whose reads have ended since the last call, successful or not."""
-        over, self._over = self._over, []
-        return over
+        over, self._over = self._over, {}
+        return list(over)
 
     def forget(self, key: int) -> None:
         """Forget an ended request, in any stage. Reads that no other request waits for end."""
+        self._over.pop(key, None)
         for name in self._waits.pop(key, ()):
             read = self._reads[name]
             read.waiting.discard(key)
@@ -284,4 +285,4 @@ class EmbeddingReads:
             names.discard(read.image.name)
             if not names:
                 del self._waits[key]
-                self._over.append(key)
+                self._over[key] = None

@@ -94,6 +94,7 @@ class PrefillRole:
                     self._handoffs.grant(event)
                 case ClosedEvent():
                     self._handoffs.dropped(event)
+        self._sharing.poll()
         self._embeddings.poll()
         now = time.monotonic()
         self._handoffs.schedule_prepared(now)

@@ -148,9 +148,10 @@ class CacheTiers:
         Raises:
             Exception: the error of a failed copy.
         """
-        self.saves.poll()
-        self.files.poll()
-        self._brings.poll()
+        if self._enabled:
+            self.saves.poll()
+            self.files.poll()
+            self._brings.poll()
 
     def close(self) -> None:
         """End the threads of files. Writes that are not submitted yet are dropped."""

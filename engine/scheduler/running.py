@@ -106,7 +106,7 @@ class RunningBatch:
     def slots(self) -> NDArray[np.intp]:
         """Slots in ascending order. The same array until a request joins or leaves. Read-only."""
         if self._stale:
-            self._slots = np.flatnonzero(self._member)
+            (self._slots,) = self._member.nonzero()
             self._stale = False
         return self._slots
 

@@ -80,13 +80,15 @@ class TokenOutbox:
 
     def flush(self) -> None:
         if self._streams:
-            streams = np.concatenate(self._streams)
-            requests = np.concatenate(self._requests)
-            tokens = np.concatenate(self._tokens)
+            columns = self._streams, self._requests, self._tokens
+            # Most steps have added one array a column.
+            streams, requests, tokens = (
+                column[0] if len(column) == 1 else np.concatenate(column) for column in columns
+            )
             for stream in set(streams.tolist()):
                 mine = streams == stream
                 self._post(stream, requests[mine].tobytes(), tokens[mine].tobytes())
-            for column in (self._streams, self._requests, self._tokens):
+            for column in columns:
                 column.clear()
         if self._ended or self._begun:
             for stream in {*self._ended, *self._begun}:

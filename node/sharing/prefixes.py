@@ -185,6 +185,12 @@ class PrefixSharing:
         reads = self.fetches.busy or self._weights.busy or self._tiers.busy
         return bool(reads or len(self.exports))
 
+    def poll(self) -> None:
+        """Finish the loads from offload tiers that are done, and the saves to them. Called in each
+        turn of the loop, before prepared requests are scheduled.
+        """
+        self._tiers.poll()
+
     def exported(self) -> Iterator[Ints]:
         """Return the pages held for publication."""
         return chain(self.exports.exported(), self._weights.exported())
