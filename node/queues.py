@@ -31,7 +31,7 @@ class KeyedQueue(Generic[S]):
         return len(self._states)
 
     def __iter__(self) -> Iterator[S]:
-        return iter(tuple(self._states.values()))
+        yield from tuple(self._states.values())
 
     @property
     def num_waiting(self) -> int:

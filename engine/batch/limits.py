@@ -212,8 +212,9 @@ class RequestLimits:
                 )
 
     def _check_known(self, field: str, token_ids: Ints) -> None:
-        low, high = int(token_ids.min(initial=0)), int(token_ids.max(initial=0))
-        if low < 0 or high >= self.vocabulary_size:
+        # A negative number is a large one without its sign.
+        if token_ids.view(np.uint32).max(initial=0) >= self.vocabulary_size:
+            low, high = int(token_ids.min()), int(token_ids.max())
             wrong = low if low < 0 else high
             raise InvalidRequest(
                 f"{field}: {wrong} is outside the vocabulary of {self.vocabulary_size}"

@@ -194,7 +194,8 @@ class EngineControl:
         if now >= self._report_at:
             self._report_at = now + REPORT_INTERVAL_S
             self._report(inside)
-        self._send(answers)
+        if answers:
+            self._send(answers)
 
     def notify(self, message: EngineMessage) -> None:
         """Send the frontend an unsolicited message."""

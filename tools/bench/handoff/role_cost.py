@@ -316,8 +316,7 @@ def _sharing(core: EngineCore, weights: WeightSharing) -> PrefixSharing:
 
 
 def consumer(load: Load) -> dict[str, Any]:
-    """Measure a decode node's side: submitted, opened, granted, first token, reads ended,
-    joined."""
+    """Measure a decode node's side: submitted, opened, granted, first token, completed, joined."""
     core = _core(load)
     port, front, clock = _Port(), _Front(), _Clock()
     weights = _weights(core, port)
@@ -345,10 +344,9 @@ def consumer(load: Load) -> dict[str, Any]:
         clock.run("admitted", role.poll)
         port.waiting = [FirstTokenEvent(opened.id, TOKEN)]
         clock.run("first token", role.poll)
-        port.waiting = [ReadsEndedEvent(opened.id)]
-        clock.run("reads ended", role.poll)
-        port.waiting = [CompletedEvent(opened.id)]
-        clock.run("held, join", role.poll)
+        # The protocol reports both at once: reads end with the attempt.
+        port.waiting = [CompletedEvent(opened.id), ReadsEndedEvent(opened.id)]
+        clock.run("held, reads ended, join", role.poll)
         clock.run(_BESIDE[0], lambda: _step(role))
         if front.ended != number + 1:
             raise RuntimeError("a request did not end with its second token")
