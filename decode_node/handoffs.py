@@ -166,17 +166,18 @@ class IncomingHandoffs:
     def grant(self, now: float) -> None:
         """Reserve pages for each waiting attempt that fits, and grant them."""
         scheduler, kept = self._scheduler, self._scheduler.kept
-        if not self.prealloc:
-            kept.barrier, kept.most_urgent = math.inf, -math.inf
-            return
-        floor = scheduler.min_priority
+        floor = scheduler.min_priority if self.prealloc else math.inf
         if floor < math.inf:
             while (state := self._next_fitting(now, floor)) is not None:
                 if not self._grant(state):
                     self.prealloc.put(state)
                     break
+            self.prealloc.backlog.tick(now)
+        if not self.prealloc:
+            kept.barrier, kept.most_urgent = math.inf, -math.inf
+            return
+        if floor < math.inf:
             kept.barrier = self.prealloc.barrier(now, self._num_unready, floor)
-        self.prealloc.backlog.tick(now)
         kept.most_urgent = self._preempt() if scheduler.preempts else -math.inf
 
     @property

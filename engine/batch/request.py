@@ -103,6 +103,11 @@ class Request:
     away: list[float] = field(default_factory=list)
     preemptions: int = 0  # how often it was swapped out for a more urgent request
     away_s: float = 0.0  # total of completed swap-outs
+    # Position in the queue, lowest first: arrival time, moved earlier by the priority's head start.
+    queue_position: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.queue_position = self.arrived - head_start_s(self.spec.priority)
 
     @classmethod
     def of(
@@ -202,12 +207,6 @@ class Request:
         if self.sampling.prompt_logprobs < 0:
             return 0
         return max(self.num_prompt - self.sampling.first_prompt_logprob, 0)
-
-    @property
-    def queue_position(self) -> float:
-        """Position in the queue, lowest first: arrival time, moved earlier by the priority's head
-        start."""
-        return self.arrived - head_start_s(self.spec.priority)
 
     @property
     def due(self) -> float:
