@@ -103,11 +103,13 @@ class Request:
     away: list[float] = field(default_factory=list)
     preemptions: int = 0  # how often it was swapped out for a more urgent request
     away_s: float = 0.0  # total of completed swap-outs
-    # Position in the queue, lowest first: arrival time, moved earlier by the priority's head start.
+    head_start_s: float = field(init=False)  # of its priority
+    # Position in the queue, lowest first: arrival time, moved earlier by the head start.
     queue_position: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.queue_position = self.arrived - head_start_s(self.spec.priority)
+        self.head_start_s = head_start_s(self.spec.priority)
+        self.queue_position = self.arrived - self.head_start_s
 
     @classmethod
     def of(
@@ -216,7 +218,7 @@ class Request:
     @property
     def scheduling_deadline(self) -> float:
         """Start time `due`, moved earlier by the priority's head start."""
-        return self.due - head_start_s(self.spec.priority)
+        return self.due - self.head_start_s
 
     @property
     def num_generated(self) -> int:

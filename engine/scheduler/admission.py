@@ -215,7 +215,7 @@ class PrefillAdmission:
         quarantined: bool = False,
     ) -> list[ExtendRow]:
         """Return the prefill rows of the next forward, or an empty list if there is nothing to
-        prefill.
+        prefill. To be called if there is a current chunk, or if `has_slot`.
 
         Args:
             reserved_pages: kept free for the growth of running requests.
@@ -243,7 +243,7 @@ class PrefillAdmission:
                 rows.append(self._next_chunk(chunked, adder))
             if quarantined:
                 return rows
-        if self.chunked is not None or not self.has_slot(kept_slots, min_priority):
+        if self.chunked is not None or (rows and not self.has_slot(kept_slots, min_priority)):
             return rows
         if alone or not self._is_full(adder, barrier, min_priority, quarantined):
             self._admit(adder, rows, kept_slots, barrier, min_priority, alone, quarantined)
