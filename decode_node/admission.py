@@ -201,8 +201,9 @@ class RequestAdmission:
             raise Overloaded(f"the queue is full ({num_waiting} requests)")
         self._limits.check_request(request.spec)
         self._held_bytes.hold(state, times=times)
-        self._adapters.hold(request)
-        state.claims.add(Claim.ADAPTER, partial(self._adapters.release, state.key))
+        if request.spec.adapter:
+            self._adapters.hold(request)
+            state.claims.add(Claim.ADAPTER, partial(self._adapters.release, state.key))
         if placement.move_from is None:
             state.prefix_hints = self._locations.hints(request, placement)
         self._active.add(state, times=times)

@@ -101,7 +101,8 @@ class DecodeRole:
             state.close(ending)
         self._control.poll(self, self._take)
         self._placement.place_ready(now)
-        self._migrations.poll(now)
+        if self._migrations.in_progress:
+            self._migrations.poll(now)
         self._handoffs.join()
         self._handoffs.grant(now)
         self._active.outbox.flush()

@@ -197,8 +197,9 @@ class HandoffAdmission:
         self._held_bytes.hold(state)
         self._tokens.take(key, request.spec.num_tokens)
         state.claims.add(Claim.TOKENS, partial(self._tokens.drop, key))
-        self._adapters.hold(request)
-        state.claims.add(Claim.ADAPTER, partial(self._adapters.release, key))
+        if request.spec.adapter:
+            self._adapters.hold(request)
+            state.claims.add(Claim.ADAPTER, partial(self._adapters.release, key))
 
     def _start_by(self, spec: RequestSpec, remaining: Remaining, now: float) -> float:
         """Return the time by which its first forward pass must begin.

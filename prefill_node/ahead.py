@@ -167,8 +167,9 @@ class PrefillAhead:
         prompt = AheadPrompt(request=request, on_end=self._ended, handoff=state)
         self._current = prompt
         try:
-            self._adapters.hold(request)
-            prompt.claims.add(Claim.ADAPTER, partial(self._adapters.release, request.key))
+            if spec.adapter:
+                self._adapters.hold(request)
+                prompt.claims.add(Claim.ADAPTER, partial(self._adapters.release, request.key))
             self._queues.preparing.put(prompt)
         except ServingError as error:
             prompt.close(error)

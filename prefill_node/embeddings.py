@@ -33,9 +33,10 @@ from kvtransfer.ports import (
     ProducerUp,
     ReadsEndedEvent,
 )
+from node.sharing.dispatch import FIRST_SHARED_NUMBER
 from node.sharing.exports import SHARE
 
-FIRST_NUMBER = 1 << 61  # of hand-offs, below those of weights
+FIRST_NUMBER = FIRST_SHARED_NUMBER  # of hand-offs, below those of weights
 MAX_READS = 256  # images in progress
 PAIR_S = 3.0  # longest wait for an encode node to be paired, and for pages
 GRACE_S = 1.0  # after which the encode node drops a read whose end it has not heard of

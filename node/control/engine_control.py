@@ -217,7 +217,7 @@ class EngineControl:
             self_check()
             raise RoleEnded(self._successor)
         now = time.monotonic()
-        if not inside.busy and now >= self._check_at:
+        if now >= self._check_at and not inside.busy:
             self._check_at = now + SELF_CHECK_INTERVAL_S
             self_check()
             self._num_self_checks += 1

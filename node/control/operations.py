@@ -372,7 +372,8 @@ class EngineOperations:
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
-        self._sharing.poll()
+        if self._sharing.due:
+            self._sharing.poll()
         if not self._pending:
             return
         yield from self._pauses.reached(role)

@@ -181,7 +181,7 @@ def producer(load: Load) -> dict[str, Any]:
     core = _core(load)
     port, front, clock = _Port(), _Front(), _Clock()
     weights = _weights(core, port)
-    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), weights)
+    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), port)
     config = PrefillConfig.model_validate({"engine": {"model": "none"}})
     role = prefill_engine.make_role(_Engine(core), runtime, config)
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
@@ -221,7 +221,7 @@ class _Runtime:
     channel: _Front
     control: EngineControl
     sharing: PrefixSharing
-    port: WeightSharing
+    port: _Port
     instance: int = CONSUMER
 
 
@@ -320,7 +320,7 @@ def consumer(load: Load) -> dict[str, Any]:
     core = _core(load)
     port, front, clock = _Port(), _Front(), _Clock()
     weights = _weights(core, port)
-    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), weights)
+    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), port)
     config = DecodeConfig.model_validate(
         {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
     )
