@@ -17,9 +17,13 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from common.errors import EngineFault, ServingError
-from engine.batch.limits import MAX_HELD_EMBEDDING_BYTES, MAX_HELD_STATE_BYTES, RequestLimits
+from engine.batch.limits import (
+    MAX_HELD_EMBEDDING_BYTES,
+    MAX_HELD_STATE_BYTES,
+    RequestLimits,
+    TokenBudget,
+)
 from engine.batch.request import FinishReason, Request, RequestEnd
-from engine.batch.token_budget import TokenBudget
 
 
 class Claim(StrEnum):

@@ -21,9 +21,8 @@ from common.errors import (
 from common.queueing import QueueEntry, QueueEstimator, may_wait_s
 from common.request import Remaining, RequestSpec
 from engine.batch.holding import PageHolding
-from engine.batch.limits import RequestLimits
+from engine.batch.limits import RequestLimits, TokenBudget
 from engine.batch.request import Request
-from engine.batch.token_budget import TokenBudget
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import Prompt
 from kvtransfer.ports import OpenedEvent

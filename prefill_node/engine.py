@@ -12,8 +12,8 @@ from common.requests.namespace import WeightsId
 from common.requests.timeline import RequestTrace, RequestTraces
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.holding import PageHolding
+from engine.batch.limits import TokenBudget
 from engine.batch.request import Request
-from engine.batch.token_budget import TokenBudget
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.ports import (
     ClosedEvent,
