@@ -8,6 +8,7 @@ numbers.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -26,7 +27,7 @@ class PageSpan(NamedTuple):
         return self.past - self.first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PageTables:
     """The page tables of every request. All pages have the same size in bytes.
 
@@ -40,20 +41,20 @@ class PageTables:
     windows: tuple[int | None, ...] = (None,)
     state_pages: int = 0
 
-    @property
+    @cached_property
     def num_tables(self) -> int:
         return len(self.windows)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Pages per page of tokens, over all tables and the state."""
         return self.num_tables + self.state_pages
 
-    @property
+    @cached_property
     def num_full(self) -> int:
         return self.windows.count(None)
 
-    @property
+    @cached_property
     def sliding(self) -> tuple[tuple[int, int], ...]:
         """(table, window) of all tables with a window."""
         return tuple((t, window) for t, window in enumerate(self.windows) if window is not None)
@@ -77,8 +78,8 @@ class PageTables:
     def pages_for(self, num_tokens: int) -> int:
         """Return the pages held by a request whose tokens all have KV."""
         num_pages = self.num_pages(num_tokens)
-        live = sum(num_pages - self.live_from(t, num_tokens) for t in range(self.num_tables))
-        return live + self.state_pages
+        live = sum(num_pages - self.live_from(t, num_tokens) for t, _ in self.sliding)
+        return self.num_full * num_pages + live + self.state_pages
 
     def pages_to_compute(self, num_tokens: int) -> int:
         """Return the pages reserved to compute a prompt: all of them, freed chunk by chunk."""
@@ -110,8 +111,12 @@ class PageTables:
 
         They are the rest of the full tables, the live pages of tables with a window, and the state.
         """
-        tables = tuple(self._handed(t, num_tokens, prefix) for t in range(self.num_tables))
-        return tables + self._state
+        behind, past = self.num_pages(prefix), self.num_pages(num_tokens)
+        tables = [
+            PageSpan(table, behind if window is None else self.live_from(table, num_tokens), past)
+            for table, window in enumerate(self.windows)
+        ]
+        return (*tables, *self._state)
 
     def room_pages(self, num_tokens: int, prefix: int) -> int:
         """Return the maximum of pages handed over for any number of tokens up to `num_tokens`."""
@@ -138,15 +143,10 @@ class PageTables:
                 spans.append(PageSpan(all_of_it.table, first, past))
         return (*spans, *(self._state if last else ()))
 
-    @property
+    @cached_property
     def _state(self) -> tuple[PageSpan, ...]:
         return (PageSpan(self.num_tables, 0, self.state_pages),) if self.state_pages else ()
 
-    def _handed(self, table: int, num_tokens: int, prefix: int) -> PageSpan:
-        full = self.windows[table] is None
-        first = self.num_pages(prefix) if full else self.live_from(table, num_tokens)
-        return PageSpan(table, first, self.num_pages(num_tokens))
-
 
 def num_pages_of(spans: tuple[PageSpan, ...]) -> int:
-    return sum(span.num_pages for span in spans)
+    return sum(past - first for _, first, past in spans)

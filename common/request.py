@@ -179,8 +179,10 @@ def from_proto(proto: pb.Request) -> RequestSpec:
         if not proto.sampling.HasField(field):
             raise InvalidRequest(f"sampling.{field} is not set; the router sets it")
     _check_priority(proto.priority)
-    seen = images.from_proto(proto.images)
-    images.check_images(seen, tokens_of(proto.token_ids))
+    seen: tuple[Image, ...] = ()
+    if proto.images:
+        seen = images.from_proto(proto.images)
+        images.check_images(seen, tokens_of(proto.token_ids))
     prompt = proto.token_ids[: (num_tokens - proto.num_generated) * BYTES_PER_TOKEN]
     _check_tokens("prediction", proto.prediction)
     check_stream_interval(proto.stream_interval)
@@ -212,7 +214,7 @@ def to_fields(spec: RequestSpec) -> dict[str, Any]:
     return {
         **msgspec.structs.asdict(spec),
         "sampling": sampling.to_fields(spec.sampling),
-        "images": images.to_proto(spec.images),
+        "images": images.to_proto(spec.images) if spec.images else (),
         "input_embeddings": spec.input_embeddings and spec.input_embeddings.values,
     }
 

@@ -6,6 +6,7 @@ Before all checks pass, a request acquires only resources that its end releases.
 import itertools
 import math
 import time
+from bisect import bisect_left, insort
 from collections import deque
 from functools import partial
 
@@ -33,6 +34,26 @@ ENOUGH = 16  # responses; with fewer, no duration is estimated
 REMEMBERED = 64
 
 
+class _RecentValues:
+    """The last REMEMBERED values."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        if len(self._values) == REMEMBERED:
+            del self._ordered[bisect_left(self._ordered, self._values.popleft())]
+        self._values.append(value)
+        insort(self._ordered, value)
+
+    def quantile(self, part: int, parts: int) -> float:
+        return self._ordered[len(self._ordered) * part // parts]
+
+
 class OutputLengthEstimate:
     """Expected duration of a response after its first token. A request's budget must leave it.
 
@@ -42,8 +63,8 @@ class OutputLengthEstimate:
     """
 
     def __init__(self) -> None:
-        self._lengths: deque[int] = deque(maxlen=REMEMBERED)  # tokens
-        self._token_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._lengths = _RecentValues()  # tokens
+        self._token_s = _RecentValues()
 
     def ended(self, num_tokens: int, seconds: float) -> None:
         """Record a response that was not cut short.
@@ -52,17 +73,17 @@ class OutputLengthEstimate:
             num_tokens: tokens of the response.
             seconds: from its first token to its last.
         """
-        self._lengths.append(num_tokens)
+        self._lengths.add(num_tokens)
         if num_tokens > 1:
-            self._token_s.append(seconds / (num_tokens - 1))
+            self._token_s.add(seconds / (num_tokens - 1))
 
     def seconds(self, max_tokens: int) -> float:
         """Return the expected seconds from first to last token. 0.0: not known yet."""
         if len(self._token_s) < ENOUGH:
             return 0.0
-        num_tokens = min(max_tokens, sorted(self._lengths)[len(self._lengths) // 4])
+        num_tokens = min(max_tokens, self._lengths.quantile(1, 4))
         # The median is not affected by a short stall of the node.
-        return (num_tokens - 1) * sorted(self._token_s)[len(self._token_s) // 2]
+        return (num_tokens - 1) * self._token_s.quantile(1, 2)
 
 
 class PrefixLocations:
@@ -180,8 +201,9 @@ class RequestAdmission:
             raise Overloaded(f"the queue is full ({num_waiting} requests)")
         self._limits.check_request(request.spec)
         self._held_bytes.hold(state, times=times)
-        self._adapters.hold(request)
-        state.claims.add(Claim.ADAPTER, partial(self._adapters.release, state.key))
+        if request.spec.adapter:
+            self._adapters.hold(request)
+            state.claims.add(Claim.ADAPTER, partial(self._adapters.release, state.key))
         if placement.move_from is None:
             state.prefix_hints = self._locations.hints(request, placement)
         self._active.add(state, times=times)

@@ -208,7 +208,7 @@ class Canary:
 
     def _begin(self, now: float) -> list[NodeEvent]:
         """Start the next check. Returns producers that are put in use without one."""
-        if self._check is not None:
+        if self._check is not None or not (self._waiting or self._kept_out or self._untried):
             return []
         if self._is_busy():
             return self._use_untried()

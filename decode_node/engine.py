@@ -2,7 +2,7 @@
 
 from common.config import DecodeConfig, EngineConfig
 from common.errors import ConfigError
-from decode_node.active_requests import ActiveRequests, DecodeCounters
+from decode_node.active_requests import ActiveRequests, DecodeCounters, TokenOutbox
 from decode_node.admission import PrefixLocations, RequestAdmission
 from decode_node.canary import STREAM, Canary
 from decode_node.handoffs import HandoffLimits, IncomingHandoffs
@@ -12,9 +12,8 @@ from decode_node.queues import DecodeQueues, FetchQueue, PausedQueue, UnpairedQu
 from decode_node.role import DecodeRole
 from decode_node.state import DecodeState, PageReservations
 from engine.batch.holding import PageHolding
+from engine.batch.limits import TokenBudget
 from engine.batch.request import Request
-from engine.batch.token_budget import TokenBudget
-from node.control.outbox import TokenOutbox
 from node.queues import AdapterQueue, GrammarQueue, PreparationStages, SchedulerQueue, TierLoadQueue
 from node.request_state import Claim
 from node.role_parts import RoleEngine, RoleRuntime

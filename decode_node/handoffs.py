@@ -15,7 +15,6 @@ decides how to continue after a failed attempt.
 """
 
 import dataclasses
-import hashlib
 import logging
 import math
 import time
@@ -108,7 +107,7 @@ class IncomingHandoffs:
         self._active = active
         self._limits = limits
         self.prealloc = PreallocQueue(self._cancel)
-        self.transfer = TransferQueue(self._cancel)
+        self.transfer = TransferQueue(self._cancel, self._scheduler.kept)
         self._by_id: dict[HandoffId, DecodeState] = {}  # in either queue
         self._on_its_way: dict[bytes, DecodeState] = {}  # prompts whose pages others may share
         self._launch_by = 0.0  # one limit for all migrations arriving now
@@ -142,7 +141,7 @@ class IncomingHandoffs:
             num_pages,
             now,
             timings,
-            prompt=b"" if room_tokens else _name_of(request),
+            prompt=b"" if room_tokens else request.namespace + request.token_ids.tobytes(),
             room_tokens=room_tokens,
             until=now + MOVE_WAIT_S if room_tokens else math.inf,
         )
@@ -166,27 +165,28 @@ class IncomingHandoffs:
 
     def grant(self, now: float) -> None:
         """Reserve pages for each waiting attempt that fits, and grant them."""
-        floor, kept = self._scheduler.min_priority, self._scheduler.kept
+        scheduler, kept = self._scheduler, self._scheduler.kept
+        floor = scheduler.min_priority if self.prealloc else math.inf
         if floor < math.inf:
             while (state := self._next_fitting(now, floor)) is not None:
                 if not self._grant(state):
                     self.prealloc.put(state)
                     break
-            kept.barrier = math.inf
-            if len(self.prealloc):
-                kept.barrier = self.prealloc.barrier(now, self._num_unready, floor)
-        self.prealloc.backlog.tick(now)
-        self._keep_room()
-        kept.most_urgent = self._preempt()
+            self.prealloc.backlog.tick(now)
+        if not self.prealloc:
+            kept.barrier, kept.most_urgent = math.inf, -math.inf
+            return
+        if floor < math.inf:
+            kept.barrier = self.prealloc.barrier(now, self._num_unready, floor)
+        kept.most_urgent = self._preempt() if scheduler.preempts else -math.inf
 
     @property
     def _num_unready(self) -> float:
         return self.transfer.num_unready(self._limits.max_granted_pages)
 
     def _next_fitting(self, now: float, floor: float) -> DecodeState | None:
-        if not len(self.prealloc):
+        if not self.prealloc:
             return None
-        self._keep_room()
         room, claim = self._scheduler.free_capacity(), self._scheduler.claim
         return self.prealloc.take_fitting(
             now,
@@ -210,8 +210,6 @@ class IncomingHandoffs:
 
         Returns its priority, or -inf if there is no such attempt.
         """
-        if not (self._scheduler.preempts and len(self.prealloc)):
-            return -math.inf
         state = self.prealloc.most_urgent(self._num_unready)
         if state is None:
             return -math.inf
@@ -241,11 +239,6 @@ class IncomingHandoffs:
             )
         )
         return True
-
-    def _keep_room(self) -> None:
-        """Keep slots and pages free for granted attempts that will join."""
-        self._scheduler.kept.slots = len(self.transfer)
-        self._scheduler.kept.pages = self.transfer.growth_pages()
 
     # Events of producers and reads ----------------------------------------------------------------
 
@@ -339,7 +332,7 @@ class IncomingHandoffs:
         if state is None:
             return
         attempt = state.attempt
-        attempt.held = True
+        self.transfer.complete(state)
         destination = attempt.reserved
         stamps, now, num_read = attempt.stamps, time.monotonic(), len(destination.fresh)
         state.request.given_by.append(attempt.producer)
@@ -390,8 +383,8 @@ class IncomingHandoffs:
         """
         for state in self.transfer.ready():
             attempt = state.attempt
-            request = attempt.continued(state.request)
-            if not self._scheduled.join(state, request, attempt.reserved.holding):
+            attempt.extend(state.request)
+            if not self._scheduled.join(state, attempt.reserved.holding):
                 return
             self.transfer.take(state)
             state.claims.hand_over(Claim.RESERVATION)
@@ -412,7 +405,7 @@ class IncomingHandoffs:
         attempt = state.attempt
         queue = self.transfer if state.stage is RequestStage.TRANSFER else self.prealloc
         queue.take(state)
-        state.request = attempt.continued(state.request)
+        attempt.extend(state.request)
         self._end_attempt(state)
         self._active.counters.lost()
         attempt.stamps.lost, attempt.stamps.reason = time.monotonic(), event.reason
@@ -479,11 +472,6 @@ def _source(
         tuple(hint for hint in state.prefix_hints if hint.address != producer.address),
         state.placement.encode_addresses,
     )
-
-
-def _name_of(request: Request) -> bytes:
-    """Hash of the namespace and the tokens."""
-    return hashlib.blake2b(request.namespace + request.token_ids.tobytes(), digest_size=16).digest()
 
 
 def _room_to_grow(request: Request) -> int:

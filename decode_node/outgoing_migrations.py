@@ -49,7 +49,11 @@ LINGER_S = 1.0
 
 
 class OutgoingMigrations:
-    """Outgoing migrations. Engine thread only."""
+    """Outgoing migrations. Engine thread only.
+
+    Attributes:
+        in_progress: by serial.
+    """
 
     def __init__(
         self,
@@ -67,22 +71,22 @@ class OutgoingMigrations:
         self._page_bytes = page_bytes
         self._port = port
         self._active = active
-        self._by_serial: dict[int, OutgoingMigration] = {}
+        self.in_progress: dict[int, OutgoingMigration] = {}
         self._refused: set[int] = set()  # serials, until they are dropped
         self._moved_at = -math.inf
         self._log = ThrottledLog(log, Throttle())
 
     def __len__(self) -> int:
-        return len(self._by_serial)
+        return len(self.in_progress)
 
     @property
     def busy(self) -> bool:
         """True if a consumer is still reading or waiting for a reply."""
-        return bool(self._by_serial) or time.monotonic() < self._moved_at + LINGER_S
+        return bool(self.in_progress) or time.monotonic() < self._moved_at + LINGER_S
 
     def exported(self) -> Iterator[Ints]:
         """Yield the pages held for publication."""
-        return (migration.exported for migration in self._by_serial.values())
+        return (migration.exported for migration in self.in_progress.values())
 
     # Events of the transfer thread ----------------------------------------------------------------
 
@@ -101,7 +105,7 @@ class OutgoingMigrations:
             self._port.post(FailCommand(event.serial, refusal, retryable))
             return
         migration = OutgoingMigration(event.serial, state, source.num_tokens)
-        self._by_serial[event.serial] = state.migration = migration
+        self.in_progress[event.serial] = state.migration = migration
         state.claims.add(Claim.MIGRATION, partial(self._cancel, migration, "the request has ended"))
 
     def _refusal(self, state: DecodeState | None, event: OpenedEvent) -> str:
@@ -128,7 +132,7 @@ class OutgoingMigrations:
         return ""
 
     def granted(self, event: GrantedEvent) -> None:
-        migration = self._by_serial.get(event.serial)
+        migration = self.in_progress.get(event.serial)
         if migration is None or migration.over:
             return  # refused or cancelled; ClosedEvent will follow
         migration.prefix_tokens, migration.room_tokens = event.prefix_tokens, event.room_tokens
@@ -145,7 +149,7 @@ class OutgoingMigrations:
         if event.serial in self._refused:
             self._refused.remove(event.serial)
             return
-        migration = self._by_serial.pop(event.serial)
+        migration = self.in_progress.pop(event.serial)
         state, request = migration.state, migration.state.request
         migration.over, state.migration = True, None
         state.claims.release(Claim.MIGRATION)
@@ -179,7 +183,7 @@ class OutgoingMigrations:
 
     def poll(self, now: float) -> None:
         """Publish requests that have stopped, and fail hand-offs whose pause is too long."""
-        for migration in tuple(self._by_serial.values()):
+        for migration in tuple(self.in_progress.values()):
             if migration.over:
                 continue
             if migration.stage is MigrationStage.STOPPING:
@@ -189,7 +193,7 @@ class OutgoingMigrations:
 
     def cancel_all(self, reason: str) -> None:
         """Cancel all hand-offs. Requests that have stopped resume here."""
-        for migration in tuple(self._by_serial.values()):
+        for migration in tuple(self.in_progress.values()):
             self._cancel(migration, reason)
 
     def _publish(self, migration: OutgoingMigration, now: float) -> None:

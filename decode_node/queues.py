@@ -17,13 +17,13 @@ from common.queueing import QueueEstimator
 from decode_node.state import DecodeState
 from engine.batch.request import out_of_time, waited_too_long
 from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageClaim, is_overdue
+from engine.scheduler.next_rows import ReservedCapacity
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.ports import ProducerDown, ProducerUp
 from node.queues import KeyedQueue, PreparationStages, RequestQueues, SchedulerQueue
 from node.request_state import Claim, Ending, RequestStage, as_request_end
 from node.sharing.fetches import PrefixFetches
 
-DEADLINE_CHECK_S = 0.1
 _TIMED_OUT = "timed out"
 
 
@@ -175,7 +175,6 @@ class AttemptQueue(KeyedQueue[DecodeState]):
     def __init__(self, cancel: Callable[[DecodeState, str], None]) -> None:
         super().__init__()
         self._cancel = cancel
-        self._check_at = 0.0
 
     def remove(self, state: DecodeState, ending: Ending) -> bool:
         self.take(state)
@@ -183,9 +182,6 @@ class AttemptQueue(KeyedQueue[DecodeState]):
         return True
 
     def expired(self, now: float) -> Iterator[tuple[DecodeState, Ending]]:
-        if now < self._check_at:
-            return
-        self._check_at = now + DEADLINE_CHECK_S
         for state in self:
             late = self._late(state, now)
             if late is not None:
@@ -304,13 +300,19 @@ class PreallocQueue(AttemptQueue):
 
 
 class TransferQueue(AttemptQueue):
-    """Requests with a granted attempt."""
+    """Requests with a granted attempt.
+
+    Args:
+        kept: slots and pages that admission leaves to them, because they will join.
+    """
 
     stage = RequestStage.TRANSFER
 
-    def __init__(self, cancel: Callable[[DecodeState, str], None]) -> None:
+    def __init__(self, cancel: Callable[[DecodeState, str], None], kept: ReservedCapacity) -> None:
         super().__init__(cancel)
+        self._kept = kept
         self._migrating: dict[int, DecodeState] = {}  # by key, of migrations to this node
+        self._completed: dict[int, DecodeState] = {}  # by key
 
     @property
     def num_waiting(self) -> int:
@@ -318,12 +320,22 @@ class TransferQueue(AttemptQueue):
 
     def put(self, state: DecodeState) -> None:
         super().put(state)
+        self._kept.slots += 1
+        self._kept.pages += state.attempt.growth_pages
         if state.attempt.moves:
             self._migrating[state.key] = state
 
     def take(self, state: DecodeState) -> None:
         super().take(state)
+        self._kept.slots -= 1
+        self._kept.pages -= state.attempt.growth_pages
         self._migrating.pop(state.key, None)
+        self._completed.pop(state.key, None)
+
+    def complete(self, state: DecodeState) -> None:
+        """Record that the KV of a request is here and correct."""
+        state.attempt.held = True
+        self._completed[state.key] = state
 
     @property
     def num_coming(self) -> int:
@@ -337,12 +349,8 @@ class TransferQueue(AttemptQueue):
         return any(attempt.first_event is not None and not attempt.held for attempt in attempts)
 
     def ready(self) -> list[DecodeState]:
-        """Return the requests whose KV is here."""
-        return [state for state in self._states.values() if state.attempt.held]
-
-    def growth_pages(self) -> int:
-        """Pages to keep free for all of them."""
-        return sum(state.attempt.growth_pages for state in self._states.values())
+        """Return the requests whose KV is here, in order of completion."""
+        return list(self._completed.values())
 
     def num_unready(self, most: int) -> float:
         """Return how many more pages may be granted.
@@ -378,4 +386,3 @@ class DecodeQueues(RequestQueues):
         self.fetching = fetching
         self.prealloc = prealloc
         self.transfer = transfer
-        self.scheduled = scheduled

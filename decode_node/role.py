@@ -96,11 +96,13 @@ class DecodeRole:
         now = time.monotonic()
         for failed in self._take_events(now):  # after all events, so that lost producers are known
             self._placement.retry(failed)
+        self._sharing.poll()
         for state, ending in self._queues.expired(now):
             state.close(ending)
         self._control.poll(self, self._take)
         self._placement.place_ready(now)
-        self._migrations.poll(now)
+        if self._migrations.in_progress:
+            self._migrations.poll(now)
         self._handoffs.join()
         self._handoffs.grant(now)
         self._active.outbox.flush()

@@ -1,6 +1,5 @@
 """The record of a request on the decode node, with its hand-offs and reserved pages."""
 
-import dataclasses
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -146,7 +145,7 @@ class HandoffAttempt:
             have no KV.
         num_pages: for its tokens and the next one.
         opened: time.monotonic().
-        prompt: hash of namespace and tokens. Empty for migrations.
+        prompt: its namespace and tokens. Empty for migrations.
         room_tokens: for migrations, the maximum number of tokens with KV on arrival. 0: a prompt.
         until: deadline of the current wait of a migration, time.monotonic().
         destination: from the grant on.
@@ -187,20 +186,15 @@ class HandoffAttempt:
         """Tokens of the request whose KV this node or the producer had."""
         return max(self.reserved.prefix_tokens, self.producer_cached_tokens)
 
-    def continued(self, request: Request) -> Request:
-        """Return the request including its first token, if that has arrived.
+    def extend(self, request: Request) -> None:
+        """Give the request its first token, if that has arrived. May be repeated.
 
         For a migration, the tokens that its source generated before are included too.
         """
-        if self.first_token is None:
-            return request
-        fresh = (
-            (*self.first_event.token_ids, self.first_token)
-            if self.first_event
-            else (self.first_token,)
-        )
-        token_ids = np.concatenate((self.token_ids, np.array(fresh, np.int32)))
-        return dataclasses.replace(request, token_ids=token_ids)
+        if self.first_token is not None:
+            before = self.first_event.token_ids if self.first_event else ()
+            fresh = np.array((*before, self.first_token), np.int32)
+            request.token_ids = np.concatenate((self.token_ids, fresh))
 
 
 class MigrationStage(Enum):

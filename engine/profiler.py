@@ -54,6 +54,10 @@ class Profiler:
         self._written: Future[str] | None = None  # of the latest trace
         self.notify: Callable[[], None] = lambda: None
 
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None
+
     def start(self, num_steps: int) -> str:
         """Start before the next step. Return the path of the trace file.
 

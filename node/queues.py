@@ -15,7 +15,7 @@ from engine.grammar.matching import CompiledGuide, Match
 from engine.offload.cache_tiers import CacheTiers
 from engine.offload.tier_matches import TierMatch
 from engine.scheduler.arrivals import PriorityQueue, is_overdue
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler import DEADLINE_CHECK_S, Scheduler
 from node.request_state import Ending, RequestQueue, RequestStage, RequestState, S, as_request_end
 
 
@@ -31,7 +31,7 @@ class KeyedQueue(Generic[S]):
         return len(self._states)
 
     def __iter__(self) -> Iterator[S]:
-        return iter(tuple(self._states.values()))
+        yield from tuple(self._states.values())
 
     @property
     def num_waiting(self) -> int:
@@ -59,20 +59,28 @@ class KeyedQueue(Generic[S]):
 class RequestQueues:
     """All queues of a role."""
 
-    def __init__(self, *queues: RequestQueue[Any]) -> None:
-        self._queues = queues
+    def __init__(self, scheduled: "SchedulerQueue[Any]", *others: RequestQueue[Any]) -> None:
+        self.scheduled = scheduled
+        self._others = others
+        self._check_at = 0.0
 
     @property
     def num_waiting(self) -> int:
-        return sum(queue.num_waiting for queue in self._queues)
+        return self.scheduled.num_waiting + sum([each.num_waiting for each in self._others])
 
     def lengths(self) -> dict[str, int]:
-        return {name: size for queue in self._queues for name, size in queue.lengths().items()}
+        queues = self.scheduled, *self._others
+        return {name: size for queue in queues for name, size in queue.lengths().items()}
 
     def expired(self, now: float) -> Iterator[tuple[RequestState, Ending]]:
-        """Remove and yield the requests that have waited too long, each with its end."""
-        for queue in self._queues:
-            yield from queue.expired(now)
+        """Remove and yield the requests that have waited too long, each with its end. Checks
+        deadlines every DEADLINE_CHECK_S only.
+        """
+        yield from self.scheduled.expired(now)
+        if now >= self._check_at:
+            self._check_at = now + DEADLINE_CHECK_S
+            for queue in self._others:
+                yield from queue.expired(now)
 
 
 class SchedulerQueue(Generic[S]):
@@ -99,11 +107,10 @@ class SchedulerQueue(Generic[S]):
         self.scheduler.add(state.request)
         state.move(RequestStage.SCHEDULED, self)
 
-    def join(self, state: S, request: Request, holding: PageHolding) -> bool:
+    def join(self, state: S, holding: PageHolding) -> bool:
         """Put a request whose KV exists into the running batch. See Scheduler.join."""
-        joined = self.scheduler.join(request, holding)
+        joined = self.scheduler.join(state.request, holding)
         if joined:
-            state.request = request
             state.move(RequestStage.SCHEDULED, self)
         return joined
 
@@ -198,10 +205,12 @@ class PreparationStages(Generic[S]):
         """
         num_left = -1
         # A yielded request may end at once and free resources.
-        while num_left != len(self._states):
+        while self._states and num_left != len(self._states):
             num_left = len(self._states)
             while self._prepared:
                 yield self._states.pop(self._prepared.popleft().key), None
+            if not self._states:
+                return
             for place, queue in enumerate(self._queues, 1):
                 for request, refusal in queue.ready(now):
                     try:
@@ -386,7 +395,8 @@ class TierLoadQueue:
         self._waiting[key] = request
 
         def over() -> None:
-            self._over.append(key)
+            if key in self._waiting:
+                self._over.append(key)
 
         if self._tiers.bring(self._ways.pop(key), self._room(), over):
             request.bringing.append(time.monotonic())
@@ -398,7 +408,6 @@ class TierLoadQueue:
 
     def ready(self, now: float) -> Iterator[tuple[Request, None]]:
         """Yield and remove the requests whose load has ended."""
-        self._tiers.poll()
         over, self._over = self._over, []
         for key in over:
             request = self._waiting.pop(key, None)

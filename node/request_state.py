@@ -12,17 +12,21 @@ prompts begin in SCHEDULED. Waiting, running and retracted are states inside the
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from common.errors import EngineFault, ServingError
-from engine.batch.limits import MAX_HELD_EMBEDDING_BYTES, MAX_HELD_STATE_BYTES, RequestLimits
+from engine.batch.limits import (
+    MAX_HELD_EMBEDDING_BYTES,
+    MAX_HELD_STATE_BYTES,
+    RequestLimits,
+    TokenBudget,
+)
 from engine.batch.request import FinishReason, Request, RequestEnd
-from engine.batch.token_budget import TokenBudget
 
 
-class Claim(Enum):
+class Claim(StrEnum):
     """Names of claims."""
 
     TOKENS = "tokens"  # part of the token budget
@@ -66,7 +70,7 @@ class Claims:
             release()
 
 
-class RequestStage(Enum):
+class RequestStage(StrEnum):
     NEW = "new"
     BOOTSTRAP = "bootstrap"
     PREPARING = "preparing"
@@ -123,7 +127,8 @@ class RequestState:
     """One request on a node, from its arrival to its end. Engine thread only.
 
     Attributes:
-        request: as the scheduler sees it. Replaced when tokens arrive from another node.
+        request: as the scheduler sees it.
+        key: of the request.
         on_end: called once, with the state and its end, before the claims are released.
         queue: the queue that the request is in, if any.
     """
@@ -133,10 +138,10 @@ class RequestState:
     claims: Claims = field(default_factory=Claims)
     stage: RequestStage = RequestStage.NEW
     queue: "RequestQueue[Any] | None" = None
+    key: int = field(init=False)
 
-    @property
-    def key(self) -> int:
-        return self.request.key
+    def __post_init__(self) -> None:
+        self.key = self.request.key
 
     def move(self, stage: RequestStage, queue: "RequestQueue[Any] | None") -> None:
         """Enter a stage.

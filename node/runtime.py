@@ -208,7 +208,7 @@ class NodeRuntime:
     @property
     def port(self) -> TransferPort:
         """Return the port to the transfer thread, for hand-offs of requests."""
-        return self.weights
+        return self.transfer
 
     def run(self, role: DrivenRole, engine: Engine, start: EngineStart[C]) -> None:
         """Run until the frontend releases this process (PeerGone) or gives it another role

@@ -21,9 +21,8 @@ from common.errors import (
 from common.queueing import QueueEntry, QueueEstimator, may_wait_s
 from common.request import Remaining, RequestSpec
 from engine.batch.holding import PageHolding
-from engine.batch.limits import RequestLimits
+from engine.batch.limits import RequestLimits, TokenBudget
 from engine.batch.request import Request
-from engine.batch.token_budget import TokenBudget
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import Prompt
 from kvtransfer.ports import OpenedEvent
@@ -86,7 +85,6 @@ class PrefillQueues(RequestQueues):
     ) -> None:
         self.bootstrap = BootstrapQueue()
         self.preparing = preparing
-        self.scheduled = scheduled
         self.inflight = InflightQueue()
         super().__init__(scheduled, preparing, self.bootstrap, self.inflight)
 
@@ -198,8 +196,9 @@ class HandoffAdmission:
         self._held_bytes.hold(state)
         self._tokens.take(key, request.spec.num_tokens)
         state.claims.add(Claim.TOKENS, partial(self._tokens.drop, key))
-        self._adapters.hold(request)
-        state.claims.add(Claim.ADAPTER, partial(self._adapters.release, key))
+        if request.spec.adapter:
+            self._adapters.hold(request)
+            state.claims.add(Claim.ADAPTER, partial(self._adapters.release, key))
 
     def _start_by(self, spec: RequestSpec, remaining: Remaining, now: float) -> float:
         """Return the time by which its first forward pass must begin.

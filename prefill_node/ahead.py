@@ -83,6 +83,8 @@ class PrefillAhead:
         if self._current is not None:
             if self._current.handoff.stage is not RequestStage.BOOTSTRAP or self._others_wait:
                 self.stop()
+        elif not self._queues.bootstrap:
+            self._tried.clear()
         elif self._max_tokens and not self._has_work:
             self._start(now)
 
@@ -165,8 +167,9 @@ class PrefillAhead:
         prompt = AheadPrompt(request=request, on_end=self._ended, handoff=state)
         self._current = prompt
         try:
-            self._adapters.hold(request)
-            prompt.claims.add(Claim.ADAPTER, partial(self._adapters.release, request.key))
+            if spec.adapter:
+                self._adapters.hold(request)
+                prompt.claims.add(Claim.ADAPTER, partial(self._adapters.release, request.key))
             self._queues.preparing.put(prompt)
         except ServingError as error:
             prompt.close(error)

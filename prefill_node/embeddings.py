@@ -33,9 +33,10 @@ from kvtransfer.ports import (
     ProducerUp,
     ReadsEndedEvent,
 )
+from node.sharing.dispatch import FIRST_SHARED_NUMBER
 from node.sharing.exports import SHARE
 
-FIRST_NUMBER = 1 << 61  # of hand-offs, below those of weights
+FIRST_NUMBER = FIRST_SHARED_NUMBER  # of hand-offs, below those of weights
 MAX_READS = 256  # images in progress
 PAIR_S = 3.0  # longest wait for an encode node to be paired, and for pages
 GRACE_S = 1.0  # after which the encode node drops a read whose end it has not heard of
@@ -104,7 +105,7 @@ class EmbeddingReads:
         self._by_id: dict[HandoffId, _Read] = {}
         self._landing: dict[HandoffId, _Landing] = {}
         self._waits: dict[int, set[bytes]] = {}  # names of images, by key
-        self._over: list[int] = []  # keys, not returned yet
+        self._over: dict[int, None] = {}  # keys, not returned yet
         self._counts = dict.fromkeys(OUTCOMES, 0)
 
     @property
@@ -143,11 +144,12 @@ class EmbeddingReads:
 
     def take_over(self) -> list[int]:
         """Return the keys whose reads have ended since the last call, successful or not."""
-        over, self._over = self._over, []
-        return over
+        over, self._over = self._over, {}
+        return list(over)
 
     def forget(self, key: int) -> None:
         """Forget an ended request, in any stage. Reads that no other request waits for end."""
+        self._over.pop(key, None)
         for name in self._waits.pop(key, ()):
             read = self._reads[name]
             read.waiting.discard(key)
@@ -284,4 +286,4 @@ class EmbeddingReads:
             names.discard(read.image.name)
             if not names:
                 del self._waits[key]
-                self._over.append(key)
+                self._over[key] = None

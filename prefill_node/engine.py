@@ -12,12 +12,13 @@ from common.requests.namespace import WeightsId
 from common.requests.timeline import RequestTrace, RequestTraces
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.holding import PageHolding
+from engine.batch.limits import TokenBudget
 from engine.batch.request import Request
-from engine.batch.token_budget import TokenBudget
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.ports import (
     ClosedEvent,
     GrantedEvent,
+    NodeEvent,
     OpenedEvent,
     ProducerDown,
     ProducerRate,
@@ -79,21 +80,18 @@ class PrefillRole:
 
     def poll(self) -> None:
         for event in self._port.take():
-            if self._embeddings.take(event) or self._sharing.take(event):
+            if self._sharing.take(event):
                 continue
             match event:
-                case ProducerUp():
-                    self._control.link_up(event)
-                case ProducerRate():
-                    self._control.link_measured(event.address, event.gib_per_s)
-                case ProducerDown():
-                    self._control.links.pop(event.address, None)
                 case OpenedEvent():
                     self._handoffs.open(event)
                 case GrantedEvent():
                     self._handoffs.grant(event)
                 case ClosedEvent():
                     self._handoffs.dropped(event)
+                case _ if not self._embeddings.take(event):
+                    self._note_link(event)
+        self._sharing.poll()
         self._embeddings.poll()
         now = time.monotonic()
         self._handoffs.schedule_prepared(now)
@@ -108,8 +106,11 @@ class PrefillRole:
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
         outcome = self.scheduler.finish(batch, result)
         for chunk in outcome.chunks:
-            for part in (self._handoffs, self._pooling, self._ahead):
-                part.computed(chunk)
+            if chunk.request.key > 0:
+                self._handoffs.computed(chunk)
+            else:
+                self._pooling.computed(chunk)
+                self._ahead.computed(chunk)
         now = time.monotonic()
         self._queues.scheduled.backlog.tick(now)
         self._sharing.ways.tick(now)
@@ -200,6 +201,15 @@ class PrefillRole:
 
     # --------------------------------------------------------------------------------------------
 
+    def _note_link(self, event: NodeEvent) -> None:
+        match event:
+            case ProducerUp():
+                self._control.link_up(event)
+            case ProducerRate():
+                self._control.link_measured(event.address, event.gib_per_s)
+            case ProducerDown():
+                self._control.links.pop(event.address, None)
+
     def _take(self, message: FrontMessage) -> None:
         match message:
             case SubmitPooling():
@@ -237,7 +247,8 @@ def make_role(engine: RoleEngine, runtime: RoleRuntime, config: PrefillConfig) -
     def admitted(request: Request, holding: PageHolding) -> None:
         if request.key > 0:
             handoffs.admitted(request, holding)
-        ahead.admitted(request)
+        else:
+            ahead.admitted(request)
 
     embeddings = EmbeddingReads(
         engine.core.encoder,

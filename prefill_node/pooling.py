@@ -17,9 +17,8 @@ from common.errors import NodeUnavailable, Overloaded, ServingError
 from common.queueing import QueueEntry, may_wait_s
 from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
-from engine.batch.limits import RequestLimits
+from engine.batch.limits import RequestLimits, TokenBudget
 from engine.batch.request import FinishReason, Ints, Request, RequestEnd
-from engine.batch.token_budget import TokenBudget
 from engine.scheduler.scheduler import ChunkDone
 from node.control.engine_control import EngineControl
 from node.messages import PoolingDone, SubmitPooling

@@ -10,7 +10,7 @@ from common.page_tables import PageSpan, PageTables
 from engine.batch.batch import Ints
 
 NO_PAGE = -1  # page 0 is valid
-_NO_STATE = np.empty(0, np.int32)
+_NO_PAGES = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +22,7 @@ class PageHolding:
     """
 
     tables: Ints
-    state: Ints = field(default_factory=lambda: _NO_STATE)
+    state: Ints = field(default_factory=lambda: _NO_PAGES)
 
     @classmethod
     def of(cls, *tables: Ints) -> Self:
@@ -56,7 +56,8 @@ class PageHolding:
     def flat(self) -> Ints:
         """Return all present pages, table by table, then the state pages. Distinct. A copy."""
         pages = self.tables.ravel()
-        return np.concatenate((pages[pages >= 0], self.state))
+        present = pages[pages >= 0]
+        return np.concatenate((present, self.state)) if len(self.state) else present
 
     def take(self, spans: Iterable[PageSpan]) -> Ints:
         """Return the pages of these spans, concatenated. A copy."""
@@ -64,7 +65,7 @@ class PageHolding:
             self.state[first:past] if table == len(self.tables) else self.tables[table, first:past]
             for table, first, past in spans
         ]
-        return np.concatenate([*pages, np.empty(0, np.int32)])
+        return np.concatenate(pages) if pages else _NO_PAGES
 
     def moved_to(self, pages: Ints) -> Self:
         """Return the same holding with other pages, given in the order of `flat`."""

@@ -1,11 +1,11 @@
-"""Limits of what this node can serve, checked once before a request is queued."""
+"""Limits of one request, and of all that a node holds, checked once before a request is queued."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Overloaded
 from common.page_tables import PageTables
 from common.request import RequestSpec
 from common.requests.embeddings import LARGEST, NOT_ACCEPTED, NUMBER_BYTES, InputEmbeddings
@@ -212,8 +212,9 @@ class RequestLimits:
                 )
 
     def _check_known(self, field: str, token_ids: Ints) -> None:
-        low, high = int(token_ids.min(initial=0)), int(token_ids.max(initial=0))
-        if low < 0 or high >= self.vocabulary_size:
+        # A negative number is a large one without its sign.
+        if token_ids.view(np.uint32).max(initial=0) >= self.vocabulary_size:
+            low, high = int(token_ids.min()), int(token_ids.max())
             wrong = low if low < 0 else high
             raise InvalidRequest(
                 f"{field}: {wrong} is outside the vocabulary of {self.vocabulary_size}"
@@ -226,3 +227,31 @@ def _num_states(spec: RequestSpec) -> int:
     of_prompt = max(spec.num_prompt - sampling.first_prompt_logprob, 0)
     num_tokens = sampling.max_tokens - spec.num_generated
     return num_tokens + (of_prompt if sampling.prompt_logprobs >= 0 else 0)
+
+
+class TokenBudget:
+    """A bounded budget of tokens for requests that are held in memory before they can be computed.
+    Engine thread only.
+
+    Args:
+        most: limit for all requests together; a single request may exceed it.
+        unit: of the limit, for errors.
+    """
+
+    def __init__(self, most: int, unit: str = "tokens") -> None:
+        self._most = most
+        self._unit = unit
+        self._by_key: dict[int, int] = {}
+        self._num_tokens = 0
+
+    def take(self, key: int, num_tokens: int, *, times: int = 1) -> None:
+        """Count `num_tokens` for the request. Raise Overloaded if they exceed `times` the limit."""
+        most = self._most * times
+        if self._num_tokens and self._num_tokens + num_tokens > most:
+            raise Overloaded(f"the queue is full ({self._num_tokens} of {most} {self._unit})")
+        self._by_key[key] = num_tokens
+        self._num_tokens += num_tokens
+
+    def drop(self, key: int) -> None:
+        """Release the tokens of the request, if any."""
+        self._num_tokens -= self._by_key.pop(key, 0)

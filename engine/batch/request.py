@@ -103,6 +103,13 @@ class Request:
     away: list[float] = field(default_factory=list)
     preemptions: int = 0  # how often it was swapped out for a more urgent request
     away_s: float = 0.0  # total of completed swap-outs
+    head_start_s: float = field(init=False)  # of its priority
+    # Position in the queue, lowest first: arrival time, moved earlier by the head start.
+    queue_position: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.head_start_s = head_start_s(self.spec.priority)
+        self.queue_position = self.arrived - self.head_start_s
 
     @classmethod
     def of(
@@ -204,12 +211,6 @@ class Request:
         return max(self.num_prompt - self.sampling.first_prompt_logprob, 0)
 
     @property
-    def queue_position(self) -> float:
-        """Position in the queue, lowest first: arrival time, moved earlier by the priority's head
-        start."""
-        return self.arrived - head_start_s(self.spec.priority)
-
-    @property
     def due(self) -> float:
         """Time by which it must start. A request without a queue limit uses its arrival time."""
         return self.start_by if self.start_by < math.inf else self.arrived
@@ -217,7 +218,7 @@ class Request:
     @property
     def scheduling_deadline(self) -> float:
         """Start time `due`, moved earlier by the priority's head start."""
-        return self.due - head_start_s(self.spec.priority)
+        return self.due - self.head_start_s
 
     @property
     def num_generated(self) -> int:

@@ -179,7 +179,8 @@ class SlotTable:
         self.page_table[slot] = NO_PAGE
         self.page_table[slot, :, :num_pages] = holding.tables
         self.state[slot] = holding.state if len(holding.state) else NO_PAGE
-        self.first_page[slot] = (holding.tables < 0).sum(axis=1)
+        if self._sliding:
+            self.first_page[slot] = (holding.tables < 0).sum(axis=1)
         self.num_pages[slot] = num_pages
         self.capacity[slot] = num_pages * self.page_size
 

@@ -120,6 +120,7 @@ class PrefixCache:
         self._windows = TreeWindows(PageTables(page_size, windows), self._pages)
         self._states = TreeStates(state_pages, self._pages, pages)
         self._no_pages = np.empty((len(windows), 0), np.int32)
+        self._no_match = PrefixMatch(0, PageHolding(self._no_pages), self._no_pages[self._full])
         self._root = RadixNode(0, b"", np.empty(0, np.int32), self._no_pages, None)
         self._leaves: list[tuple[int, int, RadixNode]] = []  # heap by last use, as of the push
         self._clock = 0
@@ -151,6 +152,8 @@ class PrefixCache:
             found.append(node.pages[:, :common])
             path.append((node, num_pages))
             num_pages += common
+        if not path:
+            return self._no_match
         pages = np.concatenate(found, axis=1)
         shared = pages[self._full]
         state = NO_STATE
@@ -440,8 +443,9 @@ class PrefixCache:
                 in_use.append(node)
                 continue
             freed += self._states.drop(node)
-            from_end = np.cumsum((node.pages >= 0).sum(axis=0)[::-1][:loose])
-            count = min(loose, int(np.searchsorted(from_end, num_pages - freed)) + 1)
+            # Page by page of tokens from the end, until enough pages of all tables are free.
+            from_end = np.cumsum((node.pages[:, -loose:] >= 0).sum(axis=0)[::-1])
+            count = min(loose, int(from_end.searchsorted(num_pages - freed)) + 1)
             self._trim(node, node.num_pages - count)
             freed += int(from_end[count - 1])
         self._clock += 1

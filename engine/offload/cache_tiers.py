@@ -130,7 +130,7 @@ class CacheTiers:
     @property
     def busy(self) -> bool:
         """Return whether copies are in progress, or pages are being read or written."""
-        return bool(self.saves.copies or self._brings or self.files.busy)
+        return self._enabled and bool(self.saves.copies or self._brings or self.files.busy)
 
     def copied(self) -> Iterator[Ints]:
         """Yield the device pages that are held for copies."""
@@ -148,9 +148,10 @@ class CacheTiers:
         Raises:
             Exception: the error of a failed copy.
         """
-        self.saves.poll()
-        self.files.poll()
-        self._brings.poll()
+        if self._enabled:
+            self.saves.poll()
+            self.files.poll()
+            self._brings.poll()
 
     def close(self) -> None:
         """End the threads of files. Writes that are not submitted yet are dropped."""

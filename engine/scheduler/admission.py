@@ -154,6 +154,10 @@ class PrefillAdmission:
         self._cache = cache
         self._tiers = core.tiers
         self._encoder = core.encoder
+        # The last token has no KV.
+        self._max_length = min(
+            table.context_length, self._tables.max_tokens(core.pages.num_pages) + 1
+        )
         self._whole_images = core.limits.whole_images
         self._clock = core.clock
         self._retracted = retracted
@@ -176,11 +180,7 @@ class PrefillAdmission:
     def max_length(self, request: Request) -> int:
         """Return its maximum number of tokens: requested, limited by the context and the whole
         pool."""
-        return min(
-            request.num_prompt + request.sampling.max_tokens,
-            self._table.context_length,
-            self._tables.max_tokens(self._pages.num_pages) + 1,  # the last token has no KV
-        )
+        return min(request.num_prompt + request.sampling.max_tokens, self._max_length)
 
     def growth_pages(self, request: Request) -> int:
         """Return the pages to keep free for a request that has pages for its tokens and for the
@@ -215,7 +215,7 @@ class PrefillAdmission:
         quarantined: bool = False,
     ) -> list[ExtendRow]:
         """Return the prefill rows of the next forward, or an empty list if there is nothing to
-        prefill.
+        prefill. To be called if there is a current chunk, or if `has_slot`.
 
         Args:
             reserved_pages: kept free for the growth of running requests.
@@ -243,7 +243,7 @@ class PrefillAdmission:
                 rows.append(self._next_chunk(chunked, adder))
             if quarantined:
                 return rows
-        if self.chunked is not None or not self.has_slot(kept_slots, min_priority):
+        if self.chunked is not None or (rows and not self.has_slot(kept_slots, min_priority)):
             return rows
         if alone or not self._is_full(adder, barrier, min_priority, quarantined):
             self._admit(adder, rows, kept_slots, barrier, min_priority, alone, quarantined)
@@ -376,8 +376,6 @@ class PrefillAdmission:
         now, least = self._clock(), math.inf
         held_back = False
         for request in self.waiting.in_order():
-            if not self.has_slot(kept_slots):
-                return
             returned = self.waiting.was_returned(request)
             behind = request.queue_position > barrier and not returned
             if behind or request.spec.priority < min_priority:
@@ -411,7 +409,7 @@ class PrefillAdmission:
                 return
             adder.reserve(growth)
             rows.append(self._reserve(request, match, end, adder))
-            if self.chunked is not None or quarantined:
+            if self.chunked is not None or quarantined or not self.has_slot(kept_slots):
                 return
         if not held_back:
             self._full[quarantined] = _Full(self._tried(barrier, min_priority), least)

@@ -359,14 +359,14 @@ class StepAssembler:
         decodes, early = of_decodes.batch, of_decodes.batch.early
         if early is not None:
             early = np.concatenate([np.zeros(len(extends), np.int32), early])
-        slots = np.concatenate([np.array([row.slot for row in extends], np.intp), of_decodes.slots])
+        slots = _before([row.slot for row in extends], of_decodes.slots)
         batch = ScheduleBatch(
             decodes.step,
             ForwardMode.MIXED if len(of_decodes.slots) else ForwardMode.EXTEND,
             slots.astype(np.int32),
-            np.concatenate([np.array([row.start for row in extends], np.int32), decodes.starts]),
-            np.concatenate([np.array([row.end for row in extends], np.int32), decodes.ends]),
-            np.concatenate([np.array([row.samples for row in extends]), decodes.samples]),
+            _before([row.start for row in extends], decodes.starts),
+            _before([row.end for row in extends], decodes.ends),
+            _before([row.samples for row in extends], decodes.samples),
             decodes.swap_out,
             decodes.swap_in,
             resumed=tuple(
@@ -403,7 +403,14 @@ class StepAssembler:
     def _pages_of(self, row: ExtendRow) -> Ints:
         first, past = row.start >> self._page_bits, -(-row.end // self._table.page_size)
         pages: Ints = self._table.page_table[row.slot, :, first:past].ravel()
-        return np.concatenate((pages, self._table.state[row.slot]))
+        state = self._table.state[row.slot]
+        return np.concatenate((pages, state)) if len(state) else pages
+
+
+def _before(values: Sequence[int], decodes: NDArray[Any]) -> NDArray[Any]:
+    """Return a column of prompt rows, followed by that of decode rows."""
+    prompts = np.array(values, decodes.dtype)
+    return np.concatenate((prompts, decodes)) if len(decodes) else prompts
 
 
 def _without_tokens(

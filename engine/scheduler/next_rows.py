@@ -248,12 +248,13 @@ class RowSelector:
 
     def _extends(self, *, quarantined: bool) -> list[ExtendRow]:
         admission, kept = self._admission, self._kept
-        if admission.chunked is None and not admission.has_slot(kept.slots):
+        min_priority = self._preemption.min_priority
+        if admission.chunked is None and not admission.has_slot(kept.slots, min_priority):
             return []
         return admission.next_rows(
             reserved_pages=self.reserved_pages,
             num_decode_rows=len(self._running.ready()) if self._mixed_chunk else 0,
-            min_priority=self._preemption.min_priority,
+            min_priority=min_priority,
             kept_slots=kept.slots,
             barrier=kept.barrier,
             alone=self._residents.all_away,

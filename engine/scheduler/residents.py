@@ -177,12 +177,10 @@ class HeldRows:
     @property
     def any(self) -> bool:
         """Return whether a row is held. Safe to call from another thread."""
-        return bool(np.count_nonzero(self._table.held & self._table.live))
+        return bool(np.count_nonzero(self._table.held))
 
     def settle(self) -> Iterator[tuple[Request, RequestEnd]]:
         """Release rows whose mask is ready. Yield requests that have to end, and the reason."""
-        if not np.count_nonzero(self._table.held):
-            return
         for slot in np.flatnonzero(self._table.held & self._table.live).tolist():
             request = self._residents.by_slot[slot]
             if request.to_finish is not None or self._table.in_flight(slot):

@@ -318,7 +318,7 @@ class StepResults:
         kept = ~odd & (table.max_length[slots] > 0)
         table.tokens[slots[kept], places[kept]] = tokens[kept]
         table.known[slots[kept]] = known[kept]
-        for row in np.flatnonzero(stops.any(axis=1) | odd | last).tolist():
+        for row in (stops.any(axis=1) | odd | last).nonzero()[0].tolist():
             request, token = self._residents.by_slot[int(slots[row])], int(tokens[row])
             finish = self.rule.decide(request, token, at_limit=bool(last[row]))
             assert finish is not None

@@ -100,7 +100,7 @@ class RetractedRequests:
     @property
     def num_away(self) -> int:
         """Number of requests that are not on their way back."""
-        return sum(1 for _ in self._away())
+        return sum(1 for _ in self._away()) if self._by_key else 0
 
     @property
     def saving(self) -> bool:

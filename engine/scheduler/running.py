@@ -106,7 +106,7 @@ class RunningBatch:
     def slots(self) -> NDArray[np.intp]:
         """Slots in ascending order. The same array until a request joins or leaves. Read-only."""
         if self._stale:
-            self._slots = np.flatnonzero(self._member)
+            (self._slots,) = self._member.nonzero()
             self._stale = False
         return self._slots
 
@@ -141,6 +141,8 @@ class RunningBatch:
         """Return the rows that need another token now. Excludes rows whose last token is in flight,
         and held rows that wait for their mask."""
         slots = self.slots
+        if not len(slots):
+            return slots
         wants = self._table.length[slots] < self._table.max_length[slots]
         if np.count_nonzero(self._table.held):
             wants &= ~self._table.held[slots]

@@ -190,12 +190,14 @@ class Scheduler:
             The requests that end at once.
         """
         now = self._core.clock() if now is None else now
-        ended = [self.abort(request, finish) for request, finish in self._held.settle()]
+        ended = []
+        if self._held.any:
+            ended = [self.abort(request, finish) for request, finish in self._held.settle()]
         if now < self._expiry_due:
             return [finished for finished in ended if finished is not None]
         self._expiry_due = now + DEADLINE_CHECK_S
         late = [request for request in self._admission.waiting if request.deadline < now]
-        slots = np.flatnonzero(self._table.live & (self._table.deadline < now))
+        (slots,) = (self._table.live & (self._table.deadline < now)).nonzero()
         late += [self._residents.by_slot[slot] for slot in slots.tolist()]
         late = [request for request in late if request.to_finish is None]
         self._num_late += len(late)

@@ -37,6 +37,7 @@ class SplitForwardState:
     """The forward that is between two groups of its layers, at most one. Engine thread only.
 
     Attributes:
+        forwards: the forward, whose slots and pages are held here until its last group is launched.
         next_layer: first layer of its next group.
     """
 
@@ -51,13 +52,8 @@ class SplitForwardState:
         self._pages = pages
         self._residents = residents
         self._assembler = assembler
-        self._forward: ScheduledStep | None = None
+        self.forwards: tuple[ScheduledStep, ...] = ()
         self.next_layer = 0
-
-    @property
-    def forwards(self) -> Sequence[ScheduledStep]:
-        """The forward, whose slots and pages are held here until its last group is launched."""
-        return () if self._forward is None else (self._forward,)
 
     @property
     def num_tokens(self) -> int:
@@ -75,12 +71,11 @@ class SplitForwardState:
         layers = rows.layers
         assert layers is not None
         if not layers.first:
-            self._forward = self._begun(rows)
-        forward = self._forward
-        assert forward is not None
+            self.forwards = (self._begun(rows),)
+        (forward,) = self.forwards
         self.next_layer = layers.past
         if layers.is_last or layers.drops:
-            self._forward = None
+            self.forwards = ()
         return self._assembler.group(forward, layers, swaps)
 
     def _begun(self, rows: SelectedRows) -> ScheduledStep:

@@ -185,12 +185,17 @@ class EngineControl:
                         kv(message_type=type(message).__name__),
                     )
         self._cache.flush()
-        self._report_loaded()
+        if self._loading:
+            self._report_loaded()
         answers = tuple(self._operations.done(inside))
         if answers:
             self._report_at = 0.0  # so that the next report already shows the change
-        self._report(inside)
-        self._send(answers)
+        now = time.monotonic()
+        if now >= self._report_at:
+            self._report_at = now + REPORT_INTERVAL_S
+            self._report(inside)
+        if answers:
+            self._send(answers)
 
     def notify(self, message: EngineMessage) -> None:
         """Send the frontend an unsolicited message."""
@@ -212,7 +217,7 @@ class EngineControl:
             self_check()
             raise RoleEnded(self._successor)
         now = time.monotonic()
-        if not inside.busy and now >= self._check_at:
+        if now >= self._check_at and not inside.busy:
             self._check_at = now + SELF_CHECK_INTERVAL_S
             self_check()
             self._num_self_checks += 1
@@ -224,10 +229,6 @@ class EngineControl:
         self._rested_s += time.monotonic() - now
 
     def _report(self, inside: ControlledRole) -> None:
-        now = time.monotonic()
-        if now < self._report_at:
-            return
-        self._report_at = now + REPORT_INTERVAL_S
         gauges = {"swap_pages": float(inside.scheduler.num_host_pages_used)}
         gauges |= {f"queue_{name}": float(value) for name, value in inside.queues().items()}
         waiting = inside.waiting_by_class()
@@ -271,8 +272,6 @@ class EngineControl:
         }
 
     def _report_loaded(self) -> None:
-        if not self._loading:
-            return
         self._adapters.poll()
         for number, loaded in [each for each in self._loading if each[1].done()]:
             self._loading.remove((number, loaded))

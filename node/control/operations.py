@@ -43,8 +43,12 @@ class ProfileCalls:
         """Stop the profile. `done` sends the response. Raises ServingError if no profile runs."""
         self._awaited.append((number, self._profiler.stop()))
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._awaited) or self._profiler.is_running
+
     def done(self) -> Iterator[NodeCallResult]:
-        """Yield the answers that are ready. Called in each turn of the loop."""
+        """Yield the answers that are ready."""
         self._profiler.poll()
         for number, written in [each for each in self._awaited if each[1].done()]:
             self._awaited.remove((number, written))
@@ -85,9 +89,13 @@ class MemoryCalls:
         self._paused_here = False
 
     @property
+    def busy(self) -> bool:
+        return self._wanted is not None or self._under_way is not None
+
+    @property
     def why_paused(self) -> str:
         """Return why the node must stay paused. Empty if it need not."""
-        if self._wanted is not None or self._under_way is not None:
+        if self.busy:
             return "its memory is being released or allocated"
         return "its memory is released: allocate it again first" if self._away else ""
 
@@ -98,8 +106,7 @@ class MemoryCalls:
     @property
     def why_no_weights(self) -> str:
         """Return why weights cannot be replaced. Empty if they can."""
-        busy = self._wanted is not None or self._under_way is not None
-        return self.why_paused if busy or WEIGHTS in self._away else ""
+        return self.why_paused if self.busy or WEIGHTS in self._away else ""
 
     def gauges(self) -> dict[str, float]:
         return {f"away_{tag}": float(tag in self._away) for tag in MEMORY_TAGS}
@@ -110,7 +117,7 @@ class MemoryCalls:
         Raises:
             ServingError: that cannot begin, with the reason.
         """
-        if self._wanted is not None or self._under_way is not None:
+        if self.busy:
             raise FailedPrecondition(self.why_paused)
         if role.busy and not role.scheduler.paused:
             raise FailedPrecondition("requests are here: pause the node first")
@@ -123,13 +130,13 @@ class MemoryCalls:
         self, number: int, command: ResumeMemory, role: ControlledRole
     ) -> Iterator[NodeCallResult]:
         """Resume memory, with answers like `release`. Tags that are not away are no error."""
-        if self._wanted is not None or self._under_way is not None:
+        if self.busy:
             raise FailedPrecondition(self.why_paused)
         away = tuple(tag for tag in command.tags if tag in self._away)
         yield from self._continue(number, self._memory.take_again, away, role)
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Yield the answers that are ready. Called in each turn of the loop."""
+        """Yield the answers that are ready."""
         if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
             role.scheduler.clear_cache()
             if self._memory.unused:  # another node may still read exported pages
@@ -201,6 +208,10 @@ class WeightCalls:
         return {"weight_updates": self._num_updates}
 
     @property
+    def busy(self) -> bool:
+        return bool(self._preparing or self.why_busy)
+
+    @property
     def why_busy(self) -> str:
         """Return why no other change of weights may start. Empty if it may."""
         steps = (self._wanted, self._reading, self._putting)
@@ -236,8 +247,7 @@ class WeightCalls:
             self._wanted = number, command
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Yield the answers that are ready. Called in each turn of the loop."""
-        self._sharing.poll()
+        """Yield the answers that are ready."""
         for asked in [each for each in self._preparing if each.future.done()]:
             self._preparing.remove(asked)
             yield _answer(asked)
@@ -310,6 +320,8 @@ class EngineOperations:
         why_fixed: str = "",
     ) -> None:
         self._why_fixed = why_fixed
+        self._sharing = sharing
+        self._pending = False  # an answer may be due
         self._pauses = Pauses()
         self._weights = WeightCalls(weights, sharing)
         self._memory = MemoryCalls(memory)
@@ -334,6 +346,7 @@ class EngineOperations:
         Raises:
             ServingError: it is not possible now, with the reason.
         """
+        self._pending = True
         match command:
             case PauseGeneration(mode):
                 self._memory.pause()
@@ -359,10 +372,16 @@ class EngineOperations:
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
+        if self._sharing.due:
+            self._sharing.poll()
+        if not self._pending:
+            return
         yield from self._pauses.reached(role)
         yield from self._weights.done(role)
         yield from self._memory.done(role)
         yield from self._profiles.done()
+        parts = self._pauses, self._weights, self._memory, self._profiles
+        self._pending = any(part.busy for part in parts)
 
 
 def _require_none(obstacle: str) -> None:

@@ -90,6 +90,10 @@ class Pauses:
         self._awaited: list[_Awaited] = []
         self._counts = dict.fromkeys(PAUSE_MODES, 0)
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._awaited)
+
     def counters(self) -> dict[str, int]:
         return {f"pauses/{mode}": number for mode, number in self._counts.items()}
 
@@ -113,7 +117,7 @@ class Pauses:
         self._awaited.clear()
 
     def reached(self, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Yield the answers of pauses that are reached. Called in each turn of the loop."""
+        """Yield the answers of pauses that are reached."""
         if not self._awaited or not role.scheduler.at_rest:
             return
         empty = all(each.keeps for each in self._awaited) or role.release_kv()

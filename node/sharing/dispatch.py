@@ -18,6 +18,9 @@ from kvtransfer.ports import (
     ReadsEndedEvent,
 )
 
+# Hand-offs of requests have lower numbers than all others that this node opens.
+FIRST_SHARED_NUMBER = 1 << 61
+
 S = TypeVar("S", Prefix, Weights, Embeddings, contravariant=True)
 
 

@@ -113,7 +113,7 @@ class PrefixFetches:
         self._fetches: dict[HandoffId, _Fetch] = {}
         self._reads: dict[HandoffId, Ints] = {}  # held until nothing can land in them
         self._waits: dict[int, HandoffId] = {}  # by key
-        self._over: list[int] = []  # keys, not returned yet
+        self._over: dict[int, None] = {}  # keys, not returned yet
         self._fetched: dict[int, FetchedPrefix] = {}  # by key
         self._counts = dict.fromkeys(
             ("completed", "failed", "too_expensive", "no_capacity", "unpaired"), 0
@@ -217,8 +217,8 @@ class PrefixFetches:
 
     def take_over(self) -> list[int]:
         """Return the keys whose fetch has ended since the last call, successful or not."""
-        over, self._over = self._over, []
-        return over
+        over, self._over = self._over, {}
+        return list(over)
 
     def fetched(self, key: int) -> FetchedPrefix:
         """Return what was fetched for the request."""
@@ -227,6 +227,7 @@ class PrefixFetches:
     def forget(self, key: int) -> None:
         """Forget a request. Its fetch continues, for the tree."""
         self._fetched.pop(key, None)
+        self._over.pop(key, None)
         handoff_id = self._waits.pop(key, None)
         if handoff_id is not None:
             self._fetches[handoff_id].waiting.discard(key)
@@ -366,7 +367,7 @@ class PrefixFetches:
         self._costs.learn(producer.instance, num_bytes, producer.gib_per_s, now - fetch.began, now)
         for key in fetch.waiting:
             del self._waits[key]
-        self._over += fetch.waiting
+        self._over |= dict.fromkeys(fetch.waiting)
         return fetch
 
 

@@ -16,20 +16,25 @@ from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.residents import CorruptPrefix
-from kvtransfer.messages import Embeddings, Prefix
+from kvtransfer.messages import Embeddings, Live, Prefix, Prompt
 from kvtransfer.ports import (
     ClosedEvent,
+    CompletedEvent,
     ConsumerCommands,
     FailCommand,
+    FailedEvent,
     GrantedEvent,
     InvalidateCommand,
     InvalidateEvent,
     NodeEvent,
     OpenedEvent,
+    ProducerDown,
     ProducerRate,
+    ProducerUp,
+    ReadsEndedEvent,
     TransferPort,
 )
-from node.sharing.dispatch import take
+from node.sharing.dispatch import FIRST_SHARED_NUMBER, take
 from node.sharing.exports import PrefixExports
 from node.sharing.fetches import PrefixFetches
 
@@ -126,11 +131,16 @@ class PrefixSources:
         self._computing.leave(key)
 
 
-class SharedPort(TransferPort, Protocol):
-    """The port to the transfer thread, shared with weights. WeightSharing documents the members."""
+class SharedWeights(Protocol):
+    """The weights that nodes share. WeightSharing documents the members."""
+
+    @property
+    def port(self) -> TransferPort: ...
 
     @property
     def busy(self) -> bool: ...
+
+    def take(self, event: NodeEvent) -> bool: ...
 
     def exported(self) -> Iterator[Ints]: ...
 
@@ -141,7 +151,7 @@ class PrefixSharing:
     """The prefix sharing of a node. Engine thread only. Prompts by the keys of their requests.
 
     Args:
-        weights: weight sharing, which uses the same pages and is the port to the transfer thread.
+        weights: weight sharing, which uses the same pages and port.
     """
 
     def __init__(
@@ -154,18 +164,19 @@ class PrefixSharing:
         pages: PageAllocator,
         tiers: CacheTiers,
         tables: PageTables,
-        weights: SharedPort,
+        weights: SharedWeights,
     ) -> None:
         self._tiers = tiers
         self._weights = weights
-        self._not_encoded: set[int] = set()  # serials of rejected calls for embeddings
+        self._serials: set[int] = set()  # of hand-offs of weights, prefixes and embeddings
+        port = weights.port
         self.exports = PrefixExports(
             enabled=config.enabled,
             cache=cache,
             pages=pages,
             tiers=tiers,
             tables=tables,
-            port=weights,
+            port=port,
         )
         self.fetches = PrefixFetches(
             config,
@@ -174,16 +185,22 @@ class PrefixSharing:
             cache=cache,
             pages=pages,
             tables=tables,
-            port=weights,
+            port=port,
         )
         self.ways = PrefixSources()
-        self.corrupt_prefixes = CorruptPrefixes(cache, weights)
+        self.corrupt_prefixes = CorruptPrefixes(cache, port)
 
     @property
     def busy(self) -> bool:
         """Return whether another node reads here, or bytes may land or be copied here."""
         reads = self.fetches.busy or self._weights.busy or self._tiers.busy
         return bool(reads or len(self.exports))
+
+    def poll(self) -> None:
+        """Finish the loads from offload tiers that are done, and the saves to them. Called in each
+        turn of the loop, before prepared requests are scheduled.
+        """
+        self._tiers.poll()
 
     def exported(self) -> Iterator[Ints]:
         """Return the pages held for publication."""
@@ -239,20 +256,33 @@ class PrefixSharing:
         another hand-off, or if other parts need it too.
         """
         match event:
+            case OpenedEvent(serial=serial, source=source):
+                if isinstance(source, Prompt | Live):
+                    return False
+                self._serials.add(serial)
+                if isinstance(source, Embeddings):
+                    reason = "this is no encode node"
+                    self._weights.port.post(FailCommand(serial, reason, retryable=False))
+                else:
+                    self._pass_on(event)
+                return True
+            case GrantedEvent(serial=serial) | ClosedEvent(serial=serial):
+                if serial not in self._serials:
+                    return False
+                if isinstance(event, ClosedEvent):
+                    self._serials.remove(serial)
+                self._pass_on(event)
+                return True
+            case CompletedEvent(id=id) | FailedEvent(id=id) | ReadsEndedEvent(id=id):
+                return id.request >= FIRST_SHARED_NUMBER and self._pass_on(event)
+            case ProducerUp() | ProducerDown():
+                return self._pass_on(event)
+            case ProducerRate():
+                self.fetches.producer_rate(event)
             case InvalidateEvent():
                 self.corrupt_prefixes.asked(event)
                 return True
-            case ProducerRate():
-                self.fetches.producer_rate(event)
-                return False
-            case OpenedEvent(serial=serial, source=Embeddings()):
-                self._not_encoded.add(serial)
-                self._weights.post(FailCommand(serial, "this is no encode node", retryable=False))
-                return True
-            case GrantedEvent(serial=serial) if serial in self._not_encoded:
-                return True
-            case ClosedEvent(serial=serial) if serial in self._not_encoded:
-                self._not_encoded.remove(serial)
-                return True
-            case _:
-                return take(event, Prefix, self.fetches, self.exports)
+        return False
+
+    def _pass_on(self, event: NodeEvent) -> bool:
+        return self._weights.take(event) or take(event, Prefix, self.fetches, self.exports)

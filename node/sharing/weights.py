@@ -19,7 +19,6 @@ from kvtransfer.ports import (
     ClosedEvent,
     FailCommand,
     GrantedEvent,
-    NodeCommand,
     NodeEvent,
     OpenedEvent,
     ProducerCommands,
@@ -171,12 +170,13 @@ class WeightExports:
 
 
 class WeightSharing:
-    """The weight sharing of a node. Engine thread only. It is also the port of all other hand-offs,
-    whose commands and events it passes through.
+    """The weight sharing of a node. Engine thread only.
 
+    Attributes:
+        port: to the transfer thread.
+        due: whether `poll` has something to do.
     Args:
         pool: memory of `pages`.
-        port: to the transfer thread.
         notify: called by another thread when something is done.
     """
 
@@ -191,8 +191,14 @@ class WeightSharing:
         port: TransferPort,
         notify: Callable[[], None],
     ) -> None:
-        self._port = port
-        self._exports = WeightExports(weights, cache, pages, pool, port, notify)
+        self.port = port
+        self.due = False
+
+        def done() -> None:
+            self.due = True
+            notify()
+
+        self._exports = WeightExports(weights, cache, pages, pool, port, done)
         self._reads = WeightReads(
             weights,
             instance=instance,
@@ -200,7 +206,7 @@ class WeightSharing:
             pages=pages,
             pool=pool,
             port=port,
-            notify=notify,
+            notify=done,
         )
 
     @property
@@ -230,22 +236,23 @@ class WeightSharing:
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
         """Read the weights of the node at `address`. See WeightReads."""
+        self.due = True
         return self._reads.read(weights, address)
 
     def poll(self) -> None:
-        """Do what is due. Called in each turn of the loop."""
+        """Do what is due. Called in turns of the loop in which `due` is set."""
+        self.due = False  # before the polls, since another thread may set it meanwhile
         self._exports.poll()
         self._reads.poll()
+        self.due |= self._reads.busy  # reads have deadlines
 
-    def post(self, command: NodeCommand) -> None:
-        self._port.post(command)
-
-    def take(self) -> list[NodeEvent]:
-        return [
-            event
-            for event in self._port.take()
-            if not take(event, Weights, self._reads, self._exports)
-        ]
+    def take(self, event: NodeEvent) -> bool:
+        """Handle an event of the transfer thread about weights. Returns False if it belongs to
+        another hand-off, or if other parts need it too.
+        """
+        taken = take(event, Weights, self._reads, self._exports)
+        self.due |= taken
+        return taken
 
     def close(self) -> None:
         """Stop both ends. Nothing new is started."""

@@ -28,7 +28,7 @@ from engine.core import CoreShape, EngineCore
 from engine.grammar.matching import CompiledGuide, Match
 from engine.scheduler.scheduler import Scheduler
 from engine.speculative import HeadDrafter, Speculator
-from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
+from kvtransfer.ports import NodeEvent, TransferPort
 from node.control.pauses import ControlledRole, Pauses
 from node.messages import Command, ContinueGeneration, NodeCallResult, PauseGeneration
 from simulation.cost import StepCost
@@ -130,19 +130,16 @@ class SimOperations:
         return self._pauses.reached(role)
 
 
-class UnsharedPort:
+class UnsharedWeights:
     """The port to the transfer, without the weights that real nodes share over it."""
 
     busy = False
 
     def __init__(self, port: TransferPort) -> None:
-        self._port = port
+        self.port = port
 
-    def post(self, command: NodeCommand) -> None:
-        self._port.post(command)
-
-    def take(self) -> list[NodeEvent]:
-        return self._port.take()
+    def take(self, event: NodeEvent) -> bool:
+        return False
 
     def exported(self) -> Iterator[Ints]:
         return iter(())

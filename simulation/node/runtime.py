@@ -16,7 +16,7 @@ from engine.loop.loop import EventLoop
 from engine.offload.tier_meter import TierMeter
 from kvtransfer.frontend_messages import PairInput
 from kvtransfer.pairing import PairHello, PoolRegion
-from kvtransfer.ports import NodeCommand, NodeEvent
+from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
 from kvtransfer.transfer.consumer import ReadMetrics
 from kvtransfer.transfer.paths import ComparedBytes, TransferPaths
 from kvtransfer.transfer.sides import TransferSides, both_sides
@@ -27,7 +27,7 @@ from node.messages import EngineReady, StartRole
 from node.role_parts import DrivenRole
 from node.sharing.prefixes import PrefixSharing
 from simulation.node.link import BACKEND, ReadPort, SharedPages, SimLinks, SimOffers
-from simulation.node.parts import SimOperations, SimParts, UnsharedPort
+from simulation.node.parts import SimOperations, SimParts, UnsharedWeights
 from simulation.node.tokenizer import tokenizer_hash
 from simulation.node.wires import WireTo
 
@@ -105,7 +105,6 @@ class SimRuntime:
     channel: WakingChannel
     control: EngineControl
     sharing: PrefixSharing
-    port: UnsharedPort
     config: NodeConfig
     clock: StepClock
     transfer: Transfer[NodeCommand, NodeEvent]
@@ -133,7 +132,6 @@ class SimRuntime:
             stall_s=config.engine.scheduler.step_timeout_s,
             wake_engine=channel.wake,
         )
-        port = UnsharedPort(transfer)
         control = EngineControl(
             channel,
             pages_by_holder=parts.core.pages.by_holder,
@@ -157,9 +155,13 @@ class SimRuntime:
             pages=parts.core.pages,
             tiers=parts.core.tiers,
             tables=parts.core.shape.tables,
-            weights=port,
+            weights=UnsharedWeights(transfer),
         )
-        return cls(start.instance, channel, control, sharing, port, config, clock, transfer, driver)
+        return cls(start.instance, channel, control, sharing, config, clock, transfer, driver)
+
+    @property
+    def port(self) -> TransferPort:
+        return self.transfer
 
     def begin(self, parts: SimParts) -> None:
         """Begin to pair, and report to the frontend that requests may come."""

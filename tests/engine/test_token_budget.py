@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import Overloaded
-from engine.batch.token_budget import TokenBudget
+from engine.batch.limits import TokenBudget
 
 
 def test_tokens_are_taken_until_there_is_no_room_and_given_back_once() -> None:

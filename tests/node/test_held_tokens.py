@@ -11,8 +11,8 @@ from common.process.ipc import encode_frame
 from common.request import PredictionUsage
 from common.requests.logprobs import Logprobs
 from decode_node import held_tokens
+from decode_node.active_requests import MAX_LOGPROB_BYTES, TokenOutbox
 from decode_node.held_tokens import HeldTokens, TokenRows
-from node.control.outbox import MAX_LOGPROB_BYTES, TokenOutbox
 from node.messages import RequestEnded, StepTokens
 
 USED = PredictionUsage(1, 0)

@@ -313,7 +313,9 @@ class Node:
         assert held["free"] + held["cache"] == engine.pages.num_pages
         assert engine.pages.num_evictable == held["cache"]
         assert engine.table.num_free == engine.table.num_slots
-        assert self.role.scheduler.num_host_pages_used == 0
+        scheduler = self.role.scheduler
+        assert scheduler.num_host_pages_used == 0
+        assert (scheduler.kept.slots, scheduler.kept.pages) == (0, 0)
         assert not any(self.role.queues().values())
         self.role.idle()
 

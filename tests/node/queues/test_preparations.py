@@ -5,7 +5,8 @@ import pytest
 from common.errors import InvalidRequest
 from common.queueing import QueueEstimator
 from engine.batch.request import FinishReason, RequestEnd
-from node.queues import PreparationStages
+from engine.scheduler.scheduler import DEADLINE_CHECK_S
+from node.queues import PreparationStages, RequestQueues
 from node.request_state import RequestStage, RequestState
 from tests.support.specs import make_request
 
@@ -148,3 +149,17 @@ def test_who_is_out_of_time_ends_and_the_others_stay(preparations, lines):
     assert ended[0][1].error.startswith("deadline")
     assert ended[1][1].retry_after_s == 7.0
     assert preparations.lengths() == {"a": 1, "b": 0, "c": 0} and preparations.num_waiting == 1
+
+
+def test_deadlines_of_all_queues_of_a_role_are_checked_at_intervals(preparations, lines):
+    scheduled = PreparationStages(Backlog(), Needs("d"))
+    queues = RequestQueues(scheduled, preparations)
+
+    def ended(now):
+        return [state.key for state, _ in queues.expired(now)]
+
+    preparations.put(a_state(1, "a", deadline=5.0))
+    assert ended(5.1) == [1]
+    preparations.put(a_state(2, "a", deadline=5.0))
+    assert ended(5.1 + DEADLINE_CHECK_S / 2) == []
+    assert ended(5.1 + DEADLINE_CHECK_S) == [2]

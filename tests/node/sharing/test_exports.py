@@ -1,5 +1,6 @@
 """Exports of a producer: the pages that it lends, and the time for which it holds them."""
 
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -13,7 +14,7 @@ from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import Embeddings, HandoffId, Prefix
 from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
 from node.sharing.exports import MAX_ASKED, SHARE, PrefixExports
-from node.sharing.prefixes import PrefixSharing, SharedPort
+from node.sharing.prefixes import PrefixSharing, SharedWeights
 from tests.kvtransfer.prefix_sides import NO_TIERS, Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
@@ -112,7 +113,7 @@ def test_a_node_that_encodes_for_no_other_refuses_images(memory: Memory) -> None
         pages=memory.pages,
         tiers=NO_TIERS,
         tables=PageTables(PAGE_SIZE),
-        weights=cast(SharedPort, port),
+        weights=cast(SharedWeights, SimpleNamespace(port=port, take=lambda event: False)),
     )
     source = Embeddings(Image(0, 1, 1, b"rgb"), 1, 64)
     assert sharing.take(OpenedEvent(1, ID, b"", Remaining(9.0), source))

@@ -181,7 +181,7 @@ def producer(load: Load) -> dict[str, Any]:
     core = _core(load)
     port, front, clock = _Port(), _Front(), _Clock()
     weights = _weights(core, port)
-    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), weights)
+    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), port)
     config = PrefillConfig.model_validate({"engine": {"model": "none"}})
     role = prefill_engine.make_role(_Engine(core), runtime, config)
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
@@ -221,7 +221,7 @@ class _Runtime:
     channel: _Front
     control: EngineControl
     sharing: PrefixSharing
-    port: WeightSharing
+    port: _Port
     instance: int = CONSUMER
 
 
@@ -268,12 +268,11 @@ def _sharing(core: EngineCore, weights: WeightSharing) -> PrefixSharing:
 
 
 def consumer(load: Load) -> dict[str, Any]:
-    """Measure a decode node's side: submitted, opened, granted, first token, reads ended,
-    joined."""
+    """Measure a decode node's side: submitted, opened, granted, first token, completed, joined."""
     core = _core(load)
     port, front, clock = _Port(), _Front(), _Clock()
     weights = _weights(core, port)
-    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), weights)
+    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), port)
     config = DecodeConfig.model_validate(
         {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
     )
@@ -297,10 +296,9 @@ def consumer(load: Load) -> dict[str, Any]:
         clock.run("admitted", role.poll)
         port.waiting = [FirstTokenEvent(opened.id, TOKEN)]
         clock.run("first token", role.poll)
-        port.waiting = [ReadsEndedEvent(opened.id)]
-        clock.run("reads ended", role.poll)
-        port.waiting = [CompletedEvent(opened.id)]
-        clock.run("held, join", role.poll)
+        # The protocol reports both at once: reads end with the attempt.
+        port.waiting = [CompletedEvent(opened.id), ReadsEndedEvent(opened.id)]
+        clock.run("held, reads ended, join", role.poll)
         clock.run(_BESIDE[0], lambda: _step(role))
         if front.ended != number + 1:
             raise RuntimeError("a request did not end with its second token")
