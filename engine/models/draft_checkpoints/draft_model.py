@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -114,8 +113,6 @@ class DraftModel:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        # Pools in whose next step all tokens but the last ones of rows have their KV already.
-        self._guessed: WeakSet[KVPool] = WeakSet()
 
     def follow(
         self,
@@ -127,14 +124,10 @@ class DraftModel:
         pool: KVPool,
     ) -> None:
         batch = step.batch
-        if pool in self._guessed:
-            self._guessed.discard(pool)
+        if step.late is not None and step.late.guessed:
             lasts = batch.query_starts[1:].long() - 1
             batch = one_token(batch, batch.token_ids, lasts, batch.lengths)
         self._run(batch, future_tokens, pool)
-
-    def continue_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
-        """Do nothing: it continues from the KV of the accepted tokens."""
 
     def guess(
         self,
@@ -151,7 +144,6 @@ class DraftModel:
             hidden, _ = norm.forward(*self._run(one, future_tokens, pool))
             return self.decoder.logits(hidden)
 
-        self._guessed.add(pool)
         return drawn(batch, num_rows, draw, logits_of)
 
     def _run(

@@ -35,20 +35,12 @@ class DeviceDrafter(Protocol):
         future_tokens: Tensor,
         pool: KVPool,
     ) -> None:
-        """Store the drafter's KV of a step's tokens. Called after the model's forward.
+        """Store the drafter's KV of a step's tokens. Called after the model's forward. In a step
+        with drafts, `step.late` receives the update that follows verification.
 
         Args:
             hidden, tapped: as in DraftLayer.
             embeddings: [num_tokens, hidden], of the step's tokens and images in the model.
-        """
-        ...
-
-    def continue_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
-        """Store what the rows need to continue. Called after `follow` of a step with drafts and its
-        verification.
-
-        Args:
-            places: int64 [num_rows], places of the rows' last accepted tokens in the step.
         """
         ...
 
