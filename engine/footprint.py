@@ -142,7 +142,8 @@ def footprint_of(
         before = _in_use(device)  # a capture also returns memory left by the forward
         runner.capture(shape)
         taken.append(max(0, _in_use(device) - before))
-    graphs = sum(taken) + DRIVER_BYTES_PER_GRAPH * len(shapes)
+    # A shape with drafts has a second graph, for the drafter.
+    graphs = sum(taken) + DRIVER_BYTES_PER_GRAPH * sum(1 + shape.late for shape in shapes)
     for shape in shapes[2:]:
         segments = -(-taken[1] * shape.tokens // (shapes[1].tokens * SEGMENT_BYTES))
         graphs += segments * SEGMENT_BYTES

@@ -17,7 +17,8 @@ from engine.batch.upload import divided, upload
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model, ModelSpec
 from engine.models.blocks.late_states import LateStates
-from engine.runner.graphs import GraphSizes, Recorder, StepGraphs
+from engine.models.drafting import DraftSteps, EagerDrafts
+from engine.runner.graphs import GraphDrafter, GraphSizes, Recorder, StepGraphs
 from engine.runner.launched import StepOutput
 from engine.runner.speculated import SettledDrafts
 from engine.runner.step import Step
@@ -362,7 +363,13 @@ class Forwards:
             late=tables.state_pages > 0 or self._model.drafter is not None,
             beside_bytes=sizes.sampling_bytes,
         )
-        made = self._eager, recorder, self._bank, of_steps, self._model.device
+        pool, future, drafter, of_drafts = self._pool, self._future, self._model.drafter, None
+        if drafter is not None:
+            of_drafts = GraphDrafter(
+                lambda batch: drafter.before(batch, pool),
+                lambda one, vectors: drafter.advance(one, vectors, future.tokens, pool),
+            )
+        made = self._eager, recorder, self._bank, of_steps, self._model.device, of_drafts
         return made_on(self._stream, lambda: StepGraphs(*made))
 
     def _swap(self, step: Step) -> None:
@@ -392,7 +399,7 @@ class Forwards:
         settled = speculated.settled(uploaded, of_drafts, self._future.rejected, page_size)
         if speculated.to_guess:
             draw = sampling.draws(of_rows, settled.early_chosen)
-            settled = replace(settled, batch=self._guessed(settled, speculated.to_guess, draw))
+            settled = self._guessed(settled, step, draw)
         on_device = settled, heads.on_device(of_heads), of_rows
         if step.graph is not None:
             return _Prepared(*on_device, graph=step.graph)
@@ -415,16 +422,23 @@ class Forwards:
         states = HiddenStates(self._model, heads, hidden, sampled, settled.num_chosen, early)
         return _Forward(settled, states, prepared.sent, late)
 
-    def _guessed(self, step: SettledDrafts, num_rows: Sequence[int], draw: Draw) -> ForwardBatch:
-        """Return the batch with guessed drafts."""
-        drafter, verified = self._model.drafter, step.verified
+    def _guessed(self, settled: SettledDrafts, step: Step, draw: Draw) -> SettledDrafts:
+        """Return a step with guessed drafts."""
+        drafter, verified, batch = self._model.drafter, settled.verified, settled.batch
         assert drafter is not None and verified is not None
 
         def draw_of(logits: Tensor, number: int) -> Tensor:
             return draw(logits, verified.samples[: len(logits), number])
 
-        token_ids = drafter.guess(step.batch, num_rows, self._future.tokens, self._pool, draw_of)
-        return msgspec.structs.replace(step.batch, token_ids=token_ids)
+        forwards: DraftSteps
+        if step.graph is None:
+            forwards = EagerDrafts(drafter, batch, self._future.tokens, self._pool)
+        else:
+            assert self._graphs is not None
+            batch = self._graphs.settle(batch)
+            forwards = self._graphs.drafts(step.graph, batch)
+        token_ids = drafter.guess(batch, step.speculated.to_guess, forwards, draw_of)
+        return replace(settled, batch=msgspec.structs.replace(batch, token_ids=token_ids))
 
     def _eager(
         self,

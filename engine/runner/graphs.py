@@ -26,6 +26,7 @@ from engine.batch.forward import NUM_VARYING, ForwardBatch
 from engine.batch.graph_shapes import GraphShape, graph_shapes, max_tokens
 from engine.batch.upload import PaddedBlock, packed_bytes, upload
 from engine.models.blocks.late_states import LateStates
+from engine.models.drafting import live_token
 from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import padding
 from kernels.adapters.low_rank import TokensBySlot
@@ -128,11 +129,74 @@ class _Recorded:
 
     Attributes:
         hidden: of the latest replay, one for each token of a ragged shape, else for each row.
+        drafts: a forward of the drafter over the same inputs. None: the shape has no drafts.
     """
 
     inputs: _Inputs
     graph: Graph
     hidden: Tensor
+    drafts: Graph | None
+
+
+class GraphDrafter:
+    """A drafter whose forwards are captured, and their inputs beside those of a step.
+
+    Args:
+        before: returns the vectors before each row's first token, see DeviceDrafter.
+        advance: computes one token of each row, from the vectors before it.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[ForwardBatch], Tensor],
+        advance: Callable[[ForwardBatch, Tensor], Tensor],
+    ) -> None:
+        self.before = before
+        self._advance = advance
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def allocate(self, batch: ForwardBatch, max_rows: int) -> None:
+        """Allocate the inputs, if that is not done yet.
+
+        Args:
+            batch: any, on the device.
+        """
+        if self._made is None:
+            like = self.before(batch)
+            vectors = like.new_zeros(max_rows, like.shape[1])
+            self._made = vectors, torch.zeros(2, dtype=torch.int64, device=like.device)
+
+    @property
+    def vectors(self) -> Tensor:
+        """The vectors before the next forward, [most rows, hidden]."""
+        assert self._made is not None
+        return self._made[0]
+
+    @property
+    def place(self) -> Tensor:
+        """The number of a token in its row, and of the rows that have it, int64 [2]."""
+        assert self._made is not None
+        return self._made[1]
+
+    def work(self, batch: ForwardBatch) -> Tensor:
+        """Compute one token of each row of a batch, and replace the vectors."""
+        one, vectors = live_token(batch, *self.place.unbind()), self.vectors[: batch.num_rows]
+        return vectors.copy_(self._advance(one, vectors))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphDrafts:
+    """Forwards of a drafter that are replayed, see DraftSteps."""
+
+    token_ids: Tensor
+    graph: Graph
+    drafter: GraphDrafter
+
+    def vectors(self, number: int, num_rows: int) -> Tensor:
+        for place, value in zip(self.drafter.place.unbind(), (number, num_rows), strict=True):
+            place.fill_(value)
+        self.graph.replay()
+        return self.drafter.vectors[:num_rows]
 
 
 class StepGraphs:
@@ -145,17 +209,20 @@ class StepGraphs:
         bank: AdapterBank,
         sizes: GraphSizes,
         device: torch.device,
+        drafter: GraphDrafter | None = None,
     ) -> None:
         """Allocate the inputs that all graphs share.
 
         Args:
             bank: of the adapters of steps.
+            drafter: of the model. None: it has none.
         """
         self._forward = forward
         self._recorder = recorder
         self._bank = bank
         self._sizes = sizes
         self._device = device
+        self._drafter = drafter
         self._shapes = graph_shapes(sizes.max_rows, late=sizes.late, adapted=bank.num_slots > 0)
         self._graphs: dict[GraphShape, _Recorded] = {}
         self._captured = defaultdict[_Kind, list[GraphShape]](list)  # ascending
@@ -185,14 +252,8 @@ class StepGraphs:
         """
         if _kind(shape) in self._impossible:
             return
-        inputs = self._inputs(shape)
-
-        def work() -> Tensor:
-            inputs.late = LateStates() if shape.late else None
-            return self._forward(inputs.batch, inputs.adapted, inputs.late)
-
         try:
-            graph, hidden = self._recorder(work)
+            recorded = self._recorded(shape)
         except Uncapturable as error:
             self._give_up(shape, error)
             return
@@ -205,8 +266,21 @@ class StepGraphs:
                 f"be captured ({reason}), and torch cannot continue after that; start with "
                 "--no-engine.cuda-graphs"
             ) from error
-        self._graphs[shape] = _Recorded(inputs, graph, hidden)
+        self._graphs[shape] = recorded
         insort(self._captured[_kind(shape)], shape)
+
+    def _recorded(self, shape: GraphShape) -> _Recorded:
+        inputs, drafter, drafts = self._inputs(shape), self._drafter, None
+
+        def work() -> Tensor:
+            inputs.late = LateStates() if shape.late else None
+            return self._forward(inputs.batch, inputs.adapted, inputs.late)
+
+        graph, hidden = self._recorder(work)
+        if drafter is not None and shape.late:
+            drafter.allocate(inputs.batch, max_tokens(self._sizes.max_rows))
+            drafts, _ = self._recorder(lambda: drafter.work(inputs.batch))
+        return _Recorded(inputs, graph, hidden, drafts)
 
     def _inputs(self, shape: GraphShape) -> _Inputs:
         """Return the inputs of a graph, on the device and all of them padding."""
@@ -283,18 +357,35 @@ class StepGraphs:
         uploaded = ForwardBatch.of(self._views, batch.num_decodes, ())
         return uploaded, sent[len(own) :]
 
+    def settle(self, batch: ForwardBatch) -> ForwardBatch:
+        """Copy tensors that have been replaced since `upload` to the inputs. Return the step as it
+        is there."""
+        for view, tensor in zip(self._views, batch.tensors(), strict=True):
+            if tensor is not view:
+                view.copy_(tensor)
+        return ForwardBatch.of(self._views, batch.num_decodes, ())
+
+    def drafts(self, shape: GraphShape, batch: ForwardBatch) -> GraphDrafts:
+        """Return the forwards of the drafter before a step of a shape with drafts.
+
+        Args:
+            batch: as `settle` has returned it.
+        """
+        graph, drafter = self._graphs[shape].drafts, self._drafter
+        assert graph is not None and drafter is not None
+        before = drafter.before(batch)
+        drafter.vectors[: len(before)].copy_(before)
+        return GraphDrafts(batch.token_ids, graph, drafter)
+
     def replay(self, shape: GraphShape, batch: ForwardBatch) -> tuple[Tensor, LateStates | None]:
         """Replay a graph. Return the hidden states of `batch.sampled` and the pending state
         updates. Both are valid until the next `replay`.
 
         Args:
-            batch: as `upload` has returned it. Tensors that have been replaced since are copied to
-                the inputs.
+            batch: see `settle`.
         """
         recorded = self._graphs[shape]
-        for view, tensor in zip(self._views, batch.tensors(), strict=True):
-            if tensor is not view:
-                view.copy_(tensor)
+        self.settle(batch)
         recorded.graph.replay()
         return recorded.hidden[: len(batch.sampled)], recorded.inputs.late
 

@@ -196,7 +196,7 @@ def test_kernels_start_early_where_the_gpu_and_its_driver_can(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(gpu, "_driver_version", lambda: driver)
     gpu.choose_early_launch(CUDA, wanted=wanted)
-    assert early_launch.ENABLED == (said == "launch is on")
+    assert (said == "launch is on") == early_launch.ENABLED
     assert said in caplog.text
 
 

@@ -21,7 +21,7 @@ from engine.models.blocks.protocol import ModelStep
 from engine.models.checkpoint import Checkpoint, content, stored_names
 from engine.models.decoder import Decoder
 from engine.models.draft_checkpoints.eagle import DRAFT_FLAG
-from engine.models.drafting import drawn, one_token, view_of
+from engine.models.drafting import DraftSteps, drawn, one_token, view_of
 from engine.models.drafting.protocol import Draw
 from engine.models.families import read_decoder
 from engine.models.heads import as_stored
@@ -129,22 +129,24 @@ class DraftModel:
             batch = one_token(batch, batch.token_ids, lasts, batch.lengths)
         self._run(batch, future_tokens, pool)
 
-    def guess(
-        self,
-        batch: ForwardBatch,
-        num_rows: Sequence[int],
-        future_tokens: Tensor,
-        pool: KVPool,
-        draw: Draw,
+    def before(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+        """Return undefined vectors: it continues from the KV of the tokens."""
+        decoder, rows = self.decoder, batch.num_rows
+        size, dtype = decoder.spec.hidden_size, decoder.dtype
+        return torch.empty(rows, size, dtype=dtype, device=decoder.device)
+
+    def advance(
+        self, one: ForwardBatch, vectors: Tensor, future_tokens: Tensor, pool: KVPool
     ) -> Tensor:
         norm = self.decoder.ends.norm
         assert norm is not None
+        hidden, _ = norm.forward(*self._run(one, future_tokens, pool))
+        return hidden
 
-        def logits_of(one: ForwardBatch) -> Tensor:
-            hidden, _ = norm.forward(*self._run(one, future_tokens, pool))
-            return self.decoder.logits(hidden)
-
-        return drawn(batch, num_rows, draw, logits_of)
+    def guess(
+        self, batch: ForwardBatch, num_rows: Sequence[int], steps: DraftSteps, draw: Draw
+    ) -> Tensor:
+        return drawn(steps, batch, num_rows, draw, self.decoder.logits)
 
     def _run(
         self, batch: ForwardBatch, future_tokens: Tensor, pool: KVPool

@@ -16,7 +16,7 @@ from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import DRAFT_TABLE, DraftView
 from engine.models.blocks.protocol import KeptStates, ModelStep
 from engine.models.drafting.drawing import drawn, view_of
-from engine.models.drafting.protocol import DraftLayer, Draw
+from engine.models.drafting.protocol import DraftLayer, DraftSteps, Draw
 from kernels.pages.store_kv import store_kv
 
 
@@ -65,25 +65,22 @@ class DraftHead:
                 lambda places: _store(own[places], locations[places] // page_size, view)
             )
 
-    def guess(
-        self,
-        batch: ForwardBatch,
-        num_rows: Sequence[int],
-        future_tokens: Tensor,
-        pool: KVPool,
-        draw: Draw,
-    ) -> Tensor:
-        view = view_of(pool)
-        vectors = _vectors_before(batch, view, pool.layout.page_size)
+    def before(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+        return _vectors_before(batch, view_of(pool), pool.layout.page_size)
 
-        def logits_of(one: ForwardBatch) -> Tensor:
-            nonlocal vectors
-            embeddings = self._embed(one.token_ids, future_tokens)
-            step, before = ModelStep(one), vectors[: one.num_rows]
-            vectors = self.layer.forward(before, embeddings, step, _kept(view))
+    def advance(
+        self, one: ForwardBatch, vectors: Tensor, future_tokens: Tensor, pool: KVPool
+    ) -> Tensor:
+        embeddings = self._embed(one.token_ids, future_tokens)
+        return self.layer.forward(vectors, embeddings, ModelStep(one), _kept(view_of(pool)))
+
+    def guess(
+        self, batch: ForwardBatch, num_rows: Sequence[int], steps: DraftSteps, draw: Draw
+    ) -> Tensor:
+        def logits(vectors: Tensor) -> Tensor:
             return self.layer.logits(vectors, self._logits)
 
-        return drawn(batch, num_rows, draw, logits_of)
+        return drawn(steps, batch, num_rows, draw, logits)
 
 
 def _kept(view: DraftView) -> KeptStates:
