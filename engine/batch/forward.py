@@ -68,7 +68,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     @property
     def is_decode(self) -> bool:
         """Return whether each row has one token, and no other logits are needed."""
-        return self.num_decodes == self.num_rows == len(self.sampled)
+        return self.num_decodes == self.num_rows == self.sampled.shape[0]
 
     @property
     def starts(self) -> Tensor:

@@ -50,7 +50,7 @@ class GraphShape(NamedTuple):
         A ragged step needs a padding row with at least one token. Recurrent layers compute long
         rows in another way than short ones, which padding must not change.
         """
-        num_tokens, num_rows = len(batch.token_ids), batch.num_rows
+        num_tokens, num_rows = batch.token_ids.shape[0], batch.num_rows
         if not self.is_ragged:
             return batch.is_decode and num_rows <= self.rows
         if not (num_tokens < self.tokens and num_rows < self.rows):
@@ -58,7 +58,7 @@ class GraphShape(NamedTuple):
         is_long = self.tokens > FEW * self.rows
         if batch.state_reads.shape[1] and batch.states.has_long_rows(num_tokens) != is_long:
             return False
-        return len(batch.sampled) <= self.tokens
+        return batch.sampled.shape[0] <= self.tokens
 
     def padded_starts(self, query_starts: Ints) -> Ints:
         """Return `query_starts` of a step padded to this shape. The surplus tokens are divided

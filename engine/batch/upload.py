@@ -70,7 +70,6 @@ class PaddedBlock:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._packed = np.zeros(packed_bytes(tensors), np.uint8)
         self._starts = pack(tensors, self._packed)
-        self._shapes = [tensor.shape for tensor in tensors]
 
     def upload(
         self, tensors: Sequence[Tensor], others: Sequence[Tensor], into: Tensor
@@ -82,7 +81,7 @@ class PaddedBlock:
             others: any number, without padding.
             into: uint8 [any] on the device. If it has no room for `others`, a second copy is made.
         Returns:
-            All of them on the device. Those with padding have its length.
+            `others` on the device.
         """
         first, device = len(self._packed), into.device
         num_bytes = first + packed_bytes(others)
@@ -93,13 +92,15 @@ class PaddedBlock:
         for tensor, start in zip(tensors, self._starts, strict=True):
             array = tensor.numpy()
             block[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        placed = [*zip(tensors, self._shapes, self._starts, strict=True)]
-        if fits:
-            starts = [first + start for start in pack(others, block[first:])]
-            placed += zip(others, [each.shape for each in others], starts, strict=True)
-        packed = into[: len(staged)].copy_(staged, non_blocking=True)
-        sent = [_view(packed, tensor.dtype, shape, start) for tensor, shape, start in placed]
-        return sent if fits else sent + upload(others, device)
+        if not fits:
+            into[:first].copy_(staged, non_blocking=True)
+            return upload(others, device)
+        starts = pack(others, block[first:])
+        packed = into[:num_bytes].copy_(staged, non_blocking=True)[first:]
+        return [
+            _view(packed, tensor.dtype, tensor.shape, start)
+            for start, tensor in zip(starts, others, strict=True)
+        ]
 
 
 def _staged(num_bytes: int, device: torch.device) -> Tensor:

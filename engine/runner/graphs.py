@@ -113,12 +113,14 @@ class _Inputs:
 
     Attributes:
         batch, adapted: on the device.
-        padding: of the inputs whose sizes follow from the shape.
+        fixed: the tensors of `batch` whose sizes follow from the shape.
+        padding: of `fixed` and of the adapters, in host memory.
         late: of the latest replay.
     """
 
     batch: ForwardBatch
     adapted: AdapterStep | None
+    fixed: list[Tensor]
     padding: PaddedBlock
     late: LateStates | None = None
 
@@ -290,7 +292,7 @@ class StepGraphs:
         if shape.adapted:
             adapted, sent = self._bank.adapted(TokensBySlot(*sent[:2])), sent[2:]
         batch = ForwardBatch.of(sent, shape.num_decodes, ())
-        return _Inputs(batch, adapted, PaddedBlock(tensors[:-NUM_VARYING]))
+        return _Inputs(batch, adapted, sent[:-NUM_VARYING], PaddedBlock(tensors[:-NUM_VARYING]))
 
     def _tensors(self, shape: GraphShape) -> list[Tensor]:
         """Return the inputs of a graph over padding, in host memory."""
@@ -328,7 +330,7 @@ class StepGraphs:
         if batch.seen:  # a graph has no images or embeddings
             return None
         shapes = self._captured[not batch.is_decode, late and self._sizes.late, adapted]
-        first = bisect_left(shapes, (len(batch.token_ids),))
+        first = bisect_left(shapes, (batch.token_ids.shape[0],))
         return next((shape for shape in shapes[first:] if shape.fits(batch)), None)
 
     def upload(
@@ -344,18 +346,20 @@ class StepGraphs:
         Args:
             adapters: of an adapted shape.
         """
-        own, padding = batch.tensors(), self._graphs[shape].inputs.padding
+        own, inputs = batch.tensors(), self._graphs[shape].inputs
         fixed = own
         if shape.is_ragged:
             starts = torch.from_numpy(shape.padded_starts(batch.query_starts.numpy()))
             fixed = replace(batch, query_starts=starts).tensors()
-        sent = padding.upload(
+        sent = inputs.padding.upload(
             [*adapters, *fixed[:-NUM_VARYING]], [*own[-NUM_VARYING:], *beside], self._block
         )
-        del sent[: len(adapters)]
-        self._views = [view[: len(tensor)] for view, tensor in zip(sent, own, strict=False)]
-        uploaded = ForwardBatch.of(self._views, batch.num_decodes, ())
-        return uploaded, sent[len(own) :]
+        views = [
+            padded if padded.shape == tensor.shape else padded[: tensor.shape[0]]
+            for padded, tensor in zip(inputs.fixed, own, strict=False)
+        ]
+        self._views = views + sent[:NUM_VARYING]
+        return ForwardBatch.of(self._views, batch.num_decodes, ()), sent[NUM_VARYING:]
 
     def settle(self, batch: ForwardBatch) -> ForwardBatch:
         """Copy tensors that have been replaced since `upload` to the inputs. Return the step as it
@@ -387,7 +391,7 @@ class StepGraphs:
         recorded = self._graphs[shape]
         self.settle(batch)
         recorded.graph.replay()
-        return recorded.hidden[: len(batch.sampled)], recorded.inputs.late
+        return recorded.hidden[: batch.sampled.shape[0]], recorded.inputs.late
 
 
 def _kind(shape: GraphShape) -> _Kind:

@@ -111,16 +111,17 @@ def replayed(recorder: TapeRecorder) -> int:
     return sum(tape.num_replays for tape in recorder.tapes)
 
 
-def captured(model: Model, recorder: TapeRecorder, kinds: tuple[dict[str, bool], ...], **options):
-    """Return steps with the graphs of SIZES, for each kind that has them."""
+def captured(model: Model, recorder: TapeRecorder, *further: GraphShape, **options):
+    """Return steps with graphs of SIZES and of further shapes."""
     steps = Steps(model, num_slots=NUM_SLOTS, recorder=recorder, **options)
-    wanted = {GraphShape(*size, **kind) for size in SIZES for kind in kinds}
+    wanted = {*further, *(GraphShape(*size) for size in SIZES)}
     for shape in steps.runner.graph_shapes:
         if shape in wanted:
             steps.runner.capture(shape)
     return steps
 
 
+DRAFTERS = ("mtp", "hybrid", "draft_model")
 ROUNDS = ((2, 1, 0), (3, 0, 0), (0, 0, 0), (1, 1, 1), (0, 0, 0))
 
 
@@ -140,8 +141,14 @@ def made(root: Path, kind: str) -> tuple[Path, SpeculativeConfig]:
             return directory, SpeculativeConfig(method="draft_model", draft_model=str(draft))
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
-@pytest.mark.parametrize("kind", ["dense", "mtp", "hybrid", "draft_model"])
+@pytest.mark.parametrize(
+    "kind, overlap",
+    [
+        ("dense", True),
+        pytest.param("dense", False, marks=pytest.mark.long),
+        *(pytest.param(each, True, marks=pytest.mark.long) for each in DRAFTERS),
+    ],
+)
 def test_every_step_is_replayed_and_has_its_tokens(
     kind: str,
     overlap: bool,
@@ -157,14 +164,15 @@ def test_every_step_is_replayed_and_has_its_tokens(
         patch.setattr(device, "uses_triton", lambda tensor: False)
         plain = Drafting(Steps(model, num_slots=NUM_SLOTS))
         alone = plain.run(((0, 0, 0),) * 16)
-    kinds = ({}, {"late": True}) if kind != "dense" else ({},)
-    steps = captured(model, recorder, kinds, overlap=overlap)
+    late = [GraphShape(12, 4, late=True)] if kind in DRAFTERS else []
+    steps = captured(model, recorder, *late, overlap=overlap)
     drafting = Drafting(steps, alone if kind == "dense" else None)
     texts = drafting.run(ROUNDS)
     for text, expected in zip(texts, alone, strict=True):
         assert text == expected[: len(text)]
     assert len(texts[0]) > 5 + 8
-    assert replayed(recorder) == drafting.num_steps
+    num_drafts = sum(max(drafts) for drafts in ROUNDS) if kind in DRAFTERS else 0
+    assert replayed(recorder) == drafting.num_steps + num_drafts
 
 
 def test_adapters_are_inputs_of_graphs(
@@ -184,7 +192,8 @@ def test_adapters_are_inputs_of_graphs(
         alone = plain.run(((0, 0, 0),) * 8)
     without = Drafting(Steps(model, num_slots=NUM_SLOTS)).run(((0, 0, 0),) * 8)
     assert [one == other for one, other in zip(alone, without, strict=True)] == [False, True, False]
-    steps = captured(model, recorder, ({}, {"adapted": True}), lora=lora)
+    adapted = [GraphShape(*size, adapted=True) for size in SIZES]
+    steps = captured(model, recorder, *adapted, lora=lora)
     drafting = Drafting(steps, alone, adapters)
     texts = drafting.run(((2, 1, 0), (0, 0, 0)))
     for text, expected in zip(texts, alone, strict=True):

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from engine.runner.host_waits import check_capturable
 from kernels import device
 
 _UNFILLED = ("empty", "new_empty", "empty_like", "empty_strided")
@@ -84,8 +83,6 @@ class TapeRecorder:
         self._local = threading.local()
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Tape, Tensor]:
-        work()
-        check_capturable(work, torch.device("cpu"))
         tape = Tape()
         self._local.tape = tape
         try:
@@ -110,6 +107,7 @@ class TapeRecorder:
 
         with (
             mock.patch.object(device, "uses_triton", return_value=True),
+            mock.patch.object(device, "num_multiprocessors", return_value=1),  # few programs
             mock.patch.object(InterpretedFunction, "run", noted),
         ):
             yield
