@@ -1,7 +1,5 @@
 """Decode steps by graph: what a graph was captured over is all that its replay may depend on."""
 
-import threading
-
 import pytest
 import torch
 from msgspec.structs import replace
@@ -15,6 +13,7 @@ from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import decode_rehearsal
 from tests.support.checkpoints import make_checkpoint
 from tests.support.steps import GREEDY, Steps, prompt
+from tests.support.tapes import RepeatRecorder
 
 CPU = torch.device("cpu")
 PARAMS = [
@@ -24,26 +23,6 @@ PARAMS = [
     SamplingParams(max_tokens=9999, seed=1, temperature=0.0, repetition_penalty=1.5),
     SamplingParams(max_tokens=9999, seed=3, temperature=1.0, presence_penalty=2.0),
 ]
-
-
-class Repeated:
-    """A graph as a CPU has it: the work is done again, and its output copied to where it was."""
-
-    def __init__(self, work, output, replays):
-        self._work, self._output, self._replays = work, output, replays
-
-    def replay(self):
-        self._replays.append((len(self._output), threading.current_thread().name))
-        self._output.copy_(self._work())
-
-
-class RepeatRecorder:
-    def __init__(self):
-        self.replays = []
-
-    def __call__(self, work):
-        output = work().clone()
-        return Repeated(work, output, self.replays), output
 
 
 @pytest.fixture(scope="module")

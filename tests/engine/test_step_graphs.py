@@ -1,8 +1,8 @@
 """Graphs of steps of every kind: drafts, adapters, prompts. Replays repeat the kernels of a capture
 on the same memory, so nothing that depends on a step's data may have been decided by the host."""
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +17,13 @@ from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.drafters import make_draft, make_hybrid_mtp, make_mtp
 from tests.support.steps import Steps, prompt
-from tests.support.tapes import TapeRecorder
+from tests.support.tapes import RepeatRecorder, TapeRecorder
 
 CPU = torch.device("cpu")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not device.INTERPRETED, reason="kernels that Triton compiles cannot be replayed"
-    ),
-]
+interpreted = pytest.mark.skipif(
+    not device.INTERPRETED, reason="kernels that Triton compiles cannot be replayed"
+)
+pytestmark = pytest.mark.slow
 NUM_SLOTS = 3
 # Decode steps, and ragged ones: for a prompt, for drafts, and for prompts beside decode rows.
 SIZES = ((3, 3), (12, 2), (12, 4), (24, 7))
@@ -100,18 +98,16 @@ class Drafting:
         self.steps.launch(rows, samples=samples, **how)
 
 
-@pytest.fixture
-def recorder() -> Iterator[TapeRecorder]:
-    recorder = TapeRecorder()
-    with recorder.interpreting():
-        yield recorder
-
-
 def replayed(recorder: TapeRecorder) -> int:
     return sum(tape.num_replays for tape in recorder.tapes)
 
 
-def captured(model: Model, recorder: TapeRecorder, *further: GraphShape, **options):
+def captured(
+    model: Model,
+    recorder: RepeatRecorder | TapeRecorder,
+    *further: GraphShape,
+    **options: Any,
+) -> Steps:
     """Return steps with graphs of SIZES and of further shapes."""
     steps = Steps(model, num_slots=NUM_SLOTS, recorder=recorder, **options)
     wanted = {*further, *(GraphShape(*size) for size in SIZES)}
@@ -121,6 +117,7 @@ def captured(model: Model, recorder: TapeRecorder, *further: GraphShape, **optio
     return steps
 
 
+ADAPTERS = ("b", "", "a")
 DRAFTERS = ("mtp", "hybrid", "draft_model")
 ROUNDS = ((2, 1, 0), (3, 0, 0), (0, 0, 0), (1, 1, 1), (0, 0, 0))
 
@@ -141,29 +138,16 @@ def made(root: Path, kind: str) -> tuple[Path, SpeculativeConfig]:
             return directory, SpeculativeConfig(method="draft_model", draft_model=str(draft))
 
 
-@pytest.mark.parametrize(
-    "kind, overlap",
-    [
-        ("dense", True),
-        pytest.param("dense", False, marks=pytest.mark.long),
-        *(pytest.param(each, True, marks=pytest.mark.long) for each in DRAFTERS),
-    ],
-)
-def test_every_step_is_replayed_and_has_its_tokens(
+def served(
+    model: Model,
     kind: str,
+    recorder: RepeatRecorder | TapeRecorder,
+    alone: list[list[int]],
+    *,
     overlap: bool,
-    tmp_path: Path,
-    recorder: TapeRecorder,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rows are in the middle of padding, drafts are accepted and rejected, and each step has other
-    pages and lengths than the one of the capture."""
-    directory, speculation = made(tmp_path, kind)
-    model = load(directory, CPU, torch.float32, speculation=speculation)
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "uses_triton", lambda tensor: False)
-        plain = Drafting(Steps(model, num_slots=NUM_SLOTS))
-        alone = plain.run(((0, 0, 0),) * 16)
+) -> tuple[int, int]:
+    """Serve requests by graphs, and compare their texts with those of steps without drafts and
+    graphs. Return the number of steps, and of forwards of a drafter."""
     late = [GraphShape(12, 4, late=True)] if kind in DRAFTERS else []
     steps = captured(model, recorder, *late, overlap=overlap)
     drafting = Drafting(steps, alone if kind == "dense" else None)
@@ -171,31 +155,77 @@ def test_every_step_is_replayed_and_has_its_tokens(
     for text, expected in zip(texts, alone, strict=True):
         assert text == expected[: len(text)]
     assert len(texts[0]) > 5 + 8
-    num_drafts = sum(max(drafts) for drafts in ROUNDS) if kind in DRAFTERS else 0
-    assert replayed(recorder) == drafting.num_steps + num_drafts
+    return drafting.num_steps, sum(map(max, ROUNDS)) if kind in DRAFTERS else 0
 
 
-def test_adapters_are_inputs_of_graphs(
-    tmp_path: Path, recorder: TapeRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps have tokens of two adapters and of none, in other numbers than the capture."""
-    directory = make_checkpoint(tmp_path / "model", num_hidden_layers=1)
-    model = load(directory, CPU, torch.float32)
+def alone_of(model: Model, **options: Any) -> list[list[int]]:
+    return Drafting(Steps(model, num_slots=NUM_SLOTS, **options)).run(((0, 0, 0),) * 16)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("kind", ["dense", *DRAFTERS])
+def test_every_step_has_a_graph_and_its_tokens(kind: str, overlap: bool, tmp_path: Path) -> None:
+    """Rows are followed by padding, drafts are accepted and rejected, and each step has other pages
+    and lengths than the one of the capture."""
+    directory, speculation = made(tmp_path, kind)
+    model = load(directory, CPU, torch.float32, speculation=speculation)
+    model.compute_in_one_way()  # as on a GPU, where no latents are unfolded
+    recorder = RepeatRecorder()
+    counted = served(model, kind, recorder, alone_of(model), overlap=overlap)
+    assert len(recorder.replays) == sum(counted)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "kind",
+    ["dense", *(pytest.param(each, marks=pytest.mark.nightly) for each in DRAFTERS)],
+)
+def test_replays_decide_nothing_on_the_host(kind: str, tmp_path: Path) -> None:
+    directory, speculation = made(tmp_path, kind)
+    model = load(directory, CPU, torch.float32, speculation=speculation)
+    alone, recorder = alone_of(model), TapeRecorder()
+    with recorder.interpreting():
+        counted = served(model, kind, recorder, alone, overlap=True)
+    assert replayed(recorder) == sum(counted)
+
+
+def with_adapters(root: Path) -> tuple[Model, LoraConfig]:
+    directory = make_checkpoint(root / "model", num_hidden_layers=1)
     reference = reference_model(directory)
     for seed, name in enumerate(("a", "b")):
-        make_adapter(tmp_path / "shelf" / name, reference, seed=seed)
-    lora = LoraConfig(adapter_dir=tmp_path / "shelf", preload=("a", "b"), max_loras=2)
-    adapters = ("b", "", "a")
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "uses_triton", lambda tensor: False)
-        plain = Drafting(Steps(model, num_slots=NUM_SLOTS, lora=lora), adapters=adapters)
-        alone = plain.run(((0, 0, 0),) * 8)
-    without = Drafting(Steps(model, num_slots=NUM_SLOTS)).run(((0, 0, 0),) * 8)
-    assert [one == other for one, other in zip(alone, without, strict=True)] == [False, True, False]
+        make_adapter(root / "shelf" / name, reference, seed=seed)
+    lora = LoraConfig(adapter_dir=root / "shelf", preload=("a", "b"), max_loras=2)
+    return load(directory, CPU, torch.float32), lora
+
+
+def serve_adapters(
+    model: Model, lora: LoraConfig, recorder: RepeatRecorder | TapeRecorder, alone: list[list[int]]
+) -> int:
+    """Serve requests with adapters by graphs, and compare their texts. Return the number of
+    steps."""
     adapted = [GraphShape(*size, adapted=True) for size in SIZES]
-    steps = captured(model, recorder, *adapted, lora=lora)
-    drafting = Drafting(steps, alone, adapters)
+    drafting = Drafting(captured(model, recorder, *adapted, lora=lora), alone, ADAPTERS)
     texts = drafting.run(((2, 1, 0), (0, 0, 0)))
     for text, expected in zip(texts, alone, strict=True):
         assert text == expected[: len(text)]
-    assert replayed(recorder) == drafting.num_steps
+    return drafting.num_steps
+
+
+def test_adapters_are_inputs_of_graphs(tmp_path: Path) -> None:
+    """Steps have tokens of two adapters and of none, in other numbers than the capture."""
+    model, lora = with_adapters(tmp_path)
+    steps = Steps(model, num_slots=NUM_SLOTS, lora=lora)
+    alone = Drafting(steps, adapters=ADAPTERS).run(((0, 0, 0),) * 16)
+    plain = alone_of(model)
+    assert [one == other for one, other in zip(alone, plain, strict=True)] == [False, True, False]
+    recorder = RepeatRecorder()
+    assert serve_adapters(model, lora, recorder, alone) == len(recorder.replays)
+
+
+@interpreted
+def test_replays_decide_nothing_about_adapters_on_the_host(tmp_path: Path) -> None:
+    model, lora = with_adapters(tmp_path)
+    steps = Steps(model, num_slots=NUM_SLOTS, lora=lora)
+    alone, recorder = Drafting(steps, adapters=ADAPTERS).run(((0, 0, 0),) * 16), TapeRecorder()
+    with recorder.interpreting():
+        assert serve_adapters(model, lora, recorder, alone) == replayed(recorder)

@@ -1,7 +1,9 @@
-"""CUDA graphs without a GPU: a recorder that notes the operations and kernels of a forward with all
-their arguments, and replays them on the same memory.
+"""CUDA graphs without a GPU.
 
-Like a graph, a replay runs no Python code of the model. It repeats the launches of the capture with
+`RepeatRecorder` does the work again in each replay. `TapeRecorder` notes the operations and kernels
+of a forward with all their arguments, and replays them on the same memory.
+
+Like a graph, a tape runs no Python code of the model. It repeats the launches of the capture with
 the numbers that the host knew then. So whatever depends on the data of a step must be in memory.
 Kernels run in Triton's interpreter.
 """
@@ -21,6 +23,34 @@ from triton.runtime.interpreter import InterpretedFunction
 from kernels import device
 
 _UNFILLED = ("empty", "new_empty", "empty_like", "empty_strided")
+
+
+class Repeated:
+    """A graph as a CPU has it: the work is done again, and its output copied to where it was."""
+
+    def __init__(
+        self, work: Callable[[], Tensor], output: Tensor, replays: list[tuple[int, str]]
+    ) -> None:
+        self._work, self._output, self._replays = work, output, replays
+
+    def replay(self) -> None:
+        self._replays.append((len(self._output), threading.current_thread().name))
+        self._output.copy_(self._work())
+
+
+class RepeatRecorder:
+    """Records graphs that do their work again.
+
+    Attributes:
+        replays: rows of the output and thread of each.
+    """
+
+    def __init__(self) -> None:
+        self.replays: list[tuple[int, str]] = []
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Repeated, Tensor]:
+        output = work().clone()
+        return Repeated(work, output, self.replays), output
 
 
 class Tape(TorchDispatchMode):
