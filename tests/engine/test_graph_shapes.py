@@ -4,10 +4,12 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from engine.batch.forward import ForwardBatch
 from engine.batch.graph_shapes import SHORT_TOKENS, GraphShape, graph_shapes
+from engine.models.drafting import live_token
 from engine.runner.rehearsal import padding
 from kernels.linear_attention.state_cells import FEW
 
@@ -16,6 +18,7 @@ def step_of(counts: list[int], state_pages: int = 0) -> ForwardBatch:
     """Return a step with rows of so many tokens, as far as its shape is concerned."""
     starts = np.cumsum([0, *counts], dtype=np.int32)
     made = padding(GraphShape(int(starts[-1]), len(counts)), 1, state_pages=state_pages)
+    made = replace(made, query_starts=torch.from_numpy(starts))
     long = [row for row, count in enumerate(counts) if count > 1]
     num_decodes = len(counts) - 1 - long[-1] if long else len(counts)
     return replace(made, sampled=made.sampled[: len(counts)], num_decodes=num_decodes)
@@ -61,6 +64,20 @@ def test_padding_changes_not_how_recurrent_layers_compute_rows() -> None:
             assert (shape.tokens > FEW * shape.rows) == is_long
     assert fitting(shapes, step_of([200], state_pages=1))
     assert fitting(shapes, step_of([5], state_pages=1))
+
+
+def test_rows_without_a_draft_are_padding_while_others_are_drafted() -> None:
+    batch = replace(
+        step_of([3, 2, 1]),
+        token_ids=torch.arange(1, 7, dtype=torch.int32),
+        locations=(torch.arange(20, 26),),
+        lengths=torch.tensor([9, 5, 7], dtype=torch.int32),
+    )
+    one = live_token(batch, torch.tensor(1), torch.tensor(2))
+    assert one.token_ids.tolist() == [2, 5, 0]
+    assert one.locations[0].tolist() == [21, 24, -1]
+    assert one.lengths.tolist() == [8, 5, 0]
+    assert one.is_decode
 
 
 @pytest.mark.parametrize("counts", [[3], [1, 1], [4, 2, 1], [1] * 5])

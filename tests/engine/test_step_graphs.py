@@ -114,6 +114,7 @@ def captured(
     for shape in steps.runner.graph_shapes:
         if shape in wanted:
             steps.runner.capture(shape)
+    assert (steps.pool.tensor == 0xFF).all()  # as it was made: padding writes no page
     return steps
 
 
