@@ -14,6 +14,7 @@ from common.logs import kv
 from engine.adapters.adapters import AdapterBank, AdapterManager, load_all, shelf_of
 from engine.adapters.library import AdapterCache, AdapterLoader, AdapterSource
 from engine.backend import TorchBackend
+from engine.batch.graph_shapes import max_tokens
 from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
@@ -348,7 +349,8 @@ def record_experts(config: EngineConfig, model: Model, shape: EngineShape) -> No
     num_slots = config.scheduler.num_slots
     num_drafts = num_slots * config.speculative.num_speculative_tokens
     assert isinstance(model, Decoder)
-    model.record_experts(largest_forward(shape, num_slots) + num_drafts)
+    largest = largest_forward(shape, num_slots) + num_drafts
+    model.record_experts(max(largest, max_tokens(num_slots)))
 
 
 def measured_room(
@@ -583,12 +585,12 @@ def prepare(runner: ModelRunner, num_tokens: int) -> None:
     Args:
         num_tokens: see `largest_forward`.
     """
-    sizes = runner.graph_sizes
+    shapes = runner.graph_shapes
     reported = time.monotonic()
-    for done, size in enumerate(sizes, start=1):
-        runner.capture(size)
-        if time.monotonic() - reported > PROGRESS_S or done == len(sizes):
+    for done, shape in enumerate(shapes, start=1):
+        runner.capture(shape)
+        if time.monotonic() - reported > PROGRESS_S or done == len(shapes):
             reported = time.monotonic()
-            log.info("decode graphs captured %s", kv(done=done, of=len(sizes), rows=size))
+            log.info("graphs captured %s", kv(done=done, of=len(shapes), tokens=shape.tokens))
     # Last, because a capture returns unused memory to the device.
     runner.rehearse(num_tokens)

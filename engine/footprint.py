@@ -15,6 +15,7 @@ import torch
 from common.errors import ConfigError
 from engine.adapters.adapters import AdapterBank, AdapterManager
 from engine.adapters.library import AdapterCache
+from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
@@ -30,6 +31,7 @@ from engine.sizing import EngineShape
 # Memory of the driver per graph (some hundred launches and their arguments), in addition to torch's
 # allocations. An upper bound that was not measured on a GPU yet: see docs/gpu.md.
 DRIVER_BYTES_PER_GRAPH = 4 << 20
+SEGMENT_BYTES = 2 << 20  # the smallest part of the device that torch's allocator takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,11 @@ class MeasuredForward(Protocol):
     """The part of ModelRunner that is measured."""
 
     @property
-    def graph_sizes(self) -> tuple[int, ...]: ...
+    def graph_shapes(self) -> tuple[GraphShape, ...]: ...
 
     def rehearse(self, num_tokens: int) -> None: ...
 
-    def capture(self, size: int) -> None: ...
+    def capture(self, shape: GraphShape) -> None: ...
 
 
 def measure_footprint(
@@ -132,14 +134,19 @@ def footprint_of(
     runner.rehearse(num_tokens)
     # Includes memory that the forward has freed, which the allocator keeps for the next one.
     forward = torch.cuda.memory_reserved(device) - before - state
-    # The largest graph allocates the memory that all graphs share. Each also needs some of its own.
-    sizes = runner.graph_sizes
-    taken = [0, 0]
-    for place, size in enumerate(sizes[:2]):
+    # The largest graph allocates the memory that all graphs share. Each also needs some of its own,
+    # for its results.
+    shapes = runner.graph_shapes
+    taken = []
+    for shape in shapes[:2]:
         before = _in_use(device)  # a capture also returns memory left by the forward
-        runner.capture(size)
-        taken[place] = max(0, _in_use(device) - before) + DRIVER_BYTES_PER_GRAPH
-    graphs = taken[0] + taken[1] * max(0, len(sizes) - 1)
+        runner.capture(shape)
+        taken.append(max(0, _in_use(device) - before))
+    # A shape with drafts has a second graph, for the drafter.
+    graphs = sum(taken) + DRIVER_BYTES_PER_GRAPH * sum(1 + shape.late for shape in shapes)
+    for shape in shapes[2:]:
+        segments = -(-taken[1] * shape.tokens // (shapes[1].tokens * SEGMENT_BYTES))
+        graphs += segments * SEGMENT_BYTES
     return MemoryFootprint(max(0, state), max(0, forward), graphs)
 
 

@@ -41,7 +41,7 @@ from engine.ranks import WHOLE, Share
 from engine.ranks.expert_exchange import ExpertExchange
 from engine.ranks.processes import Followers
 from engine.runner.cpu import use_cpu
-from engine.runner.gpu import use_gpu
+from engine.runner.gpu import choose_early_launch, use_gpu
 from engine.sizing import (
     NCCL_BYTES,
     EngineShape,
@@ -171,6 +171,7 @@ def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
         use_cpu(threads, config.cpu_kernels)
     else:
         use_gpu(device)  # in this thread, which launches kernels
+        choose_early_launch(device, wanted=config.early_launch)
     directory = model_directory(config.model, weights=True)
     servable = open_checkpoint(directory, config.model_backend, config.speculative)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())

@@ -575,7 +575,13 @@ class EngineConfig(ConfigRecord):
     )
     cuda_graphs: bool = Field(
         True,
-        description="CUDA graphs for decode steps of decode nodes, captured at start. off: for "
+        description="CUDA graphs for steps of decode nodes, captured at start: decode steps, steps "
+        "that verify drafts, and short prompts. off: for debugging",
+    )
+    early_launch: bool = Field(
+        True,
+        description="Programmatic dependent launch: kernels start while the one before ends, on "
+        "GPUs of compute capability 9.0 and up with a driver of CUDA 12.3 and up. off: for "
         "debugging",
     )
     parallel: ParallelConfig = ParallelConfig()

@@ -14,7 +14,7 @@ products. It is used on the forward stream only, and does not know which adapter
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -184,19 +184,17 @@ def tokens_by_slot(slots: NDArray[np.integer], num_slots: int) -> TokensBySlot:
     order = present[np.argsort(slots[present], kind="stable")].astype(np.int32)
     counts = np.bincount(slots[present], minlength=num_slots)
     ends = np.cumsum(counts)
-    spans = tuple(
-        (slot, end - count, end)
-        for slot, (count, end) in enumerate(zip(counts.tolist(), ends.tolist(), strict=True))
-        if count
-    )
     tiles = [
         (slot, first, min(first + TILE_ROWS, end))
-        for slot, start, end in spans
-        for first in range(start, end, TILE_ROWS)
+        for slot, (count, end) in enumerate(zip(counts.tolist(), ends.tolist(), strict=True))
+        for first in range(end - count, end, TILE_ROWS)
     ]
-    return TokensBySlot(
-        torch.from_numpy(order), torch.tensor(tiles, dtype=torch.int32).view(-1, 3), spans
-    )
+    return TokensBySlot(torch.from_numpy(order), torch.tensor(tiles, dtype=torch.int32).view(-1, 3))
+
+
+def most_tiles(num_tokens: int, num_slots: int) -> int:
+    """Return the maximum number of tiles of a step. The last tile of each slot may be partial."""
+    return num_tokens // TILE_ROWS + min(num_tokens, num_slots)
 
 
 _NONE = -1
@@ -232,8 +230,7 @@ class AdapterBatch:
         """
         if self.tokens is None:
             return None
-        order, tiles = sent
-        return bank.adapted(replace(self.tokens, order=order, tiles=tiles))
+        return bank.adapted(TokensBySlot(*sent))
 
 
 NO_ADAPTERS = AdapterBatch()

@@ -17,7 +17,7 @@ from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.holding import NO_PAGE
 from engine.batch.images import RowImages, VisibleEmbeddings, VisibleImage
 from engine.batch.table import SlotTable
-from engine.batch.upload import packed_bytes, upload
+from engine.batch.upload import upload
 from kernels.linear_attention.state_cells import StateRows
 
 # Maximum padding as a multiple of the real tokens. Copying whole rows is faster than copying single
@@ -33,8 +33,8 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     (KVLayout). Tuples have one entry per table. Each entry is a separate tensor, because kernels
     are compiled for the alignment of a tensor's start.
 
-    A captured graph needs a fixed number of rows. Padding consists of decode rows of length 0 with
-    token 0 at location -1. They read and write no page, and their logits are not used.
+    A captured graph needs fixed numbers of tokens and rows. Padding consists of rows of length 0,
+    whose tokens are 0 at location -1. They read and write no page, and their logits are not used.
 
     positions: the rotary position of each token. It equals the token's index except in requests
     with images whose tokens have rows and columns. If the step has such tokens, there is one entry
@@ -66,36 +66,14 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
         return self.lengths.shape[0]
 
     @property
+    def is_decode(self) -> bool:
+        """Return whether each row has one token, and no other logits are needed."""
+        return self.num_decodes == self.num_rows == self.sampled.shape[0]
+
+    @property
     def starts(self) -> Tensor:
         """Index of each row's first token of this step, int32 [num_rows]."""
         return self.lengths - self.query_starts.diff()
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes that `to` needs in its destination."""
-        return packed_bytes(self.tensors())
-
-    def padded(self, num_rows: int) -> "ForwardBatch":
-        """Return a decode step padded to `num_rows` rows. `slots` stay unchanged."""
-        added = num_rows - self.num_rows
-        if not added:
-            return self
-        places = torch.arange(num_rows + 1)
-        return replace(
-            self,
-            token_ids=_grown(self.token_ids, added, 0),
-            positions=_grown(self.positions, added, 0),
-            locations=tuple(_grown(each, added, -1) for each in self.locations),
-            lengths=_grown(self.lengths, added, 0),
-            page_starts=tuple(_grown(each, added, 0) for each in self.page_starts),
-            query_starts=places.int(),
-            sampled=places[:-1],
-            state_reads=_grown(self.state_reads, added, -1),
-            state_writes=_grown(self.state_writes, added, -1),
-            state_marks=_grown(self.state_marks, added, 0),
-            state_kept=_grown(self.state_kept, added, -1),
-            num_decodes=num_rows,
-        )
 
     @property
     def states(self) -> StateRows:
@@ -130,19 +108,11 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
         return replace(self, sampled=torch.cat((self.sampled, places)))
 
     def to(
-        self, device: torch.device, into: Tensor | None = None, beside: Sequence[Tensor] = ()
+        self, device: torch.device, beside: Sequence[Tensor] = ()
     ) -> tuple["ForwardBatch", list[Tensor]]:
-        """Copy the batch and the tensors in `beside` to the device, see `upload`.
-
-        The graph's inputs come first. If `into` has no room for all of `beside`, a second copy is
-        made.
-        """
+        """Copy the batch and the tensors in `beside` to the device, see `upload`."""
         own = self.tensors()
-        together = [*own, *beside]
-        if into is None or packed_bytes(together) <= into.nbytes:
-            uploaded = upload(together, device, into)
-        else:
-            uploaded = upload(own, device, into) + upload(beside, device)
+        uploaded = upload([*own, *beside], device)
         batch = ForwardBatch.of(uploaded[: len(own)], self.num_decodes, self.seen)
         return batch, uploaded[len(own) :]
 
@@ -169,10 +139,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
 
 
 _TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.type is Tensor)
-
-
-def _grown(tensor: Tensor, added: int, filler: int) -> Tensor:
-    return torch.cat((tensor, tensor.new_full((added, *tensor.shape[1:]), filler)))
+NUM_VARYING = 2  # of `tensors`, the last ones: their sizes do not follow from tokens and rows
 
 
 class BatchBuilder:

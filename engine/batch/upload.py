@@ -48,17 +48,69 @@ def upload(
     if device.type == "cpu" and into is None:
         return list(tensors)
     num_bytes = packed_bytes(tensors)
-    # The pinned-memory allocator reuses a block only when its copy is done.
-    staged = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged = _staged(num_bytes, device)
     starts = pack(tensors, staged.numpy())
     if into is None:
         packed = staged.to(device, non_blocking=True)
     else:
         packed = into[:num_bytes].copy_(staged, non_blocking=True)
     return [
-        packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        _view(packed, tensor.dtype, tensor.shape, start)
         for start, tensor in zip(starts, tensors, strict=True)
     ]
+
+
+class PaddedBlock:
+    """Padding for tensors that are uploaded into memory from which captured graphs read.
+
+    Args:
+        tensors: in host memory, contiguous, all of them padding.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._packed = np.zeros(packed_bytes(tensors), np.uint8)
+        self._starts = pack(tensors, self._packed)
+
+    def upload(
+        self, tensors: Sequence[Tensor], others: Sequence[Tensor], into: Tensor
+    ) -> list[Tensor]:
+        """Copy contiguous host tensors to the device on the current stream, without waiting.
+
+        Args:
+            tensors: at most as long as the padding, which follows them.
+            others: any number, without padding.
+            into: uint8 [any] on the device. If it has no room for `others`, a second copy is made.
+        Returns:
+            `others` on the device.
+        """
+        first, device = len(self._packed), into.device
+        num_bytes = first + packed_bytes(others)
+        fits = num_bytes <= into.nbytes
+        staged = _staged(num_bytes if fits else first, device)
+        block = staged.numpy()
+        block[:first] = self._packed
+        for tensor, start in zip(tensors, self._starts, strict=True):
+            array = tensor.numpy()
+            block[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        if not fits:
+            into[:first].copy_(staged, non_blocking=True)
+            return upload(others, device)
+        starts = pack(others, block[first:])
+        packed = into[:num_bytes].copy_(staged, non_blocking=True)[first:]
+        return [
+            _view(packed, tensor.dtype, tensor.shape, start)
+            for start, tensor in zip(starts, others, strict=True)
+        ]
+
+
+def _staged(num_bytes: int, device: torch.device) -> Tensor:
+    # The pinned-memory allocator reuses a block only when its copy is done.
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _view(packed: Tensor, dtype: torch.dtype, shape: torch.Size, start: int) -> Tensor:
+    num_bytes = shape.numel() * dtype.itemsize
+    return packed[start : start + num_bytes].view(dtype).view(shape)
 
 
 def divided(sent: Sequence[Tensor], parts: Iterable[Sequence[Tensor]]) -> list[Sequence[Tensor]]:

@@ -198,7 +198,8 @@ def _computed(
         late = LateStates()
         hidden = model.forward(batch, pool, future, trace if traced else None, late)
         if _has_drafts(rows):
-            late.write(batch.states_after(torch.diff(batch.query_starts)))
+            num_drafted = len(batch.token_ids) - batch.num_decodes
+            late.write(batch.states_after(torch.diff(batch.query_starts)), num_drafted)
         chosen = {place: i for i, place in enumerate(batch.sampled.tolist())}
         # Tokens from the prompt's last one on have logits both ways.
         sampled = {token: chosen[place] for token, place in own.items() if token >= _NUM_PROMPT - 1}

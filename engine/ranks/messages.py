@@ -81,10 +81,14 @@ class SampleStep(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CaptureGraph(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Capture the CUDA graph of decode steps with so many rows. Comes between steps, because it
-    contains collectives."""
+    """Capture the CUDA graph of steps of a shape. Comes between steps, because it contains
+    collectives.
 
-    rows: int
+    Attributes:
+        shape: see GraphShape.
+    """
+
+    shape: tuple[int, int, bool, bool]
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from engine.adapters.adapters import AdapterBank, AdapterStep
 from engine.batch.forward import ForwardBatch
+from engine.batch.graph_shapes import GraphShape
 from engine.batch.upload import divided, upload
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model, ModelSpec
 from engine.models.blocks.late_states import LateStates
-from engine.runner.graphs import DecodeGraphs, Recorder
+from engine.models.drafting import DraftSteps, EagerDrafts
+from engine.runner.graphs import GraphDrafter, GraphSizes, Recorder, StepGraphs
 from engine.runner.launched import StepOutput
 from engine.runner.speculated import SettledDrafts
 from engine.runner.step import Step
@@ -119,12 +121,16 @@ class _Prepared:
 
     Attributes:
         sent: tensors of the sampling work.
+        graph: shape of the graph that computes the forward. None: none does.
+        guessed: the device has drawn its drafts.
     """
 
     step: SettledDrafts
     heads: HeadInputs
     sent: Sequence[Tensor]
-    adapted: AdapterStep | None
+    adapted: AdapterStep | None = None
+    graph: GraphShape | None = None
+    guessed: bool = False
 
 
 class LayersInGroups(Protocol):
@@ -173,8 +179,7 @@ class Forwards:
 
     Args:
         bank: of the adapters of steps.
-        recorder: of the graphs of decode steps. None: every step is launched kernel by kernel.
-            Steps that have a row with an adapter always are.
+        recorder: of the graphs of steps. None: every step is launched kernel by kernel.
     """
 
     def __init__(
@@ -217,20 +222,26 @@ class Forwards:
         return self._model.device
 
     @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        """Rows of the graphs for which `capture` is to be called, descending."""
-        return self._graphs.sizes if self._graphs is not None else ()
+    def graph_shapes(self) -> tuple[GraphShape, ...]:
+        """Shapes of the graphs for which `capture` is to be called, descending."""
+        return self._graphs.shapes if self._graphs is not None else ()
 
-    def graph_of(self, rows: ForwardBatch) -> int:
-        """Return the rows of the smallest graph for a step. 0: no captured graph fits."""
-        return 0 if self._graphs is None else self._graphs.size_for(rows)
+    def graph_of(self, rows: ForwardBatch, *, late: bool, adapted: bool) -> GraphShape | None:
+        """Return the shape of the smallest graph for a step. None: no captured graph fits.
 
-    def capture(self, size: int) -> None:
-        """Capture one of `graph_sizes`, and wait until it is done. Until then, steps that it would
+        Args:
+            late: rows have drafts.
+            adapted: tokens have adapters.
+        """
+        graphs = self._graphs
+        return None if graphs is None else graphs.shape_for(rows, late=late, adapted=adapted)
+
+    def capture(self, shape: GraphShape) -> None:
+        """Capture one of `graph_shapes`, and wait until it is done. Until then, steps that it would
         fit use a larger graph or none."""
         graphs = self._graphs
         assert graphs is not None
-        self.enqueue(lambda: graphs.capture(size)).wait()
+        self.enqueue(lambda: graphs.capture(shape)).wait()
 
     def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
         """Enqueue a step.
@@ -342,21 +353,24 @@ class Forwards:
 
         return self._stream.submit(enqueue)
 
-    def _made_graphs(self, recorder: Recorder) -> DecodeGraphs:
+    def _made_graphs(self, recorder: Recorder) -> StepGraphs:
         sizes, tables = self._sizes, self._pool.layout.tables
-        return made_on(
-            self._stream,
-            lambda: DecodeGraphs(
-                self._eager,
-                recorder,
-                self._model.device,
-                max_rows=sizes.num_slots,
-                num_tables=tables.num_tables,
-                max_pages=sizes.max_pages,
-                state_pages=tables.state_pages,
-                beside_bytes=sizes.sampling_bytes,
-            ),
+        of_steps = GraphSizes(
+            max_rows=sizes.num_slots,
+            num_tables=tables.num_tables,
+            max_pages=sizes.max_pages,
+            state_pages=tables.state_pages,
+            late=tables.state_pages > 0 or self._model.drafter is not None,
+            beside_bytes=sizes.sampling_bytes,
         )
+        pool, future, drafter, of_drafts = self._pool, self._future, self._model.drafter, None
+        if drafter is not None:
+            of_drafts = GraphDrafter(
+                lambda batch: drafter.before(batch, pool),
+                lambda one, vectors: drafter.advance(one, vectors, future.tokens, pool),
+            )
+        made = self._eager, recorder, self._bank, of_steps, self._model.device, of_drafts
+        return made_on(self._stream, lambda: StepGraphs(*made))
 
     def _swap(self, step: Step) -> None:
         if step.swap_out is not None:
@@ -366,34 +380,40 @@ class Forwards:
 
     def _forward(self, step: Step, rows: ForwardBatch, sampling: TokenSampling) -> _Forward:
         """Run the forward, and copy the tensors that go to the device with its inputs."""
-        if not step.graph:
-            return self._computed(self._prepared(step, rows, sampling))
-        step.adapters.fill(self._bank)
-        assert self._graphs is not None
-        uploaded, sent, hidden = self._graphs.run(rows, step.graph, sampling.tensors())
-        settled = SettledDrafts(uploaded)
-        states = HiddenStates(self._model, step.heads, hidden, uploaded.sampled, settled.num_chosen)
-        return _Forward(settled, states, sent)
+        return self._computed(self._prepared(step, rows, sampling))
 
     def _prepared(self, step: Step, rows: ForwardBatch, sampling: TokenSampling) -> _Prepared:
         """Copy the inputs of a step to the device, with the real start and drafts of each row."""
         speculated, adapters, heads = step.speculated, step.adapters, step.heads
         adapters.fill(self._bank)
-        parts = sampling.tensors(), speculated.tensors(), adapters.tensors(), heads.tensors()
-        uploaded, sent = rows.to(self._model.device, beside=[*chain(*parts)])
-        of_rows, of_drafts, of_adapters, of_heads = divided(sent, parts)
+        parts = [sampling.tensors(), speculated.tensors(), heads.tensors()]
+        if step.graph is None:
+            parts.append(adapters.tensors())
+            uploaded, sent = rows.to(self._model.device, [*chain(*parts)])
+        else:
+            assert self._graphs is not None
+            beside = [*chain(*parts)]
+            uploaded, sent = self._graphs.upload(step.graph, rows, adapters.tensors(), beside)
+        of_rows, of_drafts, of_heads, *of_adapters = divided(sent, parts)
         page_size = self._pool.layout.page_size
         settled = speculated.settled(uploaded, of_drafts, self._future.rejected, page_size)
         if speculated.to_guess:
             draw = sampling.draws(of_rows, settled.early_chosen)
-            settled = replace(settled, batch=self._guessed(settled, speculated.to_guess, draw))
-        adapted = adapters.adapted(self._bank, of_adapters)
-        return _Prepared(settled, heads.on_device(of_heads), of_rows, adapted)
+            settled = self._guessed(settled, step, draw)
+        on_device = settled, heads.on_device(of_heads), of_rows
+        if step.graph is not None:
+            return _Prepared(*on_device, graph=step.graph)
+        adapted = adapters.adapted(self._bank, *of_adapters)
+        return _Prepared(*on_device, adapted, guessed=bool(speculated.to_guess))
 
     def _computed(self, prepared: _Prepared) -> _Forward:
-        late = None if prepared.step.verified is None else LateStates()
-        hidden = self._eager(prepared.step.batch, prepared.adapted, late)
-        return self._ran(prepared, hidden, late)
+        batch = prepared.step.batch
+        if prepared.graph is not None:
+            assert self._graphs is not None
+            return self._ran(prepared, *self._graphs.replay(prepared.graph, batch))
+        has_drafts = prepared.step.verified is not None
+        late = LateStates(guessed=prepared.guessed) if has_drafts else None
+        return self._ran(prepared, self._eager(batch, prepared.adapted, late), late)
 
     def _ran(self, prepared: _Prepared, hidden: Tensor, late: LateStates | None = None) -> _Forward:
         """Return the forward with these hidden states."""
@@ -402,16 +422,23 @@ class Forwards:
         states = HiddenStates(self._model, heads, hidden, sampled, settled.num_chosen, early)
         return _Forward(settled, states, prepared.sent, late)
 
-    def _guessed(self, step: SettledDrafts, num_rows: Sequence[int], draw: Draw) -> ForwardBatch:
-        """Return the batch with guessed drafts."""
-        drafter, verified = self._model.drafter, step.verified
+    def _guessed(self, settled: SettledDrafts, step: Step, draw: Draw) -> SettledDrafts:
+        """Return a step with guessed drafts."""
+        drafter, verified, batch = self._model.drafter, settled.verified, settled.batch
         assert drafter is not None and verified is not None
 
         def draw_of(logits: Tensor, number: int) -> Tensor:
             return draw(logits, verified.samples[: len(logits), number])
 
-        token_ids = drafter.guess(step.batch, num_rows, self._future.tokens, self._pool, draw_of)
-        return msgspec.structs.replace(step.batch, token_ids=token_ids)
+        forwards: DraftSteps
+        if step.graph is None:
+            forwards = EagerDrafts(drafter, batch, self._future.tokens, self._pool)
+        else:
+            assert self._graphs is not None
+            batch = self._graphs.settle(batch)
+            forwards = self._graphs.drafts(step.graph, batch)
+        token_ids = drafter.guess(batch, step.speculated.to_guess, forwards, draw_of)
+        return replace(settled, batch=msgspec.structs.replace(batch, token_ids=token_ids))
 
     def _eager(
         self,
@@ -439,10 +466,11 @@ class Forwards:
             verified = step.verified.judge(step.batch.token_ids, tokens)
             tokens, rejected = verified.newest, verified.rejected
             output.runs = _to_host(verified.tokens), _to_host(verified.counts)
-            if forward.late is not None:
-                forward.late.write(step.batch.states_after(verified.counts))
-            if (drafter := self._model.drafter) is not None:
-                drafter.continue_from(step.batch, step.batch.sampled[verified.last], self._pool)
+            if (late := forward.late) is not None:
+                batch = step.batch
+                num_drafted = len(batch.token_ids) - batch.num_decodes
+                late.write(batch.states_after(verified.counts), num_drafted)
+                late.continue_from(batch.sampled[verified.last])
         self._future.store(step.batch.slots, tokens, rejected)
         return tokens
 

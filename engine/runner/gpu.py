@@ -3,16 +3,22 @@
 Independent of models and memory.
 """
 
+import ctypes
+import logging
 from collections.abc import Mapping
 
 import torch
 
 from common.errors import ConfigError
+from common.logs import kv
+from kernels.early_launch import LEAST_CAPABILITY, LEAST_DRIVER, use_early_launch
 
 # torch's messages for a machine without a GPU, or without one visible to this process. All other
 # messages concern an existing GPU.
 _NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+log = logging.getLogger(__name__)
 
 
 def has_gpu() -> bool:
@@ -54,3 +60,32 @@ def use_gpu(device: torch.device) -> None:
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def choose_early_launch(device: torch.device, *, wanted: bool) -> None:
+    """Let kernels of this process start while the one before ends, if the GPU and its driver can.
+    Log the choice."""
+    major, minor = torch.cuda.get_device_capability(device)
+    driver = _driver_version()
+    reason = ""
+    if not wanted:
+        reason = "engine.early_launch is off"
+    elif 10 * major + minor < LEAST_CAPABILITY:
+        reason = f"compute capability {major}.{minor} is below 9.0"
+    elif driver < LEAST_DRIVER:
+        reason = f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, not 12.3"
+    use_early_launch(not reason)
+    if reason:
+        log.info("programmatic dependent launch is off %s", kv(reason=reason))
+    else:
+        log.info("programmatic dependent launch is on %s", kv(driver=driver))
+
+
+def _driver_version() -> int:
+    """Return 12030 for a driver of CUDA 12.3, and 0 for one that does not report it."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value

@@ -1,25 +1,44 @@
-"""CUDA graphs of decode steps: one per padded number of rows, captured once and replayed.
+"""CUDA graphs of steps: one for each shape, captured once and replayed.
 
 A graph contains only the model's forward. Logits and sampling are launched while the graph runs. So
 a graph needs no memory for logits and is independent of sampling.
+
+All graphs read their inputs from one block of memory. The tensors whose sizes follow from the shape
+come first, so each of them has the same address in every step of that shape. Where a step has less
+than its shape, the rows of padding of the capture follow.
 """
 
 import logging
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from common.errors import EngineFault
-from engine.batch.forward import ForwardBatch
+from common.logs import kv
+from engine.adapters.adapters import AdapterBank, AdapterStep, most_tiles
+from engine.batch.forward import NUM_VARYING, ForwardBatch
+from engine.batch.graph_shapes import GraphShape, graph_shapes, max_tokens
+from engine.batch.upload import PaddedBlock, packed_bytes, upload
+from engine.models.blocks.late_states import LateStates
+from engine.models.drafting import live_token
 from engine.runner.host_waits import Uncapturable, check_capturable
-from engine.runner.rehearsal import decode_rehearsal
+from engine.runner.rehearsal import padding
+from kernels.adapters.low_rank import TokensBySlot
 
 log = logging.getLogger(__name__)
 
-Forward: TypeAlias = Callable[[ForwardBatch], Tensor]
+_DRAFT_BYTES = 512  # of a token in a step with drafts: its columns in SpeculativeStep
+
+_Kind: TypeAlias = tuple[bool, bool, bool]  # of a shape: ragged, late, adapted
+
+# Runs the model. Takes what Model.forward takes, without the pool and the future tokens.
+Forward: TypeAlias = Callable[[ForwardBatch, AdapterStep | None, LateStates | None], Tensor]
 
 
 class Graph(Protocol):
@@ -66,116 +85,314 @@ class CudaRecorder:
         return graph, output
 
 
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """The sizes of the steps that graphs compute.
+
+    Attributes:
+        max_rows: of a decode step. A step with drafts has at most as many tokens.
+        num_tables: page tables of every row.
+        max_pages: of one row, in all tables together.
+        state_pages: further pages of one row, for states.
+        late: the model has states to update after verification.
+        beside_bytes: space for tensors of sampling that are copied to the device together with a
+            step's inputs.
+    """
+
+    max_rows: int
+    num_tables: int
+    max_pages: int
+    state_pages: int = 0
+    late: bool = False
+    beside_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Inputs:
+    """The inputs of a graph, and what its forward leaves for later.
+
+    Attributes:
+        batch, adapted: on the device.
+        fixed: the tensors of `batch` whose sizes follow from the shape.
+        padding: of `fixed` and of the adapters, in host memory.
+        late: of the latest replay.
+    """
+
+    batch: ForwardBatch
+    adapted: AdapterStep | None
+    fixed: list[Tensor]
+    padding: PaddedBlock
+    late: LateStates | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Recorded:
+    """A captured graph.
+
+    Attributes:
+        hidden: of the latest replay, one for each token of a ragged shape, else for each row.
+        drafts: a forward of the drafter over the same inputs. None: the shape has no drafts.
+    """
+
+    inputs: _Inputs
     graph: Graph
-    hidden: Tensor  # [rows, hidden], of the latest replay
+    hidden: Tensor
+    drafts: Graph | None
 
 
-class DecodeGraphs:
-    """The graphs of decode steps. Forward stream only."""
+class GraphDrafter:
+    """A drafter whose forwards are captured, and their inputs beside those of a step.
+
+    Args:
+        before: returns the vectors before each row's first token, see DeviceDrafter.
+        advance: computes one token of each row, from the vectors before it.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[ForwardBatch], Tensor],
+        advance: Callable[[ForwardBatch, Tensor], Tensor],
+    ) -> None:
+        self.before = before
+        self._advance = advance
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def allocate(self, batch: ForwardBatch, max_rows: int) -> None:
+        """Allocate the inputs, if that is not done yet.
+
+        Args:
+            batch: any, on the device.
+        """
+        if self._made is None:
+            like = self.before(batch)
+            vectors = like.new_zeros(max_rows, like.shape[1])
+            self._made = vectors, torch.zeros(2, dtype=torch.int64, device=like.device)
+
+    @property
+    def vectors(self) -> Tensor:
+        """The vectors before the next forward, [most rows, hidden]."""
+        assert self._made is not None
+        return self._made[0]
+
+    @property
+    def place(self) -> Tensor:
+        """The number of a token in its row, and of the rows that have it, int64 [2]."""
+        assert self._made is not None
+        return self._made[1]
+
+    def work(self, batch: ForwardBatch) -> Tensor:
+        """Compute one token of each row of a batch, and replace the vectors."""
+        one, vectors = live_token(batch, *self.place.unbind()), self.vectors[: batch.num_rows]
+        return vectors.copy_(self._advance(one, vectors))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphDrafts:
+    """Forwards of a drafter that are replayed, see DraftSteps."""
+
+    token_ids: Tensor
+    graph: Graph
+    drafter: GraphDrafter
+
+    def vectors(self, number: int, num_rows: int) -> Tensor:
+        for place, value in zip(self.drafter.place.unbind(), (number, num_rows), strict=True):
+            place.fill_(value)
+        self.graph.replay()
+        return self.drafter.vectors[:num_rows]
+
+
+class StepGraphs:
+    """The graphs of steps. Forward stream only."""
 
     def __init__(
         self,
         forward: Forward,
         recorder: Recorder,
+        bank: AdapterBank,
+        sizes: GraphSizes,
         device: torch.device,
-        *,
-        max_rows: int,
-        num_tables: int,
-        max_pages: int,
-        state_pages: int = 0,
-        beside_bytes: int = 0,
+        drafter: GraphDrafter | None = None,
     ) -> None:
         """Allocate the inputs that all graphs share.
 
         Args:
-            num_tables: page tables of every row.
-            max_pages: of one row, in all tables together.
-            state_pages: further pages of one row, for states.
-            beside_bytes: space for tensors that are copied to the device together with a step's
-                inputs.
+            bank: of the adapters of steps.
+            drafter: of the model. None: it has none.
         """
         self._forward = forward
         self._recorder = recorder
+        self._bank = bank
+        self._sizes = sizes
         self._device = device
-        self._num_tables = num_tables
-        self._max_pages = max_pages
-        self._state_pages = state_pages
-        self._sizes = ladder(max_rows)
-        self._graphs: dict[int, _Recorded] = {}
-        self._impossible = False
+        self._drafter = drafter
+        self._shapes = graph_shapes(sizes.max_rows, late=sizes.late, adapted=bank.num_slots > 0)
+        self._graphs: dict[GraphShape, _Recorded] = {}
+        self._captured = defaultdict[_Kind, list[GraphShape]](list)  # ascending
+        self._impossible: set[_Kind] = set()
         # Every graph reads its inputs here, and every step's inputs are copied here.
-        num_bytes = self._rehearsal(max_rows).packed_bytes + beside_bytes
-        self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        num_bytes = max(packed_bytes(self._tensors(shape)) for shape in self._shapes)
+        num_bytes += sizes.beside_bytes + _DRAFT_BYTES * max_tokens(sizes.max_rows)
+        self._block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._views: list[Tensor] = []  # of the step that was uploaded last
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of the graphs to capture, descending. The largest comes first, so that the others
+    def shapes(self) -> tuple[GraphShape, ...]:
+        """Shapes of the graphs to capture, descending. The largest comes first, so that the others
         reuse its memory."""
-        return self._sizes[::-1]
+        return self._shapes[::-1]
 
-    def capture(self, size: int) -> None:
-        """Capture the graph for `size` rows, over a batch of padding.
+    def capture(self, shape: GraphShape) -> None:
+        """Capture the graph of a shape, over a batch of padding.
 
-        A model that waits for the device in a forward gets no graphs, which is logged once.
+        If a model waits for the device in a forward of this kind, the kind gets no graphs. This is
+        logged once.
 
         Raises:
             OutOfMemoryError: there is not enough memory for the graph.
             EngineFault: the capture failed. The allocator of torch does not recover from that, so
                 nothing else may run in this process.
         """
-        if self._impossible:
+        if _kind(shape) in self._impossible:
             return
-        inputs = self._rehearsal(size)
-        batch, _ = inputs.to(self._device, self._inputs)
         try:
-            graph, hidden = self._recorder(lambda: self._forward(batch))
+            recorded = self._recorded(shape)
         except Uncapturable as error:
-            self._impossible = True
-            self._graphs.clear()
-            log.warning("decode steps run without CUDA graphs: the model uses %s", error)
+            self._give_up(shape, error)
             return
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise EngineFault(
-                f"the CUDA graph of a decode step of {size} rows could not be captured ({reason}), "
-                "and torch cannot continue after that; start with --no-engine.cuda-graphs"
+                f"the CUDA graph of a step of {shape.tokens} tokens in {shape.rows} rows could not "
+                f"be captured ({reason}), and torch cannot continue after that; start with "
+                "--no-engine.cuda-graphs"
             ) from error
-        self._graphs[size] = _Recorded(graph, hidden)
+        self._graphs[shape] = recorded
+        insort(self._captured[_kind(shape)], shape)
 
-    def _rehearsal(self, num_rows: int) -> ForwardBatch:
-        num_pages = num_rows * self._max_pages
-        return decode_rehearsal(num_rows, self._num_tables, num_pages, self._state_pages)
+    def _recorded(self, shape: GraphShape) -> _Recorded:
+        inputs, drafter, drafts = self._inputs(shape), self._drafter, None
 
-    def size_for(self, batch: ForwardBatch) -> int:
-        """Return the rows of the smallest graph for this step, or 0 if no graph fits."""
-        rows = batch.num_rows
-        if batch.num_decodes != rows or batch.seen:  # a graph has no images or embeddings
-            return 0
-        return next((size for size in self._sizes if rows <= size and size in self._graphs), 0)
+        def work() -> Tensor:
+            inputs.late = LateStates() if shape.late else None
+            return self._forward(inputs.batch, inputs.adapted, inputs.late)
 
-    def run(
-        self, batch: ForwardBatch, size: int, beside: Sequence[Tensor]
-    ) -> tuple[ForwardBatch, Sequence[Tensor], Tensor]:
-        """Replay a graph. Return the padded batch and the additional tensors, both on the device,
-        and the hidden states of the batch's own rows. All of it is valid until the next `run`."""
-        recorded = self._graphs[size]
-        uploaded, sent = batch.padded(size).to(self._device, self._inputs, beside)
+        graph, hidden = self._recorder(work)
+        if drafter is not None and shape.late:
+            drafter.allocate(inputs.batch, max_tokens(self._sizes.max_rows))
+            drafts, _ = self._recorder(lambda: drafter.work(inputs.batch))
+        return _Recorded(inputs, graph, hidden, drafts)
+
+    def _inputs(self, shape: GraphShape) -> _Inputs:
+        """Return the inputs of a graph, on the device and all of them padding."""
+        tensors = self._tensors(shape)
+        sent = upload(tensors, self._device, self._block)
+        adapted = None
+        if shape.adapted:
+            adapted, sent = self._bank.adapted(TokensBySlot(*sent[:2])), sent[2:]
+        batch = ForwardBatch.of(sent, shape.num_decodes, ())
+        return _Inputs(batch, adapted, sent[:-NUM_VARYING], PaddedBlock(tensors[:-NUM_VARYING]))
+
+    def _tensors(self, shape: GraphShape) -> list[Tensor]:
+        """Return the inputs of a graph over padding, in host memory."""
+        sizes = self._sizes
+        num_pages = min(shape.rows, sizes.max_rows) * sizes.max_pages
+        batch = padding(shape, sizes.num_tables, num_pages, sizes.state_pages)
+        if not shape.adapted:
+            return batch.tensors()
+        num_tiles = most_tiles(shape.tokens, self._bank.num_slots)
+        order = torch.zeros(shape.tokens, dtype=torch.int32)
+        return [order, torch.zeros(num_tiles, 3, dtype=torch.int32), *batch.tensors()]
+
+    def _give_up(self, shape: GraphShape, error: Uncapturable) -> None:
+        """Remove all graphs of the shape's kind."""
+        self._impossible.add(_kind(shape))
+        for captured in self._captured.pop(_kind(shape), []):
+            del self._graphs[captured]
+        log.warning(
+            "steps of a kind run without CUDA graphs %s",
+            kv(
+                decode=not shape.is_ragged,
+                drafts=shape.late,
+                adapters=shape.adapted,
+                operations=error,
+            ),
+        )
+
+    def shape_for(self, batch: ForwardBatch, *, late: bool, adapted: bool) -> GraphShape | None:
+        """Return the shape of the smallest graph for this step, or None if no graph fits.
+
+        Args:
+            late: rows have drafts.
+            adapted: tokens have adapters.
+        """
+        if batch.seen:  # a graph has no images or embeddings
+            return None
+        shapes = self._captured[not batch.is_decode, late and self._sizes.late, adapted]
+        first = bisect_left(shapes, (batch.token_ids.shape[0],))
+        return next((shape for shape in shapes[first:] if shape.fits(batch)), None)
+
+    def upload(
+        self,
+        shape: GraphShape,
+        batch: ForwardBatch,
+        adapters: Sequence[Tensor],
+        beside: Sequence[Tensor],
+    ) -> tuple[ForwardBatch, list[Tensor]]:
+        """Copy a step to the inputs of a graph. Return the step without padding and the tensors in
+        `beside`, on the device. All of it is valid until the next `upload`.
+
+        Args:
+            adapters: of an adapted shape.
+        """
+        own, inputs = batch.tensors(), self._graphs[shape].inputs
+        fixed = own
+        if shape.is_ragged:
+            starts = torch.from_numpy(shape.padded_starts(batch.query_starts.numpy()))
+            fixed = replace(batch, query_starts=starts).tensors()
+        sent = inputs.padding.upload(
+            [*adapters, *fixed[:-NUM_VARYING]], [*own[-NUM_VARYING:], *beside], self._block
+        )
+        views = [
+            padded if padded.shape == tensor.shape else padded[: tensor.shape[0]]
+            for padded, tensor in zip(inputs.fixed, own, strict=False)
+        ]
+        self._views = views + sent[:NUM_VARYING]
+        return ForwardBatch.of(self._views, batch.num_decodes, ()), sent[NUM_VARYING:]
+
+    def settle(self, batch: ForwardBatch) -> ForwardBatch:
+        """Copy tensors that have been replaced since `upload` to the inputs. Return the step as it
+        is there."""
+        for view, tensor in zip(self._views, batch.tensors(), strict=True):
+            if tensor is not view:
+                view.copy_(tensor)
+        return ForwardBatch.of(self._views, batch.num_decodes, ())
+
+    def drafts(self, shape: GraphShape, batch: ForwardBatch) -> GraphDrafts:
+        """Return the forwards of the drafter before a step of a shape with drafts.
+
+        Args:
+            batch: as `settle` has returned it.
+        """
+        graph, drafter = self._graphs[shape].drafts, self._drafter
+        assert graph is not None and drafter is not None
+        before = drafter.before(batch)
+        drafter.vectors[: len(before)].copy_(before)
+        return GraphDrafts(batch.token_ids, graph, drafter)
+
+    def replay(self, shape: GraphShape, batch: ForwardBatch) -> tuple[Tensor, LateStates | None]:
+        """Replay a graph. Return the hidden states of `batch.sampled` and the pending state
+        updates. Both are valid until the next `replay`.
+
+        Args:
+            batch: see `settle`.
+        """
+        recorded = self._graphs[shape]
+        self.settle(batch)
         recorded.graph.replay()
-        return uploaded, sent, recorded.hidden[: batch.num_rows]
+        return recorded.hidden[: batch.sampled.shape[0]], recorded.inputs.late
 
 
-def ladder(max_rows: int) -> tuple[int, ...]:
-    """Return the sizes of graphs, ascending. A step of n rows is padded by at most n / 8, or to
-    8."""
-    sizes = [1, 2, 4]
-    size, step = 8, 8
-    while size < max_rows:
-        sizes.append(size)
-        size += step
-        if size % (8 * step) == 0:
-            step = size // 8
-    return (*(size for size in sizes if size < max_rows), max_rows)
+def _kind(shape: GraphShape) -> _Kind:
+    return shape.is_ragged, shape.late, shape.adapted

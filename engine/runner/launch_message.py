@@ -21,6 +21,7 @@ from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import PageCopies
 from engine.batch.early_rows import PrestagedRows
 from engine.batch.forward import ForwardBatch
+from engine.batch.graph_shapes import GraphShape
 from engine.batch.images import VisibleEmbeddings, VisibleImage
 from engine.batch.upload import pack, packed_bytes
 from engine.batch.verified_rows import VerifiedRows
@@ -56,7 +57,6 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
         seen: first token in the step and number of tokens of each visible image.
         given: first tokens in the step of input embeddings.
         chosen, num_prompt: see HeadInputs.
-        spans: see TokensBySlot.
         fills: slots to fill with adapters.
         graph, num_decodes, to_guess: see Step and its parts.
     """
@@ -64,13 +64,12 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tensors: tuple[tuple[str, tuple[int, ...], int], ...]
     parts: StepParts
     num_decodes: int
-    graph: int
+    graph: GraphShape | None
     to_guess: tuple[int, ...]
     seen: tuple[tuple[int, int], ...]
     given: tuple[int, ...]
     chosen: bool
     num_prompt: int
-    spans: tuple[tuple[int, int, int], ...]
     fills: tuple[tuple[int, AdapterId], ...]
 
 
@@ -98,7 +97,6 @@ def encode(step: Step, block: Block) -> Launch:
         tuple(one.place for one in _given(rows)),
         step.heads.chosen,
         step.heads.num_prompt,
-        () if adapters.tokens is None else adapters.tokens.spans,
         tuple((slot, adapter.id) for slot, adapter in adapters.fills),
     )
 
@@ -125,7 +123,7 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
             launch.to_guess,
         ),
         AdapterBatch(
-            TokensBySlot(adapters[0], adapters[1], launch.spans) if adapters else None,
+            TokensBySlot(*adapters) if adapters else None,
             tuple((slot, adapter(identity)) for slot, identity in launch.fills),
         ),
         HeadInputs(launch.chosen, launch.num_prompt).on_device(scored),

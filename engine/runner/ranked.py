@@ -20,6 +20,7 @@ from common.errors import EngineFault
 from common.requests.namespace import AdapterId
 from engine.adapters.stored import LoraAdapter
 from engine.batch.forward import ForwardBatch
+from engine.batch.graph_shapes import GraphShape
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Group, Stage
@@ -143,16 +144,16 @@ class LeadingForwards:
         return changed
 
     @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        return self._forwards.graph_sizes
+    def graph_shapes(self) -> tuple[GraphShape, ...]:
+        return self._forwards.graph_shapes
 
-    def graph_of(self, rows: ForwardBatch) -> int:
-        return self._forwards.graph_of(rows)
+    def graph_of(self, rows: ForwardBatch, *, late: bool, adapted: bool) -> GraphShape | None:
+        return self._forwards.graph_of(rows, late=late, adapted=adapted)
 
-    def capture(self, size: int) -> None:
+    def capture(self, shape: GraphShape) -> None:
         """Capture a graph on all ranks, see Forwards.capture. If a rank cannot, the node ends."""
-        self._followers.send(_encoder.encode(CaptureGraph(size)))
-        self._forwards.capture(size)
+        self._followers.send(_encoder.encode(CaptureGraph(shape)))
+        self._forwards.capture(shape)
 
     def launch(self, step: Step, sampling: TokenSampling, output: StepOutput) -> StreamEvent:
         """Send and enqueue a step, see Forwards.launch."""
@@ -336,8 +337,8 @@ def follow(
                 sent.add(_ended(step, follower.run(step), forwards, ranks))
             case SampleStep():
                 follower.sample_now()
-            case CaptureGraph(rows=rows):
-                forwards.capture(rows)
+            case CaptureGraph(shape=shape):
+                forwards.capture(GraphShape(*shape))
             case ReplaceHostPages() as job:
                 forwards = jobs.with_host_pages(job, forwards)
                 follower = _step_follower(forwards, ranks)

@@ -9,25 +9,38 @@ import torch
 
 from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.forward import ForwardBatch
+from engine.batch.graph_shapes import GraphShape
 
 
 def decode_rehearsal(
     num_rows: int, num_tables: int, num_pages: int = 0, state_pages: int = 0
 ) -> ForwardBatch:
     """Return a decode step of padding rows, with space for `num_pages` page ids."""
-    places = torch.arange(num_rows + 1)
+    return padding(GraphShape(num_rows, num_rows), num_tables, num_pages, state_pages)
+
+
+def padding(
+    shape: GraphShape, num_tables: int, num_pages: int = 0, state_pages: int = 0
+) -> ForwardBatch:
+    """Return a step of a shape that has only padding rows, with space for `num_pages` page ids."""
+    num_tokens, num_rows = shape.tokens, shape.rows
+    starts = torch.arange(num_rows + 1)
+    sampled = starts[:-1]
+    if shape.is_ragged:
+        starts = torch.from_numpy(shape.padded_starts(np.zeros(1, np.int32)))
+        sampled = torch.zeros(num_tokens, dtype=torch.int64)
     return ForwardBatch(
-        token_ids=torch.zeros(num_rows, dtype=torch.int32),
-        positions=torch.zeros(num_rows, dtype=torch.int32),
-        locations=tuple(torch.full((num_rows,), -1) for _ in range(num_tables)),
+        token_ids=torch.zeros(num_tokens, dtype=torch.int32),
+        positions=torch.zeros(num_tokens, dtype=torch.int32),
+        locations=tuple(torch.full((num_tokens,), -1) for _ in range(num_tables)),
         lengths=torch.zeros(num_rows, dtype=torch.int32),
         page_starts=tuple(torch.zeros(num_rows, dtype=torch.int32) for _ in range(num_tables)),
-        query_starts=places.int(),
-        sampled=places[:-1],
+        query_starts=starts.int(),
+        sampled=sampled,
         **_no_states(num_rows, state_pages),
         page_ids=torch.zeros(num_pages, dtype=torch.int32),
-        slots=places[:-1],
-        num_decodes=num_rows,
+        slots=torch.arange(num_rows),
+        num_decodes=shape.num_decodes,
         seen=(),
     )
 

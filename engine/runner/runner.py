@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from engine.adapters.adapters import AdapterManager
 from engine.batch.batch import LaunchedBatch, ScheduleBatch
+from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
@@ -30,13 +31,13 @@ class ModelRunner:
         return ModelRunner(self.builder, self.forwards.with_host_pool(host_pool, recorder))
 
     @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        """Rows of the graphs for which `capture` is to be called, descending."""
-        return self.forwards.graph_sizes
+    def graph_shapes(self) -> tuple[GraphShape, ...]:
+        """Shapes of the graphs for which `capture` is to be called, descending."""
+        return self.forwards.graph_shapes
 
-    def capture(self, size: int) -> None:
-        """Capture one of `graph_sizes`, and wait until it is done."""
-        self.forwards.capture(size)
+    def capture(self, shape: GraphShape) -> None:
+        """Capture one of `graph_shapes`, and wait until it is done."""
+        self.forwards.capture(shape)
 
     def rehearse(self, num_tokens: int) -> None:
         """Warm up: run the largest forward and everything that may follow a forward, over dummy
@@ -107,7 +108,7 @@ class SplitRunner:
         return LaunchedGroup(batch, self._forwards.launch_group(forward, group.past, copies))
 
     def _built(self, batch: ScheduleBatch) -> HeldForward:
-        step, sampling = self._runner.builder.build(batch, lambda _: 0)
+        step, sampling = self._runner.builder.build(batch)
         assert not sampling.late, "all tokens of prompts are known"
         return HeldForward(step, sampling, self._begin)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.errors import EngineFault
 from engine.batch.forward import ForwardBatch
+from engine.batch.graph_shapes import GraphShape
 from engine.kv_cache.kv import HostPool
 from engine.models import ModelSpec
 from engine.ranks import Stage
@@ -76,14 +77,14 @@ class StagedForwards:
     """The forwards of a rank of the first stage. Has the interface of Forwards. Engine thread only.
 
     Attributes:
-        graph_sizes: none, because a step has parts before and after the exchange of tensors.
+        graph_shapes: none, because a step has parts before and after the exchange of tensors.
 
     Args:
         on_early: called before tokens are sampled although no step follows. All ranks of the stage
             must do so between the same steps, see `sample_now`.
     """
 
-    graph_sizes: tuple[int, ...] = ()
+    graph_shapes: tuple[GraphShape, ...] = ()
 
     def __init__(
         self, forwards: Forwards, stage: Stage, on_early: Callable[[], None] = lambda: None
@@ -102,10 +103,10 @@ class StagedForwards:
     def device(self) -> torch.device:
         return self._forwards.device
 
-    def graph_of(self, rows: ForwardBatch) -> int:
-        return 0
+    def graph_of(self, rows: ForwardBatch, *, late: bool, adapted: bool) -> None:
+        return None
 
-    def capture(self, size: int) -> None:
+    def capture(self, shape: GraphShape) -> None:
         raise EngineFault("no graph is captured with stages")
 
     def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "StagedForwards":
@@ -180,7 +181,7 @@ class StageRehearsal:
     """The largest steps of a rank of a stage, for measurements of its memory. Each rank samples for
     itself. There are no graphs."""
 
-    graph_sizes: tuple[int, ...] = ()
+    graph_shapes: tuple[GraphShape, ...] = ()
 
     def __init__(self, builder: StepBuilder, forwards: Forwards, stage: Stage) -> None:
         self._builder = builder
@@ -197,7 +198,7 @@ class StageRehearsal:
             first = StagedForwards(self._forwards, self._stage)
             first.launch(step, sampling, StepOutput()).wait()
 
-    def capture(self, size: int) -> None:
+    def capture(self, shape: GraphShape) -> None:
         raise EngineFault("no graph is captured with stages")
 
 

@@ -5,6 +5,7 @@ import msgspec
 from engine.adapters.adapters import NO_ADAPTERS, AdapterBatch
 from engine.batch.batch import PageCopies
 from engine.batch.forward import ForwardBatch
+from engine.batch.graph_shapes import GraphShape
 from engine.runner.speculated import NOTHING, SpeculativeStep
 from engine.sampling.heads import SAMPLES, HeadInputs
 
@@ -14,7 +15,7 @@ class Step(msgspec.Struct, frozen=True, eq=False):
 
     Attributes:
         rows: None: the step has only copies.
-        graph: rows of the captured graph that computes the forward. 0: none does.
+        graph: shape of the captured graph that computes the forward. None: none does.
         swap_out: before the forward, pool -> host.
         swap_in: before the forward and after swap_out, host -> pool.
     """
@@ -23,6 +24,6 @@ class Step(msgspec.Struct, frozen=True, eq=False):
     speculated: SpeculativeStep = NOTHING
     adapters: AdapterBatch = NO_ADAPTERS
     heads: HeadInputs = SAMPLES
-    graph: int = 0
+    graph: GraphShape | None = None
     swap_out: PageCopies | None = None
     swap_in: PageCopies | None = None

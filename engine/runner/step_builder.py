@@ -1,7 +1,8 @@
 """Builds steps from the scheduler's decisions and the request table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ import torch
 from engine.adapters.adapters import AdapterManager
 from engine.batch.batch import Ints, ScheduleBatch
 from engine.batch.forward import BatchBuilder, ForwardBatch
+from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes
 from engine.models.spec import ModelSpec
@@ -21,6 +23,12 @@ from engine.sampling.heads import HeadInputs
 
 # Tokens of prompts whose attention splits keys, once with few queries in a part and once with many.
 SHORT_PROMPTS = (2, 20)
+
+
+class GraphOf(Protocol):
+    """See Forwards.graph_of."""
+
+    def __call__(self, rows: ForwardBatch, *, late: bool, adapted: bool) -> GraphShape | None: ...
 
 
 class StepBuilder:
@@ -52,23 +60,23 @@ class StepBuilder:
         return ForwardSizes(num_slots, max_pages, num_bytes)
 
     def build(
-        self, batch: ScheduleBatch, graph_of: Callable[[ForwardBatch], int]
+        self, batch: ScheduleBatch, graph_of: GraphOf | None = None
     ) -> tuple[Step, SamplingInputs]:
         """Build a step at its launch, and the work of choosing its tokens. All of it is copied.
 
         Args:
-            graph_of: returns the rows of the captured graph for a step. 0: no graph fits.
+            graph_of: returns the shape of the captured graph for a step, see Forwards. None: the
+                step has no graph.
         """
         if not len(batch.slots):
             return Step(swap_out=batch.swap_out, swap_in=batch.swap_in), NOTHING_ASKED
         rows, sampling = self._rows.build(batch), self._features.build(batch)
         adapters = self._adapters.build(batch)
         speculated = SpeculativeStep.of(batch, self._table)
-        graph = 0
         if places := sampling.places:
             rows = rows.wanting(torch.cat(places))
-        elif not speculated and adapters.tokens is None:
-            graph = graph_of(rows)
+        late, adapted = speculated.verified is not None, adapters.tokens is not None
+        graph = None if graph_of is None else graph_of(rows, late=late, adapted=adapted)
         copies = batch.swap_out, batch.swap_in
         return Step(rows, speculated, adapters, sampling.heads, graph, *copies), sampling
 

@@ -5,6 +5,8 @@ Tokens are grouped by slot, so that each pair is read once for many tokens.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 import triton
@@ -26,13 +28,18 @@ class TokensBySlot:
     Attributes:
         order: int32 [any], tokens of the step. Those of a slot are adjacent.
         tiles: int32 [any, 3]: a slot, and the range [from, to) in `order` of at most TILE_ROWS of
-            its tokens.
-        spans: in host memory, the same for all tokens of a slot.
+            its tokens. Tiles of a slot are adjacent. Tiles without tokens may follow.
     """
 
     order: Tensor
     tiles: Tensor
-    spans: tuple[tuple[int, int, int], ...]
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the same ranges for all tokens of a slot. Waits for the device."""
+        for slot, tiles in groupby(self.tiles.tolist(), key=itemgetter(0)):
+            ranges = [(first, end) for _, first, end in tiles if first < end]
+            if ranges:
+                yield slot, ranges[0][0], ranges[-1][1]
 
 
 def add_low_rank(
@@ -79,7 +86,7 @@ def add_low_rank_reference(
     y: Tensor, x: Tensor, down: Tensor, up: Tensor, tokens: TokensBySlot, parts: Sequence[int]
 ) -> None:
     rank = up.shape[2]
-    for slot, start, end in tokens.spans:
+    for slot, start, end in tokens.spans():
         mine = tokens.order[start:end]
         inner = linear(x.index_select(0, mine), down[slot])
         for part, (first, past) in enumerate(_ranges(parts)):
@@ -165,6 +172,8 @@ def _down_kernel(
     `order`."""
     tile = tiles_ptr + tl.program_id(0) * 3
     slot, first, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if first >= end:
+        return
     places = first + tl.arange(0, BLOCK_M)
     used = places < end
     tokens = tl.load(order_ptr + places, mask=used, other=0).to(tl.int64)
@@ -214,6 +223,8 @@ def _up_kernel(
     cols = begin + tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wanted = cols < past
     slot, first, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if first >= end:
+        return
     places = first + tl.arange(0, BLOCK_M)
     used = places < end
     up_ptr += slot.to(tl.int64) * (OUTPUTS * RANK)

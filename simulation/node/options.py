@@ -16,6 +16,7 @@ _UNSUPPORTED = (
     "engine.threads",
     "engine.cpu_kernels",
     "engine.cuda_graphs",
+    "engine.early_launch",
     "engine.parallel.pp",
     "engine.parallel.experts",
     "engine.parallel.redundant_experts",

@@ -12,6 +12,7 @@ import torch
 from common.config import EngineConfig
 from engine import footprint as footprint_module
 from engine.adapters.adapters import AdapterBank
+from engine.batch.graph_shapes import GraphShape
 from engine.footprint import (
     DRIVER_BYTES_PER_GRAPH,
     MemoryFootprint,
@@ -64,24 +65,26 @@ class FakeGpu:
 
 
 class FakeRunner:
-    """A runner, as far as it is measured."""
+    """A runner, as far as it is measured. A graph needs memory for each of its tokens."""
 
-    def __init__(self, gpu, *, state=0, forward=0, largest=0, others=0, sizes=()):
-        self._gpu, self._forward, self._sizes = gpu, forward, sizes
-        self._bytes_of = dict.fromkeys(sizes, others) | dict.fromkeys(sizes[:1], largest)
+    def __init__(self, gpu, *, state=0, forward=0, largest=0, of_token=0, sizes=()):
+        self._gpu, self._forward = gpu, forward
+        self._shapes = tuple(GraphShape(size, size) for size in sizes)
+        self._bytes_of = {shape: of_token * shape.tokens for shape in self._shapes}
+        self._bytes_of |= dict.fromkeys(self._shapes[:1], largest)
         gpu.take(state)
 
     @property
-    def graph_sizes(self):
-        return self._sizes
+    def graph_shapes(self):
+        return self._shapes
 
     def rehearse(self, num_tokens):
         self._gpu.use(self._forward)
 
-    def capture(self, size):
+    def capture(self, shape):
         self._gpu.use(self._forward // 4)  # the work is done once before it is captured
         self._gpu.empty_cache()  # as torch does before every capture
-        self._gpu.take(self._bytes_of[size])
+        self._gpu.take(self._bytes_of[shape])
 
 
 def test_a_forward_and_graphs_are_what_they_take_whatever_happens_beside(monkeypatch):
@@ -94,15 +97,15 @@ def test_a_forward_and_graphs_are_what_they_take_whatever_happens_beside(monkeyp
             state=150 * MIB,
             forward=600 * MIB,
             largest=100 * MIB,
-            others=10 * MIB,
-            sizes=(64, 32, 16, 8, 4, 2, 1, 0),
+            of_token=MIB,
+            sizes=(64, 32, 16, 8, 4, 2, 1, 1),
         ),
         2304,
         CUDA,
     )
-    graphs = 170 * MIB + 8 * DRIVER_BYTES_PER_GRAPH
+    graphs = (100 + 32 + 16 + 8 + 4 + 2 + 2 + 2) * MIB + 8 * DRIVER_BYTES_PER_GRAPH
     assert footprint == MemoryFootprint(state=150 * MIB, forward=600 * MIB, graphs=graphs)
-    assert footprint.total == 920 * MIB + 8 * DRIVER_BYTES_PER_GRAPH
+    assert footprint.total == 916 * MIB + 8 * DRIVER_BYTES_PER_GRAPH
 
 
 def test_without_graphs_none_are_counted(monkeypatch):
@@ -169,7 +172,7 @@ def test_memory_that_comes_free_meanwhile_makes_nothing_cheaper(monkeypatch):
 
     class Collecting(FakeRunner):
         def __init__(self):
-            super().__init__(gpu, state=-3 * MIB, sizes=(2, 1), largest=-5 * MIB, others=-7 * MIB)
+            super().__init__(gpu, state=-3 * MIB, sizes=(2, 1), largest=-5 * MIB, of_token=-7 * MIB)
 
         def rehearse(self, num_tokens):
             gpu.take(-11 * MIB)
@@ -191,7 +194,7 @@ def test_a_node_stays_within_its_share_and_uses_it_while_another_one_starts(monk
         "state": rng.randrange(1 * GIB),
         "forward": rng.randrange(4 * GIB),
         "largest": rng.randrange(2 * GIB),
-        "others": rng.randrange(50 * MIB),
+        "of_token": rng.randrange(5 * MIB),
         "sizes": sizes,
     }
     weights = gpu.live
@@ -201,8 +204,8 @@ def test_a_node_stays_within_its_share_and_uses_it_while_another_one_starts(monk
     gpu.most = 0
     gpu.take(pool)
     runner = FakeRunner(gpu, **takes)
-    for size in runner.graph_sizes:
-        runner.capture(size)
+    for shape in runner.graph_shapes:
+        runner.capture(shape)
     runner.rehearse(2304)
     assert gpu.most <= share
     assert gpu.most > share - 2 * GIB  # the CUDA context and the driver's part of the graphs

@@ -7,6 +7,7 @@ import torch
 from engine.batch.batch import ForwardMode, ScheduleBatch, StateCheckpoint
 from engine.batch.forward import BatchBuilder, ForwardBatch
 from engine.batch.table import SlotTable
+from engine.batch.upload import packed_bytes
 from engine.models import load
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import Steps
@@ -107,26 +108,16 @@ def test_a_row_goes_on_from_its_own_state_unless_it_begins_or_is_told_otherwise(
     assert made.state_writes.tolist() == [[70, 71], [80, 81], [90, 91], [60, 61]]
     assert made.state_marks.tolist() == [0, 16, 0, 0]
     assert made.state_kept.tolist() == [[-1, -1], [4, 5], [-1, -1], [-1, -1]]
-    uploaded, _ = made.to(CPU, torch.zeros(made.packed_bytes, dtype=torch.uint8))
+    uploaded, _ = made.to(CPU)
     uploaded.states.check()
     assert torch.equal(uploaded.state_reads, made.state_reads)
-
-
-def test_rows_that_pad_a_decode_step_read_and_write_no_state() -> None:
-    table = SlotTable(2, 64, PAGE_SIZE, state_pages=2)
-    table.page_table[:] = 0
-    table.state[:] = [[0, 1], [2, 3]]
-    made = build(table, [20, 1], [1, 1]).padded(4)
-    assert made.state_reads.tolist() == [[2, 3], [-1, -1], [-1, -1], [-1, -1]]
-    assert made.state_writes.tolist() == [[2, 3], [0, 1], [-1, -1], [-1, -1]]
-    made.states.check()
 
 
 def test_a_long_row_among_short_ones_costs_its_own_pages_only() -> None:
     table = table_of(257, 131_072)
     made = build(table, [1000] * 256 + [131_000], [1] * 257)
     assert made.page_ids.numel() == 256 * 63 + 8188
-    assert made.packed_bytes < 120_000
+    assert packed_bytes(made.tensors()) < 120_000
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -162,8 +153,8 @@ def test_a_long_row_among_short_ones_changes_no_token_by_graph_or_without(tmp_pa
 
     def generate(recorder, *groups):
         steps = Steps(model, num_slots=len(prompts) + 1, recorder=recorder)
-        for size in steps.runner.graph_sizes:
-            steps.runner.capture(size)
+        for shape in steps.runner.graph_shapes:
+            steps.runner.capture(shape)
         answers = [tokens for group in groups for tokens in steps.generate(group, 4)]
         steps.close()
         return answers

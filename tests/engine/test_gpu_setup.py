@@ -23,8 +23,10 @@ from engine.kv_cache.states import PagedKV
 from engine.load import with_collectives
 from engine.models import read_spec
 from engine.ranks import Share
+from engine.runner import gpu
 from engine.runner.gpu import use_gpu
 from engine.sizing import resolve_device, resolve_shape
+from kernels import early_launch
 from node import engine_main as node_engine
 from tests.support.checkpoints import make_checkpoint
 
@@ -173,6 +175,29 @@ def test_sums_of_products_are_not_rounded_to_sixteen_bits_on_the_way(monkeypatch
         for name, value in zip(names, before, strict=True):
             setattr(matmul, name, value)
     assert chosen == [CUDA]
+
+
+@pytest.mark.parametrize(
+    "capability, driver, wanted, said",
+    [
+        ((9, 0), 12030, True, "launch is on"),
+        ((12, 0), 13000, True, "launch is on"),
+        ((8, 9), 13000, True, "compute capability 8.9 is below 9.0"),
+        ((9, 0), 12020, True, "the driver supports CUDA 12.2, not 12.3"),
+        ((9, 0), 0, True, "the driver supports CUDA 0.0, not 12.3"),
+        ((9, 0), 13000, False, "engine.early_launch is off"),
+    ],
+)
+def test_kernels_start_early_where_the_gpu_and_its_driver_can(
+    monkeypatch, caplog, capability, driver, wanted, said
+):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(early_launch, "ENABLED", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(gpu, "_driver_version", lambda: driver)
+    gpu.choose_early_launch(CUDA, wanted=wanted)
+    assert (said == "launch is on") == early_launch.ENABLED
+    assert said in caplog.text
 
 
 def test_the_thread_that_builds_an_engine_has_its_gpu_first_of_all(monkeypatch):

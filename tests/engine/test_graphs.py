@@ -1,20 +1,19 @@
 """Decode steps by graph: what a graph was captured over is all that its replay may depend on."""
 
-import threading
-
 import pytest
 import torch
 from msgspec.structs import replace
 
 from common.errors import EngineFault
 from common.requests.sampling import SamplingParams
+from engine.batch.graph_shapes import GraphShape, ladder
 from engine.batch.images import VisibleEmbeddings
 from engine.models import load
-from engine.runner.graphs import ladder
 from engine.runner.host_waits import Uncapturable, check_capturable
 from engine.runner.rehearsal import decode_rehearsal
 from tests.support.checkpoints import make_checkpoint
 from tests.support.steps import GREEDY, Steps, prompt
+from tests.support.tapes import RepeatRecorder
 
 CPU = torch.device("cpu")
 PARAMS = [
@@ -24,26 +23,6 @@ PARAMS = [
     SamplingParams(max_tokens=9999, seed=1, temperature=0.0, repetition_penalty=1.5),
     SamplingParams(max_tokens=9999, seed=3, temperature=1.0, presence_penalty=2.0),
 ]
-
-
-class Repeated:
-    """A graph as a CPU has it: the work is done again, and its output copied to where it was."""
-
-    def __init__(self, work, output, replays):
-        self._work, self._output, self._replays = work, output, replays
-
-    def replay(self):
-        self._replays.append((len(self._output), threading.current_thread().name))
-        self._output.copy_(self._work())
-
-
-class RepeatRecorder:
-    def __init__(self):
-        self.replays = []
-
-    def __call__(self, work):
-        output = work().clone()
-        return Repeated(work, output, self.replays), output
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +50,11 @@ def test_graphs_change_no_token(model, overlap):
     eager.close()
     recorder = RepeatRecorder()
     steps = Steps(model, num_slots=11, overlap=overlap, recorder=recorder)
-    assert steps.runner.graph_sizes == (11, 8, 4, 2, 1)
-    for size in steps.runner.graph_sizes:
-        steps.runner.capture(size)
+    for shape in steps.runner.graph_shapes:
+        steps.runner.capture(shape)
     assert generate(steps, 11, 8) == expected
     steps.close()
-    assert {rows for rows, _ in recorder.replays} == {1, 2, 4, 8, 11}
+    assert {rows for rows, _ in recorder.replays} > {1, 2, 4, 8, 11}
     assert {name for _, name in recorder.replays} == {"forward-stream"}
 
 
@@ -85,11 +63,12 @@ class Failing(RepeatRecorder):
 
     def __init__(self, error):
         super().__init__()
-        self._errors = [None, error]
+        self._error, self._captured = error, False
 
     def __call__(self, work):
-        if error := self._errors.pop(0):
-            raise error
+        if self._captured:
+            raise self._error
+        self._captured = True
         return super().__call__(work)
 
 
@@ -99,12 +78,13 @@ def test_a_model_that_cannot_be_captured_is_served_without_graphs(model, caplog)
     eager.close()
     recorder = Failing(Uncapturable(["aten.nonzero.default"]))
     steps = Steps(model, num_slots=4, overlap=False, recorder=recorder)
-    for size in steps.runner.graph_sizes:
-        steps.runner.capture(size)
+    for shape in steps.runner.graph_shapes:
+        steps.runner.capture(shape)
     assert generate(steps, 4, 4) == expected
     steps.close()
     assert recorder.replays == []
-    assert len(caplog.records) == 1 and "nonzero" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "decode=False" in caplog.records[0].message and "nonzero" in caplog.text
 
 
 def test_a_capture_that_fails_is_a_fault_and_its_sentence_names_the_flag(model):
@@ -112,11 +92,11 @@ def test_a_capture_that_fails_is_a_fault_and_its_sentence_names_the_flag(model):
     of the graph is lost."""
     recorder = Failing(RuntimeError("operation not permitted when stream is capturing\nmore"))
     steps = Steps(model, num_slots=4, overlap=False, recorder=recorder)
-    steps.runner.capture(4)
+    steps.runner.capture(GraphShape(4, 4))
     with pytest.raises(EngineFault) as raised:
-        steps.runner.capture(2)
+        steps.runner.capture(GraphShape(6, 2))
     steps.close()
-    assert "2 rows could not be captured (operation not permitted" in str(raised.value)
+    assert "6 tokens in 2 rows could not be captured (operation not permitted" in str(raised.value)
     assert str(raised.value).endswith("--no-engine.cuda-graphs") and "more" not in str(raised.value)
 
 
@@ -166,7 +146,7 @@ def test_a_step_takes_the_smallest_graph_there_is_and_else_none(model):
         steps.prefill(slot)
     steps.decode(*slots[:3])
     assert recorder.replays == []
-    steps.runner.capture(4)
+    steps.runner.capture(GraphShape(4, 4))
     steps.decode(*slots)
     assert recorder.replays == []
     steps.decode(*slots[:1])
@@ -177,11 +157,12 @@ def test_a_step_takes_the_smallest_graph_there_is_and_else_none(model):
 
 def test_a_chunk_of_one_token_with_an_embedding_has_no_graph(model):
     steps = Steps(model, num_slots=2, recorder=RepeatRecorder())
-    steps.runner.capture(1)
+    steps.runner.capture(GraphShape(1, 1))
     rows, forwards = decode_rehearsal(1, 1), steps.runner.forwards
     seen = (VisibleEmbeddings(torch.zeros(1, model.spec.hidden_size), 0),)
-    assert forwards.graph_of(rows) == 1
-    assert forwards.graph_of(replace(rows, seen=seen)) == 0
+    kind = {"late": False, "adapted": False}
+    assert forwards.graph_of(rows, **kind) == GraphShape(1, 1)
+    assert forwards.graph_of(replace(rows, seen=seen), **kind) is None
     steps.close()
 
 
@@ -198,7 +179,7 @@ def test_the_rehearsal_writes_no_page_and_leaves_no_trace(model):
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 8, 9, 100, 256, 1000, 4096])
 def test_sizes_waste_little_and_end_at_the_largest_batch(max_rows):
-    sizes = ladder(max_rows)
+    sizes = ladder(max_rows, 8)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max_rows
     assert len(sizes) < 60
     for rows in range(1, max_rows + 1):

@@ -15,15 +15,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
+from common.config import SpeculativeConfig
 from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.forward import BatchBuilder, ForwardBatch
+from engine.batch.graph_shapes import GraphShape
 from engine.batch.table import SlotTable
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
+from engine.models.blocks.late_states import LateStates
+from engine.models.drafting import live_token
 from engine.runner.host_waits import check_capturable
+from engine.runner.rehearsal import padding
 from kernels import device
 from tests.support.checkpoints import NATIVE_ARCHITECTURES, make_checkpoint
+from tests.support.drafters import make_draft, make_eagle, make_eagle3, make_mtp
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -185,8 +191,44 @@ def test_a_delta_net_launches_two_kernels_for_any_rows(tmp_path):
         assert delta == {"_causal_conv_kernel": 3, kernel: 3}
 
 
+# A decode step, rows with drafts, and a prompt.
+SHAPES = (GraphShape(3, 3), GraphShape(12, 4, late=True), GraphShape(64, 3))
+
+
+def check_shapes(model, drafts: bool = False) -> None:
+    """Check the forwards of all shapes, and those of a drafter."""
+    layout = KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype, None, model.spec.draft)
+    pool, future = KVPool(layout, 1, CPU), torch.zeros(4, dtype=torch.int32)
+    for shape in SHAPES:
+        batch = padding(shape, layout.tables.num_tables, 8, layout.tables.state_pages)
+        late = LateStates() if shape.late else None
+        with launching(Counter()):
+            check_capturable(
+                lambda batch=batch, late=late: model.forward(batch, pool, future, None, late), CPU
+            )
+    if drafts:
+        vectors, place = model.drafter.before(batch, pool), torch.zeros(2, dtype=torch.int64)
+
+        def advance() -> Tensor:
+            one = live_token(batch, *place.unbind())
+            return model.drafter.advance(one, vectors, future, pool)
+
+        with launching(Counter()):
+            check_capturable(advance, CPU)
+
+
 @pytest.mark.parametrize("architecture", NATIVE_ARCHITECTURES)
-def test_a_decode_step_has_no_operation_that_a_cuda_graph_cannot_have(tmp_path, architecture):
-    forward = forward_of(make_checkpoint(tmp_path, architecture), DECODE)
-    with launching(Counter()):
-        check_capturable(forward, CPU)
+def test_a_step_has_no_operation_that_a_cuda_graph_cannot_have(tmp_path, architecture):
+    check_shapes(load(make_checkpoint(tmp_path, architecture), CPU, torch.float32))
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle", "eagle3", "draft_model"])
+def test_a_drafter_has_no_operation_that_a_cuda_graph_cannot_have(tmp_path, method):
+    if method == "mtp":
+        directory, head = make_mtp(make_checkpoint(tmp_path / "model", "deepseek_v3")), None
+    else:
+        directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=7)
+        make = {"eagle": make_eagle, "eagle3": make_eagle3, "draft_model": make_draft}[method]
+        head = str(make(tmp_path / "head", directory))
+    speculation = SpeculativeConfig(method=method, draft_model=head)
+    check_shapes(load(directory, CPU, torch.float32, speculation=speculation), drafts=True)

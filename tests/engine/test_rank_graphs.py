@@ -31,6 +31,7 @@ from engine.footprint import MemoryFootprint, measure_footprint
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, open_checkpoint, read_spec
+from engine.models.decoder import Decoder
 from engine.ranks import WHOLE, Share
 from engine.ranks.messages import ReplaceHostPages
 from engine.ranks.rank_groups import RankGroups
@@ -94,8 +95,8 @@ class TwoRanks:
     send: Callable[[bytes], None]
 
     def capture(self) -> None:
-        for size in self.steps.runner.graph_sizes:
-            self.steps.runner.capture(size)
+        for shape in self.steps.runner.graph_shapes:
+            self.steps.runner.capture(shape)
 
 
 @contextmanager
@@ -147,19 +148,20 @@ def test_ranks_replay_graphs_in_step(tmp_path: Path) -> None:
     alone = Steps(open_checkpoint(directory).load(CPU, torch.float32, "none", WHOLE))
     expected = alone.generate(prompts, 8)
     alone.close()
+    expected_sizes = [6, 24, 48, *[4] * 7]  # prompts, then decode steps
     with two_ranks(open_checkpoint(directory)) as ranks:
         steps, (ours, theirs) = ranks.steps, ranks.graphs
         ranks.capture()
         steps.runner.rehearse(60)
         assert steps.generate(prompts, 8) == expected
-        assert ours.replayed == theirs.replayed == [4] * 7
+        assert ours.replayed == theirs.replayed == expected_sizes
         # Another role has graphs and host pages of its own.
         again = Repeating()
         steps.runner = steps.runner.with_host_pool(steps.host_pool, again)
         ranks.capture()
         ranks.send(msgspec.msgpack.encode(ReplaceHostPages(0, 0)))
         assert steps.generate(prompts, 8) == expected
-        assert again.replayed == [4] * 7 == theirs.replayed[7:]
+        assert again.replayed == expected_sizes == theirs.replayed[len(expected_sizes) :]
 
 
 def test_ranks_rehearse_drafts_together(tmp_path: Path) -> None:
@@ -190,6 +192,8 @@ def test_ranks_measure_the_memory_of_steps_together(
 
     def measure(share: Share) -> MemoryFootprint:
         model = servable.load(CPU, torch.float32, "none", share)
+        assert isinstance(model, Decoder)
+        model.compute_in_one_way()  # as on a GPU, where no latents are unfolded
         shape = resolve_shape(config, model.spec, dtype=torch.float32, free=GIB, share=share)
         bank = bank_of(config.lora, model, free=0)
         return measure_footprint(model, shape, bank, max_running=4, graphs=True)

@@ -25,6 +25,7 @@ from common.requests.images import Image
 from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import bank_of
+from engine.batch.graph_shapes import GraphShape
 from engine.batch.images import VisibleImage
 from engine.build import Engine, build
 from engine.kv_cache.kv import HostPool, KVPool
@@ -156,15 +157,16 @@ class TwoRanks:
     """The forwards of two ranks in place of one. Every step goes to the second one as bytes."""
 
     def __init__(self, first: Forwards, second: Forwards, wire: Wire, engine: Engine) -> None:
-        self.spec, self.graph_of, self.graph_sizes = first.spec, first.graph_of, first.graph_sizes
+        self.spec, self.graph_of = first.spec, first.graph_of
+        self.graph_shapes = first.graph_shapes
         self.seen: set[str] = set()
         self._first, self._second, self._wire = first, second, wire
         self._adapters = engine.adapters.library
         self._running: list[Following] = []
 
-    def capture(self, size: int) -> None:
-        self._first.capture(size)
-        self._second.capture(size)
+    def capture(self, shape: GraphShape) -> None:
+        self._first.capture(shape)
+        self._second.capture(shape)
 
     def launch(self, step: Step, sampling: Any, output: StepOutput) -> Any:
         self._follow(step).expected = output
@@ -282,8 +284,8 @@ class Serving:
         second = Forwards(copied, *self.pools, bank, self._stream, sizes, recorder)
         self.ranks = TwoRanks(first, second, wire, engine)
         mine = ModelRunner(runner.builder, self.ranks)  # type: ignore[arg-type]
-        for size in mine.graph_sizes:
-            mine.capture(size)
+        for shape in mine.graph_shapes:
+            mine.capture(shape)
         self.loop = EventLoop(self, mine)
 
     def poll(self) -> None:

@@ -83,7 +83,7 @@ def test_tokens_of_a_slot_are_together_in_their_order_and_no_tile_has_two_slots(
     tokens = tokens_by_slot(np.array(MANY, np.int32), NUM_SLOTS)
     order, num = tokens.order.tolist(), TILE_ROWS + 5
     assert order == [*range(2 * num, 3 * num), *range(num)]
-    assert tokens.spans == ((0, 0, num), (1, num, 2 * num))
+    assert [*tokens.spans()] == [(0, 0, num), (1, num, 2 * num)]
     for slot, first, end in tokens.tiles.tolist():
         assert {MANY[token] for token in order[first:end]} == {slot}
         assert 0 < end - first <= TILE_ROWS

@@ -213,8 +213,7 @@ def add_low_rank(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
     down, up = numbers(2, 16, WIDTH, dtype=x.dtype), numbers(2, 90, 16, dtype=x.dtype)
     mine = rows % 2
     order, count = mine.argsort().int(), int((mine == 0).sum())
-    spans = ((0, 0, count), (1, count, len(rows)))
-    tokens = low_rank.TokensBySlot(order, ints([]).view(0, 3), spans)
+    tokens = low_rank.TokensBySlot(order, ints([0, 0, count, 1, count, len(rows)]).view(2, 3))
     y = torch.zeros(len(x), 90, dtype=x.dtype)
     low_rank.add_low_rank(y, x, down, up, tokens, [90])
     return y

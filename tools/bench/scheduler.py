@@ -33,6 +33,7 @@ from engine.batch.forward import BatchBuilder
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
+from engine.batch.upload import packed_bytes, upload
 from engine.core import CoreShape, EngineCore
 from engine.loop.loop import EventLoop
 from engine.runner.launch_message import encode
@@ -79,7 +80,7 @@ class _NullRunner:
 
     def launch(self, batch: ScheduleBatch) -> _NullLaunched:
         began = time.thread_time()
-        self.builder.build(batch, lambda rows: 0)
+        self.builder.build(batch)
         self.building_s = time.thread_time() - began
         return _NullLaunched(batch)
 
@@ -191,14 +192,14 @@ def measure_tensors(name: str, steps: int) -> dict[str, Any]:
         ends=ends,
         samples=np.ones(len(ends), np.bool_),
     )
-    num_bytes = builder.build(batch).packed_bytes
+    num_bytes = packed_bytes(builder.build(batch).tensors())
     into = torch.empty(num_bytes, dtype=torch.uint8)
     building, packing, encoding = [], [], []
     for _ in range(steps):
         began = time.thread_time()
         inputs = builder.build(batch)
         built = time.thread_time()
-        inputs.to(into.device, into)
+        upload(inputs.tensors(), into.device, into)
         packed = time.thread_time()
         msgspec.msgpack.encode(encode(Step(inputs), into.numpy()))
         encoding.append(time.thread_time() - packed)

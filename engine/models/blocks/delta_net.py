@@ -142,8 +142,8 @@ class DeltaNetBlock:
         rows = step.shared.get("states", lambda: step.batch.states)
         x = step.product(self.projection, x)
         if step.late is not None:
-            drafted = x[: len(x) - rows.num_decodes]
-            step.late.add(lambda rows: self._pass(drafted, rows, kept))
+            projected = x
+            step.late.add(lambda rows, count: self._pass(projected[:count], rows, kept))
         gate = self.spec.projection.split(self.spec, x).z
         x = self._pass(x, rows, kept)
         x = gated_rms_norm(x, gate, self.norm.weight, self.norm.eps)

@@ -9,29 +9,59 @@ are drafts.
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from kernels.linear_attention.state_cells import StateRows
 
 
 class LateStates:
-    """The pending state updates of one step. Forward stream only."""
+    """The pending state updates of one step. Forward stream only.
 
-    def __init__(self) -> None:
-        self._layers: list[Callable[[StateRows], object]] = []
+    Those of a captured graph are captured with it. They read what its newest replay has written.
 
-    def add(self, write: Callable[[StateRows], object]) -> None:
+    Attributes:
+        guessed: the device has drawn the drafts of the step, so a draft model has their KV.
+    """
+
+    def __init__(self, *, guessed: bool = False) -> None:
+        self.guessed = guessed
+        self._layers: list[Callable[[StateRows, int], object]] = []
+        self._drafters: list[Callable[[Tensor], object]] = []
+
+    def add(self, write: Callable[[StateRows, int], object]) -> None:
         """Add a layer's state update over the step's first tokens, which belong to rows with
         drafts.
 
         Args:
-            write: updates the states as its StateRows argument specifies.
+            write: updates the states as its StateRows argument specifies. Its second argument is
+                the number of these tokens.
         """
         self._layers.append(write)
 
-    def write(self, rows: StateRows) -> None:
-        """Run all state updates once, after verification.
+    def add_drafter(self, store: Callable[[Tensor], object]) -> None:
+        """Add an update of a drafter's state.
+
+        Args:
+            store: stores what the rows need to continue. Its argument is int64 [num_rows], places
+                of the rows' last accepted tokens in the step.
+        """
+        self._drafters.append(store)
+
+    def write(self, rows: StateRows, num_tokens: int) -> None:
+        """Run the state updates of all layers once, after verification.
 
         Args:
             rows: see ForwardBatch.states_after.
+            num_tokens: of these rows.
         """
         for write in self._layers:
-            write(rows)
+            write(rows, num_tokens)
+
+    def continue_from(self, places: Tensor) -> None:
+        """Run the updates of drafters once, after verification.
+
+        Args:
+            places: see `add_drafter`.
+        """
+        for store in self._drafters:
+            store(places)

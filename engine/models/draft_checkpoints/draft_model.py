@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from engine.models.blocks.protocol import ModelStep
 from engine.models.checkpoint import Checkpoint, content, stored_names
 from engine.models.decoder import Decoder
 from engine.models.draft_checkpoints.eagle import DRAFT_FLAG
-from engine.models.drafting import drawn, one_token, view_of
+from engine.models.drafting import DraftSteps, drawn, one_token, view_of
 from engine.models.drafting.protocol import Draw
 from engine.models.families import read_decoder
 from engine.models.heads import as_stored
@@ -114,8 +113,6 @@ class DraftModel:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        # Pools in whose next step all tokens but the last ones of rows have their KV already.
-        self._guessed: WeakSet[KVPool] = WeakSet()
 
     def follow(
         self,
@@ -127,32 +124,29 @@ class DraftModel:
         pool: KVPool,
     ) -> None:
         batch = step.batch
-        if pool in self._guessed:
-            self._guessed.discard(pool)
+        if step.late is not None and step.late.guessed:
             lasts = batch.query_starts[1:].long() - 1
             batch = one_token(batch, batch.token_ids, lasts, batch.lengths)
         self._run(batch, future_tokens, pool)
 
-    def continue_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
-        """Do nothing: it continues from the KV of the accepted tokens."""
+    def before(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+        """Return undefined vectors: it continues from the KV of the tokens."""
+        decoder, rows = self.decoder, batch.num_rows
+        size, dtype = decoder.spec.hidden_size, decoder.dtype
+        return torch.empty(rows, size, dtype=dtype, device=decoder.device)
 
-    def guess(
-        self,
-        batch: ForwardBatch,
-        num_rows: Sequence[int],
-        future_tokens: Tensor,
-        pool: KVPool,
-        draw: Draw,
+    def advance(
+        self, one: ForwardBatch, vectors: Tensor, future_tokens: Tensor, pool: KVPool
     ) -> Tensor:
         norm = self.decoder.ends.norm
         assert norm is not None
+        hidden, _ = norm.forward(*self._run(one, future_tokens, pool))
+        return hidden
 
-        def logits_of(one: ForwardBatch) -> Tensor:
-            hidden, _ = norm.forward(*self._run(one, future_tokens, pool))
-            return self.decoder.logits(hidden)
-
-        self._guessed.add(pool)
-        return drawn(batch, num_rows, draw, logits_of)
+    def guess(
+        self, batch: ForwardBatch, num_rows: Sequence[int], steps: DraftSteps, draw: Draw
+    ) -> Tensor:
+        return drawn(steps, batch, num_rows, draw, self.decoder.logits)
 
     def _run(
         self, batch: ForwardBatch, future_tokens: Tensor, pool: KVPool

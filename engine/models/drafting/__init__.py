@@ -3,10 +3,10 @@ further tokens from a model's hidden states, and draft models."""
 
 from engine.models.drafting.block import DraftSpec, InnerNorms
 from engine.models.drafting.body import BodySpec
-from engine.models.drafting.drawing import drawn, one_token, view_of
+from engine.models.drafting.drawing import EagerDrafts, drawn, live_token, one_token, view_of
 from engine.models.drafting.eagle3 import Eagle3Spec
 from engine.models.drafting.head import DraftHead
-from engine.models.drafting.protocol import DeviceDrafter, DraftLayer, DraftLayerSpec
+from engine.models.drafting.protocol import DeviceDrafter, DraftLayer, DraftLayerSpec, DraftSteps
 
 __all__ = [
     "BodySpec",
@@ -15,9 +15,12 @@ __all__ = [
     "DraftLayer",
     "DraftLayerSpec",
     "DraftSpec",
+    "DraftSteps",
+    "EagerDrafts",
     "Eagle3Spec",
     "InnerNorms",
     "drawn",
+    "live_token",
     "one_token",
     "view_of",
 ]

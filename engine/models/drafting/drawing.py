@@ -10,29 +10,54 @@ from engine.batch.batch import TO_GUESS
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import DraftView
-from engine.models.drafting.protocol import Draw
+from engine.models.drafting.protocol import DeviceDrafter, DraftSteps, Draw
+
+
+class EagerDrafts:
+    """Forwards of a drafter that are launched kernel by kernel, see DraftSteps.
+
+    Args:
+        batch: the step of the model, on the device.
+    """
+
+    def __init__(
+        self, drafter: DeviceDrafter, batch: ForwardBatch, future_tokens: Tensor, pool: KVPool
+    ) -> None:
+        self.token_ids = batch.token_ids.clone()
+        self._drafter = drafter
+        self._batch = batch
+        self._kept = future_tokens, pool
+        self._starts = batch.starts
+        self._vectors = drafter.before(batch, pool)
+
+    def vectors(self, number: int, num_rows: int) -> Tensor:
+        batch = self._batch
+        places = batch.query_starts[:num_rows].long() + number
+        one = one_token(batch, self.token_ids, places, self._starts[:num_rows] + number + 1)
+        self._vectors = self._drafter.advance(one, self._vectors[:num_rows], *self._kept)
+        return self._vectors
 
 
 def drawn(
+    steps: DraftSteps,
     batch: ForwardBatch,
     num_rows: Sequence[int],
     draw: Draw,
-    logits_of: Callable[[ForwardBatch], Tensor],
+    logits: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the token ids of a step with drafts, see DeviceDrafter.guess.
+    """Return the token ids of a step with drafts, with a drawn token in place of each TO_GUESS.
 
     Args:
-        logits_of: stores the KV of a step with one token of each row, and returns the logits of the
-            next tokens.
+        num_rows: number of rows with at least one draft, at least two, and so on. Rows with more
+            drafts come first.
+        logits: of vectors.
     """
-    firsts, starts = batch.query_starts[:-1].long(), batch.starts
-    token_ids = batch.token_ids.clone()
+    token_ids, firsts = steps.token_ids, batch.query_starts[:-1].long()
     for number, rows in enumerate(num_rows):
-        places = firsts[:rows] + number
-        logits = logits_of(one_token(batch, token_ids, places, starts[:rows] + number + 1))
-        drafts = token_ids[places + 1]
-        fresh = draw(logits, number).clamp_(min=0)
-        token_ids[places + 1] = torch.where(drafts == TO_GUESS, fresh, drafts)
+        fresh = draw(logits(steps.vectors(number, rows)), number).clamp_(min=0)
+        places = firsts[:rows] + number + 1
+        drafts = token_ids[places]
+        token_ids[places] = torch.where(drafts == TO_GUESS, fresh, drafts)
     return token_ids
 
 
@@ -40,6 +65,25 @@ def view_of(pool: KVPool) -> DraftView:
     """Return the drafter's part of a pool that has one."""
     assert pool.draft is not None
     return pool.draft
+
+
+def live_token(batch: ForwardBatch, number: Tensor, num_live: Tensor) -> ForwardBatch:
+    """Return a decode step of all rows of a batch, each with one of its tokens. The host knows
+    neither which token, nor how many rows have it. Other rows are padding.
+
+    Args:
+        number: int64 [], number of the token in its row.
+        num_live: int64 [], number of first rows that have it.
+    """
+    live = torch.arange(batch.num_rows, device=number.device) < num_live
+    places = (batch.query_starts[:-1].long() + number).clamp(max=len(batch.token_ids) - 1)
+    lengths = torch.where(live, batch.starts + number.int() + 1, 0)
+    one = one_token(batch, batch.token_ids, places, lengths)
+    return replace(
+        one,
+        token_ids=torch.where(live, one.token_ids, 0),
+        locations=tuple(torch.where(live, each, -1) for each in one.locations),
+    )
 
 
 def one_token(

@@ -7,7 +7,6 @@ that continues after a token, on this node or another one, has that page.
 """
 
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import DRAFT_TABLE, DraftView
 from engine.models.blocks.protocol import KeptStates, ModelStep
 from engine.models.drafting.drawing import drawn, view_of
-from engine.models.drafting.protocol import DraftLayer, Draw
+from engine.models.drafting.protocol import DraftLayer, DraftSteps, Draw
 from kernels.pages.store_kv import store_kv
 
 
@@ -36,8 +35,6 @@ class DraftHead:
         logits: Callable[[Tensor], Tensor],
     ) -> None:
         self.layer = layer
-        # Hidden states of the last step of each pool: engines of one process may share a model.
-        self._newest: WeakKeyDictionary[KVPool, Tensor] = WeakKeyDictionary()
         self._embed = embed
         self._logits = logits
 
@@ -54,37 +51,36 @@ class DraftHead:
         future_tokens: Tensor,
         pool: KVPool,
     ) -> None:
-        batch, view = step.batch, view_of(pool)
+        batch, view, page_size = step.batch, view_of(pool), pool.layout.page_size
         own = self.layer.vectors(hidden, tapped, step)
         vectors = own.roll(1, 0)
-        vectors[batch.query_starts[:-1]] = _vectors_before(batch, view, pool.layout.page_size)
+        # Rows without tokens are the last ones. They start behind the last token.
+        firsts = batch.query_starts[:-1].clamp(max=len(own) - 1)
+        vectors[firsts] = _vectors_before(batch, view, page_size)
         self.layer.keep(vectors, embeddings, step, _kept(view))
-        _store(own, _newest_of_pages(batch, pool.layout.page_size), view)
-        self._newest[pool] = own
+        _store(own, _newest_of_pages(batch, page_size), view)
+        if step.late is not None:
+            locations = batch.locations[DRAFT_TABLE]
+            step.late.add_drafter(
+                lambda places: _store(own[places], locations[places] // page_size, view)
+            )
 
-    def continue_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
-        pages = batch.locations[DRAFT_TABLE][places] // pool.layout.page_size
-        _store(self._newest[pool][places], pages, view_of(pool))
+    def before(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+        return _vectors_before(batch, view_of(pool), pool.layout.page_size)
+
+    def advance(
+        self, one: ForwardBatch, vectors: Tensor, future_tokens: Tensor, pool: KVPool
+    ) -> Tensor:
+        embeddings = self._embed(one.token_ids, future_tokens)
+        return self.layer.forward(vectors, embeddings, ModelStep(one), _kept(view_of(pool)))
 
     def guess(
-        self,
-        batch: ForwardBatch,
-        num_rows: Sequence[int],
-        future_tokens: Tensor,
-        pool: KVPool,
-        draw: Draw,
+        self, batch: ForwardBatch, num_rows: Sequence[int], steps: DraftSteps, draw: Draw
     ) -> Tensor:
-        view = view_of(pool)
-        vectors = _vectors_before(batch, view, pool.layout.page_size)
-
-        def logits_of(one: ForwardBatch) -> Tensor:
-            nonlocal vectors
-            embeddings = self._embed(one.token_ids, future_tokens)
-            step, before = ModelStep(one), vectors[: one.num_rows]
-            vectors = self.layer.forward(before, embeddings, step, _kept(view))
+        def logits(vectors: Tensor) -> Tensor:
             return self.layer.logits(vectors, self._logits)
 
-        return drawn(batch, num_rows, draw, logits_of)
+        return drawn(steps, batch, num_rows, draw, logits)
 
 
 def _kept(view: DraftView) -> KeptStates:

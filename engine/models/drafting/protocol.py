@@ -35,7 +35,8 @@ class DeviceDrafter(Protocol):
         future_tokens: Tensor,
         pool: KVPool,
     ) -> None:
-        """Store the drafter's KV of a step's tokens. Called after the model's forward.
+        """Store the drafter's KV of a step's tokens. Called after the model's forward. In a step
+        with drafts, `step.late` receives the update that follows verification.
 
         Args:
             hidden, tapped: as in DraftLayer.
@@ -43,22 +44,23 @@ class DeviceDrafter(Protocol):
         """
         ...
 
-    def continue_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
-        """Store what the rows need to continue. Called after `follow` of a step with drafts and its
-        verification.
+    def before(self, batch: ForwardBatch, pool: KVPool) -> Tensor:
+        """Return the vectors before each row's first token, [num_rows, hidden]."""
+        ...
+
+    def advance(
+        self, one: ForwardBatch, vectors: Tensor, future_tokens: Tensor, pool: KVPool
+    ) -> Tensor:
+        """Store the KV of one token of each row. Return the rows' output vectors.
 
         Args:
-            places: int64 [num_rows], places of the rows' last accepted tokens in the step.
+            one: a decode step. None of its tokens is the first of a text.
+            vectors: before these tokens, [num_rows, hidden].
         """
         ...
 
     def guess(
-        self,
-        batch: ForwardBatch,
-        num_rows: Sequence[int],
-        future_tokens: Tensor,
-        pool: KVPool,
-        draw: Draw,
+        self, batch: ForwardBatch, num_rows: Sequence[int], steps: "DraftSteps", draw: Draw
     ) -> Tensor:
         """Return the token ids of a step with drafts, with a drawn token in place of each TO_GUESS.
         Called before the step.
@@ -66,7 +68,23 @@ class DeviceDrafter(Protocol):
         Args:
             num_rows: number of rows with at least one draft, at least two, and so on. Rows with
                 more drafts come first.
+            steps: the forwards of this drafter.
         """
+        ...
+
+
+class DraftSteps(Protocol):
+    """The forwards of a drafter within a step of the model.
+
+    Attributes:
+        token_ids: of the step, with space for drafts.
+    """
+
+    @property
+    def token_ids(self) -> Tensor: ...
+
+    def vectors(self, number: int, num_rows: int) -> Tensor:
+        """Compute token `number` of each of the first rows, and return the output vectors."""
         ...
 
 

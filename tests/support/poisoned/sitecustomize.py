@@ -44,7 +44,7 @@ def _poison(builder: Any, forwards: Any) -> None:
     build, swap = builder.build, forwards._swap
     deadly: list[Any] = []
 
-    def poisoned_build(self: Any, batch: Any, graph_of: Any) -> Any:
+    def poisoned_build(self: Any, batch: Any, graph_of: Any = None) -> Any:
         poison, at = self._table.tokens[batch.slots, :2].T
         decodes = batch.ends - batch.starts == 1
         step, sampling = build(self, batch, graph_of)

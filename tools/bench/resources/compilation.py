@@ -108,7 +108,7 @@ class Compiled:
         return ""
 
 
-class _AbsentDevice:
+class AbsentDevice:
     """A GPU of some compute capability, as far as Triton's compiler needs one.
 
     Its number is its capability, because Triton caches device properties by number.
@@ -156,7 +156,7 @@ def recorded(arch: int) -> Iterator[dict[Launch, None]]:
         mock.patch.object(knobs.runtime, "jit_cache_hook", note),
         mock.patch.object(CUDABackend, "parse_options", listen),
     ):
-        driver.set_active(_AbsentDevice(arch))
+        driver.set_active(AbsentDevice(arch))
         try:
             yield launches
         finally:
@@ -207,7 +207,7 @@ def compiled(
 
 
 def _compiled(launch: Launch, files: Path | None) -> Compiled:
-    driver.set_active(_AbsentDevice(launch.arch))
+    driver.set_active(AbsentDevice(launch.arch))
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     log = io.StringIO()
     began = sum(os.times()[:4])

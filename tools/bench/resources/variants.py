@@ -214,7 +214,7 @@ class _Model:
         """Run adapters for every product of a layer, with an adapter for each token."""
         shape, slots, rank = self.shape, 4, 32
         tiles = [(0, first, min(first + TILE_ROWS, n)) for first in range(0, n, TILE_ROWS)]
-        tokens = TokensBySlot(_ints(n), torch.tensor(tiles, dtype=torch.int32), ((0, 0, n),))
+        tokens = TokensBySlot(_ints(n), torch.tensor(tiles, dtype=torch.int32))
         q, kv, inner = (
             shape.heads * shape.head_dim,
             shape.kv_heads * shape.head_dim,

@@ -18,6 +18,7 @@ from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import no_adapters
 from engine.batch.batch import BatchResult, BatchRunner, LaunchedBatch, ScheduleBatch
+from engine.batch.graph_shapes import GraphShape
 from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
@@ -106,7 +107,7 @@ class DecodeEngine:
             model, pool, host_pool, table, features, no_adapters(table), self._stream, recorder
         )
         if way.graphs:
-            runner.capture(batch)
+            runner.capture(GraphShape(batch, batch))
         self._scheduler = Scheduler(config, core, lambda request, pages: None)
         self._role = _Role(self._scheduler)
         self._runner = _TimedRunner(runner)

@@ -1,0 +1,123 @@
+"""The shapes of steps for which CUDA graphs are captured, and the padding of steps to them.
+
+A step fits a shape if the two differ in padding only. The shape of a decode step has one token for
+each row. All other shapes are *ragged*: rows of any length, for steps that verify drafts and for
+prompts. Their padding rows share the surplus tokens.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.batch.batch import Ints
+from engine.batch.forward import ForwardBatch
+from kernels.linear_attention.state_cells import FEW
+
+# Ragged shapes have at least so many tokens. Above about 200 a forward of a large model takes a GPU
+# longer than the host needs for its launches.
+SHORT_TOKENS = 256
+# Average tokens of a row in ragged shapes. Attention chooses its tiles by this average.
+_DRAFT_WIDTHS = (4, 1)  # rows with several drafts, and rows with few
+_WIDTHS = (32, *_DRAFT_WIDTHS)  # prompts, too
+_FINE, _COARSE = 8, 2  # a step is padded by at most one part of so many
+
+
+class GraphShape(NamedTuple):
+    """The numbers on which the launches of a step depend.
+
+    Attributes:
+        late: state updates follow verification, see LateStates.
+        adapted: tokens may have adapters.
+    """
+
+    tokens: int
+    rows: int
+    late: bool = False
+    adapted: bool = False
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.rows < self.tokens
+
+    @property
+    def num_decodes(self) -> int:
+        """Return the number of last rows that have one token each, see ForwardBatch."""
+        return 0 if self.is_ragged else self.rows
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Return whether a step without images can be padded to this shape.
+
+        A ragged step needs a padding row with at least one token. Recurrent layers compute long
+        rows in another way than short ones, which padding must not change.
+        """
+        num_tokens, num_rows = batch.token_ids.shape[0], batch.num_rows
+        if not self.is_ragged:
+            return batch.is_decode and num_rows <= self.rows
+        if not (num_tokens < self.tokens and num_rows < self.rows):
+            return False
+        is_long = self.tokens > FEW * self.rows
+        if batch.state_reads.shape[1] and batch.states.has_long_rows(num_tokens) != is_long:
+            return False
+        return batch.sampled.shape[0] <= self.tokens
+
+    def padded_starts(self, query_starts: Ints) -> Ints:
+        """Return `query_starts` of a step padded to this shape. The surplus tokens are divided
+        among the first padding rows, so that no row is long. Other padding rows have no tokens.
+
+        Args:
+            query_starts: of the step.
+        """
+        end, added = query_starts[-1], self.rows + 1 - len(query_starts)
+        if not added:
+            return query_starts
+        each = -(-(self.tokens - end) // added)
+        ends = np.minimum(end + each * np.arange(1, added + 1), self.tokens)
+        return np.concatenate((query_starts, ends), dtype=np.int32)
+
+
+def graph_shapes(max_rows: int, *, late: bool, adapted: bool) -> tuple[GraphShape, ...]:
+    """Return the shapes to capture, ascending in tokens and then in rows.
+
+    Args:
+        max_rows: of a decode step. A step that verifies drafts has at most as many tokens.
+        late: the model has states to update after verification.
+        adapted: requests may have adapters.
+    """
+    shapes = [GraphShape(rows, rows) for rows in ladder(max_rows, _FINE)]
+    if adapted:
+        shapes += [GraphShape(rows, rows, adapted=True) for rows in ladder(max_rows, _COARSE)]
+    for is_adapted in (False, True) if adapted else (False,):
+        shapes += [GraphShape(*each, False, is_adapted) for each in _ragged(max_rows, _WIDTHS)]
+        if late:
+            ragged = _ragged(max_rows, _DRAFT_WIDTHS)
+            shapes += [GraphShape(*each, True, is_adapted) for each in ragged]
+    return tuple(sorted(shapes))
+
+
+def _ragged(max_rows: int, widths: tuple[int, ...]) -> set[tuple[int, int]]:
+    """Return the tokens and rows of ragged shapes. One of each is padding."""
+    return {
+        (tokens, min(-(-(tokens - 1) // width) + 1, tokens - 1))
+        for tokens in ladder(max_tokens(max_rows), _COARSE)
+        if tokens > 2
+        for width in widths
+    }
+
+
+def max_tokens(max_rows: int) -> int:
+    """Return the tokens of the largest shape: those of a step with drafts, or of short prompts, and
+    one of padding."""
+    return max(max_rows + 1, SHORT_TOKENS)
+
+
+def ladder(largest: int, parts: int) -> tuple[int, ...]:
+    """Return sizes up to `largest`, ascending. A step of size n is padded by at most n / parts, or
+    to `parts`."""
+    sizes = [size for size in (1, 2, 4) if size < parts]
+    size = step = parts
+    while size < largest:
+        sizes.append(size)
+        size += step
+        if size % (parts * step) == 0:
+            step = size // parts
+    return (*(size for size in sizes if size < largest), largest)

@@ -1,0 +1,232 @@
+"""Graphs of steps of every kind: drafts, adapters, prompts. Replays repeat the kernels of a capture
+on the same memory, so nothing that depends on a step's data may have been decided by the host."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import LoraConfig, SpeculativeConfig
+from engine.batch.batch import TO_GUESS
+from engine.batch.graph_shapes import GraphShape
+from engine.models import Model, load
+from kernels import device
+from tests.support.adapters import make_adapter
+from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.support.drafters import make_draft, make_hybrid_mtp, make_mtp
+from tests.support.steps import Steps, prompt
+from tests.support.tapes import RepeatRecorder, TapeRecorder
+
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(
+    not device.INTERPRETED, reason="kernels that Triton compiles cannot be replayed"
+)
+pytestmark = pytest.mark.slow
+NUM_SLOTS = 3
+# Decode steps, and ragged ones: for a prompt, for drafts, and for prompts beside decode rows.
+SIZES = ((3, 3), (12, 2), (12, 4), (24, 7))
+
+
+class Drafting:
+    """Serves three requests in steps of all kinds, one at a time.
+
+    Args:
+        answers: texts of the requests with their responses, from which drafts are drawn. None: the
+            device draws drafts.
+        adapters: of the requests, by name.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        answers: list[list[int]] | None = None,
+        adapters: tuple[str, str, str] = ("", "", ""),
+    ) -> None:
+        self.steps = steps
+        self.num_steps = 0
+        self._answers = answers
+        self._adapters = adapters
+
+    def run(self, rounds: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+        """Serve requests of 5, 9 and 20 tokens. Return their texts.
+
+        Args:
+            rounds: number of drafts of each row, by step. Rows with more drafts come first.
+        """
+        steps = self.steps
+        first, second, third = slots = [
+            steps.add(prompt(length, length), adapter=adapter)
+            for length, adapter in zip((5, 9, 20), self._adapters, strict=True)
+        ]
+        self._launch([(first, 0, 5)])
+        self._launch([(second, 0, 9)])
+        self._launch(self._rows(first, second))
+        self._launch([(third, 0, 10), *self._rows(first)], [False, True])
+        self._launch([(third, 10, 20), *self._rows(first, second)], [True] * 3)
+        for drafts in rounds:
+            self._verify(slots[: len(drafts)], drafts)
+        steps.settle()
+        texts = [steps.table.tokens_of(slot).tolist() for slot in slots]
+        steps.close()
+        return texts
+
+    def _rows(self, *slots: int) -> list[tuple[int, int, int]]:
+        lengths = [int(self.steps.table.length[slot]) for slot in slots]
+        return [(slot, end - 1, end) for slot, end in zip(slots, lengths, strict=True)]
+
+    def _verify(self, slots: list[int], drafts: tuple[int, ...]) -> None:
+        table, rows = self.steps.table, []
+        for place, ((slot, start, end), count) in enumerate(
+            zip(self._rows(*slots), drafts, strict=True)
+        ):
+            known = int(table.known[slot])
+            if self._answers is None:
+                table.tokens[slot, known : end + count] = TO_GUESS
+            else:
+                guessed = np.array(self._answers[place][known : end + count], np.int32)
+                guessed[-1:] += self.num_steps % 2  # the last one is wrong in every other step
+                table.tokens[slot, known : known + len(guessed)] = guessed
+            rows.append((slot, start, end + count))
+        self._launch(rows, verify=any(drafts))
+
+    def _launch(
+        self, rows: list[tuple[int, int, int]], samples: list[bool] | None = None, **how: bool
+    ) -> None:
+        self.num_steps += 1
+        self.steps.launch(rows, samples=samples, **how)
+
+
+def replayed(recorder: TapeRecorder) -> int:
+    return sum(tape.num_replays for tape in recorder.tapes)
+
+
+def captured(
+    model: Model,
+    recorder: RepeatRecorder | TapeRecorder,
+    *further: GraphShape,
+    **options: Any,
+) -> Steps:
+    """Return steps with graphs of SIZES and of further shapes."""
+    steps = Steps(model, num_slots=NUM_SLOTS, recorder=recorder, **options)
+    wanted = {*further, *(GraphShape(*size) for size in SIZES)}
+    for shape in steps.runner.graph_shapes:
+        if shape in wanted:
+            steps.runner.capture(shape)
+    assert (steps.pool.tensor == 0xFF).all()  # as it was made: padding writes no page
+    return steps
+
+
+ADAPTERS = ("b", "", "a")
+DRAFTERS = ("mtp", "hybrid", "draft_model")
+ROUNDS = ((2, 1, 0), (3, 0, 0), (0, 0, 0), (1, 1, 1), (0, 0, 0))
+
+
+def made(root: Path, kind: str) -> tuple[Path, SpeculativeConfig]:
+    """Return a model, and how drafts are made."""
+    match kind:
+        case "dense":
+            return make_checkpoint(root, num_hidden_layers=1), SpeculativeConfig()
+        case "mtp":
+            return make_mtp(make_checkpoint(root, "deepseek_v3")), SpeculativeConfig(method="mtp")
+        case "hybrid":
+            directory = make_hybrid_mtp(make_checkpoint(root, "qwen3_next"))
+            return directory, SpeculativeConfig(method="mtp")
+        case _:
+            directory = make_checkpoint(root / "model", num_hidden_layers=1)
+            draft = make_draft(root / "draft", directory)
+            return directory, SpeculativeConfig(method="draft_model", draft_model=str(draft))
+
+
+def served(
+    model: Model,
+    kind: str,
+    recorder: RepeatRecorder | TapeRecorder,
+    alone: list[list[int]],
+    *,
+    overlap: bool,
+) -> tuple[int, int]:
+    """Serve requests by graphs, and compare their texts with those of steps without drafts and
+    graphs. Return the number of steps, and of forwards of a drafter."""
+    late = [GraphShape(12, 4, late=True)] if kind in DRAFTERS else []
+    steps = captured(model, recorder, *late, overlap=overlap)
+    drafting = Drafting(steps, alone if kind == "dense" else None)
+    texts = drafting.run(ROUNDS)
+    for text, expected in zip(texts, alone, strict=True):
+        assert text == expected[: len(text)]
+    assert len(texts[0]) > 5 + 8
+    return drafting.num_steps, sum(map(max, ROUNDS)) if kind in DRAFTERS else 0
+
+
+def alone_of(model: Model, **options: Any) -> list[list[int]]:
+    return Drafting(Steps(model, num_slots=NUM_SLOTS, **options)).run(((0, 0, 0),) * 16)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize("kind", ["dense", *DRAFTERS])
+def test_every_step_has_a_graph_and_its_tokens(kind: str, overlap: bool, tmp_path: Path) -> None:
+    """Rows are followed by padding, drafts are accepted and rejected, and each step has other pages
+    and lengths than the one of the capture."""
+    directory, speculation = made(tmp_path, kind)
+    model = load(directory, CPU, torch.float32, speculation=speculation)
+    model.compute_in_one_way()  # as on a GPU, where no latents are unfolded
+    recorder = RepeatRecorder()
+    counted = served(model, kind, recorder, alone_of(model), overlap=overlap)
+    assert len(recorder.replays) == sum(counted)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "kind",
+    ["dense", *(pytest.param(each, marks=pytest.mark.nightly) for each in DRAFTERS)],
+)
+def test_replays_decide_nothing_on_the_host(kind: str, tmp_path: Path) -> None:
+    directory, speculation = made(tmp_path, kind)
+    model = load(directory, CPU, torch.float32, speculation=speculation)
+    alone, recorder = alone_of(model), TapeRecorder()
+    with recorder.interpreting():
+        counted = served(model, kind, recorder, alone, overlap=True)
+    assert replayed(recorder) == sum(counted)
+
+
+def with_adapters(root: Path) -> tuple[Model, LoraConfig]:
+    directory = make_checkpoint(root / "model", num_hidden_layers=1)
+    reference = reference_model(directory)
+    for seed, name in enumerate(("a", "b")):
+        make_adapter(root / "shelf" / name, reference, seed=seed)
+    lora = LoraConfig(adapter_dir=root / "shelf", preload=("a", "b"), max_loras=2)
+    return load(directory, CPU, torch.float32), lora
+
+
+def serve_adapters(
+    model: Model, lora: LoraConfig, recorder: RepeatRecorder | TapeRecorder, alone: list[list[int]]
+) -> int:
+    """Serve requests with adapters by graphs, and compare their texts. Return the number of
+    steps."""
+    adapted = [GraphShape(*size, adapted=True) for size in SIZES]
+    drafting = Drafting(captured(model, recorder, *adapted, lora=lora), alone, ADAPTERS)
+    texts = drafting.run(((2, 1, 0), (0, 0, 0)))
+    for text, expected in zip(texts, alone, strict=True):
+        assert text == expected[: len(text)]
+    return drafting.num_steps
+
+
+def test_adapters_are_inputs_of_graphs(tmp_path: Path) -> None:
+    """Steps have tokens of two adapters and of none, in other numbers than the capture."""
+    model, lora = with_adapters(tmp_path)
+    steps = Steps(model, num_slots=NUM_SLOTS, lora=lora)
+    alone = Drafting(steps, adapters=ADAPTERS).run(((0, 0, 0),) * 16)
+    plain = alone_of(model)
+    assert [one == other for one, other in zip(alone, plain, strict=True)] == [False, True, False]
+    recorder = RepeatRecorder()
+    assert serve_adapters(model, lora, recorder, alone) == len(recorder.replays)
+
+
+@interpreted
+def test_replays_decide_nothing_about_adapters_on_the_host(tmp_path: Path) -> None:
+    model, lora = with_adapters(tmp_path)
+    steps = Steps(model, num_slots=NUM_SLOTS, lora=lora)
+    alone, recorder = Drafting(steps, adapters=ADAPTERS).run(((0, 0, 0),) * 16), TapeRecorder()
+    with recorder.interpreting():
+        assert serve_adapters(model, lora, recorder, alone) == replayed(recorder)

@@ -1,0 +1,240 @@
+"""Measure the CPU time in which the engine thread launches a step, with a driver that launches
+nothing.
+
+    python -m tools.bench.launches [--steps 300]
+
+Triton compiles the kernels for compute capability 9.0 and finds each of them as in service, and the
+launch itself returns at once. So no GPU is needed, and the time of the real driver is missing. The
+model is tiny, because the time does not depend on its size.
+
+The first table has the launches of a layer by our own kernels: what a step without a graph spends.
+The second table has what a step with a graph spends outside of it: building and packing its inputs,
+and sampling. Torch's operations there run on the CPU, which takes longer than launching them.
+
+The figures are minima, because other processes only add to them.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from common.config import LoraConfig
+from engine.batch.batch import ForwardMode, ScheduleBatch
+from engine.models import Model, load
+from engine.models.linear import onednn
+from engine.runner.launched import LaunchedStep
+from engine.runner.stream import StreamEvent
+from kernels import device
+from tests.support.adapters import make_adapter
+from tests.support.checkpoints import make_checkpoint, reference_model
+from tests.support.steps import Steps, prompt
+from tools.bench.resources.compilation import AbsentDevice
+from tools.bench.support import record
+
+ARCH = 90
+NUM_SLOTS = 64
+DRAFTS = 3
+PROMPT_TOKENS = 100
+GOAL_US = 40  # outside the graph
+
+
+class LaunchesNothing(AbsentDevice):
+    """A GPU whose driver accepts kernels and launches none."""
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *args: None
+
+    def load_binary(self, *args: Any) -> tuple[object, int, int, int, int]:
+        return object(), 1, 32, 0, 1024
+
+    def unload_module(self, module: object) -> None:
+        pass
+
+
+class InlineStream:
+    """A stream whose work runs in the calling thread, as launches to a GPU do."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def submit(self, work: Callable[[], None]) -> StreamEvent:
+        work()
+        return SimpleNamespace(is_done=True, wait=lambda: None)
+
+    def close(self) -> None:
+        pass
+
+
+class LaunchTime:
+    """Seconds and number of launches of our kernels."""
+
+    def __init__(self) -> None:
+        self.seconds, self.count = 0.0, 0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        run = JITFunction.run
+
+        def timed(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            launched = run(kernel, *args, **kwargs)
+            self.seconds += time.perf_counter() - began
+            self.count += 1
+            return launched
+
+        with mock.patch.object(JITFunction, "run", timed):
+            yield
+
+
+@contextmanager
+def no_launches() -> Iterator[None]:
+    with (
+        mock.patch.object(onednn, "packs_bfloat16", return_value=False),
+        mock.patch.object(device, "uses_triton", return_value=True),
+        mock.patch.object(device, "num_multiprocessors", return_value=132),
+        mock.patch("engine.backend.open_stream", InlineStream),
+    ):
+        driver.set_active(LaunchesNothing(ARCH))
+        try:
+            yield
+        finally:
+            driver.set_active(None)
+
+
+def silent(work: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+    """Return a graph whose replay takes no time."""
+    return SimpleNamespace(replay=lambda: None), work()
+
+
+def rows_of(kind: str) -> Sequence[tuple[int, int]]:
+    """Return the first token and the end of each row of a step."""
+    match kind:
+        case "decode" | "adapters":
+            return [(200, 201)] * NUM_SLOTS
+        case "verify":
+            return [(200, 201 + DRAFTS)] * (NUM_SLOTS // (1 + DRAFTS))
+        case _:
+            return [(0, PROMPT_TOKENS)]
+
+
+class Launcher:
+    """Launches the same step again and again."""
+
+    def __init__(self, model: Model, kind: str, lora: LoraConfig | None, *, graphs: bool) -> None:
+        recorder = silent if graphs else None
+        self._steps = steps = Steps(model, num_slots=NUM_SLOTS, recorder=recorder, lora=lora)
+        self._kind, self._rows = kind, rows_of(kind)
+        for number, (_, end) in enumerate(self._rows):
+            adapter = f"adapter{number % 4}" if kind == "adapters" else ""
+            steps.add(prompt(end), adapter=adapter)
+        if graphs:
+            for shape in steps.runner.graph_shapes:
+                steps.runner.capture(shape)
+
+    def launch(self) -> LaunchedStep:
+        starts, ends = np.array(self._rows, np.int32).T
+        modes = {"verify": ForwardMode.VERIFY, "prompt": ForwardMode.EXTEND}
+        batch = ScheduleBatch(
+            step=1,
+            mode=modes.get(self._kind, ForwardMode.DECODE),
+            slots=np.arange(len(self._rows), dtype=np.int32),
+            starts=starts.copy(),
+            ends=ends.copy(),
+            samples=np.ones(len(self._rows), np.bool_),
+        )
+        return self._steps.runner.launch(batch)
+
+    def own_launches(self, repeats: int) -> tuple[float, float]:
+        """Return the microseconds and the number of launches of our kernels in one step."""
+        self.launch()
+        best, count = float("inf"), 0
+        for _ in range(repeats):
+            spent = LaunchTime()
+            with spent.measured():
+                self.launch()
+            best, count = min(best, spent.seconds), spent.count
+        return best * 1e6, count
+
+    def microseconds(self, repeats: int) -> float:
+        """Return the time of one launched step."""
+        best = float("inf")
+        for _ in range(repeats):
+            began = time.perf_counter()
+            self.launch()
+            best = min(best, time.perf_counter() - began)
+        return best * 1e6
+
+
+def of_layers(root: Path, architecture: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield the cost of a layer of a step without a graph."""
+    few, many = 2, 6
+    models = {}
+    for number in (few, many):
+        directory = root / f"{architecture}-{number}"
+        make_checkpoint(directory, architecture, num_hidden_layers=number)
+        models[number] = load(directory, torch.device("cpu"), torch.bfloat16)
+    for kind in ("decode", "verify", "prompt"):
+        (less, some), (more, all_of_them) = (
+            Launcher(models[number], kind, None, graphs=False).own_launches(repeats)
+            for number in (few, many)
+        )
+        yield {
+            "architecture": architecture,
+            "step": kind,
+            "launches": (all_of_them - some) / (many - few),
+            "us": (more - less) / (many - few),
+        }
+
+
+def outside(root: Path, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield the cost of steps outside of their graphs."""
+    directory = make_checkpoint(root / "model")
+    for number in range(4):
+        make_adapter(root / "shelf" / f"adapter{number}", reference_model(directory), seed=number)
+    names = tuple(f"adapter{number}" for number in range(4))
+    lora = LoraConfig(adapter_dir=root / "shelf", preload=names, max_loras=4)
+    model = load(directory, torch.device("cpu"), torch.bfloat16)
+    for kind in ("decode", "verify", "adapters", "prompt"):
+        launcher = Launcher(model, kind, lora if kind == "adapters" else None, graphs=True)
+        yield {"step": kind, "us": launcher.microseconds(repeats), "goal_us": GOAL_US}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=300, help="measured steps of each kind (300)")
+    steps = parser.parse_args().steps
+    rows: list[dict[str, Any]] = []
+    with TemporaryDirectory() as name, no_launches(), torch.inference_mode():
+        root = Path(name)
+        layers = [row for each in ("qwen3", "qwen3_moe") for row in of_layers(root, each, steps)]
+        record.table(
+            layers,
+            {
+                "model": "{architecture}",
+                "step": "{step}",
+                "own launches a layer": "{launches:.1f}",
+                "us": "{us:.0f}",
+            },
+        )
+        beside = [*outside(root, steps)]
+        record.table(
+            beside, {"step": "{step}", "us outside the graph": "{us:.0f}", "goal": "{goal_us}"}
+        )
+        rows += layers + beside
+    record.emit("launches", {"steps": steps, "arch": ARCH}, rows)
+
+
+if __name__ == "__main__":
+    main()
