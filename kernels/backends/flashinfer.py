@@ -87,7 +87,7 @@ class _Wrappers:
         self._make = make
         self._free: list[Any] = []
 
-    def lend(self, holder: object) -> Any:
+    def acquire(self, holder: object) -> Any:
         """Return a wrapper for as long as the holder exists."""
         wrapper = self._free.pop() if self._free else self._make()
         weakref.finalize(holder, self._free.append, wrapper).atexit = False
@@ -206,7 +206,7 @@ class _PagedPlan:
     ) -> Tensor:
         wrapper = self.planned.get((scale, soft_cap))
         if wrapper is None:
-            wrapper = self.planned[scale, soft_cap] = self.wrappers.lend(self)
+            wrapper = self.planned[scale, soft_cap] = self.wrappers.acquire(self)
             self.plan(wrapper, q, kv, sm_scale=scale, logits_soft_cap=soft_cap)
         pages = (kv[:, :, 0], kv[:, :, 1])
         if sinks is None:
@@ -245,7 +245,7 @@ class _LatentPlan:
         wrapper = self.planned.get(scale)
         if wrapper is None:
             rows = self.rows
-            wrapper = self.planned[scale] = self.wrappers.lend(self)
+            wrapper = self.planned[scale] = self.wrappers.acquire(self)
             wrapper.plan(
                 metadata=self.metadata.csr(
                     rows.query_starts, rows.page_starts, rows.page_ids, rows.lengths

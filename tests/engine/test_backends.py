@@ -49,7 +49,7 @@ def computed(model):
     steps = Steps(recorder, overlap=False)
     long, short = steps.add(prompt(90)), steps.add(prompt(37, seed=1))
     steps.prefill(short)
-    steps.launch([(long, 0, 50), (short, 37, 38)])
+    steps.launch([(long, 0, 50), (short, 37, 38)], samples=[False, True])
     steps.launch([(long, 50, 90), (short, 38, 39)])
     for _ in range(2):
         steps.decode(long, short)
@@ -150,11 +150,10 @@ def test_unsupported_starts_are_refused(monkeypatch, fields, device, dtype, chan
         use_operations(config, device, dtype, replace(SPEC, **changes))
 
 
-def test_a_node_is_refused_before_it_loads_weights(tmp_path):
-    directory = make_checkpoint(tmp_path)
-    (directory / "model.safetensors").write_bytes(b"")
+def test_a_node_with_an_unsupported_operation_does_not_start(tmp_path):
+    config = EngineConfig(model=str(make_checkpoint(tmp_path)), device="cpu", **ATTENTION)
     with pytest.raises(ConfigError, match="attention_backend: flashinfer needs a GPU"):
-        build(EngineConfig(model=str(directory), device="cpu", **ATTENTION))
+        build(config)
 
 
 @pytest.mark.parametrize("fields", [ATTENTION, LINEAR])
