@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import device
-from kernels.experts.grouped_kernels import MANY_PAIRS, tile_for
+from kernels.experts.grouped_kernels import MANY_PAIRS, group_kernel, tile_for
 from kernels.experts.grouped_mlp import ExpertMatrices, grouped_mlp
 from kernels.quantised import Quantisation, widened
 from tests.kernels.conftest import DEVICE
@@ -114,6 +114,20 @@ def test_all_tokens_may_want_the_same_expert(implementation, expert):
     expected = exact(x, gate_up, down, weights, ids, "silu")
     actual = computed(x, gate_up, down, weights, ids, "silu")
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reads", [0.5, 1, 7, 32, 34.5])  # a lane remembers 32 of its reads
+@pytest.mark.parametrize("num_experts", [1, 5])
+def test_pairs_are_grouped_by_expert(reads, num_experts):
+    lanes = 16
+    ids = torch.randint(num_experts + 1, (int(reads * lanes),), device=DEVICE).int()
+    starts = torch.full((num_experts + 1,), -1, device=DEVICE).int()
+    order = torch.full_like(ids, -1)
+    group_kernel[(num_experts,)](ids, starts, order, len(ids), lanes, num_warps=4)
+    counts = torch.bincount(ids, minlength=num_experts + 1).tolist()[:-1]
+    assert starts.tolist() == [sum(counts[:expert]) for expert in range(num_experts + 1)]
+    for expert, group in enumerate(order[: sum(counts)].split(counts)):
+        assert torch.equal(group.sort().values, (ids == expert).nonzero()[:, 0].int())
 
 
 def test_a_token_gets_the_same_to_the_bit_by_the_kernels_whatever_is_beside_it(monkeypatch):
