@@ -41,14 +41,17 @@ def tile_for(
             not fit their registers or shared memory.
         group: inputs that share a scale. 0: there are no scales.
     """
-    tile = GroupedTile(64, 128, 64, 4, 4)
+    large = architecture // 10 in (9, 10) and num_pairs >= MANY_PAIRS * num_experts
     if element_size != 2:
         tile = GroupedTile(32, 64, 32, 4, 2)
+    else:
+        tile = GroupedTile(128, 256, 64, 8, 3) if large else GroupedTile(64, 128, 64, 4, 4)
     if group:
         # Products of a group have registers of their own: twice as many columns would spill.
-        return tile._replace(columns=64, depth=min(tile.depth, group & -group))
-    large = architecture // 10 in (9, 10) and num_pairs >= MANY_PAIRS * num_experts
-    return GroupedTile(128, 256, 64, 8, 3) if element_size == 2 and large else tile
+        return tile._replace(
+            columns=max(64, tile.columns // 2), depth=min(tile.depth, group & -group)
+        )
+    return tile
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

@@ -98,9 +98,15 @@ def test_layers_share_a_plan_and_steps_share_wrappers(case_of, package):
     assert len(set(package.plans)) == 3 and torch.equal(attend(first), expected)
     del first
     gc.collect()
-    third = case.plan(window=20)
-    assert torch.equal(attend(third), windowed) and torch.equal(attend(second), windowed)
-    assert len(package.plans) == 4 and len(set(package.plans)) == 3
+    third, fourth = case.plan(window=20), case.plan()
+    for plan, result in (
+        (third, windowed),
+        (fourth, expected),
+        (third, windowed),
+        (second, windowed),
+    ):
+        assert torch.equal(attend(plan), result)
+    assert len(package.plans) == 5 and len(set(package.plans)) == 3
 
 
 @pytest.mark.parametrize(

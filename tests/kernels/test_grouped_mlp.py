@@ -160,26 +160,42 @@ def _rows_of_numpy_are_independent() -> bool:
     )
 
 
+def quantised_experts(count, rows, columns, group, kind):
+    """Return matrices whose weights have the usual size, and the weights."""
+    numbers, quantisation, wide = quantised(count * rows, columns, group, kind)
+    scales = (quantisation.scales / (wide.std() * columns**0.5)).to(quantisation.scales.dtype)
+    quantisation = replace(quantisation, scales=scales)
+    own = quantisation.with_tensors(lambda part: part.view(count, rows, -1))
+    weights = widened(numbers, quantisation).view(count, rows, columns)
+    return ExpertMatrices(numbers.view(count, rows, -1), None, own), weights
+
+
 # hidden, inner, inputs that share a scale
 @pytest.mark.parametrize("sizes", [(64, 48, 16), (100, 40, 64), (64, 32, 0)], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
 def test_quantised_experts_are_computed_as_they_are(implementation, sizes, kind):
     hidden, inner, group = sizes
     x, _, _, weights, ids = drawn(20, hidden, inner, 5, 2)
-
-    def stack(rows, columns):
-        """Return matrices whose weights have the usual size, and the weights."""
-        numbers, quantisation, wide = quantised(5 * rows, columns, group, kind)
-        scales = (quantisation.scales / (wide.std() * columns**0.5)).to(quantisation.scales.dtype)
-        quantisation = replace(quantisation, scales=scales)
-        own = quantisation.with_tensors(lambda part: part.view(5, rows, -1))
-        return ExpertMatrices(numbers.view(5, rows, -1), None, own), widened(numbers, quantisation)
-
-    (gate_up, wide), (down, wide_down) = stack(2 * inner, hidden), stack(hidden, inner)
-    exact_stacks = wide.view(5, 2 * inner, hidden), wide_down.view(5, hidden, inner)
-    expected = exact(x, *exact_stacks, weights, ids, "silu")
+    gate_up, wide = quantised_experts(5, 2 * inner, hidden, group, kind)
+    down, wide_down = quantised_experts(5, hidden, inner, group, kind)
+    expected = exact(x, wide, wide_down, weights, ids, "silu")
     found = grouped_mlp(x, gate_up, down, weights, ids, "silu")
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind, group", [("fp8", 64), ("int8", 0), ("int4", 32), ("fp4", 32)])
+def test_many_pairs_of_quantised_experts_have_larger_tiles_too(monkeypatch, kind, group):
+    few, many = (tile_for(2, pairs, 2, 90, 32) for pairs in (2 * MANY_PAIRS - 1, 2 * MANY_PAIRS))
+    assert (few.rows, few.columns, many.rows, many.columns) == (64, 64, 128, 128)
+    assert few.depth == many.depth == 32
+    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+    hidden, inner = 128, 160
+    x, _, _, weights, ids = drawn(2 * MANY_PAIRS + 5, hidden, inner, 2, 1, torch.float16)
+    gate_up, wide = quantised_experts(2, 2 * inner, hidden, group, kind)
+    down, wide_down = quantised_experts(2, hidden, inner, group, kind)
+    expected = exact(x, wide, wide_down, weights, ids, "silu")
+    found = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=4e-3)
 
 
 def test_experts_that_nobody_wants_are_not_read(implementation):
