@@ -570,8 +570,9 @@ def _recorder(config: EngineConfig, device: torch.device) -> CudaRecorder | None
 
 def _has_graphs(config: EngineConfig) -> bool:
     """Return whether decode steps have graphs on a GPU. With stages they have none, because a step
-    has parts before and after the exchange of tensors."""
-    return config.cuda_graphs and config.parallel.pp == 1
+    has parts before and after the exchange of tensors. FlashInfer plans each step on the host."""
+    planned = config.attention_backend == "flashinfer"
+    return config.cuda_graphs and config.parallel.pp == 1 and not planned
 
 
 def _prepare_runner(runner: ModelRunner, config: EngineConfig, shape: EngineShape) -> None:

@@ -33,6 +33,7 @@ from engine.models import (
     stored_of,
     tokenizer_hash,
 )
+from engine.models.blocks.operations import use_operations
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import rounding_of
 from engine.models.precision import Precision, choose_precision
@@ -175,6 +176,7 @@ def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
     directory = model_directory(config.model, weights=True)
     servable = open_checkpoint(directory, config.model_backend, config.speculative)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
+    use_operations(config, device, precision.dtype, servable.spec)
     return OpenedModel(directory, servable, device, precision)
 
 

@@ -261,6 +261,8 @@ class LoraConfig(ConfigRecord):
 Quantize = Literal["none", "int8"]
 ModelBackend = Literal["auto", "native", "transformers"]
 CpuKernels = Literal["auto", "required", "off"]
+AttentionBackend = Literal["native", "flashinfer"]
+LinearAttentionBackend = Literal["native", "fla"]
 Drafter = Literal["none", "ngram", "mtp", "eagle", "draft_model"]
 
 
@@ -567,6 +569,16 @@ class EngineConfig(ConfigRecord):
         description="Kernels compiled for this CPU, in the image or at first start. auto: fall "
         "back to torch; required: no start without them; off: torch only",
     )
+    attention_backend: AttentionBackend = Field(
+        "native",
+        description="Attention kernels. native: Baton's own; flashinfer: the package "
+        "flashinfer-python, without CUDA graphs. See docs/gpu.md",
+    )
+    linear_attention_backend: LinearAttentionBackend = Field(
+        "native",
+        description="Kernels for prompts of gated delta nets. native: Baton's own; fla: the "
+        "package flash-linear-attention. See docs/gpu.md",
+    )
     batch_invariant: bool = Field(
         False,
         description="Batch-invariant responses: tokens and logprobs of a request have the same "
@@ -606,6 +618,13 @@ class EngineConfig(ConfigRecord):
             raise ValueError("device sim: needs a GPU, as in sim:h100")
         if not self.simulated_gpu and self.sim != SimConfig():
             raise ValueError("sim.* needs a simulated device, such as device=sim:h100")
+        return self
+
+    @model_validator(mode="after")
+    def _only_own_kernels_are_batch_invariant(self) -> Self:
+        for name in ("attention_backend", "linear_attention_backend"):
+            if self.batch_invariant and (backend := getattr(self, name)) != "native":
+                raise ValueError(f"batch_invariant is not supported with {name} {backend}")
         return self
 
     @model_validator(mode="after")

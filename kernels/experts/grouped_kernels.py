@@ -41,37 +41,52 @@ def tile_for(
             not fit their registers or shared memory.
         group: inputs that share a scale. 0: there are no scales.
     """
-    tile = GroupedTile(64, 128, 64, 4, 4)
+    large = architecture // 10 in (9, 10) and num_pairs >= MANY_PAIRS * num_experts
     if element_size != 2:
         tile = GroupedTile(32, 64, 32, 4, 2)
+    else:
+        tile = GroupedTile(128, 256, 64, 8, 3) if large else GroupedTile(64, 128, 64, 4, 4)
     if group:
         # Products of a group have registers of their own: twice as many columns would spill.
-        return tile._replace(columns=64, depth=min(tile.depth, group & -group))
-    large = architecture // 10 in (9, 10) and num_pairs >= MANY_PAIRS * num_experts
-    return GroupedTile(128, 256, 64, 8, 3) if element_size == 2 and large else tile
+        return tile._replace(
+            columns=max(64, tile.columns // 2), depth=min(tile.depth, group & -group)
+        )
+    return tile
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Write where each expert's pairs start, and their numbers in order. Pairs without an expert
-    follow the last start. There is one program per expert. Each reads all ids: some thousand
-    numbers from the cache."""
+    """Write where each expert's pairs start, and their numbers. Pairs without an expert follow the
+    last start.
+
+    There is one program per expert. Each reads all ids once, and sets a bit for each of its own
+    pairs among the first 32 that a lane reads. Only later ones are read again. An expert's pairs
+    are in the order of lanes, so that lanes do not wait for each other between two reads.
+    """
     expert = tl.program_id(0)
-    lanes = tl.arange(0, BLOCK)
-    before = 0
-    for first in range(0, num_pairs, BLOCK):
-        ids = tl.load(ids_ptr + first + lanes, mask=first + lanes < num_pairs, other=expert)
-        before += tl.sum((ids < expert).to(tl.int32))
-    tl.store(starts_ptr + expert, before)
-    for first in range(0, num_pairs, BLOCK):
-        pairs = first + lanes
-        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
-        mine = ids == expert
-        ranks = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(order_ptr + before + ranks - 1, pairs, mask=mine)
-        before += tl.sum(mine.to(tl.int32))
+    # Lanes that read neighbours would exchange them before each store.
+    lanes = tl.max_contiguous(tl.arange(0, BLOCK), 1)
+    earlier, mine, bits = (tl.zeros([BLOCK], tl.int32),) * 3
+    num_reads = tl.cdiv(num_pairs, BLOCK)
+    for read in range(num_reads):
+        pairs = read * BLOCK + lanes
+        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=0x7FFFFFFF)
+        earlier += (ids < expert).to(tl.int32)
+        mine += (ids == expert).to(tl.int32)
+        bits |= tl.where(ids == expert, tl.where(read < 32, 1 << read, 0), 0)
+    first = tl.sum(earlier)
+    places = first + tl.cumsum(mine, 0) - mine
+    tl.store(starts_ptr + expert, first)
     if expert == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + expert + 1, before)
+        tl.store(starts_ptr + expert + 1, first + tl.sum(mine))
+    for read in range(num_reads):
+        pairs = read * BLOCK + lanes
+        own = (bits >> read) & 1
+        if read >= 32:
+            ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=0x7FFFFFFF)
+            own = (ids == expert).to(tl.int32)
+        tl.store(order_ptr + places, pairs, mask=own > 0)
+        places += own
 
 
 @triton.jit

@@ -55,10 +55,14 @@ class CellView(NamedTuple):
 
     def write(self, pages: Tensor, state: Tensor) -> None:
         """Write cells as `read` returns them. States without pages are not written."""
-        page, place = self.where()
         kept = pages[:, 0] >= 0
         if not bool(kept.all()):
             pages, state = pages[kept], state[kept]
+        self.put(pages, state)
+
+    def put(self, pages: Tensor, state: Tensor) -> None:
+        """Write cells of states that all have pages, without waiting for the device."""
+        page, place = self.where()
         self.view[pages[:, page].long(), place] = state
 
 

@@ -19,6 +19,8 @@ class Case:
     With `value_dim` what is kept of a token is one latent, whose first numbers are the value.
     """
 
+    planner = staticmethod(plan_attention)
+
     def __init__(
         self,
         rows,
@@ -83,7 +85,7 @@ class Case:
         window = changes.get("window")
         if window:
             arguments["page_ids"] = self._without_unseen(window)
-        return plan_attention(**arguments | changes)
+        return self.planner(**arguments | changes)
 
     def _without_unseen(self, window):
         """Behind a window there are no pages any more."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import device
-from kernels.experts.grouped_kernels import MANY_PAIRS, tile_for
+from kernels.experts.grouped_kernels import MANY_PAIRS, group_kernel, tile_for
 from kernels.experts.grouped_mlp import ExpertMatrices, grouped_mlp
 from kernels.quantised import Quantisation, widened
 from tests.kernels.conftest import DEVICE
@@ -116,6 +116,20 @@ def test_all_tokens_may_want_the_same_expert(implementation, expert):
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("reads", [0.5, 1, 7, 32, 34.5])  # a lane remembers 32 of its reads
+@pytest.mark.parametrize("num_experts", [1, 5])
+def test_pairs_are_grouped_by_expert(reads, num_experts):
+    lanes = 16
+    ids = torch.randint(num_experts + 1, (int(reads * lanes),), device=DEVICE).int()
+    starts = torch.full((num_experts + 1,), -1, device=DEVICE).int()
+    order = torch.full_like(ids, -1)
+    group_kernel[(num_experts,)](ids, starts, order, len(ids), lanes, num_warps=4)
+    counts = torch.bincount(ids, minlength=num_experts + 1).tolist()[:-1]
+    assert starts.tolist() == [sum(counts[:expert]) for expert in range(num_experts + 1)]
+    for expert, group in enumerate(order[: sum(counts)].split(counts)):
+        assert torch.equal(group.sort().values, (ids == expert).nonzero()[:, 0].int())
+
+
 def test_a_token_gets_the_same_to_the_bit_by_the_kernels_whatever_is_beside_it(monkeypatch):
     if device.INTERPRETED and not _rows_of_numpy_are_independent():
         pytest.skip("numpy's products round a row by its place on this processor")
@@ -146,26 +160,42 @@ def _rows_of_numpy_are_independent() -> bool:
     )
 
 
+def quantised_experts(count, rows, columns, group, kind):
+    """Return matrices whose weights have the usual size, and the weights."""
+    numbers, quantisation, wide = quantised(count * rows, columns, group, kind)
+    scales = (quantisation.scales / (wide.std() * columns**0.5)).to(quantisation.scales.dtype)
+    quantisation = replace(quantisation, scales=scales)
+    own = quantisation.with_tensors(lambda part: part.view(count, rows, -1))
+    weights = widened(numbers, quantisation).view(count, rows, columns)
+    return ExpertMatrices(numbers.view(count, rows, -1), None, own), weights
+
+
 # hidden, inner, inputs that share a scale
 @pytest.mark.parametrize("sizes", [(64, 48, 16), (100, 40, 64), (64, 32, 0)], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
 def test_quantised_experts_are_computed_as_they_are(implementation, sizes, kind):
     hidden, inner, group = sizes
     x, _, _, weights, ids = drawn(20, hidden, inner, 5, 2)
-
-    def stack(rows, columns):
-        """Return matrices whose weights have the usual size, and the weights."""
-        numbers, quantisation, wide = quantised(5 * rows, columns, group, kind)
-        scales = (quantisation.scales / (wide.std() * columns**0.5)).to(quantisation.scales.dtype)
-        quantisation = replace(quantisation, scales=scales)
-        own = quantisation.with_tensors(lambda part: part.view(5, rows, -1))
-        return ExpertMatrices(numbers.view(5, rows, -1), None, own), widened(numbers, quantisation)
-
-    (gate_up, wide), (down, wide_down) = stack(2 * inner, hidden), stack(hidden, inner)
-    exact_stacks = wide.view(5, 2 * inner, hidden), wide_down.view(5, hidden, inner)
-    expected = exact(x, *exact_stacks, weights, ids, "silu")
+    gate_up, wide = quantised_experts(5, 2 * inner, hidden, group, kind)
+    down, wide_down = quantised_experts(5, hidden, inner, group, kind)
+    expected = exact(x, wide, wide_down, weights, ids, "silu")
     found = grouped_mlp(x, gate_up, down, weights, ids, "silu")
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind, group", [("fp8", 64), ("int8", 0), ("int4", 32), ("fp4", 32)])
+def test_many_pairs_of_quantised_experts_have_larger_tiles_too(monkeypatch, kind, group):
+    few, many = (tile_for(2, pairs, 2, 90, 32) for pairs in (2 * MANY_PAIRS - 1, 2 * MANY_PAIRS))
+    assert (few.rows, few.columns, many.rows, many.columns) == (64, 64, 128, 128)
+    assert few.depth == many.depth == 32
+    monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+    hidden, inner = 128, 160
+    x, _, _, weights, ids = drawn(2 * MANY_PAIRS + 5, hidden, inner, 2, 1, torch.float16)
+    gate_up, wide = quantised_experts(2, 2 * inner, hidden, group, kind)
+    down, wide_down = quantised_experts(2, hidden, inner, group, kind)
+    expected = exact(x, wide, wide_down, weights, ids, "silu")
+    found = grouped_mlp(x, gate_up, down, weights, ids, "silu")
+    torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=4e-3)
 
 
 def test_experts_that_nobody_wants_are_not_read(implementation):

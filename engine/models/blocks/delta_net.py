@@ -15,8 +15,9 @@ from engine.models.blocks.norm import Norm, RmsNorm
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.source import BlockWeights
 from engine.models.linear import Linear, Ranges, scaled
+from kernels.backends.chosen import operations
 from kernels.linear_attention.causal_conv import causal_conv
-from kernels.linear_attention.delta_rule import Gates, delta_rule
+from kernels.linear_attention.delta_rule import Gates
 from kernels.linear_attention.gated_norm import gated_rms_norm
 from kernels.linear_attention.state_cells import StateRows
 
@@ -154,7 +155,8 @@ class DeltaNetBlock:
         _, b, a = self.spec.projection.split(self.spec, projected)
         cells = kept.cells
         x = causal_conv(projected, self.columns, self.convolution, cells["conv"], rows)
-        return delta_rule(x, Gates(a, b, self.a_log, self.dt_bias), cells["delta"], rows)
+        gates = Gates(a, b, self.a_log, self.dt_bias)
+        return operations().delta_rule(x, gates, cells["delta"], rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from engine.batch.images import VisibleImage
 from engine.models.blocks.protocol import KeptStates, ModelStep
-from kernels.attention.paged import AttentionPlan, plan_attention
+from kernels.attention.paged import AttentionPlan
 from kernels.attention.reference import KeySpan, ReferencePlan, plan_spans
 from kernels.attention.unfolded import MaskedPlan, MaskExpansion, plan_unfolded
+from kernels.backends.chosen import operations
 
 
 def attention_plan(
@@ -26,7 +27,7 @@ def attention_plan(
     batch = step.batch
     return step.shared.get(
         (kept.table, heads, window, value_dim),
-        lambda: plan_attention(
+        lambda: operations().plan_attention(
             batch.page_ids,
             batch.page_starts[kept.table],
             batch.query_starts,
@@ -98,7 +99,7 @@ def _parted(
     )
     if chunks is None:
         return LatentPlans(None, attention_plan(step, kept, heads=heads, value_dim=rank))
-    rest = plan_attention(
+    rest = operations().plan_attention(
         batch.page_ids,
         page_starts[long:],
         batch.query_starts[long:] - chunks.num_tokens,

@@ -15,7 +15,8 @@ from transformers import AttentionInterface
 
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
-from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
+from kernels.attention.paged import AttentionPlan, paged_attention
+from kernels.backends.chosen import operations
 from kernels.pages.store_kv import store_kv
 
 # No mask function is registered under this name, so classes make no mask.
@@ -62,7 +63,7 @@ class CurrentStep(threading.local):
         batch = self.batch
         key = (table, num_heads)
         if key not in self._plans:
-            self._plans[key] = plan_attention(
+            self._plans[key] = operations().plan_attention(
                 batch.page_ids,
                 batch.page_starts[table],
                 batch.query_starts,

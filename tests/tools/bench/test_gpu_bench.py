@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.backends.package import Package
+from tests.support import optional_packages
 from tests.support.programs import runs
 from tools.bench.gpu import goals
-from tools.bench.gpu.ops import Op
+from tools.bench.gpu.ops import Op, measure_package
 from tools.bench.gpu.ops import measure as measure_ops
-from tools.bench.gpu.parts import PARTS
+from tools.bench.gpu.parts import PARTS, attention, kernels
 from tools.bench.gpu.setting import Ceilings, Setting
 
-NOT_ON_A_CPU = {"nodes of a CUDA graph"}
+NOT_ON_A_CPU = {"nodes of a CUDA graph", "flashinfer", "fla"}
 
 
 def long(test):
@@ -127,6 +129,23 @@ def test_what_is_wrong_is_not_timed():
     assert [row["table"] for row in rows] == ["table", "notes", "notes", "notes"]
     assert set(timed) == {"right"}
     assert "no such shape" in rows[-1]["note"]
+
+
+def test_operations_of_packages_are_measured_where_they_are_installed(monkeypatch):
+    setting = Setting.make(Ceilings(1.0, 1.0, 1.0), dry=True)
+    tables = {"flashinfer": attention.flashinfer_ops, "fla": kernels.fla_ops}
+    for name, ops in tables.items():
+        (missing,) = measure_package(setting, ops, name)
+        assert missing["table"] == "notes" and "is not installed: install" in missing["note"]
+    flashinfer, fla = optional_packages.flashinfer(), optional_packages.fla()
+    monkeypatch.setattr(
+        Package, "load", lambda self: {"flashinfer": flashinfer}.get(self.module, fla)
+    )
+    for name, ops in tables.items():
+        rows = list(measure_package(setting, ops, name))
+        assert {row["table"] for row in rows} == {name} and max(row["error"] for row in rows) < 1e-4
+    kinds = {type(wrapper).__name__ for wrapper in flashinfer.plans}
+    assert kinds == {"Extend", "Decode", "Latent"} and fla.calls
 
 
 # The frame forks: in a process without pytest's threads.

@@ -39,7 +39,11 @@ GOALS = (
     Goal(
         "decode attention at batch 64 and 8k tokens, share of the read bandwidth",
         "attention",
-        lambda row: row.get("case") == "decode 64 x 8192" and row["heads"] == "32/8x128",
+        lambda row: (
+            row["table"] == "decode"
+            and row["case"] == "decode 64 x 8192"
+            and row["heads"] == "32/8x128"
+        ),
         "share",
         at_least=0.85,
     ),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.backends.package import Unavailable
 from tools.bench.gpu.clock import Work
 from tools.bench.gpu.frame import Row, guarded, note
 from tools.bench.gpu.setting import Setting, rate
@@ -60,6 +61,18 @@ def measure(setting: Setting, ops: Iterable[Callable[[], Op]], name: str) -> Ite
     """
     for make in ops:
         yield from guarded(f"an operation of {name}", _made(setting, make, name))
+
+
+def measure_package(
+    setting: Setting, ops: Callable[[Setting], Iterable[Callable[[], Op]]], name: str
+) -> Iterator[Row]:
+    """Measure the operations of an optional package. Yield a note if it is missing."""
+    try:
+        opened = ops(setting)
+    except Unavailable as error:
+        yield note(name, str(error))
+    else:
+        yield from measure(setting, opened, name)
 
 
 def _made(setting: Setting, make: Callable[[], Op], name: str) -> Iterator[Row]:

@@ -182,6 +182,12 @@ class _Model:
         matrix = _quantised_matrix(kind, rows, columns)
         quantised_linear(self.tensor(n, columns), *matrix)
 
+    def many_quantised_pairs(self, kind: NumberKind, n: int) -> None:
+        """Run the products of a prompt, in larger tiles."""
+        assert self.shape.experts is not None
+        count, per_token = self.shape.experts
+        self.quantised_experts(kind, n + MANY_PAIRS * count // per_token)
+
     def quantised_experts(self, kind: NumberKind, n: int) -> None:
         assert self.shape.experts is not None
         (count, per_token), shape = self.shape.experts, self.shape
@@ -411,8 +417,12 @@ def _quantised(arch: int) -> list[Variant]:
             for kind in kinds
         ),
         *(
-            Variant(f"{model.shape.name} {kind}", partial(model.quantised_experts, kind))
+            Variant(f"{model.shape.name} {kind}{what}", partial(run, kind))
             for kind, model in experts.items()
+            for what, run in {
+                "": model.quantised_experts,
+                " of prompts": model.many_quantised_pairs,
+            }.items()
             if kind in kinds
         ),
     ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.paged import paged_attention, plan_attention
+from kernels.backends.chosen import PlanAttention
 from tools.bench.gpu.clock import Work
 from tools.bench.gpu.operations.paged import Rows
 from tools.bench.gpu.ops import Op, relative_error
@@ -53,9 +54,9 @@ class Latents:
         size, heads = self.q.shape[2] + self.value_dim, self.q.shape[1]
         return 2.0 * self.rows.num_seen * heads * size
 
-    def attention(self) -> Work:
+    def attention(self, planner: PlanAttention = plan_attention) -> Work:
         decodes = max(self.rows.queries) == 1
-        plan = plan_attention(
+        plan = planner(
             self.page_ids,
             self.page_starts,
             self.query_starts,
@@ -68,8 +69,8 @@ class Latents:
         )
         return partial(paged_attention, self.q, self.pool, plan, scale=SCALE)
 
-    def error(self) -> float:
-        found = self.attention()()
+    def error(self, planner: PlanAttention = plan_attention) -> float:
+        found = self.attention(planner)()
         last = self.rows.num_tokens - 1
         places = sorted({last * part // (CHECKED - 1) for part in range(CHECKED)})
         assert isinstance(found, Tensor)
@@ -86,23 +87,32 @@ class Latents:
         return (weights @ keys[:, : self.value_dim]).flatten()
 
 
-def ops(setting: Setting) -> Iterator[Callable[[], Op]]:
+def ops(setting: Setting, planner: PlanAttention = plan_attention) -> Iterator[Callable[[], Op]]:
+    """Yield operations whose plans are made by `planner`."""
+    op = partial(_op, setting, planner)
     for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
         for batch, context in setting.sized(DECODES, ((2, 40),)):
             rows = Rows.decode([context - row % 7 for row in range(batch)])
-            yield partial(_op, setting, f"decode {batch} x {context}, {name}", rows, shape, "read")
+            yield partial(op, f"decode {batch} x {context}, {name}", rows, shape, "read")
         for prefix, new in setting.sized(EXTENDS, ((9, 5),)):
             rows = Rows.extend(prefix, new)
-            yield partial(_op, setting, f"{new} after {prefix}, {name}", rows, shape, "matmul")
+            yield partial(op, f"{new} after {prefix}, {name}", rows, shape, "matmul")
 
 
-def _op(setting: Setting, name: str, rows: Rows, shape: tuple[int, int, int], ceiling: str) -> Op:
+def _op(
+    setting: Setting,
+    planner: PlanAttention,
+    name: str,
+    rows: Rows,
+    shape: tuple[int, int, int],
+    ceiling: str,
+) -> Op:
     data = _latents(setting, rows, *shape)
     return Op(
         name="latents",
         shape=name,
-        call=data.attention(),
-        error=data.error,
+        call=data.attention(planner),
+        error=partial(data.error, planner),
         tolerance=TOLERANCE,
         ceiling=ceiling,
         amount=data.bytes if ceiling == "read" else data.flops,

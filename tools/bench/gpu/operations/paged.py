@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
+from kernels.backends.chosen import PlanAttention
 from tools.bench.gpu.clock import Work
 from tools.bench.gpu.ops import relative_error
 from tools.bench.gpu.setting import Setting
@@ -88,9 +89,9 @@ class Paged:
         """Return the minimum FLOPs: two products with every key that a query sees."""
         return 4.0 * self.rows.num_seen * self.heads.heads * self.heads.head_dim
 
-    def plan(self) -> AttentionPlan:
+    def plan(self, planner: PlanAttention = plan_attention) -> AttentionPlan:
         decodes = self.rows.queries == (1,) * len(self.rows.queries)
-        return plan_attention(
+        return planner(
             self.page_ids,
             self.page_starts,
             self.query_starts,
@@ -101,13 +102,13 @@ class Paged:
             num_decodes=len(self.rows.queries) if decodes else 0,
         )
 
-    def attention(self) -> Work:
+    def attention(self, planner: PlanAttention = plan_attention) -> Work:
         """Return the call that a layer makes, with a plan made now."""
-        return partial(paged_attention, self.q, self.kv, self.plan(), scale=self.scale)
+        return partial(paged_attention, self.q, self.kv, self.plan(planner), scale=self.scale)
 
-    def error(self) -> float:
+    def error(self, planner: PlanAttention = plan_attention) -> float:
         """Return the error of some queries, spread over all, against float64."""
-        found = paged_attention(self.q, self.kv, self.plan(), scale=self.scale)
+        found = paged_attention(self.q, self.kv, self.plan(planner), scale=self.scale)
         last = self.rows.num_tokens - 1
         places = sorted({last * part // (CHECKED - 1) for part in range(CHECKED)})
         exact = torch.stack([self._exact(place) for place in places])

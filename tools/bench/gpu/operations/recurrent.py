@@ -11,6 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from kernels.backends.chosen import DeltaRule
 from kernels.linear_attention.causal_conv import causal_conv, causal_conv_reference
 from kernels.linear_attention.delta_rule import Gates, delta_rule, delta_rule_reference
 from kernels.linear_attention.state_cells import CellView, StateRows
@@ -27,11 +28,17 @@ TOLERANCE = 2e-2
 
 def ops(setting: Setting) -> Iterator[Callable[[], Op]]:
     for counts in setting.sized(ROWS, DRY_ROWS):
-        yield partial(_delta_rule, setting, counts)
+        yield partial(_delta_rule, setting, counts, delta_rule)
         yield partial(_causal_conv, setting, counts)
 
 
-def _delta_rule(setting: Setting, counts: tuple[int, ...]) -> Op:
+def prompts(setting: Setting, rule: DeltaRule) -> Iterator[Callable[[], Op]]:
+    """Yield the operations over prompts, computed by `rule`."""
+    for counts in setting.sized(ROWS, DRY_ROWS)[:-1]:
+        yield partial(_delta_rule, setting, counts, rule)
+
+
+def _delta_rule(setting: Setting, counts: tuple[int, ...], rule: DeltaRule) -> Op:
     heads, group, k_size, v_size = setting.sized(SHAPE, DRY_SHAPE)
     x = setting.randn(sum(counts), heads, 2 * k_size + group * v_size)
     gates = Gates(
@@ -44,11 +51,11 @@ def _delta_rule(setting: Setting, counts: tuple[int, ...]) -> Op:
     cells, rows = CellView(states, 0, 0, 1, heads * group), _rows(setting, counts)
 
     def error() -> float:
-        found = delta_rule(x, gates, cells, rows)
+        found = rule(x, gates, cells, rows)
         return relative_error(found, delta_rule_reference(x, gates, cells, rows))
 
     values = heads * group * v_size * x.element_size() * sum(counts)
-    return _op("delta_rule", counts, lambda: delta_rule(x, gates, cells, rows), error,
+    return _op("delta_rule", counts, lambda: rule(x, gates, cells, rows), error,
                x.nbytes + values + states.nbytes)  # fmt: skip
 
 

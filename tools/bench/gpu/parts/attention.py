@@ -6,16 +6,20 @@ Peers of extend are torch's own kernels on contiguous tensors, which a paged cac
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from kernels.attention.paged import plan_attention
+from kernels.backends.chosen import PlanAttention
+from kernels.backends.flashinfer import FlashInfer
 from tools.bench.gpu.clock import Work
 from tools.bench.gpu.frame import Row, Tables, note
 from tools.bench.gpu.operations import latents
 from tools.bench.gpu.operations.paged import Heads, Paged, Rows, envelope, num_pages_of, paged
-from tools.bench.gpu.ops import COLUMNS, Op
+from tools.bench.gpu.ops import COLUMNS, Op, measure_package
 from tools.bench.gpu.ops import measure as measure_ops
 from tools.bench.gpu.setting import Setting
 
@@ -25,6 +29,7 @@ TABLES: Tables = {
     "extend": COLUMNS,
     "plan": COLUMNS,
     "latents": COLUMNS,
+    "flashinfer": COLUMNS,
     "skew": {
         "rows": "{shape}",
         "share of the read bandwidth": "{share:.0%}",
@@ -58,9 +63,19 @@ def measure(setting: Setting) -> Iterator[Row]:
     yield from measure_ops(setting, _extends(setting), "extend")
     yield from measure_ops(setting, _plans(setting), "plan")
     yield from measure_ops(setting, latents.ops(setting), "latents")
+    yield from measure_package(setting, flashinfer_ops, "flashinfer")
 
 
-def _decodes(setting: Setting) -> Iterator[Callable[[], Op]]:
+def flashinfer_ops(setting: Setting) -> Iterator[Callable[[], Op]]:
+    """Return the same operations with plans of FlashInfer. Raises Unavailable."""
+    planner = FlashInfer.open(setting.device).plan_attention
+    kinds = (_decodes, _verifies, _extends, latents.ops)
+    return chain.from_iterable(ops(setting, planner) for ops in kinds)
+
+
+def _decodes(
+    setting: Setting, planner: PlanAttention = plan_attention
+) -> Iterator[Callable[[], Op]]:
     wanted = ((64, 8192), (1, 1024), (16, 1024), (64, 1024), (256, 1024))
     others = ((1, 8192), (16, 8192), (256, 8192))
     for heads in setting.sized((LARGE, SMALL), (DRY,)):
@@ -68,27 +83,35 @@ def _decodes(setting: Setting) -> Iterator[Callable[[], Op]]:
             case = f"decode {batch} x {context}"
             # Odd lengths, so that last pages are partly filled with other data.
             lengths = [context - row % 7 for row in range(batch)]
-            yield partial(_decode, setting, case, Rows.decode(lengths), heads)
+            yield partial(_decode, setting, case, Rows.decode(lengths), heads, planner)
 
 
-def _verifies(setting: Setting) -> Iterator[Callable[[], Op]]:
+def _verifies(
+    setting: Setting, planner: PlanAttention = plan_attention
+) -> Iterator[Callable[[], Op]]:
     """Yield verify steps of one row, which have to split its keys, and of many rows."""
     heads = setting.sized(LARGE, DRY)
     cases = ((1, 1024), (1, 8192), (1, 32768), (16, 8192), (64, 8192))
     for batch, context in setting.sized(cases, ((2, 40),)):
         lengths = tuple(context - row % 7 for row in range(batch))
         rows = Rows((VERIFIED,) * batch, lengths)
-        yield partial(_decode, setting, f"verify {batch} x {context}", rows, heads)
+        yield partial(_decode, setting, f"verify {batch} x {context}", rows, heads, planner)
 
 
-def _decode(setting: Setting, case: str, rows: Rows, heads: Heads) -> Op:
+def _decode(
+    setting: Setting,
+    case: str,
+    rows: Rows,
+    heads: Heads,
+    planner: PlanAttention = plan_attention,
+) -> Op:
     data = make_data(setting, rows, heads)
     kind, _, shape = case.partition(" ")
     return Op(
         name=kind,
         shape=f"{shape}, {heads}",
-        call=data.attention(),
-        error=data.error,
+        call=data.attention(planner),
+        error=partial(data.error, planner),
         tolerance=TOLERANCE,
         ceiling="read",
         amount=data.bytes,
@@ -118,21 +141,23 @@ def _skew(setting: Setting) -> Iterator[Row]:
             yield row | {"of_uniform": row["share"] / shares[0]}
 
 
-def _extends(setting: Setting) -> Iterator[Callable[[], Op]]:
+def _extends(
+    setting: Setting, planner: PlanAttention = plan_attention
+) -> Iterator[Callable[[], Op]]:
     for heads in setting.sized((LARGE, SMALL), (DRY,)):
         for prefix, new in setting.sized(
             ((0, 8192), (0, 1024), (8192, 2048), (8192, 256), (32768, 64)), ((0, 20), (18, 9))
         ):
-            yield partial(_extend, setting, prefix, new, heads)
+            yield partial(_extend, setting, prefix, new, heads, planner)
 
 
-def _extend(setting: Setting, prefix: int, new: int, heads: Heads) -> Op:
+def _extend(setting: Setting, prefix: int, new: int, heads: Heads, planner: PlanAttention) -> Op:
     data = make_data(setting, Rows.extend(prefix, new), heads)
     return Op(
         name="extend",
         shape=f"{new} after {prefix}, {heads}",
-        call=data.attention(),
-        error=data.error,
+        call=data.attention(planner),
+        error=partial(data.error, planner),
         tolerance=TOLERANCE,
         ceiling="matmul",
         amount=data.flops,

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from kernels.backends.fla import FlashLinearAttention
 from tools.bench.gpu.frame import Row, Tables
 from tools.bench.gpu.operations import elementwise, experts, linear, logits, pages, recurrent
-from tools.bench.gpu.ops import COLUMNS, Op
+from tools.bench.gpu.ops import COLUMNS, Op, measure_package
 from tools.bench.gpu.ops import measure as measure_ops
 from tools.bench.gpu.setting import Setting
 
@@ -17,7 +18,7 @@ OPS = {
     "pages": pages.ops,
     "recurrent": recurrent.ops,
 }
-TABLES: Tables = dict.fromkeys(OPS, COLUMNS)
+TABLES: Tables = dict.fromkeys((*OPS, "fla"), COLUMNS)
 
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
@@ -31,6 +32,12 @@ def measure(setting: Setting) -> Iterator[Row]:
     setting.launch_kernels()
     for name, ops in OPS.items():
         yield from measure_ops(setting, ops(setting), name)
+    yield from measure_package(setting, fla_ops, "fla")
+
+
+def fla_ops(setting: Setting) -> Iterator[Callable[[], Op]]:
+    """Return the delta rule over prompts by flash-linear-attention. Raises Unavailable."""
+    return recurrent.prompts(setting, FlashLinearAttention.open().delta_rule)
 
 
 def _call_once(make: Callable[[], Op]) -> None:

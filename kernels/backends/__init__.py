@@ -1,0 +1,1 @@
+"""Operations of optional packages, in place of the kernels of this repository."""

@@ -1,0 +1,263 @@
+"""Attention of the package flashinfer-python.
+
+A wrapper of the package is planned once for the rows of a step, and runs for each layer. The plan
+is made on the host, which waits for the device to read the rows. So no CUDA graph can contain it.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.attention.paged import AttentionPlan, check_kv
+from kernels.attention.reference import gated
+from kernels.backends.package import Package
+
+PACKAGE = Package("flashinfer-python", "flashinfer", "0.7")
+HEAD_DIMS = frozenset({64, 128, 256})
+LATENT_DIMS = (512, 64)  # of the value, and of the rotated part
+
+_WORKSPACE_BYTES = 128 << 20  # as the package recommends
+_LAYOUT = "HND"  # of keys in a page: head, token, number
+_LN_2 = 0.6931471805599453
+
+
+class FlashInfer:
+    """The wrappers of a process on one device, and the workspace that they share. One stream.
+
+    Args:
+        package: the module `flashinfer`.
+    """
+
+    def __init__(self, package: Any, device: torch.device) -> None:
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._metadata = package.mla.MLAPlanMetadata
+        self._extend = _Wrappers(
+            lambda: package.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout=_LAYOUT)
+        )
+        self._decode = _Wrappers(
+            lambda: package.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, kv_layout=_LAYOUT, use_tensor_cores=True
+            )
+        )
+        self._latent = _Wrappers(lambda: package.mla.BatchMLAPagedAttentionWrapper(workspace))
+
+    @classmethod
+    def open(cls, device: torch.device) -> "FlashInfer":
+        """Import the package, and allocate the workspace. Raises Unavailable."""
+        return cls(PACKAGE.load(), device)
+
+    def plan_attention(
+        self,
+        page_ids: Tensor,
+        page_starts: Tensor,
+        query_starts: Tensor,
+        lengths: Tensor,
+        kv: Tensor,
+        *,
+        num_heads: int,
+        num_tokens: int,
+        num_decodes: int,
+        window: int | None = None,
+        value_dim: int | None = None,
+    ) -> AttentionPlan:
+        """Plan as `kernels.attention.paged.plan_attention`."""
+        check_kv(kv, value_dim)
+        rows = _Rows.of(page_ids, page_starts, query_starts, lengths, kv.shape[3], window)
+        if value_dim is not None:
+            return _LatentPlan(rows, num_tokens, value_dim, self._latent, self._metadata)
+        decodes = num_decodes == lengths.shape[0]
+        wrappers, plan = (
+            (self._decode, rows.plan_decode) if decodes else (self._extend, rows.plan_extend)
+        )
+        return _PagedPlan(num_tokens, wrappers, plan)
+
+
+class _Wrappers:
+    """Wrappers of one kind. Each has the buffers of one plan, so it has one holder at a time.
+
+    The next plan waits for the device first. So no kernel uses the buffers that it writes.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._free: list[Any] = []
+
+    def acquire(self, holder: object) -> Any:
+        """Return a wrapper for as long as the holder exists."""
+        wrapper = self._free.pop() if self._free else self._make()
+        weakref.finalize(holder, self._free.append, wrapper).atexit = False
+        return wrapper
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The rows of a step as the package takes them. Pages behind a window are left out: positions
+    count from the end of a row.
+
+    Attributes:
+        query_starts, page_starts: int32 [num_rows + 1] on the host, from 0 without gaps.
+        lengths: int32 [num_rows] on the host, tokens in the row's pages.
+        page_ids: int32 [page_starts[-1]] on the device.
+        window_left: earlier tokens that a query sees. -1: all.
+    """
+
+    query_starts: Tensor
+    page_starts: Tensor
+    page_ids: Tensor
+    lengths: Tensor
+    page_size: int
+    window_left: int
+
+    @classmethod
+    def of(
+        cls,
+        page_ids: Tensor,
+        page_starts: Tensor,
+        query_starts: Tensor,
+        lengths: Tensor,
+        page_size: int,
+        window: int | None,
+    ) -> "_Rows":
+        num_rows = lengths.shape[0]
+        columns = torch.cat((query_starts, lengths, page_starts)).cpu()  # one wait
+        starts, ends, places = torch.split(columns, [num_rows + 1, num_rows, num_rows])
+        unseen = torch.zeros_like(ends)
+        if window is not None:
+            unseen = (ends - starts.diff() - window + 1).clamp(min=0) // page_size
+        counts = (ends + page_size - 1) // page_size - unseen
+        firsts = F.pad(counts.cumsum(0), (1, 0)).int()
+        found = (places + unseen - firsts[:-1]).repeat_interleave(counts)
+        found += torch.arange(len(found), dtype=torch.int32)
+        return cls(
+            starts,
+            firsts,
+            page_ids.index_select(0, found.to(page_ids.device)),
+            ends - unseen * page_size,
+            page_size,
+            -1 if window is None else window - 1,
+        )
+
+    @property
+    def last_page_lengths(self) -> Tensor:
+        """Return the tokens in the last page of each row: int32, 0 for a row without pages."""
+        return self.lengths - (self.page_starts.diff() - 1).clamp(min=0) * self.page_size
+
+    def plan_extend(self, wrapper: Any, q: Tensor, kv: Tensor, **numbers: Any) -> None:
+        wrapper.plan(
+            self.query_starts,
+            self.page_starts,
+            self.page_ids,
+            self.last_page_lengths,
+            q.shape[1],
+            kv.shape[1],
+            kv.shape[4],
+            self.page_size,
+            causal=True,
+            window_left=self.window_left,
+            q_data_type=q.dtype,
+            kv_data_type=kv.dtype,
+            **numbers,
+        )
+
+    def plan_decode(self, wrapper: Any, q: Tensor, kv: Tensor, **numbers: Any) -> None:
+        wrapper.plan(
+            self.page_starts,
+            self.page_ids,
+            self.last_page_lengths,
+            q.shape[1],
+            kv.shape[1],
+            kv.shape[4],
+            self.page_size,
+            window_left=self.window_left,
+            q_data_type=q.dtype,
+            kv_data_type=kv.dtype,
+            **numbers,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _PagedPlan:
+    """Rows over keys and values. The package plans for one scale and soft cap, known in the first
+    layer that has them."""
+
+    num_tokens: int
+    wrappers: _Wrappers
+    plan: Callable[..., None]
+    planned: dict[tuple[float, float | None], Any] = field(default_factory=dict)
+
+    @property
+    def value_dim(self) -> None:
+        return None
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        gate: Tensor | None,
+    ) -> Tensor:
+        wrapper = self.planned.get((scale, soft_cap))
+        if wrapper is None:
+            wrapper = self.planned[scale, soft_cap] = self.wrappers.acquire(self)
+            self.plan(wrapper, q, kv, sm_scale=scale, logits_soft_cap=soft_cap)
+        pages = (kv[:, :, 0], kv[:, :, 1])
+        if sinks is None:
+            return gated(wrapper.run(q, pages).flatten(1), gate)
+        out, sums = wrapper.run(q, pages, return_lse=True)
+        # All weights shrink by the sink's share. Sums are logarithms to base 2.
+        share = torch.sigmoid(sums * _LN_2 - sinks.float())
+        return gated((out * share.unsqueeze(-1)).to(q.dtype).flatten(1), gate)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _LatentPlan:
+    """Rows over latents."""
+
+    rows: _Rows
+    num_tokens: int
+    value_dim: int
+    wrappers: _Wrappers
+    metadata: Any
+    planned: dict[float, Any] = field(default_factory=dict)
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+        gate: Tensor | None,
+    ) -> Tensor:
+        if soft_cap is not None or sinks is not None:
+            raise ValueError("soft_cap and sinks are not supported with latents")
+        if not self.num_tokens:
+            return q.new_empty(0, q.shape[1] * self.value_dim)
+        wrapper = self.planned.get(scale)
+        if wrapper is None:
+            rows = self.rows
+            wrapper = self.planned[scale] = self.wrappers.acquire(self)
+            wrapper.plan(
+                metadata=self.metadata.csr(
+                    rows.query_starts, rows.page_starts, rows.page_ids, rows.lengths
+                ),
+                num_heads=q.shape[1],
+                head_dim_ckv=self.value_dim,
+                head_dim_kpe=kv.shape[4] - self.value_dim,
+                page_size=rows.page_size,
+                causal=True,
+                sm_scale=scale,
+                q_data_type=q.dtype,
+                kv_data_type=kv.dtype,
+            )
+        out: Tensor = wrapper.run(query=q, kv_cache=kv[:, 0, 0])
+        return out.flatten(1)
