@@ -60,6 +60,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     slots: Tensor  # int64 [num_rows without padding]
     num_decodes: int  # number of rows at the end that have one token each
     seen: tuple[VisibleImage | VisibleEmbeddings, ...]
+    on_host: tuple[tuple[int, int], ...] | None = None  # `extends`; None: read from the tensors
 
     @property
     def num_rows(self) -> int:
@@ -69,6 +70,16 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     def starts(self) -> Tensor:
         """Index of each row's first token of this step, int32 [num_rows]."""
         return self.lengths - self.query_starts.diff()
+
+    @property
+    def extends(self) -> tuple[tuple[int, int], ...]:
+        """Tokens and length of each row before the decode rows, as the host knows them. The device
+        may shorten rows whose drafts are rejected."""
+        if self.on_host is not None:
+            return self.on_host
+        rows = self.num_rows - self.num_decodes
+        counts = self.query_starts[: rows + 1].diff()
+        return tuple(zip(counts.tolist(), self.lengths[:rows].tolist(), strict=True))
 
     @property
     def packed_bytes(self) -> int:
@@ -143,7 +154,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
             uploaded = upload(together, device, into)
         else:
             uploaded = upload(own, device, into) + upload(beside, device)
-        batch = ForwardBatch.of(uploaded[: len(own)], self.num_decodes, self.seen)
+        batch = ForwardBatch.of(uploaded[: len(own)], self.num_decodes, self.seen, self.extends)
         return batch, uploaded[len(own) :]
 
     @classmethod
@@ -152,6 +163,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
         tensors: Sequence[Tensor],
         num_decodes: int,
         seen: tuple[VisibleImage | VisibleEmbeddings, ...],
+        extends: tuple[tuple[int, int], ...],
     ) -> "ForwardBatch":
         """Return the batch with these `tensors`, which may be copies of those of another batch."""
         tables = (len(tensors) - len(_TENSORS)) // 2
@@ -161,6 +173,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
             **dict(zip(_TENSORS, tensors[2 * tables :], strict=True)),
             num_decodes=num_decodes,
             seen=seen,
+            on_host=extends,
         )
 
     def tensors(self) -> list[Tensor]:
