@@ -60,7 +60,9 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     slots: Tensor  # int64 [num_rows without padding]
     num_decodes: int  # number of rows at the end that have one token each
     seen: tuple[VisibleImage | VisibleEmbeddings, ...]
-    on_host: tuple[tuple[int, int], ...] | None = None  # `extends`; None: read from the tensors
+    # Tokens and length of each row before the decode rows, as the host knows them. The device may
+    # shorten rows whose drafts are rejected. (): no latents are expanded.
+    extends: tuple[tuple[int, int], ...]
 
     @property
     def num_rows(self) -> int:
@@ -70,16 +72,6 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     def starts(self) -> Tensor:
         """Index of each row's first token of this step, int32 [num_rows]."""
         return self.lengths - self.query_starts.diff()
-
-    @property
-    def extends(self) -> tuple[tuple[int, int], ...]:
-        """Tokens and length of each row before the decode rows, as the host knows them. The device
-        may shorten rows whose drafts are rejected."""
-        if self.on_host is not None:
-            return self.on_host
-        rows = self.num_rows - self.num_decodes
-        counts = self.query_starts[: rows + 1].diff()
-        return tuple(zip(counts.tolist(), self.lengths[:rows].tolist(), strict=True))
 
     @property
     def packed_bytes(self) -> int:
@@ -173,7 +165,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
             **dict(zip(_TENSORS, tensors[2 * tables :], strict=True)),
             num_decodes=num_decodes,
             seen=seen,
-            on_host=extends,
+            extends=extends,
         )
 
     def tensors(self) -> list[Tensor]:
@@ -251,6 +243,7 @@ class BatchBuilder:
                 slots=torch.from_numpy(slots),
                 num_decodes=num_rows,
                 seen=(),
+                extends=(),
             )
         counts = ends - starts
         query_starts = np.zeros(num_rows + 1, np.int32)
@@ -266,6 +259,8 @@ class BatchBuilder:
             sampled = np.concatenate((sampled, query_starts[others] + (indices - starts[others])))
         token_ids, locations = self._tokens(slots[rows], positions, guessed)
         long_rows = (counts != 1).nonzero()[0]
+        num_extends = 1 + int(long_rows[-1]) if len(long_rows) else 0
+        extends = zip(counts[:num_extends].tolist(), ends[:num_extends].tolist(), strict=True)
         return ForwardBatch(
             token_ids=token_ids,
             positions=torch.from_numpy(positions),
@@ -277,8 +272,9 @@ class BatchBuilder:
             **states,
             page_ids=page_ids,
             slots=torch.from_numpy(slots),
-            num_decodes=num_rows - 1 - int(long_rows[-1]) if len(long_rows) else num_rows,
+            num_decodes=num_rows - num_extends,
             seen=(),
+            extends=tuple(extends),
         )
 
     def _states(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> dict[str, Tensor]:

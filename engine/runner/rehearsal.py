@@ -29,6 +29,7 @@ def decode_rehearsal(
         slots=places[:-1],
         num_decodes=num_rows,
         seen=(),
+        extends=(),
     )
 
 
@@ -58,6 +59,7 @@ def mixed_rehearsal(
         slots=torch.arange(num_rows),
         num_decodes=num_decodes,
         seen=(),
+        extends=((num_prompt, num_prompt),),
     )
 
 
@@ -81,6 +83,7 @@ def verify_rehearsal(
         slots=rows.long(),
         num_decodes=0,
         seen=(),
+        extends=((2, 2),) * num_rows,
     )
     batch = ScheduleBatch(
         step=0,

@@ -105,7 +105,7 @@ class StepBuilder:
         for sampling in self._features.rehearsals(num_slots, 0, spec):
             yield _rehearsal(decode, sampling), sampling
         # Chunks after a long prefix, whose latents are not expanded.
-        over_latents = msgspec.structs.replace(mixed, on_host=())
+        over_latents = msgspec.structs.replace(mixed, extends=())
         yield Step(over_latents, heads=HeadInputs(chosen=False)), NOTHING_ASKED
         for count in SHORT_PROMPTS:
             short = mixed_rehearsal(count, 1, num_tables, tables.page_size, state_pages)

@@ -73,18 +73,16 @@ class LatentExpansion:
         limits of the device, except that few heads at a time do not occupy it.
         """
         _, key_dim, rank = self.keys.shape
-        queries, tokens = (sum(numbers) for numbers in zip(*chunks, strict=True))
+        queries, tokens = (sum(row[part] for row in chunks) for part in range(2))
         if queries < LEAST_QUERIES * len(chunks):
             return False
-        programs = self.heads_at_once(chunks, rotated) * (queries // TILE_TOKENS)
+        programs = self.heads_at_once(chunks, rotated) * -(-queries // TILE_TOKENS)
         if not programs:
             return False
         pairs = sum(_pairs(queries, length) for queries, length in chunks)
         made = key_dim + self.values.shape[2]
         wide, narrow = 2 * rank + rotated, made + rotated  # numbers of a query and its output
-        product = (
-            2 * rank * made
-        )  # of a query's and an output's matrix, or of a key's and a value's
+        product = 2 * rank * made  # of the matrices: for a query and its output, or for a token
         moved = 2 * self.keys.element_size() * FLOPS_PER_BYTE  # of a number, written and read
         idle = max(1.0, multiprocessors / programs)
         over_latents = queries * (product + wide * moved) + pairs * 2 * wide
