@@ -186,10 +186,13 @@ class _ExpansionTile(NamedTuple):
 
 
 def _tile(columns: int, element_size: int) -> _ExpansionTile:
-    tokens = max(16, min(TILE_TOKENS, 32768 // columns))
+    """Return the tile for keys and values of so many numbers together."""
     if element_size > 2:
-        return _ExpansionTile(min(32, tokens), 16, 2)
-    return _ExpansionTile(tokens, 64 if device.shared_bytes() >= MUCH_SHARED_BYTES else 32, 3)
+        return _ExpansionTile(32, 16, 2)
+    operands_in_shared_memory = device.architecture() // 10 in (9, 10)
+    tokens = (32768 if operands_in_shared_memory else 16384) // columns
+    rank = 64 if device.shared_bytes() >= MUCH_SHARED_BYTES else 32
+    return _ExpansionTile(max(16, min(TILE_TOKENS, tokens)), rank, 3)
 
 
 def _as_pool(made: Tensor, key_dim: int) -> Tensor:
