@@ -60,6 +60,9 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
     slots: Tensor  # int64 [num_rows without padding]
     num_decodes: int  # number of rows at the end that have one token each
     seen: tuple[VisibleImage | VisibleEmbeddings, ...]
+    # Tokens and length of each row before the decode rows, as the host knows them. The device may
+    # shorten rows whose drafts are rejected. (): no latents are expanded.
+    extends: tuple[tuple[int, int], ...]
 
     @property
     def num_rows(self) -> int:
@@ -113,7 +116,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
         """Copy the batch and the tensors in `beside` to the device, see `upload`."""
         own = self.tensors()
         uploaded = upload([*own, *beside], device)
-        batch = ForwardBatch.of(uploaded[: len(own)], self.num_decodes, self.seen)
+        batch = ForwardBatch.of(uploaded[: len(own)], self.num_decodes, self.seen, self.extends)
         return batch, uploaded[len(own) :]
 
     @classmethod
@@ -122,6 +125,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
         tensors: Sequence[Tensor],
         num_decodes: int,
         seen: tuple[VisibleImage | VisibleEmbeddings, ...],
+        extends: tuple[tuple[int, int], ...],
     ) -> "ForwardBatch":
         """Return the batch with these `tensors`, which may be copies of those of another batch."""
         tables = (len(tensors) - len(_TENSORS)) // 2
@@ -131,6 +135,7 @@ class ForwardBatch(msgspec.Struct, frozen=True, eq=False):
             **dict(zip(_TENSORS, tensors[2 * tables :], strict=True)),
             num_decodes=num_decodes,
             seen=seen,
+            extends=extends,
         )
 
     def tensors(self) -> list[Tensor]:
@@ -205,6 +210,7 @@ class BatchBuilder:
                 slots=torch.from_numpy(slots),
                 num_decodes=num_rows,
                 seen=(),
+                extends=(),
             )
         counts = ends - starts
         query_starts = np.zeros(num_rows + 1, np.int32)
@@ -220,6 +226,8 @@ class BatchBuilder:
             sampled = np.concatenate((sampled, query_starts[others] + (indices - starts[others])))
         token_ids, locations = self._tokens(slots[rows], positions, guessed)
         long_rows = (counts != 1).nonzero()[0]
+        num_extends = 1 + int(long_rows[-1]) if len(long_rows) else 0
+        extends = zip(counts[:num_extends].tolist(), ends[:num_extends].tolist(), strict=True)
         return ForwardBatch(
             token_ids=token_ids,
             positions=torch.from_numpy(positions),
@@ -231,8 +239,9 @@ class BatchBuilder:
             **states,
             page_ids=page_ids,
             slots=torch.from_numpy(slots),
-            num_decodes=num_rows - 1 - int(long_rows[-1]) if len(long_rows) else num_rows,
+            num_decodes=num_rows - num_extends,
             seen=(),
+            extends=tuple(extends),
         )
 
     def _states(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> dict[str, Tensor]:

@@ -247,6 +247,7 @@ def _batch(
     # All tokens of rows with drafts have logits, and the last ones of the others.
     wanted = (positions >= _NUM_PROMPT - 1) | (positions == lengths[of_token] - 1)
     long_rows = (counts > 1).nonzero()
+    num_extends = 1 + int(long_rows[-1]) if len(long_rows) else 0
     return ForwardBatch(
         token_ids=tokens[requests[of_token], positions],
         positions=positions.int(),
@@ -261,6 +262,7 @@ def _batch(
         state_kept=torch.where(late, own, nowhere),
         page_ids=torch.arange(len(tokens) * num_tables * pages, dtype=torch.int32),
         slots=requests,
-        num_decodes=len(rows) - 1 - int(long_rows[-1]) if len(long_rows) else len(rows),
+        num_decodes=len(rows) - num_extends,
         seen=(),
+        extends=tuple((row.end - row.start, row.end) for row in rows[:num_extends]),
     )

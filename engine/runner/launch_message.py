@@ -59,11 +59,13 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
         chosen, num_prompt: see HeadInputs.
         fills: slots to fill with adapters.
         graph, num_decodes, to_guess: see Step and its parts.
+        extends: see ForwardBatch.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...], int], ...]
     parts: StepParts
     num_decodes: int
+    extends: tuple[tuple[int, int], ...]
     graph: GraphShape | None
     to_guess: tuple[int, ...]
     seen: tuple[tuple[int, int], ...]
@@ -91,6 +93,7 @@ def encode(step: Step, block: Block) -> Launch:
         ),
         StepParts(*map(len, parts)),
         0 if rows is None else rows.num_decodes,
+        () if rows is None else rows.extends,
         step.graph,
         speculated.to_guess,
         tuple((one.place, one.last - one.first) for one in _images(rows)),
@@ -116,7 +119,7 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
     embeddings = (VisibleEmbeddings(*one) for one in zip(given, launch.given, strict=True))
     seen: tuple[VisibleImage | VisibleEmbeddings, ...] = (*images, *embeddings)
     return Step(
-        ForwardBatch.of(rows, launch.num_decodes, seen) if rows else None,
+        ForwardBatch.of(rows, launch.num_decodes, seen, launch.extends) if rows else None,
         SpeculativeStep(
             PrestagedRows(*early) if early else None,
             VerifiedRows(*verified) if verified else None,

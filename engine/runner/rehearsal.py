@@ -42,6 +42,7 @@ def padding(
         slots=torch.arange(num_rows),
         num_decodes=shape.num_decodes,
         seen=(),
+        extends=(),
     )
 
 
@@ -71,6 +72,7 @@ def mixed_rehearsal(
         slots=torch.arange(num_rows),
         num_decodes=num_decodes,
         seen=(),
+        extends=((num_prompt, num_prompt),),
     )
 
 
@@ -94,6 +96,7 @@ def verify_rehearsal(
         slots=rows.long(),
         num_decodes=0,
         seen=(),
+        extends=((2, 2),) * num_rows,
     )
     batch = ScheduleBatch(
         step=0,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -111,6 +112,9 @@ class StepBuilder:
             yield _rehearsal(mixed, sampling), sampling
         for sampling in self._features.rehearsals(num_slots, 0, spec):
             yield _rehearsal(decode, sampling), sampling
+        # Chunks after a long prefix, whose latents are not expanded.
+        over_latents = msgspec.structs.replace(mixed, extends=())
+        yield Step(over_latents, heads=HeadInputs(chosen=False)), NOTHING_ASKED
         for count in SHORT_PROMPTS:
             short = mixed_rehearsal(count, 1, num_tables, tables.page_size, state_pages)
             yield Step(short, heads=HeadInputs(chosen=False)), NOTHING_ASKED

@@ -53,16 +53,20 @@ def extend_attention(
 ) -> None:
     """Write the outputs of a batch's first rows, which have the first queries, into `out`.
 
+    Args:
+        kv: as in `paged_attention`, or of heads whose keys are longer than their values: key and
+            value are `kv.stride(2)` numbers apart, and the stride to a key's other numbers is 1.
+        out: [num_tokens, heads * value_dim], rows may be strided.
     Raises:
         ValueError: a KV head has more query heads than a tile has rows.
     """
     heads, key_dim = q.shape[1:]
     kv_heads, page_size = kv.shape[1], kv.shape[3]
     group, head_dim = heads // kv_heads, out.shape[1] // heads
-    rest = key_dim - head_dim
+    rest, apart = key_dim - head_dim, kv.stride(2) != 0  # a value is part of its latent
     masked, widened = bool(window or soft_cap), kv.element_size() < q.element_size()
     tile = _tile(
-        key_dim,
+        head_dim if apart else key_dim,
         q.element_size(),
         device.architecture(),
         masked=masked,
@@ -89,6 +93,7 @@ def extend_attention(
         score_cap,
         Q_STRIDE=q.stride(0),
         Q_HEAD_STRIDE=q.stride(1),
+        OUT_STRIDE=out.stride(0),
         GATE_STRIDE=0 if gate is None else gate.stride(0),
         GATE_HEAD_STRIDE=0 if gate is None else gate.stride(1),
         PAGE_STRIDE=kv.stride(0),
@@ -117,6 +122,7 @@ def extend_attention(
             keys=tile.keys,
             head_dim=head_dim,
             rest=rest,
+            apart=apart,
             kept=kv.element_size(),
             computed=q.element_size(),
         ),
@@ -145,6 +151,8 @@ def _tile(
             end.
     """
     if head_dim > LONGEST_HEAD:
+        if element_size == 2 and not widened and architecture // 10 == 9:
+            return AttentionTile(64, 64, 8, 2, slack=8)
         rows = 32 // element_size if widened else 64 // element_size
         return AttentionTile(rows, rows, 8, 3, slack=0)
     if element_size > 2:
@@ -181,6 +189,7 @@ def _extend_kernel(
     soft_cap,
     Q_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
     GATE_HEAD_STRIDE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
@@ -295,7 +304,7 @@ def _extend_kernel(
                 MASKED=part != 1,
                 SLACK=SLACK,
             )
-    out_places = (places * (tl.num_programs(1) * GROUP) + heads) * HEAD_DIM
+    out_places = places * OUT_STRIDE + heads * HEAD_DIM
     total = tl.maximum(total, 1e-30)  # 0 for a lane without a query, or a row without keys
     acc /= total[:, None]
     if gate_ptr is not None:

@@ -106,6 +106,7 @@ def split_attention(
         SEARCH_BLOCK=SEARCH_BLOCK,
         SOFT_CAP=soft_cap is not None,
         FULL_TILES=plan.lanes >= FULL_TILE_LANES and not plan.window,
+        SLACK=tile.slack,
         UPCAST=device.INTERPRETED,
         EARLY=early,
         launch_pdl=early,
@@ -116,6 +117,7 @@ def split_attention(
             keys=tile.keys,
             head_dim=head_dim,
             rest=rest,
+            apart=kv.stride(2) != 0,
             kept=kv.element_size(),
             computed=q.element_size(),
         ),
@@ -170,6 +172,7 @@ def _split_kernel(
     SEARCH_BLOCK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     FULL_TILES: tl.constexpr,
+    SLACK: tl.constexpr,
     UPCAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -263,7 +266,7 @@ def _split_kernel(
                 WINDOW=WINDOW,
                 SOFT_CAP=SOFT_CAP,
                 MASKED=part == 1,
-                SLACK=0,
+                SLACK=SLACK,
             )
         total = tl.where(total == 0.0, 1.0, total)  # of a lane that sees no key
         acc /= total[:, None]

@@ -40,6 +40,7 @@ class SplitTile(NamedTuple):
     warps: int = 4
     stages: int = 3  # of the load pipeline, if they fit
     registers: int | None = None  # maximum
+    slack: int = 0  # see `attend_tiles`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +175,8 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
     held = max(2, element_size)  # bytes in registers, where narrower numbers are widened
     if head_dim > LONGEST_HEAD:
         if element_size == 2 and device.shared_bytes() >= MUCH_SHARED_BYTES:
-            return SplitTile(keys=64, warps=8, stages=2)  # reads queries again less often
+            slack = 8 if lanes >= MOST_LANES else 0
+            return SplitTile(keys=64, warps=8, stages=2, slack=slack)
         return SplitTile(keys=64 // held, warps=8)
     keys = 64 if head_dim * held <= 256 else 32
     wide = element_size > 2 and head_dim >= WIDEST_HEAD and not single

@@ -26,7 +26,15 @@ def block(head_dim: int) -> int:
 
 
 def stages_that_fit(
-    wanted: int, *, rows: int, keys: int, head_dim: int, rest: int, kept: int, computed: int
+    wanted: int,
+    *,
+    rows: int,
+    keys: int,
+    head_dim: int,
+    rest: int,
+    apart: bool,
+    kept: int,
+    computed: int,
 ) -> int:
     """Return how many stages of the load pipeline fit in the device's shared memory.
 
@@ -38,12 +46,13 @@ def stages_that_fit(
         rows: of queries in a program.
         keys: of a tile.
         head_dim: numbers of a value.
-        rest: further numbers of a key. 0 if a value is not part of its key.
+        rest: further numbers of a key.
+        apart: False if a value is part of its key.
         kept: bytes of a stored number.
         computed: bytes of a number in a product.
     """
     key = block(head_dim) + (block(rest) if rest else 0)
-    numbers = keys * (key if rest else 2 * key)
+    numbers = keys * (key + block(head_dim) if apart else key)
     beside = rows * (key + keys) * computed
     if kept < computed:
         beside += numbers * computed
@@ -106,14 +115,15 @@ def attend_tiles(
 
     Args:
         q: [rows, BLOCK_D].
-        q_rest: [rows, BLOCK_REST]. With REST, a value is the first HEAD_DIM numbers of its key, and
-            q_rest multiplies the other REST.
+        q_rest: [rows, BLOCK_REST]. With REST, it multiplies so many numbers of a key after the
+            first HEAD_DIM.
         acc: float32 [rows, BLOCK_D], sum of weight * value.
         top, total: float32 [rows], a score, and the sum of the weights exp2(score - top).
         newest: int32 [rows], the last key that each row sees, before `end`. With WINDOW each sees
             that many keys.
         kv_ptr: of the KV head.
         page_ids_ptr: of the row.
+        V_STRIDE: from a key to its value. 0: a value is the first HEAD_DIM numbers of its key.
         scale, soft_cap: of `score_scales`.
         MASKED: False if all rows see all keys. True: keys from `end` on are not read, and with
             WINDOW none before `begin`, because there may be no page.
@@ -121,31 +131,55 @@ def attend_tiles(
         acc, top, total.
     """
     tl.static_assert(SLACK <= 15)
+    # Many heads on latents need registers. So page ids are loaded once for each page, and addresses
+    # that do not change from tile to tile are not kept.
+    WIDE: tl.constexpr = V_STRIDE == 0 and q.shape[0] >= 64
+    BY_PAGE: tl.constexpr = WIDE and PAGE_SIZE < BLOCK_N
     dims = tl.arange(0, BLOCK_D)
     # Page ids are loaded one tile ahead: a load that depends on another load of its own tile is
     # pipelined half as deep.
-    pages = _load_pages(page_ids_ptr, first, begin, end, PAGE_SIZE, BLOCK_N, WINDOW)
-    for start in range(first, last, BLOCK_N):
+    pages = _load_pages(page_ids_ptr, first, begin, end, PAGE_SIZE, BLOCK_N, WINDOW, BY_PAGE)
+    for start in tl.range(first, last, BLOCK_N, disable_licm=WIDE):
         tokens = start + tl.arange(0, BLOCK_N)
         live = tokens < end
         if WINDOW:
             live = live & (tokens >= begin)
-        offsets = pages.to(tl.int64) * PAGE_STRIDE + tokens % PAGE_SIZE * TOKEN_STRIDE
-        pages = _load_pages(page_ids_ptr, start + BLOCK_N, begin, end, PAGE_SIZE, BLOCK_N, WINDOW)
+        if BY_PAGE:
+            places = tl.arange(0, PAGE_SIZE) * TOKEN_STRIDE
+            offsets = (pages.to(tl.int64) * PAGE_STRIDE)[:, None] + places[None, :]
+            offsets = tl.reshape(offsets, [BLOCK_N])
+        else:
+            offsets = pages.to(tl.int64) * PAGE_STRIDE + tokens % PAGE_SIZE * TOKEN_STRIDE
+        following = start + BLOCK_N
+        pages = _load_pages(
+            page_ids_ptr, following, begin, end, PAGE_SIZE, BLOCK_N, WINDOW, BY_PAGE
+        )
         k_ptr = kv_ptr + offsets[:, None] + dims[None, :]
         k = _load_tile(k_ptr, live, dims, HEAD_DIM, BLOCK_D, MASKED)
         if REST:
             others = tl.arange(0, BLOCK_REST)
             rest_ptr = kv_ptr + HEAD_DIM + offsets[:, None] + others[None, :]
             k_rest = _load_tile(rest_ptr, live, others, REST, BLOCK_REST, MASKED)
+        if V_STRIDE:
+            v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
+        else:
             k = _widened(k, q.dtype)
             v = k
-        else:
-            v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
         k, v = k.to(q.dtype), _widened(v, q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if REST:
-            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee")
+        if WIDE:
+            # Both conditions are always true. Without them, Triton sees that another product
+            # follows, and computes all scores in each group of four warps.
+            scores = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
+            if start < last:
+                scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
+            k_rest = tl.trans(k_rest.to(q.dtype))
+            if first < last:
+                scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
+        else:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if REST:
+                k_rest = tl.trans(k_rest.to(q.dtype))
+                scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
         if SOFT_CAP:
             scores = _capped(scores, scale, soft_cap)
             unit = 1.0
@@ -164,8 +198,24 @@ def attend_tiles(
             acc, top, total = _raised(acc, top, total, peaks, MASKED)
         weights = tl.exp2(scores * unit - (finite(top) if MASKED else top)[:, None])
         total += tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(_rounded(weights, v.dtype, WIDE), v, acc, input_precision="ieee")
     return acc, top, total
+
+
+@triton.jit
+def _rounded(weights, dtype: tl.constexpr, WIDE: tl.constexpr):
+    """Return weights in the dtype of a product.
+
+    With WIDE they are exchanged between warps after this, because the compiler does not move an
+    operation with effects. It would otherwise exchange the scores, which are longer, and compute
+    all weights twice.
+    """
+    rounded = weights.to(dtype)
+    if WIDE and rounded.dtype.primitive_bitwidth == 16:
+        rounded = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [rounded], dtype=rounded.dtype, is_pure=False, pack=2
+        )
+    return rounded
 
 
 @triton.jit
@@ -198,11 +248,16 @@ def _load_pages(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    BY_PAGE: tl.constexpr,
 ):
-    """Load the page of each token of a tile, or one page for all. Entries may be missing past the
-    end and before the window."""
+    """Load the page of each token of a tile, or each page once, or one page for all. Entries may be
+    missing past the end and before the window."""
     if PAGE_SIZE >= BLOCK_N:
         return tl.load(page_ids_ptr + start // PAGE_SIZE, mask=start < end, other=0)
+    elif BY_PAGE:
+        tl.static_assert(not WINDOW)
+        tokens = start + tl.arange(0, BLOCK_N // PAGE_SIZE) * PAGE_SIZE
+        return tl.load(page_ids_ptr + tokens // PAGE_SIZE, mask=tokens < end, other=0)
     else:
         tokens = start + tl.arange(0, BLOCK_N)
         live = tokens < end

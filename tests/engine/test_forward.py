@@ -46,6 +46,13 @@ def build(table: SlotTable, lengths: list[int], num_new: list[int]) -> ForwardBa
     return BatchBuilder(table).build(batch)
 
 
+def test_the_host_knows_the_rows_before_the_decode_rows_when_tensors_are_on_a_device() -> None:
+    made = build(table_of(9, 2048), [40, 33, 48, 16], [40, 1, 3, 1])
+    assert made.extends == ((40, 40), (1, 33), (3, 48))
+    assert made.to(torch.device("meta"))[0].extends == made.extends
+    assert build(table_of(9, 2048), [40, 33], [1, 1]).extends == ()
+
+
 @pytest.mark.parametrize("lengths", [EVEN, SKEWED, [1], [PAGE_SIZE], [2000]])
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_every_row_finds_its_pages_and_the_places_of_its_tokens(

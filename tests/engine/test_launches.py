@@ -178,6 +178,23 @@ def test_a_decode_step_launches_no_more_than_before(tmp_path, architecture):
     assert eager == EAGER.get(architecture, {})
 
 
+def test_a_chunk_on_latents_launches_one_kernel_more_for_keys_and_values(tmp_path):
+    """Expansion replaces the products with queries and outputs. Decode rows beside the chunk keep
+    theirs."""
+    of_rows = {
+        "chunk": ([(128, 128)], {"_expand_kernel": 1, "_extend_kernel": 1, "copy_": 1}),
+        "few queries": ([(100, 128)], {"_extend_kernel": 1, "bmm": 2}),
+        "mixed": (
+            [(128, 128), *DECODE],
+            {"_expand_kernel": 1, "_extend_kernel": 1, "_split_kernel": 1, "bmm": 2, "copy_": 2},
+        ),
+    }
+    for rows, expected in of_rows.values():
+        few, many = (launched(tmp_path, "deepseek_v3", layers, rows) for layers in (2, 3))
+        names = ("_expand_kernel", "_extend_kernel", "_split_kernel", "bmm", "copy_")
+        assert {name: n for name, n in (many - few).items() if name in names} == expected
+
+
 def test_a_delta_net_launches_two_kernels_for_any_rows(tmp_path):
     """Prompts are computed in chunks, and rows that verify drafts token by token."""
     of_rows = {

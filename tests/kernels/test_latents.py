@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from kernels import device
+from kernels.attention import expand_latents, expanded, paged, split_kv, split_plan
 from kernels.attention import extend as extend_attention
-from kernels.attention import paged, split_kv, split_plan, unfolded
+from kernels.attention.expand_latents import ExpandedRows, _ExpansionTile
+from kernels.attention.expanded import plan_expanded
+from kernels.attention.expansion import TILE_TOKENS, LatentExpansion
 from kernels.attention.extend import AttentionTile
-from kernels.attention.unfolded import MaskExpansion, plan_unfolded
 from kernels.layers.rope import rope_angles
 from kernels.pages.store_latents import rope_and_store_latents
 from tests.kernels.attention_case import SCALE, Case
@@ -38,6 +40,17 @@ def test_every_head_attends_to_the_same_latents(implementation, heads, head_dim,
 def test_pages_of_any_size_in_bfloat16(implementation, enveloped):
     case = Case(ROWS, **SHAPE, page_size=64, dtype=torch.bfloat16, enveloped=enveloped)
     case.check(atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(
+    "heads, dtype, tolerance", [(64, torch.bfloat16, 2e-2), (36, torch.float16, 2e-3)], ids=str
+)
+def test_one_program_has_many_heads(by_kernels, heads, dtype, tolerance, page_size):
+    """Chunks and decode rows over full tiles and partial ones, and with several pages in a tile."""
+    case = Case([*ROWS, (1, 200)], **SHAPE | {"heads": heads}, dtype=dtype, page_size=page_size)
+    assert paged.latents_as_heads(case.kv, heads).shape[1] == 1
+    case.check(atol=tolerance, rtol=tolerance)
 
 
 def test_heads_are_divided_among_programs(monkeypatch, by_kernels):
@@ -152,10 +165,10 @@ HEADS, KEY, ROTATED, RANK, VALUE = 6, 12, 8, 32, 16
 class Chunks:
     """A case of latents of which each head makes its own keys and values."""
 
-    def __init__(self, rows, dtype=torch.float32):
+    def __init__(self, rows, dtype=torch.float32, kept_in=None):
         size = {"heads": HEADS, "head_dim": RANK + ROTATED, "value_dim": RANK}
-        self.case = Case(rows, kv_heads=1, page_size=16, dtype=dtype, **size)
-        self.unfolding = MaskExpansion(
+        self.case = Case(rows, kv_heads=1, page_size=16, dtype=dtype, kept_in=kept_in, **size)
+        self.expansion = LatentExpansion(
             torch.randn(HEADS, KEY, RANK).to(dtype) / 6, torch.randn(HEADS, RANK, VALUE).to(dtype)
         )
         self.q = torch.randn(len(self.case.q), HEADS, KEY + ROTATED).to(dtype)
@@ -163,11 +176,16 @@ class Chunks:
     def plan(self):
         case = self.case
         rows = (case.page_ids, case.page_starts, case.query_starts, case.lengths)
-        return plan_unfolded(*rows, case.kv, self.unfolding)
+        return plan_expanded(*rows, case.kv, self.expansion, case.rows)
+
+    def attended(self, plan):
+        out = torch.full((*self.q.shape[:2], VALUE), math.nan, dtype=self.q.dtype)
+        plan.attend(self.q, self.case.kv, self.expansion, out, scale=SCALE)
+        return out
 
     def expected(self):
         """By latents as they are, in float64."""
-        keys, values = (each.double() for each in (self.unfolding.keys, self.unfolding.values))
+        keys, values = (each.double() for each in (self.expansion.keys, self.expansion.values))
         q = self.q.double()
         turned = torch.einsum("nhk,hkr->nhr", q[..., :KEY], keys)
         self.case.q = torch.cat((turned, q[..., KEY:]), dim=2)
@@ -175,20 +193,69 @@ class Chunks:
         return torch.einsum("nhr,hrv->nhv", seen, values)
 
 
-@pytest.mark.parametrize("at_once", [1, 1 << 30], ids=["head by head", "all heads"])
+# With more queries than share a mask, with one, and with a last page that is not full.
+CHUNKS = [(300, 300), (270, 333), (1, 40), (33, 64)]
+
+
+@pytest.mark.parametrize("at_once", [1, 4, HEADS])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
-@pytest.mark.parametrize("implementation", ["reference", "compiled"], indirect=True)
 def test_chunks_attend_alike_by_the_keys_and_values_of_latents(
     monkeypatch, implementation, dtype, tolerance, at_once
 ):
-    monkeypatch.setattr(unfolded, "MOST_BYTES", at_once)
-    # Of more queries than share a mask, of one, and with a last page that is not full.
-    chunks = Chunks([(300, 300), (270, 333), (1, 40), (33, 64)], dtype)
+    monkeypatch.setattr(expanded, "MOST_BYTES", 1 if at_once == 1 else 1 << 30)
+    monkeypatch.setattr(LatentExpansion, "heads_at_once", lambda *of: at_once)
+    chunks = Chunks(CHUNKS, dtype)
     plan = chunks.plan()
     assert plan is not None and plan.num_tokens == 604
-    actual = plan.attend(chunks.q, chunks.case.kv, chunks.unfolding, scale=SCALE)
-    assert actual.dtype == dtype
-    torch.testing.assert_close(actual.double(), chunks.expected(), atol=tolerance, rtol=tolerance)
+    expected = chunks.expected()
+    actual = chunks.attended(plan)
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_latents_in_8_bits_are_expanded(implementation):
+    chunks = Chunks([(200, 240)], torch.bfloat16, kept_in=torch.float8_e4m3fn)
+    actual = chunks.attended(chunks.plan())
+    torch.testing.assert_close(actual.double(), chunks.expected(), atol=6e-2, rtol=6e-2)
+
+
+@pytest.mark.parametrize(
+    "key_dim, rotated, value_dim, rank", [(12, 8, 16, 32), (24, 3, 20, 40), (16, 16, 16, 96)]
+)
+def test_every_token_and_head_gets_its_key_and_value(
+    monkeypatch, by_kernels, key_dim, rotated, value_dim, rank
+):
+    """Of rows that are longer than a tile, and with two programs for a tile."""
+    monkeypatch.setattr(expand_latents, "_tile", lambda *of: _ExpansionTile(64, 32, 2))
+    lengths, heads = [150, 3, 128], 3
+    size = {"heads": heads, "head_dim": rank + rotated, "value_dim": rank}
+    case = Case([(1, length) for length in lengths], kv_heads=1, page_size=16, **size)
+    rows = ExpandedRows.of(case.page_ids, case.page_starts, case.lengths)
+    keys, values = torch.randn(heads, key_dim, rank), torch.randn(heads, rank, value_dim)
+    width = key_dim + rotated + value_dim
+    out = torch.full((5, heads, TILE_TOKENS, width), math.nan)
+    expand_latents.expand_latents(case.kv, rows, LatentExpansion(keys, values), out)
+    assert rows.tile_starts.tolist() == [0, 2, 3, 4]
+    for first, length, latents in zip([0, 2, 3], lengths, case.keys, strict=True):
+        made = out[first:].transpose(0, 1).flatten(1, 2)[:, :length].double()
+        own, others = latents[:, 0, :rank].double(), latents[:, 0, rank:].double()
+        of_head = own @ keys.double().mT, others.expand(heads, -1, -1), own @ values.double()
+        torch.testing.assert_close(made, torch.cat(of_head, dim=2), atol=2e-5, rtol=1e-5)
+    assert out[4].isnan().all()  # a tile that no row has
+
+
+@pytest.mark.parametrize("wrong", ["out", "latents", "expansion"])
+def test_expansions_that_do_not_fit_are_refused(wrong):
+    case = Case([(1, 40)], kv_heads=1, heads=2, head_dim=40, value_dim=32)
+    keys, out = torch.zeros(2, 12, 32), torch.zeros(1, 2, TILE_TOKENS, 12 + 8 + 16)
+    kv = case.kv[..., :32] if wrong == "latents" else case.kv
+    if wrong == "out":
+        out = out[..., 1:]
+    if wrong == "expansion":
+        keys = torch.zeros(2, 32, 12).mT
+    rows = ExpandedRows.of(case.page_ids, case.page_starts, case.lengths)
+    own = LatentExpansion(keys, torch.zeros(2, 32, 16))
+    with pytest.raises(ValueError, match=wrong):
+        expand_latents.expand_latents(kv, rows, own, out)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +271,48 @@ def test_chunks_attend_alike_by_the_keys_and_values_of_latents(
     ids=str,
 )
 def test_keys_and_values_are_made_where_that_is_less_work(rows, pays):
-    """By the sizes of DeepSeek: what is cached must be unfolded for each chunk anew."""
-    unfolding = MaskExpansion(torch.empty(16, 128, 512), torch.empty(16, 512, 128))
-    assert unfolding.pays(rows) is pays
+    """By the sizes of DeepSeek: what is cached must be expanded for each chunk anew."""
+    expansion = LatentExpansion(torch.empty(16, 128, 512), torch.empty(16, 512, 128))
+    assert expansion.pays(rows) is pays
 
 
-def test_kernels_attend_to_latents_as_they_are(by_kernels):
-    assert Chunks([(64, 64)]).plan() is None
+@pytest.mark.parametrize(
+    "heads, rows, pays",
+    [
+        (128, [(2048, 2048)], True),
+        (128, [(2048, 32_768)], True),
+        (128, [(256, 512)], True),
+        (128, [(256, 65_536)], False),  # expansion alone is more work
+        (128, [(16, 16)] * 20, False),  # queries that leave tiles empty
+        (128, [(4, 2000)] * 64, False),  # rows with drafts
+        (16, [(2048, 8192)], True),
+        (16, [(2048, 200_000)], False),  # few heads at a time do not occupy the device
+        (128, [(128, 4_000_000)], False),  # not even one head fits
+    ],
+    ids=str,
+)
+def test_a_gpu_expands_latents_where_that_takes_less_time(heads, rows, pays):
+    """By the sizes of DeepSeek, in bfloat16."""
+    assert _deepseek(heads).pays_on_gpu(rows, rotated=64, multiprocessors=132) is pays
+
+
+@pytest.mark.parametrize("rows", [[(2048, 2048)], [(2048, 100_000)], [(128, 40_000)], [(1, 1)]])
+def test_keys_and_values_of_chunks_have_a_bound_for_any_length(rows):
+    """The bound is what attention over latents needs for the same queries, or 256 MiB."""
+    expansion, tokens = _deepseek(128), sum(queries for queries, _ in rows)
+    bound = expansion.workspace_bytes(tokens, 64)
+    over_latents = tokens * 128 * (512 + 64 + 512) * 2
+    assert bound == max(256 << 20, over_latents)
+    at_once = expansion.heads_at_once(rows, 64)
+    tiles = sum(-(-length // TILE_TOKENS) for _, length in rows)
+    assert 0 < at_once * tiles * TILE_TOKENS * (128 + 64 + 128) * 2 <= bound
+
+
+def _deepseek(heads):
+    keys = torch.empty(heads, 128, 512, dtype=torch.bfloat16, device="meta")
+    return LatentExpansion(keys, keys.mT)
+
+
+@pytest.mark.parametrize("rows", [[(64, 64)], [(3, 40), (2, 17)]], ids=str)
+def test_kernels_attend_to_latents_as_they_are_from_few_queries(by_kernels, rows):
+    assert Chunks(rows).plan() is None

@@ -333,6 +333,7 @@ def _wide_step(rows: int = 256, pages: int = 64) -> Step:
         slots=long,
         num_decodes=rows,
         seen=(),
+        extends=(),
     )
     return Step(batch)
 

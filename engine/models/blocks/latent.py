@@ -1,9 +1,9 @@
 """Multi-head latent attention: one latent vector per token, from which each head has its own key
 and value.
 
-The projections to keys and values are moved to the queries and the outputs. On a CPU, chunks are
-unfolded to keys and values where that needs less work. A chunk's bits then depend on its length, so
-`in_one_way` gives that up.
+The projections to keys and values are moved to the queries and the outputs. The latents that chunks
+see are expanded to keys and values where that needs less work. A chunk's bits then depend on its
+length, so `in_one_way` gives that up.
 """
 
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ from engine.models.blocks.plans import latent_plans
 from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear, scaled
-from kernels.attention.paged import paged_attention
-from kernels.attention.unfolded import MaskExpansion
+from kernels.attention.expansion import LatentExpansion
+from kernels.attention.paged import AttentionPlan, paged_attention
 from kernels.layers.by_head import HeadMatrices
 from kernels.pages.store_latents import rope_and_store_latents
 
@@ -86,7 +86,7 @@ class LatentAttention:
         by_head = up.view(len(heads), of_head, self.rank)
         # Contiguous, because torch's products on a CPU are ten times slower otherwise. Copies,
         # because a view of one head would keep the whole matrix.
-        unfolding = MaskExpansion(
+        expansion = LatentExpansion(
             keys=_contiguous_copy(by_head[:, : self.key_dim]),
             values=_contiguous_copy(by_head[:, self.key_dim :].transpose(1, 2)),
         )
@@ -102,9 +102,9 @@ class LatentAttention:
             query_norm=query_norm,
             query_up=query_up,
             latent_norm=self.norm.build(source, "kv_a_layernorm", self.rank),
-            unfolding=unfolding,
-            keys=source.by_head(unfolding.keys),
-            values=source.by_head(unfolding.values),
+            expansion=expansion,
+            keys=source.by_head(expansion.keys),
+            values=source.by_head(expansion.values),
             output=source.linear(
                 {"o_proj": site.hidden_size},
                 self.heads * self.value_dim,
@@ -122,7 +122,7 @@ class LatentAttentionBlock:
     query_norm: RmsNorm | None
     query_up: Linear | None
     latent_norm: RmsNorm
-    unfolding: MaskExpansion | None  # None: no chunk is unfolded
+    expansion: LatentExpansion | None  # None: latents are never expanded
     keys: HeadMatrices  # its matrices, for attention over latents
     values: HeadMatrices
     output: Linear
@@ -130,15 +130,38 @@ class LatentAttentionBlock:
     def in_one_way(self) -> "LatentAttentionBlock":
         """Return the block that attends to latents in all steps, so that a token's bits do not
         depend on its chunk. Prompts take longer."""
-        return replace(self, unfolding=None)
+        return replace(self, expansion=None)
 
-    def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> tuple[Tensor, Tensor]:
-        """Write latents. Return queries as `_projected` makes them, and a buffer for the queries
-        that attend to latents, whose rotated ends are already written."""
+    def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> None:
+        self._stored(x, step, kept, self.spec.key_dim)
+
+    def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
+        spec = self.spec
+        out = x.new_empty(len(x), spec.heads, spec.value_dim)
+        plans = latent_plans(step, kept, self.expansion, heads=spec.heads, rank=spec.rank)
+        if plans.chunks is None or self.expansion is None:
+            queries, q = self._stored(x, step, kept, spec.rank)
+            self._attend_to_latents(queries, q, kept, plans.rest, out)
+            return step.product(self.output, out.flatten(1))
+        queries, q = self._stored(x, step, kept, spec.key_dim)
+        first = plans.chunks.num_tokens
+        q[:first, :, : spec.key_dim] = queries[:first, :, : spec.key_dim]
+        plans.chunks.attend(q[:first], kept.view, self.expansion, out[:first], scale=spec.scale)
+        if first < len(x):
+            wide = x.new_empty(len(x) - first, spec.heads, spec.rank + spec.rotated)
+            wide[..., spec.rank :] = q[first:, :, spec.key_dim :]
+            self._attend_to_latents(queries[first:], wide, kept, plans.rest, out[first:])
+        return step.product(self.output, out.flatten(1))
+
+    def _stored(
+        self, x: Tensor, step: ModelStep, kept: KeptStates, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Write latents. Return queries as `_projected` makes them, and a buffer [num_tokens,
+        heads, width + rotated] for queries, whose rotated ends are already written."""
         spec, batch, rotation = self.spec, step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
         queries, latents = self._projected(x, step)
-        q = x.new_empty(len(x), spec.heads, spec.rank + spec.rotated)
+        q = x.new_empty(len(x), spec.heads, width + spec.rotated)
         rope_and_store_latents(
             latents,
             self.latent_norm.weight,
@@ -147,28 +170,19 @@ class LatentAttentionBlock:
             angles,
             kept.view,
             batch.locations[kept.table],
-            q[..., spec.rank :],
+            q[..., width:],
             interleaved=spec.interleaved,
         )
         return queries, q
 
-    def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
+    def _attend_to_latents(
+        self, queries: Tensor, q: Tensor, kept: KeptStates, plan: AttentionPlan, out: Tensor
+    ) -> None:
+        """Attend from queries, with a buffer for them of a latent's width, into `out`."""
         spec = self.spec
-        queries, q = self.keep(x, step, kept)
-        out = x.new_empty(len(x), spec.heads, spec.value_dim)
-        plans = latent_plans(step, kept, self.unfolding, heads=spec.heads, rank=spec.rank)
-        chunks, unfolded = plans.chunks, 0
-        if chunks is not None and self.unfolding is not None:
-            unfolded = chunks.num_tokens
-            parts = (queries[:unfolded, :, : spec.key_dim], q[:unfolded, :, spec.rank :])
-            out[:unfolded] = chunks.attend(
-                torch.cat(parts, dim=2), kept.view, self.unfolding, scale=spec.scale
-            )
-        q, queries = q[unfolded:], queries[unfolded:]
         self.keys.multiply(queries[..., : spec.key_dim], q[..., : spec.rank])
-        seen = paged_attention(q, kept.view, plans.rest, scale=spec.scale)
-        self.values.multiply(seen.view(len(q), spec.heads, spec.rank), out[unfolded:])
-        return step.product(self.output, out.flatten(1))
+        seen = paged_attention(q, kept.view, plan, scale=spec.scale)
+        self.values.multiply(seen.view(len(q), spec.heads, spec.rank), out)
 
     def _projected(self, x: Tensor, step: ModelStep) -> tuple[Tensor, Tensor]:
         """Return queries [num_tokens, heads, query_dim], and latents with the part that is still to

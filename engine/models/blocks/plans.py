@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from engine.batch.images import VisibleImage
 from engine.models.blocks.protocol import KeptStates, ModelStep
+from kernels.attention.expanded import plan_expanded
+from kernels.attention.expansion import ExpandedPlan, LatentExpansion
 from kernels.attention.paged import AttentionPlan
 from kernels.attention.reference import KeySpan, ReferencePlan, plan_spans
-from kernels.attention.unfolded import MaskedPlan, MaskExpansion, plan_unfolded
 from kernels.backends.chosen import operations
 
 
@@ -62,40 +63,41 @@ class LatentPlans(NamedTuple):
     """The two plans of a forward over latents.
 
     Attributes:
-        chunks: attention of the step's first tokens by unfolded keys and values. None: no row is
-            unfolded.
+        chunks: attention of the step's first tokens by expanded keys and values. None: no row is
+            expanded.
         rest: attention of all other tokens by latents.
     """
 
-    chunks: MaskedPlan | None
+    chunks: ExpandedPlan | None
     rest: AttentionPlan
 
 
 def latent_plans(
-    step: ModelStep, kept: KeptStates, unfolding: MaskExpansion | None, *, heads: int, rank: int
+    step: ModelStep, kept: KeptStates, expansion: LatentExpansion | None, *, heads: int, rank: int
 ) -> LatentPlans:
     """Return the plans for latent attention, like `attention_plan`. Either all rows before the
-    decode rows are unfolded, or none."""
-    if unfolding is None:
+    decode rows are expanded, or none."""
+    if expansion is None:
         return LatentPlans(None, attention_plan(step, kept, heads=heads, value_dim=rank))
     return step.shared.get(
-        (kept.table, unfolding.keys.shape),
-        lambda: _parted(step, kept, unfolding, heads=heads, rank=rank),
+        (kept.table, expansion.keys.shape),
+        lambda: _parted(step, kept, expansion, heads=heads, rank=rank),
     )
 
 
 def _parted(
-    step: ModelStep, kept: KeptStates, unfolding: MaskExpansion, *, heads: int, rank: int
+    step: ModelStep, kept: KeptStates, expansion: LatentExpansion, *, heads: int, rank: int
 ) -> LatentPlans:
     batch, decodes = step.batch, step.batch.num_decodes
     long, page_starts = batch.num_rows - decodes, batch.page_starts[kept.table]
-    chunks = plan_unfolded(
+    chunks = plan_expanded(
         batch.page_ids,
         page_starts[:long],
         batch.query_starts[: long + 1],
         batch.lengths[:long],
         kept.view,
-        unfolding,
+        expansion,
+        batch.extends,
     )
     if chunks is None:
         return LatentPlans(None, attention_plan(step, kept, heads=heads, value_dim=rank))

@@ -9,6 +9,8 @@ from torch import Tensor
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedLatent
+from kernels.attention.expanded import plan_expanded
+from kernels.attention.expansion import LatentExpansion
 from kernels.attention.paged import paged_attention, plan_attention
 from kernels.pages.store_latents import rope_and_store_latents
 
@@ -54,6 +56,20 @@ class LatentModel:
         """Run a chunk of a prompt beside decode rows."""
         for prompt in PROMPTS:
             self._attend(n, n + prompt)
+
+    def expanded(self, n: int) -> None:
+        """Run a chunk of a prompt by expanded keys and values."""
+        queries = 2048 + n
+        expansion = LatentExpansion(
+            self.tensor(self.heads, KEY_DIM, RANK), self.tensor(self.heads, RANK, KEY_DIM)
+        )
+        each, starts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        chunks = ((queries, queries),)
+        plan = plan_expanded(each, each, starts, each, self.pool.layers[1], expansion, chunks)
+        assert plan is not None
+        q = self.tensor(queries, self.heads, KEY_DIM + ROTATED)
+        out = self.tensor(queries, self.heads, KEY_DIM)
+        plan.attend(q, self.pool.layers[1], expansion, out, scale=192**-0.5)
 
     def _attend(self, num_decodes: int, num_tokens: int) -> None:
         latents = self.pool.layers[1]

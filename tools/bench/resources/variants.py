@@ -438,6 +438,7 @@ def _latents(dtype: torch.dtype) -> list[Variant]:
     return [
         Variant(f"{DEEPSEEK_V3} {kind} latents store", large.store),
         Variant(f"{DEEPSEEK_V3} {kind} latents", large.mixed),
+        Variant(f"{DEEPSEEK_V3} {kind} latents expanded", large.expanded),
         Variant(f"deepseek-v2-lite {kind} latents", LatentModel(dtype, heads=16).mixed),
     ]
 
@@ -454,6 +455,7 @@ def _narrow() -> list[Variant]:
     latents = LatentModel(_BF16, kept_in=torch.float8_e4m3fn)
     models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3 store"] = latents.store
     models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3"] = latents.mixed
+    models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3 expanded"] = latents.expanded
     return [Variant(name, launch) for name, launch in models.items()]
 
 

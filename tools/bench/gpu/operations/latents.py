@@ -1,6 +1,7 @@
 """Attention to latents, on the shapes of DeepSeek-V3 and V2-Lite.
 
-A decode step streams each latent once for all its heads. A chunk multiplies.
+A decode step streams each latent once for all its heads. A chunk multiplies, by latents or by the
+keys and values that each head makes of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.attention.expanded import plan_expanded
+from kernels.attention.expansion import LatentExpansion
 from kernels.attention.paged import paged_attention, plan_attention
 from kernels.backends.chosen import PlanAttention
 from tools.bench.gpu.clock import Work
@@ -23,6 +26,7 @@ SCALE = 192**-0.5
 PAGE_SIZE, LAYERS = 16, 4
 DECODES = ((64, 8192), (1, 8192), (64, 1024), (1, 1024))  # rows, tokens of each
 EXTENDS = ((0, 2048), (8192, 256))  # tokens in the cache, and new ones
+EXPANDED = ((0, 2048), (8192, 2048))  # same, by expanded keys and values
 TOLERANCE = 1e-2
 CHECKED = 6  # queries whose output is computed in float64
 
@@ -74,17 +78,72 @@ class Latents:
         last = self.rows.num_tokens - 1
         places = sorted({last * part // (CHECKED - 1) for part in range(CHECKED)})
         assert isinstance(found, Tensor)
-        return relative_error(found[places], torch.stack([self._exact(one) for one in places]))
+        return relative_error(
+            found[places], torch.stack([self.exact(one, self.q[one]).flatten() for one in places])
+        )
 
-    def _exact(self, place: int) -> Tensor:
+    def exact(self, place: int, q: Tensor) -> Tensor:
+        """Return the output [heads, value_dim] of a query [heads, size] at this place, in
+        float64."""
         starts = self.query_starts.tolist()
         row = next(i for i in range(len(starts) - 1) if place < starts[i + 1])
         seen = self.rows.lengths[row] - (starts[row + 1] - 1 - place)
         first = int(self.page_starts[row])
         pages = self.page_ids[first : first - (-seen // PAGE_SIZE)].long()
         keys = self.pool[pages, 0, 0].flatten(0, 1)[:seen].double()
-        weights = (self.q[place].double() @ keys.t() * SCALE).softmax(dim=-1)
-        return (weights @ keys[:, : self.value_dim]).flatten()
+        weights = (q.double() @ keys.t() * SCALE).softmax(dim=-1)
+        return weights @ keys[:, : self.value_dim]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expanded:
+    """A chunk over latents, and the matrices that make keys and values of them."""
+
+    latents: Latents
+    expansion: LatentExpansion
+    q: Tensor  # [num_tokens, heads, key_dim + rotated]
+
+    @property
+    def flops(self) -> float:
+        """Return the FLOPs of expansion, and of two products with every key and value."""
+        (heads, key_dim, rank), rows = self.expansion.keys.shape, self.latents.rows
+        value_dim = self.expansion.values.shape[2]
+        made = sum(rows.lengths) * rank * (key_dim + value_dim)
+        return 2.0 * heads * (made + rows.num_seen * (self.q.shape[2] + value_dim))
+
+    def attention(self) -> Work:
+        rows, latents = self.latents.rows, self.latents
+        plan = plan_expanded(
+            latents.page_ids,
+            latents.page_starts,
+            latents.query_starts,
+            latents.lengths,
+            latents.pool,
+            self.expansion,
+            tuple(zip(rows.queries, rows.lengths, strict=True)),
+        )
+        assert plan is not None, "attention over latents is assumed to be faster"
+        out = self.q.new_empty(*self.q.shape[:2], self.expansion.values.shape[2])
+
+        def run() -> Tensor:
+            plan.attend(self.q, latents.pool, self.expansion, out, scale=SCALE)
+            return out
+
+        return run
+
+    def error(self) -> float:
+        """Compare some queries with attention over the latents themselves."""
+        found, keys = self.attention()(), self.expansion.keys.double()
+        key_dim, last = keys.shape[1], self.latents.rows.num_tokens - 1
+        places = sorted({last * part // (CHECKED - 1) for part in range(CHECKED)})
+        expected = []
+        for place in places:
+            q = self.q[place].double()
+            over_latents = torch.einsum("hk,hkr->hr", q[:, :key_dim], keys)
+            seen = self.latents.exact(place, torch.cat((over_latents, q[:, key_dim:]), dim=1))
+            expected.append(torch.einsum("hr,hrv->hv", seen, self.expansion.values.double()))
+        assert isinstance(found, Tensor)
+        return relative_error(found[places], torch.stack(expected))
 
 
 def ops(setting: Setting, planner: PlanAttention = plan_attention) -> Iterator[Callable[[], Op]]:
@@ -97,6 +156,9 @@ def ops(setting: Setting, planner: PlanAttention = plan_attention) -> Iterator[C
         for prefix, new in setting.sized(EXTENDS, ((9, 5),)):
             rows = Rows.extend(prefix, new)
             yield partial(op, f"{new} after {prefix}, {name}", rows, shape, "matmul")
+        for prefix, new in setting.sized(EXPANDED, ((9, 5),)):
+            rows = Rows.extend(prefix, new)
+            yield partial(_expanded, setting, f"{new} after {prefix}, {name}", rows, shape)
 
 
 def _op(
@@ -116,6 +178,24 @@ def _op(
         tolerance=TOLERANCE,
         ceiling=ceiling,
         amount=data.bytes if ceiling == "read" else data.flops,
+    )
+
+
+def _expanded(setting: Setting, name: str, rows: Rows, shape: tuple[int, int, int]) -> Op:
+    (heads, rank, rotated), latents = shape, _latents(setting, rows, *shape)
+    of_head = rank // 4  # of a key and of a value
+    expansion = LatentExpansion(
+        setting.randn(heads, of_head, rank) / 8, setting.randn(heads, rank, of_head) / 8
+    )
+    data = Expanded(latents, expansion, setting.randn(rows.num_tokens, heads, of_head + rotated))
+    return Op(
+        name="latents expanded",
+        shape=name,
+        call=data.attention(),
+        error=data.error,
+        tolerance=TOLERANCE,
+        ceiling="matmul",
+        amount=data.flops,
     )
 
 

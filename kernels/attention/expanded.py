@@ -1,12 +1,9 @@
-"""Attention over latents by unfolded keys and values, for chunks on a CPU.
+"""Attention over latents by expanded keys and values, for chunks of prompts.
 
-Attention over latents themselves widens queries and outputs to the width of a latent. Those
-products cost as much per query as unfolding one latent to a key and a value. So unfolding is free
-for a prompt in a single chunk, and keys and values are a third as wide.
+Compiled for this CPU or in torch. On a GPU, see `expand_latents`.
 """
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,37 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import device
+from kernels.attention.expand_latents import plan_triton
+from kernels.attention.expansion import ExpandedPlan, LatentExpansion
 from kernels.attention.reference import Chunk, attend_chunk, chunks_of, gathered_tokens
 from kernels.attention.split_plan import LONGEST_HEAD
 from kernels.cpu.operators import DTYPES, Operators
 
-ATTENDED = 2.5  # time of a product in attention relative to a matrix product (measured on a CPU)
-MOST_BYTES = 32 << 20  # limit of unfolded keys and values at a time, except for a single head
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MaskExpansion:
-    """The matrices that unfold latents to keys and values.
-
-    Attributes:
-        keys: [heads, key_dim, rank], without the rotated part.
-        values: [heads, rank, value_dim].
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    def pays(self, chunks: Iterable[tuple[int, int]]) -> bool:
-        """Return whether these rows, (queries, tokens) each, are faster with unfolded keys and
-        values."""
-        _, key_dim, rank = self.keys.shape
-        saved = made = 0
-        for queries, length in chunks:
-            before = length - queries
-            saved += queries * (before + (queries + 1) // 2)  # pairs of a query and a key
-            made += before
-        unfolding = made * rank * (key_dim + self.values.shape[2])
-        return saved * 2 * (rank - key_dim) * ATTENDED > unfolding
+MOST_BYTES = 32 << 20  # limit of expanded keys and values at a time, except for a single head
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,26 +39,16 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MaskedPlan:
+class _CpuPlan:
     """The keys that each query of the chunks sees. The layers of one forward share it."""
 
     rows: tuple[_Row, ...]
     num_tokens: int
 
     def attend(
-        self, q: Tensor, latents: Tensor, unfolding: MaskExpansion, *, scale: float
-    ) -> Tensor:
-        """Attend from all queries of the plan.
-
-        Args:
-            q: [num_tokens, heads, key_dim + rotated].
-            latents: [pages, 1, 1, page_size, rank + rotated].
-        Returns:
-            [num_tokens, heads, value_dim] of q's dtype.
-        """
-        value_dim = unfolding.values.shape[2]
-        out = q.new_empty(*q.shape[:2], value_dim)
-        width = max(q.shape[2], value_dim)
+        self, q: Tensor, latents: Tensor, expansion: LatentExpansion, out: Tensor, *, scale: float
+    ) -> None:
+        width = max(q.shape[2], out.shape[2])
         compiled = device.compiled(q) if width <= LONGEST_HEAD and q.dtype in DTYPES else None
         wide = F.pad(q, (0, width - q.shape[2]))
         by_head = latents.permute(1, 2, 0, 3, 4)
@@ -94,41 +57,45 @@ class MaskedPlan:
             at_once = max(1, MOST_BYTES // (2 * len(kept) * width * q.element_size()))
             for first in range(0, q.shape[1], at_once):
                 heads = slice(first, first + at_once)
-                kv = _made(kept, unfolding.keys[heads], unfolding.values[heads], width)
+                kv = _made(kept, expansion.keys[heads], expansion.values[heads], width)
                 queries, found = wide[row.start : row.end, heads], out[row.start : row.end, heads]
                 if compiled is None:
                     _attend(queries, kv, row, scale, found)
                 else:
                     _attend_compiled(compiled, queries, kv, row, scale, found)
-        return out
 
 
-def plan_unfolded(
+def plan_expanded(
     page_ids: Tensor,
     page_starts: Tensor,
     query_starts: Tensor,
     lengths: Tensor,
     latents: Tensor,
-    unfolding: MaskExpansion,
-) -> MaskedPlan | None:
+    expansion: LatentExpansion,
+    chunks: Sequence[tuple[int, int]],
+) -> ExpandedPlan | None:
     """Plan rows without padding, see `plan_attention`. Return None where attention over latents is
-    faster, which includes every GPU."""
-    if device.uses_triton(latents) or not len(lengths):
+    faster.
+
+    Args:
+        chunks: (queries, tokens) of each row, as the host knows them.
+    """
+    if not chunks:
         return None
-    ends, starts = lengths.tolist(), query_starts.tolist()
-    counts = [end - start for start, end in itertools.pairwise(starts)]
-    if not unfolding.pays(zip(counts, ends, strict=True)):
+    if device.uses_triton(latents):
+        return plan_triton(page_ids, page_starts, query_starts, lengths, latents, expansion, chunks)
+    if not expansion.pays(chunks):
         return None
-    page_size = latents.shape[3]
-    rows = []
-    for place, start, count, end in zip(page_starts.tolist(), starts, counts, ends, strict=False):
+    page_size, start, rows = latents.shape[3], 0, []
+    for place, (count, end) in zip(page_starts.tolist(), chunks, strict=True):
         pages = page_ids[place : place + -(-end // page_size)]
-        chunks = chunks_of(0, count, end - count, 0, None, latents.device)
+        parts = chunks_of(0, count, end - count, 0, None, latents.device)
         alone = tuple(
             torch.tensor(numbers, dtype=torch.int32) for numbers in ([0], [0], [0, count], [end])
         )
-        rows.append(_Row(start, start + count, end, pages, chunks, alone))
-    return MaskedPlan(tuple(rows), starts[-1])
+        rows.append(_Row(start, start + count, end, pages, parts, alone))
+        start += count
+    return _CpuPlan(tuple(rows), start)
 
 
 def _attend(queries: Tensor, kv: Tensor, row: _Row, scale: float, out: Tensor) -> None:
