@@ -291,7 +291,7 @@ class StepGraphs:
         adapted = None
         if shape.adapted:
             adapted, sent = self._bank.adapted(TokensBySlot(*sent[:2])), sent[2:]
-        batch = ForwardBatch.of(sent, shape.num_decodes, ())
+        batch = ForwardBatch.of(sent, shape.num_decodes, (), ())
         return _Inputs(batch, adapted, sent[:-NUM_VARYING], PaddedBlock(tensors[:-NUM_VARYING]))
 
     def _tensors(self, shape: GraphShape) -> list[Tensor]:
@@ -359,7 +359,7 @@ class StepGraphs:
             for padded, tensor in zip(inputs.fixed, own, strict=False)
         ]
         self._views = views + sent[:NUM_VARYING]
-        return ForwardBatch.of(self._views, batch.num_decodes, ()), sent[NUM_VARYING:]
+        return ForwardBatch.of(self._views, batch.num_decodes, (), ()), sent[NUM_VARYING:]
 
     def settle(self, batch: ForwardBatch) -> ForwardBatch:
         """Copy tensors that have been replaced since `upload` to the inputs. Return the step as it
@@ -367,7 +367,7 @@ class StepGraphs:
         for view, tensor in zip(self._views, batch.tensors(), strict=True):
             if tensor is not view:
                 view.copy_(tensor)
-        return ForwardBatch.of(self._views, batch.num_decodes, ())
+        return ForwardBatch.of(self._views, batch.num_decodes, (), ())
 
     def drafts(self, shape: GraphShape, batch: ForwardBatch) -> GraphDrafts:
         """Return the forwards of the drafter before a step of a shape with drafts.
