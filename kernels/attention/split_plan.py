@@ -96,7 +96,8 @@ def lanes_of_items(
     Keys are split if rows have fewer lanes on average than a tile of the other kernel, which would
     be mostly empty, or if all its programs together would leave multiprocessors idle.
     """
-    least, most = _lanes_of_queries(group, head_dim, element_size)
+    least = _lanes_of_a_query(group)
+    most = max(least, MOST_LANES) if element_size <= 2 and head_dim <= WIDEST_HEAD else least
     lanes = num_queries * group
     for fitting in (least, most):
         if lanes <= num_rows * fitting:
@@ -105,11 +106,14 @@ def lanes_of_items(
     return most if programs < multiprocessors else None
 
 
-def _lanes_of_queries(group: int, head_dim: int, element_size: int) -> tuple[int, int]:
-    """Return the lanes of an item of one query, and of an item of many."""
-    least = max(LEAST_LANES, int(triton.next_power_of_2(group)))
-    many = element_size <= 2 and head_dim <= WIDEST_HEAD
-    return least, max(least, MOST_LANES) if many else least
+def fixed_lanes(group: int, head_dim: int, element_size: int) -> int:
+    """Return the lanes of all items with fixed segments, whatever their number of queries."""
+    least = _lanes_of_a_query(group)
+    return max(least, MOST_LANES) if element_size <= 2 and head_dim <= LONGEST_HEAD else least
+
+
+def _lanes_of_a_query(group: int) -> int:
+    return max(LEAST_LANES, int(triton.next_power_of_2(group)))
 
 
 def programs_per_head(kv_heads: int, multiprocessors: int) -> int:
@@ -142,8 +146,9 @@ def plan_split(
     """
     kv_heads, head_dim, element_size = kv.shape[1], kv.shape[4], kv.element_size()
     group, size = num_heads // kv_heads, value_dim or head_dim
-    least, most = _lanes_of_queries(group, head_dim, element_size)
-    lanes = lanes or (most if segment else least)
+    if lanes is None:
+        fixed = fixed_lanes(group, head_dim, element_size)
+        lanes = fixed if segment else _lanes_of_a_query(group)
     queries, num_items = 1, num_rows
     if query_starts is not None:
         queries = lanes // group

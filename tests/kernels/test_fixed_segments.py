@@ -71,8 +71,8 @@ def test_the_division_among_programs_changes_no_bit(monkeypatch, slots, multipro
     with_sinks = prompt.attend(rows, sinks=sinks)
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(split_plan, "OCCUPYING_ITEMS", 1000)
-    least, _ = split_plan._lanes_of_queries(2, 24, 4)
-    monkeypatch.setattr(split_plan, "PARTIAL_BYTES", slots * least * 24 * 4)
+    lanes = split_plan.fixed_lanes(2, 24, 4)
+    monkeypatch.setattr(split_plan, "PARTIAL_BYTES", slots * lanes * 24 * 4)
     assert torch.equal(as_bits(prompt.attend(rows)), as_bits(expected))
     assert torch.equal(as_bits(prompt.attend(rows, sinks=sinks)), as_bits(with_sinks))
 

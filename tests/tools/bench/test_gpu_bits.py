@@ -1,9 +1,13 @@
 """Part bits of the GPU bench, rehearsed in Triton's interpreter: it finds rows that depend on
 others, and its record lets a GPU in."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+import kernels
 from engine import equal_bits
 from kernels import device
 from kernels.experts import grouped_mlp
@@ -16,6 +20,21 @@ from tools.bench.gpu.parts import bits
 from tools.bench.gpu.setting import Ceilings, Setting
 
 GPU = torch.device("cuda", 0)
+MOVES = "moves numbers and computes none"
+STATES = "models with states are refused on GPUs"
+NOT_COMPARED = {
+    "kernels.attention.extend": "not launched with fixed segments",
+    "kernels.attention.split_kv": "compared by equal_queries",
+    "kernels.attention.split_plan": "computes integers",
+    "kernels.layers.embedding": MOVES,
+    "kernels.linear_attention.causal_conv": STATES,
+    "kernels.linear_attention.delta_rule": STATES,
+    "kernels.linear_attention.gated_norm": STATES,
+    "kernels.pages.pack": MOVES,
+    "kernels.pages.store_kv": MOVES,
+    "kernels.sampling.bitmask": MOVES,
+    "kernels.sampling.outline": "part of sampled tokens and of logprobs",
+}
 
 
 @pytest.fixture
@@ -41,6 +60,17 @@ def differing(setting, *names):
 def test_no_row_of_an_operation_depends_on_others(setting):
     found = differing(setting)
     assert len(found) > 15 and set(found.values()) == {0}
+
+
+def test_every_kernel_is_compared():
+    root = Path(kernels.__file__).parent
+    launching = {
+        ".".join(("kernels", *path.relative_to(root).with_suffix("").parts))
+        for path in root.rglob("*.py")
+        if re.search(r"_kernel\[", path.read_text())
+    }
+    compared = re.findall(r"^from (kernels\.\S+)", Path(equal_rows.__file__).read_text(), re.M)
+    assert launching - set(compared) == set(NOT_COMPARED)
 
 
 def test_a_product_by_torch_is_found(setting, monkeypatch):
