@@ -73,7 +73,7 @@ def _check_gpu(config: EngineConfig, device: torch.device, servable: LoadableMod
             layer.cells for layer in servable.spec.layers
         ),
         "the bits of this GPU have not been compared, with these kernels and these releases of "
-        "torch and Triton: run python -m tools.bench.gpu --parts bits": (
+        "torch and Triton: run python -m tools.bench.gpu --parts compile bits": (
             not equal_bits.has_passed(device)
         ),
     }.items():

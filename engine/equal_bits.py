@@ -1,8 +1,8 @@
 """GPUs on which no bit of a row was found to depend on other rows, for `engine.batch_invariant`.
 
-`python -m tools.bench.gpu --parts bits` records a GPU as a file in the user's cache. The file's
-name depends on all that can change how the GPU computes. So a record holds for this kind of GPU,
-these kernels and these releases of torch and Triton alone.
+`python -m tools.bench.gpu --parts compile bits` records a GPU as a file in the user's cache. The
+file's name depends on all that can change how the GPU computes. So a record holds for this kind of
+GPU, these kernels and these releases of torch and Triton alone.
 """
 
 import functools

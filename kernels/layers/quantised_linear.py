@@ -33,7 +33,7 @@ def tile_for(num_rows: int, element_size: int, group: int) -> ProductTile:
 
     Few rows are bound by reading the matrix: narrow tiles then occupy all multiprocessors. If no
     row may affect the bits of another, all tiles have the same depth, and enough rows for the same
-    instruction. `python -m tools.bench.gpu --parts bits` shows whether a GPU then adds alike.
+    instruction. `tools.bench.gpu` shows in its part `bits` whether a GPU then adds alike.
 
     Args:
         group: inputs that share a scale. 0: there are no scales.

@@ -252,7 +252,7 @@ class TestGpu:
         assert found == "attention of layer 0"
 
     def test_it_starts_once_its_bits_were_compared(self, checkpoint):
-        words = "run python -m tools.bench.gpu --parts bits, or set engine.device to cpu"
+        words = "run python -m tools.bench.gpu --parts compile bits, or set engine.device to cpu"
         assert words in refusal(checkpoint, where=self.WHERE)
         equal_bits.record(self.WHERE, passed=True)
         config = EngineConfig(model=str(checkpoint), batch_invariant=True)

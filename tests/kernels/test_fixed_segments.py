@@ -1,7 +1,7 @@
 """Attention in Triton with fixed segments: the bits of a query depend on its own keys alone.
 
-Interpreted, so in float32 or with products in float32. `python -m tools.bench.gpu --parts bits`
-makes the same comparison on a GPU.
+Interpreted, so in float32 or with products in float32. The part `bits` of `tools.bench.gpu` makes
+the same comparison on a GPU.
 """
 
 import pytest

@@ -5,7 +5,7 @@ whole models by the probe of `engine.batch_invariant`. If no bit differs, it rec
 nodes with that setting start on it. Otherwise it removes an earlier record.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 
@@ -47,6 +47,27 @@ SHAPES = {
     "sharp scores": AttentionShape(32, 8, 128, sharpness=10.0),
 }
 DRY_SHAPES = {"2/1x24": AttentionShape()}
+
+
+def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
+    """Yield calls that need the same kernels as `measure`, except those of the models."""
+    counts = setting.sized((1, 65, max(equal_rows.COUNTS)), (1,))
+    for dtype in setting.sized(DTYPES, (torch.float32,)):
+        for _, operation in equal_rows.operations(setting, dtype):
+            for count in counts:
+                rows = partial(torch.arange, count, device=setting.device)
+                yield partial(_call_once, lambda operation=operation, rows=rows: operation(rows()))
+        for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
+            attention = partial(_attention, setting, dtype, name, shape)
+            yield partial(_call_once, lambda attention=attention: list(attention()))
+
+
+def _call_once(call: Callable[[], object]) -> None:
+    device.use_batch_invariant(True)
+    try:
+        call()
+    finally:
+        device.use_batch_invariant(False)
 
 
 def measure(setting: Setting) -> Iterator[Row]:
