@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.models.linear.matrix import Matrix
 from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot, add_low_rank
+from kernels.device import architecture
 from kernels.experts.grouped_mlp import ExpertMatrices, grouped_mlp
 from kernels.experts.routing import Routing, route
 from kernels.experts.shared_expert import add_gated
@@ -21,6 +22,7 @@ from kernels.layers.quantised_linear import quantised_linear
 from kernels.layers.rms_norm import add_rms_norm
 from kernels.layers.rope import rope_angles
 from kernels.layers.soft_cap import soft_cap
+from kernels.narrow import FIRST_ARCHITECTURE
 from kernels.pages.rope_and_store import rope_and_store
 from kernels.pages.store_latents import rope_and_store_latents
 from kernels.quantised import NumberKind, QuantFormat
@@ -118,8 +120,10 @@ class _Data:
 
     @property
     def kinds(self) -> Sequence[NumberKind]:
-        kinds: Sequence[NumberKind] = ("int8", "fp8", "int4", "fp4")
-        return self._setting.sized(kinds, ("int8", "int4"))
+        kinds: list[NumberKind] = ["int8", "int4", "fp4"]
+        if architecture() >= FIRST_ARCHITECTURE:
+            kinds.append("fp8")
+        return self._setting.sized(kinds, ["int8", "int4"])
 
     def _numbers(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         device = self._setting.device

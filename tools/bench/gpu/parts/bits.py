@@ -15,6 +15,7 @@ from engine import equal_bits
 from engine.kv_cache.layout import KVLayout
 from engine.models.probe import differing_operation
 from kernels import device
+from kernels.narrow import FIRST_ARCHITECTURE
 from tools.bench.gpu.frame import NOTES, Row, Tables, guarded
 from tools.bench.gpu.model.models import random_model
 from tools.bench.gpu.operations import equal_queries, equal_rows
@@ -106,7 +107,8 @@ def _operation(
 def _attention(
     setting: Setting, dtype: torch.dtype, name: str, shape: AttentionShape
 ) -> Iterator[Row]:
-    if dtype == torch.float32 and shape.kept_in is not None:
+    narrow = device.architecture() >= FIRST_ARCHITECTURE and dtype != torch.float32
+    if shape.kept_in is not None and not narrow:
         return
     prompt = Prompt(setting.sized(2500, 70), shape, dtype, setting.device)
     compare = partial(equal_queries.compare, prompt, tokens=setting.sized(16, 4))
