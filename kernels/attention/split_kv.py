@@ -182,8 +182,9 @@ def _split_kernel(
     The partial result of an item that begins in the program goes into slot num_programs + g, and
     that of an item that began in an earlier one into slot g. A program has at most one of each.
 
-    With SEGMENT, the planned tiles are segments of so many keys. Each has a slot of its own, unless
-    it is an item's only one: then the program computes all keys of the item.
+    With SEGMENT, the planned tiles are segments of so many keys, or all keys of an item. Segment t
+    has slot 2 * num_programs + t. The sums of all keys of an item are in slot g after each segment,
+    and their weights in the logs of slot num_programs + g.
     """
     early_launch.start(EARLY)
     program, head = tl.program_id(0), tl.program_id(1)
@@ -195,6 +196,7 @@ def _split_kernel(
     own_tile = first_tile(program, num_tiles, busy)
     last_tile = first_tile(program + 1, num_tiles, busy)
     tile = own_tile
+    done = program * 0  # segments of an item whose keys are all computed here
     item = last_at_most(tile_starts_ptr, num_items, tile, 1, 0, SEARCH_BLOCK)
     lanes = tl.arange(0, BLOCK_M)
     heads = lanes % GROUP
@@ -206,7 +208,7 @@ def _split_kernel(
         item_end = tl.load(tile_starts_ptr + item + 1)
         if SEGMENT:
             stop = tl.minimum(tile + 1, item_end)
-            complete = item_end <= item_tile + 1
+            complete = (stop == item_end) & (stop <= item_tile + 1)
         else:
             stop = tl.minimum(item_end, last_tile)
             complete = (item_tile >= own_tile) & (item_end <= last_tile)
@@ -234,11 +236,11 @@ def _split_kernel(
         oldest = length - num_queries + first
         begin, end = keys_of_item(oldest, length, QUERIES, WINDOW)
         if SEGMENT:
-            segment = begin // SEGMENT + tile - item_tile
+            segment = begin // SEGMENT + tile - item_tile + done
             first_key = tl.maximum(segment * SEGMENT, begin // BLOCK_N * BLOCK_N)
             last_key = tl.minimum((segment + stop - tile) * SEGMENT, end)
-            last_key = tl.where(item_end == item_tile + 1, end, last_key)
-            has_sinks = complete
+            ended = ((segment + 1) * SEGMENT >= end) | (stop == tile) | (complete == 0)
+            has_sinks = complete & (done == 0)
         else:
             shift = begin // BLOCK_N - item_tile
             first_key, last_key = (tile + shift) * BLOCK_N, (stop + shift) * BLOCK_N
@@ -250,6 +252,10 @@ def _split_kernel(
             has_first = total + has_sinks.to(tl.float32)
             top = tl.where(has_first > 0, sinks.to(tl.float32) * LOG2_E, top)
             total = has_first
+        if SEGMENT:
+            before, weight_before = top, total
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         masked_key = first_key
         if FULL_TILES:  # all queries see the keys before this one
@@ -284,11 +290,20 @@ def _split_kernel(
                 SOFT_CAP=SOFT_CAP,
                 MASKED=part == 1,
                 SLACK=0,
-                SEGMENT=SEGMENT,
             )
-        acc, log = as_part(acc, top, total)
         if SEGMENT:
-            acc += 0.0  # the sign of a sum of zeros depends on their number
+            slot = (program * tl.num_programs(1) + head).to(tl.int64) * (QUERIES * GROUP)
+            sums_ptr = partials_ptr + slot * HEAD_DIM + lanes[:, None] * HEAD_DIM + dims[None, :]
+            top_ptr = logs_ptr + slot + lanes
+            weight_ptr = top_ptr + num_programs * tl.num_programs(1) * (QUERIES * GROUP)
+            part, log = as_part(acc, top, total)
+            begun = used & (lanes < tl.where(done > 0, BLOCK_M, 0))
+            sums = tl.load(sums_ptr, mask=inside & begun[:, None], other=0.0)
+            before = tl.where(begun, tl.load(top_ptr, mask=begun, other=0.0), before)
+            weight_before = tl.load(weight_ptr, mask=begun, other=0.0) + weight_before
+            sums, top, total = joined(sums, before, weight_before, part[None, :, :], log[None, :])
+            acc = sums + 0.0  # the sign of a sum of zeros depends on their number
+        acc, log = as_part(acc, top, total)
         row_heads = tl.num_programs(1) * GROUP
         item_out_ptr = out_ptr + head * GROUP * HEAD_DIM
         item_out_ptr += (row_query + first).to(tl.int64) * row_heads * HEAD_DIM
@@ -297,6 +312,13 @@ def _split_kernel(
             item_gate_ptr += head * GROUP * GATE_HEAD_STRIDE
             item_gate_ptr += (row_query + first).to(tl.int64) * GATE_STRIDE
         if complete:
+            if SEGMENT:
+                goes_on = used & (lanes < tl.where(ended, 0, BLOCK_M))
+                tl.store(sums_ptr, sums, mask=inside & goes_on[:, None])
+                tl.store(top_ptr, top, mask=goes_on)
+                tl.store(weight_ptr, total, mask=goes_on)
+                tl.debug_barrier()  # other threads may read them
+                inside = inside & (lanes < tl.where(ended, BLOCK_M, 0))[:, None]
             places = (lanes // GROUP * row_heads + heads) * HEAD_DIM
             if gate_ptr is not None:
                 gates = lanes // GROUP * GATE_STRIDE + heads * GATE_HEAD_STRIDE
@@ -305,7 +327,7 @@ def _split_kernel(
             tl.store(item_out_ptr + places[:, None] + dims[None, :], acc, mask=inside)
         else:
             if SEGMENT:
-                slot = tile * tl.num_programs(1) + head
+                slot = (2 * num_programs + tile) * tl.num_programs(1) + head
             else:
                 slot = tl.where(tile == item_tile, num_programs + program, program)
                 slot = head * 2 * num_programs + slot
@@ -347,8 +369,13 @@ def _split_kernel(
                         BLOCK_S,
                         SEGMENT,
                     )
-        tile = stop
-        item += (stop == item_end).to(tl.int32) if SEGMENT else 1
+        if SEGMENT:
+            done = tl.where(ended, 0, done + 1)
+            tile = tl.where(ended, stop, tile)
+            item += (ended & (stop == item_end)).to(tl.int32)
+        else:
+            tile = stop
+            item += 1
 
 
 @triton.jit
@@ -391,7 +418,7 @@ def _combine(
     for start in range(0, num_parts, BLOCK_S):
         parts = start + tl.arange(0, BLOCK_S)
         if SEGMENT:
-            slots = (first_part + parts) * tl.num_programs(1) + head
+            slots = (2 * num_programs + first_part + parts) * tl.num_programs(1) + head
         else:
             slots = head * 2 * num_programs + first_part + parts
             slots += tl.where(parts == 0, num_programs, 0)
@@ -407,9 +434,7 @@ def _combine(
         acc, top, total = joined(acc, top, total, partials, logs)
     places = (lanes // GROUP * row_heads + lanes % GROUP) * HEAD_DIM
     inside = used[:, None] & (dims < HEAD_DIM)[None, :]
-    acc, _ = as_part(acc, top, total)
-    if SEGMENT:
-        acc += 0.0
+    acc, _ = as_part(acc + 0.0 if SEGMENT else acc, top, total)
     if item_gate_ptr is not None:
         gates = lanes // GROUP * GATE_STRIDE + lanes % GROUP * GATE_HEAD_STRIDE
         gates = item_gate_ptr + gates[:, None] + dims[None, :]

@@ -24,7 +24,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 2  # each with 64 KiB of keys and values in flight
 MIN_TILES = 2  # per program: fewer would not pay for their partial results
 SEGMENT = 1024  # keys of a fixed segment
 PARTIAL_BYTES = 64 << 20  # of partial results of fixed segments. Rows beyond are not split
-OCCUPYING_ITEMS = 4  # per multiprocessor: these need no split
+OCCUPYING_ITEMS = 2  # per program: these need no split
 LEAST_LANES = 16  # of an item, as products have at least so many rows
 MOST_LANES = 64  # of an item of many queries
 UNSPLIT_LANES = 128  # of a tile of the kernel that does not split keys
@@ -64,7 +64,7 @@ class SplitPlan:
 
     tile_starts: Tensor  # int32 [num_items + 1]: item i's tiles are [tile_starts[i], [i + 1])
     # float32 [kv_heads, 2 * num_programs, queries * group, value_dim], or with fixed segments
-    # [slots, kv_heads, queries * group, value_dim]
+    # [2 * num_programs + segments, kv_heads, queries * group, value_dim]
     partials: Tensor
     logs: Tensor  # float32, without the last dimension
     arrivals: Tensor  # int32 [kv_heads, num_items], zeros between layers
@@ -154,17 +154,16 @@ def plan_split(
         queries = lanes // group
         num_items = num_queries // queries + num_rows  # each row's last may be partial
     num_programs = programs_per_head(kv_heads, device.num_multiprocessors(kv.device))
-    heads_and_slots: tuple[int, int] = (kv_heads, 2 * num_programs)
     num_slots = 0
     if segment:
-        occupying = OCCUPYING_ITEMS * device.num_multiprocessors(kv.device)
-        if query_starts is None or num_items * kv_heads < occupying:
-            most_slots = PARTIAL_BYTES // (kv_heads * queries * group * size * 4)
+        most_slots = PARTIAL_BYTES // (kv_heads * queries * group * size * 4)
+        if query_starts is None or num_items < OCCUPYING_ITEMS * num_programs:
             parts = kv.shape[0] * kv.shape[3] // segment + 1  # of a row that has all pages
             num_slots = min(num_items * parts, most_slots)
-        else:
-            num_programs = num_items
-        heads_and_slots = (num_slots, kv_heads)
+        else:  # as even as possible, because a program computes consecutive items
+            num_programs = max(num_programs, min(num_items, most_slots // 2))
+    kept = 2 * num_programs + num_slots
+    heads_and_slots = (kept, kv_heads) if segment else (kv_heads, kept)
     slots = (*heads_and_slots, queries * group)
     plan = SplitPlan(
         tile_starts=torch.empty(num_items + 1, dtype=torch.int32, device=kv.device),

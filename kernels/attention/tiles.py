@@ -95,14 +95,9 @@ def attend_tiles(
     SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
     SLACK: tl.constexpr,
-    SEGMENT: tl.constexpr = 0,
 ):
     """Run one step of the online softmax for each tile of keys from `first` (a multiple of BLOCK_N)
     on.
-
-    With SEGMENT, each segment of so many keys, counted from the row's first key, has sums of its
-    own, and these are joined in order. Then the bits of the result do not depend on the division of
-    the segments among programs.
 
     `top` follows the row's largest score only when some row's exceeds its `top` by more than SLACK.
     SLACK is at most 15, so that a weight fits float16. Until then the sums are not rescaled, which
@@ -126,90 +121,51 @@ def attend_tiles(
         acc, top, total.
     """
     tl.static_assert(SLACK <= 15)
-    if SEGMENT:
-        for start in range(first // SEGMENT * SEGMENT, last, SEGMENT):
-            part, part_top, part_total = attend_tiles(
-                q,
-                q_rest,
-                tl.zeros_like(acc),
-                tl.full(top.shape, float("-inf"), tl.float32),
-                tl.zeros_like(total),
-                newest,
-                kv_ptr,
-                page_ids_ptr,
-                tl.maximum(start, first),
-                tl.minimum(start + SEGMENT, last),
-                begin,
-                end,
-                scale,
-                soft_cap,
-                PAGE_STRIDE=PAGE_STRIDE,
-                V_STRIDE=V_STRIDE,
-                TOKEN_STRIDE=TOKEN_STRIDE,
-                PAGE_SIZE=PAGE_SIZE,
-                HEAD_DIM=HEAD_DIM,
-                BLOCK_D=BLOCK_D,
-                REST=REST,
-                BLOCK_REST=BLOCK_REST,
-                BLOCK_N=BLOCK_N,
-                WINDOW=WINDOW,
-                SOFT_CAP=SOFT_CAP,
-                MASKED=MASKED,
-                SLACK=SLACK,
-            )
-            part, log = as_part(part, part_top, part_total)
-            acc, top, total = joined(acc, top, total, part[None, :, :], log[None, :])
-        return acc, top, total
-    else:
-        dims = tl.arange(0, BLOCK_D)
-        # Page ids are loaded one tile ahead: a load that depends on another load of its own tile is
-        # pipelined half as deep.
-        pages = _load_pages(page_ids_ptr, first, begin, end, PAGE_SIZE, BLOCK_N, WINDOW)
-        for start in range(first, last, BLOCK_N):
-            tokens = start + tl.arange(0, BLOCK_N)
-            live = tokens < end
+    dims = tl.arange(0, BLOCK_D)
+    # Page ids are loaded one tile ahead: a load that depends on another load of its own tile is
+    # pipelined half as deep.
+    pages = _load_pages(page_ids_ptr, first, begin, end, PAGE_SIZE, BLOCK_N, WINDOW)
+    for start in range(first, last, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        live = tokens < end
+        if WINDOW:
+            live = live & (tokens >= begin)
+        offsets = pages.to(tl.int64) * PAGE_STRIDE + tokens % PAGE_SIZE * TOKEN_STRIDE
+        pages = _load_pages(page_ids_ptr, start + BLOCK_N, begin, end, PAGE_SIZE, BLOCK_N, WINDOW)
+        k_ptr = kv_ptr + offsets[:, None] + dims[None, :]
+        k = _load_tile(k_ptr, live, dims, HEAD_DIM, BLOCK_D, MASKED)
+        if REST:
+            others = tl.arange(0, BLOCK_REST)
+            rest_ptr = kv_ptr + HEAD_DIM + offsets[:, None] + others[None, :]
+            k_rest = _load_tile(rest_ptr, live, others, REST, BLOCK_REST, MASKED)
+            k = _widened(k, q.dtype)
+            v = k
+        else:
+            v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
+        k, v = k.to(q.dtype), _widened(v, q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee")
+        if SOFT_CAP:
+            scores = _capped(scores, scale, soft_cap)
+            unit = 1.0
+        else:
+            unit = scale  # applied to the largest score alone, and within the subtraction below
+        if MASKED:
+            visible = tokens[None, :] <= newest[:, None]
             if WINDOW:
-                live = live & (tokens >= begin)
-            offsets = pages.to(tl.int64) * PAGE_STRIDE + tokens % PAGE_SIZE * TOKEN_STRIDE
-            pages = _load_pages(
-                page_ids_ptr, start + BLOCK_N, begin, end, PAGE_SIZE, BLOCK_N, WINDOW
-            )
-            k_ptr = kv_ptr + offsets[:, None] + dims[None, :]
-            k = _load_tile(k_ptr, live, dims, HEAD_DIM, BLOCK_D, MASKED)
-            if REST:
-                others = tl.arange(0, BLOCK_REST)
-                rest_ptr = kv_ptr + HEAD_DIM + offsets[:, None] + others[None, :]
-                k_rest = _load_tile(rest_ptr, live, others, REST, BLOCK_REST, MASKED)
-                k = _widened(k, q.dtype)
-                v = k
-            else:
-                v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
-            k, v = k.to(q.dtype), _widened(v, q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if REST:
-                scores = tl.dot(
-                    q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee"
-                )
-            if SOFT_CAP:
-                scores = _capped(scores, scale, soft_cap)
-                unit = 1.0
-            else:
-                unit = scale  # applied to the largest score alone, and within the subtraction below
-            if MASKED:
-                visible = tokens[None, :] <= newest[:, None]
-                if WINDOW:
-                    visible = visible & (tokens[None, :] > newest[:, None] - WINDOW)
-                scores = tl.where(visible, scores, float("-inf"))
-            peaks = tl.max(scores, 1) * unit
-            if SLACK:
-                if tl.max((peaks > top + SLACK).to(tl.int32)) > 0:
-                    acc, top, total = _raised(acc, top, total, peaks, MASKED)
-            else:
+                visible = visible & (tokens[None, :] > newest[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        peaks = tl.max(scores, 1) * unit
+        if SLACK:
+            if tl.max((peaks > top + SLACK).to(tl.int32)) > 0:
                 acc, top, total = _raised(acc, top, total, peaks, MASKED)
-            weights = tl.exp2(scores * unit - (finite(top) if MASKED else top)[:, None])
-            total += tl.sum(weights, 1)
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-        return acc, top, total
+        else:
+            acc, top, total = _raised(acc, top, total, peaks, MASKED)
+        weights = tl.exp2(scores * unit - (finite(top) if MASKED else top)[:, None])
+        total += tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, top, total
 
 
 @triton.jit

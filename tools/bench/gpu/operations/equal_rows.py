@@ -173,8 +173,8 @@ class _Data:
 
     def shared(self, rows: Tensor) -> Tensor:
         y, added, x = (self._of(rows, part, self._hidden)[:, -1] for part in (1, 2, 3))
-        given = (each.contiguous() for each in (y, added, x))
-        return add_gated(*given, self._numbers(1, self._hidden))
+        weight = self._numbers(1, self._hidden)
+        return add_gated(y.contiguous(), added.contiguous(), x.contiguous(), weight)
 
     def adapters(self, rows: Tensor) -> Tensor:
         """Add an adapter to all rows."""
