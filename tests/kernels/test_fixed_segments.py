@@ -115,7 +115,7 @@ def test_rows_share_no_rounding_by_a_slack_of_their_tile(monkeypatch):
 
 def test_the_even_division_of_keys_depends_on_the_batch():
     device.use_batch_invariant(False)
-    prompt, rows = prompt_of(530), [(200, 201), (529, 530)]
+    prompt, rows = prompt_of(530), [(399, 400), (529, 530), (100, 101)]
     together = prompt.attend(rows, decode=True)
-    alone = prompt.attend(rows[1:], decode=True)
-    assert not torch.equal(as_bits(alone), as_bits(together[1:]))
+    alone = prompt.attend(rows[1:2], decode=True)
+    assert not torch.equal(as_bits(alone), as_bits(together[1:2]))
