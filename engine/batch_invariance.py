@@ -14,6 +14,7 @@ import torch
 from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import kv
+from engine import equal_bits
 from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, Model
 from engine.models.blocks.layer import Layer
@@ -36,9 +37,6 @@ def check(
     """
     parallel = config.parallel
     for problem, found in {
-        f"no GPU has been tested, and the device is {device}: set engine.device to cpu": (
-            device.type != "cpu"
-        ),
         "stages and data-parallel groups are not supported: set engine.parallel.pp and dp to 1": (
             parallel.pp * parallel.dp > 1
         ),
@@ -57,7 +55,30 @@ def check(
     }.items():
         if found:
             raise ConfigError(f"{_SETTING}: {problem}")
-    _check_kernels(config, dtype, servable)
+    if device.type == "cpu":
+        _check_kernels(config, dtype, servable)
+    else:
+        _check_gpu(config, device, servable)
+
+
+def _check_gpu(config: EngineConfig, device: torch.device, servable: LoadableModel) -> None:
+    for problem, found in {
+        "ranks on GPUs add in an order that NCCL chooses: set engine.parallel.tp to 1": (
+            config.parallel.tp > 1
+        ),
+        "a GPU does not compute models of the Transformers library row by row": (
+            servable.backend != "native"
+        ),
+        "a GPU computes the states of prompts in chunks": any(
+            layer.cells for layer in servable.spec.layers
+        ),
+        "the bits of this GPU have not been compared, with these kernels and these releases of "
+        "torch and Triton: run python -m tools.bench.gpu --parts compile bits": (
+            not equal_bits.has_passed(device)
+        ),
+    }.items():
+        if found:
+            raise ConfigError(f"{_SETTING}: {problem}, or set engine.device to cpu")
 
 
 def _check_kernels(config: EngineConfig, dtype: torch.dtype, servable: LoadableModel) -> None:
@@ -116,13 +137,15 @@ def _is_supported(layer: Layer) -> bool:
     return {type(layer.mixer), type(layer.ffn)} <= PRODUCTS.keys()
 
 
-def arithmetic(ranks: int, backend: str) -> str:
+def arithmetic(ranks: int, backend: str, device: torch.device) -> str:
     """Return a name of how a node computes. Nodes with the same one compute the same bits.
 
     Args:
         ranks: whose sums make a layer's output.
         backend: of the model, see LoadableModel.
     """
+    if device.type != "cpu":
+        return equal_bits.computes_as(device)
     operators = devices.compiled_for(torch.device("cpu"))
     return " ".join(
         (

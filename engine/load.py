@@ -51,6 +51,7 @@ from engine.sizing import (
     resolve_device,
     whole_layout,
 )
+from kernels import device as devices
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,7 @@ def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
     else:
         use_gpu(device)  # in this thread, which launches kernels
         choose_early_launch(device, wanted=config.early_launch)
+        devices.use_batch_invariant(config.batch_invariant)
     directory = model_directory(config.model, weights=True)
     servable = open_checkpoint(directory, config.model_backend, config.speculative)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
@@ -254,7 +256,7 @@ def model_fields(config: EngineConfig, opened: OpenedModel) -> dict[str, str]:
     arithmetic = {}
     if config.batch_invariant:
         arithmetic["arithmetic"] = batch_invariance.arithmetic(
-            config.parallel.tp, opened.servable.backend
+            config.parallel.tp, opened.servable.backend, opened.device
         )
     fields = {"dtype": str(opened.precision), "quantize": rounding}
     return {**constants(opened.servable), **fields, **arithmetic}

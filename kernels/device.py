@@ -44,6 +44,23 @@ def compiled_for(device: torch.device) -> Operators | None:
     return _compiled[0] if _compiled and device.type == "cpu" else None
 
 
+_batch_invariant: list[bool] = [False]
+
+
+def use_batch_invariant(wanted: bool) -> None:
+    """Set the result of `batch_invariant` for this process. Must be called before a step is
+    planned."""
+    _batch_invariant[0] = wanted
+
+
+def batch_invariant() -> bool:
+    """Return whether the bits of a row of a Triton kernel must not depend on the other rows.
+
+    Operations whose tiles already depend on the model alone need not ask.
+    """
+    return _batch_invariant[0]
+
+
 def architecture() -> int:
     """Return 90 for compute capability 9.0, which the interpreter emulates."""
     return 90 if INTERPRETED else int(driver.active.get_current_target().arch)

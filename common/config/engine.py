@@ -582,8 +582,8 @@ class EngineConfig(ConfigRecord):
     batch_invariant: bool = Field(
         False,
         description="Batch-invariant responses: tokens and logprobs of a request have the same "
-        "bits whatever runs beside it. Only for native models of text, on a CPU. Paired nodes must "
-        "have the same value, see docs/batch-invariance.md",
+        "bits whatever runs beside it. Only for models of text, on a CPU or a GPU whose bits were "
+        "compared. Paired nodes must have the same value, see docs/batch-invariance.md",
     )
     cuda_graphs: bool = Field(
         True,

@@ -135,7 +135,8 @@ class _Trace:
         """Keep the bits of tokens, whose rows are at these places."""
         kept, rows = self.bits.setdefault(name, {}), as_stored(rows)
         for token, place in places.items():
-            kept[token] = hash(rows[place].contiguous().view(torch.uint8).numpy().tobytes())
+            row = rows[place].contiguous().view(torch.uint8)
+            kept[token] = hash(row.cpu().numpy().tobytes())
 
 
 def _named_products(layers: Sequence[Layer]) -> Iterator[tuple[Linear, tuple[str, str]]]:
@@ -182,14 +183,15 @@ def _computed(
     pool = KVPool(layout, num_pages + requests * tables.state_pages, model.device)
     states = torch.arange(num_pages, pool.num_pages, dtype=torch.int32)
     states = states.view(requests, tables.state_pages)
+    probed = states[_PROBED : _PROBED + 1].to(model.device)
     generator = torch.Generator().manual_seed(0)
     shape = requests, _NUM_TOKENS
     tokens = torch.randint(model.spec.vocabulary_size, shape, generator=generator)
-    future = torch.zeros(requests, dtype=torch.int32)
+    future = torch.zeros(requests, dtype=torch.int32, device=model.device)
     after_experts = any(isinstance(layer.ffn, ExpertsBlock) for layer in model.layers[-1:])
     norm = _experts(len(model.layers) - 1) if after_experts else "the norm before lm_head"
     for rows in steps:
-        batch = _batch(rows, tokens.int(), states, tables, pages)
+        batch, _ = _batch(rows, tokens.int(), states, tables, pages).to(model.device)
         counts = torch.diff(batch.query_starts).tolist()
         owners = [*chain(*([row.request] * n for row, n in zip(rows, counts, strict=True)))]
         positions = batch.positions.tolist()
@@ -207,7 +209,7 @@ def _computed(
         trace.keep("lm_head", sampled, model.logits(hidden))
     for layer, (view, table) in enumerate(zip(pool.layers, pool.tables, strict=True)):
         for cells in pool.cells[layer].values():
-            state = cells.read(states[_PROBED : _PROBED + 1])
+            state = cells.read(probed)
             trace.keep(f"the state of layer {layer}", {_NUM_TOKENS - 1: 0}, state)
         if table == NO_TABLE:
             continue

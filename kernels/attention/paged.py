@@ -17,6 +17,7 @@ from kernels.attention.split_kv import split_attention
 from kernels.attention.split_plan import (
     LONGEST_HEAD,
     MOST_LANES,
+    SEGMENT,
     SplitPlan,
     lanes_of_items,
     plan_split,
@@ -153,11 +154,18 @@ def _divided(
     """Return how many first rows are computed without splitting their keys, and the plans of the
     others.
 
-    Rows that verify drafts share a plan with the decode rows beside them.
+    Rows that verify drafts share a plan with the decode rows beside them. If no row may affect the
+    bits of another, all rows have fixed segments.
     """
     num_rows, kv_heads = lengths.shape[0], kv.shape[1]
     num_extends, num_queries = num_rows - num_decodes, num_tokens - num_decodes
     plan = partial(plan_split, lengths, kv, num_heads=num_heads, window=window, value_dim=value_dim)
+    if device.batch_invariant():
+        plan = partial(plan, segment=SEGMENT)
+        splits = [plan(num_decodes, num_decodes)] if num_decodes else []
+        if num_extends:
+            splits.append(plan(num_extends, num_queries, query_starts=query_starts))
+        return 0, tuple(splits)
     lanes = None
     if num_extends:
         lanes = lanes_of_items(

@@ -1,5 +1,6 @@
-"""Paged attention in Triton whose keys are split evenly among programs: for rows with one query
-each, for rows that verify drafts, and for prompts too short to occupy the device.
+"""Paged attention in Triton whose keys are split among programs: for rows with one query each, for
+rows that verify drafts, and for prompts too short to occupy the device. With fixed segments it
+computes all rows.
 
 A program computes the tiles of keys that a plan assigns to it. An item (some queries of a row) that
 one program computes alone is written directly. For other items each program writes a partial
@@ -23,10 +24,11 @@ from kernels.attention.split_plan import (
 from kernels.attention.tiles import (
     LOG2_E,
     as_operand,
+    as_part,
     attend_tiles,
     block,
-    finite,
     gated,
+    joined,
     score_scales,
     stages_that_fit,
 )
@@ -100,13 +102,15 @@ def split_attention(
         BLOCK_N=tile.keys,
         USED=used,
         BLOCK_H=block_h,
-        BLOCK_S=max(1, COMBINE_NUMBERS // (block_h * block_d)),
+        BLOCK_S=1 if plan.segment else max(1, COMBINE_NUMBERS // (block_h * block_d)),
         MIN_TILES=plan.min_tiles,
+        SEGMENT=plan.segment,
         WINDOW=plan.window or 0,
         SEARCH_BLOCK=SEARCH_BLOCK,
         SOFT_CAP=soft_cap is not None,
-        FULL_TILES=plan.lanes >= FULL_TILE_LANES and not plan.window,
-        SLACK=tile.slack,
+        FULL_TILES=plan.lanes >= FULL_TILE_LANES and not plan.window and not plan.segment,
+        # With slack, a row's rounding depends on the other rows of its tile.
+        SLACK=0 if plan.segment else tile.slack,
         UPCAST=device.INTERPRETED,
         EARLY=early,
         launch_pdl=early,
@@ -168,6 +172,7 @@ def _split_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    SEGMENT: tl.constexpr,
     WINDOW: tl.constexpr,
     SEARCH_BLOCK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -180,6 +185,10 @@ def _split_kernel(
 
     The partial result of an item that begins in the program goes into slot num_programs + g, and
     that of an item that began in an earlier one into slot g. A program has at most one of each.
+
+    With SEGMENT, the planned tiles are segments of so many keys, or all keys of an item. Segment t
+    has slot 2 * num_programs + t. The sums of all keys of an item are in slot g after each segment,
+    and their weights in the logs of slot num_programs + g.
     """
     early_launch.start(EARLY)
     program, head = tl.program_id(0), tl.program_id(1)
@@ -191,6 +200,7 @@ def _split_kernel(
     own_tile = first_tile(program, num_tiles, busy)
     last_tile = first_tile(program + 1, num_tiles, busy)
     tile = own_tile
+    done = program * 0  # segments of an item whose keys are all computed here
     item = last_at_most(tile_starts_ptr, num_items, tile, 1, 0, SEARCH_BLOCK)
     lanes = tl.arange(0, BLOCK_M)
     heads = lanes % GROUP
@@ -200,7 +210,12 @@ def _split_kernel(
     while tile < last_tile:
         item_tile = tl.load(tile_starts_ptr + item)
         item_end = tl.load(tile_starts_ptr + item + 1)
-        stop = tl.minimum(item_end, last_tile)
+        if SEGMENT:
+            stop = tl.minimum(tile + 1, item_end)
+            complete = (stop == item_end) & (stop <= item_tile + 1)
+        else:
+            stop = tl.minimum(item_end, last_tile)
+            complete = (item_tile >= own_tile) & (item_end <= last_tile)
         if query_starts_ptr is None:
             row, row_query, num_queries, first = first_row + item, first_query + item, 1, 0
         else:
@@ -224,16 +239,28 @@ def _split_kernel(
         q, q_rest = as_operand(q, kv_ptr, True, UPCAST), as_operand(q_rest, kv_ptr, True, UPCAST)
         oldest = length - num_queries + first
         begin, end = keys_of_item(oldest, length, QUERIES, WINDOW)
-        shift = begin // BLOCK_N - item_tile
+        if SEGMENT:
+            segment = begin // SEGMENT + tile - item_tile + done
+            first_key = tl.maximum(segment * SEGMENT, begin // BLOCK_N * BLOCK_N)
+            last_key = tl.minimum((segment + stop - tile) * SEGMENT, end)
+            ended = ((segment + 1) * SEGMENT >= end) | (stop == tile) | (complete == 0)
+            has_sinks = complete & (done == 0)
+        else:
+            shift = begin // BLOCK_N - item_tile
+            first_key, last_key = (tile + shift) * BLOCK_N, (stop + shift) * BLOCK_N
+            has_sinks = tile == item_tile
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if sinks_ptr is not None:  # the item's first part starts as if it had seen that key
             sinks = tl.load(sinks_ptr + head * GROUP + heads, mask=used, other=0.0)
-            has_first = total + (tile == item_tile).to(tl.float32)
+            has_first = total + has_sinks.to(tl.float32)
             top = tl.where(has_first > 0, sinks.to(tl.float32) * LOG2_E, top)
             total = has_first
+        if SEGMENT:
+            before, weight_before = top, total
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        first_key, last_key = (tile + shift) * BLOCK_N, (stop + shift) * BLOCK_N
         masked_key = first_key
         if FULL_TILES:  # all queries see the keys before this one
             masked_key = tl.maximum((oldest + 1) // BLOCK_N * BLOCK_N, first_key)
@@ -268,8 +295,19 @@ def _split_kernel(
                 MASKED=part == 1,
                 SLACK=SLACK,
             )
-        total = tl.where(total == 0.0, 1.0, total)  # of a lane that sees no key
-        acc /= total[:, None]
+        if SEGMENT:
+            slot = (program * tl.num_programs(1) + head).to(tl.int64) * (QUERIES * GROUP)
+            sums_ptr = partials_ptr + slot * HEAD_DIM + lanes[:, None] * HEAD_DIM + dims[None, :]
+            top_ptr = logs_ptr + slot + lanes
+            weight_ptr = top_ptr + num_programs * tl.num_programs(1) * (QUERIES * GROUP)
+            part, log = as_part(acc, top, total)
+            begun = used & (lanes < tl.where(done > 0, BLOCK_M, 0))
+            sums = tl.load(sums_ptr, mask=inside & begun[:, None], other=0.0)
+            before = tl.where(begun, tl.load(top_ptr, mask=begun, other=0.0), before)
+            weight_before = tl.load(weight_ptr, mask=begun, other=0.0) + weight_before
+            sums, top, total = joined(sums, before, weight_before, part[None, :, :], log[None, :])
+            acc = sums + 0.0  # the sign of a sum of zeros depends on their number
+        acc, log = as_part(acc, top, total)
         row_heads = tl.num_programs(1) * GROUP
         item_out_ptr = out_ptr + head * GROUP * HEAD_DIM
         item_out_ptr += (row_query + first).to(tl.int64) * row_heads * HEAD_DIM
@@ -277,7 +315,14 @@ def _split_kernel(
         if gate_ptr is not None:
             item_gate_ptr += head * GROUP * GATE_HEAD_STRIDE
             item_gate_ptr += (row_query + first).to(tl.int64) * GATE_STRIDE
-        if (item_tile >= own_tile) & (item_end <= last_tile):
+        if complete:
+            if SEGMENT:
+                goes_on = used & (lanes < tl.where(ended, 0, BLOCK_M))
+                tl.store(sums_ptr, sums, mask=inside & goes_on[:, None])
+                tl.store(top_ptr, top, mask=goes_on)
+                tl.store(weight_ptr, total, mask=goes_on)
+                tl.debug_barrier()  # other threads may read them
+                inside = inside & (lanes < tl.where(ended, BLOCK_M, 0))[:, None]
             places = (lanes // GROUP * row_heads + heads) * HEAD_DIM
             if gate_ptr is not None:
                 gates = lanes // GROUP * GATE_STRIDE + heads * GATE_HEAD_STRIDE
@@ -285,13 +330,21 @@ def _split_kernel(
                 acc = gated(acc, gates, inside, out_ptr)
             tl.store(item_out_ptr + places[:, None] + dims[None, :], acc, mask=inside)
         else:
-            slot = tl.where(tile == item_tile, num_programs + program, program)
-            slot = (head * 2 * num_programs + slot).to(tl.int64) * (QUERIES * GROUP)
+            if SEGMENT:
+                slot = (2 * num_programs + tile) * tl.num_programs(1) + head
+            else:
+                slot = tl.where(tile == item_tile, num_programs + program, program)
+                slot = head * 2 * num_programs + slot
+            slot = slot.to(tl.int64) * (QUERIES * GROUP)
             cells = lanes[:, None] * HEAD_DIM + dims[None, :]
             tl.store(partials_ptr + slot * HEAD_DIM + cells, acc, mask=inside)
-            tl.store(logs_ptr + slot + lanes, top + tl.log2(total), mask=used)
-            first_part = program_of(item_tile, num_tiles, busy)
-            num_parts = program_of(item_end - 1, num_tiles, busy) - first_part + 1
+            tl.store(logs_ptr + slot + lanes, log, mask=used)
+            if SEGMENT:
+                first_part = item_tile
+                num_parts = item_end - item_tile
+            else:
+                first_part = program_of(item_tile, num_tiles, busy)
+                num_parts = program_of(item_end - 1, num_tiles, busy) - first_part + 1
             arrivals = arrivals_ptr + head * num_items + item
             tl.debug_barrier()  # all stores of this program come before the signal of one thread
             if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
@@ -302,7 +355,8 @@ def _split_kernel(
                         logs_ptr,
                         item_out_ptr,
                         item_gate_ptr,
-                        head * 2 * num_programs,
+                        sinks_ptr,
+                        head,
                         num_programs,
                         first_part,
                         num_parts,
@@ -317,9 +371,15 @@ def _split_kernel(
                         HEAD_DIM,
                         BLOCK_D,
                         BLOCK_S,
+                        SEGMENT,
                     )
-        tile = stop
-        item += 1
+        if SEGMENT:
+            done = tl.where(ended, 0, done + 1)
+            tile = tl.where(ended, stop, tile)
+            item += (ended & (stop == item_end)).to(tl.int32)
+        else:
+            tile = stop
+            item += 1
 
 
 @triton.jit
@@ -328,7 +388,8 @@ def _combine(
     logs_ptr,
     item_out_ptr,
     item_gate_ptr,
-    head_slot,
+    sinks_ptr,
+    head,
     num_programs,
     first_part,
     num_parts,
@@ -343,18 +404,28 @@ def _combine(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):
     """Combine the partial results of some lanes of an item, written by programs from `first_part`
-    on. Other multiprocessors wrote them, so the loads bypass this one's cache."""
+    on, or with SEGMENT of its segments from that one on. Other multiprocessors wrote them, so the
+    loads bypass this one's cache."""
     lanes = first_lane + tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
     used = (lanes < QUERIES * GROUP) & (lanes // GROUP < num_queries)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
+    if (SEGMENT > 0) & (sinks_ptr is not None):  # as if that key had been seen first
+        sinks = tl.load(sinks_ptr + head * GROUP + lanes % GROUP, mask=used, other=0.0)
+        top = sinks.to(tl.float32) * LOG2_E
+        total += 1.0
     for start in range(0, num_parts, BLOCK_S):
         parts = start + tl.arange(0, BLOCK_S)
-        slots = head_slot + first_part + parts + tl.where(parts == 0, num_programs, 0)
+        if SEGMENT:
+            slots = (2 * num_programs + first_part + parts) * tl.num_programs(1) + head
+        else:
+            slots = head * 2 * num_programs + first_part + parts
+            slots += tl.where(parts == 0, num_programs, 0)
         live = (parts < num_parts)[:, None] & used[None, :]
         cells = slots.to(tl.int64)[:, None] * (QUERIES * GROUP) + lanes[None, :]
         logs = tl.load(logs_ptr + cells, mask=live, other=float("-inf"), cache_modifier=".cg")
@@ -364,16 +435,10 @@ def _combine(
             other=0.0,
             cache_modifier=".cg",
         )
-        new_top = tl.maximum(top, tl.max(logs, 0))
-        shown = finite(new_top)  # a lane may see no key of the parts so far
-        weights = tl.exp2(logs - shown[None, :])
-        fade = tl.exp2(top - shown)
-        acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * partials, 0)
-        total = total * fade + tl.sum(weights, 0)
-        top = new_top
+        acc, top, total = joined(acc, top, total, partials, logs)
     places = (lanes // GROUP * row_heads + lanes % GROUP) * HEAD_DIM
     inside = used[:, None] & (dims < HEAD_DIM)[None, :]
-    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+    acc, _ = as_part(acc + 0.0 if SEGMENT else acc, top, total)
     if item_gate_ptr is not None:
         gates = lanes // GROUP * GATE_STRIDE + lanes % GROUP * GATE_HEAD_STRIDE
         gates = item_gate_ptr + gates[:, None] + dims[None, :]

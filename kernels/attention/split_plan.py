@@ -4,6 +4,9 @@ Rows are cut into items: consecutive queries that one program computes together.
 items are cut into tiles. Every program gets an equal number of consecutive tiles, across items. So
 one long row, alone or among short ones, keeps the whole device busy. Independent of the computation
 on a tile.
+
+With fixed segments, an item's keys are cut at multiples of SEGMENT from the row's first key on, so
+its parts do not depend on other rows. A program gets whole segments, or all of an item.
 """
 
 from dataclasses import dataclass
@@ -19,6 +22,9 @@ from kernels import device
 # Starting points, to be tuned by tools/bench/gpu.
 PROGRAMS_PER_MULTIPROCESSOR = 2  # each with 64 KiB of keys and values in flight
 MIN_TILES = 2  # per program: fewer would not pay for their partial results
+SEGMENT = 1024  # keys of a fixed segment
+PARTIAL_BYTES = 64 << 20  # of partial results of fixed segments. Rows beyond are not split
+OCCUPYING_ITEMS = 2  # per program: these need no split
 LEAST_LANES = 16  # of an item, as products have at least so many rows
 MOST_LANES = 64  # of an item of many queries
 UNSPLIT_LANES = 128  # of a tile of the kernel that does not split keys
@@ -53,11 +59,15 @@ class SplitPlan:
         lanes: of an item, a power of two: its queries times the heads that share a KV head.
         queries: of an item, at most.
         num_programs: per KV head.
+        segment: keys of a fixed segment, which then is a tile of `tile_starts`. 0: a program
+            computes consecutive tiles as one part.
     """
 
     tile_starts: Tensor  # int32 [num_items + 1]: item i's tiles are [tile_starts[i], [i + 1])
-    partials: Tensor  # float32 [kv_heads, 2 * num_programs, queries * group, value_dim]
-    logs: Tensor  # float32 [kv_heads, 2 * num_programs, queries * group]
+    # float32 [kv_heads, 2 * num_programs, queries * group, value_dim], or with fixed segments
+    # [2 * num_programs + segments, kv_heads, queries * group, value_dim]
+    partials: Tensor
+    logs: Tensor  # float32, without the last dimension
     arrivals: Tensor  # int32 [kv_heads, num_items], zeros between layers
     query_starts: Tensor | None
     num_rows: int
@@ -68,6 +78,7 @@ class SplitPlan:
     min_tiles: int  # per program
     tile: SplitTile
     window: int | None
+    segment: int
 
 
 def lanes_of_items(
@@ -86,7 +97,7 @@ def lanes_of_items(
     Keys are split if rows have fewer lanes on average than a tile of the other kernel, which would
     be mostly empty, or if all its programs together would leave multiprocessors idle.
     """
-    least = max(LEAST_LANES, int(triton.next_power_of_2(group)))
+    least = _lanes_of_a_query(group)
     most = max(least, MOST_LANES) if element_size <= 2 and head_dim <= WIDEST_HEAD else least
     lanes = num_queries * group
     for fitting in (least, most):
@@ -94,6 +105,16 @@ def lanes_of_items(
             return fitting
     programs = (lanes // UNSPLIT_LANES + num_rows) * kv_heads
     return most if programs < multiprocessors else None
+
+
+def fixed_lanes(group: int, head_dim: int, element_size: int) -> int:
+    """Return the lanes of all items with fixed segments, whatever their number of queries."""
+    least = _lanes_of_a_query(group)
+    return max(least, MOST_LANES) if element_size <= 2 and head_dim <= LONGEST_HEAD else least
+
+
+def _lanes_of_a_query(group: int) -> int:
+    return max(LEAST_LANES, int(triton.next_power_of_2(group)))
 
 
 def programs_per_head(kv_heads: int, multiprocessors: int) -> int:
@@ -112,27 +133,42 @@ def plan_split(
     lanes: int | None = None,
     query_starts: Tensor | None = None,
     value_dim: int | None = None,
+    segment: int = 0,
 ) -> SplitPlan:
     """Plan rows whose keys are split. One launch, without waiting for it.
 
     Args:
         lengths: int32, of all rows of a batch.
-        lanes: of an item. None: as few as one query has.
+        lanes: of an item. None: as few as one query has, or with fixed segments as many as items
+            of any rows.
         query_starts: int32, of a batch whose first rows are planned. None: its last rows are, with
             one query each.
+        segment: keys of a fixed segment. 0: keys are divided evenly.
     """
-    kv_heads, head_dim = kv.shape[1], kv.shape[4]
-    group = num_heads // kv_heads
-    lanes = lanes or max(LEAST_LANES, int(triton.next_power_of_2(group)))
+    kv_heads, head_dim, element_size = kv.shape[1], kv.shape[4], kv.element_size()
+    group, size = num_heads // kv_heads, value_dim or head_dim
+    if lanes is None:
+        fixed = fixed_lanes(group, head_dim, element_size)
+        lanes = fixed if segment else _lanes_of_a_query(group)
     queries, num_items = 1, num_rows
     if query_starts is not None:
         queries = lanes // group
         num_items = num_queries // queries + num_rows  # each row's last may be partial
     num_programs = programs_per_head(kv_heads, device.num_multiprocessors(kv.device))
-    slots = (kv_heads, 2 * num_programs, queries * group)
+    num_slots = 0
+    if segment:
+        most_slots = PARTIAL_BYTES // (kv_heads * queries * group * size * 4)
+        if query_starts is None or num_items < OCCUPYING_ITEMS * num_programs:
+            parts = kv.shape[0] * kv.shape[3] // segment + 1  # of a row that has all pages
+            num_slots = min(num_items * parts, most_slots)
+        else:  # as even as possible, because a program computes consecutive items
+            num_programs = max(num_programs, min(num_items, most_slots // 2))
+    kept = 2 * num_programs + num_slots
+    heads_and_slots = (kept, kv_heads) if segment else (kv_heads, kept)
+    slots = (*heads_and_slots, queries * group)
     plan = SplitPlan(
         tile_starts=torch.empty(num_items + 1, dtype=torch.int32, device=kv.device),
-        partials=torch.empty(*slots, value_dim or head_dim, dtype=torch.float32, device=kv.device),
+        partials=torch.empty(*slots, size, dtype=torch.float32, device=kv.device),
         logs=torch.empty(slots, dtype=torch.float32, device=kv.device),
         arrivals=torch.empty(kv_heads, num_items, dtype=torch.int32, device=kv.device),
         query_starts=query_starts,
@@ -141,9 +177,10 @@ def plan_split(
         lanes=lanes,
         queries=queries,
         num_programs=num_programs,
-        min_tiles=MIN_TILES,
-        tile=_tile(head_dim, kv.element_size(), lanes, single=queries == 1),
+        min_tiles=1 if segment else MIN_TILES,
+        tile=_tile(head_dim, element_size, lanes, single=queries == 1 and not segment),
         window=window,
+        segment=segment,
     )
     _plan_kernel[(1,)](
         lengths,
@@ -153,10 +190,12 @@ def plan_split(
         0 if query_starts is not None else lengths.shape[0] - num_rows,
         num_rows,
         num_items,
+        num_slots,
         kv_heads,
         queries,
         window or 0,
-        plan.tile.keys,
+        segment or plan.tile.keys,
+        segment > 0,
         PLAN_BLOCK if query_starts is None else ITEM_BLOCK,
         ROW_BLOCK,
         num_warps=4,
@@ -187,7 +226,7 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
     return SplitTile(keys, registers=MAX_REGISTERS.get(element_size))
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "num_items"])
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_items", "num_slots"])
 def _plan_kernel(
     lengths_ptr,
     query_starts_ptr,
@@ -196,17 +235,21 @@ def _plan_kernel(
     first_row,
     num_rows,
     num_items,
+    num_slots,
     KV_HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
 ):
     """Compute tile_starts. An item without keys gets one tile, so that a program writes its
-    zeros. One without queries gets none."""
+    zeros. One without queries gets none. With FIXED, items get one tile of all their keys from
+    where there are no slots for all tiles of the items so far."""
     tl.store(tile_starts_ptr, 0)
     total = 0
+    wanted = 0
     for first in range(0, num_items, BLOCK):
         items = first + tl.arange(0, BLOCK)
         live = items < num_items
@@ -227,8 +270,12 @@ def _plan_kernel(
             length = tl.load(lengths_ptr + row)
             begin, end = keys_of_item(length - num_queries + first_query, length, QUERIES, WINDOW)
             live = live & (first_query < num_queries)
-        tiles = tl.maximum(tl.cdiv(end, BLOCK_N), 1) - begin // BLOCK_N
+        tiles = tl.maximum(tl.cdiv(end, TILE), 1) - begin // TILE
         tiles = tl.where(live, tiles, 0)
+        if FIXED:
+            fits = wanted + tl.cumsum(tiles) <= num_slots
+            wanted += tl.sum(tiles)
+            tiles = tl.where(fits, tiles, tl.minimum(tiles, 1))
         tl.store(tile_starts_ptr + 1 + items, total + tl.cumsum(tiles), mask=items < num_items)
         total += tl.sum(tiles)
     for first in range(0, num_items * KV_HEADS, BLOCK):

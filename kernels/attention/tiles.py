@@ -219,6 +219,26 @@ def _rounded(weights, dtype: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def as_part(acc, top, total):
+    """Return the sums of a part of a row's keys as `joined` takes them: divided by the sum of their
+    weights, whose logarithm is the second result."""
+    total = tl.where(total == 0.0, 1.0, total)  # of a lane that sees no key
+    return acc / total[:, None], top + tl.log2(total)
+
+
+@triton.jit
+def joined(acc, top, total, parts, logs):
+    """Add parts [parts, rows, BLOCK_D] with logs [parts, rows] to the sums of earlier keys."""
+    new_top = tl.maximum(top, tl.max(logs, 0))
+    shown = finite(new_top)  # a lane may see no key of the parts so far
+    weights = tl.exp2(logs - shown[None, :])
+    fade = tl.exp2(top - shown)
+    # Explicitly, or the compiler might contract another product in another caller.
+    acc = tl.fma(acc, fade[:, None], tl.sum(weights[:, :, None] * parts, 0))
+    return acc, new_top, tl.fma(total, fade, tl.sum(weights, 0))
+
+
+@triton.jit
 def _raised(acc, top, total, peaks, MASKED: tl.constexpr):
     """Rescale the sums to a `top` of at least the peaks."""
     new_top = tl.maximum(top, peaks)

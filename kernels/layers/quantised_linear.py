@@ -1,10 +1,11 @@
-"""Products with weights in 8 or 4 bits.
+"""Products with weights in 8 or 4 bits, or of the inputs' dtype.
 
 Inputs are not rounded. A step of few rows reads half or a quarter of the bytes of a 16-bit matrix,
 and a prompt takes as many multiplications.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -30,11 +31,20 @@ _FEW_ROWS = 64
 def tile_for(num_rows: int, element_size: int, group: int) -> ProductTile:
     """Return the tile for a number of rows, and inputs of this size in bytes.
 
-    Few rows are bound by reading the matrix: narrow tiles then occupy all multiprocessors.
+    Few rows are bound by reading the matrix: narrow tiles then occupy all multiprocessors. If no
+    row may affect the bits of another, all tiles have the same depth, and enough rows for the same
+    instruction. `tools.bench.gpu` shows in its part `bits` whether a GPU then adds alike.
+
+    Args:
+        group: inputs that share a scale. 0: there are no scales.
     """
-    depth = min(128 if element_size == 2 else 32, group & -group)
+    fixed = device.batch_invariant()
+    depth = 32 if element_size > 2 else 64 if fixed else 128
+    if group:
+        depth = min(depth, group & -group)
     if num_rows <= _FEW_ROWS:
-        return ProductTile(16 if num_rows <= 16 else _FEW_ROWS, 32, depth, 4, 4)
+        rows = 16 if num_rows <= 16 and not fixed else _FEW_ROWS
+        return ProductTile(rows, 32, depth, 4, 4)
     if element_size > 2:
         return ProductTile(64, 64, depth, 4, 2)
     return ProductTile(128, 128, min(64, depth), 8, 3)
@@ -58,10 +68,21 @@ def quantised_linear(
     if not device.uses_triton(x):
         product = x.float() @ widened(numbers, quantisation).t()
         return (product if bias is None else product + bias).to(x.dtype)
+    return multiplied(x, numbers, quantisation.arguments(numbers), bias)
+
+
+def multiplied(
+    x: Tensor, numbers: Tensor, arguments: Mapping[str, Any], bias: Tensor | None
+) -> Tensor:
+    """Return the product of contiguous x and numbers by the Triton kernel.
+
+    Args:
+        arguments: of Quantisation, or NOT_QUANTISED.
+    """
+    rows, columns = len(numbers), x.shape[1]
     out = x.new_empty(len(x), rows)
     if not out.numel():
         return out
-    arguments = quantisation.arguments(numbers)
     tile = tile_for(len(x), x.element_size(), arguments["GROUP"])
     grid = (triton.cdiv(rows, tile.columns), triton.cdiv(len(x), tile.rows))
     _product_kernel[grid](

@@ -9,7 +9,7 @@ from torch import nn
 
 from common.config import EngineConfig
 from common.errors import ConfigError, LayoutMismatch
-from engine import batch_invariance
+from engine import batch_invariance, equal_bits
 from engine.kv_cache.layout import KVLayout
 from engine.load import OpenedModel, model_fields
 from engine.models import load, open_checkpoint
@@ -18,8 +18,10 @@ from engine.models.probe import differing_operation
 from engine.models.stack import LayerByLayer
 from engine.models.transformers_backend.row_by_row import RowByRow
 from kernels import device
+from kernels.attention import paged
 from kernels.linear_attention.delta_rule import delta_rule_reference
 from kvtransfer.pairing import PairHello, PoolRegion, compare
+from tests.support import interpreter
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU, operators_here, use
 from tests.support.tiny_models import make_tiny
@@ -212,9 +214,70 @@ def test_a_setting_is_refused(checkpoint, monkeypatch, settings, words):
     assert words in refusal(checkpoint, **settings)
 
 
-def test_a_gpu_and_float16_are_refused(checkpoint, monkeypatch):
+class TestGpu:
+    """A GPU, of which Triton's interpreter runs the kernels."""
+
+    WHERE = torch.device("cuda", 0)
+
+    @pytest.fixture(autouse=True)
+    def _gpu(self, monkeypatch, tmp_path):
+        interpreter.patch_language_once()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(equal_bits, "computes_as", lambda where: "a GPU")
+        monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
+        device.use_batch_invariant(True)
+        yield
+        device.use_batch_invariant(False)
+
+    @pytest.mark.parametrize(
+        "family",
+        [
+            pytest.param("qwen3"),
+            *(
+                pytest.param(family, marks=pytest.mark.long)
+                for family in ("gemma2", "gpt_oss", "qwen2_moe", "deepseek_v3")
+            ),
+        ],
+    )
+    def test_a_model_passes(self, tmp_path, family):
+        keep(load(make_checkpoint(tmp_path, family), CPU, torch.float32))
+
+    def test_attention_that_divides_keys_by_the_batch_is_named(self, checkpoint, monkeypatch):
+        model = load(checkpoint, CPU, torch.float32)
+        shipped = paged.plan_split
+        monkeypatch.setattr(
+            paged, "plan_split", lambda *given, **kinds: shipped(*given, **kinds | {"segment": 0})
+        )
+        found = differing_operation(model, layout_of(model))
+        assert found == "attention of layer 0"
+
+    def test_it_starts_once_its_bits_were_compared(self, checkpoint):
+        words = "run python -m tools.bench.gpu --parts compile bits, or set engine.device to cpu"
+        assert words in refusal(checkpoint, where=self.WHERE)
+        equal_bits.record(self.WHERE, passed=True)
+        config = EngineConfig(model=str(checkpoint), batch_invariant=True)
+        servable = open_checkpoint(checkpoint)
+        batch_invariance.check(config, self.WHERE, torch.bfloat16, servable)
+        assert batch_invariance.arithmetic(1, "native", self.WHERE) == "a GPU"
+
+    @pytest.mark.parametrize(
+        "settings, words",
+        [
+            ({"parallel": {"tp": 2}}, "NCCL chooses: set engine.parallel.tp to 1"),
+            ({"model_backend": "transformers"}, "models of the Transformers library"),
+        ],
+        ids=["ranks", "transformers"],
+    )
+    def test_a_setting_is_refused(self, checkpoint, settings, words):
+        assert words in refusal(checkpoint, where=self.WHERE, **settings)
+
+    def test_models_with_states_are_refused(self, tmp_path):
+        hybrid = make_checkpoint(tmp_path, "qwen3_next")
+        assert "states of prompts in chunks" in refusal(hybrid, where=self.WHERE)
+
+
+def test_float16_is_refused(checkpoint, monkeypatch):
     use("compiled", monkeypatch)
-    assert "no GPU has been tested" in refusal(checkpoint, where=torch.device("cuda", 0))
     refused = refusal(checkpoint, torch.float16)
     assert "do not multiply float16" in refused and "set engine.dtype to float32" in refused
 

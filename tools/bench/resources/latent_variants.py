@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -9,9 +10,11 @@ from torch import Tensor
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedLatent
+from kernels import device
 from kernels.attention.expanded import plan_expanded
 from kernels.attention.expansion import LatentExpansion
 from kernels.attention.paged import paged_attention, plan_attention
+from kernels.layers.by_head import HeadMatrices
 from kernels.pages.store_latents import rope_and_store_latents
 
 RANK, ROTATED, KEY_DIM, LAYERS = 512, 64, 128, 61
@@ -70,6 +73,14 @@ class LatentModel:
         q = self.tensor(queries, self.heads, KEY_DIM + ROTATED)
         out = self.tensor(queries, self.heads, KEY_DIM)
         plan.attend(q, self.pool.layers[1], expansion, out, scale=192**-0.5)
+
+    def invariant(self, n: int) -> None:
+        """Run the operations that `engine.batch_invariant` changes."""
+        with mock.patch.object(device, "batch_invariant", return_value=True):
+            self.mixed(n)
+            keys = HeadMatrices.of(self.tensor(self.heads, KEY_DIM, RANK))
+            x, out = (self.tensor(n, self.heads, size + ROTATED) for size in (KEY_DIM, RANK))
+            keys.multiply(x[..., :KEY_DIM], out[..., :RANK])
 
     def _attend(self, num_decodes: int, num_tokens: int) -> None:
         latents = self.pool.layers[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
-from kernels import early_launch
+from kernels import device, early_launch
 from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot, add_low_rank
 from kernels.attention.paged import paged_attention, plan_attention
 from kernels.experts.grouped_kernels import MANY_PAIRS
@@ -24,6 +24,7 @@ from kernels.experts.grouped_mlp import ExpertMatrices, Gate, grouped_mlp
 from kernels.experts.routing import Routing, route
 from kernels.layers.act_and_mul import Activation, act_and_mul
 from kernels.layers.embedding import embed
+from kernels.layers.linear import linear
 from kernels.layers.quantised_linear import quantised_linear
 from kernels.layers.rms_norm import add_rms_norm
 from kernels.layers.rope import rope_angles
@@ -324,6 +325,14 @@ class _Model:
         self.write(n)
         self.mixed(n)
 
+    def invariant(self, n: int) -> None:
+        """Run the operations that `engine.batch_invariant` changes."""
+        with mock.patch.object(device, "batch_invariant", return_value=True):
+            self.mixed(n)
+            self._attend(num_rows=1, num_tokens=n + 1, num_decodes=0)
+            hidden, inner = self.shape.hidden, self.shape.intermediate
+            linear(self.tensor(n, hidden), self.tensor(2 * inner, hidden))
+
     def early(self, n: int) -> None:
         """Run a layer's kernels, each of which starts while the previous one ends."""
         with mock.patch.object(early_launch, "ENABLED", True):
@@ -356,6 +365,7 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
         experts += [_adapters(shape, dtype) for shape in ADAPTED for dtype in DTYPES]
         experts += [*_latents(torch.bfloat16), *_latents(torch.float16)]
         experts += [*_quantised(arch), *(_narrow() if arch >= FIRST_ARCHITECTURE else [])]
+        experts += _invariant(product(SHAPES, DTYPES), arch)
         return [*_variants(product(SHAPES, DTYPES, PAGE_SIZES)), *experts]
     early = Variant("llama3-8b bfloat16 page 16 early", _Model(LLAMA3_8B, _BF16, 16).early)
     if arch != 90:
@@ -363,7 +373,8 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
         experts = [*_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
         experts.append(_adapters(LLAMA3_8B, _BF16))
         narrow = [*_quantised(arch), *(_narrow() if arch >= FIRST_ARCHITECTURE else [])]
-        return [early, *few, *experts, *_states(_BF16), *_latents(_BF16), *narrow]
+        invariant = _invariant([(LLAMA3_8B, _BF16), (WIDE_HEAD, _BF16)], arch)
+        return [early, *few, *experts, *_states(_BF16), *_latents(_BF16), *narrow, *invariant]
     dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
     page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
     shapes = (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED, LLAMA3_70B_TP8)
@@ -373,6 +384,8 @@ def serving(arch: int, *, every: bool) -> list[Variant]:
     experts += [_clamped(GPT_OSS, _BF16), *_states(_BF16), *_states(torch.float32)]
     experts += [_adapters(shape, _BF16) for shape in ADAPTED]
     experts += [*_latents(_BF16), *_narrow(), *_quantised(arch)]
+    experts += _invariant([(shape, _BF16) for shape in (LLAMA3_8B, WIDE_HEAD, MASKED)], arch)
+    experts += _invariant([(QWEN3_06B, torch.float32)], arch)
     return [early, *_variants([*dtypes, *page_sizes, *others]), *experts]
 
 
@@ -383,6 +396,20 @@ def _states(dtype: torch.dtype) -> list[Variant]:
         Variant(f"{name} prompts", model.prompts),
         Variant(f"{name} gated", model.gated),
     ]
+
+
+def _invariant(models: Iterable[tuple[Shape, torch.dtype]], arch: int) -> list[Variant]:
+    """Return the variants of `engine.batch_invariant`, of latents too in 16 bits."""
+    found = {}
+    for shape, dtype in models:
+        kind = str(dtype).removeprefix("torch.")
+        found[f"{shape.name} {kind} page 16 invariant"] = _Model(shape, dtype, 16).invariant
+        if dtype.itemsize == 2:
+            found[f"{DEEPSEEK_V3} {kind} latents invariant"] = LatentModel(dtype).invariant
+    if arch >= FIRST_ARCHITECTURE:
+        narrow = _Model(LLAMA3_8B, _BF16, 16, torch.float8_e4m3fn)
+        found[f"{LLAMA3_8B.name} fp8_e4m3 invariant"] = narrow.invariant
+    return [Variant(name, launch) for name, launch in found.items()]
 
 
 def _quantised_matrix(kind: NumberKind, *sizes: int) -> tuple[Tensor, Quantisation]:

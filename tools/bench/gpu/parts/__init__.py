@@ -7,6 +7,7 @@ PARTS = (
     Part("compile", "kernels for all that follows, in parallel", 35),
     Part("attention", "decode and extend attention", 60),
     Part("kernels", "the other kernels, linear layers and experts", 60),
+    Part("bits", "whether bits depend on the batch", 60),
     Part("decode", "whole decode steps", 100),
     Part("prefill", "whole prompts", 40),
     Part("layout", "page envelopes against one pool per layer", 30),

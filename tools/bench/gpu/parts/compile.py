@@ -18,7 +18,7 @@ TABLES: Tables = {
     "compiled": {"calls": "{calls}", "processes": "{processes}", "seconds": "{seconds:.1f}"}
 }
 
-PARTS = ("attention", "decode", "kernels", "layout", "tuning")  # each has `compile_calls`
+PARTS = ("attention", "bits", "decode", "kernels", "layout", "tuning")  # each has `compile_calls`
 PROCESSES = 14
 
 Call = Callable[[], object]

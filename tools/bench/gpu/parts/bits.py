@@ -1,0 +1,143 @@
+"""Part bits: whether the bits of a row depend on the other rows of its step on this GPU.
+
+It compares every operation of a step alone and beside others, attention in all kinds of step, and
+whole models by the probe of `engine.batch_invariant`. If no bit differs, it records the GPU, and
+nodes with that setting start on it. Otherwise it removes an earlier record.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+
+import torch
+
+from engine import equal_bits
+from engine.kv_cache.layout import KVLayout
+from engine.models.probe import differing_operation
+from kernels import device
+from kernels.narrow import FIRST_ARCHITECTURE
+from tools.bench.gpu.frame import NOTES, Row, Tables, guarded
+from tools.bench.gpu.model.models import random_model
+from tools.bench.gpu.operations import equal_queries, equal_rows
+from tools.bench.gpu.operations.equal_queries import AttentionShape, Prompt
+from tools.bench.gpu.setting import Setting
+
+TABLES: Tables = {
+    "rows": {
+        "operation": "{operation}",
+        "dtype": "{dtype}",
+        "compared with": "{way}",
+        "numbers": "{numbers}",
+        "differing": "{differing}",
+    },
+    "models": {
+        "model": "{model}",
+        "dtype": "{dtype}",
+        "first operation that differs": "{operation}",
+    },
+    "verdict": {"GPU": "{gpu}", "passed": "{passed}", "record": "{record}"},
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PAGE_SIZE = 16
+SHAPES = {
+    "32/8x128": AttentionShape(32, 8, 128),
+    "14/2x64": AttentionShape(14, 2, 64),
+    "8/4x256": AttentionShape(8, 4, 256),
+    "32/8x128 in 8 bits": AttentionShape(32, 8, 128, kept_in=torch.float8_e4m3fn),
+    "latents": AttentionShape(16, 1, 576, value_dim=512),
+    "sharp scores": AttentionShape(32, 8, 128, sharpness=10.0),
+}
+DRY_SHAPES = {"2/1x24": AttentionShape()}
+
+
+def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
+    """Yield calls that need the same kernels as `measure`, except those of the models."""
+    counts = setting.sized((1, 65, max(equal_rows.COUNTS)), (1,))
+    for dtype in setting.sized(DTYPES, (torch.float32,)):
+        for _, operation in equal_rows.operations(setting, dtype):
+            for count in counts:
+                rows = partial(torch.arange, count, device=setting.device)
+                yield partial(_call_once, lambda operation=operation, rows=rows: operation(rows()))
+        for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
+            attention = partial(_attention, setting, dtype, name, shape)
+            yield partial(_call_once, lambda attention=attention: list(attention()))
+
+
+def _call_once(call: Callable[[], object]) -> None:
+    device.use_batch_invariant(True)
+    try:
+        call()
+    finally:
+        device.use_batch_invariant(False)
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    setting.launch_kernels()
+    device.use_batch_invariant(True)
+    passed = True
+    for row in _compared(setting):
+        passed = passed and row["table"] != NOTES and not row["differing"]
+        yield row
+    gpu, path = "none: a rehearsal", "none"
+    if not setting.dry:
+        gpu = equal_bits.computes_as(setting.device)
+        path = str(equal_bits.record(setting.device, passed=passed))
+    yield {"table": "verdict", "gpu": gpu, "passed": passed, "record": path}
+    if not passed:
+        raise ArithmeticError("bits depend on the batch, or were not compared")
+
+
+def _compared(setting: Setting) -> Iterator[Row]:
+    for dtype in setting.sized(DTYPES, (torch.float32,)):
+        for name, operation in equal_rows.operations(setting, dtype):
+            yield from guarded(name, _operation(setting, dtype, name, operation))
+        for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
+            yield from guarded(name, _attention(setting, dtype, name, shape))
+    models = setting.sized(("Qwen3-0.6B", "Llama-3-8B"), ("tiny",))
+    yield from chain.from_iterable(guarded(name, _model(setting, name)) for name in models)
+
+
+def _operation(
+    setting: Setting, dtype: torch.dtype, name: str, operation: equal_rows.Rows
+) -> Iterator[Row]:
+    counts = setting.sized(equal_rows.COUNTS, equal_rows.DRY_COUNTS)
+    yield _row(name, dtype, "other rows", equal_rows.compare(operation, counts, setting.device))
+
+
+def _attention(
+    setting: Setting, dtype: torch.dtype, name: str, shape: AttentionShape
+) -> Iterator[Row]:
+    narrow = device.architecture() >= FIRST_ARCHITECTURE and dtype != torch.float32
+    if shape.kept_in is not None and not narrow:
+        return
+    prompt = Prompt(setting.sized(2500, 70), shape, dtype, setting.device)
+    compare = partial(equal_queries.compare, prompt, tokens=setting.sized(16, 4))
+    for window in setting.sized((None, 700), (None, 20)):
+        for seed, cap in enumerate((None, 30.0)):
+            for way, found in compare(seed=seed, window=window, soft_cap=cap).items():
+                what = f"attention {name}, window {window}, cap {cap}"
+                yield _row(what, dtype, way, found)
+
+
+def _row(operation: str, dtype: torch.dtype, way: str, found: equal_rows.Compared) -> Row:
+    return {
+        "table": "rows",
+        "operation": operation,
+        "dtype": str(dtype).removeprefix("torch."),
+        "way": way,
+        "numbers": found.numbers,
+        "differing": found.differing,
+    }
+
+
+def _model(setting: Setting, name: str) -> Iterator[Row]:
+    model, _ = random_model(name, setting.device, setting.dtype)
+    layout = KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype, None, model.spec.draft)
+    found = differing_operation(model, layout)
+    yield {
+        "table": "models",
+        "model": name,
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "operation": found or "none",
+        "differing": int(bool(found)),
+    }
