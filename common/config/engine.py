@@ -578,6 +578,12 @@ class EngineConfig(ConfigRecord):
         description="CUDA graphs for decode steps of decode nodes, captured at start. off: for "
         "debugging",
     )
+    memory_saver: bool = Field(
+        False,
+        description="GPU memory for weights and pages that sleep mode can release. Other processes "
+        "cannot map it, so hand-offs from this node use rdma or tcp, not cuda_ipc or nvlink. A CPU "
+        "needs no option. See docs/memory.md",
+    )
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     offload: OffloadConfig = OffloadConfig()
