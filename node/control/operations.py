@@ -166,7 +166,7 @@ class MemoryCalls:
                 self._isolating = self._memory.isolate()
             elif self._isolating.done():
                 error, self._isolating = self._isolating.exception(), None
-                if isinstance(error, ServingError):
+                if isinstance(error, FailedPrecondition):
                     self._wanted = None
                     self._end_pause(role)
                     yield NodeCallResult(number, error=f"{KV_CACHE}: {error}")
