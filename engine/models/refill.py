@@ -82,6 +82,7 @@ def relocated(tensors: Iterable[Tensor], memory: VirtualMemory) -> Region:
             region.map(start + size)
         _move(some, region.tensor(start, size))
         start += size
+    torch.cuda.empty_cache()
     return region
 
 
