@@ -116,6 +116,7 @@ def check(config: EngineConfig) -> None:
         "device: simulated": bool(config.simulated_gpu),
         f"parallel: {parallel.num_ranks} ranks": parallel.num_ranks > 1,
         f"parallel.dp: {parallel.dp}": parallel.dp > 1,
+        "memory_saver": config.memory_saver,
     }
     for setting, used in settings.items():
         if used:

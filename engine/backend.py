@@ -15,6 +15,7 @@ from engine.runner.runner import ModelRunner, make_runner
 from engine.runner.stream import DeviceStream, open_stream
 from engine.sampling.composition import SamplingFeatures
 from engine.sizing import EngineShape
+from kernels.cuda.virtual_memory import VirtualMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,15 +29,21 @@ class TorchBackend:
     stream: DeviceStream
 
     @classmethod
-    def open(cls, shape: EngineShape, stream: DeviceStream | None = None) -> Self:
+    def open(
+        cls,
+        shape: EngineShape,
+        stream: DeviceStream | None = None,
+        memory: VirtualMemory | None = None,
+    ) -> Self:
         """Allocate all pages.
 
         Args:
             stream: of the forwards; None: one of the device.
+            memory: see KVPool.
         Raises:
             ConfigError: there is not enough memory.
         """
-        pool = KVPool(shape.layout, shape.num_pages, shape.device)
+        pool = KVPool(shape.layout, shape.num_pages, shape.device, memory)
         host_pool = HostPool(shape.layout, shape.num_host_pages, shape.device)
         copier = PageCopier(pool, host_pool)
         return cls(shape, pool, host_pool, copier, stream or open_stream(shape.device))

@@ -63,6 +63,7 @@ from engine.sizing import (
     host_pages_of,
     largest_page,
     part_of,
+    releasable_memory,
     resolve_device,
     resolve_shape,
     whole_layout,
@@ -278,7 +279,8 @@ def build(
     exchange = None if group is None else group.exchange
     loaded = load(config, follower_program, relay, exchange)
     try:
-        backend = TorchBackend.open(plan(config, loaded))
+        memory = releasable_memory(config, loaded.model.device)
+        backend = TorchBackend.open(plan(config, loaded), memory=memory)
         backend = _with_ranks(backend, loaded)
         files = _open_files(config, loaded, backend)
         ranks = _files_of_ranks(config, loaded, backend, files)
@@ -310,7 +312,7 @@ def pages_of(
     """
     layout = part_of(whole_layout(config, model.spec, model.dtype, model.device), share)
     return (
-        KVPool(layout, num_pages, model.device),
+        KVPool(layout, num_pages, model.device, releasable_memory(config, model.device)),
         HostPool(layout, num_host_pages, model.device),
     )
 
@@ -380,7 +382,9 @@ def measured_room(
             images_mib=seeing >> 20,
         ),
     )
-    return usable_bytes(model.device, config) - footprint.total - seeing
+    memory = releasable_memory(config, model.device)
+    rounding = 0 if memory is None else memory.driver.granularity
+    return usable_bytes(model.device, config) - footprint.total - seeing - rounding
 
 
 def _version_of_pages(loaded: LoadedModel, shape: EngineShape) -> bytes:
@@ -488,7 +492,8 @@ def assemble(
 def _updater(config: EngineConfig, loaded: LoadedModel) -> WeightUpdater:
     others = None if loaded.followers is None else WeightsOfRanks(loaded.followers)
     served, weights_id = loaded.servable, loaded.weights_id.result()
-    return WeightUpdater(config, loaded.directory, served, loaded.model, weights_id, others)
+    held = loaded.model, weights_id, others, loaded.region
+    return WeightUpdater(config, loaded.directory, served, *held)
 
 
 def _balancer(

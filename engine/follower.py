@@ -64,6 +64,7 @@ from engine.runner.ranked import follow
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sizing import resolve_shape, whole_layout
 from engine.update import WeightSource
+from kernels.cuda.virtual_memory import Region
 
 _MAX_FILES = 130  # the pidfds of all other ranks, and two memories
 
@@ -107,6 +108,7 @@ class PartWeights:
     Attributes:
         source: of the current weights.
         compares: the files may be others than rank 0's, because they are on another host.
+        region: see LoadedModel.
     """
 
     config: EngineConfig
@@ -115,6 +117,7 @@ class PartWeights:
     model: Model
     share: Share
     compares: bool
+    region: Region | None = None
 
     def refill(self, directory: Path, weights: WeightsId) -> None:
         config = self.config
@@ -123,12 +126,16 @@ class PartWeights:
             host = socket.gethostname()
             raise ConfigError(f"{directory} on {host} has other weights than on the first host")
         source = WeightSource.of(directory, there)
+        if self.region is not None:
+            self.region.map()
         there.refill(self.model, config.quantize, self.share)
         self.source = source
         self._settle()
 
     def drain(self) -> None:
         self.served.drain(self.model)
+        if self.region is not None:
+            self.region.release()
 
     def move_experts(self, moves: Mapping[str, LayerSlots]) -> None:
         if self.compares and not self.source.is_unchanged:
@@ -159,7 +166,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     opened = open_model(config, message.rank)
     leads_host = message.rank > 0 and config.parallel.place(message.rank) == 0
     weights_id = named_weights(opened) if leads_host else None
-    model, bank = load_part(config, opened, share)
+    model, bank, region = load_part(config, opened, share)
     fingerprint = {} if weights_id is None else fingerprint_of(config, opened, weights_id.result())
     _send(steps, RankLoaded(usable_bytes(model.device, config), os.getpid(), fingerprint))
     keep_invariance(config, model, share)
@@ -186,7 +193,7 @@ def serve(steps: socket.socket, open_transfer: OpenTransfer) -> None:
     _send(steps, RankReady())
     adapters = shelf_of(config.lora, model)
     source = WeightSource.of(opened.directory, opened.servable)
-    weights = PartWeights(config, opened.servable, source, model, share, leads_host)
+    weights = PartWeights(config, opened.servable, source, model, share, leads_host, region)
     whole = whole_layout(config, model.spec, model.dtype, model.device)
     transfer = open_transfer(share, pool, whole)
     jobs = FollowerJobs(share, steps, pool, host_pool, adapters, weights, transfer)

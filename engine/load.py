@@ -37,6 +37,7 @@ from engine.models.blocks.operations import use_operations
 from engine.models.checkpoint import Checkpoint
 from engine.models.linear import rounding_of
 from engine.models.precision import Precision, choose_precision
+from engine.models.refill import relocated
 from engine.processor import matrix_features, threads_at_hand
 from engine.ranks import WHOLE, Share
 from engine.ranks.expert_exchange import ExpertExchange
@@ -48,10 +49,13 @@ from engine.sizing import (
     EngineShape,
     free_bytes,
     part_of,
+    releasable_memory,
     resolve_device,
     whole_layout,
 )
 from kernels import device as devices
+from kernels.cuda.driver import CudaError
+from kernels.cuda.virtual_memory import Region
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +79,7 @@ class LoadedModel:
         weights_id: of the files in `directory`; computed in parallel to loading.
         bank: the device memory of its adapters.
         followers: the processes with the other parts. None: this one has the whole model.
+        region: memory of the weights that can be released. None: it cannot, or is host memory.
     """
 
     directory: Path
@@ -86,6 +91,7 @@ class LoadedModel:
     bank: AdapterBank
     followers: Followers | None = None
     share: Share = WHOLE
+    region: Region | None = None
 
     def limits(self, shape: EngineShape, config: EngineConfig) -> RequestLimits:
         """Return the limits of an engine of these sizes."""
@@ -168,6 +174,10 @@ def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
     """
     device = resolve_device(config.device, config.parallel.place(rank))
     if device.type == "cpu":
+        if config.memory_saver:
+            raise ConfigError(
+                "engine.memory_saver is for GPUs: the memory of a CPU can be released without it"
+            )
         num_ranks = config.parallel.ranks_per_host
         threads = config.threads or max(1, threads_at_hand(os.environ) // num_ranks)
         use_cpu(threads, config.cpu_kernels)
@@ -182,8 +192,11 @@ def open_model(config: EngineConfig, rank: int = 0) -> OpenedModel:
     return OpenedModel(directory, servable, device, precision)
 
 
-def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[Model, AdapterBank]:
-    """Load a rank's part of the model, and allocate the memory of its adapters.
+def load_part(
+    config: EngineConfig, opened: OpenedModel, share: Share
+) -> tuple[Model, AdapterBank, Region | None]:
+    """Load a rank's part of the model, and allocate the memory of its adapters. Return both, and
+    the region of the weights as in LoadedModel.
 
     Raises:
         ConfigError: the weights do not fit.
@@ -198,7 +211,15 @@ def load_part(config: EngineConfig, opened: OpenedModel, share: Share) -> tuple[
             f"{config.cache.memory_fraction})"
         )
     model = opened.servable.load(device, dtype, quantize, share)
-    return model, bank_of(config.lora, model, usable_bytes(device, config))
+    region = None
+    if (memory := releasable_memory(config, device)) is not None:
+        try:
+            region = relocated(opened.servable.tensors(model), memory)
+        except CudaError as error:
+            raise ConfigError(
+                f"engine.memory_saver: the weights cannot be moved: {error}"
+            ) from error
+    return model, bank_of(config.lora, model, usable_bytes(device, config)), region
 
 
 def keep_invariance(config: EngineConfig, model: Model, share: Share) -> None:
@@ -216,7 +237,7 @@ def _loaded(
     followers: Followers | None,
     share: Share,
 ) -> LoadedModel:
-    model, bank = load_part(config, opened, share)
+    model, bank, region = load_part(config, opened, share)
     fields = model_fields(config, opened)
     log.info(
         "model loaded %s",
@@ -241,6 +262,7 @@ def _loaded(
         bank,
         followers,
         share,
+        region,
     )
 
 

@@ -1,7 +1,11 @@
 """Release of the memory of a paused engine to the system, and its reallocation.
 
-In host memory the addresses do not change. Everything that refers to them stays valid, such as
-reads across process boundaries and compiled code. Only the contents are lost.
+The addresses do not change. Everything that refers to them stays valid, such as reads across
+process boundaries, compiled code and CUDA graphs. Only the contents are lost.
+
+Released host memory may be accessed: the system allocates it again. Released memory of a GPU must
+not. So other nodes lose their access to its pages before it is released, and get it back after it
+is allocated.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -11,26 +15,107 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from common.errors import FailedPrecondition
+from common.errors import FailedPrecondition, ServingError
 from common.pausing import KV_CACHE, WEIGHTS
+from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
 from engine.sizing import free_bytes
 from engine.update import WeightUpdater
 from kernels.cpu.memory import give_back
+from kernels.cuda.driver import OutOfDeviceMemory
+from kernels.cuda.virtual_memory import Region
 
 _RANKS_S = 60.0  # for the other ranks
 
 
-class OtherPools(Protocol):
-    """The pages of the other ranks."""
+class PageMemory(Protocol):
+    """The memory of the pages of a rank. For one thread at a time."""
 
-    @property
-    def ranks_per_host(self) -> int:
-        """Number of ranks of this node on this host."""
+    def release(self) -> None:
+        """Return it to the system. Nothing may use the pages meanwhile."""
         ...
+
+    def restore(self) -> None:
+        """Allocate it again. Raises FailedPrecondition, without any change, if there is not
+        enough."""
+        ...
+
+
+class HostMemory:
+    """Pages in host memory, which the system allocates one by one when they are written.
+
+    Args:
+        num_ranks: ranks of the node on this host, with as many pages each.
+    """
+
+    def __init__(self, pools: Sequence[Tensor], num_ranks: int) -> None:
+        self._pools = pools
+        self._num_ranks = num_ranks
+
+    def release(self) -> None:
+        for pool in self._pools:
+            give_back(pool)
+
+    def restore(self) -> None:
+        """Only check the free memory."""
+        wanted = self._num_ranks * sum(pool.nbytes for pool in self._pools)
+        left = free_bytes(torch.device("cpu"), 1.0)
+        if wanted > left:
+            raise FailedPrecondition(
+                f"{wanted / 2**30:.2f} GiB are wanted, {left / 2**30:.2f} GiB are left"
+            )
+
+
+class DeviceMemory:
+    """Pages in a region of a GPU. Pinned host pages keep their memory."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def release(self) -> None:
+        self._region.release()
+
+    def restore(self) -> None:
+        try:
+            self._region.map()
+        except OutOfDeviceMemory as error:
+            raise FailedPrecondition(str(error)) from error
+
+
+def memory_of(pool: KVPool, host_pool: HostPool, num_ranks: int = 1) -> PageMemory:
+    """Return the memory of the pages of a rank.
+
+    Args:
+        num_ranks: see HostMemory.
+    """
+    if pool.region is not None:
+        return DeviceMemory(pool.region)
+    return HostMemory((pool.tensor, host_pool.tensor), num_ranks)
+
+
+class OtherPools(Protocol):
+    """The pages of the other ranks. The futures fail with EngineFault if a rank cannot."""
 
     def release(self) -> Future[Any]:
         """Return their memory to the system."""
+        ...
+
+    def restore(self) -> Future[Any]:
+        """Allocate their memory again."""
+        ...
+
+
+class PeerAccess(Protocol):
+    """The access of other nodes to the pages of this one, and of this node to theirs. Both calls
+    block, and may be made by any thread, one at a time."""
+
+    def close(self) -> None:
+        """End all access. Afterwards no byte is read or lands, and no mapping or registration of
+        the pages is left. Raises FailedPrecondition, without any change, if that takes too long."""
+        ...
+
+    def open(self) -> None:
+        """Allow access again. Raises ServingError, without any change, if that fails."""
         ...
 
 
@@ -38,26 +123,29 @@ class MemoryOccupation:
     """The releasable memory of an engine. Engine thread only.
 
     Args:
-        pools: memory of `pages`, on the device and in host memory.
+        memory: of `pages`.
         pinned: reason why it cannot be released; "": it can.
         notify: called by another thread when an operation is done.
         others: None: this process has all pages.
+        peers: whose access must end before pages are released. None: it need not.
     """
 
     def __init__(
         self,
         weights: WeightUpdater,
         pages: PageAllocator,
-        pools: Sequence[Tensor],
+        memory: PageMemory,
         pinned: str,
         notify: Callable[[], None],
         others: OtherPools | None = None,
+        peers: PeerAccess | None = None,
     ) -> None:
         self._others = others
+        self._peers = peers
         self._weights = weights
         self._pages = pages
         self._notify = notify
-        self._pools = pools
+        self._memory = memory
         self._pinned = pinned
         self._worker = ThreadPoolExecutor(1, "memory")
 
@@ -66,6 +154,11 @@ class MemoryOccupation:
         """Return whether no page is held. Memory may be released only then."""
         return self._pages.num_free == self._pages.num_pages
 
+    @property
+    def isolates(self) -> bool:
+        """Return whether `isolate` must precede a release of pages."""
+        return self._peers is not None
+
     def check(self, tags: Collection[str]) -> None:
         """Raise FailedPrecondition if the memory of one of these tags cannot be released."""
         if KV_CACHE in tags and self._pinned:
@@ -73,12 +166,18 @@ class MemoryOccupation:
         if WEIGHTS in tags:
             self._weights.check_drainable()
 
+    def isolate(self) -> Future[None]:
+        """End the access of other nodes to the pages, until `take_again`. The future fails with
+        FailedPrecondition, without any change, if that takes too long. Requires `isolates`."""
+        assert self._peers is not None
+        return self._begin(self._peers.close)
+
     def give_back(self, tag: str) -> Future[Any]:
         """Release the memory. Requires `check`. Raise Overloaded while a weight update is in
         progress."""
         if tag == WEIGHTS:
             return self._weights.give_back()
-        return self._begin(self._give_back_pools)
+        return self._begin(self._release)
 
     def take_again(self, tag: str) -> Future[Any]:
         """Reallocate the memory. The future fails with FailedPrecondition, without any change, if
@@ -86,7 +185,7 @@ class MemoryOccupation:
         `give_back` does."""
         if tag == WEIGHTS:
             return self._weights.bring_back()
-        return self._begin(self._find_room)
+        return self._begin(self._restore)
 
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -96,19 +195,19 @@ class MemoryOccupation:
         future.add_done_callback(lambda _: self._notify())
         return future
 
-    def _give_back_pools(self) -> None:
+    def _release(self) -> None:
         others = None if self._others is None else self._others.release()
-        for pool in self._pools:
-            give_back(pool)
+        self._memory.release()
         if others is not None:
             others.result(_RANKS_S)
 
-    def _find_room(self) -> None:
-        """Only check the free memory: the system allocates each page when it is written."""
-        num_ranks = 1 if self._others is None else self._others.ranks_per_host
-        wanted = num_ranks * sum(pool.nbytes for pool in self._pools)
-        left = free_bytes(torch.device("cpu"), 1.0)
-        if wanted > left:
-            raise FailedPrecondition(
-                f"{KV_CACHE}: {wanted / 2**30:.2f} GiB are wanted, {left / 2**30:.2f} GiB are left"
-            )
+    def _restore(self) -> None:
+        try:
+            self._memory.restore()
+            if self._others is not None:
+                self._others.restore().result(_RANKS_S)
+            if self._peers is not None:
+                self._peers.open()
+        except ServingError as error:
+            self._release()
+            raise FailedPrecondition(f"{KV_CACHE}: {error}") from error

@@ -24,6 +24,7 @@ from engine.adapters.library import AdapterSource
 from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import PageCopies
 from engine.kv_cache.kv import HostPool, KVPool
+from engine.memory_release import memory_of
 from engine.rank_files import RankFiles
 from engine.ranks import Share
 from engine.ranks.expert_placement import LayerSlots
@@ -47,6 +48,7 @@ from engine.ranks.messages import (
     RefillWeights,
     ReleasePools,
     ReplaceHostPages,
+    RestorePools,
     TransferJob,
     WriteSlots,
 )
@@ -56,7 +58,6 @@ from engine.runner.forwards import Forwards
 from engine.runner.gpu import use_gpu
 from engine.runner.ranked import SentSteps
 from engine.runner.stream import StreamEvent
-from kernels.cpu.memory import give_back
 
 _READ_S = 600.0  # for an adapter on a slow disk
 _MOST_MOVED_BYTES = MAX_PACKET_BYTES // 2  # of the slots in one MoveExperts
@@ -173,11 +174,13 @@ class PoolsOfRanks:
     """The pages of the followers, see OtherPools."""
 
     def __init__(self, followers: Followers) -> None:
-        self.ranks_per_host = followers.parallel.ranks_per_host
         self._followers = followers
 
     def release(self) -> "Future[Any]":
         return self._followers.ask(ReleasePools)
+
+    def restore(self) -> "Future[Any]":
+        return self._followers.ask(RestorePools)
 
 
 def _all_done(futures: Sequence["Future[Any]"]) -> "Future[None]":
@@ -318,8 +321,9 @@ class FollowerJobs:
             case MoveExperts(layers=layers):
                 self._weights.move_experts({name: self._slots(raw) for name, raw in layers.items()})
             case ReleasePools():
-                give_back(self._pool.tensor)
-                give_back(self._host_pool.tensor)
+                memory_of(self._pool, self._host_pool).release()
+            case RestorePools():
+                memory_of(self._pool, self._host_pool).restore()
         return b""
 
     def _slots(self, packed: bytes) -> LayerSlots:

@@ -20,6 +20,7 @@ from engine.models import ModelSpec
 from engine.models.linear import Matrix, form_of, rounding_of
 from engine.ranks import WHOLE, Share
 from engine.runner.gpu import check_allocator, has_gpu
+from kernels.cuda.virtual_memory import VirtualMemory, virtual_memory
 from kernels.narrow import FIRST_ARCHITECTURE
 
 # A CPU's pool, unless num_pages is set. It shares memory with the other processes here: another
@@ -100,7 +101,10 @@ def free_bytes(device: torch.device, fraction: float) -> int:
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        taken = torch.cuda.memory_reserved(device) + CUDA_CONTEXT_BYTES
+        allocated = (
+            torch.cuda.memory_reserved(device) + virtual_memory(device.index or 0).mapped_bytes
+        )
+        taken = allocated + CUDA_CONTEXT_BYTES
         return min(free, int(fraction * total) - taken)
     return int(fraction * min(_available_bytes(), container_bytes()))
 
@@ -120,6 +124,12 @@ def container_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     except OSError:
         return math.inf
     return math.inf if limit == "max" else max(0, int(limit) - taken)
+
+
+def releasable_memory(config: EngineConfig, device: torch.device) -> VirtualMemory | None:
+    """Return the virtual memory of a GPU if pages and weights are to be allocated there, so that
+    their memory can be released."""
+    return virtual_memory(device.index or 0) if config.memory_saver else None
 
 
 def kept_in(config: EngineConfig, device: torch.device) -> torch.dtype | None:

@@ -27,6 +27,8 @@ from engine.models.one_file import OneFile, ReceivedFile
 from engine.ranks import WHOLE, Share
 from engine.ranks.expert_placement import LayerSlots
 from engine.sizing import free_bytes
+from kernels.cuda.driver import OutOfDeviceMemory
+from kernels.cuda.virtual_memory import Region
 
 _UNREADABLE = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
@@ -109,6 +111,7 @@ class WeightUpdater:
 
     Args:
         others: None: this process has the whole model.
+        region: see LoadedModel.
     Attributes:
         id: of the weights that are computed with.
         whole: False: the weights are a mix of two versions, or were released. Both attributes
@@ -124,8 +127,10 @@ class WeightUpdater:
         model: Model,
         weights: WeightsId,
         others: OtherRanks | None = None,
+        region: Region | None = None,
     ) -> None:
         self._config = config
+        self._region = region
         self._others = others
         self._served = served
         self._model = model
@@ -231,9 +236,9 @@ class WeightUpdater:
 
     def check_drainable(self) -> None:
         """Raise FailedPrecondition if their memory cannot be released."""
-        if self._model.device.type != "cpu":
+        if self._model.device.type != "cpu" and self._region is None:
             raise FailedPrecondition(
-                "weights: they are in a device's memory, which is not given back"
+                "weights: GPU memory is released only with --engine.memory-saver"
             )
         if self._source is None:
             raise FailedPrecondition(_NOWHERE)
@@ -400,6 +405,8 @@ class WeightUpdater:
         self.whole = False
         others = None if self._others is None else self._others.drain()
         self._served.drain(self._model)
+        if self._region is not None:
+            self._region.release()
         if others is not None:
             others.result(_RANKS_S)
 
@@ -412,4 +419,12 @@ class WeightUpdater:
                 raise FailedPrecondition("weights: the files have changed since they were read")
         except (ConfigError, *_UNREADABLE) as error:
             raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
-        self._put(self.id, source)
+        try:
+            if self._region is not None:
+                self._region.map()
+            self._put(self.id, source)
+        except OutOfDeviceMemory as error:
+            raise FailedPrecondition(f"weights: {error}") from error
+        except FailedPrecondition:
+            self._give_back()
+            raise

@@ -75,7 +75,7 @@ def why_pinned(backends: Mapping[str, TransferBackend], pool: PagePool) -> str:
     it can.
     """
     if pool.device != "cpu":
-        return "it is in a device's memory, which is not given back"
+        return "GPU memory is released only with --engine.memory-saver"
     if "nixl" not in backends:
         return ""
     try:

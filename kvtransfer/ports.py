@@ -10,6 +10,7 @@ another.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -271,6 +272,20 @@ class SetWeightVersion(msgspec.Struct, frozen=True):
     weights: WeightsId
 
 
+class ClosePairs(msgspec.Struct, frozen=True):
+    """End all pairs, and pair with no node until OpenPairs.
+
+    Attributes:
+        done: completes when no byte can land any more, and no consumer has access.
+    """
+
+    done: Future[None]
+
+
+class OpenPairs(msgspec.Struct, frozen=True):
+    """Pair again. The node's pages are served again, at the same addresses."""
+
+
 ConsumerCommand: TypeAlias = OpenCommand | GrantCommand | CancelCommand | InvalidateCommand
 ConsumerEvent: TypeAlias = (
     ProducerUp
@@ -284,7 +299,9 @@ ConsumerEvent: TypeAlias = (
 )
 ProducerCommand: TypeAlias = QueuedCommand | PublishCommand | FailCommand
 ProducerEvent: TypeAlias = OpenedEvent | GrantedEvent | ClosedEvent | InvalidateEvent
-NodeCommand: TypeAlias = ConsumerCommand | ProducerCommand | SetWeightVersion
+NodeCommand: TypeAlias = (
+    ConsumerCommand | ProducerCommand | SetWeightVersion | ClosePairs | OpenPairs
+)
 NodeEvent: TypeAlias = ConsumerEvent | ProducerEvent
 
 

@@ -23,7 +23,7 @@ from engine.loop.grouped import GroupedRole, GroupedRunner
 from engine.loop.loop import EngineRole, EventLoop
 from engine.loop.rebalancing import RebalancingRole
 from engine.loop.watchdog import Watchdog, end_process, report_stall
-from engine.memory_release import MemoryOccupation
+from engine.memory_release import MemoryOccupation, memory_of
 from engine.meters import (
     AdapterMeter,
     ExpertMeter,
@@ -47,7 +47,7 @@ from kvtransfer.transfer.device_page_bytes import page_bytes_of
 from kvtransfer.transfer.node_paths import start_ranks
 from kvtransfer.transfer.paths import TransferPaths
 from kvtransfer.transfer.rank_paths import paths_of_rank
-from kvtransfer.transfer.sides import both_sides
+from kvtransfer.transfer.sides import PageAccess, both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
 from node.control.cache_reports import CacheReporter, CacheReports, KvEventReports
 from node.control.engine_control import EngineControl, FrontendChannel, RoleEnded
@@ -164,18 +164,20 @@ class NodeRuntime:
             backends = data_paths.backends(start.config.transfer, tls=_has_tls(start))
         data_paths.rehearse(backends, pool)
         reads = ReadMetrics()
-        transfer = _make_transfer(engine, start, clock, pool, backends, reads)
-        memory = MemoryOccupation(
-            engine.weights,
-            engine.pages,
-            (kv.tensor, engine.host_pool.tensor),
-            data_paths.why_pinned(backends, pool),
-            channel.wake,
-            engine.other_pools,
-        )
+        paths, regions = _serve_pages(engine, start, pool, backends)
+        transfer = _make_transfer(engine, start, clock, pool, paths, regions, reads)
+        pinned = data_paths.why_pinned(backends, pool)
+        memory = _make_memory(engine, start, PageAccess(transfer.post, paths.offers), pinned)
         profiler = engine.profiler(start.config.engine, start.role, lambda: clock.reading.finished)
         profiler.notify = channel.wake
         weights = _make_weights(engine, start, transfer)
+        fixed = "" if engine.group is None else _IN_A_GROUP
+        operations = EngineOperations(engine.weights, weights, memory, profiler, why_fixed=fixed)
+
+        def switch(role: str) -> None:
+            operations.check_complete()
+            prepare(role)
+
         control = EngineControl(
             channel,
             pages_by_holder=engine.pages.by_holder,
@@ -192,14 +194,8 @@ class NodeRuntime:
             ),
             cache=_cache_reports(engine, start),
             adapters=engine.loader,
-            operations=EngineOperations(
-                engine.weights,
-                weights,
-                memory,
-                profiler,
-                why_fixed="" if engine.group is None else _IN_A_GROUP,
-            ),
-            prepare=clock.operation()(prepare),
+            operations=operations,
+            prepare=clock.operation()(switch),
         )
         sharing = _make_sharing(engine, start, weights)
         instance = start.instance
@@ -291,12 +287,12 @@ def _make_transfer(
     start: EngineStart[C],
     clock: StepClock,
     pool: PagePool,
-    backends: Mapping[str, TransferBackend],
+    paths: TransferPaths,
+    regions: tuple[PoolRegion, ...],
     reads: ReadMetrics,
 ) -> TransferThread[NodeCommand, NodeEvent]:
     steps, shape = start.config.engine.scheduler, engine.shape
     frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
-    paths, regions = _serve_pages(engine, start, pool, backends)
     hello = PairHello.of(
         start.instance,
         start.address,
@@ -348,6 +344,23 @@ def _serve_pages(
 
 def _has_tls(start: EngineStart[C]) -> bool:
     return start.config.server.tls.cert is not None
+
+
+def _make_memory(
+    engine: Engine, start: EngineStart[C], peers: PageAccess, pinned: str
+) -> MemoryOccupation:
+    """Make the access to the releasable memory. Memory in a region is isolated, and is then not
+    pinned any more."""
+    kv, host_pool, is_region = engine.pool, engine.host_pool, engine.pool.region is not None
+    return MemoryOccupation(
+        engine.weights,
+        engine.pages,
+        memory_of(kv, host_pool, start.config.engine.parallel.ranks_per_host),
+        "" if is_region else pinned,
+        start.channel.wake,
+        engine.other_pools,
+        peers if is_region else None,
+    )
 
 
 def _make_weights(

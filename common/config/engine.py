@@ -596,6 +596,12 @@ class EngineConfig(ConfigRecord):
         "GPUs of compute capability 9.0 and up with a driver of CUDA 12.3 and up. off: for "
         "debugging",
     )
+    memory_saver: bool = Field(
+        False,
+        description="GPU memory for weights and pages that sleep mode can release. Other processes "
+        "cannot map it, so hand-offs from this node use rdma or tcp, not cuda_ipc or nvlink. A CPU "
+        "needs no option. See docs/memory.md",
+    )
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     offload: OffloadConfig = OffloadConfig()

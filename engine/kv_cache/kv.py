@@ -17,6 +17,8 @@ from common.errors import ConfigError
 from engine.batch.batch import PageCopies
 from engine.kv_cache.layout import KVLayout
 from kernels.cpu.memory import empty_in_huge_pages
+from kernels.cuda.driver import OutOfDeviceMemory
+from kernels.cuda.virtual_memory import Region, VirtualMemory
 from kernels.linear_attention.state_cells import CellView
 from kernels.pages.copy import copy_pages
 
@@ -46,23 +48,37 @@ class KVPool:
 
     layers: keys and values of each layer, see KVLayout.view. tables: the page table of each layer.
     cells: state cells of each layer, by name. draft: the drafter's part, if there is a drafter.
+    region: of `tensor`, whose memory can be released. None: it cannot, or is host memory.
 
     The pool is written by forwards and swaps on the forward stream, and by reads from other nodes.
 
+    Args:
+        memory: virtual memory of the device, for a region.
     Raises:
         ConfigError: the device does not have enough memory.
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        device: torch.device,
+        memory: VirtualMemory | None = None,
+    ) -> None:
         self.layout = layout
         self.num_pages = num_pages
+        self.region: Region | None = None
         shape = (num_pages, layout.page_bytes)
         try:
-            if device.type == "cpu":  # huge pages: other processes read them about a third faster
+            if memory is not None:
+                self.region = memory.reserve(self.num_bytes)
+                self.region.map()
+                self.tensor = self.region.tensor(0, self.num_bytes).view(shape)
+            elif device.type == "cpu":  # huge pages: other processes read them a third faster
                 self.tensor = empty_in_huge_pages(shape, torch.uint8)
             else:
                 self.tensor = torch.empty(shape, dtype=torch.uint8, device=device)
-        except (torch.OutOfMemoryError, OSError) as error:
+        except (torch.OutOfMemoryError, OutOfDeviceMemory, OSError) as error:
             gib = num_pages * layout.page_bytes / 2**30
             raise ConfigError(f"no room for a KV pool of {gib:.1f} GiB on {device}") from error
         self.layers: tuple[Tensor, ...] = tuple(

@@ -173,7 +173,11 @@ class LoadableModel(Protocol):
         ...
 
     def drain(self, model: Model) -> None:
-        """Return the memory of such a model's weights to the system, until `refill`."""
+        """Return the host memory of such a model's weights to the system, until `refill`."""
+        ...
+
+    def tensors(self, model: Model) -> Iterable[Tensor]:
+        """Return all tensors of such a model that `refill` fills. Some may occur twice."""
         ...
 
     def config_hash(self) -> str:

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from common.config import Quantize, SpeculativeConfig
 from common.errors import ConfigError
@@ -18,7 +19,7 @@ from engine.models.draft_checkpoints import DRAFT_FLAG, DraftModelCheckpoint, Ea
 from engine.models.drafting import DraftLayerSpec
 from engine.models.families import read_decoder
 from engine.models.heads import as_stored
-from engine.models.refill import drain
+from engine.models.refill import drain, found
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
 from engine.models.vision.seeing import ReceivingTower
@@ -168,6 +169,14 @@ class NativeCheckpoint:
             self._beside.drain(model)
         model.drained = self.drafter
         trim()
+
+    def tensors(self, model: object) -> Iterable[Tensor]:
+        assert isinstance(model, Decoder)
+        yield from found(Tensor, [*model.parts])
+        if model.seeing is not None:
+            yield from model.seeing.tensors()
+        if self._beside is not None:
+            yield from self._beside.tensors(model)
 
     def config_hash(self) -> str:
         model = replace(self.spec, architecture="", dtype=torch.float32, eos_token_ids=())

@@ -1,9 +1,9 @@
-"""Replacement of the values in a model's tensors, in place.
+"""Replacement of the values in a model's tensors, in place, and of their memory.
 
 Objects that hold these tensors, or have noted their addresses, use the new values from then on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TypeVar
 
@@ -12,8 +12,12 @@ from torch import Tensor
 
 from common.errors import EngineFault
 from kernels.cpu.memory import give_back
+from kernels.cuda.virtual_memory import Region, VirtualMemory
 
 T = TypeVar("T")
+
+_EXTENT_BYTES = 64 << 20  # so much is in memory twice, or the largest tensor
+_ALIGNMENT = 512  # as torch aligns tensors
 
 
 def refill(present: object, fresh: object) -> None:
@@ -31,7 +35,8 @@ def drain(present: object) -> None:
     """Return the memory of all host tensors of `present` to the system. They keep their addresses,
     and `refill` fills them again. Nothing may compute with them meanwhile."""
     if isinstance(present, Tensor):
-        give_back(present)
+        if present.device.type == "cpu":
+            give_back(present)
     elif is_dataclass(present):
         for each in fields(present):
             part = getattr(present, each.name)
@@ -54,6 +59,50 @@ def found(kind: type[T], within: object) -> Iterator[T]:
     elif is_dataclass(within):
         for each in fields(within):
             yield from found(kind, getattr(within, each.name))
+
+
+def relocated(tensors: Iterable[Tensor], memory: VirtualMemory) -> Region:
+    """Move tensors of a device into a region, which is returned. They stay the same objects with
+    the same values, and those that shared memory still do.
+
+    No address may have been noted before, and nothing may compute with the tensors meanwhile.
+
+    Raises:
+        CudaError: there is not enough memory. Some are moved already.
+    """
+    sharing: dict[int, list[Tensor]] = {}  # by address of their memory
+    for each in tensors:
+        if each.untyped_storage().nbytes():
+            sharing.setdefault(each.untyped_storage().data_ptr(), []).append(each)
+    sizes = [_aligned(some[0].untyped_storage().nbytes()) for some in sharing.values()]
+    region, start = memory.reserve(sum(sizes), _EXTENT_BYTES), 0
+    for some, size in zip(sharing.values(), sizes, strict=True):
+        if start + size > region.mapped_bytes:
+            torch.cuda.empty_cache()  # of the tensors moved so far
+            region.map(start + size)
+        _move(some, region.tensor(start, size))
+        start += size
+    torch.cuda.empty_cache()
+    return region
+
+
+@torch.inference_mode()
+def _move(tensors: Sequence[Tensor], place: Tensor) -> None:
+    """Move tensors that share memory.
+
+    Args:
+        place: uint8, at least as large.
+    """
+    before = tensors[0].untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=place.device).set_(before)
+    place[: len(whole)].copy_(whole)
+    for each in tensors:
+        there = each.storage_offset(), each.size(), each.stride()
+        each.set_(place.untyped_storage(), *there)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _refill(present: object, fresh: object, place: str) -> None:

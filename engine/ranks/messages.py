@@ -159,6 +159,12 @@ class ReleasePools(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
 
 
+class RestorePools(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Allocate the memory of all pages again."""
+
+    number: int
+
+
 class ReplaceHostPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Take so many host pages instead. No step and no copy is under way."""
 
@@ -313,6 +319,7 @@ Job: TypeAlias = (
     | DrainWeights
     | MoveExperts
     | ReleasePools
+    | RestorePools
     | ReplaceHostPages
     | FileJob
     | TransferJob

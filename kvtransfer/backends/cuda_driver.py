@@ -1,16 +1,18 @@
 """GPU functions that torch does not offer: memory shared between processes, and device topology.
 
-Calls the driver's library and NVML directly. Both exist wherever a GPU does. This module knows
-addresses and ordinals, not producers of memory. Every function may raise TransferError with the
-driver's message.
+NVML is called directly. Like the driver's library, it exists wherever a GPU does. This module
+knows addresses and ordinals, not producers of memory. Every function may raise TransferError with
+the driver's message.
 """
 
 import ctypes
-import functools
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from common.errors import TransferError
+from kernels.cuda import driver
 
 HANDLE_BYTES = 64
 UUID_BYTES = 16
@@ -26,16 +28,16 @@ class _Handle(ctypes.Structure):
 
 
 def use(index: int) -> None:
-    """Make that device current for the calling thread's calls. torch's own calls do so only when
-    they need it, and UCX's never do.
-    """
-    _call("cuCtxSetCurrent", ctypes.c_void_p(_primary_context(index)))
+    """Make that device current for the calling thread's calls."""
+    with _failures():
+        driver.use(index)
 
 
 def device_uuid(index: int) -> bytes:
     """Return UUID_BYTES that name the device uniquely across hosts."""
     found = (ctypes.c_ubyte * UUID_BYTES)()
-    _call("cuDeviceGetUuid", found, _device(index))
+    with _failures():
+        driver.call("cuDeviceGetUuid", found, driver.device(index))
     return bytes(found)
 
 
@@ -112,34 +114,14 @@ def joined_by_nvlink(one: bytes, other: bytes) -> bool:
     return not failed and status.value == 0
 
 
-@functools.cache
-def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise TransferError(f"no CUDA driver: {error}") from None
-
-
-@functools.cache
-def _device(index: int) -> ctypes.c_int:
-    _call("cuInit", ctypes.c_uint(0))
-    device = ctypes.c_int()
-    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-    return device
-
-
-@functools.cache
-def _primary_context(index: int) -> int | None:
-    """Return torch's own context, retained for as long as the process lives."""
-    context = ctypes.c_void_p()
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
-    return context.value
-
-
 def _call(function: str, *arguments: Any) -> None:
-    driver = _driver()
-    result = driver[function](*arguments)
-    if result:
-        name = ctypes.c_char_p()
-        driver.cuGetErrorName(result, ctypes.byref(name))
-        raise TransferError(f"{function}: {(name.value or b'?').decode()}")
+    with _failures():
+        driver.call(function, *arguments)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except driver.CudaError as error:
+        raise TransferError(str(error)) from None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TransferError
+from kernels.cuda.driver import bytes_at
 from kvtransfer.backends import cuda_driver
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.scratch import scratch_pages
@@ -120,7 +121,7 @@ class CudaDevice:
     def view(self, pool: PagePool) -> Tensor:
         shape = (pool.num_pages, pool.page_bytes)
         with _failures(f"no memory of {self._device}"):
-            tensor = torch.as_tensor(_CudaArray(pool.base, shape), device=self._device)
+            tensor = bytes_at(pool.base, shape, self._device)
         if tensor.data_ptr() != pool.base:  # torch copied it, because it is another device's
             raise TransferError(f"no memory of {self._device}")
         return tensor
@@ -214,19 +215,6 @@ class _CudaScratch:
         self._memory = memory
         num_pages, page_bytes = memory.shape
         self.pool = PagePool(memory.data_ptr(), page_bytes, num_pages, str(memory.device))
-
-
-class _CudaArray:
-    """Memory at an address, in the form that torch imports without a copy."""
-
-    def __init__(self, address: int, shape: tuple[int, int]) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": shape,
-            "strides": None,
-            "data": (address, False),
-        }
 
 
 @contextmanager

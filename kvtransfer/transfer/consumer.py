@@ -191,7 +191,16 @@ class ConsumerSide:
         if hello != self._hello:
             self._hello = hello
             self._outlet.local_hello(hello)
-            self._carry_out(self._end.end_streams(OTHER_WEIGHTS))
+            self.end_pairs(OTHER_WEIGHTS)
+
+    def end_pairs(self, reason: str) -> None:
+        """End all pairs. New ones may follow."""
+        self._carry_out(self._end.end_streams(reason))
+
+    @property
+    def has_links(self) -> bool:
+        """Return whether bytes may still land."""
+        return bool(self._streams)
 
     def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
         self._peers.pop(stream, None)

@@ -87,9 +87,9 @@ def start_ranks(
     Raises:
         ConfigError: a follower cannot.
     """
-    start = StartTransfer(config.model_dump_json().encode(), tls, instance)
+    start = encode(StartTransfer(config.model_dump_json().encode(), tls, instance))
     try:
-        replies = ask(encode(start)).result(START_S)
+        replies = ask(start).result(START_S)
     except TimeoutError as error:
         raise ConfigError(f"a rank does not serve its pages within {START_S:.0f} s") from error
     except EngineFault as error:
@@ -98,7 +98,7 @@ def start_ranks(
     num_ranks = 1 + len(started)
     paths = TransferPaths(
         NodeLinks(own.opener, num_ranks, ask),
-        NodeOffers(own.offers, num_ranks, ask),
+        NodeOffers(own.offers, num_ranks, ask, start),
         own.backends,
         own.compared,
     )
@@ -111,12 +111,14 @@ class NodeOffers:
     Args:
         own: of rank 0.
         num_ranks: of the node.
+        start: the job with which followers serve their pages.
     """
 
-    def __init__(self, own: PathOffers, num_ranks: int, ask: Ask) -> None:
+    def __init__(self, own: PathOffers, num_ranks: int, ask: Ask, start: bytes) -> None:
         self._own = own
         self._num_ranks = num_ranks
         self._ask = ask
+        self._start = start
         self._offered: dict[int, Replies] = {}  # by consumer
         self._poll: Future[Any] | None = None
 
@@ -159,10 +161,11 @@ class NodeOffers:
         if self._poll is None or self._poll.done():
             self._poll = self._ask(encode(PollPaths()))
 
-    def close(self) -> None:
-        """Followers stop soon. Their pages stay mapped until they end."""
-        self._own.close()
-        self._ask(encode(StopTransfer()))
+    def close(self) -> Sequence[Future[Any]]:
+        return (*self._own.close(), self._ask(encode(StopTransfer())))
+
+    def open(self) -> Sequence[Future[Any]]:
+        return (*self._own.open(), self._ask(self._start))
 
 
 class NodeLinks:

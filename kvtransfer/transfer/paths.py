@@ -24,8 +24,8 @@ MOST_KNOWN = 8  # shapes of producers
 
 
 class PathOffers(Protocol):
-    """The data paths over which consumers read the pages of a node, or of one rank. Transfer thread
-    only. See PageProducer.
+    """The data paths over which consumers read the pages of a node, or of one rank. See
+    PageProducer. For the transfer thread, and without consumers for another one: one at a time.
     """
 
     def prepare(self, consumer: int) -> Sequence[Future[Any]]: ...
@@ -44,7 +44,14 @@ class PathOffers(Protocol):
 
     def poll(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> Sequence[Future[Any]]:
+        """Serve no more. When all futures are done, nothing of the paths refers to the pages."""
+        ...
+
+    def open(self) -> Sequence[Future[Any]]:
+        """Serve again after `close`, at the same addresses, when all futures are done. Blocks while
+        the pages are registered. Raises ConfigError if no path can be served."""
+        ...
 
 
 class LinkOpener(Protocol):

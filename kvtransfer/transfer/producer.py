@@ -175,9 +175,13 @@ class ProducerSide:
         hello = self._hello.with_weights(weights)
         if hello != self._hello:
             self._hello = hello
-            for stream in self._admissions.streams:
-                self._reject(stream, OTHER_WEIGHTS)
-            self._carry_out(self._end.end_streams(OTHER_WEIGHTS))
+            self.end_pairs(OTHER_WEIGHTS)
+
+    def end_pairs(self, reason: str) -> None:
+        """End all pairs. New ones may follow."""
+        for stream in self._admissions.streams:
+            self._reject(stream, reason)
+        self._carry_out(self._end.end_streams(reason))
 
     def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
         self._carry_out(self._end.stream_down(stream, reason))

@@ -6,7 +6,7 @@ joins them.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -47,12 +47,14 @@ class RankOffers:
     """The paths over which one rank is read.
 
     Args:
-        producers: by name of their backend, in the order in which consumers should try them.
+        serve: makes the producers by name of their backend, in the order in which consumers should
+            try them. Raises ConfigError if there is none.
     """
 
-    def __init__(self, rank: int, producers: Mapping[str, PageProducer]) -> None:
+    def __init__(self, rank: int, serve: Callable[[], Mapping[str, PageProducer]]) -> None:
         self._rank = rank
-        self._producers = producers
+        self._serve = serve
+        self._producers = serve()
 
     def prepare(self, consumer: int) -> Sequence[Future[Any]]:
         return [producer.prepare(consumer) for producer in self._producers.values()]
@@ -83,9 +85,14 @@ class RankOffers:
         for producer in self._producers.values():
             producer.poll()
 
-    def close(self) -> None:
+    def close(self) -> Sequence[Future[Any]]:
         for producer in self._producers.values():
             producer.close()
+        return ()
+
+    def open(self) -> Sequence[Future[Any]]:
+        self._producers = self._serve()
+        return ()
 
 
 class RankLinks:
@@ -207,7 +214,7 @@ def paths_of_rank(
     """
     return TransferPaths(
         RankLinks(rank, node, pool, backends, config, pages_by_rank),
-        RankOffers(rank, data_paths.serve(backends, pool, instance)),
+        RankOffers(rank, partial(data_paths.serve, backends, pool, instance)),
         tuple(backends),
         ComparedBytes(node, pages_by_rank),
     )

@@ -2,24 +2,30 @@
 
 Streams of both kinds share one counter, so their numbers never collide. The two sides are
 independent.
+
+While the memory of the pages is released, neither side has a pair (`PageAccess`).
 """
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
 
 from common.config import TransferConfig
+from common.errors import EngineFault, FailedPrecondition, ServingError
 from common.page_tables import PageTables
 from kvtransfer.frontend_messages import PairOpened
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import (
     CancelCommand,
+    ClosePairs,
     ConsumerEvent,
     GrantCommand,
     InvalidateCommand,
     NodeCommand,
     NodeEvent,
     OpenCommand,
+    OpenPairs,
     ProducerEvent,
     SetWeightVersion,
 )
@@ -28,33 +34,50 @@ from kvtransfer.protocol.liveness import earliest
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.consumer import ConsumerSide, ReadMetrics
 from kvtransfer.transfer.page_bytes import PageBytes, PageChecksums
-from kvtransfer.transfer.paths import TransferPaths
+from kvtransfer.transfer.paths import PathOffers, TransferPaths
 from kvtransfer.transfer.producer import ProducerSide
 from kvtransfer.transfer.thread import EventOutlet
+
+RELEASED = "the memory of its pages is released"
+_CLOSE_S = 30.0  # for links to end, and for registrations of all ranks
+_OPEN_S = 120.0  # for registrations of all ranks
 
 
 class TransferSides:
     """The consumer's and the producer's side of one node. Transfer thread only."""
 
-    def __init__(self, consumer: ConsumerSide, publisher: ProducerSide) -> None:
+    def __init__(
+        self, consumer: ConsumerSide, publisher: ProducerSide, outlet: EventOutlet[NodeEvent]
+    ) -> None:
         self._consumer = consumer
         self._publisher = publisher
+        self._outlet = outlet
         self._of_stream: dict[int, ConsumerSide | ProducerSide] = {}
+        self._refused: set[int] = set()  # streams that no side knows
+        self._closing: Future[None] | None = None  # of ClosePairs, until OpenPairs
 
     def start(self) -> None:
         self._consumer.start()
         self._publisher.start()
 
     def opened(self, opening: PairOpened, now: float) -> None:
+        if self._closing is not None:
+            self._refused.add(opening.stream)
+            self._outlet.end(opening.stream, RELEASED, refused=False)
+            return
         side = self._consumer if opening.as_consumer else self._publisher
         self._of_stream[opening.stream] = side
         side.opened(opening, now)
 
     def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
-        self._of_stream.pop(stream).closed(stream, reason, engine_died)
+        if stream in self._refused:
+            self._refused.remove(stream)
+        else:
+            self._of_stream.pop(stream).closed(stream, reason, engine_died)
 
     def received(self, stream: int, message: AnyMessage, now: float) -> None:
-        self._of_stream[stream].received(stream, message, now)
+        if stream not in self._refused:
+            self._of_stream[stream].received(stream, message, now)
 
     def command(self, command: NodeCommand, now: float) -> None:
         match command:
@@ -63,12 +86,22 @@ class TransferSides:
             case SetWeightVersion(weights):
                 self._consumer.compute_with(weights)
                 self._publisher.compute_with(weights)
+            case ClosePairs(done):
+                self._closing = done
+                self._consumer.end_pairs(RELEASED)
+                self._publisher.end_pairs(RELEASED)
+            case OpenPairs():
+                self._closing = None
             case _:
                 self._publisher.command(command, now)
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
         self._consumer.tick(now, engine_moves=engine_moves)
         self._publisher.tick(now, engine_moves=engine_moves)
+        # The frontend reports the end of each stream, after which no side is called for it.
+        is_closed = not self._of_stream and not self._consumer.has_links
+        if self._closing is not None and is_closed and not self._closing.done():
+            self._closing.set_result(None)
 
     def next_deadline(self) -> float | None:
         return earliest((self._consumer.next_deadline(), self._publisher.next_deadline()))
@@ -116,6 +149,59 @@ def both_sides(
             PageChecksums(contents(), config.checksum_interval, paths.compared),
             max_unconsumed_tokens=max_unconsumed_tokens,
         )
-        return TransferSides(consumer, publisher)
+        return TransferSides(consumer, publisher, outlet)
 
     return made
+
+
+class PageAccess:
+    """The access of other nodes to this node's pages, and of this node to theirs, while their
+    memory is released. For one thread at a time, which is not the transfer thread.
+
+    Args:
+        post: sends a command to the transfer thread.
+        offers: of all ranks.
+    """
+
+    def __init__(self, post: Callable[[NodeCommand], None], offers: PathOffers) -> None:
+        self._post = post
+        self._offers = offers
+
+    def close(self) -> None:
+        """End all pairs, and the agents and connections that refer to the pages. Blocks.
+
+        Raises:
+            FailedPrecondition: that takes too long. Nothing has changed.
+        """
+        done: Future[None] = Future()
+        self._post(ClosePairs(done))
+        try:
+            done.result(_CLOSE_S)
+        except TimeoutError:
+            self._post(OpenPairs())
+            raise FailedPrecondition(
+                f"links to other nodes have not ended within {_CLOSE_S:g} s"
+            ) from None
+        _wait(self._offers.close(), _CLOSE_S)
+
+    def open(self) -> None:
+        """Serve the pages again, and pair again. Blocks.
+
+        Raises:
+            ServingError: the pages cannot be served. Nothing has changed.
+        """
+        try:
+            _wait(self._offers.open(), _OPEN_S)
+        except ServingError:
+            _wait(self._offers.close(), _CLOSE_S)
+            raise
+        self._post(OpenPairs())
+
+
+def _wait(futures: Sequence[Future[Any]], timeout_s: float) -> None:
+    """Wait until all are done. Raises the error of a rank, or EngineFault if it is late."""
+    for each in futures:
+        try:
+            each.result(timeout_s)
+        except TimeoutError as error:
+            raise EngineFault(f"a rank has not replied within {timeout_s:g} s") from error

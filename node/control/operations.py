@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import FailedPrecondition, ServingError
-from common.pausing import MEMORY_TAGS, WEIGHTS
+from common.pausing import KV_CACHE, MEMORY_TAGS, WEIGHTS
 from common.requests.namespace import UNNAMED, WeightsId
 from engine.memory_release import MemoryOccupation
 from engine.profiler import Profiler
@@ -61,10 +61,11 @@ class ProfileCalls:
 
 # Release and resume of a node's memory, as requested by an operator.
 #
-#     here --release--> paused, no page is held --done--> away --resume--> here
+#     here --release--> paused, no page is held --isolated, none is held--> away --resume--> here
 #
 # While any memory is away the node stays paused. An idle node that was not paused before continues
-# by itself when all of it is here again. MemoryOccupation implements the release itself.
+# by itself when all of it is here again. MemoryOccupation implements the release itself. Only pages
+# in GPU memory are isolated from other nodes, which may request some until then.
 _Step = Callable[[str], Future[Any]]  # releases or resumes the memory of a tag
 
 
@@ -84,6 +85,8 @@ class MemoryCalls:
         self._memory = memory
         # To be released as soon as no request has KV.
         self._wanted: tuple[int, ReleaseMemory] | None = None
+        self._isolating: Future[None] | None = None
+        self._isolated = False  # until the release begins
         self._under_way: _UnderWay | None = None
         self._away: set[str] = set()
         self._paused_here = False
@@ -107,6 +110,13 @@ class MemoryCalls:
     def why_no_weights(self) -> str:
         """Return why weights cannot be replaced. Empty if they can."""
         return self.why_paused if self.busy or WEIGHTS in self._away else ""
+
+    @property
+    def why_no_reads(self) -> str:
+        """Return why nothing can be read from other nodes. Empty if it can."""
+        if KV_CACHE in self._away and self._memory.isolates:
+            return f"{KV_CACHE}: its memory is released, and reads need pages: allocate it first"
+        return ""
 
     def gauges(self) -> dict[str, float]:
         return {f"away_{tag}": float(tag in self._away) for tag in MEMORY_TAGS}
@@ -139,10 +149,7 @@ class MemoryCalls:
         """Yield the answers that are ready."""
         if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
             role.scheduler.clear_cache()
-            if self._memory.unused:  # another node may still read exported pages
-                (number, command), self._wanted = self._wanted, None
-                here = tuple(tag for tag in command.tags if tag not in self._away)
-                yield from self._continue(number, self._memory.give_back, here, role)
+            yield from self._begin_release(*self._wanted, role)
         if self._under_way is not None and self._under_way.future.done():
             done, self._under_way = self._under_way, None
             error = done.future.exception()
@@ -154,6 +161,30 @@ class MemoryCalls:
             self._away ^= {done.tag}
             yield from self._continue(done.number, done.step, done.left, role)
 
+    def _begin_release(
+        self, number: int, command: ReleaseMemory, role: ControlledRole
+    ) -> Iterator[NodeCallResult]:
+        """Begin if no page is used, by this node or by another one."""
+        here = tuple(tag for tag in command.tags if tag not in self._away)
+        if not self._memory.unused:  # another node may still read exported pages
+            return
+        if KV_CACHE in here and self._memory.isolates and not self._isolated:
+            if self._isolating is None:
+                self._isolating = self._memory.isolate()
+            elif self._isolating.done():
+                error, self._isolating = self._isolating.exception(), None
+                if isinstance(error, FailedPrecondition):
+                    self._wanted = None
+                    self._end_pause(role)
+                    yield NodeCallResult(number, error=f"{KV_CACHE}: {error}")
+                elif error is not None:
+                    raise error
+                # The role handles all requests for pages that came before, until the next turn.
+                self._isolated = error is None
+            return
+        self._wanted, self._isolated = None, False
+        yield from self._continue(number, self._memory.give_back, here, role)
+
     def _continue(
         self, number: int, step: _Step, tags: tuple[str, ...], role: ControlledRole
     ) -> Iterator[NodeCallResult]:
@@ -164,9 +195,13 @@ class MemoryCalls:
             except ServingError as error:
                 yield NodeCallResult(number, error=str(error))
             return
+        self._end_pause(role)
+        yield NodeCallResult(number)
+
+    def _end_pause(self, role: ControlledRole) -> None:
+        """End the pause of a node that was paused only for its sleep, if all memory is here."""
         if self._paused_here and not self._away:
             self._paused_here = role.scheduler.paused = False
-        yield NodeCallResult(number)
 
 
 # Replacement of weights, as requested by an operator.
@@ -332,6 +367,10 @@ class EngineOperations:
         """Return the weight version in use."""
         return self._weights.id
 
+    def check_complete(self) -> None:
+        """Raise FailedPrecondition if memory is released, or weights are incomplete."""
+        _require_none(self._memory.why_paused or self._weights.why_paused)
+
     def counters(self) -> dict[str, int]:
         return {**self._pauses.counters(), **self._weights.counters()}
 
@@ -352,13 +391,15 @@ class EngineOperations:
                 self._memory.pause()
                 self._pauses.begin(number, mode, role)
             case ContinueGeneration():
-                _require_none(self._memory.why_paused or self._weights.why_paused)
+                self.check_complete()
                 yield from self._pauses.resume(number, role)
             case PrepareWeights(path):
                 _require_none(self._why_fixed)
                 self._weights.prepare(number, path)
             case PutWeights() | TakeWeights():
                 _require_none(self._why_fixed or self._memory.why_no_weights)
+                if isinstance(command, TakeWeights):
+                    _require_none(self._memory.why_no_reads)
                 yield from self._weights.begin(number, command, role)
             case ReleaseMemory():
                 _require_none(self._why_fixed or self._weights.why_busy)

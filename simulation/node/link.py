@@ -74,8 +74,12 @@ class SimOffers:
     def poll(self) -> None:
         """Do nothing: no connection needs it."""
 
-    def close(self) -> None:
+    def close(self) -> Sequence[Future[Any]]:
         """Do nothing: the engine owns the pool."""
+        return ()
+
+    def open(self) -> Sequence[Future[Any]]:
+        return ()
 
 
 @dataclass(slots=True, eq=False)

@@ -1,16 +1,34 @@
 """Memory that is given back is the system's again, and what comes there later is right."""
 
 import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.models import load, open_checkpoint
+from common.config import EngineConfig, SpeculativeConfig
+from common.errors import ConfigError, EngineFault, FailedPrecondition
+from common.requests.namespace import UNNAMED
+from engine.kv_cache.kv import HostPool, KVPool
+from engine.kv_cache.pages import PageAllocator
+from engine.load import open_model
+from engine.memory_release import MemoryOccupation, memory_of
+from engine.models import content, load, open_checkpoint, stored_of
+from engine.models.refill import relocated
+from engine.sizing import free_bytes
+from engine.update import WeightUpdater
 from kernels.cpu.memory import empty_in_huge_pages, give_back, take
 from tests.engine.test_model_precision import logits_of
-from tests.engine.test_refill import CPU, TOKENS, int8
+from tests.engine.test_refill import CPU, SOME, TOKENS, int8
+from tests.engine.test_runner_kv import LAYOUT
 from tests.support.checkpoints import make_checkpoint
+from tests.support.drafters import make_eagle
+from tests.support.virtual_memory import GARBAGE, UNIT, host_memory
+from tests.support.vision import make_vision_checkpoint
 
 MIB = 1 << 20
 
@@ -86,3 +104,296 @@ def test_weights_that_are_given_back_take_no_memory(tmp_path, dtype):
     before = own_bytes()
     servable.drain(model)
     assert own_bytes() < before - 0.8 * num_bytes
+
+
+# Memory in regions, as on a GPU ------------------------------------------------------------------
+
+
+def spoiled(tensors):
+    """Return a function that overwrites the memory that these tensors have now."""
+    before = [each.untyped_storage() for each in tensors]
+
+    def spoil() -> None:
+        for each in before:
+            torch.empty(0, dtype=torch.uint8).set_(each).fill_(GARBAGE)
+
+    return spoil
+
+
+def moved(servable, model, memory=None):
+    """Move a model's weights into a region. Nothing uses the memory that they had before."""
+    tensors = list(servable.tensors(model))
+    spoil = spoiled(tensors)
+    region = relocated(tensors, memory or host_memory())
+    spoil()
+    for each in tensors:
+        inside = each.data_ptr() - region.address
+        assert inside >= 0 and inside + each.nbytes <= region.num_bytes
+    return region
+
+
+MODELS = {
+    **{name: name for name in SOME},
+    "transformers": "llama",
+    "vision": "qwen2_5_vl",
+    "eagle": "llama",
+    "draft_model": "llama",
+}
+
+
+def opened(kind: str, directory: Path):
+    """A checkpoint of that kind."""
+    if kind == "vision":
+        return open_checkpoint(make_vision_checkpoint(directory, model_type=MODELS[kind]))
+    path = make_checkpoint(directory / "model", MODELS[kind])
+    if kind == "eagle":
+        drafter = make_eagle(directory / "drafter", path)
+    else:
+        drafter = make_checkpoint(directory / "drafter", MODELS[kind], seed=1)
+    if kind in ("eagle", "draft_model"):
+        speculation = SpeculativeConfig(method=kind, draft_model=str(drafter))
+        return open_checkpoint(path, speculation=speculation)
+    return open_checkpoint(path, "transformers" if kind == "transformers" else "auto")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_in_a_region_compute_the_same_before_and_after_a_release(tmp_path, kind):
+    servable = opened(kind, tmp_path)
+    model = servable.load(CPU, torch.float32, "none")
+    before, shown = logits_of(model, TOKENS), [each.clone() for each in servable.tensors(model)]
+    region = moved(servable, model)
+    addresses = [each.data_ptr() for each in servable.tensors(model)]
+    torch.testing.assert_close(logits_of(model, TOKENS), before, atol=0.0, rtol=0.0)
+    servable.drain(model)
+    region.release()
+    region.map()
+    servable.refill(model, "none")
+    assert [each.data_ptr() for each in servable.tensors(model)] == addresses
+    for each, expected in zip(servable.tensors(model), shown, strict=True):
+        assert torch.equal(each, expected)
+    torch.testing.assert_close(logits_of(model, TOKENS), before, atol=0.0, rtol=0.0)
+
+
+def test_tensors_that_shared_memory_still_do():
+    whole = torch.arange(24.0).view(4, 6)
+    row, turned, other = whole[1], whole.T, torch.ones(3, dtype=torch.bfloat16)
+    region = relocated([row, whole, other, turned, whole, torch.empty(0)], host_memory())
+    assert torch.equal(turned, torch.arange(24.0).view(4, 6).T) and turned.stride() == (1, 6)
+    row.fill_(7)
+    assert bool((whole[1] == 7).all()) and bool((turned[:, 1] == 7).all())
+    assert region.address == whole.data_ptr() and region.num_bytes == UNIT
+
+
+def test_a_region_for_weights_takes_memory_as_it_gets_them():
+    memory = host_memory()
+    held = []
+    tensors = [torch.ones(40 << 20, dtype=torch.uint8) for _ in range(4)]
+    memory.driver.fails = lambda name, number: name == "create" and held.append(memory.mapped_bytes)
+    region = relocated(tensors, memory)
+    assert [each >> 20 for each in held] == [0, 64, 128]
+    assert region.mapped_bytes == 160 << 20 and all(bool(each.all()) for each in tensors)
+
+
+COMPUTE = """
+import sys
+import torch
+from pathlib import Path
+from engine.models import open_checkpoint
+from engine.models.refill import relocated
+from tests.engine.test_model_precision import logits_of
+from tests.support.virtual_memory import host_memory
+servable = open_checkpoint(Path(sys.argv[1]))
+model = servable.load(torch.device("cpu"), torch.float32, "none")
+region = relocated(servable.tensors(model), host_memory())
+logits_of(model, [1] * 101)
+region.release()
+print("released", flush=True)
+logits_of(model, [1] * 101)
+"""
+
+
+def test_a_step_without_weights_is_a_fault(tmp_path):
+    command = [sys.executable, "-c", COMPUTE, str(make_checkpoint(tmp_path))]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "released\n"), ended.stderr
+
+
+@pytest.fixture
+def update(tmp_path):
+    """Yield the weights of a model in a region, and its memory."""
+    directory = make_checkpoint(tmp_path)
+    served = open_checkpoint(directory)
+    model = served.load(CPU, torch.float32, "none")
+    memory = host_memory()
+    region = moved(served, model, memory)
+    config, weights = EngineConfig(model=str(directory)), content(stored_of(served, directory))
+    made = WeightUpdater(config, directory, served, model, weights, region=region)
+    yield made, model, memory
+    made.close()
+
+
+def test_weights_that_do_not_fit_come_back_later(update):
+    weights, model, memory = update
+    before = logits_of(model, TOKENS)
+    weights.give_back().result(60)
+    assert memory.mapped_bytes == 0 and not weights.whole
+    memory.driver.total = 0
+    for _ in range(2):
+        with pytest.raises(FailedPrecondition, match=r"weights: 0\.00 GiB are wanted, 0\.00 GiB"):
+            weights.bring_back().result(60)
+        assert memory.mapped_bytes == 0 and not weights.whole
+    memory.driver.total = 1 << 30
+    weights.bring_back().result(60)
+    assert weights.whole
+    torch.testing.assert_close(logits_of(model, TOKENS), before, atol=0.0, rtol=0.0)
+
+
+def test_memory_is_released_again_if_the_weights_cannot_be_read(update, monkeypatch):
+    weights, _, memory = update
+    weights.give_back().result(60)
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk has failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(weights._source.servable, "refill", fail)
+        with pytest.raises(FailedPrecondition, match="the disk has failed"):
+            weights.bring_back().result(60)
+    assert memory.mapped_bytes == 0 and not weights.whole
+    weights.bring_back().result(60)
+    assert weights.whole and memory.mapped_bytes > 0
+
+
+class Peers:
+    """Other nodes, and the order in which things happen."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self.fails = False
+
+    def close(self) -> None:
+        self._log.append("close")
+
+    def open(self) -> None:
+        self._log.append("open")
+        if self.fails:
+            raise ConfigError("no data path")
+
+
+class Others:
+    """Other ranks."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self.fails = False
+
+    def release(self) -> Future[None]:
+        return self._done("release of ranks")
+
+    def restore(self) -> Future[None]:
+        return self._done("restore of ranks", EngineFault("no memory") if self.fails else None)
+
+    def _done(self, name: str, error: Exception | None = None) -> Future[None]:
+        self._log.append(name)
+        done: Future[None] = Future()
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+        return done
+
+
+class Occupation:
+    def __init__(self) -> None:
+        self.memory = host_memory(total=64 * UNIT)
+        self.pool = KVPool(LAYOUT, 5, CPU, self.memory)
+        log = self.memory.driver.log
+        self.peers, self.others = Peers(log), Others(log)
+        pages = memory_of(self.pool, HostPool(LAYOUT, 1, CPU))
+        given = None, PageAllocator(5), pages, "", lambda: None, self.others, self.peers
+        self.made = MemoryOccupation(*given)  # type: ignore[arg-type]
+        log.clear()
+
+    @property
+    def log(self) -> list[str]:
+        """The calls since the last time."""
+        log = self.memory.driver.log
+        found = [each for each in log if each not in ("settle", "release", "create")]
+        log.clear()
+        return found
+
+
+@pytest.fixture
+def occupation():
+    made = Occupation()
+    yield made
+    made.made.close()
+
+
+def test_pages_in_a_region_are_those_of_the_layout(occupation):
+    pool = occupation.pool
+    assert pool.base_address == pool.region.address and pool.tensor.shape == (5, LAYOUT.page_bytes)
+    assert pool.layers[0].data_ptr() >= pool.base_address
+
+
+def test_peers_close_before_pages_go_and_open_when_they_are_back(occupation):
+    made = occupation.made
+    assert made.isolates
+    made.isolate().result(60)
+    made.give_back("kv_cache").result(60)
+    assert occupation.log == ["close", "release of ranks", "unmap"]
+    made.take_again("kv_cache").result(60)
+    assert occupation.log == ["map", "allow", "restore of ranks", "open"]
+    occupation.pool.tensor.fill_(7)
+
+
+@pytest.mark.parametrize("what", ["memory", "others", "peers"])
+def test_pages_that_do_not_come_back_leave_nothing_behind(occupation, what):
+    made, memory = occupation.made, occupation.memory
+    made.isolate().result(60)
+    made.give_back("kv_cache").result(60)
+    others_fail, peers_fail = what == "others", what == "peers"
+    for _ in range(2):
+        occupation.others.fails, occupation.peers.fails = others_fail, peers_fail
+        memory.driver.total = 0 if what == "memory" else 64 * UNIT
+        with pytest.raises(FailedPrecondition, match=r"kv_cache: (0\.00|no memory|no data path)"):
+            made.take_again("kv_cache").result(60)
+        assert memory.mapped_bytes == 0 and not memory.driver.handles
+        assert occupation.log[-2 if what != "memory" else -1] == "release of ranks"
+    occupation.others.fails = occupation.peers.fails = False
+    memory.driver.total = 64 * UNIT
+    made.take_again("kv_cache").result(60)
+    assert occupation.log == ["map", "allow", "restore of ranks", "open"]
+
+
+def test_a_pool_that_does_not_fit_is_refused_at_start():
+    with pytest.raises(ConfigError, match="no room for a KV pool"):
+        KVPool(LAYOUT, 5, CPU, host_memory(total=0))
+
+
+def test_memory_in_regions_counts_as_this_processs(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (50 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda where: 10 << 30)
+    memory = host_memory()
+    monkeypatch.setattr("engine.sizing.virtual_memory", lambda index: memory)
+    before = free_bytes(device, 0.5)
+    memory.reserve(8 * UNIT).map()
+    assert free_bytes(device, 0.5) == before - 8 * UNIT
+
+
+def test_the_option_is_refused_on_a_cpu(tmp_path):
+    config = EngineConfig(model=str(tmp_path), device="cpu", memory_saver=True)
+    with pytest.raises(ConfigError, match=r"engine\.memory_saver is for GPUs"):
+        open_model(config)
+
+
+def test_weights_on_a_gpu_without_a_region_stay(tmp_path):
+    directory = make_checkpoint(tmp_path)
+    served = open_checkpoint(directory)
+    model = served.load(CPU, torch.float32, "none")
+    model.device = torch.device("cuda", 0)
+    update = WeightUpdater(EngineConfig(model=str(directory)), directory, served, model, UNNAMED)
+    with pytest.raises(FailedPrecondition, match=r"--engine\.memory-saver"):
+        update.check_drainable()
+    update.close()

@@ -15,13 +15,18 @@ import numpy as np
 import pytest
 import torch
 
+from common.config import EngineConfig
 from common.errors import EngineFault
+from common.requests.namespace import UNNAMED
+from engine.follower import PartWeights
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.kv_cache.states import PagedKV
+from engine.models import open_checkpoint
+from engine.models.refill import relocated
 from engine.rank_files import FilesOfRanks
 from engine.rank_jobs import FollowerJobs, WeightsOfRanks
-from engine.ranks import Share
+from engine.ranks import WHOLE, Share
 from engine.ranks.messages import (
     MAX_PACKET_BYTES,
     CopyPages,
@@ -30,6 +35,8 @@ from engine.ranks.messages import (
     JobDone,
     Ping,
     RankReport,
+    ReleasePools,
+    RestorePools,
     TransferJob,
 )
 from engine.ranks.processes import JobQueue
@@ -37,9 +44,11 @@ from engine.ranks.rank_groups import RankGroups
 from engine.ranks.ring import BLOCKS
 from engine.runner.forwards import BegunStep
 from engine.runner.ranked import LeadingForwards, SentSteps, _CountedEvent
+from engine.update import WeightSource
 from tests.engine.test_parallel_engine import PATIENCE_S, Serving, config_of, prompt, sampled
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU
+from tests.support.virtual_memory import host_memory
 
 
 class Step:
@@ -202,6 +211,45 @@ def test_pages_are_copied_after_the_steps_of_their_own_rank() -> None:
         step.computed.set()
         assert msgspec.msgpack.decode(ours.recv(999), type=JobDone) == JobDone(1, "")
         assert (host_pool.tensor.view(torch.uint8)[0] == 7).all()
+
+
+def test_the_pages_of_a_rank_in_a_region_go_and_come_back() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    memory = host_memory()
+    layout = KVLayout.of([PagedKV(1, 8)], 16, torch.float32)
+    pool, host_pool = KVPool(layout, 2, CPU, memory), HostPool(layout, 2, CPU)
+    steps, none = SentSteps(), object()
+    with ours, theirs:
+        jobs = FollowerJobs(Share(1, 2), theirs, pool, host_pool, none, none, none)  # type: ignore[arg-type]
+
+        def done(job: Any) -> JobDone:
+            jobs.take(job, steps)
+            return msgspec.msgpack.decode(ours.recv(999), type=JobDone)
+
+        whole = memory.mapped_bytes
+        assert done(ReleasePools(1)) == JobDone(1, "") and memory.mapped_bytes == 0
+        memory.driver.total = 0
+        assert done(RestorePools(2)).error == "0.00 GiB are wanted, 0.00 GiB are left"
+        memory.driver.total = whole
+        assert done(RestorePools(3)) == JobDone(3, "") and memory.mapped_bytes == whole
+        pool.tensor.fill_(7)
+
+
+def test_the_weights_of_a_rank_in_a_region_go_and_come_back(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path)
+    served, memory = open_checkpoint(directory), host_memory()
+    model = served.load(CPU, torch.float32, "none")
+    before = [each.clone() for each in served.tensors(model)]
+    region = relocated(served.tensors(model), memory)
+    source = WeightSource.of(directory, served)
+    config = EngineConfig(model=str(directory))
+    weights = PartWeights(config, served, source, model, WHOLE, False, region)
+    weights.drain()
+    assert memory.mapped_bytes == 0
+    weights.refill(directory, UNNAMED)
+    assert memory.mapped_bytes == region.num_bytes
+    for each, expected in zip(served.tensors(model), before, strict=True):
+        assert torch.equal(each, expected)
 
 
 # Seen failing with all slots in one job, which is too long for a packet and ends the node.

@@ -91,7 +91,7 @@ def rig() -> Iterator[Rig]:
     publisher = ProducerSide(
         end,
         _hello(PRODUCER),
-        RankOffers(0, producers),
+        RankOffers(0, lambda: producers),
         EventOutlet(frames),
         lambda: wakes.append(None),
         nothing,

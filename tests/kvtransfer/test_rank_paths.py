@@ -29,7 +29,7 @@ from kvtransfer.backends.base import Ints, PagePool, TransferBackend
 from kvtransfer.frontend_messages import PairOpened
 from kvtransfer.messages import HandoffId
 from kvtransfer.pairing import DataPath, PairHello, region_of
-from kvtransfer.ports import PIECES, STATE, TablePages, tables_of
+from kvtransfer.ports import PIECES, STATE, ClosePairs, OpenPairs, TablePages, tables_of
 from kvtransfer.protocol.actions import PageSum
 from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.rank_messages import (
@@ -61,6 +61,7 @@ from kvtransfer.transfer.link import (
 from kvtransfer.transfer.node_paths import Replies, start_ranks
 from kvtransfer.transfer.page_bytes import PageChecksums
 from kvtransfer.transfer.rank_paths import RankLinks, paths_of_rank
+from kvtransfer.transfer.sides import PageAccess
 from tests.support.data_children import CANARY, Memory, content
 from tests.support.data_ends import wait_for
 from tests.support.loopback import LoopbackBackend, LoopbackFaults, LoopbackProducer
@@ -378,6 +379,68 @@ def test_every_rank_reads_its_part(
     closed = rig.next(LinkClosed)
     assert (closed.link, closed.reason, closed.unfinished) == (link, "done", ())
     assert link.join(WAIT_S) and rig.events.empty()
+
+
+@pytest.mark.parametrize("kind", ["loopback", "tcp"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)])
+def test_pages_are_served_again_after_their_memory_was_released(
+    make: Make, sizes: tuple[int, int], kind: str
+) -> None:
+    rig = make(sizes, kind=kind)
+    commands: list[Any] = []
+
+    def post(command: Any) -> None:
+        commands.append(type(command))
+        if isinstance(command, ClosePairs):
+            command.done.set_result(None)
+
+    access = PageAccess(post, rig.producer.paths.offers)
+    rig.producer.publish(rig.read(5).source)
+    access.close()
+    rig.open()  # with a description from before
+    rig.next(LinkClosed)
+    access.open()
+    assert commands == [ClosePairs, OpenPairs]
+    rig.hello = rig.producer.admitted(STREAM)
+    pages = rig.read(5)
+    rig.producer.publish(pages.source)
+    rig.up().post(HandoffId(CONSUMER, 1, 1), pages)
+    assert rig.next(ReadEnded).refused == ""
+    rig.check(pages)
+
+
+def test_pages_that_cannot_be_served_again_stay_closed(make: Make) -> None:
+    rig = make((2, 2))
+    commands: list[Any] = []
+
+    def post(command: Any) -> None:
+        commands.append(type(command))
+        if isinstance(command, ClosePairs):
+            command.done.set_result(None)
+
+    access = PageAccess(post, rig.producer.paths.offers)
+    access.close()
+    network, own = cast(Network, rig.network), {each.pool.base for each in rig.producer.memory}
+
+    def served() -> set[int]:
+        return own & {each.pool.base for each in network._producers.values()}
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(network, "serve", partial(_fail, TransferError("no network")))
+        with pytest.raises(ConfigError, match="no data path can be served here"):
+            access.open()
+    assert commands == [ClosePairs]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(FollowerTransfer, "_start", partial(_fail, TransferError("no network")))
+        with pytest.raises(EngineFault, match="no network"):
+            access.open()
+    assert commands == [ClosePairs] and not served()
+    access.open()
+    assert commands == [ClosePairs, OpenPairs] and served() == own
+
+
+def _fail(error: Exception, *_: Any) -> None:
+    raise error
 
 
 # Seen failing with whole pages in followers, and with pieces read as pages of the first table.

@@ -130,7 +130,7 @@ class Rig:
             lambda outlet, wake: ProducerSide(
                 ProducerEnd(config, PageTables(PAGE_SIZE)),
                 _hello(PRODUCER, self.source.pool),
-                RankOffers(0, self.producers),
+                RankOffers(0, lambda: self.producers),
                 outlet,
                 wake,
                 PageChecksums(page_bytes_of(self.source.pool), config.checksum_interval),
@@ -520,7 +520,7 @@ def test_a_consumer_whose_stream_is_ended_here_is_dismissed_before_its_front_say
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
     end = ProducerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     outlet, nothing = EventOutlet(frames), PageChecksums(pool, 0)
-    offers = RankOffers(0, {"diary": diary})
+    offers = RankOffers(0, lambda: {"diary": diary})
     publisher = ProducerSide(end, _hello(PRODUCER, pool), offers, outlet, lambda: None, nothing)
     publisher.opened(PairOpened(7, _hello(CONSUMER, pool), False), 0.0)
     opening = OpenHandoff(ID, b"", Remaining(9.0), Prompt(make_spec(range(7))))

@@ -46,10 +46,12 @@ from engine.grammar.grammar_verifier import GrammarWorker
 from engine.load import LoadedModel
 from engine.loop.loop import EventLoop
 from engine.models import Model, content, load, open_checkpoint, stored_of
+from engine.models.refill import relocated
 from engine.offload.file_cache import version_of
 from engine.runner.stream import DeviceStream
 from engine.sizing import resolve_shape
 from engine.speculative import Speculator
+from kernels.cuda.virtual_memory import VirtualMemory
 from node.engine_process import EngineStart
 from node.messages import (
     Drained,
@@ -99,6 +101,7 @@ class Size:
         tier_pages: host pages below the prefix cache, as in CoreShape.
         kv_dtype: CacheConfig.dtype.
         started_with: directory of other weights of the rig's model.
+        memory: of pages and weights, in place of host memory. Needs a model of its own.
     """
 
     num_pages: int = 64
@@ -118,6 +121,7 @@ class Size:
     )
     routed_experts: RoutedExpertsConfig = field(default_factory=RoutedExpertsConfig)
     input_embeddings: bool = False
+    memory: VirtualMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,12 +379,12 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         routed_experts=size.routed_experts,
         input_embeddings=InputEmbeddingsConfig(enabled=size.input_embeddings),
     )
-    loaded = _loaded(common, config, directory)
+    loaded = _loaded(common, config, directory, size.memory)
     shape = resolve_shape(config, loaded.model.spec, dtype=loaded.model.dtype, free=1 << 40)
     shape = replace(shape, tier_pages=size.tier_pages)
     if config.routed_experts.enabled:
         record_experts(config, loaded.model, shape)
-    backend = TorchBackend.open(shape, common.make_stream())
+    backend = TorchBackend.open(shape, common.make_stream(), size.memory)
     backend.pool.tensor.fill_(0xFF)  # NaN: reads of pages that were never written fail
     store = None
     if size.disk_dir is not None:
@@ -398,10 +402,15 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     return assemble(config, loaded, core, backend, AllPass()), config
 
 
-def _loaded(common: Common, config: EngineConfig, directory: Path) -> LoadedModel:
-    model = common.loaded.model
+def _loaded(
+    common: Common, config: EngineConfig, directory: Path, memory: VirtualMemory | None
+) -> LoadedModel:
+    model, region = common.loaded.model, None
     if common.own_models:
         model = Loaded.from_directory(directory).model
+    if memory is not None:
+        assert common.own_models
+        region = relocated(open_checkpoint(directory).tensors(model), memory)
     weights_id: Future[bytes] = Future()
     weights_id.set_result(UNNAMED if config.weights_dir is None else _content(directory))
     return LoadedModel(
@@ -412,6 +421,7 @@ def _loaded(common: Common, config: EngineConfig, directory: Path) -> LoadedMode
         "",
         weights_id,
         bank_of(config.lora, model, 1 << 40),
+        region=region,
     )
 
 

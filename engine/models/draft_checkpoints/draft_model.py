@@ -5,7 +5,7 @@ wherever the model's is: in the prefix cache, in lower tiers, and on the next no
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from engine.models.drafting import DraftSteps, drawn, one_token, view_of
 from engine.models.drafting.protocol import Draw
 from engine.models.families import read_decoder
 from engine.models.heads import as_stored
-from engine.models.refill import drain
+from engine.models.refill import drain, found
 from engine.models.spec import ModelSpec
 from engine.models.vision.encoder import VisionInput
 from engine.models.weights import load_weights, refill_weights, stored_tensors, weight_bytes
@@ -99,6 +99,11 @@ class DraftModelCheckpoint:
         assert isinstance(model.drafter, DraftModel)
         for part in model.drafter.decoder.parts:
             drain(part)
+
+    def tensors(self, model: Decoder) -> Iterable[Tensor]:
+        """Return the tensors of the model's drafter."""
+        assert isinstance(model.drafter, DraftModel)
+        return found(Tensor, [*model.drafter.decoder.parts])
 
 
 def _part(share: Share) -> Share:

@@ -2,10 +2,12 @@
 SGLang. Embedding and token head are those of the target model."""
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from common.config import Quantize
 from common.errors import ConfigError
@@ -26,7 +28,7 @@ from engine.models.families import common
 from engine.models.fields import Fields
 from engine.models.linear import form_of
 from engine.models.quantized import scheme_of
-from engine.models.refill import drain, refill
+from engine.models.refill import drain, found, refill
 from engine.models.spec import ModelSpec
 from engine.models.weights.reader import TensorReader
 from engine.models.weights.survey import TensorInventory, TensorNeeds
@@ -84,6 +86,11 @@ class EagleCheckpoint:
         """Return the memory of the weights of the model's drafter to the system."""
         assert isinstance(model.drafter, DraftHead)
         drain(model.drafter.layer)
+
+    def tensors(self, model: Decoder) -> Iterable[Tensor]:
+        """Return the tensors of the model's drafter."""
+        assert isinstance(model.drafter, DraftHead)
+        return found(Tensor, model.drafter.layer)
 
     def added_to(self, model: ModelSpec) -> ModelSpec:
         """Return the properties of the target model with this drafter."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from common.config import Quantize
 from common.errors import ConfigError
@@ -20,7 +21,7 @@ from engine.models.quantized import scheme_of
 from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
 from engine.models.transformers_backend import loading
-from engine.models.transformers_backend.held import drain_modules, refill_modules
+from engine.models.transformers_backend.held import drain_modules, refill_modules, tensors_of
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.skeleton import MetaModel, config_of, part_of, skeleton
 from engine.ranks import WHOLE, Share
@@ -87,6 +88,10 @@ class TransformersCheckpoint:
         assert isinstance(model, TransformersModel)
         drain_modules(model.modules)
         trim()
+
+    def tensors(self, model: object) -> Iterable[Tensor]:
+        assert isinstance(model, TransformersModel)
+        return tensors_of(model.modules)
 
     def _part(self, share: Share) -> MetaModel:
         """Return the class as a rank has it. Raises ConfigError as `part_of`."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from common.errors import EngineFault
 from common.process.resources import trim
 from engine.models.linear import Form, Linear, Matrix
-from engine.models.refill import drain, refill
+from engine.models.refill import drain, found, refill
 from engine.models.transformers_backend.skeleton import products
 
 
@@ -77,10 +77,15 @@ def drain_modules(present: Sequence[nn.Module]) -> None:
         drain(place)
 
 
+def tensors_of(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Yield all tensors that `refill_modules` fills."""
+    return found(Tensor, list(_places(modules)))
+
+
 def _places(modules: Sequence[nn.Module]) -> Iterator[object]:
     """Yield the objects that hold numbers: the class's own tensors, and converted products."""
     for module in chain.from_iterable(each.modules() for each in modules):
-        yield from (each.detach() for each in module.parameters(recurse=False))
+        yield from module.parameters(recurse=False)
         yield from module.buffers(recurse=False)
         if isinstance(module, WeightHolder):
             yield module.linear

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,9 @@ class TransformersEncoder:
 
     def drain(self) -> None:
         drain(tuple(self._model.parameters()))
+
+    def tensors(self) -> Iterable[Tensor]:
+        yield from self._model.parameters()
 
     def working_bytes(self) -> int:
         rows, columns = _largest(self._files)

@@ -8,7 +8,7 @@ encodes them, which lengthens it. `MAX_PIXEL_BYTES` limits the size of each imag
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,10 @@ class VisionEncoder(Protocol):
 
     def drain(self) -> None:
         """Return the memory of the weights to the system, until `refill`."""
+        ...
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the tensors that `refill` fills."""
         ...
 
     def working_bytes(self) -> int:
@@ -115,6 +119,10 @@ class VisionTower:
             self._forget()
             self._drained = True
             self._encoder.drain()
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the tensors of the encoder's weights."""
+        return self._encoder.tensors()
 
     def missing(self, images: Sequence[Image]) -> list[Image]:
         """Return the images whose embeddings are not cached, each content once. The others become

@@ -1,0 +1,1 @@
+"""Memory of CUDA devices that torch does not manage."""

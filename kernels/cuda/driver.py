@@ -1,0 +1,87 @@
+"""Calls into the library of the CUDA driver, which exists wherever a GPU does.
+
+For functions that torch does not offer. Independent of their purpose.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OUT_OF_MEMORY = 2
+
+
+class CudaError(RuntimeError):
+    """A failed call."""
+
+
+class OutOfDeviceMemory(CudaError):
+    """A call that failed because the device does not have enough memory."""
+
+
+def call(function: str, *arguments: Any) -> None:
+    """Call a function of the library. Raise CudaError with its name and the driver's name of the
+    error."""
+    driver = _driver()
+    result = driver[function](*arguments)
+    if result:
+        name = ctypes.c_char_p()
+        driver.cuGetErrorName(result, ctypes.byref(name))
+        kind = OutOfDeviceMemory if result == _OUT_OF_MEMORY else CudaError
+        raise kind(f"{function}: {(name.value or b'?').decode()}")
+
+
+@functools.cache
+def device(index: int) -> ctypes.c_int:
+    """Return the driver's handle of a device."""
+    call("cuInit", ctypes.c_uint(0))
+    handle = ctypes.c_int()
+    call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(index))
+    return handle
+
+
+def use(index: int) -> None:
+    """Make a device current for the calling thread's calls. torch's own calls do so only when they
+    need it, and UCX's never do.
+    """
+    call("cuCtxSetCurrent", ctypes.c_void_p(_primary_context(index)))
+
+
+def bytes_at(address: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the memory at an address as uint8 of this shape. Keeps nothing alive.
+
+    Raises:
+        RuntimeError: there is no such memory. If it is another device's, torch returns a copy.
+    """
+    return torch.as_tensor(_CudaArray(address, shape), device=device)
+
+
+class _CudaArray:
+    """Memory at an address, in the form that torch imports without a copy."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": shape,
+            "strides": None,
+            "data": (address, False),
+        }
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"no CUDA driver: {error}") from None
+
+
+@functools.cache
+def _primary_context(index: int) -> int | None:
+    """Return torch's own context, retained for as long as the process lives."""
+    context = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device(index))
+    return context.value
