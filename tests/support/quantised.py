@@ -110,10 +110,12 @@ def int8_by_row(weight: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": numbers.to(torch.int8), "weight_scale": scale}, numbers * scale
 
 
-def _grouped(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _grouped(
+    weight: Tensor, bits: int, group: int = GROUP
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Numbers from 0 on [out, in], scales and zeros [out, groups], and what they stand for."""
     rows, columns = weight.shape
-    grouped = weight.view(rows, columns // GROUP, GROUP)
+    grouped = weight.view(rows, columns // group, group)
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
     scale = ((high - low) / (2**bits - 1)).half().float()
     zero = (-low / scale).round().clamp(0, 2**bits - 1)
@@ -153,14 +155,14 @@ def gptq(bits: int, *, version: str = "gptq", shuffled: bool = False) -> Format:
     return Format(config | {"checkpoint_format": version}, encode)
 
 
-def awq() -> Format:
+def awq(group: int = GROUP) -> Format:
     places = [0, 2, 4, 6, 1, 3, 5, 7]  # the output that is at nibble 0, 1, 2, ...
 
     def columns(numbers: Tensor) -> Tensor:
         return numbers.view(len(numbers), -1, 8)[:, :, places].reshape(len(numbers), -1)
 
     def encode(weight: Tensor) -> tuple[Tensors, Tensor]:
-        numbers, scale, zero, floats = _grouped(weight, 4)
+        numbers, scale, zero, floats = _grouped(weight, 4, group)
         tensors = {
             "qweight": _packed(columns(numbers.t().contiguous()), 4),
             "qzeros": _packed(columns(zero.t().contiguous()), 4),
@@ -168,7 +170,7 @@ def awq() -> Format:
         }
         return tensors, floats
 
-    config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"}
     return Format(config | {"zero_point": True}, encode)
 
 
