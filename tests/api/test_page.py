@@ -35,7 +35,7 @@ async def test_the_page_and_all_that_it_loads_are_there_and_nothing_from_elsewhe
 
 
 async def test_nodes_of_every_role_have_a_list(api):
-    page, script = (await api.get(path) for path in ("/", "/page/app.js"))
+    page, script = await api.get("/"), await api.get("/page/app.js")
     lists = re.findall(
         r'new Nodes\(byId\("(.*?)"\), byId\("(.*?)"\), "(.*?)"\)', script.body.decode()
     )

@@ -152,7 +152,7 @@ def test_an_encode_node_is_checked_without_the_decoder(check, model, tmp_path):
 
     directory = make_vision_checkpoint(tmp_path / "vision")
     base = ("--role=encode", "--device=cpu", "--port=0")
-    code, table, _ = check(*base, f"--model={directory}", "--embedding-bytes=8MiB")
+    code, table, _ = check(*base, f"--model={directory}", "--embedding-bytes=8388608")
     assert code == 0 and "encode node" in table and "qwen2_5_vl" in table
     assert re.search(r"8\.\d* MiB of pages", table), table
     assert "compiled operations" not in table  # which are the decoder's
