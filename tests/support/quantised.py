@@ -30,13 +30,19 @@ class Format:
     encode: Callable[[Tensor], tuple[Tensors, Tensor]]
 
 
-def requantised(source: Path, directory: Path, form: Format) -> tuple[Path, Path]:
-    """The quantised checkpoint and its twin."""
+def requantised(
+    source: Path, directory: Path, form: Format, spared: str | None = None
+) -> tuple[Path, Path]:
+    """The quantised checkpoint and its twin.
+
+    Args:
+        spared: part of the names of matrices that stay floats.
+    """
     quantised, twin = directory / "quantised", directory / "twin"
     stored: Tensors = {}
     meant: Tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if name.endswith(MODULES):
+        if name.endswith(MODULES) and (spared is None or spared not in name):
             module = name.removesuffix(".weight")
             tensors, floats = form.encode(tensor)
             stored |= {f"{module}.{end}": part.contiguous() for end, part in tensors.items()}
