@@ -175,7 +175,7 @@ def serve_again(serving: Serving) -> None:
 
 def serve_images(serving: Serving, rows: int = 3, columns: int = 5) -> None:
     for number in range(2):
-        tokens, images = with_images("see ", picture(rows, columns, number), " and then")
+        tokens, images = with_images("see " * 12, picture(rows, columns, number), " and then")
         serving.add(tokens, images=images, sampling=EVERY_SAMPLING[number])
     serving.add(prompt(20), sampling=sampled())
     serving.run()
