@@ -1,9 +1,11 @@
 """Weights of 4 bits are multiplied as they are stored, on a CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from engine.models.linear import Matrix, StoredExpert
+from engine.models.linear import Matrix, StoredExpert, joined
 from engine.models.linear.code_panels import CodePanelForm, CodePanels
 from engine.models.linear.dense import DenseForm, DenseLinear
 from kernels.quantised import QuantFormat
@@ -93,6 +95,38 @@ def test_groups_that_words_straddle_become_floats(form):
     assert isinstance(linear, DenseLinear)
     assert torch.equal(linear.weight, whole.floats()[:, 28:])
     assert form.num_bytes(8, 36, part.format) == linear.nbytes
+
+
+def reordered(order):
+    """A matrix [64, 128] in groups of 32 whose inputs are in this order."""
+    stored = matrix(64, 128, 32, "int4")
+    return replace(stored, format=QuantFormat("int4", 32, reordered=True), order=order)
+
+
+def test_inputs_in_activation_order_are_read_in_that_order(form):
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(1))
+    stored, x = reordered(order), drawn(5, 128, F32)
+    linear = form.hold(stored)
+    assert isinstance(linear, CodePanels) and linear.nbytes == form.num_bytes(
+        64, 128, stored.format
+    )
+    plain = form.hold(replace(stored, format=QuantFormat("int4", 32), order=torch.empty(0)))
+    assert torch.equal(linear.apply(x), plain.apply(x[:, order]))
+    exact = x.double() @ stored.floats().double().T
+    torch.testing.assert_close(linear.apply(x).double(), exact, rtol=1e-4, atol=1e-3)
+
+
+def test_matrices_with_other_orders_of_inputs_are_joined_as_floats():
+    """The same for a part of the inputs, which no consecutive groups have."""
+    one, other = reordered(torch.arange(128).flip(0)), reordered(torch.arange(128).roll(3))
+    both = joined([one, other])
+    assert both.format is None
+    assert torch.equal(both.numbers, torch.cat([one.floats(), other.floats()]))
+    assert joined([one, one]).format == one.format
+    assert torch.equal(joined([one, one]).floats(), torch.cat([one.floats()] * 2))
+    part = one.columns(range(32, 64))
+    assert part.format is None and torch.equal(part.numbers, one.floats()[:, 32:64])
+    assert one.format.within(range(32, 64), 128) is None
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp4"])

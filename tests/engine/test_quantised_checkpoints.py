@@ -100,7 +100,9 @@ def test_on_a_gpu_mxfp4_stays_as_it_is(tmp_path, monkeypatch):
     assert weight_bytes(checkpoint, spec, CPU, torch.bfloat16) == taken + decoder.ends.head.nbytes
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq int4", "compressed int4", "mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq int4", "gptq int4 in activation order", "compressed int4", "mxfp4"]
+)
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "deepseek_v3"])
 def test_on_a_cpu_4_bits_stay_as_they_are(tmp_path, monkeypatch, architecture, name):
     use("compiled", monkeypatch)

@@ -144,7 +144,9 @@ def gptq(bits: int, *, version: str = "gptq", shuffled: bool = False) -> Format:
     def encode(weight: Tensor) -> tuple[Tensors, Tensor]:
         weight = weight.clone()
         weight[0, :GROUP].abs_()  # a zero of 0, of which one less is the largest number
-        order = torch.randperm(weight.shape[1]) if shuffled else torch.arange(weight.shape[1])
+        order = torch.arange(weight.shape[1])
+        if shuffled:  # alike for matrices of the same inputs, as quantisers have it
+            order = torch.randperm(len(order), generator=torch.Generator().manual_seed(0))
         numbers, scale, zero, floats = _grouped(weight[:, order], bits)
         back = order.argsort()
         less = 1 if version == "gptq" else 0

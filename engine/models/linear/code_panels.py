@@ -24,6 +24,7 @@ class CodePanels:
 
     Attributes:
         codes, scales, zeros: as `Operators.weight_only_product` takes them.
+        order: of a reordered format, the input of each number.
     """
 
     operators: Operators
@@ -32,6 +33,7 @@ class CodePanels:
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
+    order: Tensor
     bias: Tensor | None = None
 
     @property
@@ -39,8 +41,10 @@ class CodePanels:
         return self.format.num_bytes(*self.shape)
 
     @property
-    def matrix(self) -> PanelMatrix:
-        """Return the matrix for layers computed in one call."""
+    def matrix(self) -> PanelMatrix | None:
+        """Return the matrix for layers computed in one call. None if inputs are reordered."""
+        if self.format.reordered:
+            return None
         operators, codes, group = self.operators, self.codes, self.group
         return PanelMatrix(operators, codes, *self.shape, self.bias, self.scales, self.zeros, group)
 
@@ -49,6 +53,8 @@ class CodePanels:
         return self.format.group or self.shape[1]
 
     def apply(self, x: Tensor) -> Tensor:
+        if self.format.reordered:
+            x = x.index_select(1, self.order)
         return self.operators.weight_only_product(
             x, self.codes, self.scales, self.zeros, self.group, self.shape[0], self.bias
         )
@@ -71,7 +77,9 @@ class CodePanelForm:
         zeros = _by_panel(matrix.zeros) if matrix.format.kind == "int4" else None
         codes, scales = self.operators.pack_codes(matrix.numbers), _by_panel(matrix.scales)
         shape = (outputs, inputs)
-        return CodePanels(self.operators, matrix.format, shape, codes, scales, zeros, bias)
+        return CodePanels(
+            self.operators, matrix.format, shape, codes, scales, zeros, matrix.order, bias
+        )
 
     def rounded(self, matrix: Matrix) -> Matrix:
         return matrix
