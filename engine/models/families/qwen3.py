@@ -7,7 +7,8 @@ features of images to their outputs.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engine.models.blocks.layer import FfnSpec, LayerSpec
+from engine.models.blocks.layer import LayerSpec
+from engine.models.blocks.protocol import FfnSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common, moe
 from engine.models.families.qwen2 import windows

@@ -136,7 +136,8 @@ class StackedTensor:
             stored = place.checkpoint.read(place.prefix + name)[number]
             return Matrix(stored if stored.shape == sides else stored.t())
 
-        return StoredExpert(*(matrix(*each) for each in _sides(shape).items()))
+        gate_up, down = (matrix(*each) for each in _sides(shape).items())
+        return StoredExpert(gate_up, down)
 
 
 def _sides(shape: ExpertShape) -> Mapping[str, tuple[int, int]]:
