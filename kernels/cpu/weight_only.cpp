@@ -90,10 +90,10 @@ struct Weights {
 // A panel's codes for inputs of one group.
 struct Block {
     const uint32_t* codes;
-    int64_t from, size;  // inputs
+    int64_t size;  // inputs
 };
 
-// Sums of up to TILE rows with a block, and the words of as many.
+// Widens a block, and sums up to TILE_ROWS rows with it, by vector instructions.
 template <class Kind, class Number>
 struct Vectors {
     static constexpr int64_t TILE_ROWS = TILE;
@@ -213,6 +213,7 @@ void add_inputs(const T* x, int64_t stride, const Weights& weights, int64_t num_
         }
 }
 
+// Sums of rows with a matrix, block by block. input_sums: of `add_inputs`.
 template <class Engine>
 auto widening(
     const Weights& weights, const uint32_t* rows, int64_t stride, const float* input_sums
@@ -227,9 +228,7 @@ auto widening(
             const int64_t group = from / weights.group;
             const int64_t end = std::min(weights.inputs, (group + 1) * weights.group);
             size = std::min(BLOCK, end - from);
-            const Block block{
-                weights.panels + (panel * codes + from / CODES) * COLUMNS, from, size
-            };
+            const Block block{weights.panels + (panel * codes + from / CODES) * COLUMNS, size};
             engine.lay(block);
             Lanes scales[PARTS], zeros[PARTS];
             const int64_t place = (panel * groups + group) * COLUMNS;
@@ -250,7 +249,8 @@ auto widening(
                     for (int part = 0; part < PARTS; part++) {
                         Lanes& total = sums[(row + i) * PARTS + part];
                         if (from == 0) total = Lanes{};
-                        total = Floats::add(total, (Words)scales[part], (Words)found[i * PARTS + part]);
+                        const Words product = (Words)found[i * PARTS + part];
+                        total = Floats::add(total, (Words)scales[part], product);
                         if (subtracts) {
                             Lanes input = Lanes{} + input_sums[(first + row + i) * groups + group];
                             total = Floats::add(total, (Words)zeros[part], (Words)input);
