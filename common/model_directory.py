@@ -342,6 +342,7 @@ def _scale(processor: _Json) -> tuple[tuple[float, ...], tuple[float, ...]]:
 _IMAGE_MODELS: Mapping[str, Callable[[_Json, _Json, _Json, _Json], VisionFiles]] = {
     "qwen2_5_vl": partial(_by_area, placeholder=151655, patch_side=14, timestamps=False),
     "qwen3_vl": partial(_by_area, placeholder=151655, patch_side=16, timestamps=True),
+    "qwen3_vl_moe": partial(_by_area, placeholder=151655, patch_side=16, timestamps=True),
     "qwen3_5": partial(_by_area, placeholder=248056, patch_side=16, timestamps=True),
     "qwen3_5_moe": partial(_by_area, placeholder=248056, patch_side=16, timestamps=True),
     "llava": _by_square,

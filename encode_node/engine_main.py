@@ -61,19 +61,24 @@ TRANSFER_END_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoadedEncoder:
-    """The image encoder of a model in memory, and the pages of its embeddings."""
+class PlannedEncoder:
+    """The image encoder of a model before it is loaded, and the shape of its node.
+
+    Attributes:
+        weight_bytes: of its weights and of cached embeddings.
+        usable_bytes: memory of the device that the node may use.
+    """
 
     opened: OpenedModel
-    tower: VisionTower
+    vision: VisionInput
     layout: KVLayout
-    pool: KVPool
-    weights: WeightsId
-    fingerprint: dict[str, str]
+    weight_bytes: int
+    num_pages: int
+    usable_bytes: int
 
     @classmethod
-    def load(cls, config: EncodeConfig) -> "LoadedEncoder":
-        """Load the encoder.
+    def of(cls, config: EncodeConfig) -> "PlannedEncoder":
+        """Plan the encoder.
 
         Raises:
             ConfigError: the model has none, or it does not fit.
@@ -88,14 +93,13 @@ class LoadedEncoder:
                 "An encode node needs one, see docs/images.md"
             )
         device, dtype = opened.device, opened.precision.dtype
-        needed = vision.weight_bytes(dtype) + config.embedding_bytes
-        if needed > (free := usable_bytes(device, engine)):
+        weight_bytes, free = vision.weight_bytes(dtype), usable_bytes(device, engine)
+        if weight_bytes + config.embedding_bytes > free:
+            needed = weight_bytes + config.embedding_bytes
             raise ConfigError(
                 f"{engine.model}: the image encoder takes {needed / 2**30:.2f} GiB, and "
                 f"{free / 2**30:.2f} GiB of {device} may be used"
             )
-        weights = named_weights(opened)
-        tower = vision.load(device, dtype)
         layout = whole_layout(engine, opened.servable.spec, dtype, device)
         num_pages = config.embedding_bytes // layout.page_bytes
         if not num_pages:
@@ -103,9 +107,30 @@ class LoadedEncoder:
                 f"embedding_bytes: {config.embedding_bytes} are less than a page of "
                 f"{layout.page_bytes} bytes"
             )
-        fields = {**model_fields(engine, opened), **layout_fields(layout)}
+        return cls(opened, vision, layout, weight_bytes, num_pages, free)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedEncoder:
+    """The image encoder of a model in memory, and the pages of its embeddings."""
+
+    opened: OpenedModel
+    tower: VisionTower
+    layout: KVLayout
+    pool: KVPool
+    weights: WeightsId
+    fingerprint: dict[str, str]
+
+    @classmethod
+    def load(cls, config: EncodeConfig) -> "LoadedEncoder":
+        """Load the encoder. Raises ConfigError as `PlannedEncoder.of`."""
+        plan = PlannedEncoder.of(config)
+        opened, layout = plan.opened, plan.layout
+        weights = named_weights(opened)
+        tower = plan.vision.load(opened.device, opened.precision.dtype)
+        fields = {**model_fields(config.engine, opened), **layout_fields(layout)}
         fingerprint = {**fields, "weights": weights.result().hex()}
-        pool = KVPool(layout, num_pages, device)
+        pool = KVPool(layout, plan.num_pages, opened.device)
         return cls(opened, tower, layout, pool, weights.result(), fingerprint)
 
 

@@ -33,25 +33,32 @@ class QuantFormat:
 
     Attributes:
         group: consecutive inputs of a row that share a scale. 0: all.
+        reordered: inputs are in another order, such as that of their activations' sizes.
     """
 
     kind: NumberKind
     group: int = 0
+    reordered: bool = False
 
     @property
     def bits(self) -> int:
         return 4 if self.kind in ("int4", "fp4") else 8
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes of the numbers, of their scales and zero points."""
+        """Return the bytes of the numbers, of their scales and zero points, and of the order."""
         groups = -(-columns // self.group) if self.group else 1
         scale = (2 if self.kind == "fp4" else 4) + (self.kind == "int4")
-        return rows * (columns * self.bits // 8 + groups * scale)
+        order = columns * torch.int64.itemsize if self.reordered else 0
+        return rows * (columns * self.bits // 8 + groups * scale) + order
 
-    def within(self, inputs: range, columns: int) -> "QuantFormat":
+    def within(self, inputs: range, columns: int) -> "QuantFormat | None":
         """Return the format of these inputs of a matrix with so many columns. Groups that would be
-        cut are divided."""
-        if not self.group or len(inputs) == columns:
+        cut are divided. None: floats, because the inputs are in another order."""
+        if len(inputs) == columns:
+            return self
+        if self.reordered:
+            return None
+        if not self.group:
             return self
         end = 0 if inputs.stop == columns else inputs.stop
         return replace(self, group=math.gcd(self.group, inputs.start, end))
@@ -123,6 +130,8 @@ def num_inputs(numbers: Tensor) -> int:
 
 def widens(stored: QuantFormat, where: torch.device) -> bool:
     """Return whether kernels widen these numbers on a CUDA device."""
+    if stored.reordered:
+        return False
     if stored.kind != "fp8":
         return True
     major, minor = torch.cuda.get_device_capability(where)

@@ -118,6 +118,15 @@ class RequestTimings(msgspec.Struct, array_like=True, eq=False):
         )
 
 
+class ImageReads(msgspec.Struct, array_like=True, eq=False):
+    """Reads of a request's images from encode nodes."""
+
+    begun: float = 0.0
+    ended: float = 0.0  # the last one
+    wanted: int = 0  # images
+    completed: int = 0
+
+
 class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
     """One hand-off on a prefill node, from its Open on."""
 
@@ -137,6 +146,7 @@ class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
     reason: str = ""  # of a hand-off that was dropped before
     bringing: list[float] = []  # as RequestTimings.bringing
     encoded: list[float] = []  # as RequestTimings.encoded
+    images: ImageReads = msgspec.field(default_factory=ImageReads)
 
     def times(self) -> PrefillTimes:
         """Return the times of a hand-off whose last chunk is done."""
@@ -363,6 +373,11 @@ def _moments_of_handoff(stamps: ProducerTimings) -> Iterator[TimelineEvent]:
     yield TimelineEvent(stamps.opened, "opened", came)
     granted = f"the consumer has {stamps.prefix_tokens} tokens cached"
     yield TimelineEvent(stamps.granted, "granted", granted)
+    images = stamps.images
+    embeddings = f"embeddings of {images.wanted} images from encode nodes"
+    yield TimelineEvent(images.begun, "reading images", embeddings)
+    completed = f"{images.completed} of {images.wanted} from encode nodes"
+    yield TimelineEvent(images.ended, "images read", completed)
     yield from _moments_of_bringing(stamps.bringing)
     yield from _moments_of_encoding(stamps.encoded)
     yield TimelineEvent(

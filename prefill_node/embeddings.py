@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.request import Remaining
 from common.requests.images import Image
@@ -35,6 +36,7 @@ from kvtransfer.ports import (
 )
 from node.sharing.dispatch import FIRST_SHARED_NUMBER
 from node.sharing.exports import SHARE
+from node.timings import ImageReads
 
 FIRST_NUMBER = FIRST_SHARED_NUMBER  # of hand-offs, below those of weights
 MAX_READS = 256  # images in progress
@@ -65,6 +67,13 @@ class _Landing:
     pages: Ints
     lands: bool = True
     copying: Future[None] | None = None
+
+
+class _Wait(NamedTuple):
+    """A request that waits."""
+
+    names: set[bytes]  # of its images in progress
+    timings: ImageReads
 
 
 class EmbeddingReads:
@@ -104,7 +113,7 @@ class EmbeddingReads:
         self._reads: dict[bytes, _Read] = {}  # by the name of the image
         self._by_id: dict[HandoffId, _Read] = {}
         self._landing: dict[HandoffId, _Landing] = {}
-        self._waits: dict[int, set[bytes]] = {}  # names of images, by key
+        self._waits: dict[int, _Wait] = {}  # by key
         self._over: dict[int, None] = {}  # keys, not returned yet
         self._counts = dict.fromkeys(OUTCOMES, 0)
 
@@ -121,11 +130,14 @@ class EmbeddingReads:
 
     # Requests -----------------------------------------------------------------------------------
 
-    def start(self, key: int, images: Sequence[Image], addresses: Sequence[str]) -> None:
+    def start(
+        self, key: int, images: Sequence[Image], addresses: Sequence[str], timings: ImageReads
+    ) -> None:
         """Start to read the embeddings of a request's images that are not cached here.
 
         Args:
             addresses: the encode node of each image.
+            timings: of the request. Filled in as its reads end.
         """
         if self._encoder is None:
             return
@@ -136,7 +148,9 @@ class EmbeddingReads:
                 read = self._begin(image, of_image.get(image.name, ""))
             if read is not None:
                 read.waiting.add(key)
-                self._waits.setdefault(key, set()).add(image.name)
+                self._waits.setdefault(key, _Wait(set(), timings)).names.add(image.name)
+        if (wait := self._waits.get(key)) is not None:
+            timings.begun, timings.wanted = self._clock(), len(wait.names)
 
     def waits(self, key: int) -> bool:
         """Return whether the request waits for a read in progress."""
@@ -150,7 +164,8 @@ class EmbeddingReads:
     def forget(self, key: int) -> None:
         """Forget an ended request, in any stage. Reads that no other request waits for end."""
         self._over.pop(key, None)
-        for name in self._waits.pop(key, ()):
+        wait = self._waits.pop(key, None)
+        for name in () if wait is None else wait.names:
             read = self._reads[name]
             read.waiting.discard(key)
             if not read.waiting and read.copying is None:
@@ -282,8 +297,10 @@ class EmbeddingReads:
             self._by_id.pop(read.id, None)
         del self._reads[read.image.name]
         for key in read.waiting:
-            names = self._waits[key]
+            names, timings = self._waits[key]
             names.discard(read.image.name)
+            timings.completed += outcome == "completed"
             if not names:
+                timings.ended = self._clock()
                 del self._waits[key]
                 self._over[key] = None

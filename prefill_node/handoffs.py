@@ -197,7 +197,9 @@ class OutgoingHandoffs:
         state.claims.add(Claim.FETCH, partial(self._sharing.forget, state.key))
         if isinstance(source, Prompt) and source.encode_addresses:
             state.claims.add(Claim.IMAGES, partial(self._embeddings.forget, state.key))
-            self._embeddings.start(state.key, source.spec.images, source.encode_addresses)
+            self._embeddings.start(
+                state.key, source.spec.images, source.encode_addresses, timings.images
+            )
         if isinstance(source, Prompt) and source.prefix_hints:
             scheduled = self._queues.scheduled
             room, queued_s = (

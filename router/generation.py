@@ -180,7 +180,7 @@ def submit(
             partial(timeline.receive, timings),
             move_from=move_from,
             prefix_hints=placed.prefix_at,
-            encode_addresses=encode_nodes(spec, placed.encoders),
+            encode_addresses=encode_nodes(spec, placed.encoders, placed.charge),
         )
     except NodeUnavailable:
         placed.charge.close()

@@ -21,6 +21,7 @@ const totals = new Totals(byId("tiles"));
 const sides = [
   new Nodes(byId("prefill-nodes"), byId("prefill-count"), "prefill"),
   new Nodes(byId("decode-nodes"), byId("decode-count"), "decode"),
+  new Nodes(byId("encode-nodes"), byId("encode-count"), "encode"),
 ];
 const links = new Links(byId("fabric"), byId("links"), byId("paths"));
 const events = new Events();
@@ -54,7 +55,9 @@ function show(cluster) {
   say(byId("router-state"), [state, silentWorkers(router)].filter(Boolean).join("; "));
   mark(byId("router-state"), "data-state", router.state);
   say(byId("about"), about(router));
-  document.body.classList.toggle("no-prefill", !cluster.nodes.some((node) => node.role === "prefill"));
+  for (const role of ["prefill", "encode"]) {
+    document.body.classList.toggle(`no-${role}`, !cluster.nodes.some((node) => node.role === role));
+  }
   if (answers++ % REQUESTS_EVERY === 0) requests.refresh();
 }
 

@@ -26,6 +26,7 @@ export const QUEUES = {
   grammar: "waiting for grammar compilation",
   offload_load: "loading a prefix from an offload tier",
   fetching: "fetching a prefix from another node",
+  encoding: "images that wait for the encoder",
   embeddings: "waiting for embeddings of images from encode nodes",
   paused: "waiting until the node continues after a pause",
   adapter: "waiting until the LoRA adapter is on the device",
@@ -47,6 +48,7 @@ export const FACTS = {
   "steps/s": "forwards of the engine per second",
   "hand-offs/s": "completed hand-offs per second",
   "cache hit rate": "share of prompt tokens found in the prefix cache since the node started",
+  "images refused": "images that this encode node refused since it started. Prefill nodes encoded them",
   "local prefills": "prompts that this decode node computed itself since it started",
   "hand-offs failed": "failed hand-offs since the node started. They were retried, or the decode node computed the prompt",
   "canaries failed": "failed canary checks since the node started. Requests are not handed over from a prefill node that failed",
@@ -135,10 +137,17 @@ function fill(child, node, rates) {
   say(at(".pids"), words(node));
 }
 
-const mainRate = (node, rates) =>
-  node.role === "prefill"
-    ? [rates.of(node.address, "prompt_tokens"), "prompt tok/s"]
-    : [rates.of(node.address, "generated_tokens"), "tok/s"];
+/** Counter and unit of what a node of each role produces. */
+const PRODUCTS = {
+  prefill: ["prompt_tokens", "prompt tok/s"],
+  decode: ["generated_tokens", "tok/s"],
+  encode: ["embedding_exports/completed", "images/s"],
+};
+
+function mainRate(node, rates) {
+  const [counter, unit] = PRODUCTS[node.role];
+  return [rates.of(node.address, counter), unit];
+}
 
 function fillPages(bar, amounts, pages) {
   const all = Object.values(pages).reduce((a, b) => a + b, 0);
@@ -167,6 +176,10 @@ const makeAmount = ([name]) =>
 function facts(node, rates) {
   if (node.state === "unreachable") return [];
   const of = (counter) => rates.of(node.address, counter);
+  if (node.role === "encode") {
+    const { "embedding_exports/refused": refused = 0 } = node.counters;
+    return refused ? [{ label: "images refused", value: refused, bad: true }] : [];
+  }
   const shown = [
     { label: "steps/s", value: of("steps") },
     { label: "hand-offs/s", value: of("handoffs_completed") },

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from itertools import takewhile
 
 from cli import client
-from common.config import DecodeConfig, NodeConfig, PrefillConfig, RouterConfig
+from common.config import DecodeConfig, EncodeConfig, NodeConfig, PrefillConfig, RouterConfig
 from common.process.standard_output import say
 from common.settings import ConfigArgumentParser, parser_of, read, wrong
 
@@ -23,6 +23,7 @@ _RECORDS: Mapping[str, type[RouterConfig] | type[NodeConfig]] = {
     "router": RouterConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "encode": EncodeConfig,
 }
 _HELP = ("-h", "--help", "--help-all")
 

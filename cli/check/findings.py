@@ -17,6 +17,7 @@ from cli.operating.command import size
 from common import tls
 from common.addresses import join_address
 from common.config import (
+    EncodeConfig,
     EngineConfig,
     NodeConfig,
     ParallelConfig,
@@ -32,15 +33,17 @@ from common.identity.guard import Role
 from common.identity.program import identity_of
 from common.model_directory import model_directory
 from common.process.network import own_address
+from encode_node.engine_main import PlannedEncoder
 from engine.load import OpenedModel, usable_bytes
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
-from engine.models.linear import rounding_of
+from engine.models.linear import rounding_of, stays_stored
 from engine.models.precision import choose_precision
 from engine.models.spec import NOT_QUANTISED, ModelSpec
 from engine.processor import matrix_features, threads_at_hand, usable_cores
 from engine.ranks import Share
 from engine.ranks.meeting import NETWORK
+from engine.runner.cpu import use_cpu
 from engine.sizing import resolve_device, resolve_shape
 from kernels.cpu.compiler import COMPILERS, cache_directory, compiler, prebuilt
 
@@ -63,12 +66,25 @@ def fail(findings: Iterable[Finding]) -> bool:
 
 def of(config: RouterConfig | NodeConfig) -> Iterator[Finding]:
     """Check the configuration of a process."""
-    return router_findings(config) if isinstance(config, RouterConfig) else node_findings(config)
+    match config:
+        case RouterConfig():
+            return router_findings(config)
+        case EncodeConfig():
+            return encode_findings(config)
+    return node_findings(config)
 
 
 def node_findings(config: NodeConfig) -> Iterator[Finding]:
     """Check model, KV transfer, server, and callers of a node, in the order in which it starts."""
     yield from _model(config.engine)
+    yield from _transfer(config.transfer)
+    yield from _front(config.server)
+    yield _callers("node", config.server, mutual=config.server.tls.mutual)
+
+
+def encode_findings(config: EncodeConfig) -> Iterator[Finding]:
+    """Check the configuration of an encode node, which loads only the image encoder."""
+    yield from _encoder(config)
     yield from _transfer(config.transfer)
     yield from _front(config.server)
     yield _callers("node", config.server, mutual=config.server.tls.mutual)
@@ -111,6 +127,8 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("device", "ok", _device(devices, config))
         if device.type == "cpu":
             yield _operations(config)
+            if spec.stored != NOT_QUANTISED:  # the form of its matrices depends on them
+                use_cpu(torch.get_num_threads(), config.cpu_kernels)
         precision = choose_precision(config.dtype, device, checkpoint, matrix_features())
         yield Finding("dtype", "ok", f"{precision}: {precision.because}")
         yield _weights(spec, device, config)
@@ -146,6 +164,26 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
     yield _text(directory)
 
 
+def _encoder(config: EncodeConfig) -> Iterator[Finding]:
+    try:
+        plan = PlannedEncoder.of(config)
+        stored = len(plan.vision.stored())
+    except ConfigError as error:
+        yield Finding("image encoder", "fails", str(error))
+        return
+    opened = plan.opened
+    architecture = opened.servable.spec.architecture
+    yield Finding("image encoder", "ok", f"of {architecture}, {stored} tensors: {opened.directory}")
+    yield Finding("device", "ok", _device([opened.device], config.engine))
+    yield Finding("dtype", "ok", f"{opened.precision}: {opened.precision.because}")
+    pool = plan.num_pages * plan.layout.page_bytes
+    remark = (
+        f"{size(plan.weight_bytes)} of weights and cached embeddings, and {size(pool)} of pages in "
+        f"{size(plan.usable_bytes)}: {plan.num_pages} pages"
+    )
+    yield Finding("memory", "ok", remark)
+
+
 def _drafter(config: SpeculativeConfig, spec: ModelSpec) -> Iterator[Finding]:
     """Report the source of draft tokens, if speculation is enabled."""
     whose = {
@@ -164,9 +202,8 @@ def _weights(spec: ModelSpec, device: torch.device, config: EngineConfig) -> Fin
     """Report the format of the stored weights and the conversion at load time."""
     rounding = rounding_of(device, config.quantize, spec.format)
     if rounding == "none":
-        rounding = (
-            "as stored" if spec.stored == NOT_QUANTISED else "converted to floats when loaded"
-        )
+        kept = spec.stored == NOT_QUANTISED or stays_stored(device, spec.format)
+        rounding = "as stored" if kept else "converted to floats when loaded"
     return Finding("weights", "ok", f"{spec.stored}, {rounding}")
 
 

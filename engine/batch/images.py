@@ -30,6 +30,7 @@ class VisibleImage:
     """Tokens [first, last) of an image. They start at token `place` of the step.
 
     row: of the step, whose request has the image.
+    at: index of token `first` among the request's tokens.
     image: None on a rank that receives its embeddings from another one.
     """
 
@@ -38,6 +39,7 @@ class VisibleImage:
     last: int
     place: int
     row: int = 0
+    at: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +167,7 @@ def _seen(
     """Return the visible images of a row that computes tokens [start, end), the first at
     `place`."""
     return [
-        VisibleImage(image, first - image.at, last - image.at, place + first - start, row)
+        VisibleImage(image, first - image.at, last - image.at, place + first - start, row, first)
         for image in images
         if (first := max(image.at, start)) < (last := min(image.end, end))
     ]

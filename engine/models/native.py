@@ -103,12 +103,6 @@ class NativeCheckpoint:
         self, device: torch.device, dtype: torch.dtype, quantize: Quantize, share: Share = WHOLE
     ) -> int:
         self._check_stages(share)
-        if self.spec.whole_images and share.num_ranks > 1:
-            raise ConfigError(
-                "engine.parallel: several ranks are not supported for models whose image tokens "
-                "see all of their image. To serve texts with them, remove vision_config from "
-                "config.json"
-            )
         beside = 0
         if self._sight is not None and share.node_rank == 0:
             beside += self._sight.weight_bytes(dtype)

@@ -18,6 +18,7 @@ from engine.models.blocks.norm import RmsNorm
 from engine.models.blocks.protocol import KeptStates, ModelStep
 from engine.models.blocks.rotation import Rotation
 from engine.models.linear import Linear
+from engine.models.linear.code_panels import CodePanels
 from engine.models.linear.panels import Int8Panels, Panels
 from kernels.attention.paged import check_kv
 from kernels.cpu.layers import (
@@ -254,7 +255,7 @@ def _compiled(layer: Layer, rotations: list[Rotation]) -> CompiledLayer | None:
 
 def _matrix(linear: Linear) -> PanelMatrix | None:
     match linear:
-        case Panels() | Int8Panels():
+        case Panels() | Int8Panels() | CodePanels():
             return linear.matrix
     return None
 

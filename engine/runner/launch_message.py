@@ -54,7 +54,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     Attributes:
         tensors: dtype, shape and first byte in the block.
-        seen: first token in the step and number of tokens of each visible image.
+        seen: number of tokens of each visible image, and `place`, `row` and `at` of VisibleImage.
         given: first tokens in the step of input embeddings.
         chosen, num_prompt: see HeadInputs.
         fills: slots to fill with adapters.
@@ -68,7 +68,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     extends: tuple[tuple[int, int], ...]
     graph: GraphShape | None
     to_guess: tuple[int, ...]
-    seen: tuple[tuple[int, int], ...]
+    seen: tuple[tuple[int, int, int, int], ...]
     given: tuple[int, ...]
     chosen: bool
     num_prompt: int
@@ -96,7 +96,7 @@ def encode(step: Step, block: Block) -> Launch:
         () if rows is None else rows.extends,
         step.graph,
         speculated.to_guess,
-        tuple((one.place, one.last - one.first) for one in _images(rows)),
+        tuple((one.last - one.first, one.place, one.row, one.at) for one in _images(rows)),
         tuple(one.place for one in _given(rows)),
         step.heads.chosen,
         step.heads.num_prompt,
@@ -115,7 +115,7 @@ def decode(launch: Launch, block: Block, adapter: Callable[[AdapterId], LoraAdap
     rows, given, early, verified, adapters, scored, swap_out, swap_in = (
         [*islice(views, count)] for count in msgspec.structs.astuple(launch.parts)
     )
-    images = (VisibleImage(None, 0, count, place) for place, count in launch.seen)
+    images = (VisibleImage(None, 0, *one) for one in launch.seen)
     embeddings = (VisibleEmbeddings(*one) for one in zip(given, launch.given, strict=True))
     seen: tuple[VisibleImage | VisibleEmbeddings, ...] = (*images, *embeddings)
     return Step(

@@ -17,10 +17,11 @@ struct Norm {
 
 struct Matrix {
     const uint32_t* panels;
-    const float* scales;   // null: it is of the numbers that are computed with; else of int8
-    const int32_t* zeros;  // with scales
-    const void* bias;      // may be null
+    const void* scales;  // null: the numbers are of the dtype
+    const void* zeros;   // of integers with scales
+    const void* bias;    // may be null
     int64_t inputs, outputs;
+    int64_t group;  // of inputs that share a scale, of 4 bits. 0: of int8, or of the dtype
 };
 
 struct Layer {
@@ -60,10 +61,17 @@ struct Step {
     }
 
     void multiply(const Matrix& matrix, const void* x, void* out) const {
-        if (matrix.scales)
+        if (matrix.group)
+            weight_only_product(
+                dtype, !matrix.zeros, matrix.panels, matrix.scales, (const uint8_t*)matrix.zeros,
+                matrix.group, x, matrix.inputs, matrix.bias, out, num_tokens, matrix.inputs,
+                matrix.outputs, team
+            );
+        else if (matrix.scales)
             int8_product(
-                dtype, matrix.panels, x, matrix.inputs, matrix.scales, matrix.zeros, matrix.bias,
-                out, num_tokens, matrix.inputs, matrix.outputs, team
+                dtype, matrix.panels, x, matrix.inputs, (const float*)matrix.scales,
+                (const int32_t*)matrix.zeros, matrix.bias, out, num_tokens, matrix.inputs,
+                matrix.outputs, team
             );
         else
             float_product(

@@ -19,8 +19,9 @@ class PanelMatrix:
     """A matrix in panels.
 
     Attributes:
-        panels: of `Operators.pack_panels`, of rows of whole words.
-        scales, zeros: for int8, see `int8_product`.
+        panels: of `Operators.pack_panels`, of rows of whole words, or of `pack_codes`.
+        scales, zeros: for int8 and numbers of 4 bits, see `int8_product`, `weight_only_product`.
+        group: inputs that share a scale. 0: the numbers have 8 bits or more.
     """
 
     operators: Operators
@@ -30,6 +31,7 @@ class PanelMatrix:
     bias: Tensor | None
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,7 +231,7 @@ class _Norm(ctypes.Structure):
 class _Matrix(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "zeros", "bias")),
-        *((name, _INT) for name in ("inputs", "outputs")),
+        *((name, _INT) for name in ("inputs", "outputs", "group")),
     )
 
 
@@ -296,6 +298,7 @@ def _matrix(matrix: PanelMatrix) -> _Matrix:
         _address(matrix.bias),
         matrix.inputs,
         matrix.outputs,
+        matrix.group,
     )
 
 

@@ -53,4 +53,10 @@ void int8_product(
     int64_t num_outputs, Team* team
 );
 
+void weight_only_product(
+    int dtype, int fp4, const uint32_t* panels, const void* scales, const uint8_t* zeros,
+    int64_t group, const void* x, int64_t stride, const void* bias, void* out, int64_t num_rows,
+    int64_t inputs, int64_t num_outputs, Team* team
+);
+
 }  // extern "C"

@@ -42,9 +42,11 @@ _FUNCTIONS = {
     "by_head_product": "ippllpllllllp",
     "stored_product": "iplplpplllp",
     "int8_product": "ipplpppplllp",
+    "weight_only_product": "iippplplpplllp",
     "compute_layers": "ppllppppp",
 }
 PANEL = 64  # outputs, as in products.cpp
+CODES = 8  # numbers of 4 bits in a word
 WORD_BYTES = 4  # of a row, that a product processes at once
 _PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # as `products` numbers them
 
@@ -656,6 +658,60 @@ class Operators:
             x.shape[0],
             x.shape[1],
             scales.shape[0],
+            self._team,
+        )
+        return out
+
+    def pack_codes(self, codes: Tensor) -> Tensor:
+        """Return codes from 0 to 15, uint8 [out, in], in the layout of `weight_only_product`.
+
+        Args:
+            codes: of a multiple of CODES inputs.
+        Returns:
+            uint8 [out / 64, in / 8, 64, 4], rounded up and padded with 0.
+        """
+        outputs, inputs = codes.shape
+        # Inputs 2 i and 2 i + 1 of 8 are half a word apart, so that pairs need one shift.
+        places = codes.reshape(outputs, inputs // CODES, 2, 2, 2).permute(0, 1, 4, 2, 3)
+        return self.pack_panels((places[..., 0] | places[..., 1] << 4).reshape(outputs, -1))
+
+    def weight_only_product(
+        self,
+        x: Tensor,
+        panels: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        group: int,
+        outputs: int,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Multiply x [n, in] by a matrix of numbers of 4 bits, and add bias of x's dtype: [n, out].
+
+        A weight is (number - zero) * scale. Numbers are widened exactly. Products are added in
+        float32, in an order that does not depend on the number of rows.
+
+        Args:
+            panels: of `pack_codes`. Integers if there are zeros, else e2m1.
+            scales: [panels, groups, 64], float32 of integers and bfloat16 of e2m1.
+            zeros: uint8, shaped like scales.
+            group: consecutive inputs that share a scale, a multiple of CODES.
+        """
+        if x.stride(1) != 1 or x.stride(0) % 2:
+            x = x.contiguous()
+        out = x.new_empty(x.shape[0], outputs)
+        self._library.weight_only_product(
+            DTYPES[x.dtype],
+            zeros is None,
+            panels.data_ptr(),
+            scales.data_ptr(),
+            None if zeros is None else zeros.data_ptr(),
+            group,
+            x.data_ptr(),
+            x.stride(0),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            outputs,
             self._team,
         )
         return out

@@ -12,35 +12,6 @@
 
 namespace {
 
-constexpr int64_t ROWS = 64 * TILE;  // rows that stay in a near cache, with their sums, for all panels
-
-// Calls finish(row, column, sums) with the sums of WIDTH outputs from `column` on. add(panel, first,
-// count, sums) gives those of `count` rows from `first` on.
-template <class Kind, class Add, class Finish>
-void multiply(
-    int64_t num_rows, int64_t words, int64_t num_outputs, Team* team, Add add, Finish finish
-) {
-    int64_t num_panels = (num_outputs + COLUMNS - 1) / COLUMNS;
-    int64_t blocks = (num_rows + ROWS - 1) / ROWS;
-    auto piece = [&](int64_t number) {
-        int64_t panel = number % num_panels, first = number / num_panels * ROWS;
-        int64_t count = std::min(ROWS, num_rows - first);
-        typename Kind::Sums sums[ROWS][PARTS];
-        add(panel, first, count, sums[0]);
-        for (int64_t row = 0; row < count; row++)
-            for (int part = 0; part < PARTS; part++) {
-                int64_t column = panel * COLUMNS + part * WIDTH;
-                if (column < num_outputs) finish(first + row, column, sums[row][part]);
-            }
-    };
-    int64_t count = num_panels * blocks;
-    // A tile of rows costs what one costs that reads the panel.
-    if (num_panels * COLUMNS * words * 4 * ((num_rows + TILE - 1) / TILE) < SMALL)
-        for (int64_t number = 0; number < count; number++) piece(number);
-    else
-        team->share(count, piece);
-}
-
 // Sums with a matrix that lies in panels.
 template <class Kind>
 auto packed(const uint32_t* panels, const uint32_t* rows, int64_t stride, int64_t words) {
@@ -143,14 +114,6 @@ auto stored(
         if constexpr (!BY_TILE<Kind>)
             if (count == 1) return add_lone<Kind>(own, inputs_of, words, sums);
         add_laid<Kind>(own, inputs_of, stride, count, words, sums);
-    };
-}
-
-template <class T>
-auto with_bias(const void* bias, void* out, int64_t num_outputs) {
-    return [=](int64_t row, int64_t column, Lanes sums) {
-        if (bias) sums += load((const T*)bias + column, num_outputs - column);
-        store((T*)out + row * num_outputs + column, sums, num_outputs - column);
     };
 }
 

@@ -9,6 +9,7 @@ charged when a request is placed:
                    and a request                                   until the end
     the node that computes the prompt
                    all its tokens, in `queued`                     until the first token, or the end
+    encode node    the tokens of its images                        until the first token, or the end
 """
 
 import math
@@ -125,6 +126,7 @@ class NodeLoad:
     def __init__(self) -> None:
         self.prefill = NodeTally()
         self.decode = NodeTally()
+        self.encode = NodeTally()
         self.queued = QueuedWork()  # at the first candidate, or at the decode node if there is none
         self._unshown: dict[
             str, set[LoadReservation]
@@ -156,8 +158,8 @@ class NodeLoad:
 
     @property
     def empty(self) -> bool:
-        tallied = not (self.prefill.empty and self.decode.empty and self.queued.empty)
-        return not tallied and not self._unshown
+        tallies = (self.prefill, self.decode, self.encode, self.queued)
+        return all(each.empty for each in tallies) and not self._unshown
 
     def wait_for_status(self, decode: str, charge: "LoadReservation") -> None:
         self._unshown.setdefault(decode, set()).add(charge)
@@ -173,7 +175,10 @@ class NodeLoad:
 class LoadReservation(AbstractContextManager["LoadReservation"]):
     """The charge of one request. Leaving the context closes it. All calls are idempotent."""
 
-    __slots__ = (*("_computing", "_decode", "_live", "_load", "_prefill", "_tokens", "_uncached"),)
+    __slots__ = (
+        *("_computing", "_decode", "_images", "_live", "_load"),
+        *("_prefill", "_tokens", "_uncached"),
+    )
 
     def __init__(self, load: NodeLoad, placement: PlacementDecision, place: QueueEntry) -> None:
         self._load = load
@@ -181,12 +186,23 @@ class LoadReservation(AbstractContextManager["LoadReservation"]):
         self._prefill = placement.prefill[0] if placement.prefill else ""
         self._tokens = place.units  # tokens whose pages no Status includes
         self._uncached = placement.uncached_tokens
+        self._images: list[tuple[str, int]] = []  # encode node and tokens of each
         self._computing = True
         self._live = True
         if self._prefill:
             load.prefill.add(self._prefill, num_tokens=self._uncached, num_requests=1)
         load.queued.add(self._prefill or self._decode, self, place)
         load.decode.add(self._decode, num_tokens=place.units, num_requests=1)
+
+    def encoding(self, address: str) -> int:
+        """Return the tokens of images that are charged to an encode node, of all requests."""
+        return self._load.encode.tokens(address)
+
+    def encodes(self, address: str, num_tokens: int) -> None:
+        """Charge an image of this request to an encode node, unless its prompt is computed."""
+        if self._computing:
+            self._images.append((address, num_tokens))
+            self._load.encode.add(address, num_tokens=num_tokens)
 
     def first_token(self) -> None:
         """Note that the prompt is computed and its pages are in use on the decode node."""
@@ -196,6 +212,8 @@ class LoadReservation(AbstractContextManager["LoadReservation"]):
         self._load.queued.remove(self._prefill or self._decode, self)
         if self._prefill:
             self._load.prefill.add(self._prefill, num_tokens=-self._uncached, num_requests=-1)
+        for address, num_tokens in self._images:
+            self._load.encode.add(address, num_tokens=-num_tokens)
         self._load.wait_for_status(self._decode, self)
 
     def shown(self) -> None:

@@ -10,9 +10,11 @@ from typing import NamedTuple, Protocol, TypeVar
 from xxhash import xxh3_64_intdigest
 
 from common.request import RequestSpec
+from common.requests.images import Image
 from common.requests.namespace import BYTES_PER_TOKEN, as_bytes
 from router.policy.load import (
     DecodeChoice,
+    LoadReservation,
     NodeBacklogs,
     NodeLoad,
     PlacementDecision,
@@ -28,29 +30,38 @@ _MOST_HALVINGS = 5
 _USUAL_GIB_PER_S = {"nvlink": 200.0, "cuda_ipc": 50.0, "rdma": 20.0, "cma": 8.0, "tcp": 2.0}
 _MOST_GIB_PER_S = 1e6
 _MAX_KNOWN = 1024  # nodes
+# Image tokens by which an encode node may exceed the least loaded one: two images at the default
+# limit of their size.
+MAX_MORE_IMAGE_TOKENS = 2560
 _NAME_TOKENS = 4  # first tokens of an image that stand for its content
 
 T = TypeVar("T")
 
 
-def encode_nodes(spec: RequestSpec, encoders: Sequence[str]) -> tuple[str, ...]:
-    """Return the encode node of each image. Empty if there are no encode nodes.
+def encode_nodes(
+    spec: RequestSpec, encoders: Sequence[str], charge: LoadReservation
+) -> tuple[str, ...]:
+    """Return the encode node of each image, and charge it. Empty if there are no encode nodes.
 
     Rendezvous hashing by content: an image goes to the node that has its embeddings cached, and few
-    images change their node when nodes join or leave.
+    images change their node when nodes join or leave. The hash gives an order of all nodes. The
+    first one is skipped while its images have far more tokens than those of the least loaded node.
     """
     if not encoders:
         return ()
 
-    def node_of(tokens: bytes) -> str:
-        return max(encoders, key=lambda node: xxh3_64_intdigest(tokens + node.encode()))
-
-    return tuple(
+    def node_of(image: Image) -> str:
+        end = min(image.at + _NAME_TOKENS, image.end)
         # The ids of its tokens are drawn from its content.
-        node_of(spec.token_ids[BYTES_PER_TOKEN * image.at : BYTES_PER_TOKEN * end])
-        for image in spec.images
-        for end in [min(image.at + _NAME_TOKENS, image.end)]
-    )
+        content = spec.token_ids[BYTES_PER_TOKEN * image.at : BYTES_PER_TOKEN * end]
+        loads = {node: charge.encoding(node) for node in encoders}
+        most = min(loads.values()) + MAX_MORE_IMAGE_TOKENS
+        light = (node for node, load in loads.items() if load <= most)
+        node = max(light, key=lambda node: xxh3_64_intdigest(content + node.encode()))
+        charge.encodes(node, image.num_tokens)
+        return node
+
+    return tuple(map(node_of, spec.images))
 
 
 class RotatingOrder:

@@ -2,12 +2,13 @@
 
 import asyncio
 import re
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from api.admin.router_state import ClusterEndpoint, plain
 from api.page import files
+from node.metrics import Role
 from protos.router_pb2 import GetClusterRequest, GetClusterResponse
 from tests.api.rig import router_for
 from tests.support.http_client import connected, get, request
@@ -31,6 +32,16 @@ async def test_the_page_and_all_that_it_loads_are_there_and_nothing_from_elsewhe
     assert set(found) == set(files.routes())
     kinds = {path.rpartition(".")[2]: file.headers["content-type"] for path, file in found.items()}
     assert kinds["js"].startswith("text/javascript")  # browsers run no other kind as a module
+
+
+async def test_nodes_of_every_role_have_a_list(api):
+    page, script = await api.get("/"), await api.get("/page/app.js")
+    lists = re.findall(
+        r'new Nodes\(byId\("(.*?)"\), byId\("(.*?)"\), "(.*?)"\)', script.body.decode()
+    )
+    assert sorted(role for _, _, role in lists) == sorted(get_args(Role))
+    for name in (name for nodes, number, _ in lists for name in (nodes, number)):
+        assert f'id="{name}"' in page.body.decode()
 
 
 @pytest.mark.parametrize("path", ["/", "/page/app.js", "/page/style.css"])

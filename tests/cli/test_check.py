@@ -137,10 +137,31 @@ def test_it_tells_how_weights_are_stored_and_what_becomes_of_them(check, model, 
     quantised, _ = requantised(model, tmp_path, FORMATS["awq"])
     for served, words in (
         (model, "not quantised, as stored"),
-        (quantised, "AWQ int4, groups of 32, converted to floats when loaded"),
+        (quantised, "AWQ int4, groups of 32, as stored"),
     ):
         code, table, _ = check(f"--model={served}", "--device=cpu", "--port=0")
         assert code == 0 and words in table
+    without = "--engine.cpu-kernels=off"
+    code, table, _ = check(f"--model={quantised}", "--device=cpu", "--port=0", without)
+    assert code == 0 and "AWQ int4, groups of 32, converted to floats when loaded" in table
+
+
+def test_an_encode_node_is_checked_without_the_decoder(check, model, tmp_path):
+    pytest.importorskip("PIL")
+    from tests.support.vision import make_vision_checkpoint
+
+    directory = make_vision_checkpoint(tmp_path / "vision")
+    base = ("--role=encode", "--device=cpu", "--port=0")
+    code, table, _ = check(*base, f"--model={directory}", "--embedding-bytes=8388608")
+    assert code == 0 and "encode node" in table and "qwen2_5_vl" in table
+    assert re.search(r"8\.\d* MiB of pages", table), table
+    assert "compiled operations" not in table  # which are the decoder's
+    code, table, _ = check(*base, f"--model={model}")
+    assert code == 1 and "no image encoder" in table
+    code, table, _ = check(*base, f"--model={directory}", "--embedding-bytes=1")
+    assert code == 1 and "less than a page" in table
+    code, table, _ = check(*base, f"--model={directory}", "--engine.parallel.tp=2")
+    assert code == 1 and "not supported on encode nodes" in table
 
 
 def test_which_way_a_model_is_computed_is_told_and_why(check, model, tmp_path):

@@ -19,7 +19,10 @@ COMPONENTS = sorted(path.parent.name for path in KUBERNETES.glob("components/*/k
 # Components on the base, and those together that make pods of others'.
 MADE_HERE = {f"base with {name}": (name,) for name in COMPONENTS} | {
     f"base with {name} and {other}": (name, other)
-    for name, other in (("tls", "pairs"), ("tls", "nvlink"), ("monitoring", "data-parallel"))
+    for name, other in (
+        *(("tls", "pairs"), ("tls", "nvlink"), ("encode", "tls")),
+        ("monitoring", "data-parallel"),
+    )
 }
 # Whatever is rendered, most rules hold. "base" is read without kustomize.
 RENDERINGS = ["base", *OVERLAYS, *MADE_HERE, "the guide's example"]

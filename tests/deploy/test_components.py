@@ -183,7 +183,7 @@ def test_a_pod_that_drains_waits_for_as_long_as_a_request_may_take(programs_of):
 
 TLS = [
     *("base with tls", "base with tls and pairs", "base with tls and nvlink"),
-    "multi-node-tls",
+    *("base with encode and tls", "multi-node-tls"),
 ]
 
 

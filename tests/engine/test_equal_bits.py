@@ -16,6 +16,7 @@ from tests.support.checkpoints import (
     make_checkpoint,
 )
 from tests.support.devices import CPU, use
+from tests.support.quantised import FORMATS, in_mxfp4, requantised
 from tests.support.steps import Recorder, Steps, prompt
 from tests.support.tiny_models import make_tiny
 
@@ -175,6 +176,26 @@ def test_a_request_has_the_same_bits_however_it_is_computed(
     use("compiled", monkeypatch)
     dtype, quantize = PRECISIONS[precision]
     model = load(make_checkpoint(tmp_path, family), CPU, dtype, quantize)
+    model.compute_in_one_way()
+    check(model)
+
+
+@pytest.mark.parametrize(
+    "family, dtype",
+    [
+        ("qwen3", torch.float32),
+        pytest.param("qwen3_moe", torch.float32, marks=pytest.mark.long),
+        pytest.param("gpt_oss", torch.float32, marks=pytest.mark.long),
+    ],
+)
+def test_weights_of_4_bits_have_the_same_bits(tmp_path, monkeypatch, family, dtype):
+    use("compiled", monkeypatch)
+    source = make_checkpoint(tmp_path / "source", family, moe_intermediate_size=64)
+    if family == "gpt_oss":
+        directory, _ = in_mxfp4(source, tmp_path)
+    else:
+        directory, _ = requantised(source, tmp_path, FORMATS["awq"])
+    model = load(directory, CPU, dtype)
     model.compute_in_one_way()
     check(model)
 

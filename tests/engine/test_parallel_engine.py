@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ from tests.support.drafters import make_draft, make_eagle, make_eagle3, make_hyb
 from tests.support.measuring_follower import FREE_BYTES
 from tests.support.specs import make_request
 from tests.support.tiny_models import make_tiny
-from tests.support.vision import make_vision_checkpoint, picture, with_images
+from tests.support.vision import SQUARE, make_vision_checkpoint, picture, with_images
 
 NUM_PAGES = 26
 FOLLOWER = "node.follower"
@@ -172,9 +173,9 @@ def serve_again(serving: Serving) -> None:
     serve_text(serving)
 
 
-def serve_images(serving: Serving) -> None:
+def serve_images(serving: Serving, rows: int = 3, columns: int = 5) -> None:
     for number in range(2):
-        tokens, images = with_images("see ", picture(3, 5, number), " and then")
+        tokens, images = with_images("see " * 12, picture(rows, columns, number), " and then")
         serving.add(tokens, images=images, sampling=EVERY_SAMPLING[number])
     serving.add(prompt(20), sampling=sampled())
     serving.run()
@@ -305,6 +306,12 @@ CASES: dict[str, tuple[int, Any, int, Any]] = {
         lambda root: {"model": str(make_vision_checkpoint(root))},
         NUM_PAGES,
         serve_images,
+    ),
+    "images, seen whole": (
+        2,
+        lambda root: {"model": str(make_vision_checkpoint(root, model_type="gemma3"))},
+        NUM_PAGES,
+        partial(serve_images, rows=SQUARE, columns=SQUARE),
     ),
     "images, features of layers": (
         2,

@@ -11,11 +11,13 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.families import read_decoder
 from engine.models.linear import INT8 as BY_CHANNEL
 from engine.models.linear import choose, onednn, rounding_of
+from engine.models.linear.code_panels import CodePanels
 from engine.models.linear.weight_only import WeightOnlyForm, WeightOnlyLinear
 from engine.models.spec import NOT_QUANTISED
 from engine.models.weights import load_weights, survey, weight_bytes
 from tests.engine.test_linear import nbytes
 from tests.support.checkpoints import make_checkpoint
+from tests.support.devices import use
 from tests.support.quantised import FORMATS, INT8, compressed, in_mxfp4, requantised
 from tests.support.steps import logits_after, prompt
 from tests.support.tiny_models import make_tiny
@@ -96,6 +98,30 @@ def test_on_a_gpu_mxfp4_stays_as_it_is(tmp_path, monkeypatch):
     assert experts.gate_up.numbers.dtype == experts.down.numbers.dtype == torch.uint8
     taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
     assert weight_bytes(checkpoint, spec, CPU, torch.bfloat16) == taken + decoder.ends.head.nbytes
+
+
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq int4", "gptq int4 in activation order", "compressed int4", "mxfp4"]
+)
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "deepseek_v3"])
+def test_on_a_cpu_4_bits_stay_as_they_are(tmp_path, monkeypatch, architecture, name):
+    use("compiled", monkeypatch)
+    if name == "mxfp4":
+        source = make_checkpoint(tmp_path / "source", "gpt_oss", num_local_experts=3)
+        quantised, twin = in_mxfp4(source, tmp_path)
+    else:
+        source = make_checkpoint(tmp_path / "floats", architecture, moe_intermediate_size=64)
+        quantised, twin = requantised(source, tmp_path, FORMATS[name])
+    torch.testing.assert_close(logits(quantised), logits(twin), atol=1e-5, rtol=1e-5)
+    checkpoint, spec = Checkpoint(quantised), read_decoder(quantised)
+    decoder = load_weights(checkpoint, spec, CPU, torch.float32)
+    ffn = decoder.layers[-1].ffn
+    own = ffn.down if architecture == "qwen2" and name != "mxfp4" else ffn.experts.nets[0][1]
+    assert isinstance(own, CodePanels)
+    taken = decoder.ends.embedding.nbytes + nbytes(decoder.ends.norm) + nbytes(decoder.layers)
+    if not spec.tied_embeddings:
+        taken += decoder.ends.head.nbytes
+    assert weight_bytes(checkpoint, spec, CPU, torch.float32) == taken
 
 
 @multiplies_int8

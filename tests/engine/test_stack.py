@@ -12,6 +12,7 @@ from engine.ranks import Share
 from tests.support import devices
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.devices import operators_here
+from tests.support.quantised import FORMATS, requantised
 from tests.support.steps import Steps
 from tests.support.thread_ranks import run_ranks
 
@@ -70,6 +71,15 @@ def test_one_call_gives_what_layers_give_one_by_one(
         pytest.skip("no such compiled product here")
     directory = make_checkpoint(tmp_path, architecture, **MODELS[architecture])
     model = load(directory, CPU, dtype, quantize)
+    assert isinstance(model.stack, InOneCall)
+    assert torch.equal(logits(model, model.stack), logits(model, LayerByLayer(model.layers)))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16], ids=str)
+def test_one_call_multiplies_numbers_of_4_bits_as_they_are_stored(tmp_path, dtype):
+    source = make_checkpoint(tmp_path / "source", "qwen3", **WINDOWED)
+    directory, _ = requantised(source, tmp_path, FORMATS["awq"])
+    model = load(directory, CPU, dtype)
     assert isinstance(model.stack, InOneCall)
     assert torch.equal(logits(model, model.stack), logits(model, LayerByLayer(model.layers)))
 

@@ -3,6 +3,10 @@
 import asyncio
 import base64
 import io
+import itertools
+import json
+import shutil
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +26,7 @@ from tests.support.vision import make_vision_checkpoint
 pytestmark = pytest.mark.long
 
 NUM_TOKENS = 12
+WEIGHTS = "model.safetensors"
 
 
 def picture(seed: int) -> str:
@@ -123,3 +128,72 @@ async def test_a_late_encode_node_is_not_waited_for(tmp_path: Path) -> None:
         assert await reads(cluster, "late") == 1
         thaw()
         assert await asking.about(1, question="What is it? ") == first
+
+
+async def test_embeddings_of_old_weights_are_not_used_after_an_update(tmp_path: Path) -> None:
+    """The encode node serves again once it has been restarted with the new weights."""
+    steps = tmp_path / "steps"
+    old = make_vision_checkpoint(tmp_path / "model")
+    new = make_vision_checkpoint(steps / "new", seed=1)
+    without = Cluster(new, tmp_path / "without", rig=CPU, path="tcp")
+    async with without as cluster, asked(cluster, new) as asking:
+        expected = [await asking.about(seed) for seed in (1, 2)]
+    beside = Cluster(
+        old,
+        tmp_path / "with",
+        path="tcp",
+        num_encode=1,
+        node_flags=[f"--engine.weights-dir={steps}"],
+        with_secret=False,  # everybody may update weights
+    )
+    async with beside as cluster, asked(cluster, old) as asking:
+        assert await asking.about(1) != expected[0]
+        assert await reads(cluster, "completed") == 1
+        await update_weights(cluster, "new")
+        assert await asking.about(1) == expected[0]
+        assert await reads(cluster, "completed") == 1
+        (encoder,) = cluster.encode
+        await cluster.kill(encoder)
+        shutil.copyfile(new / WEIGHTS, old / "next")
+        (old / "next").replace(old / WEIGHTS)  # running nodes keep the old file
+        await cluster.start_again(encoder)
+        seeds = itertools.count(10)
+
+        async def reads_again() -> bool:
+            await asking.about(next(seeds))
+            return await reads(cluster, "completed") > 1
+
+        await cluster.wait_until(reads_again, "the restarted encode node is used")
+        before = await reads(cluster, "completed")
+        assert await asking.about(2) == expected[1]
+        assert await reads(cluster, "completed") == before + 1
+
+
+async def update_weights(cluster: Cluster, name: str) -> None:
+    url = f"http://127.0.0.1:{cluster.http_port}/update_weights_from_disk"
+    content = json.dumps({"model_path": name}).encode()
+    asked = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+    await asyncio.to_thread(urllib.request.urlopen, asked, timeout=60.0)
+
+
+async def test_nodes_with_ranks_read_embeddings(tmp_path: Path) -> None:
+    directory = make_vision_checkpoint(tmp_path / "model")
+    ranks = ["--engine.parallel.tp=2"]
+    rigs = {
+        "without": Cluster(directory, tmp_path / "without", rig=CPU, path="tcp"),
+        "with": Cluster(
+            directory,
+            tmp_path / "with",
+            path="tcp",
+            num_encode=1,
+            prefill_flags=ranks,
+            decode_flags=ranks,
+        ),
+    }
+    answers = {}
+    for name, rig in rigs.items():
+        async with rig as cluster, asked(cluster, directory) as asking:
+            answers[name] = [await asking.about(1), await asking.about(1, 2)]
+            if name == "with":
+                assert await reads(cluster, "completed") == 2
+    assert answers["with"] == answers["without"]

@@ -22,6 +22,7 @@ from tests.pair.test_split_prefill import SplitRig
 from tests.support import devices
 from tests.support.devices import CPU
 from tests.support.drafters import TENSORS, make_followed_vision
+from tests.support.quantised import FORMATS, requantised
 from tests.support.steps import logits_after
 from tests.support.vision import (
     PATCH,
@@ -68,7 +69,11 @@ class VisionModel:
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3_5", pytest.param("qwen3_5_moe", marks=LONG), "qwen3_vl", "llava", "gemma3"],
+    params=[
+        *("qwen3_5", pytest.param("qwen3_5_moe", marks=LONG)),
+        *("qwen3_vl", pytest.param("qwen3_vl_moe", marks=LONG)),
+        *("llava", "gemma3"),
+    ],
 )
 def model(request, tmp_path_factory):
     return VisionModel(tmp_path_factory.mktemp("vision"), request.param)
@@ -175,6 +180,35 @@ def test_tensor_names_of_older_llavas(tmp_path):
         seeing = load(directory, CPU, torch.float32).seeing
         seeing.embed([VisibleImage(image, 0, image.num_tokens, 0)], x)
     assert embedded[0].any() and torch.equal(*embedded)
+
+
+def test_stacked_experts_may_have_their_inputs_first(tmp_path):
+    """Published checkpoints of Qwen3-VL have."""
+    directory = make_vision_checkpoint(tmp_path / "model", model_type="qwen3_vl_moe")
+    token_ids, images = with_images("What is it? ", picture(5, 3, 1))
+    expected = logits_after(load(directory, CPU, torch.float32), token_ids, images=images)
+    tensors = load_file(directory / "model.safetensors")
+    for name in tensors:
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, directory / "model.safetensors")
+    found = logits_after(load(directory, CPU, torch.float32), token_ids, images=images)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=LONG)])
+def test_quantised_decoders_see_images(tmp_path, model_type):
+    """Quantisers leave the encoder as it is."""
+    source = make_vision_checkpoint(tmp_path / "source", model_type=model_type)
+    form = FORMATS["awq"]
+    quantised, twin = requantised(source, tmp_path, form, spared="visual.")
+    token_ids, images = with_images("What is it? ", picture(5, 3, 1))
+    found, expected, floats = (
+        logits_after(load(each, CPU, torch.float32), token_ids, images=images)
+        for each in (quantised, twin, source)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(found, floats, atol=1e-3)
 
 
 def test_an_image_that_the_encoder_cannot_take_is_refused_by_the_node(tmp_path):

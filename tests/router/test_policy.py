@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import RouterConfig
+from common.request import RequestSpec
 from common.requests.images import Image
 from common.requests.namespace import SHARED, Namespace, namespace_of, page_names
 from router.policy import (
@@ -19,8 +21,13 @@ from router.policy import (
     RoutingPolicy,
     make_policy,
 )
-from router.policy.load import NodeBacklogs, NodeLoad
-from router.policy.policies import NAMES, NEAR_TOKENS, encode_nodes
+from router.policy.load import LoadReservation, NodeBacklogs, NodeLoad
+from router.policy.policies import (
+    MAX_MORE_IMAGE_TOKENS,
+    NAMES,
+    NEAR_TOKENS,
+    encode_nodes,
+)
 from router.policy.prefix_index import PrefixIndex
 from tests.support.fake_clock import FakeClock
 from tests.support.specs import make_spec
@@ -410,20 +417,71 @@ def test_links_that_differ_no_more_than_their_measurements_are_equal(rig):
     assert picked["d0"] > 35 and picked["d1"] > 35
 
 
+ENCODERS = [f"e{i}:1" for i in range(4)]
+
+
+def image(number: int, num_tokens: int, at: int = 0) -> Image:
+    return Image(at, 1, num_tokens, bytes([number]) * 4 * num_tokens)
+
+
+def with_images(*images: Image) -> RequestSpec:
+    """A request with these images one after the other, each behind a token of text."""
+    placed, tokens = [], list[int]()
+    for each in images:
+        tokens.append(7)
+        placed.append(msgspec.structs.replace(each, at=len(tokens)))
+        tokens += placed[-1].token_ids
+    return msgspec.structs.replace(make_spec(tokens), images=tuple(placed))
+
+
+def charged(load: NodeLoad) -> LoadReservation:
+    return load.charge(PlacementDecision("d0", ("p0",), 0), 0)
+
+
 def test_an_image_goes_to_the_same_encode_node_and_few_move_when_one_leaves() -> None:
-    images = [Image(4 * i + 1, 1, 3, bytes([i]) * 12) for i in range(64)]
-    tokens = [token for image in images for token in (7, *image.token_ids)]
-    spec = msgspec.structs.replace(make_spec(tokens), images=tuple(images))
-    nodes = [f"e{i}:1" for i in range(4)]
-    placed = encode_nodes(spec, nodes)
-    assert len(placed) == 64 and set(placed) == set(nodes)
-    assert encode_nodes(spec, nodes[::-1]) == placed  # whatever their order
-    left = encode_nodes(spec, nodes[:-1])
-    assert all(a == b for a, b in zip(placed, left, strict=True) if a != nodes[-1])
-    assert encode_nodes(spec, ()) == ()
+    spec = with_images(*(image(number, 3) for number in range(64)))
+
+    def placed(nodes: Sequence[str], of: RequestSpec = spec) -> tuple[str, ...]:
+        return encode_nodes(of, nodes, charged(NodeLoad()))
+
+    found = placed(ENCODERS)
+    assert len(found) == 64 and set(found) == set(ENCODERS)
+    assert placed(ENCODERS[::-1]) == found  # whatever their order
+    left = placed(ENCODERS[:-1])
+    assert all(a == b for a, b in zip(found, left, strict=True) if a != ENCODERS[-1])
+    assert placed(()) == ()
     # The same image elsewhere in another prompt.
     other = msgspec.structs.replace(
-        make_spec([1, 2, 3, *images[9].token_ids]),
-        images=(msgspec.structs.replace(images[9], at=3),),
+        make_spec([1, 2, 3, *spec.images[9].token_ids]),
+        images=(msgspec.structs.replace(spec.images[9], at=3),),
     )
-    assert encode_nodes(other, nodes) == (placed[9],)
+    assert placed(ENCODERS, other) == (found[9],)
+
+
+def test_images_leave_an_encode_node_that_has_far_more_than_others() -> None:
+    """Seen failing without charges, and with charges that are not returned."""
+    load, spec = NodeLoad(), with_images(image(1, MAX_MORE_IMAGE_TOKENS))
+    charges = [charged(load) for _ in range(3)]
+    first, second, third = (encode_nodes(spec, ENCODERS, charge)[0] for charge in charges)
+    assert first == second  # the limit is reached, and not exceeded
+    assert third != first
+    charges[0].first_token()
+    assert encode_nodes(spec, ENCODERS, charged(load))[0] == first
+    for charge in charges:
+        charge.close()
+
+
+def test_encode_nodes_are_not_charged_behind_the_first_token() -> None:
+    """A migration computes no prompt."""
+    load = NodeLoad()
+    charge = charged(load)
+    charge.first_token()
+    encode_nodes(with_images(image(1, 8)), ENCODERS, charge)
+    charge.close()
+    assert load.empty
+
+
+def test_many_images_of_one_request_are_divided_among_encode_nodes() -> None:
+    spec = with_images(*(image(1, 1280) for _ in range(24)))
+    counts = Counter(encode_nodes(spec, ENCODERS, charged(NodeLoad())))
+    assert set(counts) == set(ENCODERS) and max(counts.values()) - min(counts.values()) <= 3

@@ -350,7 +350,7 @@ class Cluster:
 
     async def start_again(self, node: Node) -> Node:
         """A new process on a killed node's address. Not waited for."""
-        nodes = self.prefill if node in self.prefill else self.decode
+        (nodes,) = (each for each in (self.prefill, self.decode, self.encode) if node in each)
         await node.channel.close()
         nodes[nodes.index(node)] = renewed = self._node(node.program)
         return renewed

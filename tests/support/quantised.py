@@ -30,13 +30,19 @@ class Format:
     encode: Callable[[Tensor], tuple[Tensors, Tensor]]
 
 
-def requantised(source: Path, directory: Path, form: Format) -> tuple[Path, Path]:
-    """The quantised checkpoint and its twin."""
+def requantised(
+    source: Path, directory: Path, form: Format, spared: str | None = None
+) -> tuple[Path, Path]:
+    """The quantised checkpoint and its twin.
+
+    Args:
+        spared: part of the names of matrices that stay floats.
+    """
     quantised, twin = directory / "quantised", directory / "twin"
     stored: Tensors = {}
     meant: Tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if name.endswith(MODULES):
+        if name.endswith(MODULES) and (spared is None or spared not in name):
             module = name.removesuffix(".weight")
             tensors, floats = form.encode(tensor)
             stored |= {f"{module}.{end}": part.contiguous() for end, part in tensors.items()}
@@ -110,10 +116,12 @@ def int8_by_row(weight: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": numbers.to(torch.int8), "weight_scale": scale}, numbers * scale
 
 
-def _grouped(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _grouped(
+    weight: Tensor, bits: int, group: int = GROUP
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Numbers from 0 on [out, in], scales and zeros [out, groups], and what they stand for."""
     rows, columns = weight.shape
-    grouped = weight.view(rows, columns // GROUP, GROUP)
+    grouped = weight.view(rows, columns // group, group)
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
     scale = ((high - low) / (2**bits - 1)).half().float()
     zero = (-low / scale).round().clamp(0, 2**bits - 1)
@@ -136,7 +144,9 @@ def gptq(bits: int, *, version: str = "gptq", shuffled: bool = False) -> Format:
     def encode(weight: Tensor) -> tuple[Tensors, Tensor]:
         weight = weight.clone()
         weight[0, :GROUP].abs_()  # a zero of 0, of which one less is the largest number
-        order = torch.randperm(weight.shape[1]) if shuffled else torch.arange(weight.shape[1])
+        order = torch.arange(weight.shape[1])
+        if shuffled:  # alike for matrices of the same inputs, as quantisers have it
+            order = torch.randperm(len(order), generator=torch.Generator().manual_seed(0))
         numbers, scale, zero, floats = _grouped(weight[:, order], bits)
         back = order.argsort()
         less = 1 if version == "gptq" else 0
@@ -153,14 +163,14 @@ def gptq(bits: int, *, version: str = "gptq", shuffled: bool = False) -> Format:
     return Format(config | {"checkpoint_format": version}, encode)
 
 
-def awq() -> Format:
+def awq(group: int = GROUP) -> Format:
     places = [0, 2, 4, 6, 1, 3, 5, 7]  # the output that is at nibble 0, 1, 2, ...
 
     def columns(numbers: Tensor) -> Tensor:
         return numbers.view(len(numbers), -1, 8)[:, :, places].reshape(len(numbers), -1)
 
     def encode(weight: Tensor) -> tuple[Tensors, Tensor]:
-        numbers, scale, zero, floats = _grouped(weight, 4)
+        numbers, scale, zero, floats = _grouped(weight, 4, group)
         tensors = {
             "qweight": _packed(columns(numbers.t().contiguous()), 4),
             "qzeros": _packed(columns(zero.t().contiguous()), 4),
@@ -168,7 +178,7 @@ def awq() -> Format:
         }
         return tensors, floats
 
-    config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"}
     return Format(config | {"zero_point": True}, encode)
 
 

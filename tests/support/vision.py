@@ -158,6 +158,11 @@ _SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, An
         {**_LEARNT, "depth": 3, "deepstack_visual_indexes": [0, 1]},
         _MARKS,
     ),
+    "qwen3_vl_moe": (
+        {**_TEXT, "head_dim": 32, "rope_parameters": _THIRDS, **_EXPERTS},
+        {**_LEARNT, "depth": 3, "deepstack_visual_indexes": [0, 1]},
+        _MARKS,
+    ),
     "qwen3_5": (_HYBRID, _LEARNT, _MARKS),
     "qwen3_5_moe": (_HYBRID | _EXPERTS, _LEARNT, _MARKS),
     "llava": (

@@ -50,9 +50,9 @@ def whole_image_plan(step: ModelStep, kept: KeptStates, *, window: int | None) -
 
     def make() -> ReferencePlan:
         spans = [
-            KeySpan(part.row, part.place, part.image.at + part.first, part.image.end)
+            KeySpan(part.row, part.place, part.at, part.at + part.last - part.first)
             for part in batch.seen
-            if isinstance(part, VisibleImage) and part.image is not None
+            if isinstance(part, VisibleImage)
         ]
         return plan_spans(spans, batch.page_ids, batch.page_starts[kept.table], kept.view, window)
 

@@ -16,7 +16,7 @@ from engine.models.families.gpt_oss import gpt_oss
 from engine.models.families.llama import llama, llava
 from engine.models.families.mistral import mistral, mixtral
 from engine.models.families.qwen2 import qwen2, qwen2_5_vl, qwen2_moe
-from engine.models.families.qwen3 import qwen3, qwen3_moe, qwen3_vl
+from engine.models.families.qwen3 import qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe
 from engine.models.families.qwen3_hybrid import (
     qwen3_5,
     qwen3_5_moe,
@@ -36,6 +36,7 @@ FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3": qwen3,
     "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
     "gemma2": gemma2,
     "gemma3": gemma3_with_images,
     "gemma3_text": gemma3,

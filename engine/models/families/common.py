@@ -89,11 +89,21 @@ def beside_encoder(
     text = text_config(config, defaults)
     spec = family(text, eos_token_ids or text.token_ids("eos_token_id"))
     return replace(
-        spec,
+        quantised_as(config, spec),
         prefix="model.language_model.",
         unused=(*spec.unused, "model.visual."),
         tied_embeddings=config.flag("tie_word_embeddings", spec.tied_embeddings),
     )
+
+
+def quantised_as(config: Fields, spec: DecoderSpec) -> DecoderSpec:
+    """Return the decoder as the whole configuration says that it is quantised. If it says nothing,
+    the decoder's part does."""
+    if "quantization_config" not in config:
+        return spec
+    stored = scheme_of(config)
+    model = replace(spec.model, stored=stored.name, format=stored.format)
+    return replace(spec, model=model, stored=stored)
 
 
 def text_config(config: Fields, defaults: Mapping[str, str | int] | None = None) -> Fields:

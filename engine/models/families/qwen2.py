@@ -75,4 +75,5 @@ def qwen2_5_vl(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     ]
     spec = common.decoder(text, eos_token_ids or text.token_ids("eos_token_id"), layers, norm)
     tied = config.flag("tie_word_embeddings", spec.tied_embeddings)
+    spec = common.quantised_as(config, spec)
     return replace(spec, tied_embeddings=tied, unused=("visual.",))

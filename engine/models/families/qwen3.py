@@ -4,13 +4,16 @@ Qwen3-VL has image tokens, which are rotated by their rows and columns. Its firs
 features of images to their outputs.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.models.blocks.layer import LayerSpec
+from engine.models.blocks.protocol import FfnSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common, moe
 from engine.models.families.qwen2 import windows
 from engine.models.fields import Fields
+from engine.models.quantized.experts import StackedTensor
 from engine.models.rope import interleaved
 
 
@@ -29,14 +32,37 @@ _FEATURES = (8, 16, 24)  # layers of the encoder
 
 
 def qwen3_vl(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    def nets(text: Fields) -> Sequence[FfnSpec]:
+        return [common.dense(text)] * text.integer("num_hidden_layers")
+
+    return _qwen3_vl(config, eos_token_ids, nets)
+
+
+def qwen3_vl_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    def nets(text: Fields) -> Sequence[FfnSpec]:
+        experts = replace(moe.experts(text, normalise=True), storage=StackedTensor())
+        return moe.nets(text, experts)
+
+    return _qwen3_vl(config, eos_token_ids, nets)
+
+
+def _qwen3_vl(
+    config: Fields, eos_token_ids: tuple[int, ...], nets: Callable[[Fields], Sequence[FfnSpec]]
+) -> DecoderSpec:
     vision = config.nested("vision_config")
     named = "deepstack_visual_indexes" in vision
     features = vision.counts("deepstack_visual_indexes") if named else _FEATURES
-    spec = common.beside_encoder(config, eos_token_ids, _qwen3_vl_text)
+
+    def text(own: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+        return _qwen3_vl_text(own, eos_token_ids, nets(own))
+
+    spec = common.beside_encoder(config, eos_token_ids, text)
     return replace(spec, feature_layers=len(features))
 
 
-def _qwen3_vl_text(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+def _qwen3_vl_text(
+    config: Fields, eos_token_ids: tuple[int, ...], nets: Sequence[FfnSpec]
+) -> DecoderSpec:
     bias, norm = config.flag("attention_bias", False), common.norm(config)
     mixer = common.attention(
         config,
@@ -47,7 +73,7 @@ def _qwen3_vl_text(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpe
         rope_theta=5e5,
     )
     mixer = replace(mixer, rope=interleaved(config, mixer.rope, _SECTIONS))
-    layers = [LayerSpec(mixer, common.dense(config), norm)] * config.integer("num_hidden_layers")
+    layers = [LayerSpec(mixer, ffn, norm) for ffn in nets]
     return common.decoder(config, eos_token_ids, layers, norm)
 
 

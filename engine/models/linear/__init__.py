@@ -1,7 +1,7 @@
 """Products with a model's matrices: one protocol, and the forms in which a matrix is held in
 memory."""
 
-from engine.models.linear.choose import form_of, rounding_of
+from engine.models.linear.choose import form_of, rounding_of, stays_stored
 from engine.models.linear.gathered import GatheredLinear, gathered, own_outputs
 from engine.models.linear.matrix import INT8, Matrix, StoredExpert, common_format, joined
 from engine.models.linear.part import NO_CUTS, MatrixPart, Ranges, kept, scaled
@@ -29,4 +29,5 @@ __all__ = [
     "own_outputs",
     "rounding_of",
     "scaled",
+    "stays_stored",
 ]

@@ -8,6 +8,7 @@ from common.config import Quantize
 from common.errors import ConfigError
 from engine.models.linear import onednn
 from engine.models.linear.as_stored import AsStoredForm
+from engine.models.linear.code_panels import CodePanelForm
 from engine.models.linear.dense import DenseForm
 from engine.models.linear.int8 import Int8Form
 from engine.models.linear.matrix import INT8
@@ -36,19 +37,16 @@ def form_of(
     Raises:
         ConfigError: no form here supports the requested quantisation.
     """
-    compiled = devices.compiled_for(device)
-    int8 = _int8(device)
     if quantize == "int8":
+        int8 = _int8(device)
         return int8 if int8 is not None else _refused(device)
-    if stored == INT8 and int8 is not None:
-        return AsStoredForm(INT8, int8, form_of(device, dtype, "none"))
-    if stored is not None and device.type == "cuda" and widens(stored, device):
-        return WeightOnlyForm(device, dtype)
-    if compiled is not None and compiled.multiplies(dtype):
-        return PanelForm(dtype, compiled)
-    if device.type == "cpu" and dtype == torch.bfloat16 and onednn.packs_bfloat16():
-        return PackedForm(dtype)
-    return DenseForm(device, dtype)
+    kept = None if stored is None else _stored_form(device, dtype, stored)
+    return _float_form(device, dtype) if kept is None else kept
+
+
+def stays_stored(device: torch.device, stored: QuantFormat | None) -> bool:
+    """Return whether `form_of` keeps matrices of this format as they are stored."""
+    return stored is not None and _stored_form(device, torch.float32, stored) is not None
 
 
 def rounding_of(
@@ -64,6 +62,27 @@ def rounding_of(
     if quantize == "none" and stored == INT8 and _int8(device) is not None:
         rounding = "int8 as stored"
     return rounding if rounding == "none" or ranks == 1 else f"{rounding} by parts"
+
+
+def _float_form(device: torch.device, dtype: torch.dtype) -> Form:
+    compiled = devices.compiled_for(device)
+    if compiled is not None and compiled.multiplies(dtype):
+        return PanelForm(dtype, compiled)
+    if device.type == "cpu" and dtype == torch.bfloat16 and onednn.packs_bfloat16():
+        return PackedForm(dtype)
+    return DenseForm(device, dtype)
+
+
+def _stored_form(device: torch.device, dtype: torch.dtype, stored: QuantFormat) -> Form | None:
+    """Return the form that keeps matrices of this format, if any."""
+    if device.type == "cuda":
+        return WeightOnlyForm(device, dtype) if widens(stored, device) else None
+    int8, compiled = _int8(device), devices.compiled_for(device)
+    if stored == INT8 and int8 is not None:
+        return AsStoredForm(INT8, int8, _float_form(device, dtype))
+    if stored.bits == 4 and compiled is not None:
+        return CodePanelForm(compiled, _float_form(device, dtype))
+    return None
 
 
 def _int8(device: torch.device) -> Form | None:

@@ -23,17 +23,21 @@ class Matrix:
         format: None: not quantised.
         scales: float32 [out, groups], bfloat16 for fp4. Unused without a format.
         zeros: uint8 [out, groups], of int4. Otherwise unused.
+        order: int64 [in], the input of each number of a row, of a reordered format. Otherwise
+            unused.
     """
 
     numbers: Tensor
     format: QuantFormat | None = None
     scales: Tensor = _NOTHING
     zeros: Tensor = _NOTHING
+    order: Tensor = _NOTHING
 
     def floats(self) -> Tensor:
         if self.format is None:
             return self.numbers
-        return weights_of(self.numbers, self._quantisation(self.format))
+        wide = weights_of(self.numbers, self._quantisation(self.format))
+        return wide[:, self.order.argsort()] if self.format.reordered else wide
 
     def quantised(self) -> tuple[Tensor, Quantisation]:
         """Return the numbers of a quantised matrix as kernels read them, and their scales."""
@@ -44,14 +48,16 @@ class Matrix:
     def with_rows(self, choose: Callable[[Tensor], Tensor]) -> "Matrix":
         """Return the rows that `choose` returns of a tensor with all rows."""
         numbers, scales, zeros = map(choose, (self.numbers, self.scales, self.zeros))
-        return Matrix(numbers, self.format, scales, zeros)
+        return Matrix(numbers, self.format, scales, zeros, self.order)
 
     def columns(self, inputs: range) -> "Matrix":
         """Return these inputs of all rows, contiguous."""
+        part = self.format and self.format.within(inputs, self.numbers.shape[1])
+        if part is None or self.format is None:
+            return Matrix(self.floats()[:, inputs.start : inputs.stop].contiguous())
+        if part.reordered:
+            return self
         numbers = self.numbers[:, inputs.start : inputs.stop].contiguous()
-        if self.format is None:
-            return Matrix(numbers)
-        part = self.format.within(inputs, self.numbers.shape[1])
         if not part.group:
             return Matrix(numbers, part, self.scales, self.zeros)
         groups = torch.arange(inputs.start, inputs.stop, part.group) // self.format.group
@@ -79,17 +85,19 @@ class StoredExpert:
 
 
 def joined(matrices: Sequence[Matrix]) -> Matrix:
-    """Join matrices along the outputs. They stay quantised if all have the same format."""
+    """Join matrices along the outputs. They stay quantised if all have the same format and order
+    of inputs."""
+    first = matrices[0]
     if len(matrices) == 1:
-        return matrices[0]
+        return first
     form = common_format([matrix.format for matrix in matrices])
-    if form is None:
+    if form is None or not all(torch.equal(each.order, first.order) for each in matrices):
         return Matrix(torch.cat([matrix.floats() for matrix in matrices]))
     numbers, scales, zeros = (
         torch.cat([getattr(matrix, part) for matrix in matrices])
         for part in ("numbers", "scales", "zeros")
     )
-    return Matrix(numbers, form, scales, zeros)
+    return Matrix(numbers, form, scales, zeros, first.order)
 
 
 def common_format(formats: Sequence[QuantFormat | None]) -> QuantFormat | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
-from engine.models.quantized.packed import group_size, in_4_bits, unpacked
+from engine.models.quantized.packed import as_stored, group_size, unpacked
 from kernels.quantised import QuantFormat
 
 _BITS = 4
@@ -54,7 +54,7 @@ class Awq:
         numbers = _in_order(checkpoint.read(f"{module}.qweight")).t()
         zeros = _in_order(checkpoint.read(f"{module}.qzeros")).t()
         scales = checkpoint.read(f"{module}.scales").t()
-        return in_4_bits(numbers, scales, zeros, self.format.group)
+        return as_stored(numbers, scales, zeros, self.format, None)
 
 
 def _in_order(words: Tensor) -> Tensor:

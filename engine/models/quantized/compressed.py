@@ -12,7 +12,7 @@ from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import INT8, Matrix
 from engine.models.quantized.fp8 import Fp8
-from engine.models.quantized.packed import BITS, floats, group_size, in_4_bits, unpacked
+from engine.models.quantized.packed import BITS, as_stored, group_size, unpacked
 from engine.models.quantized.protocol import Scheme
 from kernels.quantised import QuantFormat
 
@@ -68,9 +68,7 @@ class CompressedTensor:
 
     @property
     def format(self) -> QuantFormat | None:
-        if self.bits != 4 or self.reordered:
-            return None
-        return QuantFormat("int4", max(self.group, 0))
+        return QuantFormat("int4", max(self.group, 0), self.reordered) if self.bits == 4 else None
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -113,9 +111,7 @@ class CompressedTensor:
         if order in checkpoint.tensors:
             groups = checkpoint.read(order)
         numbers = unpacked(packed, self.bits)[:, :columns]
-        if self.format is not None and groups is None:
-            return in_4_bits(numbers, scale, zeros, self.format.group)
-        return Matrix(floats(numbers, scale, zeros, groups))
+        return as_stored(numbers, scale, zeros, self.format, groups)
 
 
 def compressed_tensors(config: Fields) -> Scheme:

@@ -102,7 +102,8 @@ class SeparateExperts:
 
 @dataclass(frozen=True, slots=True)
 class StackedTensor:
-    """One tensor of floats for all experts, outputs first, with gate's before up's.
+    """One tensor of floats for all experts, with gate's outputs before up's. Matrices are
+    [outputs, inputs], or [inputs, outputs] in published checkpoints of Qwen3-VL.
 
     Attributes:
         otherwise: storage of layers without such tensors.
@@ -117,10 +118,11 @@ class StackedTensor:
     def wanted(self, shape: ExpertShape, place: ExpertLocation) -> Mapping[str, TensorRequest]:
         if not _is_stacked(place):
             return self.otherwise.wanted(shape, place)
-        count, hidden, inner = shape.count, shape.hidden, shape.inner
         return {
-            f"{place.prefix}{_GATE_UP}": TensorRequest((count, 2 * inner, hidden)),
-            f"{place.prefix}{_DOWN}": TensorRequest((count, hidden, inner)),
+            f"{place.prefix}{name}": TensorRequest(
+                (shape.count, rows, columns), or_shapes=((shape.count, columns, rows),)
+            )
+            for name, (rows, columns) in _sides(shape).items()
         }
 
     def format(self, place: ExpertLocation) -> QuantFormat | None:
@@ -129,10 +131,18 @@ class StackedTensor:
     def read(self, number: int, shape: ExpertShape, place: ExpertLocation) -> StoredExpert:
         if not _is_stacked(place):
             return self.otherwise.read(number, shape, place)
-        gate_up, down = (
-            Matrix(place.checkpoint.read(place.prefix + name)[number]) for name in (_GATE_UP, _DOWN)
-        )
+
+        def matrix(name: str, sides: tuple[int, int]) -> Matrix:
+            stored = place.checkpoint.read(place.prefix + name)[number]
+            return Matrix(stored if stored.shape == sides else stored.t())
+
+        gate_up, down = (matrix(*each) for each in _sides(shape).items())
         return StoredExpert(gate_up, down)
+
+
+def _sides(shape: ExpertShape) -> Mapping[str, tuple[int, int]]:
+    """Return outputs and inputs of an expert's matrices."""
+    return {_GATE_UP: (2 * shape.inner, shape.hidden), _DOWN: (shape.hidden, shape.inner)}
 
 
 def _is_stacked(place: ExpertLocation) -> bool:

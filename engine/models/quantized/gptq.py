@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
-from engine.models.quantized.packed import BITS, floats, group_size, in_4_bits, unpacked
+from engine.models.quantized.packed import BITS, as_stored, group_size, unpacked
 from kernels.quantised import QuantFormat
 
 
@@ -34,9 +34,7 @@ class Gptq:
 
     @property
     def format(self) -> QuantFormat | None:
-        if self.bits != 4 or self.reordered:
-            return None
-        return QuantFormat("int4", max(self.group, 0))
+        return QuantFormat("int4", max(self.group, 0), self.reordered) if self.bits == 4 else None
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -73,9 +71,7 @@ class Gptq:
             self._groups(module, columns, checkpoint),
             checkpoint.read(f"{module}.scales").t(),
         )
-        if self.format is not None and groups is None:
-            return in_4_bits(numbers, scales, zeros, self.format.group)
-        return Matrix(floats(numbers, scales, zeros, groups))
+        return as_stored(numbers, scales, zeros, self.format, groups)
 
     def _groups(self, module: str, columns: int, checkpoint: Checkpoint) -> Tensor | None:
         """Return the group of each input. None: groups are consecutive."""

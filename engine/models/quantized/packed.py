@@ -42,15 +42,29 @@ def floats(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor | None) 
     return wide.mul_(scale.float()[:, groups.long()])
 
 
-def in_4_bits(numbers: Tensor, scale: Tensor, zero: Tensor, group: int) -> Matrix:
-    """Return integers from 0 to 15 as they are.
+def as_stored(
+    numbers: Tensor, scale: Tensor, zero: Tensor, form: QuantFormat | None, groups: Tensor | None
+) -> Matrix:
+    """Return integers of this format as they are, and others as floats.
 
     Args:
         numbers: uint8 [out, in].
-        scale, zero: [out, groups], of consecutive groups of this size. 0: one group.
+        scale, zero: [out, groups].
+        groups: [in], the group of each input. None: consecutive groups of equal size.
     """
-    form, zeros = QuantFormat("int4", group), zero.to(torch.uint8).contiguous()
-    return Matrix(numbers, form, scale.float().contiguous(), zeros)
+    order, columns = torch.empty(0), numbers.shape[1]
+    if form is not None and form.reordered:
+        groups = torch.arange(columns) // (form.group or columns) if groups is None else groups
+        order = groups.argsort(stable=True)
+        if not torch.equal(groups[order].long(), torch.arange(columns) // (form.group or columns)):
+            form = None
+    elif groups is not None:
+        form = None
+    if form is None:
+        return Matrix(floats(numbers, scale, zero, groups))
+    numbers = numbers[:, order] if form.reordered else numbers
+    zeros = zero.to(torch.uint8).contiguous()
+    return Matrix(numbers, form, scale.float().contiguous(), zeros, order)
 
 
 def group_size(size: int, columns: int, module: str) -> int:

@@ -20,6 +20,7 @@ from kvtransfer.ports import (
     ProducerUp,
     ReadsEndedEvent,
 )
+from node.timings import ImageReads
 from prefill_node.embeddings import PAIR_S, EmbeddingReads
 from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
@@ -56,6 +57,7 @@ class FakeEncoder:
 class Rig:
     def __init__(self) -> None:
         self.now = 0.0
+        self.timings: dict[int, ImageReads] = {}
         self.port, self.encoder = Posts(), FakeEncoder()
         self.memory = Memory(64, PageTables(PAGE_SIZE))
         self.reads = EmbeddingReads(
@@ -71,7 +73,8 @@ class Rig:
 
     def start(self, key: int = 1, *images: Image) -> None:
         images = images or (IMAGE,)
-        self.reads.start(key, images, [ENCODER] * len(images))
+        self.timings[key] = ImageReads()
+        self.reads.start(key, images, [ENCODER] * len(images), self.timings[key])
         self.reads.poll()
 
     def opened(self) -> HandoffId:
@@ -109,6 +112,27 @@ def test_two_requests_wait_for_one_read_and_pages_are_free_after_the_copy(rig: R
     rig.reads.poll()
     assert sorted(rig.reads.take_over()) == [1, 2]
     assert not rig.reads.busy and rig.num_held == 0 and rig.outcome("completed") == 1
+
+
+def test_a_request_knows_when_its_images_were_read_and_how_many(rig: Rig) -> None:
+    rig.encoder.cached.add(IMAGE.name)
+    rig.start(1, IMAGE)
+    assert not rig.timings[1].begun  # there is nothing to read
+    rig.encoder.cached.clear()
+    rig.now = 1.0
+    rig.start(2, IMAGE, OTHER)
+    commands = rig.port.take()
+    first, second = (each.id for each in commands if isinstance(each, OpenCommand))
+    timings = rig.timings[2]
+    assert (timings.begun, timings.ended, timings.wanted) == (1.0, 0.0, 2)
+    rig.now = 2.0
+    rig.reads.take(CompletedEvent(first, num_tokens=2))
+    rig.encoder.copies[0].set_result(None)
+    rig.reads.poll()
+    assert not timings.ended
+    rig.now = 3.0
+    rig.reads.take(FailedEvent(second, "lost", retryable=False))
+    assert (timings.ended, timings.completed) == (3.0, 1)
 
 
 def test_pages_stay_until_the_encode_node_says_that_they_were_held(rig: Rig) -> None:

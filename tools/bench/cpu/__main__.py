@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import uvloop
 
+from common.config import Quantize
 from tests.support.checkpoints import VOCABULARY_SIZE
-from tools.bench.cpu import delta_net
+from tools.bench.cpu import delta_net, weight_forms
 from tools.bench.cpu import floor as cpu_floor
 from tools.bench.cpu.contenders import baton, llama, transformers
 from tools.bench.cpu.figures import (
@@ -39,7 +40,14 @@ from tools.bench.cpu.figures import (
 )
 from tools.bench.cpu.floor import Floor
 from tools.bench.cpu.rounds import Measured, Systems, Traffic, measured
-from tools.bench.support.models import QWEN3_450M, QWEN3_SMALL, TINY, kept, weight_bytes
+from tools.bench.support.models import (
+    QWEN3_450M,
+    QWEN3_SMALL,
+    TINY,
+    in_int4,
+    kept,
+    weight_bytes,
+)
 from tools.bench.support.record import ROOT, emit, say
 
 THREADS = (1, 2)  # tried for each peer
@@ -243,6 +251,29 @@ async def _delta(bench: Bench) -> tuple[Measured, list[Figure]]:
     ]
 
 
+async def _int4(bench: Bench) -> tuple[Measured, list[Figure]]:
+    """Measure steps with weights of 16, 8 and 4 bits in this process."""
+    forms: dict[str, tuple[Path, Quantize]] = {
+        "bfloat16": (bench.large, "none"),
+        "int8": (bench.large, "int8"),
+        "int4": (in_int4(bench.large), "none"),
+    }
+    floors, took_ms = [], dict[tuple[str, str], list[float]]()
+    for number, least in enumerate(weight_forms.rounds(forms, bench.rounds), 1):
+        say(f"  round {number} of {bench.rounds}")
+        floors.append(cpu_floor.measured(bench.sizes.read_bytes, bench.sizes.model))
+        for key, value in least.items():
+            took_ms.setdefault(key, []).append(value)
+    found = Measured(Table(), floors, {})
+    figures = []
+    for (step, form), values in took_ms.items():
+        figures.append(found.figure(f"{step}, {form}: CPU time in ms", values, "low"))
+        if form != "int4":
+            compared = ratios(took_ms[step, "int4"], values)
+            figures.append(found.figure(f"{step}: time of int4 / {form}", compared, "low"))
+    return found, figures
+
+
 PARTS: dict[str, Part] = {
     "one": _one,
     "eight": _eight,
@@ -250,6 +281,7 @@ PARTS: dict[str, Part] = {
     "tiny": _tiny,
     "context": _context,
     "delta": _delta,
+    "int4": _int4,
 }
 
 

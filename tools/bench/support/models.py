@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.quantised import awq, requantised
 from tools.bench.support.record import say
 
 TINY: dict[str, Any] = {  # as large as the demo model: 3.5 MB of weights
@@ -31,6 +32,7 @@ QWEN3_450M: dict[str, Any] = {  # 449 million parameters: the layers of Qwen3-0.
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+INT4_GROUP = 128
 QWEN3_SMALL = QWEN3_450M | TINY  # for rehearsals
 
 
@@ -48,6 +50,18 @@ def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) 
         except BaseException:
             shutil.rmtree(made)
             raise
+    return model
+
+
+def in_int4(source: Path) -> Path:
+    """Return the checkpoint in AWQ with groups of 128, beside it. Makes it unless an earlier run
+    has."""
+    model = source.with_name(f"{source.name}-int4")
+    if not model.exists():
+        say(f"making {model} ...")
+        with tempfile.TemporaryDirectory(dir=source.parent) as made:
+            quantised, _ = requantised(source, Path(made), awq(INT4_GROUP))
+            quantised.rename(model)  # atomic
     return model
 
 

@@ -1,0 +1,322 @@
+// Products of rows with weights of 4 bits, which are widened in a near cache.
+//
+// A weight is (number - zero) * scale, and consecutive inputs of an output, a group, share both.
+// Numbers are widened exactly. The sum of a group is multiplied by its scale, and the zero times the
+// sum of its inputs is subtracted. All sums have the same order for any number of rows.
+
+#include <memory>
+
+#include "lanes.h"
+#include "operations.h"
+#include "panels.h"
+
+#if defined(__AMX_BF16__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int CODES = 8;       // numbers of a word of codes
+constexpr int64_t BLOCK = 256;  // inputs that are widened at a time, at most, and of one group
+
+// The values of codes, which are below 16.
+struct Integers {  // less 8, so that symmetric numbers have no zero to subtract
+    using Scale = float;
+    static Lanes value(Words code) { return __builtin_convertvector((Ints)code - 8, Lanes); }
+};
+
+struct ShortFloats {  // e2m1
+    using Scale = bfloat16;
+    static Lanes value(Words code) {
+        Words size = code & 7;
+        Lanes small = __builtin_convertvector(size, Lanes) * 0.5f;
+        Lanes large = (Lanes)((size << 22) + (126u << 23));
+        return (Lanes)((Words)(size < 2 ? small : large) | (code & 8) << 28);
+    }
+};
+
+// How a word of codes becomes words of a kind of product. Number 2i is at place i, and number 2i + 1
+// at place i + 4.
+template <class Kind, class Number>
+struct Widened;
+
+template <class Number>
+struct Widened<Floats, Number> {
+    static constexpr int WORDS = CODES;
+#if defined(__AVX512F__)
+    const Lanes values = Number::value(Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15});
+    Words word(Words codes, int i) const {
+        Words code = codes >> 4 * (i / 2 + i % 2 * 4);
+        return (Words)_mm512_permutexvar_ps((__m512i)code, (__m512)values);
+    }
+#else
+    Words word(Words codes, int i) const {
+        return (Words)Number::value(codes >> 4 * (i / 2 + i % 2 * 4) & 15);
+    }
+#endif
+};
+
+#if defined(__AVX512BF16__)
+template <class Number>
+struct Widened<Bfloats, Number> {
+    static constexpr int WORDS = CODES / 2;
+    Words values;  // 32 bfloat16, the same 16 twice
+
+    Widened() {
+        Words code = {0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14};
+        values = ((Words)Number::value(code) >> 16) | (Words)Number::value(code + 1);
+    }
+
+    Words word(Words codes, int i) const {
+        return (Words)_mm512_permutexvar_epi16(
+            (__m512i)(codes >> 4 * i & 0x000f000f), (__m512i)values
+        );
+    }
+};
+#endif
+
+// A matrix. Scales and zeros: [panels, groups, COLUMNS].
+struct Weights {
+    const uint32_t* panels;
+    const void* scales;
+    const uint8_t* zeros;  // null: all are 0
+    int64_t inputs, outputs, group;
+
+    int64_t groups() const { return (inputs + group - 1) / group; }
+};
+
+// A panel's codes for inputs of one group.
+struct Block {
+    const uint32_t* codes;
+    int64_t size;  // inputs
+};
+
+// Widens a block, and sums up to TILE_ROWS rows with it, by vector instructions.
+template <class Kind, class Number>
+struct Vectors {
+    static constexpr int64_t TILE_ROWS = TILE;
+    using Wide = Widened<Kind, Number>;
+    using Scale = typename Number::Scale;
+
+    const Wide wide{};
+    alignas(64) uint32_t laid[BLOCK / CODES * Wide::WORDS * COLUMNS];
+
+    void lay(const Block& block) {
+        uint32_t* to = laid;
+        for (int64_t word = 0; word < block.size / CODES; word++)
+            for (int part = 0; part < PARTS; part++) {
+                Words codes;
+                std::memcpy(&codes, block.codes + word * COLUMNS + part * WIDTH, sizeof codes);
+#pragma GCC unroll 8
+                for (int i = 0; i < Wide::WORDS; i++) {
+                    Words one = wide.word(codes, i);
+                    std::memcpy(to + (word * Wide::WORDS + i) * COLUMNS + part * WIDTH, &one, 64);
+                }
+            }
+    }
+
+    // rows: of the block's first input.
+    void add(
+        const Block& block, const uint32_t* rows, int64_t stride, int64_t count, Lanes* sums
+    ) const {
+        int64_t words = block.size / CODES * Wide::WORDS;
+        add_rows<Kind>(laid, rows, stride, count, words, sums, PARTS, true);
+    }
+};
+
+#if defined(__AMX_BF16__)
+// Whether this process may use tiles, which the system grants on request.
+bool has_tiles() {
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // of asm/prctl.h
+    static const bool granted = !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
+    return granted;
+}
+
+struct TileShapes {
+    uint8_t palette = 0, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// The same with tiles: 0 to 3 have the sums of the parts, 4 has inputs, 5 has weights.
+template <class Number>
+struct Tiles : Vectors<Bfloats, Number> {
+    static constexpr int64_t TILE_ROWS = 16;
+    static constexpr int64_t WORDS = 16;  // of a row of a tile, at most
+
+    TileShapes before;  // of other libraries, which may expect to find them again
+    int64_t rows = 0, depth = 0;
+
+    Tiles() { _tile_storeconfig(&before); }
+
+    ~Tiles() {
+        if (before.palette) _tile_loadconfig(&before);
+        else _tile_release();
+    }
+
+    void add(
+        const Block& block, const uint32_t* inputs, int64_t stride, int64_t count, Lanes* sums
+    ) {
+        const int64_t words = block.size / CODES * Vectors<Bfloats, Number>::Wide::WORDS;
+        shape(count, std::min(WORDS, words & -words));  // the same for all words
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t word = 0; word < words; word += depth) {
+            const uint32_t* weights = this->laid + word * COLUMNS;
+            _tile_loadd(4, inputs + word, stride * 4);
+            _tile_loadd(5, weights, COLUMNS * 4);
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_loadd(5, weights + WIDTH, COLUMNS * 4);
+            _tile_dpbf16ps(1, 4, 5);
+            _tile_loadd(5, weights + 2 * WIDTH, COLUMNS * 4);
+            _tile_dpbf16ps(2, 4, 5);
+            _tile_loadd(5, weights + 3 * WIDTH, COLUMNS * 4);
+            _tile_dpbf16ps(3, 4, 5);
+        }
+        _tile_stored(0, sums, PARTS * 64);
+        _tile_stored(1, sums + 1, PARTS * 64);
+        _tile_stored(2, sums + 2, PARTS * 64);
+        _tile_stored(3, sums + 3, PARTS * 64);
+    }
+
+   private:
+    void shape(int64_t count, int64_t words) {
+        if (count == rows && words == depth) return;
+        rows = count;
+        depth = words;
+        TileShapes shapes;
+        shapes.palette = 1;
+        for (int tile = 0; tile < 6; tile++) {
+            shapes.rows[tile] = tile == 5 ? depth : rows;
+            shapes.row_bytes[tile] = tile == 4 ? depth * 4 : 64;
+        }
+        _tile_loadconfig(&shapes);
+    }
+};
+#endif
+
+// Sums of the inputs of each group of each row: [rows, groups].
+template <class T>
+void add_inputs(const T* x, int64_t stride, const Weights& weights, int64_t num_rows, float* out) {
+    int64_t groups = weights.groups();
+    for (int64_t row = 0; row < num_rows; row++)
+        for (int64_t group = 0; group < groups; group++) {
+            int64_t from = group * weights.group;
+            int64_t end = std::min(weights.inputs, from + weights.group);
+            Lanes total = {};
+            for (int64_t i = from; i < end; i += WIDTH) total += load(x + row * stride + i, end - i);
+            out[row * groups + group] = sum(total);
+        }
+}
+
+// Sums of rows with a matrix, block by block. input_sums: of `add_inputs`.
+template <class Engine>
+auto widening(
+    const Weights& weights, const uint32_t* rows, int64_t stride, const float* input_sums
+) {
+    using Scale = typename Engine::Scale;
+    constexpr int64_t WORDS = Engine::Wide::WORDS;
+    return [=](int64_t panel, int64_t first, int64_t count, Lanes* sums) {
+        const int64_t groups = weights.groups(), codes = weights.inputs / CODES;
+        Engine engine;
+        Lanes found[Engine::TILE_ROWS * PARTS];
+        for (int64_t from = 0, size; from < weights.inputs; from += size) {
+            const int64_t group = from / weights.group;
+            const int64_t end = std::min(weights.inputs, (group + 1) * weights.group);
+            size = std::min(BLOCK, end - from);
+            const Block block{weights.panels + (panel * codes + from / CODES) * COLUMNS, size};
+            engine.lay(block);
+            Lanes scales[PARTS], zeros[PARTS];
+            const int64_t place = (panel * groups + group) * COLUMNS;
+            const bool subtracts = weights.zeros && from == group * weights.group;
+            for (int part = 0; part < PARTS; part++) {
+                scales[part] = load((const Scale*)weights.scales + place + part * WIDTH);
+                if (!subtracts) continue;
+                typedef uint8_t Octets __attribute__((vector_size(WIDTH)));
+                Octets octets;
+                std::memcpy(&octets, weights.zeros + place + part * WIDTH, sizeof octets);
+                zeros[part] = (8 - __builtin_convertvector(octets, Lanes)) * scales[part];
+            }
+            for (int64_t row = 0; row < count; row += Engine::TILE_ROWS) {
+                const int64_t some = std::min(Engine::TILE_ROWS, count - row);
+                const uint32_t* own = rows + (first + row) * stride + from / CODES * WORDS;
+                engine.add(block, own, stride, some, found);
+                for (int64_t i = 0; i < some; i++)
+                    for (int part = 0; part < PARTS; part++) {
+                        Lanes& total = sums[(row + i) * PARTS + part];
+                        if (from == 0) total = Lanes{};
+                        const Words product = (Words)found[i * PARTS + part];
+                        total = Floats::add(total, (Words)scales[part], product);
+                        if (subtracts) {
+                            Lanes input = Lanes{} + input_sums[(first + row + i) * groups + group];
+                            total = Floats::add(total, (Words)zeros[part], (Words)input);
+                        }
+                    }
+            }
+        }
+    };
+}
+
+}  // namespace
+
+extern "C" {
+
+// Rows of any dtype by panels of codes of 4 bits, plus a bias that may be null. fp4: of e2m1 instead of
+// integers, with scales of bfloat16 instead of float32. Each word of a panel has CODES inputs of an
+// output, see Widened. stride: in elements.
+void weight_only_product(
+    int dtype, int fp4, const uint32_t* panels, const void* scales, const uint8_t* zeros,
+    int64_t group, const void* x, int64_t stride, const void* bias, void* out, int64_t num_rows,
+    int64_t inputs, int64_t num_outputs, Team* team
+) {
+    const Weights weights{panels, scales, zeros, inputs, num_outputs, group};
+    typed(dtype, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        std::unique_ptr<float[]> input_sums;
+        if (zeros) {
+            input_sums.reset(new float[num_rows * weights.groups()]);
+            add_inputs((const T*)x, stride, weights, num_rows, input_sums.get());
+        }
+        auto with = [&](auto kind, auto* engine, const uint32_t* rows, int64_t row_words) {
+            using Engine = std::remove_pointer_t<decltype(engine)>;
+            auto add = widening<Engine>(weights, rows, row_words, input_sums.get());
+            multiply<decltype(kind)>(
+                num_rows, inputs / CODES * Engine::Wide::WORDS, num_outputs, team, add,
+                with_bias<T>(bias, out, num_outputs)
+            );
+        };
+        auto by = [&](auto kind, const uint32_t* rows, int64_t row_words) {
+            using Kind = decltype(kind);
+            if (fp4) with(kind, (Vectors<Kind, ShortFloats>*)nullptr, rows, row_words);
+            else with(kind, (Vectors<Kind, Integers>*)nullptr, rows, row_words);
+        };
+        if constexpr (std::is_same_v<T, float>) return by(Floats(), (const uint32_t*)x, stride);
+#if defined(__AMX_BF16__)
+        if constexpr (std::is_same_v<T, bfloat16>)
+            if (has_tiles()) {
+                if (fp4) with(Bfloats(), (Tiles<ShortFloats>*)nullptr, (const uint32_t*)x, stride / 2);
+                else with(Bfloats(), (Tiles<Integers>*)nullptr, (const uint32_t*)x, stride / 2);
+                return;
+            }
+#endif
+#if defined(__AVX512BF16__)
+        if constexpr (std::is_same_v<T, bfloat16>)
+            return by(Bfloats(), (const uint32_t*)x, stride / 2);
+#endif
+        std::unique_ptr<float[]> wide(new float[num_rows * inputs]);
+        each(num_rows, num_rows * inputs * sizeof(T), team, [&](int64_t row) {
+            for (int64_t i = 0; i < inputs; i += WIDTH)
+                store(
+                    wide.get() + row * inputs + i, load((const T*)x + row * stride + i, inputs - i),
+                    inputs - i
+                );
+        });
+        by(Floats(), (const uint32_t*)wide.get(), inputs);
+    });
+}
+
+}  // extern "C"
