@@ -184,7 +184,7 @@ class _Data:
         table = torch.tensor(tiles, dtype=torch.int32, device=rows.device)
         y, parts = self._of(rows, 96), (64, 32)
         down, up = self._numbers(1, 2 * rank, self._hidden), self._numbers(1, 96, rank)
-        by_slot = TokensBySlot(order, table, ((0, 0, count),))
+        by_slot = TokensBySlot(order, table)
         add_low_rank(y, self._of(rows, self._hidden), down, up, by_slot, parts)
         return y
 

@@ -5,11 +5,13 @@ whole models by the probe of `engine.batch_invariant`. If no bit differs, it rec
 nodes with that setting start on it. Otherwise it removes an earlier record.
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from engine import equal_bits
 from engine.kv_cache.layout import KVLayout
@@ -57,10 +59,18 @@ def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
         for _, operation in equal_rows.operations(setting, dtype):
             for count in counts:
                 rows = partial(torch.arange, count, device=setting.device)
-                yield partial(_call_once, lambda operation=operation, rows=rows: operation(rows()))
+                yield partial(_call_once, partial(_operate, operation, rows))
         for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
             attention = partial(_attention, setting, dtype, name, shape)
-            yield partial(_call_once, lambda attention=attention: list(attention()))
+            yield partial(_call_once, partial(_exhaust, attention))
+
+
+def _operate(operation: Callable[[Tensor], object], rows: Callable[[], Tensor]) -> None:
+    operation(rows())
+
+
+def _exhaust(results: Callable[[], Iterable[object]]) -> None:
+    deque(results(), maxlen=0)
 
 
 def _call_once(call: Callable[[], object]) -> None:
