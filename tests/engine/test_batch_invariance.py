@@ -24,6 +24,7 @@ from kvtransfer.pairing import PairHello, PoolRegion, compare
 from tests.support import interpreter
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU, operators_here, use
+from tests.support.quantised import FORMATS, requantised
 from tests.support.tiny_models import make_tiny
 
 
@@ -75,6 +76,14 @@ def test_a_dense_model_passes(checkpoint, monkeypatch, precision):
     config = EngineConfig(model=str(checkpoint), batch_invariant=True, quantize=quantize)
     batch_invariance.check(config, CPU, dtype, open_checkpoint(checkpoint))
     keep(load(checkpoint, CPU, dtype, quantize))
+
+
+def test_weights_of_4_bits_pass(checkpoint, tmp_path, monkeypatch):
+    use("compiled", monkeypatch)
+    directory, _ = requantised(checkpoint, tmp_path, FORMATS["awq"])
+    config = EngineConfig(model=str(directory), batch_invariant=True)
+    batch_invariance.check(config, CPU, torch.float32, open_checkpoint(directory))
+    keep(load(directory, CPU, torch.float32))
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
