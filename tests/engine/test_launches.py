@@ -242,10 +242,11 @@ def test_a_step_has_no_operation_that_a_cuda_graph_cannot_have(tmp_path, archite
 @pytest.mark.parametrize("method", ["mtp", "eagle", "eagle3", "draft_model"])
 def test_a_drafter_has_no_operation_that_a_cuda_graph_cannot_have(tmp_path, method):
     if method == "mtp":
-        directory, head = make_mtp(make_checkpoint(tmp_path / "model", "deepseek_v3")), None
+        directory, head = make_mtp(make_checkpoint(tmp_path / "model", "deepseek_v3")), ""
     else:
         directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=7)
         make = {"eagle": make_eagle, "eagle3": make_eagle3, "draft_model": make_draft}[method]
         head = str(make(tmp_path / "head", directory))
+    method = "eagle" if method == "eagle3" else method
     speculation = SpeculativeConfig(method=method, draft_model=head)
     check_shapes(load(directory, CPU, torch.float32, speculation=speculation), drafts=True)
