@@ -26,7 +26,9 @@ from kernels.cpu.operators import DTYPES, Operators
 from kernels.narrow import NARROW, as_stored, may_keep, widened
 
 MAX_VALUE_DIM = 512  # of latents
-LATENT_HEADS = 32  # maximum per program, or half as many if numbers have 32 bits or are widened
+# Maximum per program, or half as many if numbers have 32 bits or are widened, or if sums of earlier
+# segments take registers.
+LATENT_HEADS = 32
 
 WIDENED_BYTES = 32 << 20  # of pages in 8 bits that are widened at a time, except for a single row
 
@@ -471,7 +473,7 @@ def latents_as_heads(latents: Tensor, num_heads: int) -> Tensor:
     computes as many heads as its registers have space for. So each such group acts like a KV head
     of its own. All groups share one address, and each value lies within its key.
     """
-    widened = latents.dtype in NARROW
-    most = LATENT_HEADS // 2 if widened else LATENT_HEADS * 2 // latents.element_size()
+    few = latents.dtype in NARROW or device.batch_invariant()
+    most = LATENT_HEADS // 2 if few else LATENT_HEADS * 2 // latents.element_size()
     sharing = max(size for size in range(1, most + 1) if num_heads % size == 0)
     return latents.expand(-1, num_heads // sharing, 2, -1, -1)
