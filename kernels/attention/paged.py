@@ -26,7 +26,9 @@ from kernels.cpu.operators import DTYPES, Operators
 from kernels.narrow import NARROW, as_stored, may_keep, widened
 
 MAX_VALUE_DIM = 512  # of latents
-LATENT_HEADS = 32  # maximum per program, or half as many if numbers have 32 bits or are widened
+# Maximum per program, or half as many if numbers have 32 bits or are widened, or if sums of earlier
+# segments take registers.
+LATENT_HEADS = 32
 WIDE_LATENT_HEADS = 64  # where 64 rows multiply operands in shared memory, of numbers in 16 bits
 
 WIDENED_BYTES = 32 << 20  # of pages in 8 bits that are widened at a time, except for a single row
@@ -472,7 +474,7 @@ def latents_as_heads(latents: Tensor, num_heads: int) -> Tensor:
     computes as many heads as its registers have space for. So each such group acts like a KV head
     of its own. All groups share one address, and each value lies within its key.
     """
-    if latents.element_size() != 2:
+    if latents.element_size() != 2 or device.batch_invariant():
         most = LATENT_HEADS // 2
     else:
         most = WIDE_LATENT_HEADS if device.architecture() // 10 == 9 else LATENT_HEADS

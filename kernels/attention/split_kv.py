@@ -317,10 +317,10 @@ def _split_kernel(
             item_gate_ptr += (row_query + first).to(tl.int64) * GATE_STRIDE
         if complete:
             if SEGMENT:
-                goes_on = used & (lanes < tl.where(ended, 0, BLOCK_M))
-                tl.store(sums_ptr, sums, mask=inside & goes_on[:, None])
-                tl.store(top_ptr, top, mask=goes_on)
-                tl.store(weight_ptr, total, mask=goes_on)
+                pending = used & (lanes < tl.where(ended, 0, BLOCK_M))
+                tl.store(sums_ptr, sums, mask=inside & pending[:, None])
+                tl.store(top_ptr, top, mask=pending)
+                tl.store(weight_ptr, total, mask=pending)
                 tl.debug_barrier()  # other threads may read them
                 inside = inside & (lanes < tl.where(ended, BLOCK_M, 0))[:, None]
             places = (lanes // GROUP * row_heads + heads) * HEAD_DIM
