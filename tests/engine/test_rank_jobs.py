@@ -45,10 +45,11 @@ from engine.ranks.ring import BLOCKS
 from engine.runner.forwards import BegunStep
 from engine.runner.ranked import LeadingForwards, SentSteps, _CountedEvent
 from engine.update import WeightSource
+from kernels.cuda.virtual_memory import VirtualMemory
 from tests.engine.test_parallel_engine import PATIENCE_S, Serving, config_of, prompt, sampled
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU
-from tests.support.virtual_memory import host_memory
+from tests.support.virtual_memory import HostDriver, host_memory
 
 
 class Step:
@@ -215,7 +216,8 @@ def test_pages_are_copied_after_the_steps_of_their_own_rank() -> None:
 
 def test_the_pages_of_a_rank_in_a_region_go_and_come_back() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    memory = host_memory()
+    driver = HostDriver()
+    memory = VirtualMemory(driver)
     layout = KVLayout.of([PagedKV(1, 8)], 16, torch.float32)
     pool, host_pool = KVPool(layout, 2, CPU, memory), HostPool(layout, 2, CPU)
     steps, none = SentSteps(), object()
@@ -228,9 +230,9 @@ def test_the_pages_of_a_rank_in_a_region_go_and_come_back() -> None:
 
         whole = memory.mapped_bytes
         assert done(ReleasePools(1)) == JobDone(1, "") and memory.mapped_bytes == 0
-        memory.driver.total = 0
+        driver.total = 0
         assert done(RestorePools(2)).error == "0.00 GiB are wanted, 0.00 GiB are left"
-        memory.driver.total = whole
+        driver.total = whole
         assert done(RestorePools(3)) == JobDone(3, "") and memory.mapped_bytes == whole
         pool.tensor.fill_(7)
 
