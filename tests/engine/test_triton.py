@@ -6,7 +6,6 @@ import torch
 from common.requests.sampling import SamplingParams
 from engine.models import load
 from kernels import device
-from kernels.attention import expansion
 from tests.support.checkpoints import make_checkpoint
 from tests.support.steps import GREEDY, Steps, prompt
 
@@ -47,15 +46,3 @@ def test_kernels_and_references_give_the_same_tokens(tmp_path, monkeypatch, arch
         monkeypatch.setattr(device, "uses_triton", lambda tensor, triton=triton: triton)
         answers.append(generate(load(directory, DEVICE, torch.float32)))
     assert answers[0] == answers[1]
-
-
-@pytest.mark.long
-def test_a_chunk_whose_latents_are_expanded_gives_the_same_tokens(tmp_path, monkeypatch):
-    """Beside decode rows, after a prefix in pages, and with all latents as they are."""
-    directory = make_checkpoint(tmp_path, "deepseek_v3")
-    answers = []
-    for triton, least in ((False, 0), (True, 8), (True, 1000)):
-        monkeypatch.setattr(device, "uses_triton", lambda tensor, triton=triton: triton)
-        monkeypatch.setattr(expansion, "LEAST_QUERIES", least)
-        answers.append(generate(load(directory, DEVICE, torch.float32)))
-    assert answers[0] == answers[1] == answers[2]
