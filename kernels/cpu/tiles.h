@@ -52,7 +52,8 @@ constexpr bool BY_TILE<ByteTiles> = true;
 // Whether 16-bit and 8-bit products can run. Linux gives the registers to programs that ask for them.
 inline bool may_multiply() {
     constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    return granted;
 }
 
 // Shapes the registers for `rows` rows and `words` words at a time. All become 0.

@@ -9,12 +9,7 @@
 #include "lanes.h"
 #include "operations.h"
 #include "panels.h"
-
-#if defined(__AMX_BF16__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.h"
 
 namespace {
 
@@ -60,7 +55,7 @@ struct Widened<Floats, Number> {
 
 #if defined(__AVX512BF16__)
 template <class Number>
-struct Widened<Bfloats, Number> {
+struct Widened<BfloatProducts, Number> {
     static constexpr int WORDS = CODES / 2;
     Words values;  // 32 bfloat16, the same 16 twice
 
@@ -93,10 +88,10 @@ struct Block {
     int64_t size;  // inputs
 };
 
-// Widens a block, and sums up to TILE_ROWS rows with it, by vector instructions.
+// Widens a block, and sums up to TILE_ROWS rows with it.
 template <class Kind, class Number>
-struct Vectors {
-    static constexpr int64_t TILE_ROWS = TILE;
+struct Engine {
+    static constexpr int64_t TILE_ROWS = BY_TILE<Kind> ? WIDTH : TILE;
     using Wide = Widened<Kind, Number>;
     using Scale = typename Number::Scale;
 
@@ -126,79 +121,6 @@ struct Vectors {
     }
 };
 
-#if defined(__AMX_BF16__)
-// Whether this process may use tiles, which the system grants on request.
-bool has_tiles() {
-    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // of asm/prctl.h
-    static const bool granted = !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
-    return granted;
-}
-
-struct TileShapes {
-    uint8_t palette = 0, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// The same with tiles: 0 to 3 have the sums of the parts, 4 has inputs, 5 has weights.
-template <class Number>
-struct Tiles : Vectors<Bfloats, Number> {
-    static constexpr int64_t TILE_ROWS = 16;
-    static constexpr int64_t WORDS = 16;  // of a row of a tile, at most
-
-    TileShapes before;  // of other libraries, which may expect to find them again
-    int64_t rows = 0, depth = 0;
-
-    Tiles() { _tile_storeconfig(&before); }
-
-    ~Tiles() {
-        if (before.palette) _tile_loadconfig(&before);
-        else _tile_release();
-    }
-
-    void add(
-        const Block& block, const uint32_t* inputs, int64_t stride, int64_t count, Lanes* sums
-    ) {
-        const int64_t words = block.size / CODES * Vectors<Bfloats, Number>::Wide::WORDS;
-        shape(count, std::min(WORDS, words & -words));  // the same for all words
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t word = 0; word < words; word += depth) {
-            const uint32_t* weights = this->laid + word * COLUMNS;
-            _tile_loadd(4, inputs + word, stride * 4);
-            _tile_loadd(5, weights, COLUMNS * 4);
-            _tile_dpbf16ps(0, 4, 5);
-            _tile_loadd(5, weights + WIDTH, COLUMNS * 4);
-            _tile_dpbf16ps(1, 4, 5);
-            _tile_loadd(5, weights + 2 * WIDTH, COLUMNS * 4);
-            _tile_dpbf16ps(2, 4, 5);
-            _tile_loadd(5, weights + 3 * WIDTH, COLUMNS * 4);
-            _tile_dpbf16ps(3, 4, 5);
-        }
-        _tile_stored(0, sums, PARTS * 64);
-        _tile_stored(1, sums + 1, PARTS * 64);
-        _tile_stored(2, sums + 2, PARTS * 64);
-        _tile_stored(3, sums + 3, PARTS * 64);
-    }
-
-   private:
-    void shape(int64_t count, int64_t words) {
-        if (count == rows && words == depth) return;
-        rows = count;
-        depth = words;
-        TileShapes shapes;
-        shapes.palette = 1;
-        for (int tile = 0; tile < 6; tile++) {
-            shapes.rows[tile] = tile == 5 ? depth : rows;
-            shapes.row_bytes[tile] = tile == 4 ? depth * 4 : 64;
-        }
-        _tile_loadconfig(&shapes);
-    }
-};
-#endif
-
 // Sums of the inputs of each group of each row: [rows, groups].
 template <class T>
 void add_inputs(const T* x, int64_t stride, const Weights& weights, int64_t num_rows, float* out) {
@@ -214,16 +136,16 @@ void add_inputs(const T* x, int64_t stride, const Weights& weights, int64_t num_
 }
 
 // Sums of rows with a matrix, block by block. input_sums: of `add_inputs`.
-template <class Engine>
+template <class Kind, class Number>
 auto widening(
     const Weights& weights, const uint32_t* rows, int64_t stride, const float* input_sums
 ) {
-    using Scale = typename Engine::Scale;
-    constexpr int64_t WORDS = Engine::Wide::WORDS;
+    using Scale = typename Number::Scale;
+    constexpr int64_t WORDS = Widened<Kind, Number>::WORDS, TILE_ROWS = Engine<Kind, Number>::TILE_ROWS;
     return [=](int64_t panel, int64_t first, int64_t count, Lanes* sums) {
         const int64_t groups = weights.groups(), codes = weights.inputs / CODES;
-        Engine engine;
-        Lanes found[Engine::TILE_ROWS * PARTS];
+        Engine<Kind, Number> engine;
+        Lanes found[TILE_ROWS * PARTS];
         for (int64_t from = 0, size; from < weights.inputs; from += size) {
             const int64_t group = from / weights.group;
             const int64_t end = std::min(weights.inputs, (group + 1) * weights.group);
@@ -241,8 +163,8 @@ auto widening(
                 std::memcpy(&octets, weights.zeros + place + part * WIDTH, sizeof octets);
                 zeros[part] = (8 - __builtin_convertvector(octets, Lanes)) * scales[part];
             }
-            for (int64_t row = 0; row < count; row += Engine::TILE_ROWS) {
-                const int64_t some = std::min(Engine::TILE_ROWS, count - row);
+            for (int64_t row = 0; row < count; row += TILE_ROWS) {
+                const int64_t some = std::min(TILE_ROWS, count - row);
                 const uint32_t* own = rows + (first + row) * stride + from / CODES * WORDS;
                 engine.add(block, own, stride, some, found);
                 for (int64_t i = 0; i < some; i++)
@@ -281,31 +203,23 @@ void weight_only_product(
             input_sums.reset(new float[num_rows * weights.groups()]);
             add_inputs((const T*)x, stride, weights, num_rows, input_sums.get());
         }
-        auto with = [&](auto kind, auto* engine, const uint32_t* rows, int64_t row_words) {
-            using Engine = std::remove_pointer_t<decltype(engine)>;
-            auto add = widening<Engine>(weights, rows, row_words, input_sums.get());
-            multiply<decltype(kind)>(
-                num_rows, inputs / CODES * Engine::Wide::WORDS, num_outputs, team, add,
+        auto with = [&](auto kind, auto code, const uint32_t* rows, int64_t row_words) {
+            using Kind = decltype(kind);
+            using Number = decltype(code);
+            auto add = widening<Kind, Number>(weights, rows, row_words, input_sums.get());
+            multiply<Kind>(
+                num_rows, inputs / CODES * Widened<Kind, Number>::WORDS, num_outputs, team, add,
                 with_bias<T>(bias, out, num_outputs)
             );
         };
         auto by = [&](auto kind, const uint32_t* rows, int64_t row_words) {
-            using Kind = decltype(kind);
-            if (fp4) with(kind, (Vectors<Kind, ShortFloats>*)nullptr, rows, row_words);
-            else with(kind, (Vectors<Kind, Integers>*)nullptr, rows, row_words);
+            if (fp4) with(kind, ShortFloats(), rows, row_words);
+            else with(kind, Integers(), rows, row_words);
         };
         if constexpr (std::is_same_v<T, float>) return by(Floats(), (const uint32_t*)x, stride);
-#if defined(__AMX_BF16__)
-        if constexpr (std::is_same_v<T, bfloat16>)
-            if (has_tiles()) {
-                if (fp4) with(Bfloats(), (Tiles<ShortFloats>*)nullptr, (const uint32_t*)x, stride / 2);
-                else with(Bfloats(), (Tiles<Integers>*)nullptr, (const uint32_t*)x, stride / 2);
-                return;
-            }
-#endif
 #if defined(__AVX512BF16__)
         if constexpr (std::is_same_v<T, bfloat16>)
-            return by(Bfloats(), (const uint32_t*)x, stride / 2);
+            if (may_multiply()) return by(BfloatProducts(), (const uint32_t*)x, stride / 2);
 #endif
         std::unique_ptr<float[]> wide(new float[num_rows * inputs]);
         each(num_rows, num_rows * inputs * sizeof(T), team, [&](int64_t row) {
