@@ -83,9 +83,10 @@ numbers, from which each head derives its own key and value, and 64 for the posi
 needs 70 kB a token in 16 bits. Its keys and values would need 71 times as much.
 
 In decode, the products that derive keys and values are applied to the queries and to the output
-instead. A chunk of a prompt uses keys and values that exist only while a layer is computed, wherever
-that is less work. On a CPU this is always so without a cached prefix, and with one unless few tokens
-follow many. A GPU also needs [128 new tokens](gpu.md#derivation-of-expanded-keys-and-values).
+instead. A chunk of a prompt uses keys and values that exist only while a layer is computed, where
+that is less work. On a CPU this is always so without a cached prefix, and with one unless few
+tokens follow many. A GPU also needs
+[128 new tokens](gpu.md#derivation-of-expanded-keys-and-values).
 
 - Latents are KV like any other in pages, host memory, prefix caches and hand-offs. A node that
   stores keys and values of such a model (`--model-backend transformers`) does not pair with a node
