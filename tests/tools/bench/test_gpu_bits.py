@@ -57,6 +57,7 @@ def differing(setting, *names):
     return {name: each.differing for name, each in found.items()}
 
 
+@pytest.mark.long
 def test_no_row_of_an_operation_depends_on_others(setting):
     found = differing(setting)
     assert len(found) > 15 and set(found.values()) == {0}

@@ -33,7 +33,7 @@ from tools.bench.gpu.operations.linear import DRY_SHAPES, SHAPES
 from tools.bench.gpu.setting import Setting
 
 # Around the sizes of tiles. The last one has the larger tiles of experts.
-COUNTS, DRY_COUNTS = (2, 3, 16, 17, 63, 64, 65, 127, 128, 129, 256, 1100), (2, 17, 65, 130)
+COUNTS, DRY_COUNTS = (2, 3, 16, 17, 63, 64, 65, 127, 128, 129, 256, 1100), (3, 66)
 PROBED = 5  # rows that are computed alone
 EPS = 1e-6
 EXPERTS, PER_TOKEN = 16, 4
