@@ -141,6 +141,15 @@ def test_images_that_cannot_be_served_are_refused(
     assert not rig.exports.busy and not rig.encoder.num_waiting
 
 
+def test_images_of_other_weights_are_refused(rig: Rig) -> None:
+    """As after an update of the weights of prefill nodes."""
+    source = Embeddings(picture(6), 8, PIECE)
+    rig.exports.opened(OpenedEvent(1, ID, b"other", Remaining(9.0), source))
+    rig.exports.granted(GrantedEvent(1, 0))
+    refused = rig.next()
+    assert isinstance(refused, FailCommand) and "other weights" in refused.reason
+
+
 def test_a_draining_node_accepts_no_images(rig: Rig) -> None:
     rig.exports.draining = True
     rig.open(1, picture(6))
