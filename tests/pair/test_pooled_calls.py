@@ -101,6 +101,7 @@ def test_a_call_ends_with_its_budget(known):
     [
         ([[1], []], LAST, "the prompt is empty"),
         ([[1], [VOCABULARY_SIZE]], LAST, "outside the vocabulary"),
+        ([[1], [-1]], LAST, "-1 is outside the vocabulary"),
         ([[1], [1] * 512], LAST, "no room in a context"),
         ([[1]], PoolingParams(PoolingMode.LABELS), "no classification head"),
     ],
