@@ -18,7 +18,7 @@ from engine.kv_cache.pages import PageAllocator
 from engine.load import open_model
 from engine.memory_release import MemoryOccupation, memory_of
 from engine.models import content, load, open_checkpoint, stored_of
-from engine.models.refill import relocated
+from engine.models.refill import found, relocated
 from engine.sizing import free_bytes
 from engine.update import WeightUpdater
 from kernels.cpu.memory import empty_in_huge_pages, give_back, take
@@ -162,6 +162,12 @@ def test_weights_in_a_region_compute_the_same_before_and_after_a_release(tmp_pat
     model = servable.load(CPU, torch.float32, "none")
     before, shown = logits_of(model, TOKENS), [each.clone() for each in servable.tensors(model)]
     region = moved(servable, model)
+    if kind == "vision":
+        (first, *_) = model.seeing._encoder._model.parameters()
+        assert 0 <= first.data_ptr() - region.address < region.num_bytes
+    if kind == "draft_model":
+        (first, *_) = found(torch.Tensor, [*model.drafter.decoder.parts])
+        assert 0 <= first.data_ptr() - region.address < region.num_bytes
     addresses = [each.data_ptr() for each in servable.tensors(model)]
     torch.testing.assert_close(logits_of(model, TOKENS), before, atol=0.0, rtol=0.0)
     servable.drain(model)
