@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from engine import equal_bits
 from engine.kv_cache.layout import KVLayout
@@ -56,11 +57,13 @@ def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
     for dtype in setting.sized(DTYPES, (torch.float32,)):
         for _, operation in equal_rows.operations(setting, dtype):
             for count in counts:
-                rows = partial(torch.arange, count, device=setting.device)
-                yield partial(_call_once, lambda operation=operation, rows=rows: operation(rows()))
+                yield partial(_call_once, partial(_first_rows, operation, count, setting))
         for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
-            attention = partial(_attention, setting, dtype, name, shape)
-            yield partial(_call_once, lambda attention=attention: list(attention()))
+            yield partial(_call_once, partial(list, _attention(setting, dtype, name, shape)))
+
+
+def _first_rows(operation: equal_rows.Rows, count: int, setting: Setting) -> Tensor:
+    return operation(torch.arange(count, device=setting.device))
 
 
 def _call_once(call: Callable[[], object]) -> None:
