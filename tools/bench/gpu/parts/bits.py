@@ -5,8 +5,7 @@ whole models by the probe of `engine.batch_invariant`. If no bit differs, it rec
 nodes with that setting start on it. Otherwise it removes an earlier record.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 
@@ -58,19 +57,13 @@ def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
     for dtype in setting.sized(DTYPES, (torch.float32,)):
         for _, operation in equal_rows.operations(setting, dtype):
             for count in counts:
-                rows = partial(torch.arange, count, device=setting.device)
-                yield partial(_call_once, partial(_operate, operation, rows))
+                yield partial(_call_once, partial(_first_rows, operation, count, setting))
         for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
-            attention = partial(_attention, setting, dtype, name, shape)
-            yield partial(_call_once, partial(_exhaust, attention))
+            yield partial(_call_once, partial(list, _attention(setting, dtype, name, shape)))
 
 
-def _operate(operation: Callable[[Tensor], object], rows: Callable[[], Tensor]) -> None:
-    operation(rows())
-
-
-def _exhaust(results: Callable[[], Iterable[object]]) -> None:
-    deque(results(), maxlen=0)
+def _first_rows(operation: equal_rows.Rows, count: int, setting: Setting) -> Tensor:
+    return operation(torch.arange(count, device=setting.device))
 
 
 def _call_once(call: Callable[[], object]) -> None:
