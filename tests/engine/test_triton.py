@@ -17,10 +17,13 @@ from engine.kv_cache.layout import KVLayout
 from engine.models import load
 from kernels import device
 from kernels.attention.expansion import LatentExpansion
+from tests.support import interpreter
 from tests.support.checkpoints import make_checkpoint
 from tests.support.steps import GREEDY, Steps, prompt
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if device.INTERPRETED:
+    interpreter.patch_language_once()
 PARAMS = [
     GREEDY,
     SamplingParams(max_tokens=9999, seed=8, temperature=0.8, top_k=20, top_p=0.95, min_p=0.01),
