@@ -27,6 +27,7 @@ PARTIAL_BYTES = 64 << 20  # of partial results of fixed segments. Rows beyond ar
 OCCUPYING_ITEMS = 2  # per program: these need no split
 LEAST_LANES = 16  # of an item, as products have at least so many rows
 MOST_LANES = 64  # of an item of many queries
+TENSOR_MEMORY_LANES = 32  # of fixed segments from sm_100 on, where more lanes spill registers
 UNSPLIT_LANES = 128  # of a tile of the kernel that does not split keys
 PLAN_BLOCK = 1024  # rows with one query each
 ITEM_BLOCK = 64  # items of rows with several queries
@@ -110,7 +111,8 @@ def lanes_of_items(
 def fixed_lanes(group: int, head_dim: int, element_size: int) -> int:
     """Return the lanes of all items with fixed segments, whatever their number of queries."""
     least = _lanes_of_a_query(group)
-    return max(least, MOST_LANES) if element_size <= 2 and head_dim <= LONGEST_HEAD else least
+    most = MOST_LANES if device.architecture() < 100 else TENSOR_MEMORY_LANES
+    return max(least, most) if element_size <= 2 and head_dim <= WIDEST_HEAD else least
 
 
 def _lanes_of_a_query(group: int) -> int:
@@ -219,7 +221,8 @@ def _tile(head_dim: int, element_size: int, lanes: int, *, single: bool) -> Spli
         return SplitTile(keys=64 // held, warps=8)
     keys = 64 if head_dim * held <= 256 else 32
     wide = element_size > 2 and head_dim >= WIDEST_HEAD and not single
-    if lanes >= MOST_LANES or wide:  # which would spill registers in 4 warps
+    many = lanes >= MOST_LANES or (lanes > LEAST_LANES and not single)
+    if many or wide:  # which would spill registers in 4 warps
         return SplitTile(keys, warps=8)
     if not single:
         return SplitTile(keys, registers=255)  # two programs fit, and a lower limit spills
