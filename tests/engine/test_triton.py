@@ -63,8 +63,8 @@ def test_kernels_and_references_give_the_same_tokens(tmp_path, monkeypatch, arch
 
 
 class Latents:
-    """A model with latents and a step of two rows: a chunk of 130 tokens whose first 40 tokens are
-    cached, and a decode row."""
+    """A model with latents and a step of two rows: a chunk of 130 tokens after 40 cached ones, and
+    a decode row."""
 
     def __init__(self, directory):
         self.model = load(directory, DEVICE, torch.float32)
