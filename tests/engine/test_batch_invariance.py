@@ -19,6 +19,7 @@ from engine.models.stack import LayerByLayer
 from engine.models.transformers_backend.row_by_row import RowByRow
 from kernels import device
 from kernels.attention import paged
+from kernels.backends import chosen
 from kernels.linear_attention.delta_rule import delta_rule_reference
 from kvtransfer.pairing import PairHello, PoolRegion, compare
 from tests.support import interpreter
@@ -322,7 +323,7 @@ def test_a_layer_without_a_rule_is_refused(tmp_path, monkeypatch):
 def test_a_state_that_depends_on_chunks_is_named(tmp_path, monkeypatch):
     use("compiled", monkeypatch)
     model = load(make_checkpoint(tmp_path, "qwen3_5_text"), CPU, torch.float32)
-    monkeypatch.setattr("engine.models.blocks.delta_net.delta_rule", delta_rule_reference)
+    monkeypatch.setattr(chosen, "_used", [chosen.Operations(delta_rule=delta_rule_reference)])
     assert differing_operation(model, layout_of(model)) == "delta rule of layer 0"
 
 

@@ -20,7 +20,7 @@ from kernels import device
 from kernels.adapters import low_rank
 from kernels.attention import paged
 from kernels.cpu.compiler import cache_directory, library
-from kernels.cpu.operators import ACTIVATIONS, Operators
+from kernels.cpu.operators import ACTIVATIONS, PANEL, Operators
 from kernels.experts import routing
 from kernels.experts.routing import Routing
 from kernels.layers import rope
@@ -197,6 +197,15 @@ def int8_product(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
     return operators.int8_product(x, panels, numbers(130), zeros, None)
 
 
+def weight_only_product(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
+    """Multiply codes in five groups of inputs, of which the last is shorter."""
+    codes, zeros, scales = numbers(130, 600), numbers(3, 5, PANEL), numbers(3, 5, PANEL)
+    codes, zeros = ((each * 3 + 8).clamp(0, 15).to(torch.uint8) for each in (codes, zeros))
+    panels = operators.pack_codes(codes)
+    x = x.repeat(1, 4)[:, :600]
+    return operators.weight_only_product(x, panels, scales, zeros, 128, 130, None)
+
+
 def rope_angles(operators: Operators, x: Tensor, rows: Tensor) -> Tensor:
     """Return the angles of heads whose pairs are no multiple of a vector."""
     return rope.rope_angles(rows.int() * 37, numbers(12).abs(), 1.0).transpose(0, 1).flatten(1)
@@ -321,8 +330,10 @@ OPERATIONS: dict[str, Operation | str] = {
     "float_product": float_product,
     "stored_product": stored_product,
     "int8_product": int8_product,
+    "weight_only_product": weight_only_product,
     "multiplies": NO_ROWS,
     "pack_panels": NO_ROWS,
+    "pack_codes": NO_ROWS,
     "compute_layers": LAYERS,
 }
 # By the names of their references. Compiled ones are above.

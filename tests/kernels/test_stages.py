@@ -5,8 +5,24 @@ import pytest
 from kernels import device
 from kernels.attention.tiles import stages_that_fit
 
-LATENTS = {"rows": 32, "keys": 32, "head_dim": 512, "rest": 64, "kept": 2, "computed": 2}
-HEADS = {"rows": 128, "keys": 32, "head_dim": 128, "rest": 0, "kept": 2, "computed": 2}
+LATENTS = {
+    "rows": 32,
+    "keys": 32,
+    "head_dim": 512,
+    "rest": 64,
+    "apart": False,
+    "kept": 2,
+    "computed": 2,
+}
+HEADS = {
+    "rows": 128,
+    "keys": 32,
+    "head_dim": 128,
+    "rest": 0,
+    "apart": True,
+    "kept": 2,
+    "computed": 2,
+}
 
 
 @pytest.mark.parametrize(

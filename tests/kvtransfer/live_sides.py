@@ -312,7 +312,7 @@ class SourceSide(SimulatedProducer):
     def key(self) -> Hashable:
         books = [
             (serial, d.state.key, d.num_known, d.stage, d.over, d.room_tokens, d.exported.tobytes())
-            for serial, d in self.departures._by_serial.items()
+            for serial, d in self.departures.in_progress.items()
         ]
         requests = [
             (r.key, r.num_tokens, r.in_batch, r.launched, r.kv, r.bank)
@@ -362,7 +362,7 @@ class SourceSide(SimulatedProducer):
         faults += [("retract", ticket) for ticket, r in self.beneath.requests.items() if r.runs]
         if 1 in self.beneath.requests:
             faults.append(("replay",))
-        if any(d.paused_until < FOR_EVER for d in self.departures._by_serial.values()):
+        if any(d.paused_until < FOR_EVER for d in self.departures.in_progress.values()):
             faults.append(("pause is over",))
         if self._end.next_deadline() is not None:
             faults.append(("tick",))
@@ -378,7 +378,7 @@ class SourceSide(SimulatedProducer):
 
     def react(self, given: Input) -> list[Output]:
         # Serials of departures, loans and refusals are remembered by the engine alone.
-        known = self.departures._by_serial.keys() | self.departures._refused
+        known = self.departures.in_progress.keys() | self.departures._refused
         known |= self.loans._asked.keys() | self.loans._exported.keys()
         self.prompts = dict.fromkeys(known)  # type: ignore[arg-type]
         outputs = super().react(given)

@@ -15,6 +15,7 @@ from tests.pair.rig import Node, PairRig, Size
 
 PROMPTS = [list(range(5, 5 + length)) for length in (1, 40, 90)]
 MANY = 30  # tokens
+SHORT_S = 0.5
 
 
 def call_node(rig: PairRig, node: Node, command: Command):
@@ -134,11 +135,11 @@ def test_what_waits_for_the_end_of_a_pause_keeps_its_deadlines(known):
         one_runs(rig)
         (node,) = rig.decode
         paused(rig, "in_place", node)
-        no_time = rig.ask(PROMPTS[0], budget_s=0.01)
-        no_turn = rig.ask(PROMPTS[0], queue_s=0.01)
+        no_time = rig.ask(PROMPTS[0], budget_s=SHORT_S)
+        no_turn = rig.ask(PROMPTS[0], queue_s=SHORT_S)
         cancelled = rig.ask(PROMPTS[0])
         rig.turn()
-        rig.let_time_pass(time.monotonic() + DEADLINE_CHECK_S)
+        rig.let_time_pass(time.monotonic() + SHORT_S + DEADLINE_CHECK_S)
         rig.cancel(cancelled)
         rig.run(no_time, no_turn, cancelled)
         codes = [one.ended.error_code for one in (no_time, no_turn)]

@@ -112,4 +112,5 @@ def one_token(
         slots=batch.slots[:num_rows],
         num_decodes=num_rows,
         seen=(),
+        extends=(),
     )

@@ -23,6 +23,7 @@ GPU = torch.device("cuda", 0)
 MOVES = "moves numbers and computes none"
 STATES = "models with states are refused on GPUs"
 NOT_COMPARED = {
+    "kernels.attention.expand_latents": "not launched with the setting",
     "kernels.attention.extend": "not launched with fixed segments",
     "kernels.attention.split_kv": "compared by equal_queries",
     "kernels.attention.split_plan": "computes integers",
