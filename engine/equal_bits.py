@@ -1,8 +1,9 @@
-"""GPUs on which no bit of a row was found to depend on other rows, for `engine.batch_invariant`.
+"""Records of GPUs that have passed the comparison of bits, which `engine.batch_invariant` requires.
 
-`python -m tools.bench.gpu --parts compile bits` records a GPU as a file in the user's cache. The
-file's name depends on all that can change how the GPU computes. So a record holds for this kind of
-GPU, these kernels and these releases of torch and Triton alone.
+`python -m tools.bench.gpu --parts compile bits` compares rows alone with the same rows in batches.
+If no bit differs, it records the GPU as a file in the user's cache. The file's name depends on
+everything that can change the bits. A record is therefore valid only for this kind of GPU, these
+kernels and these releases of torch and Triton.
 """
 
 import functools
@@ -17,7 +18,8 @@ from kernels.cpu.compiler import cache_directory
 
 
 def computes_as(device: torch.device) -> str:
-    """Return a name of how a GPU computes. GPUs with the same one compute the same bits."""
+    """Return a name for everything that determines the bits of a GPU: its kind, the kernels, and
+    the releases of torch and Triton. GPUs with equal names compute equal bits."""
     major, minor = torch.cuda.get_device_capability(device)
     return " ".join(
         (

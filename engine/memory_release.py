@@ -25,18 +25,18 @@ from kernels.cpu.memory import give_back
 from kernels.cuda.driver import OutOfDeviceMemory
 from kernels.cuda.virtual_memory import Region
 
-_RANKS_S = 60.0  # for the other ranks
+_RANKS_S = 60.0  # seconds to wait for the other ranks
 
 
 class PageMemory(Protocol):
-    """The memory of the pages of a rank. For one thread at a time."""
+    """The memory of the pages of a rank. One thread may use it at a time."""
 
     def release(self) -> None:
-        """Return it to the system. Nothing may use the pages meanwhile."""
+        """Return the memory to the system. Nothing may use the pages until `restore`."""
         ...
 
     def restore(self) -> None:
-        """Allocate it again. Raises FailedPrecondition, without any change, if there is not
+        """Allocate the memory again. Raises FailedPrecondition, without any change, if there is not
         enough."""
         ...
 
@@ -45,7 +45,7 @@ class HostMemory:
     """Pages in host memory, which the system allocates one by one when they are written.
 
     Args:
-        num_ranks: ranks of the node on this host, with as many pages each.
+        num_ranks: ranks of the node on this host. Each has as many pages as this one.
     """
 
     def __init__(self, pools: Sequence[Tensor], num_ranks: int) -> None:
@@ -57,7 +57,7 @@ class HostMemory:
             give_back(pool)
 
     def restore(self) -> None:
-        """Only check the free memory."""
+        """Check that enough memory is free. The system allocates it when pages are written."""
         wanted = self._num_ranks * sum(pool.nbytes for pool in self._pools)
         left = free_bytes(torch.device("cpu"), 1.0)
         if wanted > left:
@@ -67,7 +67,7 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Pages in a region of a GPU. Pinned host pages keep their memory."""
+    """Pages in a region of a GPU. Pinned host pages are not released."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -94,7 +94,7 @@ def memory_of(pool: KVPool, host_pool: HostPool, num_ranks: int = 1) -> PageMemo
 
 
 class OtherPools(Protocol):
-    """The pages of the other ranks. The futures fail with EngineFault if a rank cannot."""
+    """The pages of the other ranks. The futures fail with EngineFault if a rank fails."""
 
     def release(self) -> Future[Any]:
         """Return their memory to the system."""
@@ -123,11 +123,11 @@ class MemoryOccupation:
     """The releasable memory of an engine. Engine thread only.
 
     Args:
-        memory: of `pages`.
-        pinned: reason why it cannot be released; "": it can.
+        memory: the memory of `pages`.
+        pinned: reason why the memory of pages cannot be released. Empty: it can.
         notify: called by another thread when an operation is done.
-        others: None: this process has all pages.
-        peers: whose access must end before pages are released. None: it need not.
+        others: pages of the other ranks. None: this process has all pages.
+        peers: access of other nodes, which must end before pages are released. None: it may stay.
     """
 
     def __init__(

@@ -38,16 +38,16 @@ from node.sharing.dispatch import FIRST_SHARED_NUMBER
 from node.sharing.exports import SHARE
 from node.timings import ImageReads
 
-FIRST_NUMBER = FIRST_SHARED_NUMBER  # of hand-offs, below those of weights
-MAX_READS = 256  # images in progress
-PAIR_S = 3.0  # longest wait for an encode node to be paired, and for pages
-GRACE_S = 1.0  # after which the encode node drops a read whose end it has not heard of
+FIRST_NUMBER = FIRST_SHARED_NUMBER  # of these hand-offs. Reads of weights have higher numbers
+MAX_READS = 256  # images that are read at the same time
+PAIR_S = 3.0  # longest wait until an encode node is paired and pages are free
+GRACE_S = 1.0  # seconds that the encode node waits longer than this node before it ends a read
 OUTCOMES = ("completed", "failed", "late", "unpaired", "no_capacity")
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """An image in progress. Without an id it is not opened yet."""
+    """The read of one image. It has an id once its hand-off is opened."""
 
     image: Image
     address: str
@@ -56,13 +56,14 @@ class _Read:
     id: HandoffId | None = None
     num_pieces: int = 0
     piece_bytes: int = 0
-    epoch: int = 0  # of the encoder
+    epoch: int = 0  # of the encoder, when the read was opened
     copying: Future[None] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Landing:
-    """Pages of a read, until it has ended, no data can land there and none is copied from there."""
+    """The pages of a read. They are held until it has ended, no data can arrive in them, and
+    nothing is copied from them."""
 
     pages: Ints
     lands: bool = True
@@ -70,21 +71,22 @@ class _Landing:
 
 
 class _Wait(NamedTuple):
-    """A request that waits."""
+    """A request that waits for reads."""
 
-    names: set[bytes]  # of its images in progress
+    names: set[bytes]  # of its images that are being read
     timings: ImageReads
 
 
 class EmbeddingReads:
-    """The reads of this node. Engine thread only. Requests by their keys.
+    """Reads embeddings of images for the requests of this node. For the engine thread only.
+    Requests are identified by their keys.
 
     Args:
-        encoder: None: the model has no image input, and nothing is read.
-        instance: this node's.
-        cache: of `pages`. Reads use pages that it can free.
+        encoder: image inputs of the model. None: the model has none, and nothing is read.
+        instance: instance id of this node.
+        cache: prefix cache over `pages`. It evicts pages for reads.
         weights: returns the weight version in use.
-        timeout_s: longest wait for an encode node.
+        timeout_s: seconds that an opened read may take.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class EmbeddingReads:
         self._by_id: dict[HandoffId, _Read] = {}
         self._landing: dict[HandoffId, _Landing] = {}
         self._waits: dict[int, _Wait] = {}  # by key
-        self._over: dict[int, None] = {}  # keys, not returned yet
+        self._over: dict[int, None] = {}  # keys that take_over has not returned yet
         self._counts = dict.fromkeys(OUTCOMES, 0)
 
     @property
@@ -198,7 +200,7 @@ class EmbeddingReads:
         return False
 
     def poll(self) -> None:
-        """Do what is due. Called in each turn of the loop."""
+        """Open, finish and give up reads. Called in each turn of the loop."""
         if not self.busy:
             return
         now = self._clock()
@@ -273,7 +275,7 @@ class EmbeddingReads:
             self._finish(read, "unpaired")
 
     def _is_absent(self, address: str) -> None:
-        """Wait for this encode node no more until it is paired."""
+        """Start no reads from this encode node until it is paired, and give up those that wait."""
         if len(self._absent) >= MAX_READS:
             self._absent.clear()
         self._absent.add(address)

@@ -19,14 +19,15 @@ SHORT_TOKENS = 256
 # Average tokens of a row in ragged shapes. Attention chooses its tiles by this average.
 _DRAFT_WIDTHS = (4, 1)  # rows with several drafts, and rows with few
 _WIDTHS = (32, *_DRAFT_WIDTHS)  # prompts, too
-_FINE, _COARSE = 8, 2  # a step is padded by at most one part of so many
+_FINE, _COARSE = 8, 2  # a step is padded by at most an eighth, or by at most a half
 
 
 class GraphShape(NamedTuple):
-    """The numbers on which the launches of a step depend.
+    """The shape of a padded step. All steps of one shape launch the same kernels.
 
     Attributes:
-        late: state updates follow verification, see LateStates.
+        tokens, rows: of the step, with its padding.
+        late: state updates follow the verification of drafts, see LateStates.
         adapted: tokens may have adapters.
     """
 
@@ -95,7 +96,7 @@ def graph_shapes(max_rows: int, *, late: bool, adapted: bool) -> tuple[GraphShap
 
 
 def _ragged(max_rows: int, widths: tuple[int, ...]) -> set[tuple[int, int]]:
-    """Return the tokens and rows of ragged shapes. One of each is padding."""
+    """Return (tokens, rows) of ragged shapes. Each has at least a token and a row of padding."""
     return {
         (tokens, min(-(-(tokens - 1) // width) + 1, tokens - 1))
         for tokens in ladder(max_tokens(max_rows), _COARSE)
@@ -105,14 +106,14 @@ def _ragged(max_rows: int, widths: tuple[int, ...]) -> set[tuple[int, int]]:
 
 
 def max_tokens(max_rows: int) -> int:
-    """Return the tokens of the largest shape: those of a step with drafts, or of short prompts, and
-    one of padding."""
+    """Return the tokens of the largest shape, with one token of padding. Its step has drafts or
+    short prompts."""
     return max(max_rows + 1, SHORT_TOKENS)
 
 
 def ladder(largest: int, parts: int) -> tuple[int, ...]:
-    """Return sizes up to `largest`, ascending. A step of size n is padded by at most n / parts, or
-    to `parts`."""
+    """Return ascending sizes, the last of which is `largest`. Padding a step of size n to the next
+    size adds at most n / parts. Steps below `parts` are padded to powers of two."""
     sizes = [size for size in (1, 2, 4) if size < parts]
     size = step = parts
     while size < largest:

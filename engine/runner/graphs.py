@@ -33,11 +33,11 @@ from kernels.adapters.low_rank import TokensBySlot
 
 log = logging.getLogger(__name__)
 
-_DRAFT_BYTES = 512  # of a token in a step with drafts: its columns in SpeculativeStep
+_DRAFT_BYTES = 512  # for the columns of one token in SpeculativeStep
 
-_Kind: TypeAlias = tuple[bool, bool, bool]  # of a shape: ragged, late, adapted
+_Kind: TypeAlias = tuple[bool, bool, bool]  # is_ragged, late and adapted of a shape
 
-# Runs the model. Takes what Model.forward takes, without the pool and the future tokens.
+# Runs the model. Its arguments are those of Model.forward without the pool and the future tokens.
 Forward: TypeAlias = Callable[[ForwardBatch, AdapterStep | None, LateStates | None], Tensor]
 
 
@@ -50,8 +50,8 @@ class Graph(Protocol):
 
 
 class Recorder(Protocol):
-    """Records the launches of `work`. `work` has run before, so that nothing is compiled during
-    capture."""
+    """Records the launches of a function as a graph. The function runs before the capture, so that
+    nothing is compiled during it."""
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
         """Return the graph and the result of `work`, which every replay writes again.
@@ -109,13 +109,13 @@ class GraphSizes:
 
 @dataclass(slots=True, eq=False)
 class _Inputs:
-    """The inputs of a graph, and what its forward leaves for later.
+    """The inputs of a graph, and the state updates that its forward leaves for later.
 
     Attributes:
-        batch, adapted: on the device.
+        batch, adapted: the step and its adapters, on the device.
         fixed: the tensors of `batch` whose sizes follow from the shape.
-        padding: of `fixed` and of the adapters, in host memory.
-        late: of the latest replay.
+        padding: the padding of `fixed` and of the adapters, in host memory.
+        late: the pending state updates of the latest replay.
     """
 
     batch: ForwardBatch
@@ -130,7 +130,8 @@ class _Recorded:
     """A captured graph.
 
     Attributes:
-        hidden: of the latest replay, one for each token of a ragged shape, else for each row.
+        hidden: hidden states of the latest replay, one for each token of a ragged shape, otherwise
+            one for each row.
         drafts: a forward of the drafter over the same inputs. None: the shape has no drafts.
     """
 
@@ -141,7 +142,7 @@ class _Recorded:
 
 
 class GraphDrafter:
-    """A drafter whose forwards are captured, and their inputs beside those of a step.
+    """A drafter whose forwards are captured. Their inputs have memory beside that of a step.
 
     Args:
         before: returns the vectors before each row's first token, see DeviceDrafter.
@@ -161,7 +162,7 @@ class GraphDrafter:
         """Allocate the inputs, if that is not done yet.
 
         Args:
-            batch: any, on the device.
+            batch: any batch on the device. It determines the size of a vector.
         """
         if self._made is None:
             like = self.before(batch)
@@ -176,7 +177,7 @@ class GraphDrafter:
 
     @property
     def place(self) -> Tensor:
-        """The number of a token in its row, and of the rows that have it, int64 [2]."""
+        """The index of a token in its row, and the number of rows that have it: int64 [2]."""
         assert self._made is not None
         return self._made[1]
 
@@ -188,7 +189,7 @@ class GraphDrafter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphDrafts:
-    """Forwards of a drafter that are replayed, see DraftSteps."""
+    """Forwards of a drafter within a step, see DraftSteps. Each one replays the same graph."""
 
     token_ids: Tensor
     graph: Graph
@@ -202,7 +203,7 @@ class GraphDrafts:
 
 
 class StepGraphs:
-    """The graphs of steps. Forward stream only."""
+    """Captures the graphs of steps, and replays them. For use on the forward stream only."""
 
     def __init__(
         self,
@@ -216,8 +217,8 @@ class StepGraphs:
         """Allocate the inputs that all graphs share.
 
         Args:
-            bank: of the adapters of steps.
-            drafter: of the model. None: it has none.
+            bank: the LoRA adapters that steps may use.
+            drafter: the drafter of the model. None: the model has none on the device.
         """
         self._forward = forward
         self._recorder = recorder
@@ -233,7 +234,7 @@ class StepGraphs:
         num_bytes = max(packed_bytes(self._tensors(shape)) for shape in self._shapes)
         num_bytes += sizes.beside_bytes + _DRAFT_BYTES * max_tokens(sizes.max_rows)
         self._block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._views: list[Tensor] = []  # of the step that was uploaded last
+        self._views: list[Tensor] = []  # tensors of the step that was uploaded last
 
     @property
     def shapes(self) -> tuple[GraphShape, ...]:
@@ -285,7 +286,7 @@ class StepGraphs:
         return _Recorded(inputs, graph, hidden, drafts)
 
     def _inputs(self, shape: GraphShape) -> _Inputs:
-        """Return the inputs of a graph, on the device and all of them padding."""
+        """Return the inputs of a graph, on the device. Their values are padding."""
         tensors = self._tensors(shape)
         sent = upload(tensors, self._device, self._block)
         adapted = None
@@ -295,7 +296,7 @@ class StepGraphs:
         return _Inputs(batch, adapted, sent[:-NUM_VARYING], PaddedBlock(tensors[:-NUM_VARYING]))
 
     def _tensors(self, shape: GraphShape) -> list[Tensor]:
-        """Return the inputs of a graph over padding, in host memory."""
+        """Return the inputs of a graph in host memory, with the values of padding."""
         sizes = self._sizes
         num_pages = min(shape.rows, sizes.max_rows) * sizes.max_pages
         batch = padding(shape, sizes.num_tables, num_pages, sizes.state_pages)
@@ -362,8 +363,8 @@ class StepGraphs:
         return ForwardBatch.of(self._views, batch.num_decodes, (), ()), sent[NUM_VARYING:]
 
     def settle(self, batch: ForwardBatch) -> ForwardBatch:
-        """Copy tensors that have been replaced since `upload` to the inputs. Return the step as it
-        is there."""
+        """Copy tensors of the step that were replaced since `upload` to the inputs of the graph.
+        Return the step over these inputs."""
         for view, tensor in zip(self._views, batch.tensors(), strict=True):
             if tensor is not view:
                 view.copy_(tensor)

@@ -1,6 +1,7 @@
 """Expansion of paged latents to the keys and values of heads in Triton, and attention to them.
 
-For chunks of prompts on a GPU. Some heads at a time have their keys and values in memory.
+This is for chunks of prompts on a GPU. It expands a few heads at a time, which bounds the memory
+for their keys and values.
 """
 
 from collections.abc import Sequence
@@ -18,11 +19,11 @@ from kernels.attention.extend import extend_attention
 from kernels.attention.tiles import block
 from kernels.row_search import SEARCH_BLOCK, last_at_most
 
-MUCH_SHARED_BYTES = 160 << 10
+MUCH_SHARED_BYTES = 160 << 10  # of a thread block: enough for steps of 64 numbers of a latent
 
 
 class ExpandedRows(NamedTuple):
-    """Rows of latents in pages, and the tiles of `TILE_TOKENS` tokens that they are expanded in.
+    """Rows of latents in pages, cut into tiles of `TILE_TOKENS` tokens for the expansion.
 
     Attributes:
         page_ids, page_starts, lengths: see `plan_attention`.
@@ -42,10 +43,11 @@ class ExpandedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TritonPlan:
-    """The keys that each query of the chunks sees. The layers of one forward share it.
+    """A plan of attention over expanded latents. All layers of a forward share it.
 
     Attributes:
-        tiles: int32, the numbers of all tiles. Their number is known on the host.
+        tiles: int32 [num_tiles], 0, 1, 2 and so on: page ids for `extend_attention`, which reads a
+            tile as a page. The host computes the length without waiting for the device.
         heads_at_once, workspace_bytes: see `LatentExpansion`.
     """
 
@@ -126,13 +128,13 @@ def expand_latents(
 ) -> None:
     """Write the key, the rotated part of the key and the value of each token and head.
 
-    What is written for a tile's tokens after the end of its row is arbitrary.
+    Entries of a tile after the end of its row are arbitrary.
 
     Args:
         latents: one layer of the pool, [pages, 1, 1, page_size, rank + rotated].
         expansion: of some heads, contiguous.
-        out: contiguous [tiles, heads, TILE_TOKENS, key_dim + rotated + value_dim], with at least
-            the tiles of the rows.
+        out: contiguous [tiles, heads, TILE_TOKENS, key_dim + rotated + value_dim]. It may have
+            more tiles than the rows.
     Raises:
         ValueError: wrong shapes or strides.
     """
@@ -178,7 +180,7 @@ def expand_latents(
 
 
 class _ExpansionTile(NamedTuple):
-    """The shape of one program's tile. The numbers derive from registers and shared memory."""
+    """The tokens that one program expands. Registers and shared memory limit the sizes."""
 
     tokens: int  # divides TILE_TOKENS
     rank: int  # numbers of a latent in a step
@@ -186,7 +188,7 @@ class _ExpansionTile(NamedTuple):
 
 
 def _tile(columns: int, element_size: int) -> _ExpansionTile:
-    """Return the tile for keys and values of so many numbers together."""
+    """Return the tile for `columns` numbers of a key and a value together, with padding."""
     if element_size > 2:
         return _ExpansionTile(32, 16, 2)
     operands_in_shared_memory = device.architecture() // 10 in (9, 10)
@@ -197,7 +199,8 @@ def _tile(columns: int, element_size: int) -> _ExpansionTile:
 
 def _as_pool(made: Tensor, key_dim: int) -> Tensor:
     """Return keys and values [tiles, heads, tokens, key_dim + value_dim] as pages [tiles, heads, 2,
-    tokens, value_dim], without a copy. A key's other numbers follow the first `value_dim`."""
+    tokens, value_dim], without a copy. A key is longer than `value_dim`: attention reads its other
+    numbers after the first ones."""
     tiles, heads, tokens, width = made.shape
     strides = made.stride()
     return made.as_strided(
@@ -232,7 +235,7 @@ def _expand_kernel(
     SEARCH_BLOCK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Expand BLOCK_M tokens for one head. Surplus tiles have no tokens."""
+    """Expand BLOCK_M tokens for one head. Tiles beyond those of the rows are skipped."""
     PARTS: tl.constexpr = TILE // BLOCK_M
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     head = tl.program_id(1)

@@ -1,1 +1,1 @@
-"""Operations of optional packages, in place of the kernels of this repository."""
+"""Operations of optional packages, which can replace kernels of this repository."""

@@ -1,4 +1,7 @@
-"""The operations that this process uses: its own kernels, or those of an optional package."""
+"""The choice between kernels of this repository and operations of optional packages.
+
+The engine sets the choice once for its process. Layers call what `operations` returns.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,7 +41,7 @@ class DeltaRule(Protocol):
 
 @dataclass(slots=True)
 class Operations:
-    """The operations that have a choice. By default, the kernels of this repository."""
+    """The operations that a package can replace. The defaults are kernels of this repository."""
 
     plan_attention: PlanAttention = paged.plan_attention
     delta_rule: DeltaRule = delta_rule.delta_rule
@@ -48,7 +51,7 @@ _used: list[Operations] = [Operations()]
 
 
 def use_operations(operations: Operations) -> None:
-    """Set the result of `operations` for this process. Must be called before a model is loaded."""
+    """Set the operations of this process. Must be called before a model is loaded."""
     _used[:] = [operations]
 
 

@@ -38,7 +38,7 @@ class FlashLinearAttention:
         return cls(PACKAGE.load())
 
     def delta_rule(self, x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Tensor:
-        """Compute as `kernels.linear_attention.delta_rule.delta_rule`."""
+        """Compute the delta rule, see `kernels.linear_attention.delta_rule.delta_rule`."""
         if not rows.has_long_rows(len(x)):
             return delta_rule(x, gates, cells, rows)
         cut = _cut(rows)
@@ -51,7 +51,7 @@ class FlashLinearAttention:
         of_token = (q, k, v.reshape(len(x), cells.heads, v_size), g, beta)
         state, outputs = cells.read(rows.reads), []
         for part in cut.parts:
-            if len(part.rows):  # a mark may be at the end of every row
+            if len(part.rows):  # no token is left if the mark of every row is at its end
                 y, state[part.rows] = self._chunk_rule(
                     *(each[None, part.tokens] for each in of_token),
                     scale=k_size**-0.5,
@@ -69,10 +69,10 @@ class FlashLinearAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Consecutive tokens of some rows, side by side, and the states that are written after them.
+    """Consecutive tokens of some rows, one row after the other, and the states written after them.
 
     Attributes:
-        tokens: in the order of the cut.
+        tokens: place of the tokens, in the order of the cut.
         rows: int64, the rows that have tokens in this part.
         starts, starts_on_host: int64 [len(rows) + 1], in tokens of the part.
         written: int64, the rows whose states are written.
@@ -89,7 +89,9 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """The rows of a step in parts without a mark within them.
+    """The rows of a step, cut at their marks (see StateRows).
+
+    The package returns a state only at the end of a row, and a mark asks for one within it.
 
     Attributes:
         order: int64, the step's tokens in the order of the parts. None: unchanged.

@@ -19,7 +19,7 @@ from kernels.backends.package import Package
 
 PACKAGE = Package("flashinfer-python", "flashinfer", "0.7")
 HEAD_DIMS = frozenset({64, 128, 256})
-LATENT_DIMS = (512, 64)  # of the value, and of the rotated part
+LATENT_DIMS = (512, 64)  # numbers of a latent: the value, and the rotated part
 
 _WORKSPACE_BYTES = 128 << 20  # as the package recommends
 _LAYOUT = "HND"  # of keys in a page: head, token, number
@@ -27,7 +27,9 @@ _LN_2 = 0.6931471805599453
 
 
 class FlashInfer:
-    """The wrappers of a process on one device, and the workspace that they share. One stream.
+    """The wrappers of a process on one device, and the workspace that they share.
+
+    All calls must use one stream, because wrappers write to the shared workspace.
 
     Args:
         package: the module `flashinfer`.
@@ -65,7 +67,7 @@ class FlashInfer:
         window: int | None = None,
         value_dim: int | None = None,
     ) -> AttentionPlan:
-        """Plan as `kernels.attention.paged.plan_attention`."""
+        """Plan attention, see `kernels.attention.paged.plan_attention`."""
         check_kv(kv, value_dim)
         rows = _Rows.of(page_ids, page_starts, query_starts, lengths, kv.shape[3], window)
         if value_dim is not None:
@@ -78,9 +80,10 @@ class FlashInfer:
 
 
 class _Wrappers:
-    """Wrappers of one kind. Each has the buffers of one plan, so it has one holder at a time.
+    """A pool of wrappers of one kind. A wrapper has the buffers of one plan, so only one plan uses
+    it at a time.
 
-    The next plan waits for the device first. So no kernel uses the buffers that it writes.
+    Planning waits for the device before it writes the buffers, so no kernel still reads them.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -96,8 +99,8 @@ class _Wrappers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """The rows of a step as the package takes them. Pages behind a window are left out: positions
-    count from the end of a row.
+    """The rows of a step in the form of the package. Pages outside the attention window are
+    omitted. The package counts positions from the end of a row, so this changes no position.
 
     Attributes:
         query_starts, page_starts: int32 [num_rows + 1] on the host, from 0 without gaps.
@@ -182,8 +185,8 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _PagedPlan:
-    """Rows over keys and values. The package plans for one scale and soft cap, known in the first
-    layer that has them."""
+    """A plan of attention over keys and values. A plan of the package has one scale and soft cap.
+    The first layer with new values makes it, and later layers use it."""
 
     num_tokens: int
     wrappers: _Wrappers
@@ -219,7 +222,7 @@ class _PagedPlan:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class _LatentPlan:
-    """Rows over latents."""
+    """A plan of attention over latents (MLA). The first layer with a new scale makes it."""
 
     rows: _Rows
     num_tokens: int

@@ -1,7 +1,8 @@
-// Products on the tile registers of processors with AMX: 16 rows by 16 outputs are added at once.
+// Products on the tile registers of processors with AMX. One instruction adds 16 words to the sums of
+// 16 rows by 16 outputs. See panels.h for panels, words and parts.
 //
-// A tile of weights is 16 words of 16 outputs of a panel. The order of a sum is that of its words,
-// whatever the number of rows: the registers continue a sum from memory without rounding it.
+// A tile of weights has 16 words of 16 outputs of a panel. A sum adds its words in order, for any number
+// of rows, because a register can load a partial sum and continue it without rounding.
 
 #pragma once
 
@@ -15,7 +16,7 @@
 namespace {
 
 constexpr int64_t SIDE = 16;   // rows, outputs and words of a tile
-constexpr int64_t NEAR = 128;  // words of a panel that stay in the nearest cache
+constexpr int64_t NEAR = 128;  // words of a panel that stay in the first-level cache
 static_assert(WIDTH == SIDE && PARTS == 4);
 
 // Registers 0 to 3 have the sums of a panel's parts, 4 the rows, 5 and 6 the weights of two parts.
@@ -49,14 +50,14 @@ constexpr bool BY_TILE<BfloatTiles> = true;
 template <>
 constexpr bool BY_TILE<ByteTiles> = true;
 
-// Whether 16-bit and 8-bit products can run. Linux gives the registers to programs that ask for them.
+// Returns whether 16-bit and 8-bit products may run. A process must request the registers from Linux.
 inline bool may_multiply() {
     constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     return granted;
 }
 
-// Shapes the registers for `rows` rows and `words` words at a time. All become 0.
+// Configures the registers for `rows` rows and `words` words at a time. Their content becomes 0.
 inline void shape_tiles(int64_t rows, int64_t words) {
     struct {
         uint8_t palette = 1, first_row = 0, reserved[14] = {};
@@ -69,7 +70,8 @@ inline void shape_tiles(int64_t rows, int64_t words) {
     _tile_loadconfig(&shape);
 }
 
-// Adds `words` words, `step` at a time, to the sums of the rows of a tile.
+// Adds `words` words, `step` at a time, to the sums of the rows of a tile. stride: words from row to
+// row. apart: vectors of sums from row to row. fresh: the sums start at 0.
 template <class Kind>
 void add_words(
     const uint32_t* panel, const uint32_t* rows, int64_t stride, int64_t words, int64_t step,
@@ -102,13 +104,13 @@ void add_words(
     _tile_stored(3, sums + 3, to_next);
 }
 
-// The sums of add_rows in panels.h.
+// Computes what add_rows in panels.h does, for any number of rows.
 template <class Kind>
 void add_tiles(
     const uint32_t* panel, const uint32_t* rows, int64_t stride, int64_t count, int64_t words,
     typename Kind::Sums* sums, int64_t apart, bool fresh
 ) {
-    asm volatile("" ::: "memory");  // the intrinsics of GCC 12 do not say that they read it
+    asm volatile("" ::: "memory");  // GCC 12 does not know that the intrinsics read memory
     const int64_t whole = words / SIDE * SIDE, depth = count > SIDE ? NEAR : words;
     auto add = [&](int64_t first, int64_t end, int64_t from, int64_t past, int64_t step) {
         for (int64_t row = first; row < end; row += SIDE)

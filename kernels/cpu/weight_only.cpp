@@ -1,8 +1,9 @@
-// Products of rows with weights of 4 bits, which are widened in a near cache.
+// Products of rows with weights of 4 bits. Blocks of weights are widened into the first-level cache.
 //
-// A weight is (number - zero) * scale, and consecutive inputs of an output, a group, share both.
-// Numbers are widened exactly. The sum of a group is multiplied by its scale, and the zero times the
-// sum of its inputs is subtracted. All sums have the same order for any number of rows.
+// A weight is (number - zero) * scale. A group is consecutive inputs of an output, which share scale
+// and zero. Numbers are widened exactly. The sum of a group is multiplied by its scale. Then the sum of
+// its inputs is multiplied by zero and scale, and subtracted. All sums have the same order for any
+// number of rows.
 
 #include <memory>
 
@@ -14,10 +15,10 @@
 namespace {
 
 constexpr int CODES = 8;       // numbers of a word of codes
-constexpr int64_t BLOCK = 256;  // inputs that are widened at a time, at most, and of one group
+constexpr int64_t BLOCK = 256;  // maximum inputs that are widened at a time. All are of one group
 
-// The values of codes, which are below 16.
-struct Integers {  // less 8, so that symmetric numbers have no zero to subtract
+// The values of codes from 0 to 15.
+struct Integers {  // 8 is subtracted, so that symmetric weights need no zeros
     using Scale = float;
     static Lanes value(Words code) { return __builtin_convertvector((Ints)code - 8, Lanes); }
 };
@@ -32,8 +33,8 @@ struct ShortFloats {  // e2m1
     }
 };
 
-// How a word of codes becomes words of a kind of product. Number 2i is at place i, and number 2i + 1
-// at place i + 4.
+// Converts a word of codes to words of a kind of product. Of the eight codes, number 2i is in bits 4i to
+// 4i + 3, and number 2i + 1 is 16 bits higher.
 template <class Kind, class Number>
 struct Widened;
 
@@ -76,7 +77,7 @@ struct Widened<BfloatProducts, Number> {
 struct Weights {
     const uint32_t* panels;
     const void* scales;
-    const uint8_t* zeros;  // null: all are 0
+    const uint8_t* zeros;  // null: weights are symmetric
     int64_t inputs, outputs, group;
 
     int64_t groups() const { return (inputs + group - 1) / group; }
@@ -88,7 +89,7 @@ struct Block {
     int64_t size;  // inputs
 };
 
-// Widens a block, and sums up to TILE_ROWS rows with it.
+// Widens a block, and multiplies up to TILE_ROWS rows by it.
 template <class Kind, class Number>
 struct Engine {
     static constexpr int64_t TILE_ROWS = BY_TILE<Kind> ? WIDTH : TILE;
@@ -112,7 +113,7 @@ struct Engine {
             }
     }
 
-    // rows: of the block's first input.
+    // rows: words of the rows, from the first input of the block.
     void add(
         const Block& block, const uint32_t* rows, int64_t stride, int64_t count, Lanes* sums
     ) const {
@@ -121,7 +122,7 @@ struct Engine {
     }
 };
 
-// Sums of the inputs of each group of each row: [rows, groups].
+// Adds up the inputs of each group of each row. out: [rows, groups].
 template <class T>
 void add_inputs(const T* x, int64_t stride, const Weights& weights, int64_t num_rows, float* out) {
     int64_t groups = weights.groups();
@@ -135,7 +136,7 @@ void add_inputs(const T* x, int64_t stride, const Weights& weights, int64_t num_
         }
 }
 
-// Sums of rows with a matrix, block by block. input_sums: of `add_inputs`.
+// Returns a function that multiplies rows by a panel, block by block. input_sums: of `add_inputs`.
 template <class Kind, class Number>
 auto widening(
     const Weights& weights, const uint32_t* rows, int64_t stride, const float* input_sums
@@ -187,9 +188,9 @@ auto widening(
 
 extern "C" {
 
-// Rows of any dtype by panels of codes of 4 bits, plus a bias that may be null. fp4: of e2m1 instead of
-// integers, with scales of bfloat16 instead of float32. Each word of a panel has CODES inputs of an
-// output, see Widened. stride: in elements.
+// Multiplies rows of any dtype by panels of 4-bit codes, and adds a bias that may be null. fp4: codes
+// are e2m1 instead of integers, and scales are bfloat16 instead of float32. Each word of a panel has
+// CODES inputs of an output, see Widened. stride: in elements.
 void weight_only_product(
     int dtype, int fp4, const uint32_t* panels, const void* scales, const uint8_t* zeros,
     int64_t group, const void* x, int64_t stride, const void* bias, void* out, int64_t num_rows,

@@ -1,7 +1,4 @@
-"""Calls into the library of the CUDA driver, which exists wherever a GPU does.
-
-For functions that torch does not offer. Independent of their purpose.
-"""
+"""Calls of the library of the CUDA driver, for functions that torch does not offer."""
 
 import ctypes
 import functools
@@ -43,14 +40,15 @@ def device(index: int) -> ctypes.c_int:
 
 
 def use(index: int) -> None:
-    """Make a device current for the calling thread's calls. torch's own calls do so only when they
-    need it, and UCX's never do.
+    """Make a device current for the next calls of this thread.
+
+    Neither torch nor UCX ensures this. torch makes a device current only when it needs one.
     """
     call("cuCtxSetCurrent", ctypes.c_void_p(_primary_context(index)))
 
 
 def bytes_at(address: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the memory at an address as uint8 of this shape. Keeps nothing alive.
+    """Return the memory at an address as a uint8 tensor, which does not keep the memory alive.
 
     Raises:
         RuntimeError: there is no such memory. If it is another device's, torch returns a copy.

@@ -1,8 +1,8 @@
 """Device memory that can be released while its addresses stay reserved.
 
 A region reserves addresses once. Memory is mapped there in extents, released, and mapped again.
-CUDA graphs, tensors and registrations that have noted the addresses stay valid. Between the two,
-any access to them is a fault of the device.
+CUDA graphs, tensors and registrations that refer to the addresses stay valid. While the memory is
+released, any access to the addresses is a fault of the device.
 
 torch's allocator does not know this memory, so `VirtualMemory.mapped_bytes` counts it.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.cuda import driver
 from kernels.cuda.driver import CudaError, OutOfDeviceMemory, bytes_at
 
-# Of cuda.h.
+# Constants of cuda.h.
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -26,8 +26,8 @@ _RDMA_SUPPORTED = 110  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPO
 
 
 class VirtualMemoryDriver(Protocol):
-    """The driver's functions, for one device. Sizes and addresses are multiples of `granularity`.
-    All of them may raise CudaError, and then have changed nothing.
+    """Functions of the driver for the memory of one device. Sizes and addresses are multiples of
+    `granularity`. A function that raises CudaError has changed nothing.
     """
 
     @property
@@ -55,7 +55,7 @@ class VirtualMemoryDriver(Protocol):
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Take the address from memory that was given it by one `map`."""
+        """Remove the address of memory. The range must be that of one call of `map`."""
         ...
 
     def settle(self) -> None:
@@ -67,7 +67,7 @@ class VirtualMemoryDriver(Protocol):
         ...
 
     def view(self, address: int, num_bytes: int) -> Tensor:
-        """Return mapped memory as uint8 [num_bytes]. Keeps nothing alive."""
+        """Return mapped memory as uint8 [num_bytes]. The tensor does not keep it alive."""
         ...
 
 
@@ -86,8 +86,8 @@ class VirtualMemory:
         """Return a region of at least this size, without memory.
 
         Args:
-            extent_bytes: of memory that is allocated at a time. 0: all. A network card may want
-                all in one piece.
+            extent_bytes: size of one allocation. 0: one allocation for the whole region, which the
+                registration at a network card may require.
         """
         return Region(self, num_bytes, extent_bytes or num_bytes)
 
@@ -96,7 +96,7 @@ class Region:
     """A range of addresses, and its memory if there is any. For one thread at a time.
 
     Attributes:
-        num_bytes: with the rounding to whole units of the driver.
+        num_bytes: size, rounded up to the granularity of the driver.
     """
 
     def __init__(self, memory: VirtualMemory, num_bytes: int, extent_bytes: int) -> None:
@@ -109,12 +109,12 @@ class Region:
 
     @property
     def mapped_bytes(self) -> int:
-        """Return the size of the first part of the region, which has memory."""
+        """Return the number of bytes with memory. These are the first bytes of the region."""
         return min(len(self._handles) * self._extent_bytes, self.num_bytes)
 
     def map(self, num_bytes: int | None = None) -> None:
-        """Allocate memory for the first bytes, or for the whole region. Its content is undefined.
-        Memory that is there stays.
+        """Allocate memory for the first bytes, or for the whole region. New memory has undefined
+        content. Memory that is already mapped keeps its content.
 
         Raises:
             OutOfDeviceMemory: there is not enough. Nothing has changed.
@@ -136,8 +136,8 @@ class Region:
             raise
 
     def release(self) -> None:
-        """Release all memory, after the device's work. Nothing may access it until `map`. Without
-        memory this does nothing."""
+        """Wait until the device is idle, then release all memory. Nothing may access the addresses
+        until `map`. Does nothing if there is no memory."""
         if self._handles:
             self._driver.settle()
             self._unmap_from(0)
@@ -164,7 +164,7 @@ class Region:
         self._memory.mapped_bytes += size
 
     def _unmap_from(self, first: int) -> None:
-        """Release the extents from this one on."""
+        """Release the extents from number `first` on, the last one first."""
         while len(self._handles) > first:
             address, size = self._extent(len(self._handles) - 1)
             self._driver.unmap(address, size)
@@ -182,7 +182,8 @@ class Region:
 
 @functools.cache
 def virtual_memory(index: int) -> VirtualMemory:
-    """Return that of a CUDA device. Calls no driver before a region is reserved."""
+    """Return the VirtualMemory of a CUDA device. Does not call the driver before a region is
+    reserved."""
     return VirtualMemory(CudaDriver(index))
 
 

@@ -1,5 +1,5 @@
-"""Choice of operations of optional packages: `engine.attention_backend` and
-`engine.linear_attention_backend`."""
+"""The operations that layers call, as `engine.attention_backend` and
+`engine.linear_attention_backend` choose them: Baton's own, or those of an optional package."""
 
 import torch
 
@@ -15,10 +15,10 @@ from kernels.backends.package import Unavailable
 def use_operations(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: ModelSpec
 ) -> None:
-    """Set the operations of this process, before the model is loaded.
+    """Choose the operations of this process. Must be called before the model is loaded.
 
     Args:
-        device, dtype: that the model is computed on and in.
+        device, dtype: device and compute type of the model.
     Raises:
         ConfigError: a package is missing, or does not support the device or the model.
     """
@@ -52,6 +52,7 @@ def _check_device(setting: str, device: torch.device, dtype: torch.dtype) -> Non
 def _check_attention(setting: str, spec: ModelSpec, *, narrow: bool) -> None:
     drafted = () if spec.draft is None else spec.draft.layers
     shapes = {state.shape for state in (*spec.layers, *drafted) if state.token_numbers}
+    # A token has two vectors in the cache (key and value), or one (latent).
     for _, vectors, size in sorted(shapes):
         if vectors == 2 and size not in HEAD_DIMS:
             raise ConfigError(f"{setting} does not support heads of {size} numbers")
