@@ -116,14 +116,15 @@ queried for the visible keys. This determines the content of a page.
 - On a CPU, the products of `nn.Linear` use the native formats ([on CPUs](cpu.md)): oneDNN's layout
   in bfloat16, and 8 bits with `--quantize int8`. Experts that a class stores as one stack stay as
   they were loaded.
-- Chunked attention (Llama 4) is served within the first chunk. Rotations that depend on the longest
-  text of a batch (`longrope`, `dynamic`) are served up to the length at which they change. The
-  context is shorter by that, and `baton check` reports it.
+- The context of some models is shorter than in their configuration, and `baton check` reports it.
+  With chunked attention (Llama 4) it ends with the first attention chunk. With rotations that
+  depend on the longest text of a batch (`longrope`, `dynamic`) it ends at the length at which the
+  rotation changes.
 - [Quantised checkpoints](cpu.md#products) are read as for native models and become floats. No
   kernel of the quantiser runs, so they are as fast as others.
-- Other classes are rejected with a reason in one line. These are encoders, encoder-decoders,
-  attention outside of the interface, and recurrent states and convolutions. Masks that depend on
-  more than positions and heads of more than 256 numbers are rejected too.
+- Other classes are rejected with a reason in one line: encoders, encoder-decoders, recurrent
+  states, convolutions, and classes that do not use the attention interface of transformers. Masks
+  that depend on more than positions and heads of more than 256 numbers are rejected too.
 - [Several ranks](parallel.md#models-computed-by-transformers) divide a class by its own plan for
   tensor parallelism.
 - Most dense classes can be [batch-invariant](batch-invariance.md#models-computed-by-transformers).
