@@ -239,19 +239,12 @@ class TestGpu:
         yield
         device.use_batch_invariant(False)
 
-    @pytest.mark.parametrize(
-        "family",
-        [
-            pytest.param("qwen3"),
-            *(
-                pytest.param(family, marks=pytest.mark.long)
-                for family in ("gemma2", "gpt_oss", "qwen2_moe", "deepseek_v3")
-            ),
-        ],
-    )
+    @pytest.mark.long
+    @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "qwen2_moe", "deepseek_v3"])
     def test_a_model_passes(self, tmp_path, family):
         keep(load(make_checkpoint(tmp_path, family), CPU, torch.float32))
 
+    @pytest.mark.long
     def test_attention_that_divides_keys_by_the_batch_is_named(self, checkpoint, monkeypatch):
         model = load(checkpoint, CPU, torch.float32)
         shipped = paged.plan_split

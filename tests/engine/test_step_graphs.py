@@ -179,7 +179,7 @@ def test_every_step_has_a_graph_and_its_tokens(kind: str, overlap: bool, tmp_pat
 @interpreted
 @pytest.mark.parametrize(
     "kind",
-    ["dense", *(pytest.param(each, marks=pytest.mark.nightly) for each in DRAFTERS)],
+    ["dense", *(pytest.param(each, marks=pytest.mark.long) for each in DRAFTERS)],
 )
 def test_replays_decide_nothing_on_the_host(kind: str, tmp_path: Path) -> None:
     directory, speculation = made(tmp_path, kind)

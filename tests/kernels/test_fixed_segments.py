@@ -49,7 +49,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("shape, window", CASES.values(), ids=CASES)
+LONG = ("window and many heads", "latents")
+
+
+@pytest.mark.parametrize(
+    "shape, window",
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.long] if name in LONG else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_a_query_has_the_same_bits_in_every_kind_of_step(shape, window):
     assert differing(prompt_of(140, **shape), window=window) == NONE
 
