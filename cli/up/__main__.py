@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from common.rpc import join_address
 
 PROMPT = "Once upon a time"
 DEMO_PROMPT = "add 27 15 ="  # a task of the demo model's training
+SETTLE_S = 30.0  # longest time until each process of the router knows the nodes
+RETRY_S = 0.2
 
 
 parser = up_options.parser
@@ -125,17 +128,27 @@ async def _start(
     for sample in samples:
         to = f"{sample.model} " if sample.model else ""
         screen.say(f"\n{to}> {sample.prompt}", style="bold")
-        try:
-            await sample.ask()
-        except grpc.aio.AioRpcError as error:
-            raise StartFailed(
-                f"the sample request failed: {error.code().name} {error.details()}"
-            ) from None
+        await ask(sample)
     ready = f"\nReady. Open {samples[0].http}/ or try these commands. Ctrl-C stops all processes.\n"
     screen.say(ready, style="bold")
     for command in samples[0].commands():
         screen.say(f"  {command}")
     screen.say("")
+
+
+async def ask(sample: Sample, settle_s: float = SETTLE_S) -> None:
+    """Send a sample request. A process of the router may not know all nodes yet, so UNAVAILABLE is
+    retried for `settle_s`. Raises StartFailed."""
+    until = time.monotonic() + settle_s
+    while True:
+        try:
+            return await sample.ask()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() >= until:
+                raise StartFailed(
+                    f"the sample request failed: {error.code().name} {error.details()}"
+                ) from None
+        await asyncio.sleep(RETRY_S)
 
 
 def main() -> int:
