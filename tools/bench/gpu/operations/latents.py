@@ -156,7 +156,7 @@ def ops(setting: Setting, planner: PlanAttention = plan_attention) -> Iterator[C
         for prefix, new in setting.sized(EXTENDS, ((9, 5),)):
             rows = Rows.extend(prefix, new)
             yield partial(op, f"{new} after {prefix}, {name}", rows, shape, "matmul")
-        for prefix, new in setting.sized(EXPANDED, ((9, 5),)):
+        for prefix, new in setting.sized(EXPANDED, ((0, 128),)):
             rows = Rows.extend(prefix, new)
             yield partial(_expanded, setting, f"{new} after {prefix}, {name}", rows, shape)
 
