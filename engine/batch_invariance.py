@@ -1,26 +1,36 @@
 """`engine.batch_invariant`: what it does not support, how this process computes, and its probe.
 
-With it, the bits of a request's tokens and logprobs do not depend on anything around the request.
-It changes no operation: it is a promise, and refuses a start that cannot keep it.
+With it, the bits of a request's tokens and logprobs do not depend on anything around the request. A
+node that cannot keep this promise does not start.
+
+A GPU must first pass `python -m tools.bench.gpu --parts compile bits`, which compares rows alone
+with the same rows in batches. If no bit differs, it records the GPU as a file in the user's cache.
+The file's name depends on everything that can change the bits. A record is therefore valid only for
+this kind of GPU, these kernels and these releases of torch and Triton.
 """
 
+import functools
+import hashlib
 import logging
 import platform
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
+import triton
 
+import kernels
 from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import kv
-from engine import equal_bits
 from engine.kv_cache.layout import KVLayout
 from engine.models import LoadableModel, Model
 from engine.models.blocks.layer import Layer
 from engine.models.linear import INT8
 from engine.models.probe import PRODUCTS, differing_operation
 from kernels import device as devices
+from kernels.cpu.compiler import cache_directory
 
 _SETTING = "engine.batch_invariant"
 
@@ -74,7 +84,7 @@ def _check_gpu(config: EngineConfig, device: torch.device, servable: LoadableMod
         ),
         "the bits of this GPU have not been compared, with these kernels and these releases of "
         "torch and Triton: run python -m tools.bench.gpu --parts compile bits": (
-            not equal_bits.has_passed(device)
+            not has_passed(device)
         ),
     }.items():
         if found:
@@ -145,7 +155,7 @@ def arithmetic(ranks: int, backend: str, device: torch.device) -> str:
         backend: of the model, see LoadableModel.
     """
     if device.type != "cpu":
-        return equal_bits.computes_as(device)
+        return gpu_arithmetic(device)
     operators = devices.compiled_for(torch.device("cpu"))
     return " ".join(
         (
@@ -157,3 +167,50 @@ def arithmetic(ranks: int, backend: str, device: torch.device) -> str:
             *([f"{backend} {version(backend)}"] if backend != "native" else []),
         )
     )
+
+
+def gpu_arithmetic(device: torch.device) -> str:
+    """Return a name for everything that determines the bits of a GPU: its kind, the kernels, and
+    the releases of torch and Triton. GPUs with equal names compute equal bits."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return " ".join(
+        (
+            torch.cuda.get_device_name(device),
+            f"sm_{major}{minor}",
+            f"triton {triton.__version__}",
+            f"torch {torch.__version__}",
+            f"kernels {_sources()}",
+        )
+    )
+
+
+def has_passed(device: torch.device) -> bool:
+    """Return whether the comparison has passed on this GPU."""
+    return _record(gpu_arithmetic(device)).is_file()
+
+
+def record(device: torch.device, *, passed: bool) -> Path:
+    """Record the result of a comparison on this GPU, and return the record's path. A failure
+    removes an earlier record."""
+    name = gpu_arithmetic(device)
+    path = _record(name)
+    if passed:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_text(f"{name}\n")
+    else:
+        path.unlink(missing_ok=True)
+    return path
+
+
+def _record(name: str) -> Path:
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return cache_directory().with_name("equal-bits") / digest
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a hash of the sources of all Triton kernels."""
+    root, found = Path(kernels.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:12]

@@ -47,8 +47,8 @@ class RankOffers:
     """The paths over which one rank is read.
 
     Args:
-        serve: makes the producers by name of their backend, in the order in which consumers should
-            try them. Raises ConfigError if there is none.
+        serve: returns the producers by name of their backend. Consumers try them in this order. The
+            function raises ConfigError if no backend is usable.
     """
 
     def __init__(self, rank: int, serve: Callable[[], Mapping[str, PageProducer]]) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from common.config import EngineConfig
 from common.errors import ConfigError, LayoutMismatch
-from engine import batch_invariance, equal_bits
+from engine import batch_invariance
 from engine.kv_cache.layout import KVLayout
 from engine.load import OpenedModel, model_fields
 from engine.models import load, open_checkpoint
@@ -233,7 +233,7 @@ class TestGpu:
     def _gpu(self, monkeypatch, tmp_path):
         interpreter.patch_language_once()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(equal_bits, "computes_as", lambda where: "a GPU")
+        monkeypatch.setattr(batch_invariance, "gpu_arithmetic", lambda where: "a GPU")
         monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
         device.use_batch_invariant(True)
         yield
@@ -257,7 +257,7 @@ class TestGpu:
     def test_it_starts_once_its_bits_were_compared(self, checkpoint):
         words = "run python -m tools.bench.gpu --parts compile bits, or set engine.device to cpu"
         assert words in refusal(checkpoint, where=self.WHERE)
-        equal_bits.record(self.WHERE, passed=True)
+        batch_invariance.record(self.WHERE, passed=True)
         config = EngineConfig(model=str(checkpoint), batch_invariant=True)
         servable = open_checkpoint(checkpoint)
         batch_invariance.check(config, self.WHERE, torch.bfloat16, servable)

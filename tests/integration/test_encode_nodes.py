@@ -1,8 +1,6 @@
 """Encode nodes through real processes: equal answers with one, and without one when it is lost."""
 
 import asyncio
-import base64
-import io
 import itertools
 import json
 import shutil
@@ -17,23 +15,14 @@ import pytest
 
 pytest.importorskip("PIL")
 
-import numpy as np
-from PIL import Image as Pillow
 
 from tests.support.cluster import CPU, Cluster
-from tests.support.vision import make_vision_checkpoint
+from tests.support.vision import make_vision_checkpoint, noise_url
 
 pytestmark = pytest.mark.long
 
 NUM_TOKENS = 12
 WEIGHTS = "model.safetensors"
-
-
-def picture(seed: int) -> str:
-    noise = np.random.default_rng(seed).integers(0, 256, (45, 70, 3), np.uint8)
-    file = io.BytesIO()
-    Pillow.fromarray(noise).save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 class Asking:
@@ -43,7 +32,7 @@ class Asking:
 
     async def about(self, *seeds: int, question: str = "What is it? ") -> str:
         content: list[dict[str, Any]] = [{"type": "text", "text": question}]
-        content += [{"type": "image_url", "image_url": {"url": picture(seed)}} for seed in seeds]
+        content += [{"type": "image_url", "image_url": {"url": noise_url(seed)}} for seed in seeds]
         answer = await self._client.chat.completions.create(  # type: ignore[call-overload]
             model=self._model,
             messages=[{"role": "user", "content": content}],

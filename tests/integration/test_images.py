@@ -1,8 +1,6 @@
 """Images through real processes, to OpenAI's own client: what is answered is what transformers
 answers to the prompt that its own processing of image and text makes."""
 
-import base64
-import io
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from tests.support.vision import (
     PAD_ID,
     SIDE,
     clip,
+    data_url,
     greedy_vision_tokens,
     image_processor,
     make_vision_checkpoint,
@@ -74,12 +73,6 @@ async def answered(directory: Path, tmp_path: Path, content: list[dict[str, Any]
                 )
                 for _ in range(2)
             ]
-
-
-def data_url(image: Pillow.Image) -> str:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5", "qwen3_vl"])

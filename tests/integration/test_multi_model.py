@@ -1,27 +1,20 @@
 """Two models behind one router, as `baton up` runs them: real processes, tokenizers and engines."""
 
-import json
 import os
 import signal
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cli.demo_model import write
 from tests.support import noise_model
-from tests.support.cluster import free_ports, free_row
-from tests.support.programs import Program
+from tests.support.local_system import running, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-WAIT_S = 180.0
 PROMPTS = ("add 27 15 =", "Once upon a time", "größer")
 
 
@@ -32,60 +25,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write(directories["demo"])
     noise_model.write(directories["noise"])
     return directories
-
-
-class Router:
-    """The HTTP port of a router."""
-
-    def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}"
-
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self._url + path, timeout=WAIT_S) as answer:
-            return json.load(answer)
-
-    def post(self, path: str, **fields: Any) -> bytes:
-        header = {"content-type": "application/json"}
-        asked = urllib.request.Request(self._url + path, json.dumps(fields).encode(), header)
-        with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
-            return bytes(answer.read())
-
-    def streamed(self, model: str, prompt: str) -> str:
-        """Return the text of a streamed, greedy completion."""
-        how = {"max_tokens": 24, "temperature": 0, "stream": True}
-        body = self.post("/v1/completions", model=model, prompt=prompt, **how)
-        events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
-        assert events.pop() == "[DONE]"
-        return "".join(each["choices"][0]["text"] for each in map(json.loads, events))
-
-
-@contextmanager
-def running(var: Path, *flags: str) -> Iterator[tuple[Router, Program]]:
-    router, http, prefill = free_ports(3)
-    up = Program(
-        "cli.up",
-        f"--var={var}",
-        f"--port={router}",
-        f"--http-port={http}",
-        f"--prefill-port={prefill}",
-        f"--decode-port={free_row(2)[0]}",
-        "--device=cpu",
-        "--engine.cache.num-pages=64",
-        *flags,
-    )
-    try:
-        up.line_with("Ready.", WAIT_S)
-        yield Router(http), up
-    finally:
-        up.send(signal.SIGCONT)
-        up.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "still not so"
-        time.sleep(0.05)
 
 
 def test_two_models_answer_side_by_side_and_one_survives_the_other(models, tmp_path):

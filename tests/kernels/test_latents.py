@@ -224,7 +224,7 @@ def test_latents_in_8_bits_are_expanded(implementation):
 def test_every_token_and_head_gets_its_key_and_value(
     monkeypatch, by_kernels, key_dim, rotated, value_dim, rank
 ):
-    """Of rows that are longer than a tile, and with two programs for a tile."""
+    """Rows are longer than a tile, and two programs compute each tile."""
     monkeypatch.setattr(expand_latents, "_tile", lambda *of: _ExpansionTile(64, 32, 2))
     lengths, heads = [150, 3, 128], 3
     size = {"heads": heads, "head_dim": rank + rotated, "value_dim": rank}
@@ -271,7 +271,7 @@ def test_expansions_that_do_not_fit_are_refused(wrong):
     ids=str,
 )
 def test_keys_and_values_are_made_where_that_is_less_work(rows, pays):
-    """By the sizes of DeepSeek: what is cached must be expanded for each chunk anew."""
+    """The sizes are those of DeepSeek. Each chunk expands the cached latents again."""
     expansion = LatentExpansion(torch.empty(16, 128, 512), torch.empty(16, 512, 128))
     assert expansion.pays(rows) is pays
 
@@ -292,7 +292,7 @@ def test_keys_and_values_are_made_where_that_is_less_work(rows, pays):
     ids=str,
 )
 def test_a_gpu_expands_latents_where_that_takes_less_time(heads, rows, pays):
-    """By the sizes of DeepSeek, in bfloat16."""
+    """The sizes are those of DeepSeek, in bfloat16."""
     assert _deepseek(heads).pays_on_gpu(rows, rotated=64, multiprocessors=132) is pays
 
 

@@ -142,7 +142,7 @@ def test_images_that_cannot_be_served_are_refused(
 
 
 def test_images_of_other_weights_are_refused(rig: Rig) -> None:
-    """As after an update of the weights of prefill nodes."""
+    """This happens after an update of the weights of prefill nodes."""
     source = Embeddings(picture(6), 8, PIECE)
     rig.exports.opened(OpenedEvent(1, ID, b"other", Remaining(9.0), source))
     rig.exports.granted(GrantedEvent(1, 0))

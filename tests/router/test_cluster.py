@@ -72,7 +72,7 @@ async def test_a_node_that_falls_back_is_used_only_where_no_decode_node_has_a_pr
 
 
 async def test_a_decode_node_that_starts_again_is_used_again_at_once(model, monkeypatch):
-    """Seen failing with `found` called by nobody: its stream waits."""
+    """Without a call of `found`, the stream would wait for its backoff."""
     monkeypatch.setattr(decode_client, "_MIN_BACKOFF_S", 3600.0)
     monkeypatch.setattr(decode_client, "_MAX_BACKOFF_S", 3600.0)
     async with StubDecodeNode() as first:

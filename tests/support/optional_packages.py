@@ -3,6 +3,7 @@
 They refuse what the packages refuse, or would compute wrongly.
 """
 
+import abc
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ FLASHINFER, FLA = Recorded("flashinfer"), Recorded("fla")
 LAYOUT = "HND"
 
 
-class Wrapper:
+class Wrapper(abc.ABC):
     """A wrapper over keys and values in pages. It has one plan at a time.
 
     Attributes:
@@ -44,8 +45,9 @@ class Wrapper:
         out, sums = self.attend(asked, self.planned)
         return (out, sums) if asked.get("return_lse") else out
 
+    @abc.abstractmethod
     def attend(self, asked: dict[str, Any], planned: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """Return outputs and the logarithms of the sums of weights."""
 
 
 class Extend(Wrapper):

@@ -1,6 +1,6 @@
 """Signatures of optional packages, recorded from a release. Fakes bind their arguments to them.
 
-`python -m tests.support.recorded` writes the files anew, where the packages are installed.
+`python -m tests.support.recorded` writes the files again. It needs the packages.
 """
 
 import inspect

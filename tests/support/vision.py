@@ -1,6 +1,7 @@
 """Tiny random vision models with a byte-level tokenizer, images for them, and what transformers
 generates after prompts with them."""
 
+import base64
 import io
 import json
 import math
@@ -270,6 +271,18 @@ def picture(rows: int, columns: int, seed: int, side: int = SIDE) -> Image:
     """Noise."""
     drawn = np.random.default_rng(seed).integers(0, 256, (rows * side, columns * side, 3), np.uint8)
     return Image(0, rows, columns, drawn.tobytes())
+
+
+def data_url(image: Pillow.Image) -> str:
+    """Return an image as a PNG in a URL."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def noise_url(seed: int) -> str:
+    noise = np.random.default_rng(seed).integers(0, 256, (45, 70, 3), np.uint8)
+    return data_url(Pillow.fromarray(noise))
 
 
 FRAMES = 2  # of a temporal patch

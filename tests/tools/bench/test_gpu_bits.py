@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from engine import equal_bits
+from engine import batch_invariance
 from kernels import device
 from kernels.experts import grouped_mlp
 from kernels.layers import linear, quantised_linear
@@ -110,18 +110,22 @@ def verdict(setting, monkeypatch, rows):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(equal_bits, "computes_as", lambda where: f"GPU {where.index} release 1")
+    monkeypatch.setattr(
+        batch_invariance, "gpu_arithmetic", lambda where: f"GPU {where.index} release 1"
+    )
     return tmp_path
 
 
 def test_a_run_without_a_difference_lets_the_gpu_in(setting, cache, monkeypatch):
-    assert not equal_bits.has_passed(GPU)
+    assert not batch_invariance.has_passed(GPU)
     (*_, last) = verdict(setting, monkeypatch, [{"table": "rows", "differing": 0}])
     assert last["passed"] and last["record"].startswith(str(cache))
-    assert equal_bits.has_passed(GPU)
-    assert not equal_bits.has_passed(torch.device("cuda", 1))
-    monkeypatch.setattr(equal_bits, "computes_as", lambda where: f"GPU {where.index} release 2")
-    assert not equal_bits.has_passed(GPU)
+    assert batch_invariance.has_passed(GPU)
+    assert not batch_invariance.has_passed(torch.device("cuda", 1))
+    monkeypatch.setattr(
+        batch_invariance, "gpu_arithmetic", lambda where: f"GPU {where.index} release 2"
+    )
+    assert not batch_invariance.has_passed(GPU)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +134,10 @@ def test_a_run_without_a_difference_lets_the_gpu_in(setting, cache, monkeypatch)
     ids=["a difference", "an operation that failed"],
 )
 def test_a_run_that_found_or_missed_something_lets_no_gpu_in(setting, cache, monkeypatch, row):
-    equal_bits.record(GPU, passed=True)
+    batch_invariance.record(GPU, passed=True)
     *_, last, failure = verdict(setting, monkeypatch, [{"table": "rows", "differing": 0}, row])
     assert not last["passed"] and "bits depend on the batch" in failure["note"]
-    assert not equal_bits.has_passed(GPU)
+    assert not batch_invariance.has_passed(GPU)
 
 
 @pytest.mark.long

@@ -20,8 +20,14 @@ Span: TypeAlias = tuple[int, int]  # tokens [start, end) of a row
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention depends on. value_dim: as of `plan_attention`. kept_in: dtype of keys and
-    values, if different. sharpness: of the scores. zeros: all values are zeros, of either sign."""
+    """The shape and the numbers of a comparison of attention.
+
+    Attributes:
+        value_dim: see `plan_attention`.
+        kept_in: dtype of keys and values in pages. None: that of queries.
+        sharpness: factor of the scores.
+        zeros: all values are zeros, of either sign.
+    """
 
     heads: int = 2
     kv_heads: int = 1

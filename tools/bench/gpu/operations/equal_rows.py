@@ -43,7 +43,7 @@ Rows: TypeAlias = Callable[[Tensor], Tensor]  # int64 [n]: numbers of rows; retu
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How many numbers were compared, and how many of them differ."""
+    """The count of compared numbers, and of those that differ."""
 
     numbers: int
     differing: int

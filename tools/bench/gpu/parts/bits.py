@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine import equal_bits
+from engine import batch_invariance
 from engine.kv_cache.layout import KVLayout
 from engine.models.probe import differing_operation
 from kernels import device
@@ -83,8 +83,8 @@ def measure(setting: Setting) -> Iterator[Row]:
         yield row
     gpu, path = "none: a rehearsal", "none"
     if not setting.dry:
-        gpu = equal_bits.computes_as(setting.device)
-        path = str(equal_bits.record(setting.device, passed=passed))
+        gpu = batch_invariance.gpu_arithmetic(setting.device)
+        path = str(batch_invariance.record(setting.device, passed=passed))
     yield {"table": "verdict", "gpu": gpu, "passed": passed, "record": path}
     if not passed:
         raise ArithmeticError("bits depend on the batch, or were not compared")

@@ -1,0 +1,72 @@
+"""`baton up` as a process, and the HTTP port of its router."""
+
+import json
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.cluster import free_ports, free_row
+from tests.support.programs import Program
+
+WAIT_S = 180.0
+MOST_DECODE = 4  # decode nodes, whose ports are consecutive
+
+
+class Router:
+    """The HTTP port of a router."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self._url + path, timeout=WAIT_S) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, **fields: Any) -> bytes:
+        header = {"content-type": "application/json"}
+        asked = urllib.request.Request(self._url + path, json.dumps(fields).encode(), header)
+        with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
+            return bytes(answer.read())
+
+    def streamed(self, model: str, prompt: str) -> str:
+        """Return the text of a streamed, greedy completion."""
+        how = {"max_tokens": 24, "temperature": 0, "stream": True}
+        body = self.post("/v1/completions", model=model, prompt=prompt, **how)
+        events = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        return "".join(each["choices"][0]["text"] for each in map(json.loads, events))
+
+
+@contextmanager
+def running(var: Path, *flags: str) -> Iterator[tuple[Router, Program]]:
+    """Run `baton up` with these flags. Its router needs no key."""
+    router, http, prefill = free_ports(3)
+    up = Program(
+        "cli.up",
+        f"--var={var}",
+        f"--port={router}",
+        f"--http-port={http}",
+        f"--prefill-port={prefill}",
+        f"--decode-port={free_row(MOST_DECODE)[0]}",
+        "--device=cpu",
+        "--engine.cache.num-pages=64",
+        *flags,
+    )
+    try:
+        up.line_with("Ready.", WAIT_S)
+        yield Router(http), up
+    finally:
+        up.send(signal.SIGCONT)
+        up.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "still not so"
+        time.sleep(0.05)
