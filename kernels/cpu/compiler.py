@@ -18,9 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-mprefer-vector-width=512", "-pthread", "-fPIC", "-Wno-psabi")
@@ -173,13 +175,20 @@ def _said_by(program: Path, *arguments: str) -> str:
 
 
 def _compile(program: Path, targets: Sequence[str], target: Path) -> None:
-    made = target.with_suffix(f".{os.getpid()}")
-    sources = map(str, sorted(SOURCES.glob("*.cpp")))
-    try:
-        _said_by(program, *FLAGS, *targets, "-shared", *sources, "-o", str(made))
+    """Compile the sources on all cores and link them, because the first start waits for it."""
+    sources = sorted(SOURCES.glob("*.cpp"))
+    with TemporaryDirectory(dir=target.parent, prefix=target.stem) as directory:
+
+        def compile_one(source: Path) -> str:
+            unit = Path(directory, source.stem).with_suffix(".o")
+            _said_by(program, *FLAGS, *targets, "-c", str(source), "-o", str(unit))
+            return str(unit)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            units = list(pool.map(compile_one, sources))
+        made = Path(directory, target.name)
+        _said_by(program, "-shared", "-pthread", *units, "-o", str(made))
         made.replace(target)
-    finally:
-        made.unlink(missing_ok=True)
 
 
 def _first_error(text: str) -> str:
