@@ -109,9 +109,10 @@ need 71 times as much.
 
 - **Decode.** Keys and values are not computed. The products that derive them are applied to the
   queries and to the output instead.
-- **Prefill.** Keys and values of a chunk are computed for one layer at a time, wherever that is
-  less work. On a CPU this is the case unless a few new tokens follow a long cached prefix. On a GPU
-  it also takes [128 new tokens](gpu.md#derivation-of-expanded-keys-and-values).
+- **Prefill.** Keys and values of a chunk are computed for one layer at a time, if that is less work
+  than using latents directly. On a CPU this is the case unless a few new tokens follow a long
+  cached prefix. On a GPU, at least [128 new tokens](gpu.md#derivation-of-expanded-keys-and-values)
+  are necessary too.
 - **Caches and hand-offs** treat latents like other KV. With `--model-backend transformers` a node
   stores keys and values, so it does not connect with nodes that store latents.
 - **Quantization.** Checkpoints in fp8 blocks, as DeepSeek publishes them, are supported.
@@ -144,8 +145,8 @@ attends to. A class that Baton cannot serve is rejected with a reason in one lin
 
 - **Padding.** Keys and values of different sizes, as in MLA, are padded to the larger size.
 - **CPU speed.** Products of `nn.Linear` use Baton's native formats ([on CPUs](cpu.md)): oneDNN's
-  layout in bfloat16, and 8 bits with `--quantize int8`. Experts that a class stores as one stack
-  are computed as loaded.
+  layout in bfloat16, and 8 bits with `--quantize int8`. Experts that a class stores in one stacked
+  tensor do not use these formats.
 - **Shorter context.** Some models have a shorter context than in their configuration, and `baton
   check` reports it. With chunked attention (Llama 4), it ends with the first attention chunk. With
   rotations that depend on the longest text of a batch (`longrope`, `dynamic`), it ends at the
