@@ -85,9 +85,9 @@ tokens. [Benchmark: prefix cache of hybrid models](benchmarks/hybrid-models.md) 
   change a bit of a state ([rule](cpu.md#states)). [Batch invariance](batch-invariance.md) is
   supported.
 - **On a GPU**, prompts are computed in groups of 16 tokens. The last bits of a result can therefore
-  depend on where a prompt is cut into chunks or continued from the cache. With `--engine.dtype
-  float32`, and for at most 16 tokens of a request in a step, tokens are computed one by one and the
-  result does not depend on it.
+  depend on where a prompt is cut into chunks or continued from the cache. Two cases avoid this,
+  because tokens are computed one by one: `--engine.dtype float32`, and at most 16 tokens of a
+  request in a step.
 
 **Where states are cached.** A prefill node caches the state at the last page boundary of each
 prompt, so the next turn of a conversation can continue there. If a second prompt shares a prefix
