@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right, insort
 from typing import NamedTuple
 
 from common.errors import QueueFull
-from common.priority import head_start_s
+from common.limits import head_start_s
 
 
 class QueueEntry(NamedTuple):

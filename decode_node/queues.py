@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull
-from common.priority import PriorityClass, class_of
+from common.limits import PriorityClass, class_of
 from common.queueing import QueueEstimator
 from decode_node.state import DecodeState
 from engine.batch.request import out_of_time, waited_too_long

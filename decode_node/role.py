@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 
 from common.distribution import HistogramCounts
-from common.priority import PriorityClass
+from common.limits import PriorityClass
 from common.queueing import QueueBacklog
 from common.requests.namespace import WeightsId
 from common.requests.timeline import RequestTrace, RequestTraces

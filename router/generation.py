@@ -27,8 +27,7 @@ from router.cluster.decode_client import DecodeCall
 from router.cluster.node_ends import LossCause, MigrationOutcome, NodeLost, may_have_crashed
 from router.policy.load import WHENEVER, PlacementKey, RequestDue
 from router.policy.policies import encode_nodes
-from router.record import RequestRecord
-from router.timelines import AttemptTimings, RequestTimeline
+from router.record import AttemptTimings, RequestRecord, RequestTimeline
 from router.token_buffer import ModelVersion, NodeOutput
 
 MAX_REPLAYS = 2  # charged losses since its last progress

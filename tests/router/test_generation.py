@@ -18,8 +18,7 @@ from router.cluster.node_ends import LossCause, NodeLost
 from router.generation import Generation
 from router.metrics import RouterMetrics
 from router.policy.load import WHENEVER, LoadReservation
-from router.record import RequestRecord, RequestRecords
-from router.timelines import TimelineRecorder
+from router.record import RequestRecord, RequestRecords, TimelineRecorder
 from router.token_buffer import UNKNOWN_VERSION, NodeOutput, StreamEnd, TokenBuffer
 from tests.support.specs import make_spec
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from common.priority import STEP_S
+from common.limits import STEP_S
 from common.queueing import QueueEntry, QueueModel
 
 FIRST = -math.inf

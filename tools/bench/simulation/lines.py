@@ -17,7 +17,6 @@ PARTS = (
     "router/policy",
     "router/generation.py",
     "router/record.py",
-    "router/timelines.py",
     "router/token_buffer.py",
     "node/frontend",
     "decode_node",
