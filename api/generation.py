@@ -297,7 +297,7 @@ class Dispatcher:
         tokenizer = self._model.tokenizer
         return ResponseBuilder(
             Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(job.shown)),
-            job.stops and job.stops.begin(),
+            None if job.stops is None else job.stops.begin(),
             _options(job, tokenizer.spelling, returns_cached_tokens=self._returns_cached_tokens),
         )
 

@@ -6,7 +6,7 @@
 plans: the best layouts of ten loads by closed forms, against virtual time. planner: the planner
 against fixed splits over a day that changes. clocks: one scenario in virtual time and on the real
 clock. predictions: a real cluster on this machine's processors, against its prediction from
-measured step times. lines: the share of shipped lines that runs in virtual time execute.
+measured step times.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.simulation import clocks, lines, planner, plans, predictions
+from tools.bench.simulation import clocks, planner, plans, predictions
 from tools.bench.support.record import emit
 
 _Rows = list[dict[str, Any]]
@@ -31,7 +31,6 @@ _PARTS: dict[str, tuple[Callable[[Any, Path], Iterable[Any]], Callable[[_Rows], 
         ),
         predictions.show,
     ),
-    "lines": (lambda _, made: lines.measure(made), lines.show),
 }
 
 
