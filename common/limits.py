@@ -1,10 +1,8 @@
-"""Protocol version and message limits of Serve, and the priorities of requests.
+"""Protocol version and message limits of Serve.
 
 Each end sends its version in its first message. Unknown fields and message kinds of a newer end are
 ignored. The version changes where ignoring them would be wrong.
 """
-
-from typing import Literal, TypeAlias, get_args
 
 VERSION = 5
 FIRST_MESSAGE_S = 10.0  # for a router, from the opening of the stream
@@ -29,6 +27,7 @@ MAX_LINKS = 4096  # in one Status
 MAX_ADAPTERS = 4096  # in one Status
 MAX_FINGERPRINT = 64  # characters
 
+LOWEST, HIGHEST = -100, 100  # priority of a request
 MAX_RANKS = 256  # of one node: tensor-parallel ranks x stages
 
 
@@ -37,24 +36,3 @@ def difference(*, node: int, router: int) -> str:
     if node == router:
         return ""
     return f"the decode node speaks version {node} of Serve, the router version {router}"
-
-
-# Request priorities: integers, higher is more urgent.
-#
-# Each step of priority counts as STEP_S seconds of queue time. A request with an advantage of n
-# seconds goes before requests that arrived up to n seconds earlier, and after older ones. So urgent
-# requests hardly wait, and others wait longer but do not starve.
-LOWEST, HIGHEST = -100, 100
-STEP_S = 10.0
-
-PriorityClass: TypeAlias = Literal["low", "normal", "high"]  # below, at and above 0, for metrics
-CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
-
-
-def head_start_s(priority: int) -> float:
-    """Return the advantage of a priority, in seconds of queue time."""
-    return priority * STEP_S
-
-
-def class_of(priority: int) -> PriorityClass:
-    return CLASSES[(priority > 0) - (priority < 0) + 1]

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 
 from common import distribution
 from common.distribution import HistogramCounts
-from common.limits import CLASSES, MAX_RANKS
+from common.limits import MAX_RANKS
 from common.metrics.declared import (
     MetricDeclaration,
     MetricValues,
@@ -22,7 +22,7 @@ from common.metrics.declared import (
 )
 from common.metrics.program import INFO, PROCESS, TRUST, TrustMetrics, registry_of
 from common.pausing import MEMORY_TAGS, PAUSE_MODES
-from common.queueing import QueueBacklog
+from common.queueing import CLASSES, QueueBacklog
 from node.messages import EngineStats
 
 Role = Literal["prefill", "decode", "encode"]

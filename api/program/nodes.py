@@ -35,8 +35,8 @@ from common.tracing import context
 from common.tracing.context import Tracer
 from router.cluster.cluster import NOT_READY, SHUTTING_DOWN, Cluster
 from router.cluster.cluster_state import ClusterState, NodeReport
+from router.cluster.liveness import LivenessLimits
 from router.cluster.membership import CacheWatch, Membership
-from router.cluster.node_ends import LivenessLimits
 from router.cluster.pooling_nodes import NO_PREFILL_NODE, PoolingNodes
 from router.cluster.sources import Discovery
 from router.metrics import RouterMetrics

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
-from common.limits import head_start_s
+from common.queueing import head_start_s
 
 SKIP_AHEAD_S = 2.0  # requests that waited longer are not overtaken any more
 

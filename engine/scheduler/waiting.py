@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from common.limits import STEP_S, PriorityClass, class_of
+from common.queueing import STEP_S, PriorityClass, class_of
 from common.requests.namespace import Namespace
 from engine.batch.request import Ints, Request
 from engine.kv_cache.radix import PrefixCache

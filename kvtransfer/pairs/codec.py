@@ -370,8 +370,10 @@ def _ready_proto(record: PagesReady) -> pb.Ready:
         last=record.last,
         first_token=record.first_token,
         times=_times_proto(record.times) if record.times else None,
-        logprobs=to_fields(record.logprobs),
-        prompt_logprobs=to_fields(record.prompt_logprobs),
+        logprobs=None if record.logprobs is None else to_fields(record.logprobs),
+        prompt_logprobs=(
+            None if record.prompt_logprobs is None else to_fields(record.prompt_logprobs)
+        ),
         checked=[place for place, _ in record.sums],
         sums=[checksum for _, checksum in record.sums],
         token_ids=record.token_ids,

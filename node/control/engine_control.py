@@ -15,8 +15,8 @@ from typing import Protocol
 
 from common.distribution import HistogramCounts
 from common.errors import FailedPrecondition, ServingError
-from common.limits import CLASSES
 from common.logs import kv
+from common.queueing import CLASSES
 from common.requests.namespace import AdapterId, WeightsId
 from engine.kv_cache.cache_events import CacheChange, CacheEvents
 from engine.kv_cache.kv_events import KvEventLog

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.distribution import HistogramCounts
-from common.limits import PriorityClass
 from common.pausing import PAUSE_MODES, PauseMode
-from common.queueing import QueueBacklog
+from common.queueing import PriorityClass, QueueBacklog
 from common.requests.namespace import WeightsId
 from common.requests.timeline import RequestTraces
 from engine.scheduler.scheduler import Scheduler

@@ -17,7 +17,7 @@ from common.requests.namespace import NO_ADAPTER, UNNAMED, AdapterId, WeightsId
 from protos import decode_pb2
 from router.cluster.cluster_state import ClusterState, NodeReport
 from router.cluster.decode_client import DecodeClient
-from router.cluster.node_ends import MigratableRequest
+from router.cluster.liveness import MigratableRequest
 from router.policy import RoutingPolicy
 from router.policy.load import (
     WHENEVER,

@@ -24,15 +24,16 @@ from common.requests.namespace import AdapterId, WeightsId, check_identity
 from common.rpc import streams
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
-from router.cluster.node_ends import (
-    EngineLiveness,
-    LivenessLimits,
+from router.cluster.liveness import EngineLiveness, LivenessLimits, MigratableRequest
+from router.token_buffer import (
+    UNKNOWN_VERSION,
     LossCause,
-    MigratableRequest,
+    ModelVersion,
     NodeLost,
+    OutgoingBatch,
+    TokenBuffer,
     end_of,
 )
-from router.token_buffer import UNKNOWN_VERSION, ModelVersion, OutgoingBatch, TokenBuffer
 
 log = logging.getLogger(__name__)
 
